@@ -99,7 +99,7 @@ def _build_changed(changes: Candidate, candidate: Candidate, task: Task) -> nn.M
 
 def _build_graphs(candidate: Candidate, task: Task) -> Function:
     """Captures our frozen model in a CUDA graph."""
-    from vit_fast.run.runtime import GraphRunner
+    from vit_fast.run.graph_runner import GraphRunner
 
     return GraphRunner(build(candidate, task), _images(task, 1), batch_sizes=(task.batch_size,))
 

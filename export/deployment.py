@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,9 @@ def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, dev
         mode = {"key": "precision_mode", "value": accelerator_mode(str(info.metadata.get("precision")))}
         accelerator = {"name": "tensorrt", "parameters": [mode]}
         config["optimization"] = {"execution_accelerators": {"gpu_execution_accelerator": [accelerator]}}
-    if dynamic and info.output is not None and (profile := shape_profile(info, (1, 1, max_batch))) is not None:
+    if dynamic and info.output is not None and (profile := shape_profile(info, (1, 1, max_batch))):
         sizes = dict.fromkeys((1, max_batch))
-        config["model_warmup"] = [_warm_up(config["input"][0], profile.usual[1:], size) for size in sizes]
+        config["model_warmup"] = [_warm_up(config["input"][0], profile["opt"][1:], size) for size in sizes]
     return "".join(_lines(config))
 
 
@@ -195,25 +195,8 @@ def _lines(message: dict[str, Any], indent: str = "") -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class Profile:
-    """Shapes that an engine is built for.
-
-    Attributes:
-        input: The input's name.
-        least: Smallest shape.
-        usual: The shape to tune for.
-        most: Largest shape.
-    """
-
-    input: str
-    least: Shape
-    usual: Shape
-    most: Shape
-
-
-def shape_profile(info: OnnxInfo, batches: tuple[int, int, int] = BATCHES) -> Profile | None:
-    """Returns the shapes to build for; None if the file has a fixed shape.
+def shape_profile(info: OnnxInfo, batches: tuple[int, int, int] = BATCHES) -> dict[str, Shape]:
+    """Returns the shapes to build an engine for, as "min", "opt" and "max"; none if the file has a fixed shape.
 
     Args:
         info: The file.
@@ -223,24 +206,23 @@ def shape_profile(info: OnnxInfo, batches: tuple[int, int, int] = BATCHES) -> Pr
     """
     signature = read_signature(info)
     if None not in signature.shape:
-        return None
+        return {}
     height, width = signature.image_hw or (224, 224)
     patches = signature.patch_hw or (1, 1)
-    shapes = []
-    for batch, part in zip(batches, SIDES):
+    profile = {}
+    for name, batch, part in zip(("min", "opt", "max"), batches, SIDES):
         sides = [max(1, round(side * part / patch)) * patch for side, patch in zip((height, width), patches)]
         wanted = (batch, *sides, signature.in_chans) if signature.takes_pixels else (batch, signature.in_chans, *sides)
-        shapes.append(tuple(fixed or size for fixed, size in zip(signature.shape, wanted)))
-    return Profile(signature.input, *shapes)
+        profile[name] = tuple(fixed or size for fixed, size in zip(signature.shape, wanted))
+    return profile
 
 
 def trtexec_line(info: OnnxInfo) -> str:
     """Returns the command that builds FILE.plan beside FILE.onnx."""
     path = Path(info.path)
     words = ["trtexec", f"--onnx={path}", f"--saveEngine={path.with_suffix('.plan')}", "--stronglyTyped"]
-    if profile := shape_profile(info):
-        for option, shape in (("min", profile.least), ("opt", profile.usual), ("max", profile.most)):
-            words.append(f"--{option}Shapes={profile.input}:{'x'.join(map(str, shape))}")
+    for name, shape in shape_profile(info).items():
+        words.append(f"--{name}Shapes={info.inputs[0]['name']}:{'x'.join(map(str, shape))}")
     return shlex.join(words)
 
 
@@ -257,6 +239,9 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
     """
     check_type("path", path, str, Path)
     path = Path(path)
+    card = path.with_suffix(".md")
+    if card == path:
+        raise ValueError(f"path must be an ONNX file, got {path}, the name of its card")
     info, parts = inspect_onnx(path), parts_of(path)
     try:
         text = _text(info, parts, license_name)
@@ -264,7 +249,6 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
         raise
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # metadata of another structure
         raise damaged(path, repr(error)) from None
-    card = path.with_suffix(".md")
     with file_aside(card) as aside:
         aside.write_text(text, encoding="utf-8")
     return card

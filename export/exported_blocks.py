@@ -92,7 +92,7 @@ def exportable_copy(model: nn.Module) -> nn.Module:
     blocks: list[Any] = [module for module in shadow.modules() if isinstance(module, FusedNormMlp)]
     for block in blocks:
         parts = block.read()
-        if runs_whole(parts, "triton"):
+        if runs_whole(parts):
             block.vit_fast_exported = exported = ExportedBlock(parts)
             # its own forward stays, which finds positions and masks
             block.ready = partial(_same, parts)

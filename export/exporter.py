@@ -103,6 +103,9 @@ def export_onnx(
     """
     check_type("model", model, nn.Module)
     check_type("path", path, str, Path)
+    path = Path(path)
+    if path.suffix != ".onnx":
+        raise ValueError(f"path must end in .onnx, got {str(path)!r}")
     options = ExportOptions(
         opset=opset_for(precision) if opset is None else opset, dynamic_batch=dynamic_batch, dynamic_size=dynamic_size,
         precision=precision, preprocess=preprocess, target=target, output=output, external_data=external_data,
@@ -118,7 +121,6 @@ def export_onnx(
         check_verifiable(options)
     labelled = None if validation is None else check_labelled(Path(validation), vit, options)
 
-    path = Path(path)
     report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision, output)
     if not vit.num_classes:
         report.output = "features"

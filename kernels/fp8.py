@@ -1,9 +1,8 @@
-"""Numbers of e4m3 (four bits of exponent, three of mantissa), as the kernels write them.
+"""Conversion to e4m3 (four bits of exponent, three of mantissa).
 
-Whoever makes the operand of a quantised linear layer divides it by its scale and rounds it: the epilogue that writes
-the residual stream, the attention, the activation. Scales are divisors, as `reference.quantize_e4m3` has them; the
-kernels are given their reciprocals, and multiply: a division for each column of each tile would be 8 % of the longest
-epilogue's instructions.
+The kernel that writes the operand of a quantised linear layer divides it by its scale and rounds it: the epilogue that
+writes the residual stream, the attention, the activation. Kernels get the reciprocals of scales and multiply: a
+division per column and tile would be 8 % of the longest epilogue's instructions.
 
 Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
 """
@@ -22,8 +21,8 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 def to_e4m3(value):
     """fp32 rounded to e4m3, ties to even; 448 for what is larger, NaN for NaN.
 
-    By the instruction itself: the compiler's own conversion goes through fp16, rounded to zero, on sm_89, and whether
-    it saturates is not in its documentation.
+    Uses the instruction directly: on sm_89 the compiler's conversion goes through fp16, rounded to zero, and its
+    documentation does not state whether it saturates.
     """
     if _INTERPRETED:
         return value.to(tl.float8e4nv)
@@ -43,7 +42,7 @@ def to_e4m3(value):
 
 @triton.jit
 def divided(value, scale_ptr):
-    """fp32 divided by a number whose reciprocal is in memory, in e4m3; the value itself where there is none."""
+    """fp32 times the reciprocal of a scale in memory, in e4m3; the value itself if there is none."""
     if scale_ptr is None:
         return value
     else:
@@ -52,6 +51,6 @@ def divided(value, scale_ptr):
 
 @triton.jit
 def divided_columns(value, scale_ptr, col, N, COLS: tl.constexpr):
-    """A tile [ROWS, COLS], columns col .. col + COLS of N, in e4m3, divided by those whose reciprocals are fp32 [N]."""
+    """A tile [ROWS, COLS], columns col .. col + COLS of N, times reciprocals of scales, fp32 [N], in e4m3."""
     cols = col + tl.arange(0, COLS)
     return to_e4m3(value.to(tl.float32) * tl.load(scale_ptr + cols, mask=cols < N, other=1.0)[None, :])

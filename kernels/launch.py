@@ -1,7 +1,7 @@
-"""One kernel call as data: what is launched, with which arguments, grid and compile options.
+"""A kernel launch as data: kernel, arguments, grid and compile options.
 
-A launcher first builds a `Launch` and then runs it. Because the description is complete before anything touches a
-GPU, `offline.py` compiles exactly what would be launched, from meta tensors, on a machine without one.
+A launcher first builds a `Launch` and then runs it. The description needs no GPU, so `offline.py` compiles exactly the
+kernels that would be launched, from meta tensors.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MAX_GRID_0 = 2**31 - 1
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its arguments, ready to run or to compile.
+    """A kernel with its arguments.
 
     Args:
         kernel: The function decorated with `triton.jit`.
         grid: Programs along the three grid axes; at most 2^31 - 1 on the first, 65,535 on the others.
         args: Runtime arguments by name: tensors, tensor descriptors, numbers, or None for an absent one.
         constants: Compile-time arguments (`tl.constexpr`) by name.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         num_stages: Default depth of software pipelining.
-        maxnreg: Registers a thread may use; None leaves it to the compiler.
+        maxnreg: Registers per thread; None: the compiler chooses.
     """
 
     kernel: Any
@@ -45,7 +45,7 @@ class Launch:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def options(self) -> dict[str, Any]:
-        """The compile options, as triton names them."""
+        """Returns triton's compile options."""
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.maxnreg is not None:
             options["maxnreg"] = self.maxnreg
@@ -54,7 +54,7 @@ class Launch:
         return options
 
     def run(self) -> None:
-        """Launch on the current stream of `device`; an empty grid launches nothing.
+        """Launches on the current stream of `device`; an empty grid launches nothing.
 
         Raises:
             ValueError: the grid is larger than a GPU accepts.
@@ -86,7 +86,7 @@ class Launch:
         return self.kernel[self.grid](**self.args, **self.constants, **self.options())
 
     def _specialisation(self, device: int) -> tuple[Any, ...]:
-        """Everything that decides which compiled kernel triton would choose, and more: integers by value."""
+        """Returns a key that is at least as specific as triton's own: integers count by value."""
         constants = tuple(self.constants.values())
         return (
             id(self.kernel), device, self.num_warps, self.num_stages, self.maxnreg,
@@ -96,9 +96,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class Ready:
-    """A compiled kernel that needs no more than its arguments in their order."""
+    """A compiled kernel and the order of its arguments."""
 
-    kernel: Any  # held, so that no other takes its id
+    kernel: Any  # keeps the id of the key unique
     compiled: Any
     names: tuple[str, ...]
 
@@ -111,14 +111,14 @@ class Ready:
         )  # fmt: skip
 
 
-# By `Launch._specialisation`. Triton's own way from the arguments to the compiled kernel takes several times as long as
-# the launch; `vit-fast kernels --host` measures both.
+# By `Launch._specialisation`. Triton's own search for the compiled kernel takes several times as long as the launch;
+# `vit-fast kernels --host` measures both.
 _ready: dict[tuple[Any, ...], Ready] = {}
 MAX_READY = 4096
 
 
 class _Listening(threading.local):
-    """The listener to the launches of this thread: it gets each launch, and its compiled kernel or None."""
+    """The callback for launches of this thread; called with each launch and its compiled kernel or None."""
 
     listener: Callable[[Launch, Ready | None], None] | None = None
 
@@ -127,7 +127,7 @@ listening = _Listening()
 
 
 def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any) -> Ready | None:
-    if not isinstance(compiled, CompiledKernel):  # still compiling, or left to a hook
+    if not isinstance(compiled, CompiledKernel):  # still compiling, or skipped by a hook
         return None
     if len(_ready) >= MAX_READY:
         _ready.clear()
@@ -136,7 +136,7 @@ def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any) -> Ready | None:
 
 
 def _specialised_by(value: Any) -> Any:
-    """Returns what triton may specialise a kernel by, of one runtime argument."""
+    """Returns the properties of a runtime argument by which triton may specialise a kernel."""
     kind = type(value)
     if kind is int or value is None:
         return value
@@ -144,11 +144,11 @@ def _specialised_by(value: Any) -> Any:
         return value.base.dtype, *value.block_shape
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    return kind if kind is float else (kind, value)  # True is 1 to a dictionary, and not to triton
+    return kind if kind is float else (kind, value)  # True == 1 in a dictionary, but not for triton
 
 
 def is_watched(*kernels: Any) -> bool:
-    """True if someone listens to launches or debugs these kernels; triton then launches them itself."""
+    """True if launch hooks or debugging are active; triton then launches these kernels itself."""
     runtime = triton.knobs.runtime
     for kernel in kernels:
         if kernel.debug or kernel.pre_run_hooks:
@@ -163,12 +163,12 @@ def is_watched(*kernels: Any) -> bool:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up; triton's own `cdiv` is a device function, which the host pays for in microseconds."""
+    """Returns a / b, rounded up; triton's `cdiv` is a device function, which takes microseconds on the host."""
     return -(-a // b)
 
 
 def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device: make that the tensors' own where it is another."""
+    """Makes `device` current, on which triton launches."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)

@@ -1,18 +1,18 @@
 """The rows of a LayerNorm that is folded into the linear layer after it (`folding.py`), and their statistics.
 
-The statistics come from whoever wrote x, of pieces of its columns (`row_parts.py`), and whoever reads x combines them
-(Chan, Golub and LeVeque, 1983): no launch of their own, but for an x that no kernel of ours wrote.
+The kernel that writes x also writes statistics of pieces of its columns (`row_parts.py`); the kernel that reads x
+combines them (Chan, Golub and LeVeque, 1983). They need a launch only if x comes from elsewhere.
 
 Two cases need care:
-- fp32 rows, be it that everything is fp32 or that autocast keeps the residual stream so beside half-precision matmuls.
-  A product of the folded weight W'' with x itself would lose what the mean has in excess of the spread, and fp16 cannot
-  hold every x: the rows are normalised first, (x - mean) rstd in the dtype of the matmuls, and z = that W''^T + c.
-- A constant row of fp16 or bf16, where rstd is 1 / sqrt(eps) and would multiply the rounding noise of mean s - x W''.
-  Its rstd is negative: the forward takes max(rstd, 0) and so returns c, as LayerNorm does; the backward, whose
-  gradient through a constant row is not zero, applies the magnitude where nothing cancels (see `matmul.py`).
+- fp32 rows: everything is fp32, or autocast keeps the residual stream in fp32 beside half-precision matmuls. A product
+  of the folded weight W'' with x itself would lose precision where the mean exceeds the spread, and fp16 cannot hold
+  every x. So the rows are normalised first, n = (x - mean) rstd in the dtype of the matmuls, and z = n W''^T + c.
+- Constant rows of fp16 or bf16: rstd is 1 / sqrt(eps) and would multiply the rounding noise of mean s - x W''. Their
+  rstd is stored negative. The forward takes max(rstd, 0) and so returns c, as LayerNorm does. The backward, whose
+  gradient through a constant row is not zero, applies the magnitude where nothing cancels (`gradient_epilogues.py`).
 
-RMSNorm is the same without the mean, which is 0 in all that is kept of it: rstd is 1 / sqrt(mean square + eps), from
-the same statistics of pieces. Its row of zeros is what the constant row is to LayerNorm.
+RMSNorm is the same with mean 0: rstd is 1 / sqrt(mean square + eps), from the same statistics. A row of zeros takes
+the part of the constant row.
 
 Source: LayerNorm, arXiv 1607.06450; RMSNorm, arXiv 1910.07467.
 """
@@ -42,7 +42,7 @@ _ROWS = 64
 def piece_statistics(values, col, N, COLS: tl.constexpr, WHOLE: tl.constexpr = False):
     """Mean and sum of squared deviations, [ROWS] each, of fp32 columns col .. col + COLS of rows of N columns.
 
-    WHOLE: no piece passes column N. Of a piece that begins there nothing is stored.
+    WHOLE: no piece passes column N. Statistics of a piece that begins at N are not stored.
     """
     if WHOLE:
         mean = tl.sum(values, 1) / COLS
@@ -74,7 +74,7 @@ def merge_next(left, right, col, N, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 @triton.jit
 def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Statistics [ROWS] of the piece of columns that begins at `col`, or nothing past the last column."""
+    """Stores statistics [ROWS] of the piece that begins at column `col`, unless that is past the last one."""
     step = tl.arange(0, ROWS)
     part = part_ptr + tl.cast(row, tl.int64) * (2 * PARTS) + col // _PIECE + step * (2 * PARTS)
     mask = (row + step < M) & (col < N)
@@ -88,8 +88,8 @@ def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.c
 
     For RMSNorm (0, 1 / root mean square), which is negative for a row of zeros.
 
-    Pieces are summed along the first axis: along the second the compiler would give the tile that the rows belong to
-    the layout of these loads.
+    Pieces are summed along the first axis: along the second, the compiler would use the layout of these loads for the
+    matmul's tile too.
     """
     step = tl.arange(0, ROWS)
     inside = (row + step < M)[None, :]
@@ -146,7 +146,7 @@ def _row_statistics_kernel(
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["rstd_ptr"])
 def _normalise_kernel(
     x_ptr,  # [M, C] fp32
-    mean_ptr,  # fp32 [M] or None: not wanted
+    mean_ptr,  # fp32 [M], or None: not stored
     rstd_ptr,  # fp32 [M]
     normalised_ptr,  # [M, C] (x - mean) rstd
     M, C, eps,
@@ -164,7 +164,7 @@ def _normalise_kernel(
             mask = inside[:, None] & (cols < C)[None, :]
             total += tl.sum(tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0), 1)
         mean = total / C
-        # what the sum has lost to rounding: a constant row then becomes exact zeros
+        # corrects the rounding of the sum, so that a constant row becomes exact zeros
         left = tl.zeros((ROWS,), tl.float32)
         for first in tl.range(0, C, BLOCK_C):
             cols = first + tl.arange(0, BLOCK_C)
@@ -196,8 +196,8 @@ class InputRows:
     """Input of a folded linear layer.
 
     Args:
-        source: What the matmul reads, [M, C] in its dtype: x, or (x - mean) rstd where x is fp32.
-        statistics: Of the rows of x: as `row_parts.py` has them, fp32 [M, 2, parts]; rstd alone, fp32 [1, M], where
+        source: Operand of the matmul [M, C], in its dtype: x, or (x - mean) rstd if x is fp32.
+        statistics: Statistics of the rows of x: fp32 [M, 2, parts] (`row_parts.py`), or rstd alone, fp32 [1, M], if
             `source` is normalised.
         eps: Added to the variance.
     """
@@ -208,7 +208,7 @@ class InputRows:
 
     @property
     def part(self) -> Tensor | None:
-        """The statistics that are to be combined; None where `source` is normalised."""
+        """The statistics to combine; None if `source` is normalised."""
         return self.statistics if self.statistics.dim() == 3 else None
 
 
@@ -217,9 +217,9 @@ class RowStatistics:
     """Input rows and statistics for the backward of a folded linear layer.
 
     Args:
-        source: What the matmuls read, [M, C] in their dtype: x, or (x - mean) rstd where x is fp32.
-        statistics: fp32 [2, M], the means of the rows and 1 / sqrt(variance + eps), negative for a constant row; fp32
-            [1, M], the latter alone and never negative, where `source` is normalised.
+        source: Operand of the matmuls [M, C], in their dtype: x, or (x - mean) rstd if x is fp32.
+        statistics: fp32 [2, M]: mean and rstd, which is negative for a constant row. If `source` is normalised, fp32
+            [1, M]: rstd, never negative.
     """
 
     source: Tensor
@@ -227,12 +227,12 @@ class RowStatistics:
 
     @property
     def mean(self) -> Tensor | None:
-        """Row means fp32 [M]; None where `source` is normalised."""
+        """Row means fp32 [M]; None if `source` is normalised."""
         return None if is_normalised(self.statistics) else self.statistics[0]
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """The dtype of x: only fp32 rows are normalised beforehand."""
+        """The dtype of x."""
         return torch.float32 if is_normalised(self.statistics) else self.source.dtype
 
     @property
@@ -247,7 +247,7 @@ def is_normalised(statistics: Tensor) -> bool:
 
 
 def chunk(width: int) -> tuple[int, int]:
-    """Columns a step and rows a program of a kernel that reduces rows of this width."""
+    """Returns columns per step and rows per program of a kernel that reduces rows of this width."""
     block = min(triton.next_power_of_2(width), _MAX_CHUNK)
     return block, max(1, 4096 // block // 2)
 
@@ -255,7 +255,7 @@ def chunk(width: int) -> tuple[int, int]:
 def row_statistics_launch(
     x: Tensor, part: Tensor, out8: Tensor | None = None, out_scale: Tensor | None = None
 ) -> Launch:
-    """Statistics of the rows of x [M, C], fp16 or bf16, as `row_parts.py` has them; into out8 x out_scale in e4m3."""
+    """Returns the launch that writes statistics of x [M, C], fp16 or bf16, and x times out_scale in e4m3 to out8."""
     M, C = x.shape
     args = {"x_ptr": x, "part_ptr": part, "out8_ptr": out8, "out_scale_ptr": out_scale, "M": M, "C": C}
     constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
@@ -266,9 +266,9 @@ def row_statistics_launch(
 def normalise_launch(
     x: Tensor, eps: float, rstd: Tensor, normalised: Tensor, rms: bool = False, mean: Tensor | None = None
 ) -> Launch:
-    """(x - mean) rstd [M, C] of fp32 rows, in the dtype of `normalised`, rstd, and where wanted mean, fp32 of M.
+    """Returns the launch that writes (x - mean) rstd [M, C] of fp32 rows, rstd and optionally mean, fp32 [M].
 
-    Of RMSNorm x rstd; mean is 0 then.
+    For an RMSNorm mean is 0.
     """
     M, C = x.shape
     block, rows = chunk(C)
@@ -278,14 +278,14 @@ def normalise_launch(
 
 
 def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> InputRows:
-    """x as a folded linear layer reads it.
+    """Returns x as the input of a folded linear layer.
 
     Args:
         x: [M, C], contiguous.
         eps: Added to the variance.
-        part: Statistics of half-precision rows, where whoever wrote them left some; fp32 rows are normalised anew.
-        dtype: Of the matmuls: that of x, or a half precision beside fp32 x.
-        rms: Whether an RMSNorm reads them.
+        part: Statistics of half-precision rows, if the kernel that wrote x also wrote them.
+        dtype: Dtype of the matmuls: that of x, or a half precision beside fp32 x.
+        rms: True for an RMSNorm.
     """
     M, C = x.shape
     if x.dtype == torch.float32:
@@ -299,5 +299,5 @@ def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, r
 
 
 def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
-    """Room for the statistics of M rows of C columns."""
+    """Returns an empty tensor for the statistics of M rows of C columns."""
     return torch.empty(M, 2, row_parts(C), dtype=torch.float32, device=device)

@@ -1,19 +1,19 @@
-"""Launch plans: what an operator launches, recorded at the second call of a signature and replayed from the third on.
+"""Launch plans: the launches of an operator, recorded at the second call of a signature and replayed from the third on.
 
-    result = run(function, arguments)        # function(*arguments), by its plan where there is one
+    result = run(function, arguments)        # function(*arguments), replayed if there is a plan
 
-`function` allocates, builds launches and runs them; which, depends on the shapes, strides, dtypes, devices and
-alignments of its tensors, on its other arguments, and on torch's setting for fp32 products. So all of these are the key
-of a plan. A plan holds the compiled kernels with their grids and arguments, every address as an offset into an input or
-into a buffer. To replay one, the buffers are allocated, and the kernels launched on the current stream. Tensor maps are
-kept by address.
+`function` allocates tensors and runs launches. They depend on the shapes, strides, dtypes, devices and alignments of
+its tensors, on its other arguments, and on torch's setting for fp32 products, which together are the key of a plan. A
+plan holds the compiled kernels with their grids and arguments, and every address as an offset into an input or a
+buffer. A replay allocates the buffers and launches the kernels on the current stream. Tensor maps are cached by
+address.
 
-What a function may do: allocate, take views, launch, and call torch operators on such tensors, which a replay calls
-again in their place. Of anything else (a tensor from elsewhere, a result that is no tensor) no plan is made, and the
-function runs each time. Buffers that only kernels use share one allocation, where those that are never needed at the
-same time lie on top of each other; so nothing may read what it did not write.
+A function may allocate, take views, launch, and call torch operators on such tensors, which a replay calls again.
+Anything else (a tensor from elsewhere, a result that is no tensor) cannot be planned; the function then runs each time.
+Buffers that only kernels use share one allocation and overlap if they are never needed at the same time, so a kernel
+must not read what was not written.
 
-Under Triton's interpreter, and while someone listens to launches, functions simply run.
+Under Triton's interpreter, and with launch hooks, functions simply run.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _INTERPRETED = is_interpreted()
 
 
 def run(function: Function, arguments: Sequence[Any]) -> Any:
-    """function(*arguments), replayed where its plan is known.
+    """Returns function(*arguments), replayed if its plan is known.
 
     Args:
-        arguments: Tensors, None, and hashable values. No result may share memory with one of the tensors.
+        arguments: Tensors, None, and hashable values. Results must not share memory with the tensors.
     """
     if _INTERPRETED:
         return function(*arguments)
@@ -69,18 +69,18 @@ def run(function: Function, arguments: Sequence[Any]) -> Any:
 
 
 def forget() -> None:
-    """Drop every plan and what was seen: for whoever changes by hand what decides the launches."""
+    """Drops all plans and signatures: needed after a change of the launch policy."""
     _plans.clear()
     _seen.clear()
 
 
 def plans() -> list[LaunchPlan | None]:
-    """The plans kept; None for each call that could not be planned."""
+    """Returns all plans; None for each signature that cannot be planned."""
     return list(_plans.values())
 
 
 def _is_first(key: tuple[Any, ...]) -> bool:
-    """Notes a signature; True if it was not noted before."""
+    """Records a signature; returns True if it is new."""
     signature = hash(key)
     if signature in _seen:
         return False

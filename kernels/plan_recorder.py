@@ -1,6 +1,6 @@
-"""Records launch plans: runs a function once and notes what it allocates, views, computes and launches.
+"""Records launch plans: runs a function once, with its allocations, views, torch operators and launches.
 
-Tensors are followed by identity: a view belongs to the value that it was made of, whoever else shares the memory.
+Tensors are tracked by identity: a view belongs to the value that it was made of, even if others share the memory.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class _UnplannableError(Exception):
-    """Something that a plan could not repeat; says what."""
+    """A plan cannot repeat the function; the message is the reason."""
 
 
 def record(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, bool, LaunchPlan | None]:
-    """function(*arguments), whether all of it was seen, and its plan; None where there can be none."""
-    # an alias each: a tensor handed in twice must not be taken for one input
+    """Returns function(*arguments), True if all of it was seen, and its plan or None."""
+    # aliases, because a tensor that is passed twice must count as two inputs
     own = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
     recorder = _Recorder([value for value in own if isinstance(value, Tensor)])
     with _noting(recorder.launched), recorder:
@@ -59,7 +59,7 @@ def _noting(listener: Callable[[Launch, Ready | None], None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Value:
-    """Memory that a plan deals with: an input, a buffer, or the result of a torch operator."""
+    """Memory of a plan: an input, a buffer, or the result of a torch operator."""
 
     kind: str
     shape: torch.Size
@@ -73,14 +73,15 @@ class _Value:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every torch operator below autograd while it is entered, and every launch that it is told of."""
+    """Records every torch operator below autograd while it is active, and every launch that it is notified of."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.complete = True  # whether every launch was made by a compiled kernel that can be launched again
+        self.complete = True  # False if a kernel was not compiled yet
         self._device = inputs[0].device if inputs else torch.device("cpu")
         self._values: list[_Value] = []
         self._steps: list[Step] = []
+        self._addresses: list[At] = []
         self._kernels: dict[int, Any] = {}
         self._where: Any = WeakIdKeyDictionary()  # tensor -> number of its value, address at which that starts
         self._reason = "" if inputs else "no argument is a tensor"
@@ -106,14 +107,14 @@ class _Recorder(TorchDispatchMode):
         own = {tensor.untyped_storage()._cdata: tensor for tensor in flat if isinstance(tensor, Tensor)}
         made = pytree.tree_leaves(result)
         if not all(isinstance(tensor, Tensor) for tensor in made) or _UNREPEATABLE & set(func.tags):
-            raise _UnplannableError(f"{func} gives other things than tensors of known shapes")
+            raise _UnplannableError(f"{func} returns other values than tensors of known shapes")
         fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in own]
         if not fresh and not func._schema.is_mutable:
             for tensor in made:
                 self._where[tensor] = self._place(own[tensor.untyped_storage()._cdata])
             return
         if fresh and len(fresh) < len(made):
-            raise _UnplannableError(f"{func} gives views beside new tensors")
+            raise _UnplannableError(f"{func} returns views beside new tensors")
         positional = tuple(map(self._argument, args))
         named = {name: self._argument(value) for name, value in kwargs.items()}
         for tensor in fresh:
@@ -121,7 +122,7 @@ class _Recorder(TorchDispatchMode):
         self._steps.append(TorchCall(func, positional, named, len(fresh)))
 
     def launched(self, launch: Launch, ready: Ready | None) -> None:
-        """A launch was made by this compiled kernel; None where triton kept it to itself."""
+        """Records a launch and its compiled kernel; None if triton launched it itself."""
         try:
             self._steps.append(self._planned(launch, ready))
         except _UnplannableError as error:
@@ -147,7 +148,7 @@ class _Recorder(TorchDispatchMode):
 
     def _planned_value(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._at(value) if value.numel() else 0  # nobody reads there
+            return self._at(value) if value.numel() else 0  # never read
         if not isinstance(value, TensorDescriptor):
             return value
         elsewhere = copy.copy(value)
@@ -169,7 +170,9 @@ class _Recorder(TorchDispatchMode):
 
     def _at(self, tensor: Tensor) -> At:
         number, start = self._place(tensor)
-        return At(number, tensor.data_ptr() - start)
+        at = At(number, tensor.data_ptr() - start if tensor.numel() else 0)
+        self._addresses.append(at)
+        return at
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -177,33 +180,32 @@ class _Recorder(TorchDispatchMode):
         return self._view(value) if isinstance(value, Tensor) else value
 
     def _view(self, tensor: Tensor) -> View:
-        number, start = self._place(tensor)
-        if tensor.dtype != self._values[number].dtype:
+        at = self._at(tensor)
+        if tensor.dtype != self._values[at.value].dtype:
             raise _UnplannableError("memory read as another dtype")
-        at = At(number, tensor.data_ptr() - start if tensor.numel() else 0)
         return View(at, tensor.shape, tensor.stride(), tensor.dtype)
 
     def plan(self, result: Any) -> LaunchPlan:
-        """The plan of what was noted, with these results.
-
-        Raises:
-            _UnplannableError: there is something that it could not repeat.
-        """
+        """Returns the plan of all recorded steps, with these results; raises if it cannot repeat them."""
         if self._reason:
             raise _UnplannableError(self._reason)
         single = isinstance(result, Tensor)
         flat = [result] if single else result
         if not all(isinstance(value, Tensor) for value in flat):
             raise _UnplannableError("a result is no tensor")
-        outputs = [self._view(tensor) for tensor in flat]
+        outputs = tuple(self._view(tensor) for tensor in flat)
         if any(self._values[view.at.value].kind == "input" for view in outputs):
             raise _UnplannableError("a result is a view of an argument")
         places, buffers = self._arrange(outputs)
-        steps: list[Step] = [step.moved(places) for step in self._steps]
-        moved_outputs = tuple(view.moved(places) for view in outputs)
-        drops = _last_uses(steps, {view.at.value for view in moved_outputs}, self._count("input"))
+        for at in self._addresses:
+            place = places[at.value]
+            at.value, at.offset = place.value, place.offset + at.offset
+        for step in self._steps:
+            if isinstance(step, PlannedLaunch):
+                step.prepare()
+        drops = _last_uses(self._steps, {view.at.value for view in outputs}, self._count("input"))
         kernels = tuple(self._kernels.values())
-        return LaunchPlan(self._device, buffers, tuple(zip(steps, drops)), moved_outputs, single, kernels)
+        return LaunchPlan(self._device, buffers, tuple(zip(self._steps, drops)), outputs, single, kernels)
 
     def _count(self, kind: str) -> int:
         return sum(value.kind == kind for value in self._values)
@@ -239,7 +241,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _uses(steps: Sequence[Step], kind: type) -> dict[int, tuple[int, int]]:
-    """The first and the last of these steps that use a value."""
+    """Returns the first and the last of these steps that use each value."""
     found: dict[int, tuple[int, int]] = {}
     for position, step in enumerate(steps):
         if isinstance(step, kind):
@@ -249,7 +251,7 @@ def _uses(steps: Sequence[Step], kind: type) -> dict[int, tuple[int, int]]:
 
 
 def _last_uses(steps: Sequence[Step], kept: set[int], inputs: int) -> list[tuple[int, ...]]:
-    """The values that nobody needs behind each step."""
+    """Returns the values that no step after each one uses."""
     last = {value: position for position, step in enumerate(steps) for value in step.uses()}
     return [
         tuple(value for value, at in last.items() if at == position and value >= inputs and value not in kept)
@@ -258,10 +260,10 @@ def _last_uses(steps: Sequence[Step], kept: set[int], inputs: int) -> list[tuple
 
 
 def _overlay(needs: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
-    """Offsets in one piece of memory, and its size in bytes.
+    """Returns offsets of buffers in one allocation, and its bytes.
 
     Args:
-        needs: Of each buffer its bytes, and the first and the last step that use it.
+        needs: Bytes of each buffer, and the first and the last step that use it.
     """
     offsets: dict[int, int] = {}
     for number, (size, first, last) in sorted(needs.items(), key=lambda item: -item[1][0]):

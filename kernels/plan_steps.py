@@ -1,14 +1,14 @@
-"""Steps of launch plans: kernel launches and torch operators, ready but for the memory they work on.
+"""Steps of launch plans: kernel launches and calls of torch operators, complete except for addresses.
 
-What a step works on is given by number: the inputs of a plan, its buffers, then the results of its torch operators.
+A step names its tensors by number: the inputs of a plan, its buffers, then the results of its torch operators.
 """
 
 from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,17 +23,12 @@ Values = list[Any]  # the tensors of a replay by number; None once dropped
 MAX_MAPS = 256  # addresses for which a tensor map is kept
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class At:
-    """An address: bytes past the start of a value."""
+    """An address: bytes past the start of a value. The recorder renumbers values once it has seen all of them."""
 
     value: int
     offset: int
-
-    def moved(self, places: Mapping[int, At]) -> At:
-        """The same, where values lie at other places."""
-        place = places[self.value]
-        return At(place.value, place.offset + self.offset)
 
 
 @dataclass(frozen=True)
@@ -45,10 +40,6 @@ class View:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def moved(self, places: Mapping[int, At]) -> View:
-        """The same, where values lie at other places."""
-        return replace(self, at=self.at.moved(places))
-
     def of(self, values: Values) -> Tensor:
         """The tensor, in a replay."""
         base: Tensor = values[self.at.value]
@@ -59,7 +50,7 @@ class View:
 
 
 class PlannedLaunch:
-    """A kernel launch but for addresses and stream: a call of the function in C that Triton's own launcher ends in.
+    """A kernel launch without addresses and stream: a call of the C function that Triton's own launcher calls.
 
     Args:
         ready: The compiled kernel, kept alive.
@@ -67,7 +58,7 @@ class PlannedLaunch:
         values: In the order of the kernel's parameters, constants included; in place of a tensor an `At`, in place of a
             tensor descriptor one whose base is a `Base`.
     Raises:
-        LookupError: this Triton launches in another way.
+        LookupError: this version of Triton launches in another way.
     """
 
     def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
@@ -82,19 +73,11 @@ class PlannedLaunch:
         if len(places) != len(encoders):
             raise LookupError("a tensor descriptor that did not become a tensor map")
         self.maps = dict(zip(places, encoders))
-        self._list_places()
 
-    def _list_places(self) -> None:
+    def prepare(self) -> None:
+        """Collects the places of addresses among the arguments; to be called after the last renumbering."""
         self._at_pointers = [(place, at.value, at.offset) for place, at in self.pointers.items()]
         self._at_maps = [(place, made.at.value, made.at.offset, made) for place, made in self.maps.items()]
-
-    def moved(self, places: Mapping[int, At]) -> PlannedLaunch:
-        """The same, where values lie at other places."""
-        other = copy.copy(self)
-        other.pointers = {place: at.moved(places) for place, at in self.pointers.items()}
-        other.maps = {place: made.moved(places) for place, made in self.maps.items()}
-        other._list_places()
-        return other
 
     def uses(self) -> list[int]:
         """Numbers of the values it reads or writes."""
@@ -114,7 +97,7 @@ class PlannedLaunch:
 
 
 class Base:
-    """Stands for the tensor of a descriptor, of which Triton's launcher wants the address only."""
+    """Stands for the tensor of a descriptor: Triton's launcher only asks for its address."""
 
     def __init__(self, address: int, at: At) -> None:
         self._address, self.at = address, at
@@ -125,24 +108,20 @@ class Base:
 
 
 class TensorMaps:
-    """The tensor maps of one descriptor at the addresses where it was.
+    """The tensor maps of one descriptor, cached by address.
 
     Args:
-        descriptor: Its base matters only where `make` is called.
-        at: Where it starts.
-        make: What Triton's launcher makes of a descriptor: a list that starts with the map.
+        descriptor: The descriptor; `encode` replaces its base.
+        at: The start of its tensor.
+        make: Triton's function that encodes a descriptor; returns a list that starts with the map.
     """
 
     def __init__(self, descriptor: TensorDescriptor, at: At, make: Callable[[TensorDescriptor], list[Any]]) -> None:
         self.descriptor, self.at, self.make = descriptor, at, make
         self.kept: dict[int, Any] = {}
 
-    def moved(self, places: Mapping[int, At]) -> TensorMaps:
-        """The same, where values lie at other places."""
-        return TensorMaps(self.descriptor, self.at.moved(places), self.make)
-
     def encode(self, address: int) -> Any:
-        """The map for an address, kept from now on."""
+        """Returns the map for an address, and caches it."""
         descriptor = copy.copy(self.descriptor)
         descriptor.base = Base(address, self.at)
         made = self.make(descriptor)[0]
@@ -155,7 +134,7 @@ class TensorMaps:
 def _intercept(
     compiled: Any, grid: tuple[int, int, int], values: Sequence[Any]
 ) -> tuple[Callable[..., None], tuple[Any, ...], list[TensorMaps]]:
-    """The function in C behind a launcher, what it would be called with, and how its tensor maps are made."""
+    """Returns the C function behind a launcher, its arguments, and the encoders of its tensor maps."""
     notes: list[tuple[Any, ...]] = []
 
     def note(*arguments: Any) -> None:
@@ -180,12 +159,12 @@ def _intercept(
 
 @dataclass(frozen=True)
 class TorchCall:
-    """A torch operator, called again.
+    """The call of a torch operator.
 
     Args:
         operator: An overload of torch.ops.
         positional, named: Its arguments, with `View` in place of tensors.
-        results: How many values it adds: it returns as many tensors.
+        results: Number of tensors that it returns.
     """
 
     operator: Any
@@ -201,24 +180,10 @@ class TorchCall:
                 values.append(tensor)
                 addresses.append(tensor.data_ptr())
 
-    def _views(self) -> list[View]:
-        flat = [item for value in (*self.positional, *self.named.values()) for item in _flat(value)]
-        return [item for item in flat if isinstance(item, View)]
-
     def uses(self) -> list[int]:
         """Numbers of the values it reads or writes."""
-        return [view.at.value for view in self._views()]
-
-    def moved(self, places: Mapping[int, At]) -> TorchCall:
-        """The same, where values lie at other places."""
-
-        def move(value: Any) -> Any:
-            if isinstance(value, list):
-                return [move(item) for item in value]
-            return value.moved(places) if isinstance(value, View) else value
-
-        named = {name: move(value) for name, value in self.named.items()}
-        return TorchCall(self.operator, tuple(map(move, self.positional)), named, self.results)
+        flat = [item for value in (*self.positional, *self.named.values()) for item in _flat(value)]
+        return [item.at.value for item in flat if isinstance(item, View)]
 
 
 def _given(value: Any, values: Values) -> Any:
@@ -241,10 +206,10 @@ class LaunchPlan:
     Args:
         device: Of all tensors.
         buffers: Arguments of `torch.empty_strided`: shape, strides, dtype; numbered behind the inputs.
-        steps: What is done in order, with the values that nobody needs behind it. The results of torch operators are
-            numbered as they come.
+        steps: The steps in order, each with the values that no later step uses. Results of torch operators are
+            numbered in order.
         outputs: The results.
-        single: Whether the result is one tensor, not a tuple.
+        single: True if the result is one tensor, not a tuple.
         kernels: The functions decorated with `triton.jit`.
     """
 
@@ -256,7 +221,7 @@ class LaunchPlan:
     kernels: tuple[Any, ...]
 
     def replay(self, values: Values, addresses: list[int]) -> Any:
-        """The results, from the tensors of a call and their addresses, to which both lists are added."""
+        """Returns the results for the tensors of a call and their addresses; extends both lists."""
         device = self.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):

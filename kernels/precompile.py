@@ -1,11 +1,11 @@
-"""Kernels compiled before they are launched: what some code would have triton compile, and that in parallel processes.
+"""Compiles kernels before their launch, in parallel processes.
 
-    with collect() as requests:     # our kernels that are not compiled yet are neither compiled nor launched
+    with collect() as requests:     # kernels that are not compiled yet are neither compiled nor launched
         model(images)
     compile_all(requests)           # into triton's cache on disk, and into this process
 
-Triton describes to a hook what it is about to compile, as data from which any process makes the same binary, without a
-device. So what is compiled here is what the launch asks for, whatever decides that.
+Triton passes a description of each kernel to a hook before it compiles it. Any process can compile the same binary from
+it, without a device.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from triton.backends.compiler import GPUTarget
 
 Progress = Callable[[int, int], None]
 
-# What a process has to compile to be worth its start, in which it imports torch and triton.
+# Fewer are not worth the start of a process, which imports torch and triton.
 KERNELS_A_PROCESS = 4
 
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel to compile: where the function is, how it is specialised, in the words of triton, and for what GPU."""
+    """A kernel to compile: its function, triton's description of its specialisation, and its GPU."""
 
     module: str
     name: str
@@ -44,7 +44,7 @@ class Request:
     warp_size: int
 
     def compile(self) -> bool:
-        """Take it from triton's cache on disk, or compile it; whether the latter."""
+        """Loads the kernel from triton's cache on disk or compiles it; returns True if it compiled."""
         function = getattr(importlib.import_module(self.module), self.name)
         compiled = []
 
@@ -61,10 +61,10 @@ class Request:
 
 @contextlib.contextmanager
 def collect() -> Iterator[list[Request]]:
-    """Collects what this thread would have triton compile of our kernels, in the order of its launches.
+    """Collects the kernels of vit-fast that this thread would compile, in the order of their launches.
 
-    None of that is launched: its results stay what memory held. Of other threads and other kernels nothing changes, but
-    that their launches go triton's own way, and no launch plan is recorded.
+    They are not launched, so their results are undefined. Other threads and other kernels run as usual, without launch
+    plans.
     """
     runtime, thread = triton.knobs.runtime, threading.get_ident()
     before = runtime.jit_cache_hook
@@ -90,17 +90,17 @@ def collect() -> Iterator[list[Request]]:
 
 
 def _listen(*_: Any) -> None:
-    """While someone listens to launches, none is planned or replayed: see `launch.is_watched`."""
+    """Does nothing: with a launch hook, no plan is recorded or replayed (`launch.is_watched`)."""
 
 
 def compile_all(requests: Sequence[Request], progress: Progress | None = None) -> int:
-    """Compile, in processes beside this one where there is enough to do; how many were not in triton's cache yet.
+    """Compiles kernels, in several processes if there are enough; returns the number that triton's cache lacked.
 
     Args:
-        requests: Of `collect`.
-        progress: Called with how many are done, and of how many.
+        requests: The result of `collect`.
+        progress: Called with the number of finished kernels and of all.
     Raises:
-        RuntimeError: a kernel does not compile, in the words of triton.
+        RuntimeError: a kernel does not compile; the message contains triton's.
     """
     total, compiled, here = len(requests), 0, 0
     tell = progress if progress is not None else lambda done, total: None
@@ -135,7 +135,7 @@ def _failure(request: Request, error: Exception) -> str:
 
 
 def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
-    """Yields whether each was compiled; every process takes the next request when it is ready."""
+    """Yields True for each kernel that was not cached; every process takes the next request when it is ready."""
     if not requests:
         return
     left: SimpleQueue[Request] = SimpleQueue()
@@ -152,19 +152,19 @@ def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
                 if isinstance(result, RuntimeError):
                     raise result
                 yield result
-        finally:  # after a failure or an interruption what is under way is finished, nothing more begun
+        finally:  # after an error or an interruption, processes finish their kernel and start no other
             list(_rest(left))
 
 
 def _rest(queue: SimpleQueue[Request]) -> Iterator[Request]:
-    """Takes from a queue, which others take from too, until it is empty."""
+    """Takes items from a queue that several threads read, until it is empty."""
     with contextlib.suppress(Empty):
         while True:
             yield queue.get_nowait()
 
 
 def _feed(left: SimpleQueue[Request], results: SimpleQueue[bool | RuntimeError]) -> None:
-    """Has one process compile what is left, one after another."""
+    """Sends requests to one process, one after another."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
     with subprocess.Popen(
@@ -177,13 +177,13 @@ def _feed(left: SimpleQueue[Request], results: SimpleQueue[bool | RuntimeError])
                 process.stdin.flush()
                 answer = json.loads(process.stdout.readline())
             except (OSError, ValueError):
-                answer = f"{request.name} was not compiled: the process that should have is gone"
+                answer = f"{request.name} was not compiled: its process ended"
             results.put(answer if isinstance(answer, bool) else RuntimeError(answer))
         process.stdin.close()
 
 
 class _Driver:
-    """All that compiling asks of a driver, for a process that leaves the device alone."""
+    """The driver of a process that compiles without a device."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -196,9 +196,9 @@ class _Driver:
 
 
 def serve() -> None:
-    """In a process of `_feed`: compile the requests on stdin, a line each; answer whether each was, or why not."""
+    """Compiles the requests on stdin, one per line; prints true, false (cached) or an error for each, as JSON."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a compiler prints is no answer
+    os.dup2(2, 1)  # a compiler may print to stdout
     for line in sys.stdin:
         request = Request(**json.loads(line))
         target = GPUTarget(request.backend, request.arch, request.warp_size)

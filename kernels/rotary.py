@@ -1,22 +1,22 @@
 """qk-norm and rotary positions on packed qkv [B, N, 3, H, D], forward and backward, for heads of any even size.
 
-With n the normalised head (or row of heads), w and b the norm's affine, pairs (y_1, y_2) of the channels of y = n w + b
-and the angle of a pair at the token:
+With n the normalised head (or all heads of a token), w and b the norm's affine, y = n w + b, (y_1, y_2) a pair of its
+channels, and cos and sin those of the pair's angle at the token:
 
     out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
 
-Pairs are channels j and j + D/2, or 2j and 2j + 1; the first `prefix` tokens are not rotated. Backward turns by the
-opposite angle, dy = R^T dout, and then, with dn = dy w and means over what was normalised together,
+Pairs are channels j and j + D/2, or 2j and 2j + 1; the first `prefix` tokens are not rotated. The backward rotates by
+the opposite angle, dy = R^T dout, and then, with dn = dy w and means over the channels that were normalised together,
 
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 
-without mean(dn) for RMSNorm. n is computed again from x. Sums go by programs, each over tokens of its own in a fixed
-order, and are added up after: the same bits each run.
+without mean(dn) for RMSNorm. n is recomputed from x. Each program sums over its own tokens in a fixed order, and the
+programs' sums are added afterwards: the same bits each run.
 
 A program works on ROWS heads, of one token or of several, as two tiles [ROWS, BLOCK]: the first and the second member
-of each pair. What is v is copied where the result is not the input itself.
+of each pair. v is copied unless the kernel works in place.
 
-Source: arXiv 2104.09864, 2302.05442; differentiation of the formulas above, held against fp64 autograd by the tests.
+Source: arXiv 2104.09864, 2302.05442; differentiation of the formulas above; the tests compare with fp64 autograd.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 from .device import gpu_of
 from .launch import Launch, ceil_div
 
-_TILE = 1024  # elements of each of a program's two tiles, unless a norm over the width asks for more
+_TILE = 1024  # elements of each of a program's two tiles; more if a norm spans all heads
 
 
 @triton.jit
@@ -148,9 +148,9 @@ def _qk_norm_rope_kernel(
     image_rows, head_rows,  # rows of the tables from image to image and from head to head; 0 where shared
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # elements of the tables from row to row and from pair to pair
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr,
-    SEPARATE: tl.constexpr,  # pairs are neighbours in x, and D / 2 apart in out
-    INVERSE: tl.constexpr,  # turns back
-    PARTS: tl.constexpr,  # 2: q and k; 3: v is copied as well
+    SEPARATE: tl.constexpr,  # pairs are adjacent in x, and D / 2 apart in out
+    INVERSE: tl.constexpr,  # by the opposite angle
+    PARTS: tl.constexpr,  # 2: q and k; 3: v is copied too
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     INTERLEAVED: tl.constexpr = LAYOUT != "half"
@@ -252,14 +252,14 @@ class QkvSettings:
     """Norms and rotary positions of q and k.
 
     Args:
-        weights, biases: Of the norms of q and k, each [D], or [H D] where `wide`, dense; None: ones, zeros.
-        tables: cos and sin [B or 1, H or 1, T, D / 2], of strides that `table_steps` can say; None: nothing is rotated.
+        weights, biases: Affine of the norms of q and k, contiguous, each [D], or [H D] if `wide`; None: ones, zeros.
+        tables: cos and sin [B or 1, H or 1, T, D / 2] that `can_be_read` accepts; None: no rotation.
         norm: "layer_norm", "rms_norm" or "none".
-        eps: Of the norms.
-        wide: Whether all heads of a token are normalised together.
-        prefix: Tokens that are not rotated.
+        eps: Epsilon of the norms.
+        wide: All heads of a token are normalised together.
+        prefix: Number of tokens that are not rotated.
         layout: "half": channels j and j + D/2 are a pair; "interleaved": 2j and 2j + 1; "neighbours": those of "half",
-            which lie side by side in qkv, and nowhere else.
+            adjacent in qkv alone.
     """
 
     weights: tuple[Tensor, Tensor] | None = None
@@ -273,21 +273,20 @@ class QkvSettings:
 
 
 def can_be_read(cos: Tensor, sin: Tensor) -> bool:
-    """True if the kernels can read tables [..., T, P] in place: alike, and whole rows apart."""
+    """True if the kernels can read tables [..., T, P] in place: equal strides, multiples of a row's."""
     *outer, row, _ = cos.stride()
     whole = row > 0 and not any(step % row for step, size in zip(outer, cos.shape) if size > 1)
     return whole and cos.stride() == sin.stride()
 
 
 def table_steps(table: Tensor) -> tuple[int, ...]:
-    """Returns a table's steps: rows from one leading index to the next, 0 if shared, and elements from row to row and
-    from pair to pair."""
+    """Returns the strides of a table: in rows for leading dimensions, 0 if shared; in elements for rows and pairs."""
     *outer, row, pair = table.stride()
     return *(step // row if size > 1 else 0 for step, size in zip(outer, table.shape)), row, pair
 
 
 def _arguments(x: Tensor, settings: QkvSettings) -> tuple[dict[str, Any], dict[str, Any], int, int]:
-    """Arguments and constants that both kernels have, the tiles of q, and the warps of a program."""
+    """Returns arguments and constants of both kernels, the number of tiles of q, and the warps of a program."""
     s = settings
     B, N, _, H, D = x.shape
     (cos, sin), (q_weight, k_weight) = s.tables or (None, None), s.weights or (None, None)
@@ -310,11 +309,11 @@ def _arguments(x: Tensor, settings: QkvSettings) -> tuple[dict[str, Any], dict[s
 def qk_norm_rope_launch(
     x: Tensor, out: Tensor, settings: QkvSettings, inverse: bool = False, separate: bool = False
 ) -> Launch:
-    """q and k of x [B, N, 3, H, D] normalised and rotated into `out`, which may be x; v is copied where it is not.
+    """Returns the launch that normalises and rotates q and k of x [B, N, 3, H, D] into `out`, which may be x.
 
     Args:
-        inverse: Turns back, the gradient of a rotation without norms.
-        separate: Takes pairs that are neighbours D/2 apart: what a "rotary" matmul has brought together.
+        inverse: Rotate by the opposite angle: the gradient of a rotation without norms.
+        separate: Write pairs, adjacent in the result of a "rotary" matmul, D/2 apart.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     biases = settings.biases
@@ -327,10 +326,10 @@ def qk_norm_rope_launch(
 def qk_norm_rope_grad_launch(
     grad: Tensor, x: Tensor, out: Tensor, part: Tensor | None, settings: QkvSettings
 ) -> Launch:
-    """The gradient of x [B, N, 3, H, D] into `out`, which may be `grad`, where there are norms.
+    """Returns the launch that writes the gradient of x [B, N, 3, H, D], with norms, to `out`, which may be `grad`.
 
     Args:
-        part: fp32 [programs, 2, 2, D or H D], of q and k the sums for weight and bias; None: they are not wanted.
+        part: Written: sums for weight and bias of q and k, fp32 [programs, 2, 2, D or H D]; or None.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     parts = 2 if out is grad else 3
@@ -345,7 +344,7 @@ def qk_norm_rope_grad_launch(
 
 
 def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
-    """x [B, N, 3, H, D], contiguous, with q and k normalised and rotated, as a tensor of its own."""
+    """Returns a copy of x [B, N, 3, H, D], contiguous, with q and k normalised and rotated."""
     out = torch.empty_like(x)
     qk_norm_rope_launch(x, out, settings).run()
     return out
@@ -354,12 +353,12 @@ def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
 def qk_norm_rope_gradients(
     grad: Tensor, x: Tensor | None, settings: QkvSettings, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of x, and fp32 [2, 2, D or H D]: of q and k those of weight and bias; None without norms.
+    """Returns the gradient of x, and those of the norms' weights and biases, fp32 [2, 2, D or H D], or None.
 
     Args:
         grad: [B, N, 3, H, D], contiguous.
-        x: Likewise, the forward's; not needed without norms.
-        out: Where the gradient of x is to lie, which may be `grad`; None makes room.
+        x: Input of the forward, contiguous; None without norms.
+        out: Written: the gradient of x; may be `grad`. None: a new tensor.
     """
     out = torch.empty_like(grad) if out is None else out
     if x is None:

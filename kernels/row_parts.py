@@ -1,8 +1,8 @@
-"""The form in which row statistics go from kernel to kernel: of pieces of columns, combined by whoever reads them.
+"""Layout of LayerNorm statistics between kernels: one pair per piece of columns, combined by their reader.
 
-fp32 [M, 2, row_parts(C)]: means, then sums of squared deviations, of PIECE columns each, the last piece shorter. The
-form follows from C alone, whoever wrote it, so that operators can be traced where no kernel is; nothing is imported. A
-row's pieces lie together because they are written once and read by every tile.
+fp32 [M, 2, row_parts(C)]: means, then sums of squared deviations, of PIECE columns each; the last piece may be shorter.
+The shape depends on C alone, so that operators can be traced without triton. A row's pieces are adjacent, because they
+are written once and read by every tile.
 """
 
 from __future__ import annotations

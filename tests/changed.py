@@ -19,13 +19,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 KERNELS = (
-    "attention_*", "matmul_*", "mlp_*", "modern_blocks", "gated_kernel", "inner_norm", "rotary*", "rms_norm",
+    "attention_*", "matmul_*", "mlp_*", "modern_blocks", "rotary*",
     "weight_gradients", "scaled_weights", "block_operator", "operators", "fp8_block",
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up", "device_model")
 FUSED = (
     "fuse*", "traced_parts", "handed_statistics", "freeze", "kept_weights", "weight_changes",
-    "transformers_attention", "unfuse", "packed",
+    "transformers_attention", "unfuse", "packed", "graph_*",
 )  # fmt: skip
 FP8 = ("fp8_*", "calibrate")
 EXPORT = ("export_*", "onnx_*", "deployment", "fixed_grid")
@@ -45,7 +45,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vit_fast/blocks": (*FUSED, *FP8, *MODEL, "stand_in_driver", "autocast", "runtime"),
     "vit_fast/fusion": (*FUSED, *FP8, *MODEL, "stand_in_driver", "autocast", "runtime"),
     "vit_fast/quantization": (*FP8, "export_eight_bit*"),
-    "vit_fast/run": ("runtime", "warm_up", "new_batch_sizes", "stand_in_driver"),
+    "vit_fast/run": ("runtime", "graph_*", "warm_up", "new_batch_sizes", "stand_in_driver"),
     "vit_fast/apps": (*PREDICTION, *TRAINING, "docs"),
     "vit_fast/ops": (*KERNELS, *FP8, "stand_in_driver", "autocast", "transforms", "auto_backend"),
     "vit_fast/libraries": (*FUSED, *FP8, "onnx_families", "export_rotary", "model_*", "weights_*", "bench_models"),
@@ -55,6 +55,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vit_fast/figures": ("figures", "bench_report"),
     "vit_fast/commands": ("cli", "*_cli", "docs", "readme", "predict*", "train", "deployment"),
     "export": (*EXPORT, "tuning_runtimes", "optimize_*"),
+    "export/runtime": (*EXPORT, "tuning_runtimes", "optimize_*"),
     "benchmarks": BENCH,
     "docs": ("docs", "readme"),
     "examples": ("deployment",),

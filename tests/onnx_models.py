@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime
 import torch
 import torchlib_once  # noqa: F401  # halves the time of every export
@@ -155,3 +156,12 @@ class Exports:
         if not path.exists():
             vit_fast.export.export_onnx(self.model, path, verify=False, **FILES[name])
         return path
+
+
+def with_metadata(path: Path, to: Path, key: str, value: str) -> Path:
+    """Writes the same file with another entry of its metadata, in JSON."""
+    proto = onnx.load(path)
+    (entry,) = (entry for entry in proto.metadata_props if entry.key == f"vit_fast.{key}")
+    entry.value = value
+    onnx.save(proto, to)
+    return to

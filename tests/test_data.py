@@ -114,7 +114,10 @@ def test_read_image_says_in_one_error_what_is_wrong(tmp_path: Path) -> None:
         with pytest.raises(ImageError, match=message):
             read_image(tmp_path / name)
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
+    (tmp_path / "link.png").symlink_to("gone.png")
+    assert tmp_path / "link.png" in find_images([tmp_path]), "a folder's are not left out"
     for path, message in (
+        (tmp_path / "link.png", r"link\.png: is a link to gone\.png, which does not exist"),
         (tmp_path / "float.tif", "floating-point"),
         (tmp_path, "is a folder"),
         (tmp_path / "absent.png", "no such file"),
@@ -143,16 +146,13 @@ def test_find_images_searches_folders_and_names_every_missing_path(tmp_path: Pat
         find_images([tmp_path / "bare", tmp_path / "b", tmp_path / "absent"])
 
 
-def test_load_images_takes_the_images_in_turn(tmp_path: Path) -> None:
+def test_load_images_prepares_each(tmp_path: Path) -> None:
     model = create_model("vit_test")
     for i, colour in enumerate(("red", "green", "blue")):
         Image.new("RGB", (40, 50), colour).save(tmp_path / f"{i}.png")
-    three = load_images([tmp_path], model)
-    assert three.shape == (3, 3, 32, 32) and three.dtype == torch.float32
-    assert torch.equal(load_images([tmp_path], model, batch_size=5), three[[0, 1, 2, 0, 1]])
-    assert torch.equal(load_images([tmp_path], model, batch_size=2), three[:2])
-    with pytest.raises(ValueError, match="batch_size must be an integer >= 1"):
-        load_images([tmp_path], model, batch_size=0)
+    found = load_images([tmp_path], model)
+    assert found.shape == (3, 3, 32, 32) and found.dtype == torch.float32
+    assert found.mean((2, 3)).argmax(1).tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="at least one image or folder"):
         load_images([], model)
 
@@ -161,10 +161,3 @@ def test_default_photograph_is_a_photograph() -> None:
     pixels = np.asarray(read_image(default_photograph()))
     assert min(pixels.shape[:2]) > 224
     assert pixels.std() > 20
-
-
-def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.png").symlink_to("gone.png")
-    assert find_images([tmp_path]) == [tmp_path / "a.png"], "a folder's are not left out"
-    with pytest.raises(ImageError, match=r"a\.png: is a link to gone\.png, which does not exist"):
-        read_image(tmp_path / "a.png")

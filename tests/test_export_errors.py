@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,6 @@ from vit_fast.apps.data import ImageError
 from vit_fast.cli import main
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import VerificationError, export_onnx, graphs, inspect_onnx, write_triton_repository
-from vit_fast.files import file_aside
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +78,13 @@ def test_all_conflicts_are_listed_at_once(model: nn.Module, tmp_path: Path) -> N
     assert len(caught.value.reasons) == 3
 
 
+@pytest.mark.parametrize("name", ["m", "m.md", "m.plan", "."])
+def test_a_file_ends_in_onnx(name: str, model: nn.Module, tmp_path: Path) -> None:
+    """Its card and its engine have the other names."""
+    with pytest.raises(ValueError, match=r"path must end in \.onnx, got"):
+        export_onnx(model, tmp_path / name)
+
+
 def test_models_that_cannot_be_exported(tmp_path: Path) -> None:
     for bad, message in (
         (nn.Linear(3, 3), "model must be a VisionTransformer"),
@@ -121,60 +126,10 @@ def test_an_operator_that_cannot_be_exported_names_its_module(bad: nn.Module, re
     assert not list(tmp_path.iterdir())
 
 
-def test_a_path_that_cannot_be_written(model: nn.Module, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(OSError, match=r"m\.onnx: cannot be written"):
-        export_onnx(model, tmp_path / "file" / "m.onnx")
-    with pytest.raises(IsADirectoryError, match="is a folder"):
-        export_onnx(model, tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.slow
-def test_only_regular_files_are_replaced(model: nn.Module, tmp_path: Path) -> None:
-    pipe, device = tmp_path / "m.onnx", tmp_path / "link"
-    os.mkfifo(pipe)
-    device.symlink_to("/dev/null")
-    for taken, kind in ((pipe, "a pipe"), (device, "a device"), (Path("/dev/null"), "a device")):
-        with pytest.raises(FileExistsError, match=rf"{taken}: is {kind}, must be a new name or a regular file"):
-            export_onnx(model, taken)
-    (tmp_path / "n.onnx.data").mkdir()
-    with pytest.raises(IsADirectoryError, match=r"n\.onnx\.data: is a folder"):
-        export_onnx(model, tmp_path / "n.onnx", external_data=True, verify=False)
-    assert pipe.is_fifo() and device.is_symlink() and Path("/dev/null").is_char_device()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "m.onnx", "n.onnx.data"]
-
-
-def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    """Killed for real while its hidden folder holds a file; a folder in use, and others' folders, are left alone."""
-    script = f"""
-import os, signal
-from pathlib import Path
-from vit_fast.files import file_aside
-with file_aside(Path({str(tmp_path / "m.onnx")!r})) as aside:
-    aside.write_text("weights")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", script]).returncode == -9
-    (left,) = tmp_path.iterdir()
-    foreign = tmp_path / ".m.onnx.mine"
-    foreign.mkdir()
-    with file_aside(tmp_path / "m.onnx") as in_use:
-        in_use.write_text("first")
-        assert left.exists(), "so young that its process may not have locked it yet"
-        for folder in (left, foreign, in_use.parent):
-            os.utime(folder, (0, 0))
-        with file_aside(tmp_path / "m.onnx") as aside:
-            aside.write_text("second")
-        assert not left.exists() and foreign.exists() and in_use.exists()
-    assert (tmp_path / "m.onnx").read_text() == "first"
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".m.onnx.mine", "m.onnx"]
-
-
 def test_a_file_that_computes_something_else_is_not_left(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One weight, changed by one per mille between the model and the file, is found."""
+    """Detects one weight that differs by one per mille between model and file."""
     real = graphs.save
 
     def save_damaged(graph: Any, path: Path, external: bool) -> None:
@@ -191,17 +146,6 @@ def test_a_file_that_computes_something_else_is_not_left(
         export_onnx(model, tmp_path / "m.onnx")
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
     assert (tmp_path / "m.onnx").read_text() == "the old file"
-
-
-def test_an_interrupted_export_leaves_nothing(model: nn.Module, tmp_path: Path, monkeypatch: Any) -> None:
-    def interrupt(*_: object) -> None:
-        assert any((tmp_path / "new").iterdir()), "the hidden folder that the file is written to"
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("vit_fast.export.exporter.capture", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        export_onnx(model, tmp_path / "new" / "m.onnx")
-    assert not list(tmp_path.iterdir())
 
 
 def test_nan_never_passes(tmp_path: Path) -> None:

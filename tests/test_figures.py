@@ -17,7 +17,7 @@ import vit_fast
 from vit_fast import figures
 from vit_fast.commands.show import FIGURES
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.figures.sight import Sight, components, patch_filters, position_embedding
+from vit_fast.figures.activations import Activations, components, patch_filters, position_embedding
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def model() -> nn.Module:
 def test_attention_is_what_the_model_attends_to(model) -> None:
     images = torch.randn(2, 3, 32, 32)
     before = copy.deepcopy(model.state_dict())
-    sight = figures.look(model, images)
+    activations = figures.record_activations(model, images)
     expected = model.attention_maps(images)
-    assert len(sight.attention) == 3 and sight.grid == (4, 4) and sight.prefix == 1
+    assert len(activations.attention) == 3 and activations.grid == (4, 4) and activations.prefix == 1
     for block, weights in expected.items():
-        torch.testing.assert_close(sight.attention[block], weights, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(activations.attention[block], weights, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(
-        sight.features.flatten(1, 2), model.forward_features(images)[:, 1:], atol=1e-4, rtol=1e-4
+        activations.features.flatten(1, 2), model.forward_features(images)[:, 1:], atol=1e-4, rtol=1e-4
     )
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks for module in model.modules())
@@ -60,31 +60,33 @@ def test_every_library(name: str, prefix: int) -> None:
     candidate = SUBJECTS[name]
     model = candidate.build().eval()
     (images,) = candidate.inputs().values()
-    sight = figures.look(model, images)
-    assert sight.prefix == prefix
-    assert {weights.shape[-1] for weights in sight.attention} == {prefix + sight.grid[0] * sight.grid[1]}
-    for weights in sight.attention:
+    activations = figures.record_activations(model, images)
+    assert activations.prefix == prefix
+    assert {weights.shape[-1] for weights in activations.attention} == {
+        prefix + activations.grid[0] * activations.grid[1]
+    }
+    for weights in activations.attention:
         torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
-    assert sight.features.shape[:3] == (2, *sight.grid)
+    assert activations.features.shape[:3] == (2, *activations.grid)
     if name == "transformers-vit":
         model.set_attn_implementation("eager")
         with torch.no_grad():
             expected = model(images, output_attentions=True).attentions
-        torch.testing.assert_close(list(sight.attention), list(expected), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(list(activations.attention), list(expected), atol=1e-5, rtol=1e-4)
     if name.startswith("timm"):
         with torch.no_grad():
             features = model.forward_features(images)[:, prefix:]
-        torch.testing.assert_close(sight.features.flatten(1, 2), features, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(activations.features.flatten(1, 2), features, atol=1e-4, rtol=1e-4)
 
 
 def test_rollout_and_distance_by_hand() -> None:
     """Two patches in a row; the class token looks at the second alone, each patch at itself or at the other."""
     itself, other = torch.eye(3), torch.eye(3)[[0, 2, 1]]
     itself[0] = other[0] = torch.tensor([0.0, 0.0, 1.0])
-    sight = Sight((1, 2), 1, (torch.stack([itself, other])[None],), torch.zeros(1, 1, 2, 4))
-    torch.testing.assert_close(sight.distances((16.0, 16.0)), torch.tensor([[0.0, 16.0]]))
+    activations = Activations((1, 2), 1, (torch.stack([itself, other])[None],), torch.zeros(1, 1, 2, 4))
+    torch.testing.assert_close(activations.distances((16.0, 16.0)), torch.tensor([[0.0, 16.0]]))
     expected = torch.tensor([[0.0, 0.5], [0.75, 0.25], [0.25, 0.75]])
-    torch.testing.assert_close(sight.rollout()[0], expected)
+    torch.testing.assert_close(activations.rollout()[0], expected)
 
 
 def test_components_find_what_varies() -> None:
@@ -105,8 +107,8 @@ def test_positions_and_filters_of_each_library(model) -> None:
         position_embedding(nn.Linear(3, 3), 16)
     with pytest.raises(UnsupportedInputError, match="first convolution"):
         patch_filters(nn.Linear(3, 3))
-    with pytest.raises(UnsupportedInputError, match="no attention"):
-        figures.look(nn.Conv2d(3, 8, 8), torch.randn(1, 3, 32, 32))
+    with pytest.raises(UnsupportedInputError, match="supports none of its attention layers"):
+        figures.record_activations(nn.Conv2d(3, 8, 8), torch.randn(1, 3, 32, 32))
 
 
 def pixels(figure) -> np.ndarray:
@@ -116,7 +118,7 @@ def pixels(figure) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["patches", "positions", "attention", "rollout", "attention_distance", "features"])
 def test_figures_are_drawn_from_the_picture(model, name: str, tmp_path: Path) -> None:
-    """Each is a picture with something in it, the same again for the same picture, another for another."""
+    """Each is an image with something in it, the same again for the same image, another for another."""
     drawn = [pixels(getattr(figures, name)(model)) for _ in range(2)]
     assert drawn[0].std() > 5 and np.array_equal(*drawn)
     path = tmp_path / "other.png"
@@ -134,10 +136,10 @@ def test_titles_are_not_cut() -> None:
 
 
 def test_patches_show_the_picture(model) -> None:
-    """A picture of one colour a patch: each is found in its place, with white between."""
+    """An image of one color per patch: each is found in its place, with white between."""
     colours = np.random.default_rng(0).integers(0, 200, (4, 4, 3)).astype(np.uint8)
-    picture = figures.open_picture(model, Image.fromarray(colours.repeat(8, 0).repeat(8, 1)))
-    sheet = figures.patches(model, picture).axes[0].images[0].get_array()
+    image = figures.open_image(model, Image.fromarray(colours.repeat(8, 0).repeat(8, 1)))
+    sheet = figures.patches(model, image).axes[0].images[0].get_array()
     assert sheet.shape[:2] == (35, 35)
     np.testing.assert_allclose(sheet[4::9, 4::9], colours / 255, atol=0.02)
     assert (sheet[8::9] == 1).all()
@@ -150,6 +152,11 @@ def test_blocks_and_heads_are_chosen(model) -> None:
         figures.attention(model, blocks=[3])
     with pytest.raises(ValueError, match=r"heads must be 0 to \d+, got 9"):
         figures.attention(model, heads=[9])
+    for nothing in ({"blocks": []}, {"heads": []}):
+        with pytest.raises(ValueError, match="must contain at least one"):
+            figures.attention(model, **nothing)
+    with pytest.raises(ValueError, match="count must be an integer >= 1, got 0"):
+        figures.filters(model, count=0)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,8 +165,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {path.stem for path in out.iterdir()} == set(FIGURES)
     assert capsys.readouterr().out.count("written: ") == len(FIGURES)
     for path in out.iterdir():
-        with Image.open(path) as picture:
-            assert min(picture.size) > 100
+        with Image.open(path) as image:
+            assert min(image.size) > 100
     assert run("show", "vit_test", "--figures", "colours") == 2
     assert "--figures must be of patches" in capsys.readouterr().err
     assert run("show", "vit_test", "--blocks", "x") == 2
@@ -184,9 +191,9 @@ def test_a_grey_model_is_shown_grey_pictures(tmp_path: Path) -> None:
 
 def test_an_image_of_another_shape(model) -> None:
     wide = vit_fast.create_model("vit_test", img_size=(32, 64)).eval()
-    sight = figures.look(wide, torch.randn(1, 3, 32, 64))
-    assert sight.grid == (4, 8)
-    picture = figures.open_picture(wide)
-    assert picture.shown.shape == (32, 64, 3) and isinstance(picture.images, Tensor)
-    assert picture.shown.min() >= 0 and picture.shown.max() <= 1
-    figures.rollout(wide, picture)
+    activations = figures.record_activations(wide, torch.randn(1, 3, 32, 64))
+    assert activations.grid == (4, 8)
+    image = figures.open_image(wide)
+    assert image.shown.shape == (32, 64, 3) and isinstance(image.images, Tensor)
+    assert image.shown.min() >= 0 and image.shown.max() <= 1
+    figures.rollout(wide, image)

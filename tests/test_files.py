@@ -99,6 +99,50 @@ def test_missing_folders_are_created_and_those_that_cannot_be_are_named(tmp_path
         save(model, tmp_path / "text" / "deep" / "m.safetensors")
 
 
+def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
+    pipe, device, folder = tmp_path / "m.onnx", tmp_path / "link", tmp_path / "n.onnx.data"
+    os.mkfifo(pipe)
+    device.symlink_to("/dev/null")
+    folder.mkdir()
+    for taken, kind in ((pipe, "a pipe"), (device, "a device"), (Path("/dev/null"), "a device"), (folder, "a folder")):
+        with pytest.raises(OSError, match=rf"{taken}: is {kind}, must be"), file_aside(taken):
+            raise AssertionError
+    with (
+        pytest.raises(IsADirectoryError, match=r"n\.onnx\.data: is a folder"),
+        file_aside(tmp_path / "n.onnx") as aside,
+    ):
+        for part in (aside, aside.with_name("n.onnx.data")):
+            part.write_text("new")
+    assert pipe.is_fifo() and device.is_symlink() and Path("/dev/null").is_char_device()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "m.onnx", "n.onnx.data"]
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Killed for real while its hidden folder holds a file; a folder in use, and others' folders, are left alone."""
+    script = f"""
+import os, signal
+from pathlib import Path
+from vit_fast.files import file_aside
+with file_aside(Path({str(tmp_path / "m.onnx")!r})) as aside:
+    aside.write_text("weights")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -9
+    (left,) = tmp_path.iterdir()
+    foreign = tmp_path / ".m.onnx.mine"
+    foreign.mkdir()
+    with file_aside(tmp_path / "m.onnx") as in_use:
+        in_use.write_text("first")
+        assert left.exists(), "so young that its process may not have locked it yet"
+        for folder in (left, foreign, in_use.parent):
+            os.utime(folder, (0, 0))
+        with file_aside(tmp_path / "m.onnx") as aside:
+            aside.write_text("second")
+        assert not left.exists() and foreign.exists() and in_use.exists()
+    assert (tmp_path / "m.onnx").read_text() == "first"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".m.onnx.mine", "m.onnx"]
+
+
 def test_a_name_may_be_as_long_as_the_system_allows(tmp_path: Path) -> None:
     name = "\u00e4" * 120 + ".safetensors"  # 252 bytes of 255
     assert save(create_model("vit_test"), tmp_path / name).is_file()

@@ -15,14 +15,14 @@ from packed_towers import ENCODER, NAFLEX, QWEN, TOWERS, siglip2_inputs
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import export_onnx
-from vit_fast.figures.sight import look
+from vit_fast.figures import record_activations
 
 ALL = TOWERS | NAFLEX
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_tower_is_fused_and_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In training and in evaluation, for batches of other sizes after each other; NaFlexVit without timm's forward."""
+    """Runs training and evaluation with batches of several sizes; NaFlexVit must not run timm's forward."""
     tower = ALL[name]
     model = tower.build()
     plain = copy.deepcopy(model)
@@ -181,7 +181,7 @@ NEEDS = {
 @pytest.mark.fast_cases("pixtral")
 @pytest.mark.parametrize("name", [*NEEDS, "pixtral", "llama4"])
 def test_what_takes_images_alone_says_why_it_does_not_take_a_tower(name: str, tmp_path: Path) -> None:
-    """Export, a graph runner, and looking at what a model attends to."""
+    """Export, a graph runner and recorded attention."""
     tower = TOWERS[name]
     model = tower.build().eval()
     vit_fast.fuse(model, "sdpa")
@@ -198,13 +198,13 @@ def test_what_takes_images_alone_says_why_it_does_not_take_a_tower(name: str, tm
             vit_fast.GraphRunner(model, first)
     if name in NEEDS:
         with pytest.raises(UnsupportedInputError, match=reason):
-            look(model, first)
+            record_activations(model, first)
 
 
 def test_what_a_packed_tower_attends_to_can_be_seen() -> None:
     images = torch.randn(2, 3, 32, 32, device=DEVICE)
     model = TOWERS["pixtral"].build().eval()
-    seen, alone = look(model, images), look(model, images[1:])
+    seen, alone = record_activations(model, images), record_activations(model, images[1:])
     assert seen.grid == (8, 8) and len(seen.attention) == 2
     torch.testing.assert_close(seen.attention[1][1:], alone.attention[1])
     torch.testing.assert_close(seen.features[1:], alone.features)
@@ -213,7 +213,7 @@ def test_what_a_packed_tower_attends_to_can_be_seen() -> None:
 @pytest.mark.slow(minutes=True)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "siglip2"])
 def test_compiled_towers_agree_for_other_sizes(name: str) -> None:
-    """With graph breaks, where transformers reads sizes on the host."""
+    """The graph breaks where transformers reads sizes on the host."""
     tower = TOWERS[name]
     model = tower.build().eval()
     plain = copy.deepcopy(model)

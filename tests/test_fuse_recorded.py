@@ -82,7 +82,7 @@ def test_a_fused_tower_has_the_name_of_its_original() -> None:
     """transformers keys what a model records by its class's text, and takes a class of another package for custom."""
     towers = []
     for file in (transformers_blocks, transformers_packed):
-        for path in file.FORMS._mixins:
+        for path in file.FORMS.mixins:
             module, _, name = path.rpartition(".")
             if name.endswith(("Layer", "Block", "Attention", "Head")):
                 continue

@@ -106,7 +106,7 @@ def test_a_provider_that_does_not_come_up_raises(exported: Any) -> None:
 
 
 def test_a_silent_fall_back_is_noticed(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the libraries seem to be there and ONNX Runtime still takes the CPU."""
+    """The libraries seem to be installed, but ONNX Runtime uses the CPU."""
     if torch.cuda.is_available():
         return
     monkeypatch.setattr("vit_fast.export.runtime.runner.reasons_against", lambda kind: [])
@@ -120,7 +120,7 @@ def test_a_silent_fall_back_is_noticed(exported: Any, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("device", ["cuda:1", "tensorrt"])
 def test_fp32_is_not_rounded_to_tf32(exported: Any, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """What ONNX Runtime is asked for; its own default is TF32."""
+    """Checks the options passed to ONNX Runtime, whose default is TF32."""
     asked: list[Any] = []
 
     def refuse(path: str, settings: Any, providers: list[Any]) -> Any:
@@ -148,7 +148,7 @@ def test_fp32_is_not_rounded_to_tf32(exported: Any, monkeypatch: pytest.MonkeyPa
         ({"image_hw": 3.5}, ValueError, "image_hw must be .*, got 3.5"),
         ({"device": "cuda:²"}, ValueError, "device must be .*got 'cuda:²'"),
         ({"threads": True}, ValueError, "threads must be an integer >= 1, got True"),
-        ({"class_names": "0123456789"}, TypeError, "class_names must be list or tuple"),
+        ({"class_names": "0123456789"}, TypeError, "class_names must be a list"),
         ({"output": "classes"}, ValueError, "output must be one of 'logits'.*got 'classes'"),
         ({"output": "features"}, ValueError, "output must be 'logits' like the file's"),
         ({"device": "cpu", "cuda_graph": True}, UnsupportedInputError, "must be cuda, got cpu"),
@@ -257,9 +257,15 @@ def test_predict_needs_nothing_but_the_file(exported: Any, capsys: pytest.Captur
         (["absent.onnx"], "no such file"),
         (["absent.onnx", "--model", "vit_test"], "--model must not be given for an ONNX file"),
         (["absent.safetensors", "--data-config", "x"], "--data-config needs an ONNX file"),
+        (["plain.onnx", "--data-config", "list.json"], "--data-config must contain a JSON object"),
     ],
 )
-def test_predict_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_refuses(
+    arguments: list[str], message: str, exported: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "plain.onnx").symlink_to(exported("plain"))
     assert run("predict", str(default_photograph()), "--weights", *arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from onnx_models import NAMES
+from onnx_models import NAMES, with_metadata
 from rich.console import Console
 from triton_server import read_config
 
@@ -78,24 +78,16 @@ def test_a_model_that_takes_no_images(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_metadata(key: str, value: str, message: str, folder: Path, tmp_path: Path) -> None:
-    proto = onnx.load(folder / "plain.onnx")
-    (entry,) = (entry for entry in proto.metadata_props if entry.key == f"vit_fast.{key}")
-    entry.value = value
-    onnx.save(proto, tmp_path / "m.onnx")
     with pytest.raises(ModelFileError, match=f"its metadata is damaged{message}"):
-        OnnxRunner(tmp_path / "m.onnx")
+        OnnxRunner(with_metadata(folder / "plain.onnx", tmp_path / "m.onnx", key, value))
 
 
 @pytest.mark.parametrize(
     ("key", "value"), [("verification", {}), ("versions", "new"), ("accuracy", 1), ("eight_bit", {"kept": 0})]
 )
 def test_no_card_of_damaged_metadata(key: str, value: Any, folder: Path, tmp_path: Path) -> None:
-    proto = onnx.load(folder / "plain.onnx")
-    (entry,) = (entry for entry in proto.metadata_props if entry.key == f"vit_fast.{key}")
-    entry.value = json.dumps(value)
-    onnx.save(proto, tmp_path / "m.onnx")
     with pytest.raises(ModelFileError, match="its metadata is damaged"):
-        write_card(tmp_path / "m.onnx")
+        write_card(with_metadata(folder / "plain.onnx", tmp_path / "m.onnx", key, json.dumps(value)))
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
 
 

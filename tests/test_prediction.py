@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import run
-from PIL import Image
+from prediction_support import named_model, predict, write_images
 
 from vit_fast import calibrate, create_model, load, save
 from vit_fast.apps import classifiers, prediction
@@ -31,34 +31,18 @@ COUNT, BAD = 23, ("05.png", "17.png")
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    model = create_model("vit_test")
-    model.class_names = tuple(f"name {i}" for i in range(10))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return save(model, tmp_path / "weights.safetensors")
+    return save(named_model(), tmp_path / "weights.safetensors")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Images, two of which are none."""
-    rng = np.random.default_rng(0)
-    path = tmp_path / "images"
-    path.mkdir()
-    for i in range(COUNT):
-        Image.fromarray(rng.integers(0, 256, (40, 36, 3), dtype=np.uint8)).save(path / f"{i:02}.png")
-    for name in BAD:
-        (path / name).write_bytes(b"no image")
-    return path
+    return write_images(tmp_path / "images", COUNT, BAD)
 
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "PART", 4)
     monkeypatch.setattr(classifiers, "BATCH_SIZE", 3)
-
-
-def _predict(model: VisionTransformer, folder: Path, out: Path, **options: object) -> prediction.Predicted:
-    return predict_to_parquet(model, find_images([folder]), out, class_names=model.class_names, **options)
 
 
 def _check(model: VisionTransformer, folder: Path, out: Path) -> None:
@@ -86,14 +70,14 @@ def test_a_calibrated_model_predicts_as_it_did(folder: Path, weights: Path, tmp_
     """Among its weights are scales without an axis."""
     model = load(weights)
     calibrate(model, torch.randn(4, 3, *model.config.image_hw))
-    _predict(model, folder, tmp_path / "out.parquet")
+    predict(model, folder, tmp_path / "out.parquet")
     _check(load(weights), folder, tmp_path / "out.parquet")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_file_says_what_the_model_does(folder: Path, weights: Path, tmp_path: Path, workers: int) -> None:
     model = load(weights)
-    done = _predict(model, folder, tmp_path / "out.parquet", workers=workers)
+    done = predict(model, folder, tmp_path / "out.parquet", workers=workers)
     assert (done.images, done.taken, [Path(path).name for path, _ in done.bad]) == (COUNT, 0, list(BAD))
     _check(model, folder, tmp_path / "out.parquet")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out.parquet", "weights.safetensors"]
@@ -111,7 +95,7 @@ def test_a_run_goes_on_where_it_was(folder: Path, weights: Path, tmp_path: Path)
             raise _Interrupted
 
     with pytest.raises(_Interrupted):
-        _predict(model, folder, out, on_part=interrupt)
+        predict(model, folder, out, on_part=interrupt)
     assert not out.exists()
     parts = tmp_path / "out.parquet.parts"
     (parts / "00000000.parquet").unlink()  # a gap, as when a disk lost it
@@ -120,12 +104,18 @@ def test_a_run_goes_on_where_it_was(folder: Path, weights: Path, tmp_path: Path)
     with torch.no_grad():
         other.head.bias += 1
     with pytest.raises(PredictionError, match="another model or other images"):
-        _predict(other, folder, out)
-    done = _predict(model, folder, out)
-    assert done.taken == 4
+        predict(other, folder, out)
+    part = parts / "00000001.parquet"
+    part.write_bytes(part.read_bytes()[:-9])
+    with pytest.raises(PredictionError, match=r"00000001\.parquet: is damaged: .*; remove it and re-run"):
+        predict(model, folder, out)
+    assert not out.exists()
+    part.unlink()
+    done = predict(model, folder, out)
+    assert done.taken == COUNT - 4
     _check(model, folder, out)
     assert not parts.exists()
-    assert _predict(model, folder, out).taken == 0, "a finished run is made anew"
+    assert predict(model, folder, out).taken == 0, "a finished run is made anew"
 
 
 def test_it_may_be_killed_while_it_ends(
@@ -146,12 +136,12 @@ def test_it_may_be_killed_while_it_ends(
             patch.setattr(Path, "unlink", killed)
             if removed < 7:
                 with pytest.raises(_Interrupted):
-                    _predict(model, folder, out)
+                    predict(model, folder, out)
             else:
                 patch.setattr(prediction.shutil, "rmtree", lambda path, **how: None)
-                _predict(model, folder, out)
+                predict(model, folder, out)
         _check(model, folder, out)
-        assert _predict(model, folder, out).taken == {0: COUNT, 3: 11, 6: 0, 7: 0}[removed]
+        assert predict(model, folder, out).taken == {0: COUNT, 3: 11, 6: 0, 7: 0}[removed]
         _check(model, folder, out)
         assert not (tmp_path / "out.parquet.parts").exists()
 
@@ -171,9 +161,9 @@ def test_a_full_disk_keeps_the_parts_and_nothing_else(
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(pq.ParquetWriter, "write_table", full)
-        _predict(model, folder, out)
+        predict(model, folder, out)
     assert [path.name for path in out.parent.iterdir()] == ["out.parquet.parts"]
-    assert _predict(model, folder, out).taken == COUNT
+    assert predict(model, folder, out).taken == COUNT
     _check(model, folder, out)
 
 
@@ -211,7 +201,7 @@ def test_a_killed_reader_costs_a_part_at_most(folder: Path, weights: Path, tmp_p
                 process.kill()
 
     parts: list[int] = []
-    done = _predict(model, folder, out, workers=2, on_part=lambda images: (kill(images), parts.append(images)))
+    done = predict(model, folder, out, workers=2, on_part=lambda images: (kill(images), parts.append(images)))
     assert (done.images, done.taken) == (COUNT, 0)
     assert len(done.lost) == 1 and "a process that reads images has ended, with exit code -9" in done.lost[0]
     assert parts == [*range(4, COUNT, 4), COUNT], "what was done is not done again"
@@ -252,16 +242,16 @@ def test_what_cannot_be_written_says_so(
     with pytest.raises(ValueError, match="each file once"):
         predict_to_parquet(model, [*files, files[0]], tmp_path / "out.parquet", class_names=model.class_names)
     with pytest.raises(IsADirectoryError):
-        _predict(model, folder, folder)
+        predict(model, folder, folder)
     (tmp_path / "mine.parquet.parts").mkdir()
     (tmp_path / "mine.parquet.parts" / "notes.txt").touch()
     with pytest.raises(PredictionError, match="hold the parts of this run"):
-        _predict(model, folder, tmp_path / "mine.parquet")
+        predict(model, folder, tmp_path / "mine.parquet")
     nan = create_model("vit_test")
     torch.nn.init.constant_(nan.head.bias, float("nan"))
     nan.class_names = model.class_names
     with pytest.raises(ValueError, match="not finite"):
-        _predict(nan, folder, tmp_path / "nan.parquet")
+        predict(nan, folder, tmp_path / "nan.parquet")
     for options in (
         ["--workers", "2"], ["--engine", "ray"], ["--out", "x", "--workers", "-1"], ["--out", "x", "--engine", "spark"],
         ["--out", "x", "--weights", "m.onnx"],
@@ -271,4 +261,4 @@ def test_what_cannot_be_written_says_so(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyarrow" else find(name))
     with pytest.raises(MissingPackageError, match=r"vit-fast\[predict\]"):
-        _predict(model, folder, tmp_path / "out.parquet")
+        predict(model, folder, tmp_path / "out.parquet")

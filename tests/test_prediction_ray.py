@@ -14,11 +14,11 @@ import pytest
 import torch
 from command_line import run
 from PIL import Image
+from prediction_support import named_model, predict, write_images
 
-from vit_fast import create_model, load, save
+from vit_fast import load, save
 from vit_fast.apps import prediction
-from vit_fast.apps.data import find_images
-from vit_fast.apps.prediction import PredictionError, predict_to_parquet
+from vit_fast.apps.prediction import PredictionError
 from vit_fast.apps.prediction_ray import _share
 from vit_fast.errors import MissingPackageError
 from vit_fast.model import VisionTransformer
@@ -39,30 +39,17 @@ def ray() -> Iterator[Any]:
 
 @pytest.fixture
 def model() -> VisionTransformer:
-    model = create_model("vit_test").eval()
-    model.class_names = tuple(f"name {i}" for i in range(10))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
+    return named_model()
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    rng = np.random.default_rng(0)
-    (tmp_path / "images").mkdir()
-    for i in range(COUNT):
-        Image.fromarray(rng.integers(0, 256, (40, 36, 3), dtype=np.uint8)).save(tmp_path / "images" / f"{i:02}.png")
-    (tmp_path / "images" / "07.png").write_bytes(b"no image")
-    return tmp_path / "images"
-
-
-def _predict(model: VisionTransformer, folder: Path, out: Path, **options: Any) -> prediction.Predicted:
-    return predict_to_parquet(model, find_images([folder]), out, class_names=model.class_names, **options)
+    return write_images(tmp_path / "images", COUNT, ("07.png",))
 
 
 def _check(model: VisionTransformer, folder: Path, out: Path) -> None:
     """Every image once, in order, with what this process says of it."""
-    _predict(model, folder, out.with_suffix(".local"))
+    predict(model, folder, out.with_suffix(".local"))
     found, expected = (pq.read_table(path).to_pylist() for path in (out, out.with_suffix(".local")))
     assert [row["path"] for row in found] == [str(folder / f"{i:02}.png") for i in range(COUNT)]
     for row, same in zip(found, expected, strict=True):
@@ -94,7 +81,7 @@ def test_a_killed_worker_loses_and_doubles_nothing(
             killed.write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)
 
-    done = _predict(_with(model, kill_once), folder, tmp_path / "out.parquet", engine="ray", workers=2)
+    done = predict(_with(model, kill_once), folder, tmp_path / "out.parquet", engine="ray", workers=2)
     pids = batches.read_text().split()
     assert killed.read_text() in pids and len(pids) > 10, "the parts of ten, and those that were lost with it"
     assert len(set(pids)) >= 2 and str(os.getpid()) not in pids
@@ -116,11 +103,11 @@ def test_what_kills_every_worker_is_named_and_the_rest_is_kept(
 
     out = tmp_path / "out.parquet"
     with pytest.raises(PredictionError, match=r"3 workers died between .*20.png and .*23.png"):
-        _predict(_with(model, kill), folder, out, engine="ray", workers=2)
+        predict(_with(model, kill), folder, out, engine="ray", workers=2)
     kept = len(list((tmp_path / "out.parquet.parts").glob("[0-9]*.parquet")))
     assert 0 < kept <= 5
     model.patch_embed._forward_pre_hooks.clear()
-    assert _predict(model, folder, out).taken == 4 * kept, "this process goes on where the cluster was"
+    assert predict(model, folder, out).taken == 4 * kept, "this process goes on where the cluster was"
     _check(model, folder, out)
 
 
@@ -142,7 +129,7 @@ def test_command(
     _check(load(weights), folder, tmp_path / "out.parquet")
     torch.nn.init.constant_(model.head.bias, float("nan"))
     with pytest.raises(PredictionError, match=r"^/.*00.png: the model's logits are not finite$"):
-        _predict(model, folder, tmp_path / "nan.parquet", engine="ray", workers=1)
+        predict(model, folder, tmp_path / "nan.parquet", engine="ray", workers=1)
 
 
 def test_shares_of_a_cluster() -> None:
@@ -157,5 +144,5 @@ def test_without_ray(model: VisionTransformer, folder: Path, tmp_path: Path, mon
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
     with pytest.raises(MissingPackageError, match=r"vit-fast\[ray\]"):
-        _predict(model, folder, tmp_path / "out.parquet", engine="ray")
+        predict(model, folder, tmp_path / "out.parquet", engine="ray")
     assert not list(tmp_path.glob("out*"))

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fused_models import SUBJECTS
+from graph_tapes import install
 from kernel_support import DEVICE
 from torch import nn
 from torch._inductor import config as inductor
 
 import vit_fast
-from vit_fast.run.runtime import _require_images_first, compile_frozen, pick_batches
+from vit_fast.run.runtime import compile_frozen
 
 
 @pytest.fixture(autouse=True)
@@ -102,23 +103,6 @@ def test_compile_names_its_modes() -> None:
         vit_fast.compile(nn.Linear(2, 2), mode="fast")
 
 
-@pytest.mark.parametrize(
-    ("batch", "pieces"),
-    [
-        (1, [(1, 1)]),
-        (2, [(2, 8)]),
-        (8, [(8, 8)]),
-        (9, [(9, 32)]),
-        (32, [(32, 32)]),
-        (33, [(32, 32), (1, 1)]),
-        (70, [(32, 32), (32, 32), (6, 8)]),
-        (0, []),
-    ],
-)
-def test_a_batch_takes_the_smallest_graph_that_fits(batch: int, pieces: list[tuple[int, int]]) -> None:
-    assert pick_batches(batch, (1, 8, 32)) == pieces
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
 def test_graph_runner_without_cuda_says_so_or_runs_plainly() -> None:
     model, example = SUBJECTS["timm-vit"].build(), torch.randn(1, 3, 32, 32)
@@ -181,11 +165,21 @@ class Logits(nn.Module):
         return self.model(pixel_values=images).logits
 
 
-def test_outputs_that_are_not_cut_by_image_are_refused() -> None:
-    _require_images_first({"tokens": torch.zeros(4, 9, 2), "name": "x"}, 4)
-    for output in (torch.zeros(1, 36, 2), torch.zeros(())):
+def test_outputs_that_are_not_cut_by_image_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    for packs in (nn.Flatten(0, 1), nn.MSELoss()):
         with pytest.raises(vit_fast.UnsupportedInputError, match=r"first axis of each output .*4 images"):
-            _require_images_first((torch.zeros(4, 2), output), 4)
+            vit_fast.GraphRunner(_Packs(packs), torch.zeros(1, 3, 8), batch_sizes=(4,))
+
+
+class _Packs(nn.Module):
+    def __init__(self, packs: nn.Module) -> None:
+        super().__init__()
+        self.packs, self.scale = packs, nn.Parameter(torch.ones(()))
+
+    def forward(self, images: torch.Tensor) -> object:
+        whole = images * self.scale
+        return whole, self.packs(whole) if isinstance(self.packs, nn.Flatten) else self.packs(whole, images)
 
 
 @pytest.mark.gpu

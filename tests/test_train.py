@@ -25,6 +25,7 @@ from vit_fast.apps.datasets import PreparedImages, open_data
 from vit_fast.apps.train_config import config_for
 from vit_fast.apps.trainer import Measure
 from vit_fast.apps.training import TrainConfig, Trainer, TrainingError, train
+from vit_fast.weights import WeightsError
 
 
 @pytest.fixture
@@ -178,7 +179,7 @@ def test_weights_that_know_their_shape_are_a_model(
 
 
 def _losses_of_32_steps(backend: str = "eager", **options: object) -> torch.Tensor:
-    """On crops of a real photograph, told apart by where they come from."""
+    """Trains on crops of a photo, labelled by their location, and returns the losses."""
     photograph = load_images([default_photograph()], create_model("vit_test", img_size=128))[0]
     crops = photograph.unfold(1, 32, 32).unfold(2, 32, 32).permute(1, 2, 0, 3, 4).reshape(16, 3, 32, 32)
     trainer = Trainer(small_model(backend=backend, drop_path_rate=0.0), settings(**options), 32, 4)
@@ -275,6 +276,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(
     state = torch.load(checkpoint, weights_only=True)
     del state["model"]["head.weight"]
     torch.save(state, tmp_path / "part.pth")
+    torch.save(state | {"about": None}, tmp_path / "facts.pth")
     torch.save(small_model().state_dict(), tmp_path / "weights.pth")
     torch.save(small_model(), tmp_path / "pickle.pth")
     for content, message in (
@@ -283,11 +285,17 @@ def test_damaged_and_foreign_checkpoints_are_refused(
         (b"no checkpoint at all", "cannot be read"),
         ((tmp_path / "pickle.pth").read_bytes(), "cannot be read"),
         ((tmp_path / "weights.pth").read_bytes(), "not a checkpoint of vit-fast train"),
+        ((tmp_path / "facts.pth").read_bytes(), "not a checkpoint of vit-fast train"),
         ((tmp_path / "part.pth").read_bytes(), "does not fit this model"),
     ):
         checkpoint.write_bytes(content)
         with pytest.raises(TrainingError, match=message):
             train(small_model(), data, out, settings(epochs=1), resume=True)
+    (out / "model.safetensors").write_bytes(b"damaged")
+    checkpoint.write_bytes(whole)
+    with pytest.raises(WeightsError, match=r"model\.safetensors: cannot be read"):
+        train(small_model(), data, out, settings(epochs=1), resume=True)
+    checkpoint.write_bytes(b"")
     arguments = ["train", str(folder), "--out", str(out), "--model", "vit_test", "--resume"]
     assert run(*arguments) == 2 and capsys.readouterr().err.count("\n") == 1
 
@@ -302,7 +310,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(
     ],
 )  # fmt: skip
 def test_bad_fields_are_named(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises((ValueError, TypeError), match=f"{field} must be"):
         TrainConfig(**{field: value})
 
 

@@ -1,4 +1,4 @@
-"""What optimize tries on CUDA alone, on machines without: its own code, with stand-ins for what only a GPU does."""
+"""Candidates that optimize tries on CUDA only, tested without a GPU: its own code, with stand-ins for the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vit_fast.measure.cache import CachedResult
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.search import Refused
 from vit_fast.measure.trials import Expected, Rule, Trials
-from vit_fast.run import runtime
+from vit_fast.run import budgets, graph_runner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 
@@ -35,38 +35,32 @@ def images() -> Tensor:
 
 
 class Graph:
-    """A captured graph: fixed buffers, which a replay fills, and the kernels it was captured with."""
+    """A captured graph: fixed outputs, which a replay overwrites."""
 
     made: ClassVar[list[Graph]] = []
 
-    def __init__(self, model: nn.Module, example: Tensor, batch: int) -> None:
-        self.model, self.batch, self.replays = model, batch, 0
-        self.input = example.new_zeros((batch, *example.shape[1:]))
-        with torch.no_grad():
-            self.output = model(self.input)
+    def __init__(self, run: Any) -> None:
+        (self.input,) = run.__self__.buffers.values()
+        self.run, self.replays = run, 0
+        self.output = run()
         Graph.made.append(self)
 
-    def replay(self, images: Tensor) -> Any:
+    def replay(self) -> None:
         self.replays += 1
-        self.input[: len(images)].copy_(images)
-        pytree.tree_map(lambda kept, new: kept.copy_(new), self.output, self.model(self.input))
-        return pytree.tree_map(lambda tensor: tensor[: len(images)].clone(), self.output)
+        pytree.tree_map(lambda kept, new: kept.copy_(new), self.output, self.run())
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """Lets GraphRunner capture and replay; where, is all that is not its own."""
 
-    class Stream:
-        def wait_event(self, event: object) -> None: ...
-
-        def record_event(self) -> object:
-            return object()
+    def capture(run: Any, device: object, pool: object) -> tuple[Callable[[], None], Any]:
+        graph = Graph(run)
+        return graph.replay, graph.output
 
     Graph.made.clear()
-    monkeypatch.setattr(runtime, "_no_graph_reasons", lambda model, example: [])
-    monkeypatch.setattr(runtime, "_Graph", Graph)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(graph_runner, "_no_graph_reasons", lambda model, like: [])
+    monkeypatch.setattr(budgets, "capture", capture)
     return Graph.made
 
 
@@ -86,7 +80,7 @@ def test_graphs_are_a_drop_in(model, images, graphs: list[Graph], choice: Candid
     trials.prepare(choice, 600)
     optimized = trials.prepared[choice][0]
     (graph,) = graphs
-    assert graph.batch == (choice.split or 6) and graph.replays >= 2
+    assert len(graph.input) == (choice.split or 6) and graph.replays >= 2
     assert graph.input.dtype == (torch.bfloat16 if choice.precision else torch.float32)
     first = optimized(images)
     kept = first.clone()
@@ -249,7 +243,7 @@ def test_fp8_is_calibrated_and_computes(images, graphs: list[Graph], monkeypatch
 
 @pytest.mark.slow
 def test_fp8_keeps_layers_for_the_agreement_that_was_asked_for(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a classifier; of what gives no classes optimize judges the outputs itself."""
+    """Applies to classifiers; optimize checks other outputs itself."""
     asked, fuse = [], vit_fast.measure.build.fuse
 
     def asking(work: nn.Module, **given: Any) -> Any:

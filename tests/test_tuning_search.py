@@ -87,7 +87,7 @@ class Machine:
 
 
 def machines(few: int, many: int) -> pytest.MarkDecorator:
-    """So many simulated machines; the many in `make test-full`."""
+    """Number of simulated machines; larger in `make test-full`."""
     return pytest.mark.parametrize("machines", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 

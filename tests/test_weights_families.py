@@ -1,4 +1,4 @@
-"""One model of each family: loading a peer's weights gives the peer's outputs."""
+"""Tests one model of each family: with a peer's weights, outputs match the peer's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from weights_peers import SMALL, assert_same_outputs, randomise
 
 from vit_fast import VisionTransformer, ViTConfig, create_model, load_weights
 from vit_fast.libraries.transformers_config import vit_fields
+from vit_fast.weights import WeightsReport
 
 TIMM_FAMILIES = {
     "plain_vit": ("vit_base_patch16_224", {}),
@@ -58,16 +59,20 @@ def test_timm(family: str) -> None:
     ],
 )
 def test_timm_at_another_size_agrees_with_timms_interpolation(name: str, old: int, new: int | tuple[int, int]) -> None:
+    report = _read_as_by_timm(name, _timm_model(name, img_size=old).state_dict(), img_size=new)
+    assert len(report.interpolated) == 1
+
+
+def _read_as_by_timm(name: str, state: dict[str, Tensor], **options: Any) -> WeightsReport:
     from timm.models.vision_transformer import checkpoint_filter_fn
 
-    state = _timm_model(name, img_size=old).state_dict()
-    theirs = _timm_model(name, img_size=new)
+    theirs = _timm_model(name, **options)
     theirs.load_state_dict(checkpoint_filter_fn(dict(state), theirs))
-    ours = create_model(name, backend="sdpa", img_size=new, **SMALL)
+    ours = create_model(name, backend="sdpa", **options, **SMALL)
     report = load_weights(ours, state)
-    assert len(report.interpolated) == 1
     assert (ours.pos_embed - theirs.pos_embed).abs().max() < 1e-6
     assert_same_outputs(ours, theirs, lambda model, images: model(images))
+    return report
 
 
 def test_timm_hybrid_counterpart_without_its_stem() -> None:
@@ -94,79 +99,52 @@ def test_timm_hybrid_counterpart_without_its_stem() -> None:
 HF_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64, "patch_size": 16}
 
 
-def _transformers_model(family: str) -> tuple[nn.Module, Any]:
-    """The peer, and how to get the output that ours corresponds to."""
-    import transformers as tf
-
-    mlp = {"intermediate_size": 150}
-    if family == "vit":
-        config = tf.ViTConfig(**HF_TINY, **mlp, num_labels=7)
-        return tf.ViTForImageClassification(config), lambda model, x: model(pixel_values=x).logits
-    if family == "vit_features":
-        return tf.ViTModel(tf.ViTConfig(**HF_TINY, **mlp, qkv_bias=False)), _class_token
-    if family == "deit_distilled":
-        config = tf.DeiTConfig(**HF_TINY, **mlp, num_labels=7)
-        return tf.DeiTForImageClassificationWithTeacher(config), lambda model, x: model(pixel_values=x).logits
-    if family == "dinov2":
-        return tf.Dinov2Model(tf.Dinov2Config(**HF_TINY, mlp_ratio=3)), _class_token
-    if family == "dinov2_giant":
-        return tf.Dinov2Model(tf.Dinov2Config(**HF_TINY, mlp_ratio=3, use_swiglu_ffn=True)), _class_token
-    if family == "dinov3":
-        return tf.DINOv3ViTModel(tf.DINOv3ViTConfig(**HF_TINY, **mlp, num_register_tokens=4)), _class_token
-    if family == "dinov3_gated":
-        config = tf.DINOv3ViTConfig(**HF_TINY, **mlp, use_gated_mlp=True, hidden_act="silu", num_register_tokens=2)
-        return tf.DINOv3ViTModel(config), _class_token
-    if family == "dinov2_registers":
-        config = tf.Dinov2WithRegistersConfig(**HF_TINY, mlp_ratio=3, num_register_tokens=3)
-        return tf.Dinov2WithRegistersModel(config), _class_token
-    if family == "clip":
-        config = tf.CLIPVisionConfig(**HF_TINY, **mlp, projection_dim=24)
-        return tf.CLIPVisionModelWithProjection(config), lambda model, x: model(pixel_values=x).image_embeds
-    if family == "clip_tower":
-        config = tf.CLIPVisionConfig(**HF_TINY, **mlp, hidden_act="gelu")
-        return tf.CLIPVisionModel(config), lambda model, x: model(pixel_values=x).pooler_output
-    if family == "siglip":
-        return tf.SiglipVisionModel(tf.SiglipVisionConfig(**HF_TINY, **mlp)), _pooled
-    if family == "siglip_classifier":
-        config = tf.SiglipConfig(vision_config={**HF_TINY, **mlp}, text_config=_TINY_TEXT, num_labels=5)
-        return tf.SiglipForImageClassification(config), lambda model, x: model(pixel_values=x).logits
-    full = {"vision_config": {**HF_TINY, **mlp}, "text_config": _TINY_TEXT}
-    if family == "clip_with_text":
-        model = tf.CLIPModel(tf.CLIPConfig(**full, projection_dim=24))
-    else:
-        model = tf.SiglipModel(tf.SiglipConfig(**full))
-    return model, lambda model, x: _image_features(model, x)
-
-
 _TINY_TEXT = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50,
     "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
+_MLP = {"intermediate_size": 150}
+_TOWERS = {"vision_config": HF_TINY | _MLP, "text_config": _TINY_TEXT}
+# The class without its suffix Config, the class of the model, fields, and the output that ours corresponds to.
+HF_FAMILIES: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "vit": ("ViT", "ViTForImageClassification", _MLP | {"num_labels": 7}, "logits"),
+    "vit_features": ("ViT", "ViTModel", _MLP | {"qkv_bias": False}, "class token"),
+    "deit_distilled": ("DeiT", "DeiTForImageClassificationWithTeacher", _MLP | {"num_labels": 7}, "logits"),
+    "dinov2": ("Dinov2", "Dinov2Model", {"mlp_ratio": 3}, "class token"),
+    "dinov2_registers": (
+        "Dinov2WithRegisters", "Dinov2WithRegistersModel", {"mlp_ratio": 3, "num_register_tokens": 3}, "class token",
+    ),
+    "dinov2_giant": ("Dinov2", "Dinov2Model", {"mlp_ratio": 3, "use_swiglu_ffn": True}, "class token"),
+    "dinov3": ("DINOv3ViT", "DINOv3ViTModel", _MLP | {"num_register_tokens": 4}, "class token"),
+    "dinov3_gated": (
+        "DINOv3ViT", "DINOv3ViTModel",
+        _MLP | {"use_gated_mlp": True, "hidden_act": "silu", "num_register_tokens": 2}, "class token",
+    ),
+    "clip": ("CLIPVision", "CLIPVisionModelWithProjection", _MLP | {"projection_dim": 24}, "image_embeds"),
+    "clip_tower": ("CLIPVision", "CLIPVisionModel", _MLP | {"hidden_act": "gelu"}, "pooler_output"),
+    "clip_with_text": ("CLIP", "CLIPModel", _TOWERS | {"projection_dim": 24}, "image features"),
+    "siglip": ("SiglipVision", "SiglipVisionModel", _MLP, "pooler_output"),
+    "siglip_classifier": ("Siglip", "SiglipForImageClassification", _TOWERS | {"num_labels": 5}, "logits"),
+    "siglip_with_text": ("Siglip", "SiglipModel", _TOWERS, "image features"),
+}  # fmt: skip
 
-HF_FAMILIES = {
-    "vit": "transformers ViT/DeiT/DINOv2",
-    "vit_features": "transformers ViT/DeiT/DINOv2",
-    "deit_distilled": "transformers ViT/DeiT/DINOv2",
-    "dinov2": "transformers ViT/DeiT/DINOv2",
-    "dinov2_registers": "transformers ViT/DeiT/DINOv2",
-    "dinov2_giant": "transformers ViT/DeiT/DINOv2",
-    "dinov3": "transformers ViT/DeiT/DINOv2",
-    "dinov3_gated": "transformers ViT/DeiT/DINOv2",
-    "clip": "transformers CLIP",
-    "clip_tower": "transformers CLIP",
-    "clip_with_text": "transformers CLIP",
-    "siglip": "transformers SigLIP",
-    "siglip_classifier": "transformers SigLIP",
-    "siglip_with_text": "transformers SigLIP",
-}
+
+def _transformers_model(family: str) -> nn.Module:
+    import transformers
+
+    config, model, fields, _ = HF_FAMILIES[family]
+    tiny = {} if "vision_config" in fields else HF_TINY
+    return getattr(transformers, model)(getattr(transformers, f"{config}Config")(**tiny, **fields))
 
 
-def _class_token(model: nn.Module, images: Tensor) -> Tensor:
-    return model(pixel_values=images).last_hidden_state[:, 0]
-
-
-def _pooled(model: nn.Module, images: Tensor) -> Tensor:
-    return model(pixel_values=images).pooler_output
+def _run_transformers(family: str) -> Any:
+    """Returns how to get the output that ours corresponds to."""
+    output = HF_FAMILIES[family][-1]
+    if output == "class token":
+        return lambda model, images: model(pixel_values=images).last_hidden_state[:, 0]
+    if output == "image features":
+        return _image_features
+    return lambda model, images: getattr(model(pixel_values=images), output)
 
 
 def _image_features(model: nn.Module, images: Tensor) -> Tensor:
@@ -176,18 +154,20 @@ def _image_features(model: nn.Module, images: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", HF_FAMILIES)
 def test_transformers(family: str, tmp_path: Path) -> None:
-    theirs, run_theirs = _transformers_model(family)
-    randomise(theirs)
+    theirs = randomise(_transformers_model(family))
     theirs.save_pretrained(tmp_path)  # written under transformers 4's names, with config.json
     ours = create_model(str(tmp_path), backend="sdpa")
     # with registers the class token's position is added to the token when loading, which rounds to fp32
     # and the libraries compute rotary angles in fp32, each in its own order
     tolerance = 1e-6 if family in ("dinov2_registers", "dinov3", "dinov3_gated") else 1e-10
-    assert_same_outputs(ours, theirs, run_theirs, fp64_tolerance=tolerance)
+    assert_same_outputs(ours, theirs, _run_transformers(family), fp64_tolerance=tolerance)
 
     fresh = VisionTransformer(ours.config)
     report = load_weights(fresh, theirs.state_dict())  # the names in memory: transformers 5's
-    assert report.layout == HF_FAMILIES[family]
+    layout = (
+        "CLIP" if "clip" in family and "siglip" not in family else "SigLIP" if "siglip" in family else "ViT/DeiT/DINOv2"
+    )
+    assert report.layout == f"transformers {layout}"
     assert report.loaded == len(ours.state_dict())
     for name, tensor in ours.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], tensor), name
@@ -203,7 +183,7 @@ def test_transformers_5_names_in_memory_differ_from_those_in_files(tmp_path: Pat
     """Else test_transformers would read one and the same names twice."""
     from safetensors.torch import load_file
 
-    theirs, _ = _transformers_model("vit")
+    theirs = _transformers_model("vit")
     theirs.save_pretrained(tmp_path)
     on_disk = set(load_file(tmp_path / "model.safetensors"))
     renamed = {name for name in theirs.state_dict() if "q_proj" in name}
@@ -212,20 +192,15 @@ def test_transformers_5_names_in_memory_differ_from_those_in_files(tmp_path: Pat
         assert not renamed & on_disk
 
 
-@pytest.mark.parametrize("family", ["clip_classifier", "dinov2_classifier"])
-def test_transformers_heads_that_would_mean_something_else_are_refused(family: str) -> None:
-    import transformers as tf
+@pytest.mark.parametrize(
+    ("family", "fields"), [("CLIP", _TOWERS | {"num_labels": 3}), ("Dinov2", HF_TINY | {"num_labels": 3})]
+)
+def test_transformers_heads_that_would_mean_something_else_are_refused(family: str, fields: dict[str, Any]) -> None:
+    import transformers
 
-    if family == "clip_classifier":
-        config = tf.CLIPConfig(
-            vision_config={**HF_TINY, "intermediate_size": 128}, text_config=_TINY_TEXT, num_labels=3
-        )
-        theirs: nn.Module = tf.CLIPForImageClassification(config)
-        fields = vit_fields({**config.to_dict(), "architectures": ["CLIPForImageClassification"]})
-    else:
-        config = tf.Dinov2Config(**HF_TINY, num_labels=3)
-        theirs = tf.Dinov2ForImageClassification(config)
-        fields = vit_fields({**config.to_dict(), "architectures": ["Dinov2ForImageClassification"]})
+    config = getattr(transformers, f"{family}Config")(**fields)
+    theirs = getattr(transformers, f"{family}ForImageClassification")(config)
+    fields = vit_fields({**config.to_dict(), "architectures": [type(theirs).__name__]})
     state = theirs.state_dict()
     assert "classifier.weight" in load_weights(VisionTransformer(ViTConfig(**fields)), state).ignored
     with_head = VisionTransformer(ViTConfig(**{**fields, "num_classes": 3}))
@@ -336,8 +311,6 @@ def test_google_npz(name: str, big_vision: bool, scanned: bool, tmp_path: Path) 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_openai_clip_layout_agrees_with_timms_reading(prefix: str) -> None:
-    from timm.models.vision_transformer import checkpoint_filter_fn
-
     name = "vit_base_patch32_clip_quickgelu_224"
     swaps = (
         ("patch_embed.proj", "conv1"), ("norm_pre", "ln_pre"), ("norm.", "ln_post."), ("norm1", "ln_1"),
@@ -355,23 +328,13 @@ def test_openai_clip_layout_agrees_with_timms_reading(prefix: str) -> None:
             squeezed = tensor.reshape(-1) if "class_emb" in key else tensor[0] if "positional" in key else tensor
             state[f"{prefix}visual.{key}"] = squeezed
     state[f"{prefix}logit_scale"] = torch.ones(())
-    theirs = _timm_model(name)
-    theirs.load_state_dict(checkpoint_filter_fn(dict(state), theirs))
-    ours = create_model(name, backend="sdpa", **SMALL)
-    assert load_weights(ours, state).layout == "OpenAI CLIP"
-    assert_same_outputs(ours, theirs, lambda model, images: model(images))
+    assert _read_as_by_timm(name, state).layout == "OpenAI CLIP"
 
 
 def test_original_dinov2_registers_file_agrees_with_timms_reading() -> None:
-    from timm.models.vision_transformer import checkpoint_filter_fn
-
     name = "vit_small_patch14_reg4_dinov2"
     state = dict(_timm_model(name, img_size=98).state_dict())
     state["register_tokens"] = state.pop("reg_token")
     state["pos_embed"] = torch.cat([torch.randn(1, 1, 64), state["pos_embed"]], dim=1)
     state["mask_token"] = torch.zeros(1, 64)
-    theirs = _timm_model(name, img_size=98)
-    theirs.load_state_dict(checkpoint_filter_fn(dict(state), theirs))
-    ours = create_model(name, backend="sdpa", img_size=98, **SMALL)
-    assert load_weights(ours, state).ignored == ["mask_token"]
-    assert_same_outputs(ours, theirs, lambda model, images: model(images))
+    assert _read_as_by_timm(name, state, img_size=98).ignored == ["mask_token"]

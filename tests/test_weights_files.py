@@ -7,11 +7,13 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import vit_fast
@@ -244,6 +246,16 @@ def test_a_saved_file_says_what_made_it(tmp_path: Path) -> None:
     assert description["config"]["embed_dim"] == 64
     report = load_weights(create_model("vit_test"), tmp_path / "m.safetensors")
     assert (report.layout, report.renamed) == ("vit-fast", [])
+
+
+@pytest.mark.parametrize("damage", [{"class_names": "0123456789"}, {"config": 1}, {"data_config": None}])
+def test_damaged_metadata_of_a_saved_file_is_refused(damage: dict[str, Any], tmp_path: Path) -> None:
+    path = save(create_model("vit_test"), tmp_path / "m.safetensors")
+    with safe_open(path, framework="pt") as file:
+        metadata = json.loads(file.metadata()["vit_fast"])
+    save_file(load_file(path), path, metadata={"vit_fast": json.dumps(metadata | damage)})
+    with pytest.raises(WeightsError, match="its vit-fast metadata cannot be read"):
+        load(path)
 
 
 def test_saving_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

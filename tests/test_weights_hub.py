@@ -132,6 +132,15 @@ def test_weights_in_shards_are_put_together(cache: Path) -> None:
     assert torch.equal(create_model("org/sharded").pos_embed, state["pos_embed"])
 
 
+@pytest.mark.parametrize("shards", [["a"], None, {"x": 1}, {"x": "../a.safetensors"}, {"x": "/a.safetensors"}])
+def test_shards_are_files_of_the_repository(shards: object, tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(1)}, tmp_path / "a.safetensors")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(WeightsError, match="weight_map must map each tensor to a file"):
+        open_source(tmp_path / "model")
+
+
 def test_what_is_not_in_the_cache_is_one_clear_line_without_network(cache: Path) -> None:
     with pytest.raises(WeightsError, match="not in the local cache") as caught:
         create_model("vit_tiny_patch16_224", weights="google/vit-base-patch16-224")
@@ -174,6 +183,7 @@ def test_broken_repositories_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "no config.json" in load_weights(model, tmp_path).notes[0]
     for content, message in (
         ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
         ("[]", "must contain a JSON object, got list"),
         ('{"architecture": "vit_tiny_patch16_224", "pretrained_cfg": [1]}', "malformed"),
         ('{"model_type": "vit", "hidden_size": "wide"}', "an unsupported model|malformed"),

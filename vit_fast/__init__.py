@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from .libraries.fixed_grid import FixedGrid
     from .measure.optimization import Optimization, load_optimized, optimize
     from .model import VisionTransformer
-    from .run.runtime import GraphRunner, compile
+    from .run.budgets import budgets_for
+    from .run.graph_runner import GraphRunner
+    from .run.runtime import compile
     from .run.warmup import WarmUp, warm_up
     from .variants import list_models
     from .weights import load, load_weights, save
@@ -36,13 +38,14 @@ _LAZY = {
     "DataConfig": ".config",
     "FixedGrid": ".libraries.fixed_grid",
     "FusionReport": ".blocks.fusion_report",
-    "GraphRunner": ".run.runtime",
+    "GraphRunner": ".run.graph_runner",
     "Optimization": ".measure.optimization",
     "UnsupportedInputError": ".errors",
     "ViTConfig": ".config",
     "VisionTransformer": ".model",
     "VitFastError": ".errors",
     "WarmUp": ".run.warmup",
+    "budgets_for": ".run.budgets",
     "calibrate": ".fusion.calibration",
     "compile": ".run.runtime",
     "create_model": ".weights.factory",
@@ -74,6 +77,7 @@ __all__ = [
     "VisionTransformer",
     "VitFastError",
     "WarmUp",
+    "budgets_for",
     "calibrate",
     "compile",
     "create_model",

@@ -28,10 +28,10 @@ def check_number(name: str, value: object, *, positive: bool = False) -> None:
         raise ValueError(f"{name} must be positive, got {value!r}")
 
 
-def check_batch_sizes(sizes: object) -> None:
+def check_batch_sizes(sizes: object, name: str = "batch_sizes") -> None:
     valid = isinstance(sizes, Sequence) and not isinstance(sizes, str | bytes) and len(sizes) > 0
     if not valid or any(not isinstance(size, int) or size < 1 for size in sizes):  # type: ignore[attr-defined]
-        raise ValueError(f"batch_sizes must be one or more positive integers, got {sizes!r}")
+        raise ValueError(f"{name} must be one or more positive integers, got {sizes!r}")
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from typing import Annotated
 
@@ -11,22 +12,12 @@ import typer
 from .errors import VitFastError
 from .version import __version__
 
-COMMANDS = (
-    "info",
-    "models",
-    "bench",
-    "compare",
-    "report",
-    "verify",
-    "kernels",
-    "predict",
-    "train",
-    "evaluate",
-    "export",
-    "optimize",
-    "show",
-    "hf_kernel",
-)
+COMMANDS = {
+    "info": "info", "models": "models", "bench": "bench", "compare": "compare", "report": "report", "verify": "verify",
+    "kernels": "kernels", "predict": "predict", "train": "train", "evaluate": "evaluate", "export": "export",
+    "optimize": "optimize", "cache": "optimize", "show": "show", "hf-kernel": "hf_kernel",
+}  # fmt: skip
+"""The module of each command, in which a function has the command's name."""
 
 USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
 
@@ -39,8 +30,12 @@ def make_app(wanted: str = "") -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_before_every_command)
-    for name in [name for name in COMMANDS if name.replace("_", "-") == wanted] or COMMANDS:
-        importlib.import_module(f".commands.{name}", __package__).register(app)
+    for name in [wanted] if wanted in COMMANDS else COMMANDS:
+        module = importlib.import_module(f".commands.{COMMANDS[name]}", __package__)
+        function = getattr(module, name.replace("-", "_"))
+        paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+        # typer removes line breaks from the first paragraph only
+        app.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(function)
     return app
 
 

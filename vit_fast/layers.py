@@ -12,11 +12,21 @@ from torch import Tensor, nn
 from .config import Size, ViTConfig
 from .errors import check_type
 
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), OpenAI CLIP's activation."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
     "relu": F.relu,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # of OpenAI's CLIP
+    "quick_gelu": quick_gelu,
     "silu": F.silu,
 }
 

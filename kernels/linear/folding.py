@@ -7,13 +7,13 @@ With gamma, beta the affine of the LayerNorm, W [F, C] and b the linear layer, m
     c   = W beta + b
     z   = rstd (x W''^T - mean s) + c          = LayerNorm(x) W^T + b
 
-so that a matmul reads x as it lies and LayerNorm costs two numbers a row in its epilogue. Dropping s would cost 16 %
-relative error in bf16 on rows whose mean is 100 times their spread. One launch folds two linear layers, as many as a
-block has behind LayerNorms.
+so that the matmul reads x itself, and LayerNorm adds two numbers per row to its epilogue. Without s, the relative error
+in bf16 would be 16 % for rows whose mean is 100 times their spread. One launch folds the two linear layers of a block
+that follow LayerNorms.
 
-RMSNorm has no mean: W'' = W gamma, and no s. Of a gated layer the rows of the gate and of what it multiplies lie by
-turns, so that the matmul has each pair in one place: row 2j is the gate's j-th. Likewise the rows of q and k where
-rotary positions turn channels j and j + D/2 of a head: they come to lie at 2j and 2j + 1, which q k^T does not notice.
+RMSNorm has no mean: W'' = W gamma, without s. The rows of a gated layer are interleaved, so that a tile of the matmul
+holds both members of each pair: row 2j is the gate's j-th, row 2j + 1 the other's. The rows of q and k are interleaved
+likewise where rotary positions rotate channels j and j + D/2 of a head: q k^T does not depend on the order of channels.
 
 Source: vit-fast's own derivation, checked in fp64 by the tests.
 """
@@ -35,7 +35,7 @@ from ..layer_norm import chunk
 
 @triton.jit
 def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
-    """[BLOCK_C] of a vector [C] in fp32; DEFAULT throughout where there is none."""
+    """[BLOCK_C] of a vector [C] in fp32; DEFAULT if there is none."""
     if pointer is None:
         return tl.full(cols.shape, DEFAULT, tl.float32)
     else:
@@ -46,7 +46,7 @@ def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
 def row_pointers(pointer, gate_ptr, rows, C, F=0, HEAD: tl.constexpr = 0):
     """Pointers to rows of C elements; with a gate the even ones are its rows, the odd ones the other's.
 
-    With HEAD the pairs of heads of so many channels are made neighbours in the first two thirds of F rows.
+    HEAD: channels of a head of q and k, the first two thirds of F rows, whose pairs are made adjacent.
     """
     if HEAD:
         place = rows % HEAD
@@ -108,7 +108,7 @@ def _fold_kernel(
     # of another, or None:
     weight2_ptr, gamma2_ptr, beta2_ptr, bias2_ptr, gate2_ptr, gate_bias2_ptr, folded2_ptr, sum2_ptr, shift2_ptr,
     F, C, F2, C2,
-    HEAD: tl.constexpr,  # channels of a head where the first is q, k and v whose pairs are to be neighbours; else 0
+    HEAD: tl.constexpr,  # channels of a head if the first layer is q, k and v and its pairs become adjacent; else 0
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -133,10 +133,10 @@ class NormedLinear:
         weight: [F, C].
         bias: [F]; None means zeros.
         gamma, beta: The LayerNorm's affine [C]; None means ones, zeros.
-        rms: Whether it is an RMSNorm.
-        gate, gate_bias: Like weight and bias, which they are multiplied with; None: no gate.
-        paired_head: Channels of a head of q, k and v where channels j and j + D/2 are to be made neighbours; else 0.
-            The first of two that are folded together.
+        rms: True for an RMSNorm.
+        gate, gate_bias: Like weight and bias; None: no gate.
+        paired_head: Channels of a head of q, k and v whose channels j and j + D/2 become adjacent; else 0. Only in the
+            first of two layers that are folded together.
     """
 
     weight: Tensor
@@ -150,11 +150,11 @@ class NormedLinear:
 
     @property
     def rows(self) -> int:
-        """Rows of the weight, and of the gate's."""
+        """Rows of the weight and of the gate."""
         return self.weight.shape[0] * (1 if self.gate is None else 2)
 
     def contiguous(self) -> NormedLinear:
-        """The same in dense memory."""
+        """Returns the layer with contiguous tensors."""
         tensors = (self.bias, self.gamma, self.beta, self.gate, self.gate_bias)
         bias, gamma, beta, gate, gate_bias = (tensor if tensor is None else tensor.contiguous() for tensor in tensors)
         return NormedLinear(self.weight.contiguous(), bias, gamma, beta, self.rms, gate, gate_bias, self.paired_head)
@@ -165,10 +165,10 @@ class FoldedLinear:
     """A linear layer with the LayerNorm before it folded in.
 
     Args:
-        weight: W'' [F, C], the dtype of x; with a gate F are the rows of both.
-        weight_sum: s, fp32 [F]; None behind an RMSNorm.
+        weight: W'' [F, C] in the dtype of x; F counts the rows of the gate too.
+        weight_sum: s, fp32 [F]; None for an RMSNorm.
         shift: c, fp32 [F].
-        scale: What a product of a weight of e4m3 is multiplied by, fp32 [F]; None of other weights.
+        scale: Scales of a weight in e4m3, fp32 [F]; None for other dtypes.
     """
 
     weight: Tensor
@@ -178,7 +178,7 @@ class FoldedLinear:
 
 
 def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear]) -> Launch:
-    """Fold one or two linear layers, of dense tensors, into those of `folded`."""
+    """Returns the launch that folds one or two linear layers with contiguous tensors into those of `folded`."""
     args: dict[str, Any] = {}
     block, rows = chunk(max(linear.weight.shape[1] for linear in linears))
     for index, suffix in enumerate(("", "2")):
@@ -197,7 +197,7 @@ def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear])
 
 
 def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[FoldedLinear]:
-    """Fold the LayerNorms before linear layers into them, for inputs of a dtype: one launch for every two."""
+    """Folds LayerNorms into the linear layers behind them, for inputs of a dtype: one launch for every two."""
     folded = []
     dense = [linear.contiguous() for linear in linears]
     for linear in dense:

@@ -1,4 +1,4 @@
-"""The gradients of a linear layer behind a LayerNorm and of one before a residual, and the LayerNorm's way back.
+"""Backward of a linear layer behind a LayerNorm and of one before a residual: formulas, and the LayerNorm's backward.
 
 With z = n W''^T + c = LayerNorm(x) W^T + b folded as in `layer_norm.py`, n = (x - mean) rstd the normalised row, dz the
 gradient of z, g = dz W'' that of n, U = dz^T n:
@@ -10,25 +10,24 @@ gradient of z, g = dz W'' that of n, U = dz^T n:
     db     = sum_m dz
 
 mean_c(g) is 0 but for rounding, as the rows of a LayerNorm's W'' sum to 0, and C mean_c(g n) = sum_f dz (z - c).
-Hence two ways:
-- A linear layer whose dz is at hand (qkv): one pass over dz W and x, with g = dz W gamma, so that nothing needs to be
-  folded; it also writes n where that does not lie there.
-- Behind an activation, where dz leaves a matmul, its epilogue sums dz (z - c) and stores dz~ = rstd dz, so that x is
-  read as it lies: U = dz~^T x less (sum_m dz~ mean) on every column. No pass over x or g is left.
+Hence two cases:
+- dz is an input (qkv): one pass over dz W and x, with g = dz W gamma, which needs no folded weight. It also writes n
+  unless x is already normalised.
+- dz is the result of a matmul (fc1, behind an activation): its epilogue sums dz (z - c) and stores dz~ = rstd dz. Then
+  U = dz~^T x - (sum_m dz~ mean) for every column, without another pass over x or g.
 
-With y = r + ls (h W^T + b) and
-V = dy^T h:
+With y = r + ls (h W^T + b) and V = dy^T h:
 
     dW  = ls V
     dls = sum_f V W + b sum_m dy
     db  = ls sum_m dy
 
-so the branch itself, h W^T + b, is neither kept nor computed again.
+so the branch itself, h W^T + b, is neither saved nor recomputed.
 
-Sums over rows are left in parts of `SUM_ROWS` rows, by programs beside those that do a launch's other work, and added
-in their order by who needs them. Here is the LayerNorm's way back; `weight_gradients.py` has the parameters' gradients.
+Sums over rows are written in parts of `SUM_ROWS` rows, by extra programs of another launch, and added in order by the
+kernel that reads them. This file contains the LayerNorm's backward; `weight_gradients.py` the parameters' gradients.
 
-Source: differentiation of the formulas above; held against fp64 autograd by the tests.
+Source: differentiation of the formulas above; the tests compare with fp64 autograd.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ _AT_ONCE = tl.constexpr(64)  # parts under way
 
 @triton.jit
 def column_sum_programs(M, N):
-    """Programs that `store_column_sums` needs for [M, N]."""
+    """Number of programs of `store_column_sums` for [M, N]."""
     return tl.cdiv(M, _SUM_ROWS) * tl.cdiv(N, _SUM_COLS)
 
 
 @triton.jit
 def store_column_sums(source_ptr, part_ptr, program, M, N):
-    """Sums over rows of [M, N] into fp32 parts [M / SUM_ROWS, N], as much of them as one program makes."""
+    """Stores one program's share of the sums over rows of [M, N], fp32 parts [M / SUM_ROWS, N]."""
     tiles = tl.cdiv(N, _SUM_COLS)
     part = program // tiles
     col = program % tiles * _SUM_COLS
@@ -70,7 +69,7 @@ def store_column_sums(source_ptr, part_ptr, program, M, N):
 
 @triton.jit
 def sum_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
-    """[COLS] sums over fp32 parts that lie `stride` apart, each of at least N columns.
+    """[COLS] sums over fp32 parts, `stride` elements apart, each of at least N columns.
 
     Threads add what they load; only their sums pass through shared memory.
     """
@@ -88,12 +87,12 @@ def sum_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
 def _layer_norm_grad_kernel(
     grad_ptr,  # [M, C] dz W, the gradient of the LayerNorm's result
     gamma_ptr,  # [C] or None
-    source_ptr,  # [M, C] x; n itself where there is no mean
+    source_ptr,  # [M, C] x, or n if there is no mean
     mean_ptr,  # fp32 [M] or None
-    rstd_ptr,  # fp32 [M], negative for a constant row where there is a mean
+    rstd_ptr,  # fp32 [M], negative for a constant row if there is a mean
     residual_ptr,  # [M, C] added to dx, or None
     out_ptr,  # [M, C] dx
-    normalised_ptr,  # [M, C] n, written where there is a mean
+    normalised_ptr,  # [M, C] n, written if there is a mean
     summed_ptr,  # [M, F] dz, whose rows are summed
     sum_part_ptr,  # fp32 [M / SUM_ROWS, F]
     M, C, F,
@@ -137,10 +136,10 @@ def _layer_norm_grad_kernel(
             if mean_ptr is not None:
                 stored = normalised.to(normalised_ptr.dtype.element_ty)
                 tl.store(normalised_ptr + start + cols[None, :], stored, mask=mask)
-            # a product that is rounded by itself: the compiler would fuse a plain one with the sum below
+            # rounded before the sum below: the compiler would fuse a plain product with it
             dx = tl.fma(tl.abs(rstd)[:, None], grad - total[:, None] - normalised * along[:, None], 0.0)
             dx = dx.to(out_ptr.dtype.element_ty)
-            if residual_ptr is not None:  # of rounded numbers, as autograd adds what two branches give
+            if residual_ptr is not None:  # both rounded, as autograd adds the gradients of two branches
                 added = tl.load(residual_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
                 dx = (dx.to(tl.float32) + added).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + start + cols[None, :], dx, mask=mask)
@@ -150,8 +149,11 @@ def layer_norm_grad_launch(
     grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, out: Tensor,
     normalised: Tensor | None, summed: Tensor, sum_part: Tensor, rms: bool = False,
 ) -> Launch:  # fmt: skip
-    """[residual +] dx into `out` [M, C] from dz W [M, C]; the normalised rows into `normalised` where `rows` does not
-    hold them; sums over the rows of dz [M, F], `summed`, into fp32 parts [M / SUM_ROWS, F]."""
+    """Returns the launch that writes [residual +] dx to `out` [M, C] from dz W [M, C].
+
+    It also writes the normalised rows to `normalised` unless `rows` contains them, and sums over the rows of dz [M, F],
+    `summed`, to fp32 parts [M / SUM_ROWS, F].
+    """
     (M, C), F = grad.shape, summed.shape[1]
     block, count = chunk(C)
     args = {
@@ -167,8 +169,7 @@ def layer_norm_grad_launch(
 def layer_norm_gradient(
     grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, summed: Tensor, rms: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[residual +] dx [M, C] from dz W [M, C], the normalised rows in the dtype of the matmuls, and parts of the sums
-    over the rows of dz, `summed`."""
+    """Returns [residual +] dx, the normalised rows in the dtype of the matmuls, and parts of the sums of `summed`."""
     out = torch.empty_like(grad, dtype=rows.input_dtype)
     normalised = None if rows.mean is None else torch.empty_like(rows.source)
     sum_part = new_column_sums(summed)
@@ -177,7 +178,7 @@ def layer_norm_gradient(
 
 
 def new_column_sums(source: Tensor) -> Tensor:
-    """Room for the parts of the sums over the rows of [M, N]."""
+    """Returns an empty tensor for the parts of the sums over the rows of [M, N]."""
     M, N = source.shape
     return torch.empty(ceil_div(M, SUM_ROWS), N, dtype=torch.float32, device=source.device)
 

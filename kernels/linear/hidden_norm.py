@@ -1,7 +1,7 @@
 """A norm between the hidden layer of an MLP and its second linear layer, as EVA-02 has it: forward and backward.
 
-It is folded into the second layer as that before a first one is (`folding.py`): who writes the hidden layer h [M, F]
-leaves statistics of its rows, and the second matmul, which adds the residual, reads h as it lies.
+It is folded into the second layer as a LayerNorm is into the first (`folding.py`): the matmul that writes the hidden
+layer h [M, F] also writes statistics of its rows, and the second matmul, which adds the residual, reads h itself.
 
 With h^ = (h - mean) rstd the normalised row, y = r + ls (h^ W''^T + c), dy the gradient of y, g = (ls dy) W'' that of
 h^ (whose mean over f is 0 but for rounding, for a LayerNorm):
@@ -9,12 +9,12 @@ h^ (whose mean over f is 0 but for rounding, for a LayerNorm):
     dh           = rstd (g - h^ along)
     F along      = sum_f g h^ = sum_c ls dy (y' - c),       y' = h^ W''^T + c
 
-so along is known before g is computed: the forward keeps y' - c [M, C], and one pass over that and dy, the narrow
-side of the layer, makes it, and the sums of dy for the gradients of beta and the bias. The matmul behind makes g, dh,
-and what `matmul.py` makes of dh in "activation_grad"; it stores h^, with which the gradients of W, gamma, beta and bias
-are those of `gradients.py`, of normalised rows.
+so along is known before g: the forward saves y' - c [M, C], and one pass over that and dy, the narrow side of the
+layer, computes it, with the sums of dy for the gradients of beta and the bias. The next matmul computes g, dh and the
+rest of "activation_grad". It stores h^, so that the gradients of W, gamma, beta and bias are those of `gradients.py`
+for normalised rows.
 
-Source: differentiation of the formulas above; held against fp64 autograd by the tests.
+Source: differentiation of the formulas above; the tests compare with fp64 autograd.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class HiddenLinear:
 
     Args:
         folded: W'', c and s [C, F]; an RMSNorm has no s.
-        eps: Of the norm.
+        eps: Epsilon of the norm.
     """
 
     folded: FoldedLinear
@@ -93,13 +93,12 @@ def hidden_linear_residual(
     h: Tensor, part: Tensor | None, second: HiddenLinear, scale: Tensor | None, residual: Tensor | None,
     out_part: Tensor | None, dtype: torch.dtype, keep: bool,
 ) -> tuple[Tensor, HiddenRows | None]:  # fmt: skip
-    """[residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and with `keep` what the backward needs.
+    """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and with `keep` the inputs of the backward.
 
     Args:
         h: [M, F].
-        part: Statistics of its rows, as `row_parts.py` has them; None of fp32 rows, which are normalised by a launch
-            of their own.
-        out_part: Room for the statistics of the rows of the result, or None.
+        part: Statistics of its rows (`row_parts.py`); None for fp32 rows, which a launch of its own normalises.
+        out_part: Written: statistics of the rows of the result; or None.
     """
     folded, M, C = second.folded, h.shape[0], second.folded.weight.shape[0]
     out = torch.empty(M, C, dtype=dtype, device=h.device)
@@ -124,7 +123,7 @@ def hidden_linear_residual(
 def along_launch(
     grad: Tensor, branch: Tensor, scale: Tensor | None, width: int, along: Tensor, sum_part: Tensor
 ) -> Launch:
-    """The call that makes `along` fp32 [M] of a hidden layer of `width` columns, and sums over the rows of dy."""
+    """Returns the launch that writes `along` fp32 [M] for a hidden layer of `width` columns, and sums of dy's rows."""
     M, C = grad.shape
     block, count = chunk(C)
     args = {
@@ -138,7 +137,7 @@ def along_launch(
 
 
 def along_rows(grad: Tensor, branch: Tensor, scale: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
-    """`along` fp32 [M], and fp32 parts of the sums over the rows of dy [M, C]."""
+    """Returns `along` fp32 [M], and fp32 parts of the sums over the rows of dy [M, C]."""
     along, sum_part = grad.new_empty(grad.shape[0], dtype=torch.float32), new_column_sums(grad)
     scale = None if scale is None else scale.contiguous()
     along_launch(grad, branch, scale, width, along, sum_part).run()

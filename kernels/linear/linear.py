@@ -26,12 +26,12 @@ from .split_k import finish_residual_launch
 
 @dataclass(frozen=True)
 class FoldedGradient:
-    """The gradient of a folded linear layer's output behind an activation, in the form its matmuls take.
+    """Gradient of a folded linear layer's output z, as operand of its matmuls.
 
     Args:
-        scaled: dz~ = rstd dz [M, F], the dtype of z; dz itself in the rows that are constant or were normalised.
-        row_part: sum_f dz (z - c) in parts, fp32 [M, parts].
-        column_part: sum_m dz and sum_m dz~ mean in parts, fp32 [sums, 2, F].
+        scaled: dz~ = rstd dz [M, F] in the dtype of z; dz in rows that are constant or were normalised.
+        row_part: Parts of sum_f dz (z - c), fp32 [M, parts].
+        column_part: Parts of sum_m dz and sum_m dz~ mean, fp32 [sums, 2, F].
     """
 
     scaled: Tensor
@@ -44,14 +44,14 @@ def layer_norm_linear(
     head_step: HeadStep | None = None, out_part: Tensor | None = None, dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """act(LayerNorm(x) W^T + b) [M, F].
+    """Returns act(LayerNorm(x) W^T + b) [M, F].
 
     Args:
-        gated: Whether the result is act(g) u, half as wide.
-        head_step: Of q and k, in whose heads pairs that are turned are neighbours; None: they stay as they are.
-        out_part: Room for the statistics of the result's rows, as `row_parts.py` has them; None: not wanted.
-        dtype: Of the result; None means that of the rows.
-        out_scale: fp32 [1], what a result of e4m3 is multiplied by; else None.
+        gated: The result is act(g) u, half as wide.
+        head_step: Norms and rotary positions of q and k, or None.
+        out_part: Written: statistics of the result's rows (`row_parts.py`); or None.
+        dtype: Dtype of the result; None: that of the rows.
+        out_scale: fp32 [1], the factor of a result in e4m3; else None.
     """
     return _layer_norm_linear(rows, folded, activation, gated, head_step, None, None, out_part, dtype, out_scale)
 
@@ -60,9 +60,9 @@ def layer_norm_linear_keeping(
     rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
     head_step: HeadStep | None = None, out_part: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, RowStatistics]:  # fmt: skip
-    """Computes `layer_norm_linear`; returns also the activation's argument z [M, F] and the rows' statistics.
+    """Returns `layer_norm_linear`, the activation's input z [M, F] and the rows' statistics.
 
-    Without an activation z is the result itself.
+    Without an activation, z is the result.
     """
     source, M = rows.source, rows.source.shape[0]
     z = None if activation == "identity" and not gated else source.new_empty((M, folded.weight.shape[0]))
@@ -88,7 +88,7 @@ def _layer_norm_linear(
     epilogue = "gated" if gated else "layer_norm" if head_step is None else head_step.epilogue
     config = matmul_config(operands, epilogue, activation)
     matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
-    if out_part is not None and not gated:  # beside an activation of the whole tile there are no registers for them
+    if out_part is not None and not gated:  # the epilogue has no registers for them beside the activation
         row_statistics_launch(out, out_part).run()
     return out
 
@@ -98,13 +98,13 @@ def linear_residual(
     statistics: bool = False, dtype: torch.dtype | None = None, out8: Tensor | None = None,
     out_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """[residual +] scale (h W^T + b) [M, C], and where wanted the statistics of its rows as `row_parts.py` has them.
+    """Returns [residual +] scale (h W^T + b) [M, C], and the statistics of its rows (`row_parts.py`) or None.
 
     Args:
-        residual: In the dtype of h or in fp32; so is the result then.
-        statistics: Whether a LayerNorm follows that takes them over; only for half-precision results.
-        dtype: Of the result where there is no residual; None means that of h.
-        out8: Written: the result times out_scale, fp32 [C], in e4m3 [M, C]; None: it is not.
+        residual: In the dtype of h or in fp32, and of the result.
+        statistics: Compute statistics for a LayerNorm that follows; only for half-precision results.
+        dtype: Dtype of the result without a residual; None: that of h.
+        out8: Written: the result times out_scale, fp32 [C], in e4m3 [M, C]; or None.
     """
     M, C = h.shape[0], weight.shape[0]
     bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
@@ -137,14 +137,14 @@ def activation_gradient(
     grad: Tensor, scaled: ScaledWeight, z: Tensor, rows: RowStatistics, folded: FoldedLinear, activation: str,
     gated: bool = False, hidden: Tensor | None = None, along: Tensor | None = None,
 ) -> tuple[FoldedGradient, Tensor]:  # fmt: skip
-    """The gradient of fc1's output from that of fc2's, and h = act(z) [M, F] again; of a gated layer h = act(g) u.
+    """Returns the gradient of fc1's output from that of fc2's, and recomputes h = act(z) [M, F], gated act(g) u.
 
     Args:
         grad: dy [M, C].
         scaled: diag(ls) W2 [C, F].
-        z: fc1's output [M, F], of a gated layer [M, 2 F].
-        hidden, along: As `hidden_norm.py` has them, of a norm between h and fc2, which is folded into `scaled`; h is
-            returned normalised then. None: there is none.
+        z: fc1's output [M, F], gated [M, 2 F].
+        hidden, along: Of a norm between h and fc2 that is folded into `scaled` (`hidden_norm.py`); h is then returned
+            normalised. None: no norm.
     """
     weight = scaled.weight
     (M, width), F = z.shape, weight.shape[1]
@@ -165,8 +165,7 @@ def activation_gradient(
 def input_gradient(
     gradient: FoldedGradient, rows: RowStatistics, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """dx [M, C] in the dtype of x through the linear layer and its LayerNorm, [residual +] included; and with
-    `rounded` the same in the dtype of the matmuls."""
+    """Returns [residual +] dx [M, C] in the dtype of x, and if `rounded` the same in the dtype of the matmuls."""
     out = torch.empty_like(rows.source, dtype=rows.input_dtype)
     narrow = torch.empty_like(rows.source) if rounded and out.dtype != rows.source.dtype else None
     operands = Operands(
@@ -178,12 +177,11 @@ def input_gradient(
 
 
 def product_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
-    """dh = dy diag(ls) W [M, F], for a linear layer whose input is nobody's activation."""
+    """Returns dh = dy diag(ls) W [M, F], for a linear layer that does not follow an activation."""
     return _product(grad, scaled.weight, scaled.factor)
 
 
 def _product(a: Tensor, b: Tensor, scale: Tensor | None = None) -> Tensor:
-    """[scale] (a b) [M, N]."""
     out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
     operands = Operands(a, b, out, scale=scale)
     matmul_launch(operands, epilogue="residual", config=matmul_config(operands, "residual")).run()
@@ -193,7 +191,7 @@ def _product(a: Tensor, b: Tensor, scale: Tensor | None = None) -> Tensor:
 def layer_norm_linear_gradient(
     grad: Tensor, rows: RowStatistics, linear: NormedLinear, weight: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[residual +] dx in the dtype of x, the normalised rows [M, C], and parts of the sums over the rows of grad.
+    """Returns [residual +] dx in the dtype of x, the normalised rows [M, C], and parts of the sums over grad's rows.
 
     Args:
         grad: dz [M, F].

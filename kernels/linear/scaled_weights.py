@@ -1,10 +1,10 @@
-"""Weights as matmuls take them: dense, in the dtype of the products, and for the backward of a LayerScale diag(ls) W.
+"""Weights as operands of matmuls: contiguous, in the dtype of the products, for a LayerScale's backward diag(ls) W.
 
     W~ = diag(ls) W / f, rounded to the dtype
 
-f is 1 but in fp16, where a LayerScale of 1e-5 (CaiT, DINOv2) would take W~ below the smallest number and no loss
-scaling could lift it: there the largest scale is taken out as a power of two, which the matmul multiplies with again.
-One launch makes all weights that a step of a block needs so; those that lie ready are taken as they are.
+f is 1 except in fp16, where a LayerScale of 1e-5 (CaiT, DINOv2) would make W~ underflow, which loss scaling does not
+prevent. There f is the largest scale, rounded down to a power of two, and the matmul multiplies by f again. One launch
+converts all weights of a block's step; weights that need no conversion are used directly.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _scale_rows(
 def _scaled_weights_kernel(
     weight_ptr,  # [F, C]
     scale_ptr,  # [F] or None
-    factor_ptr,  # fp32 [C], f throughout; or None, where it is 1
+    factor_ptr,  # fp32 [C], f repeated; or None if it is 1
     scaled_ptr,  # [F, C]
     # of others, or None:
     weight2_ptr, scale2_ptr, factor2_ptr, scaled2_ptr, weight3_ptr, scale3_ptr, factor3_ptr, scaled3_ptr,
@@ -84,11 +84,11 @@ def _scaled_weights_kernel(
 
 @dataclass(frozen=True)
 class ScaledWeight:
-    """diag(ls) W in the form its matmul takes.
+    """diag(ls) W as an operand of a matmul.
 
     Args:
         weight: W~ [F, C].
-        factor: f throughout, fp32 [C]; None where it is 1.
+        factor: f repeated, fp32 [C]; None if it is 1.
     """
 
     weight: Tensor
@@ -96,7 +96,7 @@ class ScaledWeight:
 
 
 def scaled_weights_launch(pairs: Sequence[tuple[Tensor, Tensor | None]], into: Sequence[ScaledWeight]) -> Launch:
-    """Up to three weights [F, C] with their scales [F], dense, into those of `into`."""
+    """Returns the launch that scales up to three contiguous weights [F, C] by scales [F] into those of `into`."""
     args: dict[str, Any] = {}
     block, rows = chunk(max(weight.shape[1] for weight, _ in pairs))
     for index, suffix in enumerate(("", "2", "3")):
@@ -112,7 +112,7 @@ def scaled_weights_launch(pairs: Sequence[tuple[Tensor, Tensor | None]], into: S
 
 
 def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> list[ScaledWeight]:
-    """diag(ls) W in a dtype for each W [F, C] and ls [F], or W alone where ls is None."""
+    """Returns diag(ls) W in a dtype for each W [F, C] and ls [F], or W if ls is None."""
     made: list[ScaledWeight] = []
     todo: list[tuple[tuple[Tensor, Tensor | None], ScaledWeight]] = []
     for weight, scale in pairs:
@@ -131,5 +131,5 @@ def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.d
 
 
 def in_dtype(dtype: torch.dtype, *weights: Tensor) -> list[Tensor]:
-    """Weights [F, C], dense and in a dtype; those that are so already are themselves."""
+    """Returns contiguous weights [F, C] in a dtype, without a copy if they are already."""
     return [made.weight for made in scaled_weights([(weight, None) for weight in weights], dtype)]

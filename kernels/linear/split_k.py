@@ -1,10 +1,9 @@
-"""The end of a "residual" matmul that was cut along K: its parts summed, and what its epilogue would have done.
+"""Split-K for "residual" matmuls: sums the parts of the "partial" epilogue, and applies the residual epilogue.
 
-    out = [residual +] [scale] (sum over parts + bias), with statistics of its rows where a LayerNorm follows
+    out = [residual +] [scale] (sum over parts + bias), with statistics of its rows if a LayerNorm follows
 
-A few rows give too few tiles to fill a GPU; parts of K give more of them (split-K). The parts are the "partial"
-epilogue's, fp32, and are added here in their order: no atomics, the same bits each run. A program has one piece of
-the columns, as long as the statistics have it (`row_parts.py`).
+A few rows give too few tiles to fill a GPU; parts of K give more. The parts are fp32 and are added in order: no
+atomics, the same bits each run. A program computes one piece of the columns (`row_parts.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ..layer_norm import piece_statistics, store_statistics
 from ..row_parts import PIECE, row_parts
 from .folding import load_columns
 
-_ROWS = 16  # few rows are what this is for: many programs, not large ones
+_ROWS = 16  # many small programs, because there are few rows
 _PIECE = tl.constexpr(PIECE)
 
 
@@ -31,7 +30,7 @@ def _finish_residual_kernel(
     scale_ptr,  # [C] or None
     residual_ptr,  # [M, C] or None
     out_ptr,  # [M, C]
-    row_part_ptr,  # fp32 [M, 2, PARTS], or None: no statistics are wanted
+    row_part_ptr,  # fp32 [M, 2, PARTS], or None: no statistics
     out8_ptr,  # [M, C] e4m3: out times out_scale, fp32 [C]; or None
     out_scale_ptr,
     splits, M, C,
@@ -65,8 +64,10 @@ def finish_residual_launch(
     row_part: Tensor | None, out8: Tensor | None = None, out_scale: Tensor | None = None,
     dependent: bool = False,
 ) -> Launch:  # fmt: skip
-    """The call that sums parts fp32 [splits, M, C] into out [M, C], and the statistics of its rows unless None; and
-    into out8 the same in e4m3, multiplied by out_scale."""
+    """Returns the launch that sums parts fp32 [splits, M, C] into out [M, C].
+
+    It also writes statistics of its rows unless None, and the result times out_scale in e4m3 to out8 unless None.
+    """
     splits, M, C = part.shape
     args = {
         "part_ptr": part, "bias_ptr": bias, "scale_ptr": scale, "residual_ptr": residual, "out_ptr": out,

@@ -1,7 +1,7 @@
-"""The gradients of a block's vectors, from what the gradients of its weights left in parts: one launch for all.
+"""Gradients of a block's vectors, from the parts that `weight_gradients.py` writes: one launch for all.
 
-`gradients.py` states the formulas: LayerNorm's gamma and beta; biases before residuals, and LayerScale. (Biases behind
-LayerNorms have theirs with the weights.) Each sum has a fixed order: no atomics, the same bits each run.
+`gradients.py` states the formulas: LayerNorm's gamma and beta, biases before residuals, and LayerScale. Each sum has a
+fixed order: no atomics, the same bits each run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .weight_gradients import (
 )
 
 _COLS = 32  # of a program
-_REGISTERS = 64  # with the 32 that all the threads of a multiprocessor leave each, it spills; programs are few
+_REGISTERS = 64  # it spills with the 32 of full occupancy, which its few programs do not reach
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def _vector_grad_kernel(
 
 
 def vector_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -> Launch:
-    """The gradients of gamma and beta, of LayerScale, and of biases before residuals; no programs without any."""
+    """Returns the launch for gradients of gamma, beta, LayerScale and biases before residuals; empty without any."""
     args: dict[str, Any] = {}
     programs, sums = 0, 0
     for index, ((products, found), suffix) in enumerate(slots(folded, residual)):
@@ -148,7 +148,7 @@ def vector_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -
 def parameter_gradients(
     folded: Sequence[FoldedProducts], residual: Sequence[ResidualProducts]
 ) -> tuple[list[FoldedGradients], list[ResidualGradients]]:
-    """The gradients of at most two linear layers of each kind, of as many rows: two launches, or one."""
+    """Returns the gradients of up to two linear layers of each kind, with equal numbers of rows."""
     first = [(products, room_for(products)) for products in folded]
     second = [(products, room_for(products)) for products in residual]
     weight_grad_launch(first, second).run()

@@ -1,8 +1,8 @@
-"""The gradients of the weights of a block's linear layers, from the matmuls' partial products: one launch for all.
+"""Weight gradients of a block's linear layers, from the partial products of `weight_products.py`: one launch for all.
 
-`gradients.py` states the formulas. A linear layer behind a LayerNorm ("folded") and one before a residual, two of each
-at most, which is a whole block, are finished together. What the gradients of vectors are summed from is left in parts,
-for `vector_gradients.py`. Each sum has a fixed order: no atomics, the same bits each run.
+`gradients.py` states the formulas. One launch finishes up to two linear layers behind LayerNorms ("folded") and two
+before residuals, which is a whole block. It writes parts of the vectors' gradients for `vector_gradients.py`. Each sum
+has a fixed order: no atomics, the same bits each run.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class FoldedProducts:
     Args:
         part: fp32 [splits, F, C] of dz~^T x, or of dz^T n.
         column_part: fp32 [sums, 2, F] of sum_m dz and sum_m dz~ mean, or [sums, F] of the former.
-        linear: Of dense tensors.
+        linear: Its parameters, contiguous.
     """
 
     part: Tensor
@@ -201,10 +201,10 @@ class ResidualProducts:
 
 @dataclass(frozen=True)
 class FoldedGradients:
-    """Gradients of a linear layer and the LayerNorm before it, in the parameters' dtypes; None of an absent one.
+    """Gradients of a linear layer and the LayerNorm before it, in the parameters' dtypes; None for an absent one.
 
     Args:
-        vector_part: fp32 [F / 32, 2, C], what those of gamma and beta are the sums of.
+        vector_part: Parts of the gradients of gamma and beta, fp32 [F / 32, 2, C].
     """
 
     weight: Tensor
@@ -218,11 +218,11 @@ class FoldedGradients:
 
 @dataclass(frozen=True)
 class ResidualGradients:
-    """Gradients of a linear layer and the LayerScale behind it, in the parameters' dtypes; None of an absent one.
+    """Gradients of a linear layer and the LayerScale behind it, in the parameters' dtypes; None for an absent one.
 
     Args:
-        grad_part: Parts of sum_m dy, where there is a bias.
-        scale_part: fp32 [F / 128, C], parts of sum_f V W, where there is a LayerScale.
+        grad_part: Parts of sum_m dy, if there is a bias.
+        scale_part: Parts of sum_f V W, fp32 [F / 128, C], if there is a LayerScale.
     """
 
     weight: Tensor
@@ -237,7 +237,7 @@ Residual = tuple[ResidualProducts, ResidualGradients]
 
 
 def room_for(products: FoldedProducts | ResidualProducts) -> Any:
-    """Room for the gradients that are made of these: `FoldedGradients` or `ResidualGradients`."""
+    """Returns empty `FoldedGradients` or `ResidualGradients` for these products."""
 
     def like(tensor: Tensor | None) -> Any:
         return None if tensor is None else torch.empty_like(tensor)
@@ -259,13 +259,13 @@ def room_for(products: FoldedProducts | ResidualProducts) -> Any:
 
 
 def slots(folded: Sequence[Folded], residual: Sequence[Residual]) -> list[tuple[Any, str]]:
-    """Everything in the order of the kernels' arguments, (products, gradients) or (None, None), with its suffix."""
+    """Returns (products, gradients) or (None, None) in the order of the kernels' arguments, with their suffixes."""
     pairs = [*zip_longest(folded, residual, fillvalue=(None, None)), ((None, None), (None, None))][:2]
     return [*zip((slot for pair in pairs for slot in pair), ("", "2", "3", "4"), strict=True)]
 
 
 def weight_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -> Launch:
-    """The weights' gradients, those of biases behind LayerNorms, and parts for those of other vectors."""
+    """Returns the launch that writes gradients of weights and of biases behind LayerNorms, and parts of the others."""
     args: dict[str, Any] = {}
     programs, M = 0, 0
     for index, ((products, found), suffix) in enumerate(slots(folded, residual)):

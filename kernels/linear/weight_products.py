@@ -1,10 +1,10 @@
-"""The matmuls of weight gradients: a^T b of one to four pairs of operands, summed over as many rows, in one launch.
+"""The matmuls of weight gradients: a^T b of one to four pairs of operands with equal numbers of rows, in one launch.
 
     part[split] = a^T b over one of `splits` parts of the rows, fp32
 
-A weight gradient is as large as its weight, some dozens of tiles, and its sum is as long as there are rows: parts of
-the sum fill the multiprocessors, and the four gradients of a block together need fewer of them. `weight_gradients.py`
-adds the parts in their order: no atomics, the same bits each run.
+A weight gradient has the few tiles of its weight, and a sum over all rows. Splitting the sum fills the multiprocessors;
+the four gradients of a block together need fewer parts. `weight_gradients.py` adds the parts in order: no atomics, the
+same bits each run.
 
 Source of the tile walk: `matmul.py`.
 """
@@ -33,8 +33,8 @@ def _store_parts(
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of a product, from its `start`-th tile; which tile of the next product it begins with."""
-    # the sizes are not specialised, for the reason given in `matmul.py`
+    """Computes this program's share of a product from unit `start` on; returns its first unit of the next product."""
+    # the sizes are not specialised, as in `matmul.py`
     P = P // ALIGN * ALIGN
     Q = Q // ALIGN * ALIGN
     tiles_p = tl.cdiv(P, BLOCK_P)
@@ -84,12 +84,12 @@ Pair = tuple[Tensor, Tensor]
 
 
 def weight_products_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config: MatmulConfig) -> Launch:
-    """The call that computes fp32 parts [splits, P, Q] of one to four products into `out`.
+    """Returns the launch that computes fp32 parts [splits, P, Q] of one to four products into `out`.
 
     Args:
-        pairs: a [M, P] and b [M, Q], contiguous, all of as many rows.
-        out: The number of parts is that of its tensors.
-        config: Tiles of a result, `block_k` of the rows; `config.tma` asks for operands that `fits_tma`.
+        pairs: a [M, P] and b [M, Q], contiguous.
+        out: One tensor per product.
+        config: Tiles of a result, `block_k` along the rows; `config.tma` requires operands that `fits_tma` accepts.
     """
     (first, _), splits = pairs[0], out[0].shape[0]
     args: dict[str, Any] = {"M": first.shape[0], "splits": splits}
@@ -116,7 +116,7 @@ def weight_products_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config:
 
 
 def weight_products(*pairs: Pair) -> list[Tensor]:
-    """a^T b of one to four pairs of as many rows, a [M, P] and b [M, Q], as fp32 parts [splits, P, Q]."""
+    """Returns a^T b of one to four pairs a [M, P] and b [M, Q], as fp32 parts [splits, P, Q]."""
     config, splits = products_config(pairs)
     out = [torch.empty(splits, a.shape[1], b.shape[1], dtype=torch.float32, device=a.device) for a, b in pairs]
     weight_products_launch(pairs, out, config).run()

@@ -26,7 +26,7 @@ EPILOGUES = (
     "layer_norm", "rotary", "qk_norm", "gated", "residual", "activation_grad", "gated_grad", "layer_norm_grad",
     "partial",
 )  # fmt: skip
-# How many times as wide as a piece of the product what they read and write is.
+# Widths of tensors in units of the product's width.
 _WIDER = {("gated", "out"): 0.5, ("gated_grad", "out"): 2, ("gated_grad", "z"): 2}
 TL_DTYPES = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
@@ -40,15 +40,15 @@ class MatmulConfig:
 
     Args:
         block_m, block_n, block_k: Tile sizes, powers of two.
-        sub_tiles: Pieces along N that the epilogue works on one after another: 1, 2 or 4.
-        num_warps: Warps a program.
+        sub_tiles: Pieces along N that the epilogue processes one after another: 1, 2 or 4.
+        num_warps: Warps per program.
         num_stages: Tiles of A and B in flight.
         tma: Operands and results through tensor descriptors.
-        flatten: One pipelined loop across the tiles of a program: the loads of the next tile go on under the epilogue
-            of this one. Not for the "partial" epilogue, which hardly has one.
-        ctas_per_sm: Programs a multiprocessor holds: the persistent grid is that many times the multiprocessors.
-        group_m: Rows of tiles that are walked over together.
-        maxnreg: Registers a thread may use; None leaves it to the compiler.
+        flatten: One pipelined loop over all tiles of a program: the loads of the next tile overlap the epilogue of this
+            one. Ignored for "partial", which hardly has an epilogue.
+        ctas_per_sm: Programs per multiprocessor of the persistent grid.
+        group_m: Rows of tiles that share columns in L2.
+        maxnreg: Registers per thread; None: the compiler chooses.
         dependent: Start before the previous launch has ended (dependent.py), in matmuls with weights.
     """
 
@@ -85,11 +85,11 @@ class MatmulConfig:
 
 @dataclass(frozen=True)
 class HeadStep:
-    """Norms and rotary positions in a qkv matmul; pairs that are turned are neighbours among its columns.
+    """Norms and rotary positions in a qkv matmul; pairs that are rotated are adjacent columns.
 
     Args:
-        settings: Norms over the head; tables [B or 1, 1, T, D / 2], of strides that `table_steps` can say.
-        tokens: Of an image.
+        settings: Norms over the head; tables [B or 1, 1, T, D / 2] that `rotary.can_be_read` accepts.
+        tokens: Tokens per image.
         head_dim: D.
     """
 
@@ -99,7 +99,7 @@ class HeadStep:
 
     @property
     def epilogue(self) -> str:
-        """The matmul's epilogue that computes it."""
+        """The matmul's epilogue for this step."""
         return "rotary" if self.settings.norm == "none" else "qk_norm"
 
     def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -130,14 +130,14 @@ class Operands:
         a: [M, K].
         b: [K, N], or [N, K] where `b_is_nk`.
         out: [M, N]; of the "partial" epilogue fp32 [split_k, M, N].
-        row_part: Statistics of A's rows as `row_parts.py` has them, where a norm of them is folded into B; of
-            "activation_grad" and "layer_norm_grad" sums over pieces of rows [M, parts].
-        out_part: Statistics of the rows of `out`, for the norm that comes next.
-        hidden, along: Of "activation_grad" and "gated_grad" before a norm of the hidden layer: mean and rstd of its
-            rows, fp32 [2, M], and fp32 [M].
+        row_part: Statistics of A's rows (`row_parts.py`) if a norm of them is folded into B; for "activation_grad" and
+            "layer_norm_grad" sums over pieces of rows [M, parts].
+        out_part: Written: statistics of the rows of `out`, for the next norm.
+        hidden, along: For "activation_grad" and "gated_grad" before a norm of the hidden layer: mean and rstd of its
+            rows, fp32 [2, M], and fp32 [M] (`hidden_norm.py`).
         eps: Added to the variance of A's rows.
-        head_step: Of the "rotary" and "qk_norm" epilogues, whose N is 3 H D.
-        x, residual: [M, N], like `out` in the dtype of the residual stream: that of `a` and `b`, or fp32 beside them.
+        head_step: For "rotary" and "qk_norm", whose N is 3 H D.
+        x, residual: [M, N], like `out` in the dtype of the residual stream: that of `a` and `b`, or fp32.
     """
 
     a: Tensor
@@ -170,31 +170,31 @@ class Operands:
         return M, self.b.shape[0] if self.b_is_nk else self.b.shape[1], K
 
     def of_rows(self, rows: slice) -> Operands:
-        """The same for some rows of a "residual" matmul."""
+        """Returns the operands of some rows of a "residual" matmul."""
         names = ("a", "out", "residual", "out_part", "out8")
         given = {name: getattr(self, name) for name in names}
         return replace(self, **{name: tensor[rows] for name, tensor in given.items() if tensor is not None})
 
     def tiled(self) -> list[Tensor]:
-        """The tensors that are read or written by tiles, through descriptors where the configuration says so."""
+        """Returns the tensors that are read or written by tiles, with descriptors if the configuration uses TMA."""
         tiled = (self.a, self.b, self.out, self.z, self.h, self.x, self.residual, self.out8)
         return [tensor for tensor in tiled if tensor is not None]
 
 
 def fits_tma(tensors: Iterable[Tensor]) -> bool:
-    """True if tensor descriptors can be made of all of these: rows and addresses on 16 bytes, nothing empty."""
+    """True if descriptors can describe all of these tensors: not empty, rows and addresses aligned to 16 bytes."""
     return all(t.numel() > 0 and t.shape[-1] * t.element_size() % 16 == 0 and _address(t) % 16 == 0 for t in tensors)
 
 
 def tiled(tensor: Tensor | None, rows: int, cols: int, tma: bool) -> Any:
-    """A tensor as a kernel takes it that reads or writes it by tiles [rows, cols]."""
+    """Returns a tensor, or its descriptor for tiles [rows, cols], as a kernel's argument."""
     if tensor is None or not tma:
         return tensor
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
 
 
 def _address(tensor: Tensor) -> int:
-    # a meta tensor has no storage; what stands for it starts aligned
+    # a meta tensor has no address: its storage counts as aligned
     return int(tensor.storage_offset()) * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
 
 
@@ -206,15 +206,14 @@ def matmul_launch(
     activation: str = "identity",
     split_k: int = 1,
 ) -> Launch:
-    """The call that computes `operands.out`.
+    """Returns the launch that computes `operands.out`.
 
     Args:
         operands: Contiguous tensors.
         epilogue: One of `EPILOGUES`.
-        config: Tiles; `config.tma` asks for operands that `fits_tma`.
-        activation: Of the "layer_norm" and "activation_grad" epilogues and the gated ones: "identity" or one of
-            `ACTIVATIONS`.
-        split_k: Parts of K in the "partial" epilogue.
+        config: Tiles; `config.tma` requires operands that `fits_tma` accepts.
+        activation: "identity" or one of `ACTIVATIONS`, for "layer_norm", "activation_grad" and the gated epilogues.
+        split_k: Parts of K, for "partial".
     """
     o = operands
     head_args, head_constants = o.head_step.arguments() if o.head_step else _NO_STEP
@@ -269,11 +268,7 @@ def matmul_launch(
 
 
 def _pieces_of_statistics(config: MatmulConfig, epilogue: str) -> int:
-    """Pieces of a tile, as the epilogue stores them, that make a piece of row statistics.
-
-    Raises:
-        ValueError: a tile does not hold whole ones.
-    """
+    """Returns the number of stored pieces of a tile per piece of LayerNorm statistics."""
     width = int(config.piece * _WIDER.get((epilogue, "out"), 1))
     if PIECE % width or config.sub_tiles % (PIECE // width):
         raise ValueError(

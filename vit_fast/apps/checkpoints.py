@@ -27,7 +27,10 @@ Row = dict[str, Any]
 
 _FORMAT = "vit-fast training 2"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # as one process has it, however many there are
-_KEYS = {"format", "config", "about", "model", "average", "optimizer", "scheduler", "step", "rows"}
+_CONTENT = {
+    "config": dict, "about": dict, "model": dict, "average": dict, "optimizer": dict, "scheduler": dict, "step": int,
+    "rows": list,
+}  # fmt: skip
 
 
 def start_run(out: Path, processes: Processes) -> None:
@@ -123,7 +126,8 @@ def _read(path: Path) -> dict[str, Any]:
     except Exception as error:  # of a damaged file, the reader raises nearly anything
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TrainingError(f"{path}: cannot be read (damaged, or not a checkpoint): {first}") from None
-    if not isinstance(state, dict) or state.get("format") != _FORMAT or not state.keys() >= _KEYS:
+    has_format = isinstance(state, dict) and state.get("format") == _FORMAT
+    if not has_format or not all(isinstance(state.get(name), kind) for name, kind in _CONTENT.items()):
         raise TrainingError(f"{path}: is not a checkpoint of vit-fast train")
     return state
 

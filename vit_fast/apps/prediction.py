@@ -190,10 +190,12 @@ def _merge(names: Sequence[Path], out: Path) -> tuple[tuple[str, str], ...]:
     import pyarrow.parquet as pq
 
     bad: list[tuple[str, str]] = []
-
     with file_aside(out) as aside, pq.ParquetWriter(aside, schema()) as writer:
         for name in names:
-            table = pq.read_table(name)
+            try:
+                table = pq.read_table(name, schema=schema())
+            except (ValueError, OSError) as error:  # pyarrow's errors derive from these
+                raise PredictionError(f"{name}: is damaged: {error}; remove it and re-run the command") from None
             writer.write_table(table)
             rows = zip(table.column("path").to_pylist(), table.column("error").to_pylist())
             bad.extend((path, error) for path, error in rows if error is not None)

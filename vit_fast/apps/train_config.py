@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-_POSITIVE_INTEGERS = ("epochs", "batch_size", "accumulation")
-_POSITIVE = ("lr", "layer_decay")
-_NOT_NEGATIVE = ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "patience")
-_SHARES = ("label_smoothing", "ema_decay")  # in [0, 1)
-_FLAGS = ("grad_checkpointing", "augment")
+from ..arguments import check_choice, check_integer, check_number
+from ..errors import check_type
+
+_SHARES = ("label_smoothing", "ema_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class TrainConfig:
         seed: Seed of order, augmentation, mixing, dropout and drop path.
 
     Raises:
-        ValueError: a field is invalid.
+        ValueError, TypeError: a field is invalid.
     """
 
     epochs: int = 10
@@ -65,29 +64,22 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE_INTEGERS:
-            self._check(name, type(getattr(self, name)) is int and getattr(self, name) >= 1, "an integer >= 1")
-        self._check("seed", type(self.seed) is int, "an integer")
-        for name in _POSITIVE:
-            self._check(name, self._number(name) > 0, "a positive number")
-        for name in _NOT_NEGATIVE:
-            self._check(name, self._number(name) >= 0, "a non-negative number")
-        for name in _SHARES:
-            self._check(name, 0 <= self._number(name) < 1, "a share in [0, 1)")
-        for name in _FLAGS:
-            self._check(name, isinstance(getattr(self, name), bool), "true or false")
-        self._check("layer_decay", self.layer_decay <= 1, "a number in (0, 1]")
-        self._check("schedule", self.schedule in ("cosine", "constant"), "'cosine' or 'constant'")
-        self._check("dtype", self.dtype in ("fp32", "bf16"), "'fp32' or 'bf16'")
-
-    def _number(self, name: str) -> float:
-        """Returns NaN, which fails every comparison, for infinities and non-numbers."""
-        value = getattr(self, name)
-        return value if isinstance(value, int | float) and math.isfinite(value) else math.nan
-
-    def _check(self, name: str, acceptable: bool, expected: str) -> None:
-        if not acceptable:
-            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+        for name in ("epochs", "batch_size", "accumulation"):
+            check_integer(name, getattr(self, name), 1)
+        check_type("seed", self.seed, int)
+        for name in ("lr", "layer_decay"):
+            check_number(name, getattr(self, name), positive=True)
+        for name in ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "patience", *_SHARES):
+            check_number(name, getattr(self, name))
+            if not 0 <= getattr(self, name) < (1 if name in _SHARES else math.inf):
+                limit = "a share in [0, 1)" if name in _SHARES else "non-negative"
+                raise ValueError(f"{name} must be {limit}, got {getattr(self, name)!r}")
+        if self.layer_decay > 1:
+            raise ValueError(f"layer_decay must be at most 1, got {self.layer_decay!r}")
+        for name in ("grad_checkpointing", "augment"):
+            check_type(name, getattr(self, name), bool)
+        check_choice("schedule", self.schedule, ("cosine", "constant"))
+        check_choice("dtype", self.dtype, ("fp32", "bf16"))
 
 
 # Recipes of the variants that have one.
@@ -109,7 +101,7 @@ def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] =
         given: Fields of TrainConfig; None keeps the recipe's value.
         settings: More fields, as NAME=VALUE.
     Raises:
-        ValueError: a field is unknown, given twice, or invalid.
+        ValueError, TypeError: a field is unknown, given twice, or invalid.
     """
     fields_given = {name: value for name, value in given.items() if value is not None}
     for setting in settings:

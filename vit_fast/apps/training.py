@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from ..model import VisionTransformer
+from ..weights.source import read_file
 from .checkpoints import WEIGHTS, Row, resume_run, start_run, write_run
 from .data import batches_of
 from .datasets import LabelledImages, PreparedImages, TrainingData, mixed_seed
@@ -59,6 +59,7 @@ def train(
         ImageError: an image is not usable.
         TrainingError: out holds another run, or the loss is not finite.
         ReaderLostError: a worker was killed; resume the run.
+        WeightsError: the saved weights of a finished run are missing or damaged.
         ValueError: model and data differ in classes, the model does not pool, or the batch cannot be shared out.
     """
     if model.config.num_classes != len(data.train.class_names):
@@ -111,7 +112,7 @@ def train(
         write_run(out, trainer, rows, about, best=kept_row(rows, config) is row)
         on_epoch(row)
     whole = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, load_file(out / WEIGHTS), options=whole)  # type: ignore[arg-type]  # tensors are values
+    set_model_state_dict(model, read_file(out / WEIGHTS).tensors, options=whole)  # type: ignore[arg-type]  # tensors are values
     model.eval()
     return rows
 

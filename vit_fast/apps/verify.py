@@ -72,9 +72,11 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
         device: Device to compute on; None means CUDA if available, otherwise the CPU. On a CPU, triton runs in its
             interpreter, with smaller shapes and without bf16, which the interpreter computes incorrectly.
     Raises:
-        ValueError: a backend is unknown.
+        ValueError: a backend is unknown, or there is none.
         UnsupportedInputError: a backend cannot run here.
     """
+    if not backends:
+        raise ValueError("backends must contain at least one, got none")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     resolved = [resolve_backend(backend, place) for backend in backends]
     for backend in resolved:

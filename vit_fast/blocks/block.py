@@ -1,10 +1,10 @@
-"""Runs a pre-norm encoder block, described by its parts (`parts.py`), as a sequence of fused kernels.
+"""Runs a pre-norm encoder block, given by its parts (`parts.py`), as a sequence of fused kernels.
 
 qkv = LN(x) Wqkv^T + b              LayerNorm folded into the matmul
 a   = attention(qkv)
-x   = x + ls (a Wproj^T + b)        residual and LayerScale in the epilogue, which also returns LayerNorm statistics
-h   = act(LN(x) W1^T + b1)          this LayerNorm uses them
-x   = x + ls (h W2^T + b2)          as for proj, for the LayerNorm of the next block
+x   = x + ls (a Wproj^T + b)        residual and LayerScale in the epilogue, which also computes the statistics
+h   = act(LN(x) W1^T + b1)          of this LayerNorm
+x   = x + ls (h W2^T + b2)          likewise, for the next block
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import ctypes
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..ops.attention import is_exporting
 from ..ops.backends import constant_to_compiler
 from ..ops.block import fused_block
-from ..ops.checks import in_transform, matmul_dtype, needs_gradient
 from ..ops.descriptions import BlockTensors, Keys, Rope, neighbours
 from ..ops.frozen import Frozen
-from ..ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
+from ..ops.layer_norm_mlp import layer_norm_mlp
+from ..ops.operators import in_transform, is_exporting, matmul_dtype, needs_gradient
 from ..ops.packed import Packed, run_packed
 from .fp8_scales import scales_of
 from .packing import packed_for, packing_of
@@ -41,12 +40,12 @@ from .parts import (
     tensors_of,
 )
 from .plain import is_touched
-from .row_statistics import NOTHING, RowFacts, counted, recall, remember
+from .row_statistics import NOTHING, RowFacts, VersionsCounted, recall, remember
 from .traced_parts import Outline, built, outline
 
 
 def parts_of(block: Any) -> BlockParts:
-    """Returns the block's cached parts and re-reads the block if it changed."""
+    """Returns the block's cached parts, and re-reads the block if it changed."""
     if torch.compiler.is_compiling():
         found = _outline(id(block))
         if found is not None:
@@ -62,16 +61,16 @@ def parts_of(block: Any) -> BlockParts:
 
 @constant_to_compiler
 def _outline(address: int) -> Outline | None:
-    """Returns the outline of a block, given by id(block), because torch 2.11 accepts no module as a constant argument.
+    """Reads the block with this id: torch 2.11 accepts no module as an argument of a constant.
 
-    torch.compile guards id(block), calls this while it traces, and holds a reference to the block meanwhile.
+    torch.compile calls this while it traces, and guards the id.
     """
     block: Any = ctypes.cast(address, ctypes.py_object).value
     parts = block.__dict__.get("vit_fast_parts")
     if parts is None or not parts.watch.holds(block):
         parts = _read(block)
-    if parts.fp8 is not None and runs_whole(parts, "triton"):
-        parts.fp8.reader(parts)  # quantize now, outside the graph
+    if parts.fp8 is not None and runs_whole(parts):
+        parts.fp8.reader(parts)  # quantises outside of the graph
     return outline(block, parts)
 
 
@@ -87,14 +86,20 @@ def _read(block: Any) -> BlockParts:
     return parts
 
 
-def runs_whole(parts: BlockParts, backend: str) -> bool:
-    """Returns True if kernels can run the whole block now: both halves were read, without dropout or export."""
-    simulated = parts.fp8 is not None and parts.fp8.simulated  # which any device can do
-    if (backend != "triton" and not simulated) or parts.attention is None or parts.mlp is None or is_exporting():
+def runs_whole(parts: BlockParts, backend: str | None = None) -> bool:
+    """True if one operator runs the block now: no half stays modules, drops elements, or is being exported.
+
+    Args:
+        backend: That of the block; None asks whether "triton" could.
+    """
+    attention, mlp = parts.attention, parts.mlp
+    if attention is None or mlp is None or attention.norm.kind != mlp.norm.kind:
         return False
-    if parts.attention.norm.kind != parts.mlp.norm.kind:
-        return False
-    return not (drops(parts.attention.dropouts) or drops(parts.mlp.dropouts))
+    if backend is not None:
+        emulated = parts.fp8 is not None and parts.fp8.simulated  # which any device can do
+        if attention.module.vit_fast_backend != backend or (backend != "triton" and not emulated):
+            return False
+    return not (is_exporting() or drops(attention.dropouts) or drops(mlp.dropouts))
 
 
 def run_block(
@@ -108,50 +113,70 @@ def run_block(
     attend: Callable[[Tensor], Tensor] | None = None,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs a block whose second half is fused, with LayerNorm statistics passed in and out.
+    """Runs a block whose MLP has parts, [B, N, C] or packed [total, C].
 
     Args:
-        parts: Parts of the block. Dropout must be inactive.
-        x: [B, N, C], or [total, C] for packed sequences.
+        parts: Neither half drops elements now.
         statistics: LayerNorm statistics of x from the previous block; None computes them.
-        rope: Rotary positions of q and k, if the first half is fused.
-        keys: Keys that queries attend to; None means all keys of an image.
-        backend: Backend of the second half.
-        attend: Maps x to x + attention with the original modules; None if the first half is fused.
-        next_statistics: True to return the LayerNorm statistics of the output.
+        rope, keys: Of the attention, unless `attend` runs it.
+        backend: "triton", unless `attend` runs the attention.
+        attend: x -> x + attention by modules; None runs it by the kernels.
+        next_statistics: True if a LayerNorm follows that reuses the statistics of the output.
     Returns:
-        A tensor with the shape of x; and its LayerNorm statistics, or None if they were not requested, x is fp32, or a
-        drop path followed the last matmul.
+        The output, and its statistics; None where they were not wanted, of fp32, and after drop path.
     """
-    mlp: Any = parts.mlp
-    attention: Any = parts.attention
-    in_one = attend is None and backend == "triton"
-    if in_one and not drops_path(attention.drop_path) and not drops_path(mlp.drop_path):
-        tensors, rope = _tensors_for(parts, x, rope)
-        y, emitted = fused_block(
-            x if x.dim() == 3 else x[None], statistics, tensors, heads=attention.num_heads,
-            attention_scale=attention.scale, eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind,
-            activation=mlp.activation, qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope, keys=keys,
-            inner_norm=_inner_norm(mlp),
-            next_statistics=next_statistics,
-        )  # fmt: skip
-        return (y if x.dim() == 3 else y[0]), emitted
+    attention, mlp = parts.attention, parts.mlp
+    assert mlp is not None, "a block whose MLP stays modules runs as it was"
     if attend is not None:
         x, statistics = attend(x), None
     else:
-        x, statistics = _run_attention(attention, x, statistics, rope, keys)
+        assert attention is not None, "its attention has parts"
+        if not drops_path(attention.drop_path) and not drops_path(mlp.drop_path):
+            tensors, rope = _tensors_for(parts, x, rope)
+            return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)
+        x, statistics = _run_half(attention, None, x, statistics, rope, keys, True)
     if backend != "triton" or is_exporting():
         return run_mlp(mlp, x, backend), None
-    dropping = drops_path(mlp.drop_path)
-    y, emitted = fused_layer_norm_mlp(
-        x, statistics, *mlp.tensors(), **mlp.options(), residual=not dropping,
-        next_statistics=next_statistics and not dropping,
-    )  # fmt: skip
-    return (x + mlp.drop_path(y), None) if dropping else (y, emitted)
+    return _run_half(None, mlp, x, statistics, None, None, next_statistics)
+
+
+def _run_half(
+    attention: AttentionParts | None, mlp: MlpParts | None, x: Tensor, statistics: Tensor | None, rope: Rope | None,
+    keys: Keys | None, next_statistics: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    half: Any = attention or mlp
+    tensors = block_tensors(attention, mlp)
+    if not drops_path(half.drop_path):
+        return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)
+    branch, _ = _run_fused(attention, mlp, tensors, x, statistics, rope, keys, False, residual=False)
+    return x + half.drop_path(branch), None
+
+
+def _run_fused(
+    attention: AttentionParts | None, mlp: MlpParts | None, tensors: BlockTensors, x: Tensor, statistics: Tensor | None,
+    rope: Rope | None, keys: Keys | None, next_statistics: bool, residual: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """A block, or the half that is given, as one operator."""
+    options: dict[str, Any] = {"residual": residual, "next_statistics": next_statistics}
+    eps1 = eps2 = 0.0
+    if attention is not None:
+        eps1, norm = attention.norm.eps, attention.norm.kind
+        options |= {"heads": attention.num_heads, "attention_scale": attention.scale, "rope": rope, "keys": keys}
+        if attention.qk_norm is not None:
+            options["qk_norm"] = attention.qk_norm.now()
+    if mlp is not None:
+        eps2, norm = mlp.norm.eps, mlp.norm.kind
+        options["activation"] = mlp.activation
+        if mlp.inner_norm is not None:
+            options["inner_norm"] = mlp.inner_norm.kind, mlp.inner_norm.eps
+    y, emitted = fused_block(
+        x if x.dim() == 3 else x[None], statistics, tensors, eps=(eps1, eps2), norm=norm, **options
+    )
+    return (y if x.dim() == 3 else y[0]), emitted
 
 
 def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
-    """Runs the second half of a block alone on [..., C]."""
+    """Runs the second half of a block, [..., C] -> [..., C]."""
     dropping = drops_path(parts.drop_path)
     branch_or_sum = layer_norm_mlp(
         x, *parts.tensors(), **parts.options(), residual=not dropping, backend=backend
@@ -159,37 +184,19 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     return x + parts.drop_path(branch_or_sum) if dropping else branch_or_sum
 
 
-def _run_attention(
-    parts: AttentionParts, x: Tensor, statistics: Tensor | None, rope: Rope | None, keys: Keys | None
-) -> tuple[Tensor, Tensor | None]:
-    """Runs the first half of a block alone on [B, N, C] or [total, C]."""
-    dropping, absent = drops_path(parts.drop_path), cast(Any, (None,) * 7)
-    tensors = BlockTensors(
-        *parts.norm.tensors(), *parts.qkv.tensors(), *tensors_of(parts.proj), scale_of(parts), *absent
-    )
-    y, emitted = fused_block(
-        x if x.dim() == 3 else x[None], statistics, tensors, heads=parts.num_heads, attention_scale=parts.scale,
-        eps=(parts.norm.eps, 0.0), norm=parts.norm.kind, rope=rope, keys=keys, residual=not dropping,
-        qk_norm=None if parts.qk_norm is None else parts.qk_norm.now(), next_statistics=not dropping,
-    )  # fmt: skip
-    y = y if x.dim() == 3 else y[0]
-    return (x + parts.drop_path(y), None) if dropping else (y, emitted)
-
-
 def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None]:
-    """Returns the tensors of a block: cached folded weights if they have the matmuls' dtype and no gradient is needed.
+    """Returns the parameters of a block, folded if frozen for this dtype and without gradients.
 
-    Also returns the rotary positions for the channel order of these weights.
+    Also returns the rotary positions in the layout of its q and k.
     """
     attention: Any = parts.attention
     mlp: Any = parts.mlp
-    frozen = parts.frozen if type(parts.frozen) is Frozen else None  # in FP8, something else is cached
-    apart = (
-        rope is None and attention.qk_norm is not None and attention.paired_head
-    )  # the norms use the original order of channels
+    frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not its subclass for FP8
+    # without positions nothing restores the order of channels that the weights of q's and k's norms have
+    apart = rope is None and attention.qk_norm is not None and attention.paired_head
     if frozen is not None and frozen.dtype == matmul_dtype(x) and not apart:
         proj, fc2 = (*tensors_of(attention.proj), scale_of(attention)), (*tensors_of(mlp.fc2), scale_of(mlp))
-        # gathered only where gradients can be wanted at all: this runs in every forward
+        # only if gradients are possible at all: this runs in every forward
         if not (torch.is_grad_enabled() or in_transform()) or not needs_gradient(
             x, *proj, *fc2, *(tensor_of(*slot) for slot in frozen_sources(attention, mlp))
         ):
@@ -200,23 +207,22 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
 
 
 def freeze_parts(parts: BlockParts) -> None:
-    """Folds the LayerNorms of a whole block and caches the result; reuses the memory of an existing cache."""
+    """Folds the LayerNorms of a block that runs whole, and caches the result; if it is cached, in the same memory."""
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     dtype = matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
     if parts.fp8 is not None:
-        parts.fp8.kept_of(parts).refresh()
+        parts.fp8.cached_of(parts).refresh()
     elif type(parts.frozen) is not Frozen or parts.frozen.dtype != dtype:
         folding = sources, norm, pairs, inner_norm, _ = _folding_of(attention, mlp)
-        tensors = partial(block_tensors, attention, mlp)
-        parts.frozen = Frozen(sources, tensors, dtype, norm, pairs, inner_norm)
+        parts.frozen = Frozen(sources, partial(block_tensors, attention, mlp), dtype, norm, pairs, inner_norm)
         parts.frozen.folding = folding
     else:
         parts.frozen.refresh()
 
 
 def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor | None:
-    """Runs all blocks with their packed linear layers; returns None unless every block has them for this call."""
+    """Runs all blocks with packed linear layers; returns None unless all have them and support this call."""
     ready: list[Packed] = []
     first: BlockParts | None = None
     for block in blocks:
@@ -233,22 +239,18 @@ def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tenso
 
 
 def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
-    """Returns everything that cached weights depend on: their sources and settings."""
-    return frozen_sources(attention, mlp), mlp.norm.kind, attention.paired_head, _inner_norm(mlp)[0], mlp.fc1.chunk
+    """Returns everything that folded weights depend on: parameters and settings."""
+    inner = "none" if mlp.inner_norm is None else mlp.inner_norm.kind
+    return frozen_sources(attention, mlp), mlp.norm.kind, attention.paired_head, inner, mlp.fc1.chunk
 
 
 def _still_fits(frozen: Any, parts: BlockParts) -> bool:
-    """Returns True if cached weights belong to the block, or will again once a hook that prevents fusion is removed."""
+    """True if cached weights are those of the block, or may be once a hook that forbids the kernels is removed."""
     if parts.attention is None or parts.mlp is None:
         return True
     if type(frozen) is Packed:
         return bool(frozen.folding == packing_of(parts.attention, parts.mlp))
     return type(frozen) is Frozen and frozen.folding == _folding_of(parts.attention, parts.mlp)
-
-
-def _inner_norm(mlp: MlpParts) -> tuple[str, float]:
-    """Returns kind and epsilon of the inner norm."""
-    return ("none", 0.0) if mlp.inner_norm is None else (mlp.inner_norm.kind, mlp.inner_norm.eps)
 
 
 def forward_block(
@@ -261,44 +263,40 @@ def forward_block(
     backend: str,
     attend: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Runs `run_block` for a block that its library's own loop calls, [B, N, C] -> [B, N, C].
+    """Runs a block that its library calls, [B, N, C] -> [B, N, C]; see `run_block` for the arguments.
 
     Reuses the LayerNorm statistics of the previous block if `x` is its unmodified output.
     """
     in_fp8 = parts.fp8 is not None and attend is None and keys is None
-    if in_fp8 and (torch.compiler.is_compiling() or is_touched(block)):
-        y, _ = parts.fp8.run(parts, x, NOTHING, rope)
-        return y
-    if in_fp8:
-        rows = recall(x)
-        if rows.maker is not None:
-            rows.maker.reader = parts.fp8.reader(
-                parts
-            )  # from now on, the previous block writes the operand of this one
-        with counted():
-            y, made = parts.fp8.run(parts, x, rows, rope, parts.reader)
-        remember(y, made)
-        return y
-    if backend != "triton" or parts.attention is None or torch.compiler.is_compiling() or is_touched(block):
+    follows = in_fp8 or (backend == "triton" and parts.attention is not None)
+    if not follows or torch.compiler.is_compiling() or is_touched(block):
+        if in_fp8:
+            y: Tensor = parts.fp8.run(parts, x, NOTHING, rope)[0]
+            return y
         return run_block(parts, x, rope=rope, keys=keys, backend=backend, attend=attend)[0]
-    statistics = recall(x).statistics if attend is None else None
-    with counted():
-        y, emitted = run_block(
-            parts, x, statistics, rope=rope, keys=keys, backend=backend, attend=attend, next_statistics=True
-        )
-    remember(y, NOTHING if emitted is None else RowFacts(emitted))
+    known = recall(x) if attend is None else NOTHING
+    with VersionsCounted():
+        if in_fp8:
+            if known.maker is not None:
+                known.maker.reader = parts.fp8.reader(parts)  # from now on the previous block writes e4m3 for this one
+            y, made = parts.fp8.run(parts, x, known, rope, parts.reader)
+        else:
+            y, emitted = run_block(
+                parts, x, known.statistics, rope=rope, keys=keys, backend=backend, attend=attend, next_statistics=True
+            )
+            made = NOTHING if emitted is None else RowFacts(emitted)
+    remember(y, made)
     return y
 
 
 def run_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
     """Runs a Sequential of blocks, [B, N, C] -> [B, N, C].
 
-    If all blocks run whole, each one receives its first LayerNorm statistics from the previous one. The last block also
-    returns some, so that it uses the same kernels and launch plan as the others. If a block is wrapped, replaced or has
-    hooks, all blocks are called as modules.
+    If all run whole, LayerNorm statistics pass from block to block; also the last one computes them, so that it has the
+    kernels and launch plan of the others. If a block is wrapped, replaced or hooked, all are called as modules.
 
     Args:
-        rope: Rotary positions for each block, if it has any.
+        rope: Rotary positions that each block is called with, if any.
     """
     if not torch.compiler.is_compiling() and (output := _run_packed_blocks(blocks, x, *rope)) is not None:
         return output
@@ -326,6 +324,5 @@ def run_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
 
 
 def _tables_of(parts: BlockParts, rope: tuple[Tensor, ...]) -> Rope | None:
-    """Returns the rotary positions of a block as the operators expect them."""
     attention: Any = parts.attention
     return attention.module.rope_of(*rope) if rope else None

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedInputError
-from ..ops.attention import is_exporting
-from ..ops.checks import needs_gradient
 from ..ops.descriptions import BlockScales, Rope
 from ..ops.fp8 import Quantised, fused_block_fp8
+from ..ops.operators import is_exporting, needs_gradient
 from .parts import BlockParts, block_tensors, frozen_sources, tensor_of
 from .row_statistics import RowFacts
 
@@ -114,11 +113,11 @@ class Fp8Scales(nn.Module):
         if torch.is_grad_enabled() and needs_gradient(x, *block_tensors(attention, mlp)):
             reason = "e4m3 does not support gradients: call it within torch.no_grad()"
             raise UnsupportedInputError("a block in FP8", [reason, BACK])
-        kept = self.kept_of(parts)
-        if kept.paired_head and not _turned_alike(rope):
-            parts.frozen = kept = self._quantised(parts, 0)
+        cached = self.cached_of(parts)
+        if cached.paired_head and not _turned_alike(rope):
+            parts.frozen = cached = self._quantised(parts, 0)
         y, y8, statistics = fused_block_fp8(
-            x, rows.x8 if rows.reader is kept else None, rows.statistics, kept.layers,
+            x, rows.x8 if rows.reader is cached else None, rows.statistics, cached.layers,
             None if reader is None else reader.layers.qkv.operand_factor,
             heads=attention.num_heads, attention_scale=attention.scale,
             eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind, activation=mlp.activation,
@@ -128,10 +127,10 @@ class Fp8Scales(nn.Module):
 
     def reader(self, parts: BlockParts) -> Quantised | None:
         """Returns the cached weights of a block whose first layer reads e4m3; None if that is in half precision."""
-        kept = self.kept_of(parts)
-        return None if kept.layers.qkv.operand_factor is None else kept
+        cached = self.cached_of(parts)
+        return None if cached.layers.qkv.operand_factor is None else cached
 
-    def kept_of(self, parts: BlockParts) -> Quantised:
+    def cached_of(self, parts: BlockParts) -> Quantised:
         """Returns the cached weights of a block, and creates them if needed."""
         if not isinstance(parts.frozen, Quantised):
             attention: Any = parts.attention

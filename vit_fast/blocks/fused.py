@@ -1,19 +1,23 @@
-"""Classes that `fuse` gives to modules of other libraries.
+"""The classes that `fuse` gives to modules.
 
-A module is fused by changing the class of this instance to a subclass with another `forward`. The object, its
-Parameters, children, hooks and state_dict keys stay the same, so optimizers, EMA copies, DDP and FSDP need no change.
-Restoring the class undoes it.
+`fuse` sets the `__class__` of an instance to a subclass with another `forward`. The object, its Parameters, children,
+hooks and state_dict keys stay, so that optimizers, EMA copies, DDP and FSDP are not affected. `unfuse` restores the
+class.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..ops.backends import resolve_backend
@@ -23,8 +27,8 @@ from .fp8_scales import PLACE, make_room
 from .packing import is_packable, run_packed_block
 from .parts import AttentionParts, BlockParts, MlpParts, drops
 from .reading import Reader, read_block
-from .tracing import show_original_to_tracers, show_original_to_unfused
 
+_LEAVES = ("torch.nn.", "torch.ao.nn.")  # modules that torch.fx never looks into, by the module of their class
 FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
 
 
@@ -33,9 +37,9 @@ class Finding:
     """Result of inspecting a module before it is fused.
 
     Attributes:
-        reasons: Reasons to skip it; empty if it can be fused.
-        notes: Notes for the report if it is fused.
-        bypassed: Modules inside it whose own forward will no longer run.
+        reasons: Reasons why it cannot be fused.
+        notes: Notes for the report.
+        bypassed: Modules inside whose forward will no longer be called.
     """
 
     reasons: Sequence[str] = ()
@@ -44,15 +48,15 @@ class Finding:
 
 
 class FusedModule(nn.Module):
-    """A class that `fuse` gives to a module of another library, or that such a library instantiates itself.
+    """Base of the fused classes.
 
     Attributes:
-        original: The class that this one replaces.
-        kind: What the operators compute, for the report.
-        host_reads: Values that forward reads on the host, which a captured graph would not read again; "" if none.
-        passes_for_original: True to print as the original class, because its library looks up classes by name.
-        vit_fast_request: The requested backend, including "auto".
-        vit_fast_backend: The backend that it resolves to on the module's current device.
+        original: The class that it replaces.
+        kind: The part that the operators compute, for the report.
+        host_reads: What forward reads on the host, which a CUDA graph would not repeat; "" for nothing.
+        passes_for_original: True for a class with the original's module and name, by which its library finds it.
+        vit_fast_request: The requested backend, e.g. "auto".
+        vit_fast_backend: The resolved backend.
     """
 
     original: ClassVar[type[nn.Module]]
@@ -78,12 +82,11 @@ class FusedModule(nn.Module):
         reasons = self.examine(self).reasons
         if reasons:
             raise ValueError(f"{type(self).__qualname__} cannot be built: " + "; ".join(reasons))
-        self.set_up()
-        self.set_fused_backend("auto")
+        self.prepare("auto")
 
     @classmethod
     def examine(cls, module: Any) -> Finding:
-        """Inspects an instance of `original`; by default it can be fused."""
+        """Inspects an instance of `original`."""
         return Finding()
 
     @classmethod
@@ -96,18 +99,23 @@ class FusedModule(nn.Module):
         """Returns all reasons why the kernels cannot run an instance."""
         return triton_reasons(cls.head_width(module), dtype_of(module))
 
+    def prepare(self, request: str) -> None:
+        """Makes an instance ready to run once its class is set."""
+        self.set_up()
+        self.set_fused_backend(request)
+
     def set_up(self) -> None:
-        """Sets attributes that forward needs beyond those of the original; runs after the class was set."""
+        """Records what forward needs beyond the original's attributes."""
 
     def set_fused_backend(self, request: str) -> None:
-        """Resolves "auto" by device, dtype and head width: triton if it can run, otherwise sdpa."""
-        self.vit_fast_request = request
-        self.vit_fast_backend = resolve_backend(request, device_of(self), dtype_of(self))
-        if request == "auto" and type(self).triton_reasons(self):
-            self.vit_fast_backend = "sdpa"
+        """Resolves "auto" for the device, the dtype and the head width: triton where it can run, else sdpa."""
+        self.vit_fast_request = self.vit_fast_backend = request
+        if request == "auto":
+            unable = type(self).triton_reasons(self)
+            self.vit_fast_backend = "sdpa" if unable else resolve_backend("auto", device_of(self), dtype_of(self))
 
     def is_idle(self) -> bool:
-        """True if the original forward runs, because the fused one would be no faster."""
+        """True if the original's forward is as fast; asked with backend "sdpa" only."""
         return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
@@ -121,15 +129,14 @@ class FusedModule(nn.Module):
 
 
 def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Callable[[FusedClass], FusedClass]:
-    """Class decorator that links a fused class to its original.
+    """Class decorator: makes a class the fused class of another.
 
-    It copies the original's __name__, by which wrapping policies (transformers' _no_split_modules, accelerate's FSDP)
-    find layers. pickle uses __qualname__, which does not change. torch.fx and torch.jit.script see the original's
-    forward, see `tracing.py`.
+    It gets the original's __name__, by which wrapping policies (transformers' _no_split_modules, accelerate's FSDP)
+    find layers. pickle uses __qualname__, which stays different.
 
     Args:
-        original: The original class.
-        equivalent: True if its forward gives the same results.
+        original: The class.
+        equivalent: True if both compute the same.
     """
 
     def decorate(cls: FusedClass) -> FusedClass:
@@ -144,8 +151,65 @@ def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Call
     return decorate
 
 
+def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
+    """Wraps the forward of a fused class, so that torch.fx and torch.jit.script see that of `original`.
+
+    Neither can trace ours, which inspects children and calls custom operators. torch.fx calls forward with Proxies;
+    torch.jit.script reads source and annotations. If the two are not equivalent, torch.fx keeps the module as a leaf,
+    and torch.jit.script fails.
+
+    A bound forward of a fused module runs the original's after `unfuse`. A forward that a user sets on `original` runs
+    in fused modules, too.
+    """
+    if original.__module__.startswith("transformers."):
+        return  # its layers' own wrapper of forward has to stay the outermost; neither tracer takes its models anyway
+    fused_forward, original_forward = cls.forward, original.forward
+    leaf = original.__module__.startswith(_LEAVES) and not issubclass(original, nn.Sequential)
+    proxies, stays_whole = Proxy, not equivalent or leaf
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, cls) or original.forward is not original_forward:
+            return original.forward(self, *args, **kwargs)
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, proxies):
+                break
+        else:
+            idle = self.vit_fast_backend == "sdpa" and self.is_idle()
+            run: Any = original_forward if idle else fused_forward
+            return run(self, *args, **kwargs)
+        tracer: Any = argument.tracer
+        if stays_whole and self is not tracer.root:
+            # torch.fx does not know that it is a leaf: the graph calls the module, which stays fused
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        return original_forward(self, *args, **kwargs)
+
+    if not equivalent:
+        cls.forward = functools.update_wrapper(forward, fused_forward)
+        return
+    # torch.jit.script unwraps to the original's source, and resolves the names there in the globals of this function
+    shown = FunctionType(forward.__code__, original_forward.__globals__, "forward", None, forward.__closure__)
+    cls.forward = functools.update_wrapper(shown, original_forward)
+    # the first class that has any is where it looks for the types of attributes: nn.Module at the latest
+    cls.__annotations__ = dict(next(filter(None, map(inspect.get_annotations, original.__mro__))))
+
+
+def show_original_to_unfused(cls: type[Any], original: type[nn.Module]) -> None:
+    """Wraps the forward of a fused class of transformers, before transformers wraps it for gradient checkpointing.
+
+    A bound forward of a fused module runs the original's after `unfuse`.
+    """
+    fused_forward, original_forward = cls.forward, original.forward
+
+    @functools.wraps(fused_forward)
+    def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_fused = isinstance(self, cls) and original.forward is original_forward and not self.is_idle()
+        return (fused_forward if is_fused else original.forward)(self, *args, **kwargs)
+
+    cls.forward = bound
+
+
 def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
-    """Returns the class of a module if `fuse` made it from the mixin and it has not changed since."""
+    """Returns the class of a module if `fuse` made it of this mixin, and nothing wrapped it since; else ()."""
     cls = type(module)
     return (cls,) if issubclass(cls, mixin) and "original" in vars(cls) else ()
 
@@ -153,20 +217,20 @@ def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
 class Forms:
     """The fused classes of one library's file.
 
-    Each one is created when its original is first seen, because the library may be missing and is slow to import. It
-    becomes a global of the file, named "Fused" and the original's name, where pickle finds it.
+    Each is created when its original is first seen, because the library may be absent and is slow to import. It becomes
+    a global of the file, e.g. "FusedBlock", by which pickle finds it.
 
     Args:
-        file: Globals of the file.
-        mixins: Mixin of a fused class by the dotted path of its original.
+        file: The file's globals.
+        mixins: Mixins that make a fused class of an original, by the original's dotted path.
     """
 
     def __init__(self, file: dict[str, Any], mixins: Mapping[str, type[FusedModule]]) -> None:
-        self._file, self._mixins = file, mixins
+        self._file, self.mixins = file, mixins
 
     def of(self, original: type[nn.Module]) -> type[FusedModule] | None:
-        """Returns the fused class for instances of exactly this class, or None."""
-        mixin = self._mixins.get(f"{original.__module__}.{original.__qualname__}")
+        """Returns the fused class of exactly this class, or None."""
+        mixin = self.mixins.get(f"{original.__module__}.{original.__qualname__}")
         if mixin is None:
             return None
         name = f"Fused{original.__name__}"
@@ -178,12 +242,8 @@ class Forms:
         return made
 
     def named(self, name: str) -> type[FusedModule]:
-        """Returns the fused class with this name; imports its library.
-
-        Raises:
-            AttributeError: there is none.
-        """
-        for path in self._mixins:
+        """Returns the fused class of this name, and imports its library; raises AttributeError if there is none."""
+        for path in self.mixins:
             module, _, original = path.rpartition(".")
             if name == f"Fused{original}" and (made := self.of(getattr(importlib.import_module(module), original))):
                 return made
@@ -198,7 +258,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype | None:
-    """Returns the dtype of the first parameter; None if there is none, as in quantized layers."""
+    """Returns the dtype of the first parameter; None if there is none, as in quantised layers."""
     return next((parameter.dtype for parameter in module.parameters()), None)
 
 
@@ -215,10 +275,9 @@ def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[st
 
 
 class FusedNormMlp(FusedModule):
-    """A module whose norm and MLP run as one operator; for a block, all kernels run in sequence if nothing intervenes.
+    """A module whose norm and MLP are one operator, e.g. a block, which runs as one operator where possible.
 
-    If a child gets a hook, a wrapper or another class after fuse, the modules that contain it run their original
-    forward.
+    If a child gets a hook, a wrapper or another class after fuse, the part that contains it runs as modules.
     """
 
     kind = "norm + MLP"
@@ -227,12 +286,12 @@ class FusedNormMlp(FusedModule):
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
-        """Reads norm and MLP; returns None if they must stay modules, with the reasons in the reader."""
+        """Reads norm and MLP; returns None, and adds reasons to the reader, if they must run as modules."""
         raise NotImplementedError
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        """Reads the first half of a block; returns None if it must stay modules."""
+        """Reads the first half of a block; None if it must run as modules."""
         return None
 
     @classmethod
@@ -242,21 +301,16 @@ class FusedNormMlp(FusedModule):
         return Finding(reader.reasons, reader.notes, reader.modules)
 
     def read(self) -> BlockParts:
-        """Reads the module as it is now."""
         return read_block(self, self.read_mlp, self.read_attention, self.reader)
 
     def ready(self) -> BlockParts | None:
-        """Returns the parts; None if the original forward must run because of dropout, a hook or a wrapped child."""
+        """Returns its parts; None if the original forward must run: dropout, hooks, wrapped children."""
         parts = parts_of(self)
         if parts.fp8 is not None:
             parts.fp8.check(self.vit_fast_backend)
         return None if parts.mlp is None or drops(parts.mlp.dropouts) else parts
 
-    def runs_as_it_was(self) -> bool:
-        return self.ready() is None
-
     def is_idle(self) -> bool:
-        """True for sdpa without FP8 (which is emulated there) and packed weights: the original modules are as fast."""
         if self.vit_fast_backend != "sdpa" or PLACE in self._modules:
             return False
         if torch.compiler.is_compiling():  # a compiled block does not run packed
@@ -265,7 +319,7 @@ class FusedNormMlp(FusedModule):
         return parts is None or (parts.frozen is None and parts.fp8 is None)
 
     def drop_frozen(self) -> None:
-        """Drops the folded or packed weights, because the weights are about to change or move."""
+        """Drops folded or packed weights, before the parameters change or move."""
         parts = self.__dict__.get("vit_fast_parts")
         if parts is not None:
             parts.frozen = parts.reader = None
@@ -293,17 +347,12 @@ class FusedNormMlp(FusedModule):
         return parts if is_packable(parts, backend) and attention.module.vit_fast_backend == backend else None
 
     def whole(self) -> BlockParts | None:
-        """Returns the parts if kernels can run the whole block now."""
+        """Returns its parts if one operator runs it now; else None."""
         parts = parts_of(self)
-        return parts if self._runs_whole(parts) else None
-
-    def _runs_whole(self, parts: BlockParts) -> bool:
-        attention: Any = parts.attention
-        backend = self.vit_fast_backend
-        return runs_whole(parts, backend) and attention.module.vit_fast_backend == backend
+        return parts if runs_whole(parts, self.vit_fast_backend) else None
 
     def norm_mlp(self, parts: BlockParts, x: Tensor) -> Tensor:
-        """Computes x + drop_path(layer_scale * MLP(LN(x))) for x [..., C] with the parts of ready()."""
+        """Computes x + drop_path(layer_scale * MLP(LN(x))) for x [..., C], with the parts of ready()."""
         mlp: Any = parts.mlp
         return run_mlp(mlp, x, self.vit_fast_backend)
 
@@ -319,22 +368,23 @@ class FusedNormMlp(FusedModule):
         """Runs the module as a block, [B, N, C] -> [B, N, C].
 
         Args:
-            parts: Result of ready().
-            attend: Maps x to x + attention with the original modules, if they must run.
-            ordinary: True if the call has no arguments besides x, rope and keys.
+            parts: From ready().
+            attend: x -> x + attention by the modules.
+            ordinary: False if the attention has to run as modules in this call.
             rope: Rotary positions, if any.
-            keys: Keys that queries attend to.
+            keys: The keys that queries attend to; None means all.
         """
         if ordinary and self.vit_fast_backend == "sdpa":
             output = run_packed_block(parts, x, rope, keys)
             if output is not None:
                 return output
-        by_modules = None if ordinary and self._runs_whole(parts) else attend
-        return forward_block(self, parts, x, rope=rope, keys=keys, backend=self.vit_fast_backend, attend=by_modules)
+        backend = self.vit_fast_backend
+        by_modules = None if ordinary and runs_whole(parts, backend) else attend
+        return forward_block(self, parts, x, rope=rope, keys=keys, backend=backend, attend=by_modules)
 
 
 class FusedBlocks(FusedModule):
-    """A Sequential of fused blocks only, which passes LayerNorm statistics from each block to the next."""
+    """A Sequential of fused blocks, which passes LayerNorm statistics from each to the next."""
 
     kind = "blocks"
 

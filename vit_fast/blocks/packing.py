@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.checks import needs_gradient
 from ..ops.descriptions import Keys, Rope
+from ..ops.operators import needs_gradient
 from ..ops.packed import Packed, Settings, pack_reasons, run_packed
 from .parts import BlockParts, Slot, block_tensors, drops, drops_path, linear_sources, tensor_of
 
@@ -22,7 +22,7 @@ def pack_parts(parts: BlockParts) -> None:
         return
     sources, settings = folding = packing_of(parts.attention, parts.mlp)
     qk_norm: Any = parts.attention.qk_norm  # type: ignore[union-attr]  # likewise
-    tensors = partial(block_tensors, parts.attention, parts.mlp)  # type: ignore[arg-type]  # likewise
+    tensors = partial(block_tensors, parts.attention, parts.mlp)
     parts.frozen = Packed(sources, tensors, dtype, settings, qk_norm and qk_norm.now)
     parts.frozen.folding = folding
 

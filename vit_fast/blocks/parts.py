@@ -1,8 +1,7 @@
 """Data classes for a pre-norm encoder block of any library.
 
-A library reads its blocks into `BlockParts` with the help of `reading.py`. Modules that must not be bypassed stay
-modules, and the parts contain the reasons. Parts contain modules and attribute names, never tensors, because a
-Parameter may be replaced at any time.
+A library's file reads its blocks into `BlockParts` with a reader (`reading.py`). They hold modules and names, never
+tensors: a Parameter may be replaced at any time.
 """
 
 from __future__ import annotations
@@ -36,27 +35,24 @@ class NormParts:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Slots of its parameters."""
         names = ("weight", "bias") if self.kind == "layer_norm" else ("weight",)
         return tuple((self.module, name) for name in names)
 
     def tensors(self) -> tuple[Any, Any]:
-        """Weight and bias; None where there is none."""
         return tensors_of(self.module) if self.kind == "layer_norm" else (tensor_of(self.module, "weight"), None)
 
     def now(self) -> Norm:
-        """Returns it as an argument of operators."""
         return Norm(*self.tensors(), self.eps, self.kind)
 
 
 @dataclass(frozen=True, eq=False)
 class LinearParts:
-    """A linear layer, or several with one input and concatenated rows: q, k and v.
+    """A linear layer, or several with one input (q, k and v) concatenated along their outputs.
 
     Attributes:
         weights: One weight, or one per layer.
-        biases: The biases. Their number may differ: timm's EVA has one weight and three biases.
-        chunk: Half of the rows, 0 or 1, of a layer that packs gate and up; None means all rows.
+        biases: Likewise; timm's EVA has one weight and three biases.
+        chunk: 0 or 1 for half of a layer that packs gate and up; None means all of it.
     """
 
     weights: tuple[Slot, ...]
@@ -64,7 +60,7 @@ class LinearParts:
     chunk: int | None = None
 
     def tensors(self) -> tuple[Any, Any]:
-        """Weight and bias; None where there is none."""
+        """Returns weight and bias, or None."""
         if self.chunk is not None:
             packed = tensor_of(*self.weights[0]), tensor_of(*self.biases[0])
             weight, bias = (None if each is None else each.chunk(2)[self.chunk] for each in packed)
@@ -84,33 +80,28 @@ class LinearParts:
 
 @dataclass(frozen=True, eq=False)
 class QkNormParts:
-    """The norms of q and k: over each head separately ("head"), or over all heads of a token ("width")."""
+    """The norms of q and k; see `QkNorm`."""
 
     q: NormParts
     k: NormParts
     over: str
 
     def now(self) -> QkNorm:
-        """Returns it as an argument of operators."""
         return QkNorm(self.q.now(), self.k.now(), self.over)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionParts:
-    """x + drop_path(layer_scale * proj(attention(qkv(norm(x))))); rotary positions are arguments of each call.
+    """x + drop_path(layer_scale * proj(attention(qkv(norm(x))))).
 
     Attributes:
         module: The attention layer.
-        norm: The norm before it.
-        qkv: The projections to q, k and v, of equal width.
-        qk_norm: Norms of q and k, applied before the rotation; None if there are none.
-        num_heads: Number of heads.
         scale: Multiplier of q k^T; None means D**-0.5.
-        proj: The output projection.
-        layer_scale: The vector [C]; None if there is none.
+        proj: A linear layer.
+        layer_scale: The vector [C], or None.
         drop_path: A module with drop_prob, or None.
         dropouts: Dropout probabilities in training.
-        rotates_halves: True if the rotary positions rotate channels j and j + D/2 of a head.
+        rotates_halves: True if rotary positions have the layout "half". They are passed with each call.
     """
 
     module: Any
@@ -127,7 +118,7 @@ class AttentionParts:
 
     @property
     def paired_head(self) -> int:
-        """Head width if freeze must make the channels of a pair adjacent so that the matmul can rotate them; else 0."""
+        """The `paired_head` of `fold`: head_dim if the qkv matmul can rotate q and k, else 0."""
         if not self.rotates_halves or (self.qk_norm is not None and self.qk_norm.over == "width"):
             return 0
         return sum(tensor_of(*slot).shape[0] for slot in self.qkv.weights) // (3 * self.num_heads)
@@ -135,14 +126,13 @@ class AttentionParts:
 
 @dataclass(frozen=True, eq=False)
 class MlpParts:
-    """x + drop_path(layer_scale * fc2(inner_norm(hidden))) after norm; other attributes as in AttentionParts.
+    """x + drop_path(layer_scale * fc2(inner_norm(hidden))); see AttentionParts for the other attributes.
 
     Attributes:
         fc1: hidden = activation(fc1(norm(x))); with a gate activation(gate(norm(x))) * fc1(norm(x)).
-        gate: The gate's linear layer; None if there is none.
-        activation: The operators' name of the activation.
-        inner_norm: EVA-02's norm before fc2; None if there is none.
-        fc2: The second linear layer.
+        activation: Its name for the operators.
+        inner_norm: EVA-02's, or None.
+        fc2: A linear layer.
     """
 
     norm: NormParts
@@ -176,13 +166,11 @@ class BlockParts:
     """A block as data.
 
     Attributes:
-        attention: The first half; None if it stays modules.
-        mlp: The second half; None if it stays modules.
-        attention_reasons: All reasons why the first half stays modules.
-        mlp_reasons: All reasons why the second half stays modules.
-        watch: Detects changes of the block.
-        frozen: Cached qkv and fc1 weights with their norms folded in, if the block is frozen (`freezing.py`).
-        fp8: The scales of a block that runs in e4m3 (`fp8_scales.py`).
+        attention, mlp: The halves; None for a half that runs as modules.
+        attention_reasons, mlp_reasons: Why it does.
+        watch: Checks that the block is unchanged.
+        frozen: Cached weights of `vit_fast.freeze`.
+        fp8: Runs the block in e4m3 (`fp8_scales.py`).
         reader: Cached weights of the next block if that reads e4m3.
     """
 
@@ -196,16 +184,15 @@ class BlockParts:
     reader: Any = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # copied and unpickled blocks are read again
+        return type(None), ()  # a copied or unpickled block is read again
 
 
 def scale_of(parts: AttentionParts | MlpParts) -> Any:
-    """Returns the LayerScale of a half, or None."""
     return None if parts.layer_scale is None else tensor_of(*parts.layer_scale)
 
 
 def drops(dropouts: tuple[Slot, ...]) -> bool:
-    """Returns True if dropout is active."""
+    """True if dropout is active."""
     for owner, name in dropouts:  # noqa: SIM110  # a generator is slower, and this runs in every forward
         if owner.training and getattr(owner, name):
             return True
@@ -213,21 +200,26 @@ def drops(dropouts: tuple[Slot, ...]) -> bool:
 
 
 def drops_path(drop_path: Any) -> bool:
-    """Returns True if drop path is active."""
+    """True if drop path is active."""
     return drop_path is not None and bool(drop_path.training and drop_path.drop_prob)
 
 
-def block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
-    """Returns the current parameters of a block; concatenates separate linear layers of q, k and v."""
-    first = (*attention.norm.tensors(), *attention.qkv.tensors(), *tensors_of(attention.proj), scale_of(attention))
-    gate = (None, None) if mlp.gate is None else mlp.gate.tensors()
-    inner = (None, None) if mlp.inner_norm is None else mlp.inner_norm.tensors()
-    everything: Any = (*first, *mlp.tensors(), scale_of(mlp), *gate, None, None, *inner)
-    return BlockTensors(*everything)
+def block_tensors(attention: AttentionParts | None, mlp: MlpParts | None) -> BlockTensors:
+    """The parameters of a block or of a half as they are now; separate linear layers of q, k and v joined."""
+    first: tuple[Any, ...] = (None,) * 7
+    second: tuple[Any, ...] = (None,) * 7
+    gate = inner = (None, None)
+    if attention is not None:
+        first = *attention.norm.tensors(), *attention.qkv.tensors(), *tensors_of(attention.proj), scale_of(attention)
+    if mlp is not None:
+        second = *mlp.tensors(), scale_of(mlp)
+        gate = gate if mlp.gate is None else mlp.gate.tensors()
+        inner = inner if mlp.inner_norm is None else mlp.inner_norm.tensors()
+    return BlockTensors._make((*first, *second, *gate, None, None, *inner, None))
 
 
 def frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
-    """Returns the slots of all parameters that the cached weights of a frozen block depend on."""
+    """The parameters that folded weights depend on: all but LayerScale and the biases of proj and fc2."""
     norms = [norm for norm in (attention.norm, mlp.norm, mlp.inner_norm) if norm is not None]
     unread = [(attention.proj, "bias")] if mlp.inner_norm is not None else [(attention.proj, "bias"), (mlp.fc2, "bias")]
     linears = [slot for slot in linear_sources(attention, mlp) if slot not in unread]
@@ -253,7 +245,7 @@ def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
 
 
 def tensor_of(owner: nn.Module, name: str) -> Any:
-    """Returns an attribute without nn.Module's slow __getattr__; FSDP stores weights outside _parameters."""
+    """Returns an attribute without nn.Module's slow look-up; FSDP stores weights outside of _parameters."""
     if torch.compiler.is_compiling():
         return getattr(owner, name)
     own = owner.__dict__

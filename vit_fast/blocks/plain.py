@@ -1,12 +1,12 @@
-"""Decides whether a module may be bypassed: its parameters used without calling its forward.
+"""Decides whether a module may be bypassed: its parameters used and its forward not called.
 
-It must not be bypassed if it has hooks, a forward set on the instance, another class, or weights of a tensor subclass
-(torchao's quantized weights, DTensor's shards). A module is judged when it is read. `Watch` then checks in every
-forward that nothing has changed.
+Hooks, a forward set on the instance or the class, and parameters of a tensor subclass (torchao, DTensor) forbid it. A
+module is inspected when its block is read; `Watch` then checks in every forward that nothing changed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ _FORWARDS: dict[type, Any] = {}  # forward of each inspected class, as defined b
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Returns True for hooks of users, not for those that transformers adds to layers and attention."""
+    """True if a module has hooks, other than those by which transformers records outputs."""
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     hooks = module._forward_hooks
@@ -41,9 +41,9 @@ def _records_nothing_else(hook: Any) -> bool:
 
 
 def forward_is_replaced(module: nn.Module) -> bool:
-    """Returns True if the instance has a forward other than that of its class.
+    """True if the instance has another forward than its class.
 
-    transformers 4 and accelerate's hooks leave the class's own forward on the instance.
+    transformers 4, and accelerate after removing its hooks, set the class's own forward on the instance.
     """
     if "forward" not in module.__dict__:
         return False
@@ -53,7 +53,7 @@ def forward_is_replaced(module: nn.Module) -> bool:
 
 
 def class_is_patched(cls: type) -> bool:
-    """Returns True if a class, or the original of a fused class, has a forward that its library did not define."""
+    """True if somebody replaced the forward of a class, or of the class that it is the fused form of."""
     known: Any
     for known in (cls, getattr(cls, "original", None)):
         if not isinstance(known, type):
@@ -64,7 +64,7 @@ def class_is_patched(cls: type) -> bool:
 
 
 def _forward_is_foreign(cls: Any) -> bool:
-    """Compares a forward with the one that was seen first, which must be named after its class."""
+    """True unless forward is named after its class when first seen, and the same from then on."""
     forward = cls.forward
     if cls not in _FORWARDS:
         owner = next(base for base in cls.__mro__ if "forward" in vars(base))
@@ -76,28 +76,46 @@ def _forward_is_foreign(cls: Any) -> bool:
 
 
 def is_touched(module: nn.Module) -> bool:
-    """Returns True if a module must be called, whatever its class."""
-    if is_hooked(module) or ("forward" in module.__dict__ and forward_is_replaced(module)):
+    """True if a module has to be called, whatever its class."""
+    # the functions are called only where there is something to decide: this runs in every forward
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
-    if not torch.compiler.is_compiling() and class_is_patched(type(module)):
+    if module._forward_hooks and is_hooked(module):
         return True
+    if "forward" in module.__dict__ and forward_is_replaced(module):
+        return True
+    if not torch.compiler.is_compiling():
+        cls: Any = type(module)
+        original = getattr(cls, "original", cls)
+        as_known = _FORWARDS.get(cls) is cls.forward and _FORWARDS.get(original) is original.forward
+        if not as_known and class_is_patched(cls):
+            return True
     for parameter in module._parameters.values():  # noqa: SIM110  # a generator is slower, here and below
         if type(parameter) not in PLAIN:
             return True
     return False
 
 
-def touch_reasons(name: str, module: nn.Module) -> list[str]:
-    """Returns the reasons for `is_touched`."""
+def touch_reasons(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Returns why modules, each with its name, have to be called; see `is_touched`."""
     reasons = []
-    if is_hooked(module):
-        reasons.append(f"{name} has hooks, which would no longer run")
+    for name, module in modules:
+        if is_hooked(module):
+            reasons.append(f"{name} has hooks, which would no longer run")
+        reasons += forward_reasons(module, name)
+        for own, parameter in module._parameters.items():
+            reasons += tensor_reasons(f"{name}.{own}", parameter)
+    return reasons
+
+
+def forward_reasons(module: nn.Module, name: str = "") -> list[str]:
+    """Returns where the forward of a module was replaced."""
+    reasons = []
     if forward_is_replaced(module):
-        reasons.append(f"{name}.forward was replaced on the instance")
+        reasons.append(f"{f'{name}.' if name else 'its '}forward was replaced on the instance")
     if class_is_patched(type(module)):
-        reasons.append(f"{type(module).__qualname__}.forward was replaced on the class of {name}")
-    for own, parameter in module._parameters.items():
-        reasons += tensor_reasons(f"{name}.{own}", parameter)
+        of = f" of {name}" if name else ""
+        reasons.append(f"{type(module).__qualname__}.forward was replaced on the class{of}")
     return reasons
 
 
@@ -108,14 +126,14 @@ def tensor_reasons(name: str, tensor: Tensor | None) -> list[str]:
 
 
 class Watch:
-    """Records everything that a reading depends on, and checks that nothing has changed.
+    """Checks that a block is as it was when it was read.
 
     Args:
-        owner: The module that was read.
-        edges: (parent, name, child) of every bypassed module, and of modules that prevent bypassing.
-        values: (owner, attribute, value) of everything else that the reading depends on.
+        owner: The block.
+        edges: (parent, name, child) of every bypassed module, and of those that cannot be.
+        values: (owner, attribute, value) of all other attributes that were read.
     Attributes:
-        modules: The children in the edges.
+        modules: The children of the edges.
     """
 
     def __init__(
@@ -142,10 +160,9 @@ class Watch:
         )
 
     def holds(self, owner: nn.Module) -> bool:
-        """Returns True if `owner` is the module that was read and nothing below it has changed; takes microseconds.
+        """True if `owner` is the block that was read, and no class, child, hook, forward or attribute changed.
 
-        Compares the identity and class of the modules, their hooks, forwards set on an instance or class, and weights
-        of tensor subclasses.
+        Takes a few microseconds.
         """
         if owner is not self.owner:  # a shallow copy, or a replica of nn.DataParallel
             return False
@@ -182,9 +199,9 @@ class Watch:
         return True
 
     def guard(self) -> None:
-        """Reads the same attributes so that torch.compile traces and guards them.
+        """Reads the same attributes in a way that torch.compile can trace, and so guards.
 
-        It always guards classes, and hooks if configured to (`torch._dynamo.config.skip_nnmodule_hook_guards`).
+        It guards classes by itself, and hooks with `torch._dynamo.config.skip_nnmodule_hook_guards = False`.
         """
         for parent, _, name, child, *_ in self._plain:
             if parent._modules.get(name) is not child or is_touched(child):

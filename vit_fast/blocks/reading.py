@@ -96,8 +96,7 @@ class Looker:
         """Returns True if everything inspected, and all modules below it, may be bypassed; must be called last."""
         if not self.reasons:
             self.claim({path.partition(".")[0] for path in self.edges})
-        for path, (_, _, child) in self.edges.items():
-            self.reasons += touch_reasons(path, child)
+        self.reasons += touch_reasons([(path, child) for path, (_, _, child) in self.edges.items()])
         return not self.reasons
 
     def claim(self, children: Collection[str]) -> None:

@@ -1,8 +1,8 @@
-"""Parts of a block for torch.compile: every module by its path from the block.
+"""The parts of a block for torch.compile: every module by its path from the block.
 
-`BlockParts` contain modules that the block contains too. A graph that read both would check in every call, in Python,
-that they are still the same. So while torch.compile traces, parts are rebuilt from the block's own modules by an
-outline of names and numbers, which the compiler uses as a constant. Only the block's own attributes are guarded.
+`BlockParts` refer to modules of the block. A graph that reads both would guard, in Python and one by one, that they are
+the same. So while torch.compile traces, parts are rebuilt from the block's own modules, by an outline of names and
+numbers that is a constant of the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CLASSES = {cls.__name__: cls for cls in (AttentionParts, LinearParts, MlpParts,
 _LITERALS = (bool, int, float, str, type(None))
 
 Path = tuple[str, ...]
-Node = tuple[str, Any]  # what it is, and what it is made of
+Node = tuple[str, Any]  # kind and content
 Outline = tuple[Node, Node, tuple[Path, ...], tuple[tuple[Path, str, Any], ...]]
 
 
@@ -28,10 +28,10 @@ class _NoOutlineError(Exception):
 
 
 def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
-    """Returns names and numbers from which `built` rebuilds the parts; None if they contain other objects.
+    """Returns names and numbers from which `built` rebuilds the parts; None if they refer to something else.
 
     Returns:
-        The outline of each half; the paths of all modules that they use; and path, name and value of every attribute.
+        The halves; the path of every module that they depend on; and path, name and value of every attribute.
     """
     paths = {id(module): tuple(name.split(".")) if name else () for name, module in block.named_modules()}
 
@@ -67,7 +67,7 @@ def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
 
 
 def built(block: Any, found: Outline) -> BlockParts:
-    """Rebuilds the parts from their outline; torch.compile sees, and so guards, everything that they use."""
+    """Rebuilds the parts; reads, so that torch.compile guards it, everything that they depend on."""
     attention, mlp, modules, values = found
     for path in modules:  # their classes; hooks where torch is told to; parameters are inputs, and guarded as such
         is_hooked(_at(block, path))

@@ -1,1 +1,1 @@
-"""Commands, one file each with `register(app)`."""
+"""Commands: one module each, with a function that has the name of the command."""

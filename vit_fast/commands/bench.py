@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from ..benchmarks.report import Column
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="bench")(bench)
-
-
 def bench(
     images: Annotated[
         list[Path] | None,

@@ -8,15 +8,13 @@ from typing import Annotated
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    app.command(name="compare")(compare)
+from .words import AsJson
 
 
 def compare(
     first: Annotated[Path, typer.Argument(help="Baseline: a record.json or its folder.")],
     second: Annotated[Path, typer.Argument(help="Record to compare with the baseline.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two records: pair their rows, and print ratios with confidence intervals and verdicts."""
     from ..benchmarks.records import read_record

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .predict import classify
+from .words import Backend, ClassNames, DataConfigFile, WeightsFile, WeightsModel
 
 if TYPE_CHECKING:
     from ..apps.evaluation import Evaluation
@@ -18,26 +19,14 @@ if TYPE_CHECKING:
 LISTED = 20  # disagreements and classes that are printed; --json contains all
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="evaluate")(evaluate)
-
-
 def evaluate(
     folder: Annotated[Path, typer.Argument(help="Images, one subfolder per class.")],
-    weights: Annotated[
-        str, typer.Option(help="A weights file, a folder, a Hugging Face Hub id, or an ONNX file (FILE.onnx).")
-    ],
-    model: Annotated[str | None, typer.Option(help="Model of the weights, if they contain no config.")] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(help="Compare with a second model, given like --weights; list all differences."),
-    ] = None,
-    classes: Annotated[Path | None, typer.Option(help="File of class names: one per line, or JSON.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton, for weights.")] = "auto",
-    data_config: Annotated[
-        Path | None,
-        typer.Option(help="JSON with mean, std, crop_pct, img_size, for an ONNX file without this metadata."),
-    ] = None,
+    weights: WeightsFile,
+    model: WeightsModel = None,
+    against: Annotated[str | None, typer.Option(help="A second model like --weights; list all differences.")] = None,
+    classes: ClassNames = None,
+    backend: Backend = "auto",
+    data_config: DataConfigFile = None,
     confusion: Annotated[
         Path | None, typer.Option(help="Write the confusion matrix to this .png, .svg or .pdf.")
     ] = None,

@@ -8,11 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .words import model_name
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="export")(export)
+from .words import AsJson, ClassNames, Side, model_name
 
 
 def export(
@@ -37,8 +33,8 @@ def export(
         Path | None,
         typer.Option(help="Labelled images, one subfolder per class: reject a file that loses accuracy."),
     ] = None,
-    classes: Annotated[Path | None, typer.Option(help="File of class names: one per line, or JSON.")] = None,
-    img_size: Annotated[int | None, typer.Option(help="Height and width in pixels.")] = None,
+    classes: ClassNames = None,
+    img_size: Side = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the file with the model.")] = True,
     triton_repository: Annotated[
         Path | None, typer.Option(help="Also add the file to this NVIDIA Triton Inference Server repository.")
@@ -47,7 +43,7 @@ def export(
         bool, typer.Option("--card", help="Also write a model card beside the file: source, precision, checks, hashes.")
     ] = False,
     inspect: Annotated[Path | None, typer.Option(help="Print the metadata of an ONNX file and exit.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Export a model to ONNX and verify the file against the model."""
     if inspect is not None:
@@ -65,6 +61,7 @@ def export(
     from ..apps.data import find_images
     from ..export import export_onnx, write_card, write_triton_repository
     from ..export.deployment import accelerator_mode, check_triton_repository
+    from ..weights.factory import create_model
 
     if triton_repository is not None:
         check_triton_repository(triton_repository, out.stem)
@@ -74,9 +71,9 @@ def export(
         find_images(calibrate)
     names = None if classes is None else read_class_names(classes)
     has_weights = weights is not None or "/" in model  # a Hub id or a path has weights
-    made = _make_model(model, weights, img_size)
+    overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
     report = export_onnx(
-        made,
+        create_model(model, weights=weights, backend="sdpa", **overrides),
         out,
         dynamic_size=dynamic_size,
         precision=precision,  # type: ignore[arg-type]  # checked by export_onnx
@@ -97,13 +94,6 @@ def export(
     if card:
         typer.echo(f"model card: {write_card(out)}", err=True)
     _show(report, as_json)
-
-
-def _make_model(name: str, weights: str | None, img_size: int | None) -> Any:
-    from ..weights.factory import create_model
-
-    overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
-    return create_model(name, weights=weights, backend="sdpa", **overrides)
 
 
 def _show(result: Any, as_json: bool) -> None:

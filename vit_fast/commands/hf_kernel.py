@@ -8,10 +8,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="hf-kernel")(hf_kernel)
-
-
 def hf_kernel(folder: Annotated[Path, typer.Argument(help="Folder to write; must be new or empty.")]) -> None:
     """Write the operators as a kernel of the Hugging Face Hub, ready to upload."""
     from ..apps.hub_kernel import NAME, build_hf_kernel

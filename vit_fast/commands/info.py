@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+
+from .words import AsJson
 
 PACKAGES = (
     "torch",
@@ -24,11 +26,7 @@ PACKAGES = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="info")(info)
-
-
-def info(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False) -> None:
+def info(as_json: AsJson = False) -> None:
     """Show versions, devices and available backends."""
     facts = collect()
     if as_json:

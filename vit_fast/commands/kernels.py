@@ -10,18 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from .words import integers
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="kernels")(kernels)
+from .words import AsJson, integers
 
 
 def kernels(
     arch: Annotated[
         str | None, typer.Option(help="Architectures to compile for, separated by commas (default: all).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
     update_baseline: Annotated[
         bool, typer.Option("--update-baseline", help="Replace the committed baseline by the result.")
     ] = False,
@@ -174,10 +170,12 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
         except Exception as error:  # any compiler failure is this row's result, and the others go on
             row["problems"] = [f"does not compile: {type(error).__name__}: {_last_line(error)}"]
         else:
-            found[build.key(arch)] = stats
+            recorded = baseline.is_recorded(build, arch)
+            if recorded:
+                found[build.key(arch)] = stats
             row |= stats.as_dict()
             row["problems"] = offline.problems(build, stats, arch)
-            if comparable:
+            if comparable and recorded:
                 row["problems"] += baseline.regressions(before, build.key(arch), stats)
         return row
 

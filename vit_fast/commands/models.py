@@ -7,14 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    app.command(name="models")(models)
+from .words import AsJson
 
 
 def models(
     pattern: Annotated[str, typer.Argument(help="Shell-style pattern, e.g. 'vit_base_*'.")] = "*",
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List models with parameters, GFLOP per image (2 per multiply-add), tokens and input size."""
     rows = model_rows(pattern)
@@ -49,6 +47,7 @@ def model_rows(pattern: str) -> list[dict[str, Any]]:
     """
     from ..model import VisionTransformer
     from ..variants import get_variant, list_models
+    from ..work import total, work
 
     names = list_models(pattern) or [pattern] * (get_variant(pattern) is not None)
     rows = []
@@ -59,7 +58,7 @@ def model_rows(pattern: str) -> list[dict[str, Any]]:
             {
                 "model": name,
                 "parameters": sum(p.numel() for p in model.parameters()),
-                "gflop_per_image": config.flops_per_image() / 1e9,
+                "gflop_per_image": total(work(config, 1).values()).flop / 1e9,
                 "tokens": config.seqlen,
                 "embed_dim": config.embed_dim,
                 "depth": config.depth,

@@ -8,17 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import integers, table, wide_console
+from .words import AsJson, integers, table, wide_console
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ..measure.optimization import Optimization
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="optimize")(optimize)
-    app.command(name="cache")(cache)
 
 
 def optimize(
@@ -136,7 +131,7 @@ def _table(result: Optimization) -> Table:
 
 def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all cached results.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List or remove the cached results of `optimize`."""
     from ..measure import cache

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .words import AsJson, Backend, ClassNames, DataConfigFile, WeightsFile, WeightsModel
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -18,27 +20,14 @@ if TYPE_CHECKING:
 BATCH_SIZE = 16  # bounds memory however many images a folder holds
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="predict")(predict)
-
-
 def predict(
     images: Annotated[list[Path], typer.Argument(help="Image files or folders.", metavar="IMAGE...")],
-    weights: Annotated[
-        str, typer.Option(help="A weights file, a folder, a Hugging Face Hub id, or an ONNX file (FILE.onnx).")
-    ],
-    model: Annotated[str | None, typer.Option(help="Model of the weights, if they contain no config.")] = None,
-    classes: Annotated[
-        Path | None, typer.Option(help="File of class names: one per line, or JSON (list, or index to name).")
-    ] = None,
+    weights: WeightsFile,
+    model: WeightsModel = None,
+    classes: ClassNames = None,
     top_k: Annotated[int, typer.Option("--top-k", help="Number of classes per image.")] = 5,
-    backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")] = "auto",
-    data_config: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON with mean, std, crop_pct, interpolation, img_size, for an ONNX file without this metadata."
-        ),
-    ] = None,
+    backend: Backend = "auto",
+    data_config: DataConfigFile = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -60,7 +49,7 @@ def predict(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto (a GPU if available), cpu, cuda, cuda:1.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Classify images: print the most probable classes with their probabilities."""
     from ..apps.classifiers import class_names_for, open_classifier, read_class_names
@@ -168,10 +157,12 @@ def _classify_by_onnx(
     from ..export import OnnxRunner
 
     try:
-        given = None if data_config is None else json.loads(data_config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        given = {} if data_config is None else json.loads(data_config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"--data-config must be a file of JSON, got {data_config}: {error}") from None
-    image_hw = pair("img_size", given.pop("img_size")) if isinstance(given, dict) and "img_size" in given else None
+    if not isinstance(given, dict):
+        raise ValueError(f"--data-config must contain a JSON object, got {data_config} with a {type(given).__name__}")
+    image_hw = pair("img_size", given.pop("img_size")) if "img_size" in given else None
     runner = OnnxRunner(path, device, data_config=given or None, image_hw=image_hw)
 
     def probabilities() -> Iterator[np.ndarray]:

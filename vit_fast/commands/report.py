@@ -8,10 +8,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="report")(report)
-
-
 def report(
     records: Annotated[
         list[Path],

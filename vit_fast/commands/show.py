@@ -12,10 +12,6 @@ from .words import integers
 FIGURES = ("patches", "filters", "positions", "attention", "rollout", "attention_distance", "features")
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="show")(show)
-
-
 def show(
     model: Annotated[
         str,
@@ -49,7 +45,7 @@ def show(
             raise ValueError(f"--figures must be of {', '.join(FIGURES)}, got {name}")
     of_attention = {"blocks": integers("--blocks", blocks)}
     opened = open_model(model, 1, [] if image is None else [image], "cpu", integers("--img-size", img_size, "x"))
-    picture = drawn.open_picture(
+    prepared = drawn.open_image(
         opened.module, image or opened.photographs[0], data_config=opened.model.data, image_hw=opened.model.image_hw,
         in_chans=opened.model.in_chans,
     )  # fmt: skip
@@ -60,7 +56,7 @@ def show(
                 made[name] = drawn.filters(opened.module)
             else:
                 options = of_attention if name == "attention" else {}
-                made[name] = getattr(drawn, name)(opened.module, picture, **options)
+                made[name] = getattr(drawn, name)(opened.module, prepared, **options)
         except UnsupportedInputError as error:
             typer.echo(f"no {name}: {error}", err=True)
     for name, figure in made.items():

@@ -10,18 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import model_name
+from .words import Backend, Side, model_name
 
 if TYPE_CHECKING:
     from ..apps.train_config import TrainConfig
     from ..apps.trainer import Measure
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="train")(train_command)
-
-
-def train_command(
+def train(
     data: Annotated[
         Path | None,
         typer.Argument(
@@ -48,8 +44,8 @@ def train_command(
         typer.Option("--set", help="Any other field of TrainConfig, repeatable: mixup=0.2.", metavar="NAME=VALUE"),
     ] = None,
     drop_path: Annotated[float, typer.Option(help="Stochastic depth of the last block.")] = 0.0,
-    img_size: Annotated[int | None, typer.Option(help="Height and width; default: the model's.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")] = "auto",
+    img_size: Side = None,
+    backend: Backend = "auto",
     workers: Annotated[int, typer.Option(help="Additional processes that read images.")] = 0,
     parallel: Annotated[str, typer.Option(help="Under torchrun: ddp, or fsdp to shard the parameters.")] = "ddp",
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write OUT/tensorboard.")] = False,
@@ -60,7 +56,7 @@ def train_command(
     from ..apps.datasets import open_data
     from ..apps.processes import joined
     from ..apps.train_config import config_for
-    from ..apps.training import train
+    from ..apps.training import train as run
 
     config = config_for(model, {"epochs": epochs, "batch_size": batch_size, "lr": lr}, settings or ())
     with joined(parallel) as processes:
@@ -77,7 +73,7 @@ def train_command(
 
             opened = open_data(data, validation)
             # The model is referred to by this call alone: it must end before the group of processes does.
-            rows = train(
+            rows = run(
                 _model(model, weights, backend, config, len(opened.train.class_names), drop_path, img_size), opened,
                 out, config, resume=resume, workers=workers, processes=processes, on_step=on_step, on_epoch=on_epoch,
             )  # fmt: skip

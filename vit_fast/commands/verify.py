@@ -9,16 +9,14 @@ from typing import Annotated
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    app.command(name="verify")(verify)
+from .words import AsJson
 
 
 def verify(
     backend: Annotated[
         str, typer.Option(help="Backends to check, separated by commas: triton, sdpa, auto.")
     ] = "triton",
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare operators and a model with the fp64 reference. Exits with 1 if an error is too large."""
     import torch

@@ -1,14 +1,33 @@
-"""Options that hold several values, and tables on the screen."""
+"""Options that several commands have, options with several values, and tables on the screen."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Backend = Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")]
+ClassNames = Annotated[
+    Path | None, typer.Option(help="File of class names: one per line, or JSON (list, or index to name).")
+]
+DataConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON with mean, std, crop_pct, interpolation, img_size, for an ONNX file without this metadata."
+    ),
+]
+Side = Annotated[int | None, typer.Option(help="Height and width in pixels; default: the model's.")]
+WeightsFile = Annotated[
+    str, typer.Option(help="A weights file, a folder, a Hugging Face Hub id, or an ONNX file (FILE.onnx).")
+]
+WeightsModel = Annotated[str | None, typer.Option(help="Model of the weights, if they contain no config.")]
 
 FULL_WIDTH = 160  # characters of a line where the output is no terminal: enough for every table
 

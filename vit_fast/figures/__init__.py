@@ -1,25 +1,26 @@
-"""Figures of what a model attends to and learns, by matplotlib: for notebooks and `vit-fast show`.
+"""Figures of a model's attention and features, drawn with matplotlib, for notebooks and `vit-fast show`.
 
     from vit_fast import figures
 
     figures.attention(model, "cat.jpg", blocks=[0, -1]).savefig("attention.png")
 
-Accepts every model that `vit_fast.fuse` supports, and does not change it. `sight.py` records, `drawing.py` draws.
+Supports every model that `vit_fast.fuse` supports, and does not change it. `activations.py` records, `drawing.py`
+draws.
 """
 
+from .activations import Activations, ModelImage, open_image, record_activations
 from .drawing import attention, attention_distance, features, filters, patches, positions, rollout
-from .sight import Picture, Sight, look, open_picture
 
 __all__ = [
-    "Picture",
-    "Sight",
+    "Activations",
+    "ModelImage",
     "attention",
     "attention_distance",
     "features",
     "filters",
-    "look",
-    "open_picture",
+    "open_image",
     "patches",
     "positions",
+    "record_activations",
     "rollout",
 ]

@@ -15,28 +15,37 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from torch import Tensor, nn
 
+from vit_fast.arguments import check_integer
 from vit_fast.benchmarks.rendering import FAINT, INK, colour_of
 
-from .sight import Picture, Sight, components, look, open_picture, patch_filters, position_embedding
+from .activations import (
+    Activations,
+    ModelImage,
+    components,
+    open_image,
+    patch_filters,
+    position_embedding,
+    record_activations,
+)
 
 PANEL_INCHES, TITLE_INCHES = 1.6, 0.4
 HEAT, MAP = "inferno", "viridis"
 
-Given = str | Path | Image.Image | Picture | None
+Given = str | Path | Image.Image | ModelImage | None
 
 
 def patches(model: nn.Module, image: Given = None) -> Figure:
     """Draws the patches of an image in their grid.
 
     Args:
-        model: Any that `vit_fast.fuse` knows.
-        image: A file, a Pillow image or a Picture; None means the photograph in matplotlib's wheel.
+        model: A model that `vit_fast.fuse` supports.
+        image: A file, a Pillow image or a ModelImage; None means the sample image of matplotlib.
     """
-    picture = _picture(model, image)
-    rows, columns = look(model, picture.images).grid
+    image = _opened(model, image)
+    rows, columns = record_activations(model, image.images).grid
     figure = _figure(5.0 * columns / max(rows, columns), 5.0 * rows / max(rows, columns))
-    height, width = (side // count for side, count in zip(picture.shown.shape[:2], (rows, columns)))
-    shown = picture.shown[: rows * height, : columns * width]
+    height, width = (side // count for side, count in zip(image.shown.shape[:2], (rows, columns)))
+    shown = image.shown[: rows * height, : columns * width]
     _show(figure, (0, 0, 1, 1), _tiled(shown.reshape(rows, height, columns, width, 3).swapaxes(1, 2)))
     _title(figure, f"{rows} x {columns} = {rows * columns} patches of {height} x {width} pixels")
     return figure
@@ -50,7 +59,7 @@ def positions(model: nn.Module, image: Given = None) -> Figure:
     Raises:
         UnsupportedInputError: the model learns no positions.
     """
-    grid = look(model, _picture(model, image).images).grid
+    grid = record_activations(model, _opened(model, image).images).grid
     found = torch.nn.functional.normalize(position_embedding(model, math.prod(grid)), dim=-1)
     similarity = (found @ found.T).reshape(*grid, *grid)
     # every row of a small grid; of a larger one as many as can be seen
@@ -65,9 +74,10 @@ def filters(model: nn.Module, count: int = 28) -> Figure:
     """Draws the principal components of the patch embedding's filters (figure 7 of the ViT paper, left).
 
     Args:
-        model: Any with a patch embedding that is a convolution.
+        model: A model whose patch embedding is a convolution.
         count: Components to draw.
     """
+    check_integer("count", count, 1)
     weight = patch_filters(model)
     found, _ = components(weight.flatten(1), min(count, *weight.flatten(1).shape))
     shown = found.unflatten(1, weight.shape[1:]).permute(0, 2, 3, 1)
@@ -87,16 +97,16 @@ def attention(
     """Draws the attention of the class token (of all patches if there is none) over the image, by block and head.
 
     Args:
-        model: Any that `vit_fast.fuse` knows.
+        model: A model that `vit_fast.fuse` supports.
         image: As in `patches`.
         blocks: Indices, negative ones from the end.
         heads: Indices; None means all.
     Raises:
         ValueError: a block or head does not exist.
     """
-    picture = _picture(model, image)
-    sight = look(model, picture.images)
-    depth, of_head = len(sight.attention), range(sight.attention[0].shape[1])
+    image = _opened(model, image)
+    activations = record_activations(model, image.images)
+    depth, of_head = len(activations.attention), range(activations.attention[0].shape[1])
     for block in blocks:
         if not -depth <= block < depth:
             raise ValueError(f"blocks must be {-depth} to {depth - 1}, got {block}")
@@ -105,12 +115,12 @@ def attention(
         if head not in of_head:
             raise ValueError(f"heads must be 0 to {len(of_head) - 1}, got {head}")
     maps = {
-        (f"block {block % depth}", f"head {head}"): _looked_at(sight, sight.attention[block][0, head])
+        (f"block {block % depth}", f"head {head}"): _attended(activations, activations.attention[block][0, head])
         for block in blocks
         for head in heads
     }
-    title = "attention of the class token" if sight.prefix else "attention, averaged over all patches"
-    return _over(picture, maps, len(heads), title)
+    title = "attention of the class token" if activations.prefix else "attention, averaged over all patches"
+    return _over(image, maps, len(heads), title)
 
 
 def rollout(model: nn.Module, image: Given = None) -> Figure:
@@ -118,11 +128,11 @@ def rollout(model: nn.Module, image: Given = None) -> Figure:
 
     Source: "Quantifying Attention Flow in Transformers", arXiv 2005.00928. Arguments as in `patches`.
     """
-    picture = _picture(model, image)
-    sight = look(model, picture.images)
-    flow = sight.rollout()[0]
-    reached = (flow[0] if sight.prefix else flow.mean(0)).reshape(sight.grid)
-    return _over(picture, {("image", ""): None, ("rollout", ""): reached}, 2, "attention rollout")
+    image = _opened(model, image)
+    activations = record_activations(model, image.images)
+    flow = activations.rollout()[0]
+    reached = (flow[0] if activations.prefix else flow.mean(0)).reshape(activations.grid)
+    return _over(image, {("image", ""): None, ("rollout", ""): reached}, 2, "attention rollout")
 
 
 def attention_distance(model: nn.Module, image: Given = None) -> Figure:
@@ -130,10 +140,10 @@ def attention_distance(model: nn.Module, image: Given = None) -> Figure:
 
     Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, appendix D.7. Arguments as in `patches`.
     """
-    picture = _picture(model, image)
-    sight = look(model, picture.images)
-    sides = [side / count for side, count in zip(picture.shown.shape[:2], sight.grid)]
-    found = sight.distances(sides).numpy()
+    image = _opened(model, image)
+    activations = record_activations(model, image.images)
+    sides = [side / count for side, count in zip(image.shown.shape[:2], activations.grid)]
+    found = activations.distances(sides).numpy()
     figure = _figure(5.5, 3.6)
     axes = figure.add_axes((0.12, 0.16, 0.84, 0.74))
     depth, heads = found.shape
@@ -157,42 +167,42 @@ def features(model: nn.Module, image: Given = None) -> Figure:
     Source: "DINOv2: Learning Robust Visual Features without Supervision", arXiv 2304.07193, figure 1. Arguments as in
     `patches`.
     """
-    picture = _picture(model, image)
-    found = look(model, picture.images).features[0]
+    image = _opened(model, image)
+    found = record_activations(model, image.images).features[0]
     _, coordinates = components(found.flatten(0, 1), min(3, *found.flatten(0, 1).shape))
     colours = _stretched(coordinates.unflatten(0, found.shape[:2]), by_channel=True)
-    height, width = picture.shown.shape[:2]
+    height, width = image.shown.shape[:2]
     figure = _figure(
         2 * PANEL_INCHES * 1.6 * width / max(height, width), PANEL_INCHES * 1.6 * height / max(height, width)
     )
-    _show(figure, (0, 0, 0.49, 1), picture.shown)
+    _show(figure, (0, 0, 0.49, 1), image.shown)
     _show(figure, (0.51, 0, 0.49, 1), colours.numpy())
     _title(figure, "patch features: three principal components as colors")
     return figure
 
 
-def _picture(model: nn.Module, image: Given) -> Picture:
-    return image if isinstance(image, Picture) else open_picture(model, image)
+def _opened(model: nn.Module, image: Given) -> ModelImage:
+    return image if isinstance(image, ModelImage) else open_image(model, image)
 
 
-def _looked_at(sight: Sight, weights: Tensor) -> Tensor:
+def _attended(activations: Activations, weights: Tensor) -> Tensor:
     """Returns the attention [rows, columns] of the class token, or the mean of all patches."""
-    row = weights[0, sight.prefix :] if sight.prefix else weights.mean(0)
-    return row.reshape(sight.grid)
+    row = weights[0, activations.prefix :] if activations.prefix else weights.mean(0)
+    return row.reshape(activations.grid)
 
 
-def _over(picture: Picture, maps: Mapping[tuple[str, str], Tensor | None], columns: int, title: str) -> Figure:
+def _over(image: ModelImage, maps: Mapping[tuple[str, str], Tensor | None], columns: int, title: str) -> Figure:
     """Draws maps over the image; a map of None is the image alone."""
+    if not maps:
+        raise ValueError("blocks and heads must contain at least one each")
     rows = math.ceil(len(maps) / columns)
-    height, width = picture.shown.shape[:2]
+    height, width = image.shown.shape[:2]
     panel_h = PANEL_INCHES * height / max(height, width)
     figure = _figure(columns * PANEL_INCHES, rows * (panel_h + 0.25))
     for number, ((block, head), values) in enumerate(maps.items()):
         row, column = divmod(number, columns)
         box = (column / columns, 1 - (row + 1) / rows, 0.96 / columns, 0.96 / rows * panel_h / (panel_h + 0.25))
-        axes = _show(
-            figure, box, picture.shown if values is None else picture.shown.mean(-1), cmap="gray", vmin=0, vmax=1
-        )
+        axes = _show(figure, box, image.shown if values is None else image.shown.mean(-1), cmap="gray", vmin=0, vmax=1)
         if values is not None:
             axes.imshow(values.numpy(), cmap=HEAT, alpha=0.65, interpolation="bilinear", extent=(0, width, height, 0))
         axes.set_title(", ".join(word for word in (block, head) if word), fontsize=7, color=FAINT, pad=2)

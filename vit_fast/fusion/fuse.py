@@ -13,10 +13,10 @@ from torch import nn
 from ..blocks.fp8_scales import take_scales_away
 from ..blocks.fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import FusionReport, ModuleReport
-from ..blocks.plain import class_is_patched, forward_is_replaced
+from ..blocks.plain import forward_is_replaced, forward_reasons
 from ..errors import UnsupportedInputError, check_type
 from ..layers import AttentionPool, PatchEmbed
-from ..libraries.known import fused_form, left_reason, stands_in_block
+from ..libraries.known import form_or_reason, fused_form, stands_in_block
 from ..model import Attention, Block
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
@@ -109,12 +109,14 @@ def unfuse(model: nn.Module) -> None:
     take_scales_away(model)
 
 
-def set_backend(model: nn.Module, backend: str) -> None:
+def set_backend(model: nn.Module, backend: str) -> FusionReport:
     """Sets the backend of the blocks of a VisionTransformer by fusing them.
 
     Args:
         model: A VisionTransformer, or a module that contains some.
         backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto"; see fuse.
+    Returns:
+        The report of fuse: what runs otherwise, e.g. dropout in training, with all reasons.
     Raises:
         ValueError: the backend is unknown, or the model has no blocks of vit_fast.
         UnsupportedInputError: "triton" cannot run the model; lists all reasons. Nothing is changed.
@@ -130,7 +132,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
         unable = [form.triton_reasons(part) for part, form in zip(parts, forms) if form is not None]
         if reasons := list(dict.fromkeys(reason for found in unable for reason in found)):
             raise UnsupportedInputError("set_backend with backend='triton'", reasons)
-    fuse(model, backend)
+    return fuse(model, backend)
 
 
 def shadow_of(model: nn.Module) -> nn.Module:
@@ -171,11 +173,12 @@ class _Walk:
             return self._children(name, module, inside_unknown)
         if isinstance(module, FusedModule):
             left = self._fused(name, module)
-        elif (form := fused_form(type(module))) is None:
-            return self._other(name, module, inside_unknown)
-        elif issubclass(form, FusedBlocks):
-            return self._sequence(name, module, form, inside_unknown)
         else:
+            form, reason = form_or_reason(type(module))
+            if form is None:
+                return self._other(name, module, reason, inside_unknown)
+            if issubclass(form, FusedBlocks):
+                return self._sequence(name, module, form, inside_unknown)
             left = self._fusable(name, module, form)
         self._children(name, module, inside_unknown=left)
         return True
@@ -185,9 +188,9 @@ class _Walk:
         found = [self.visit(prefix + own, child, inside_unknown) for own, child in module.named_children()]
         return any(found)
 
-    def _other(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
-        """Handles a module without a fused form, and reports it if it looks like attention or an MLP."""
-        if reason := _reason_to_leave(module):
+    def _other(self, name: str, module: nn.Module, reason: str | None, inside_unknown: bool) -> bool:
+        """A module without a fused form: one that is left for a known reason, looks fusable, or is none of ours."""
+        if reason:
             part = "norm + MLP" if "Block" in type(module).__name__ else "attention"
             self.rows.append(_row(name, module, part, [reason]))
             self._children(name, module, inside_unknown=True)
@@ -244,7 +247,7 @@ class _Walk:
         )
         if not reasons:
             self._spoken_for.update(dict.fromkeys(finding.bypassed, True))
-            self.changes.append(([module], lambda: _fuse_again(module, self.requested)))
+            self.changes.append(([module], lambda: module.prepare(self.requested)))
         elif "original" in vars(form) and not forward_is_replaced(module):
             self.changes.append(([module], lambda: _give_class_back(module)))
         else:  # fully_shard changed its class, or a forward set on it may call the old one, which must still work
@@ -310,11 +313,9 @@ def _checked_backend(model: nn.Module, backend: str) -> str:
 
 
 def _instance_reasons(module: nn.Module, form: type[FusedModule]) -> list[str]:
-    reasons = []
-    if type(module).forward is not form.original_forward or class_is_patched(type(module)):
+    reasons = forward_reasons(module)
+    if not reasons and type(module).forward is not form.original_forward:
         reasons.append(f"{type(module).__qualname__}.forward was replaced on the class")
-    if forward_is_replaced(module):
-        reasons.append("its forward was replaced on the instance")
     return reasons
 
 
@@ -325,24 +326,6 @@ def _reasons_now(module: FusedModule, finding: Finding) -> list[str]:
     """
     reasons = ["its forward was replaced on the instance"] if forward_is_replaced(module) else []
     return reasons + [reason for reason in finding.reasons if " is a DTensor: " not in reason]
-
-
-def _reason_to_leave(module: nn.Module) -> str | None:
-    cls = type(module)
-    reason = left_reason(cls)
-    if reason is not None:
-        return f"{cls.__qualname__}: {reason}"
-    for base in cls.__mro__[1:]:
-        form = fused_form(base) if issubclass(base, nn.Module) and base is not nn.Module else None
-        if form is None:
-            continue
-        if cls.__name__.startswith("FSDP") and any(parent.__name__ == "FSDPModule" for parent in cls.__mro__):
-            return "fully_shard has wrapped it: call fuse before fully_shard"
-        own = cls.forward is not form.original_forward
-        return f"{cls.__qualname__} is a subclass of {base.__qualname__}" + (
-            " with a forward of its own" if own else ""
-        )
-    return None
 
 
 def _reads_text_or_decodes(module: nn.Module) -> bool:
@@ -360,12 +343,7 @@ def _give_class(module: nn.Module, form: type[FusedModule], backend: str, **attr
     module.__class__ = form
     module.__dict__.update(attributes)
     fused: Any = module
-    _fuse_again(fused, backend)
-
-
-def _fuse_again(module: FusedModule, backend: str) -> None:
-    module.set_up()
-    module.set_fused_backend(backend)
+    fused.prepare(backend)
 
 
 def _give_class_back(module: FusedModule) -> None:

@@ -1,11 +1,14 @@
-"""Attention function for transformers: importing this file registers the operator as "vit_fast".
+"""Attention function for transformers, which importing this file registers as "vit_fast", and graphs of towers.
 
 AutoModel.from_pretrained(name, attn_implementation="vit_fast")
+runner = graph_vision_tower(model)
 """
 
 from __future__ import annotations
 
 import inspect
+import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +16,12 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from ..errors import UnsupportedInputError
+from ..errors import UnsupportedInputError, check_type
+from ..libraries.known import packed_tower
 from ..libraries.transformers_attention import given, says_more
 from ..ops import attention, attention_varlen
 from ..ops.attention import key_mask_of
+from ..run.graph_runner import Fallback, GraphRunner
 
 try:
     from transformers import AttentionMaskInterface
@@ -131,3 +136,57 @@ def register_attention() -> None:
 
 
 register_attention()
+
+
+def graph_vision_tower(
+    model: nn.Module,
+    budgets: Sequence[int] = (256, 1024, 4096),
+    max_images: int = 64,
+    *,
+    fallback: Fallback = "eager",
+) -> GraphRunner:
+    """Runs the vision tower of a model by CUDA graphs, also in generate(); `ungraph_vision_tower` undoes it.
+
+    Copies and pickles of the model run without graphs. In training mode the tower runs as before.
+
+    Args:
+        model: A model of transformers with a fused tower that docs/classes.md marks, or such a tower.
+        budgets: See `GraphRunner`, also for max_images and fallback.
+    Returns:
+        The runner, for `stats()` and `refresh()`.
+    Raises:
+        UnsupportedInputError: there is no such tower, it has a runner, or the runner refuses it; lists all reasons.
+    """
+    check_type("model", model, nn.Module)
+    tower: Any = next((module for module in model.modules() if packed_tower(module) is not None), None)
+    if tower is None:
+        reason = f"the model must have a vision tower that docs/classes.md marks, got a {type(model).__name__}"
+        raise UnsupportedInputError("graph_vision_tower", [reason])
+    runner = GraphRunner(tower, budgets=budgets, max_images=max_images, fallback=fallback)
+    tower.forward = _GraphedForward(runner)
+    return runner
+
+
+def ungraph_vision_tower(model: nn.Module) -> None:
+    """Undoes `graph_vision_tower`; other models do not change."""
+    check_type("model", model, nn.Module)
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), _GraphedForward):
+            del module.forward
+
+
+class _GraphedForward:
+    """The forward of a tower that runs by graphs; copies and pickles of the tower have their own."""
+
+    def __init__(self, runner: GraphRunner) -> None:
+        self._runner = runner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runner(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_forward, (self._runner.model,)
+
+
+def _own_forward(tower: nn.Module) -> types.MethodType:
+    return types.MethodType(type(tower).forward, tower)

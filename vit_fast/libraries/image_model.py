@@ -119,7 +119,8 @@ def needs_more(model: nn.Module) -> list[str]:
     names = [each.name for each in takes[1:] if each.default is inspect.Parameter.empty]
     if not names:
         return []
-    advice = ": wrap towers of Qwen2-VL and Qwen2.5-VL in vit_fast.FixedGrid" if "grid_thw" in names else ""
+    packed = {"grid_thw", "spatial_shapes"} & set(names)
+    advice = ": give GraphRunner budgets; to export, use vit_fast.FixedGrid" if packed else ""
     return [f"its forward must take images alone, but also needs {' and '.join(names)}{advice}"]
 
 

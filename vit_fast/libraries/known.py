@@ -21,14 +21,17 @@ from . import (
     ours,
     timm,
     timm_blocks,
+    timm_towers,
     torch_nn,
     torchvision,
     transformers,
     transformers_blocks,
     transformers_config,
     transformers_packed,
+    transformers_towers,
 )
 from .image_model import ImageModel
+from .packed_tower import PackedTower, image_tower
 from .rename import Converted, strip_wrappers
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -94,6 +97,19 @@ def recognise(model: nn.Module) -> ImageModel:
     return found
 
 
+def packed_tower(tower: nn.Module) -> PackedTower | None:
+    """Recognises a tower whose calls can be packed; None for another model."""
+    found = (find(tower) for find in (transformers_towers.packed_tower, timm_towers.packed_tower, image_tower))
+    return next((one for one in found if one is not None), None)
+
+
+_LEFT = {
+    package: {pattern: reason for file in files for pattern, reason in getattr(file, "LEFT", {}).items()}
+    for package, files in FUSABLE.items()
+}
+_FORMS = {path: file.FORMS for files in FUSABLE.values() for file in files for path in file.FORMS.mixins}
+
+
 def _cached(function: Function) -> Function:
     return functools.cache(function)  # type: ignore[return-value]  # mypy takes classes of modules for unhashable
 
@@ -101,16 +117,26 @@ def _cached(function: Function) -> Function:
 @_cached
 def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
     """Returns the fused class that instances of exactly this class can be given, or None."""
-    libraries = FUSABLE.get(cls.__module__.partition(".")[0], ())
-    return next((form for library in libraries if (form := library.FORMS.of(cls)) is not None), None)
+    forms = _FORMS.get(f"{cls.__module__}.{cls.__qualname__}")
+    return None if forms is None else forms.of(cls)
 
 
 @_cached
-def left_reason(cls: type[nn.Module]) -> str | None:
-    """Returns why a class is never fused, where that is known."""
-    libraries = FUSABLE.get(cls.__module__.partition(".")[0], ())
-    left = {pattern: reason for library in libraries for pattern, reason in getattr(library, "LEFT", {}).items()}
-    return next((reason for pattern, reason in left.items() if re.fullmatch(pattern, cls.__name__)), None)
+def form_or_reason(cls: type[nn.Module]) -> tuple[type[FusedModule] | None, str | None]:
+    """Returns the fused class that instances of exactly this class can be given; else why they have none, if known."""
+    if (form := fused_form(cls)) is not None:
+        return form, None
+    left = _LEFT.get(cls.__module__.partition(".")[0], {})
+    if reason := next((reason for pattern, reason in left.items() if re.fullmatch(pattern, cls.__name__)), None):
+        return None, f"{cls.__qualname__}: {reason}"
+    for base in cls.__mro__[1:]:
+        if not issubclass(base, nn.Module) or (form := fused_form(base)) is None:
+            continue
+        if cls.__name__.startswith("FSDP") and any(parent.__name__ == "FSDPModule" for parent in cls.__mro__):
+            return None, "fully_shard has wrapped it: call fuse before fully_shard"
+        own = " with a forward of its own" if cls.forward is not form.original_forward else ""
+        return None, f"{cls.__qualname__} is a subclass of {base.__qualname__}{own}"
+    return None, None
 
 
 def stands_in_block(model: nn.Module, name: str) -> bool:

@@ -109,7 +109,7 @@ class BlockForm(FusedNormMlp):
         def attend(x: Tensor) -> Tensor:
             return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), *rope)))
 
-        tables = None if parts.attention is None else parts.attention.module.rope_of(*rope)
+        tables = parts.attention.module.rope_of(*rope) if rope and parts.attention is not None else None
         return self.run_as_block(parts, x, attend, rope=tables)
 
 

@@ -43,30 +43,18 @@ def take_weights(
     model.load_state_dict(found)
 
 
+# The fields and properties of a config that are ViTConfig's defaults in the plain ViT of the paper.
+_PLAIN = (
+    "class_token", "distilled", "reg_tokens", "pos_embed", "no_embed_class", "pre_norm", "global_pool",
+    "norm_after_pool", "final_norm", "init_values", "stem_channels", "norm_layer", "mlp_layer", "scale_attn_norm",
+    "scale_mlp_norm", "qk_norm", "rope", "proj_bias", "embed_norm",
+)  # fmt: skip
+
+
 def plain_vit_reasons(config: ViTConfig) -> list[str]:
     """Returns why a config is not the plain ViT of the paper."""
-    return reasons(
-        config,
-        class_token=(True,),
-        distilled=(False,),
-        reg_tokens=(0,),
-        pos_embed=("learn",),
-        no_embed_class=(False,),
-        pre_norm=(False,),
-        global_pool=("token",),
-        norm_after_pool=(False,),
-        final_norm=(True,),
-        init_values=(None,),
-        stem_channels=((),),
-        norm_layer=("layer_norm",),
-        mlp_layer=("mlp",),
-        scale_attn_norm=(False,),
-        scale_mlp_norm=(False,),
-        qk_norm=(False,),
-        rope=(None,),
-        proj_bias=(True,),
-        embed_norm=(False,),
-    )
+    plain = ViTConfig()
+    return reasons(config, **{name: (getattr(plain, name),) for name in _PLAIN})
 
 
 def reasons(config: ViTConfig, **accepted: Iterable[object]) -> list[str]:

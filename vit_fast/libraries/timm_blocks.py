@@ -14,8 +14,9 @@ from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.plain import is_touched
 from ..blocks.reading import Reader
 from ..ops import Rope, attention, qk_norm_rope
-from ..ops.attention import attention_among, is_exporting
-from ..ops.descriptions import Keys, is_padding
+from ..ops.attention import attention_among
+from ..ops.descriptions import Keys, is_padding, names_keys
+from ..ops.operators import is_exporting
 from .timm import ACTIVATION_CLASSES, NORM_CLASSES
 
 LEFT = {
@@ -59,7 +60,7 @@ class AttentionLayer(FusedModule):
         """Returns True if timm's own forward must run this call."""
         drop, q_norm, k_norm = self._read_past()
         changed = type(drop) is not nn.Dropout or is_touched(drop) or is_touched(q_norm) or is_touched(k_norm)
-        masked = attn_mask is not None and not is_padding(attn_mask)
+        masked = attn_mask is not None and not names_keys(attn_mask)
         return masked or is_causal or changed or self.scales_by_its_own() or bool(self.training and drop.p)
 
     def scales_by_its_own(self) -> bool:
@@ -118,10 +119,10 @@ class RotaryAttentionForm(AttentionLayer):
             return self.as_it_was(x, attn_mask, is_causal, rope=rope)
         return self.project_out(self.mix(self._packed(x), attn_mask, self.rope_of(rope)), x)
 
-    def rope_of(self, rope: Tensor | None) -> Rope | None:
+    def rope_of(self, rope: Tensor | Rope | None) -> Rope | None:
         """Converts timm's joint sines and cosines: [N - prefix, 2 D], [H, N - prefix, 2 D], or [B, 1 or H, ...]."""
-        if rope is None:
-            return None
+        if rope is None or isinstance(rope, Rope):
+            return rope
         sin, cos = (rope[None] if rope.dim() == 3 else rope).chunk(2, -1)
         return Rope(cos, sin, self.num_prefix_tokens, "half" if getattr(self, "rotate_half", False) else "interleaved")
 
@@ -176,7 +177,7 @@ class BlockForm(FusedNormMlp):
         def attend(x: Tensor) -> Tensor:
             return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, **extra)))
 
-        ordinary = not is_causal and (attn_mask is None or is_padding(attn_mask))
+        ordinary = not is_causal and (attn_mask is None or names_keys(attn_mask))
         return self.run_as_block(parts, x, attend, ordinary, keys=keys_of(attn_mask, x) if ordinary else None)
 
 
@@ -219,7 +220,7 @@ class EvaBlockForm(FusedNormMlp):
             return x + self.drop_path1(branch if scale is None else scale * branch)
 
         tables = None if parts.attention is None else parts.attention.module.rope_of(rope)
-        ordinary = not is_causal and not (tables and learns(tables)) and (attn_mask is None or is_padding(attn_mask))
+        ordinary = not is_causal and not (tables and learns(tables)) and (attn_mask is None or names_keys(attn_mask))
         return self.run_as_block(parts, x, attend, ordinary, tables, keys_of(attn_mask, x) if ordinary else None)
 
 
@@ -298,9 +299,9 @@ def padding_mask(valid: Tensor, prefix: int) -> Tensor:
     return there[:, None, None]
 
 
-def keys_of(mask: Tensor | None, x: Tensor) -> Keys | None:
+def keys_of(mask: Tensor | Keys | None, x: Tensor) -> Keys | None:
     """Returns the keys that a padding mask leaves for the tokens of x [B, N, ...]; None means all keys."""
-    return None if mask is None else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
+    return mask if mask is None or isinstance(mask, Keys) else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
 
 
 def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -37,7 +37,7 @@ class MultiheadAttentionForm(FusedModule):
             reasons.append(f"out_proj must be torch's own linear, got {type_name(module.out_proj)}")
         notes = ["calls other than mha(x, x, x, need_weights=False) without masks run torch's forward"]
         notes += dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
-        return Finding(reasons + touch_reasons("out_proj", module.out_proj), notes)
+        return Finding(reasons + touch_reasons([("out_proj", module.out_proj)]), notes)
 
     @classmethod
     def head_width(cls, module: Any) -> int:

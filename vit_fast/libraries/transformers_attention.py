@@ -17,7 +17,7 @@ from ..blocks.plain import is_touched, touch_reasons
 from ..blocks.reading import Reader, describe, dropout_notes
 from ..ops import Rope, attention, qk_norm_rope
 from ..ops.attention import attention_among
-from ..ops.descriptions import Keys, is_padding
+from ..ops.descriptions import Keys, is_padding, names_keys
 from .transformers import ACTIVATION_CLASSES, NORM_CLASSES
 
 CONTAINERS = ("Attention", "MLP", "VisionMlp", "FFN", "Intermediate", "Output", "LayerScale")
@@ -133,14 +133,14 @@ class FusedSelfAttention(FusedModule):
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
         """Returns the keys that queries of a call attend to; None means all keys."""
         mask = kwargs.get("attention_mask")
-        if mask is None:
-            return None
+        if mask is None or isinstance(mask, Keys):
+            return mask
         tokens = hidden_states.shape[:2]
         return Keys(mask=mask[:, 0, 0].expand(tokens))
 
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Returns True if transformers' own forward must run this call."""
-        if is_padding(kwargs.get("attention_mask")):
+        if names_keys(kwargs.get("attention_mask")):
             kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         unusual = any(map(given, args)) or says_more(kwargs)
         eager = self.config._attn_implementation == "eager"
@@ -155,8 +155,9 @@ class FusedSelfAttention(FusedModule):
         for i, norm in enumerate(QK_NORMS):
             projected[i] = getattr(self, norm)(projected[i]) if hasattr(self, norm) else projected[i]
         parts = [part.unflatten(-1, (-1, type(self).head_width(self))) for part in projected]
-        if rope is not None:
-            qkv = qk_norm_rope(torch.stack(parts, 2), rope=rope, backend=self.vit_fast_backend)
+        if rope is not None or (keys is not None and keys.cu_seqlens is not None):
+            qkv = torch.stack(parts, 2)
+            qkv = qkv if rope is None else qk_norm_rope(qkv, rope=rope, backend=self.vit_fast_backend)
             return attention_among(qkv, keys, scale=self.vit_fast_scale, backend=self.vit_fast_backend).flatten(2)
         q, k, v = (part.transpose(1, 2) for part in parts)
         key_mask = None if keys is None else keys.mask
@@ -213,7 +214,7 @@ class FusedPoolingHead(FusedNormMlp):
         mha, mlp = module.attention, super().examine(module)
         if type(mha) is not nn.MultiheadAttention:
             return Finding([f"attention must be torch.nn.MultiheadAttention, got {describe(mha)}"])
-        reasons = touch_reasons("attention", mha) + touch_reasons("attention.out_proj", mha.out_proj)
+        reasons = touch_reasons([("attention", mha), ("attention.out_proj", mha.out_proj)])
         notes = dropout_notes("attention", mha.dropout)
         return Finding([*reasons, *mlp.reasons], [*notes, *mlp.notes], [*mlp.bypassed, *mha.modules()])
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from . import reference
 from .attention_op import as_batch, attention_kernel, unsupported_reasons
 from .backends import constant_to_compiler, resolve_backend
-from .checks import check_tensors, in_transform, matmul_dtype
+from .checks import check_tensors
 from .descriptions import Keys
+from .operators import in_transform, is_exporting, matmul_dtype
 
 DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
 
@@ -253,17 +254,6 @@ def _fused_sdpa_is_allowed() -> bool:
     """Returns False inside `sdpa_kernel(SDPBackend.MATH)` and similar contexts. A compiled graph stores the result."""
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
-
-
-def is_exporting() -> bool:
-    """Returns True if the program is captured for another runtime, which has SDPA but not our operators."""
-    return in_torch_export() or torch.jit.is_tracing()
-
-
-@constant_to_compiler
-def in_torch_export() -> bool:
-    """Returns True inside torch.export. torch.compile 2.11 replaces torch.compiler.is_exporting() with True."""
-    return torch.compiler._is_exporting_flag
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-"""Attention kernels as torch operators: `vit_fast::attention` and `vit_fast::attention_backward`.
+"""The operators `vit_fast::attention` and `vit_fast::attention_backward`.
 
-One operator runs batches, packed sequences and masked keys, with q, k and v separate or packed. Registering and tracing
-it needs torch only; Triton and the kernels are imported at its first run.
+One operator for separate or packed q, k and v, batches, packed sequences and masked keys. Triton is imported when it
+first runs.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def as_batch(packed: Tensor) -> Tensor:
 
 
 def last_stride_one(tensor: Tensor) -> Tensor:
-    """Makes the last dimension contiguous: gradients can have any layout, such as the expanded scalar of `sum`."""
+    """Copies gradients of other layouts, e.g. the expanded scalar of `sum`."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _views(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k, v [B, H, N, D] as views of the arguments of `attention_forward`."""
+    """Returns q, k, v [B, H, N, D] as views of the argument of `attention_forward`."""
     first = qkv[0]
     if len(qkv) == 1:
         return heads_first(first if first.dim() == 5 else first[None])
@@ -83,10 +83,7 @@ def _views(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates the output, its view [B, H, N_q, D], and the log-sum-exp.
-
-    The memory layout is [B, N_q, H, D], so that concatenating the heads copies nothing.
-    """
+    """Allocates the output as [B, N_q, H, D], so that no copy joins the heads; its view [B, H, N_q, D]; and lse."""
     q = _views(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
     memory = q.new_empty((batch, tokens, heads, head_dim))
@@ -99,15 +96,13 @@ def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 def attention_forward(
     qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes softmax(scale q k^T) v and its log-sum-exp [B, H, N_q], fp32, base 2.
+    """Computes softmax(scale q k^T) v in the layout of q, and its log-sum-exp [B, H, N_q], fp32, base 2.
 
     Args:
-        qkv: Either [q, k, v], each [B, H, N, D] or, for packed sequences, [total, H, D]; or one tensor [B, N, 3, H, D]
-            or [total, 3, H, D].
-        cu_seqlens: Bounds of packed sequences, for which B is 1; `longest` is their max_seqlen.
-        key_mask: bool [B, N_kv] for padded images.
-    Returns:
-        The output in the layout of q, or of the packed tensor without its 3; and the log-sum-exp.
+        qkv: q, k and v [B, H, N, D], or one tensor [B, N, 3, H, D]; for packed sequences 3 x [total, H, D],
+            [total, 3, H, D] or [1, total, 3, H, D].
+        cu_seqlens: Bounds of packed sequences; `longest` is their max_seqlen.
+        key_mask: bool [B, N_kv], of padded images.
     """
     q, k, v = _views(qkv)
     out, view, lse = _new_output(qkv)
@@ -137,7 +132,7 @@ def attention_gradient(
     grad_output: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
     key_mask: Tensor | None, longest: int, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Computes the gradients of `qkv`, contiguous. For one packed tensor, they are written to one packed gradient."""
+    """Returns the gradients of `qkv` in `attention_forward`, contiguous."""
     gradients = [tensor.new_empty(tensor.shape) for tensor in qkv]
     q, k, v = _views(qkv)
     if cu_seqlens is not None and not q.shape[2]:
@@ -151,7 +146,6 @@ def attention_gradient(
 
 
 def _output_view(out: Tensor, qkv: Sequence[Tensor]) -> Tensor:
-    """Returns an output, or its gradient, as [B, H, N_q, D]."""
     if out.dim() == 3:
         return as_batch(out)
     return out if len(qkv) == 3 else out.transpose(1, 2)
@@ -162,7 +156,7 @@ def _fake_gradient(grad_output: Tensor, qkv: Sequence[Tensor], *args: Any) -> li
 
 
 def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -> int:
-    """Returns the FLOP of a forward, two matmuls with 2 FLOP per multiply-add. A backward has five matmuls."""
+    """Returns the FLOP of a forward, 2 per multiply-add: two products. A backward has five."""
     return 4 * batch * heads * n_q * n_kv * head_dim
 
 
@@ -187,8 +181,8 @@ def _save(args: Sequence[Any], output: Any) -> tuple[Sequence[Tensor | None], An
     return (*output, cu_seqlens, key_mask, *qkv), rest
 
 
-def _backward(grad_output: Tensor, kept: Sequence[Any], rest: Any) -> Sequence[Tensor | None]:
-    out, lse, cu_seqlens, key_mask, *qkv = kept
+def _backward(grad_output: Tensor, saved: Sequence[Any], rest: Any) -> Sequence[Tensor | None]:
+    out, lse, cu_seqlens, key_mask, *qkv = saved
     return attention_backward_kernel(grad_output, qkv, out, lse, cu_seqlens, key_mask, *rest)
 
 

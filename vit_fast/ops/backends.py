@@ -25,21 +25,19 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_to_compiler(function: Function) -> Function:
-    """Makes torch.compile call a function while it traces, and use the result as a constant.
+    """Decorator: torch.compile calls the function while it traces, and the result is a constant of the graph.
 
-    Sets the attribute that torch.compiler.assume_constant_result sets. Calling that imports the compiler and triton.
+    Like torch.compiler.assume_constant_result, which imports the compiler and Triton.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # an attribute of a function
     return function
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> Backend:
-    """Returns the backend that a name stands for on a device.
+    """Resolves "auto" on a device: triton unless `auto_reasons` has reasons against it, else sdpa.
 
     Args:
-        backend: "eager", "sdpa", "triton", or "auto": triton if `auto_reasons` is empty, otherwise sdpa.
-        device: Device of the tensors.
-        dtype: Their dtype; None decides by the device only.
+        dtype: The dtype of the tensors; None decides by the device alone.
     Raises:
         ValueError: the name is unknown.
     """
@@ -50,9 +48,9 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | Non
 
 
 def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """Returns all reasons why "auto" is not triton for tensors of this dtype on this device.
+    """Returns all reasons why "auto" is not triton for tensors of this device and dtype.
 
-    torch computes fp32 products unless TF32 is allowed or autocast is on.
+    fp32 matmuls use torch unless TF32 is allowed or autocast is enabled.
     """
     if device.type != "cuda":  # also under Triton's interpreter, and without importing triton
         place = "the CPU" if device.type == "cpu" else device.type
@@ -73,9 +71,8 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     """Returns all reasons why Triton kernels cannot run on this device.
 
-    On a CUDA device, one small kernel runs first, see `probe.py`. A CPU is supported only in Triton's interpreter
-    (TRITON_INTERPRET=1 when the process started) and with the stand-in driver, which computes nothing. torch.compile
-    uses the result as a constant, because it cannot trace the probe and the result does not change.
+    On a CUDA device, runs one small kernel first (`probe.py`). A CPU is supported only under Triton's interpreter
+    (TRITON_INTERPRET=1 when the process started) and by the stand-in driver, which computes nothing.
     """
     if device == torch.device("cuda") and torch.cuda.is_available():  # a device without an index is the current one
         device = torch.device("cuda", torch.cuda.current_device())
@@ -84,7 +81,7 @@ def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
 
 
 def fp8_reasons(device: torch.device) -> list[str]:
-    """Returns all reasons why blocks in FP8 cannot run on a device. A CPU is supported only in Triton's interpreter."""
+    """Returns all reasons why blocks in FP8 cannot run on a device."""
     return list(triton_unavailable_reasons(device) or _capability_reasons(device))
 
 
@@ -100,7 +97,7 @@ def _capability_reasons(device: torch.device) -> tuple[str, ...]:
 
 
 def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Returns all reasons why kernels with products of this dtype cannot run on a device."""
+    """Returns all reasons why kernels with matmuls of this dtype cannot run on a device."""
     reasons = list(triton_unavailable_reasons(device))
     if reasons or dtype != torch.float32 or _computes_exactly() or _tf32_is_allowed():
         return reasons
@@ -175,7 +172,7 @@ def interpreter_is_active() -> bool:
 
 
 def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
-    """Returns all reasons why no kernel is compiled for this device: Triton is unavailable or interprets kernels."""
+    """Returns the reasons why no kernel is compiled for this device."""
     reasons = triton_unavailable_reasons(device)
     if not reasons and interpreter_is_active():
         reasons = ("Triton's interpreter runs the kernels (TRITON_INTERPRET is set)",)
@@ -183,14 +180,13 @@ def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Runs a call without launching kernels, except for compiled ones, and compiles the other kernels in parallel.
+    """Runs a call that launches only kernels that are compiled already, then compiles the others.
 
     Args:
-        call: Reads no tensor contents and has no side effects. `nothing_to_compile_reasons` must be empty for its
-            device.
-        progress: Called with the number of compiled kernels and their total number.
+        call: Works on uninitialised tensors, and has no side effects. `nothing_to_compile_reasons` returned none.
+        progress: Called with the number of compiled kernels and their total.
     Returns:
-        The number of kernels that this process had not loaded, and the number of these that Triton's disk cache lacked.
+        The number of kernels that this process had not loaded, and of those that were not in Triton's cache on disk.
     Raises:
         RuntimeError: a kernel does not compile.
     """

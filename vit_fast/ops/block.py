@@ -3,7 +3,7 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-Supports no dropout; a drop path is supported only behind a single half.
+Dropout is not supported; drop path only behind a single half.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from .attention import check_key_mask, check_lengths
 from .block_op import block_kernel, named
-from .checks import matmul_dtype, needs_gradient, require_supported
+from .checks import require_supported
 from .descriptions import LAYOUTS, BlockTensors, Keys, QkNorm, Rope, check_qk_norm, checked_rope, is_rms
-from .operators import text_of
+from .operators import matmul_dtype, needs_gradient, text_of
 from .rotary import QkSettings, QkTensors, flat_settings
 
 _NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
@@ -27,14 +27,14 @@ _NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
 def fold(
     tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", paired_head: int = 0, inner_norm: str = "none"
 ) -> BlockTensors:
-    """Folds the norms of a block into qkv, fc1 and, with a norm inside the MLP, fc2, for matmuls of a dtype.
+    """Folds the norms of a block into qkv, fc1 and, with a norm inside the MLP, fc2.
 
-    The folded weights do not follow changes of the parameters and have no gradients.
+    The folded weights do not follow changes of the parameters, and have no gradients.
 
     Args:
-        paired_head: Width D of a head if the rows of q and k are permuted so that channels j and j + D/2 become
-            adjacent, which does not change q k^T. The block then needs rotary positions from `neighbours`. 0 keeps the
-            order of the channels.
+        dtype: The dtype of the matmuls.
+        paired_head: head_dim D to store channels j and j + D/2 of q and k next to each other, which does not change
+            q k^T; the block then needs positions from `neighbours`. 0 keeps the order.
     """
     from ..kernels.linear.folding import NormedLinear, fold_linears
 
@@ -49,8 +49,8 @@ def fold(
         if inner_norm != "none":
             linears.append(NormedLinear(t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, is_rms(inner_norm)))
         qkv, fc1, *fc2 = fold_linears(linears, dtype)
-        kept = (qkv, fc1, *fc2)
-        sums = [f.shift.new_empty(0) if f.weight_sum is None else f.weight_sum for f in kept]
+        folded = (qkv, fc1, *fc2)
+        sums = [f.shift.new_empty(0) if f.weight_sum is None else f.weight_sum for f in folded]
         if fc2:
             t = t._replace(
                 fc2_weight=fc2[0].weight, fc2_bias=fc2[0].shift, fc2_sum=sums[2], inner_weight=None, inner_bias=None
@@ -75,33 +75,28 @@ def fused_block(
     qk_norm: QkNorm | None = None,
     rope: Rope | None = None,
     keys: Keys | None = None,
-    inner_norm: tuple[str, float] = ("none", 0.0),
+    inner_norm: tuple[str, float] | None = None,
     residual: bool = True,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs a block or one of its halves, with LayerNorm statistics passed in and out.
+    """Runs a block or one of its halves; passes LayerNorm statistics in and out.
 
     Args:
-        x: [B, N, C]; for the second half alone [..., C]; fp32, fp16 or bf16.
-        statistics: LayerNorm statistics of x, as the previous block returned them; None computes them. They are not
-            used for fp32 x.
-        tensors: The parameters, in the dtype of x, autocast's dtype, or fp32; or the result of `fold`. A half whose
-            weights are None is skipped.
-        heads: Number of heads H.
+        x: [B, N, C], or [..., C] without the first half; fp32, fp16 or bf16.
+        statistics: LayerNorm statistics of x from the previous block; None computes them.
+        tensors: The parameters, in x's dtype, autocast's, or fp32; or the result of `fold`. A half without weights is
+            skipped.
         attention_scale: Multiplier of q k^T; None means D**-0.5.
         eps: Epsilons of the two norms, in units of x squared.
-        norm: "layer_norm" or "rms_norm".
-        activation: One of `reference.ACTIVATIONS`; with a gate, the activation of the gate.
-        qk_norm: Norms of q and k, applied before the rotation.
-        rope: Rotary positions of q and k.
-        keys: Keys that each query attends to; None means all keys of an image. B must be 1 for packed sequences.
-        inner_norm: Kind and epsilon of a norm of the hidden layer before fc2; "none" if there is none.
-        residual: True if x is added to the branch of a half; a whole block always adds it.
-        next_statistics: True to return the LayerNorm statistics of the output, for the norm that follows.
+        activation: One of `reference.ACTIVATIONS`; with a gate, the gate's.
+        qk_norm: Norms of q and k, before rotation.
+        keys: The keys that queries attend to; B is 1 for packed sequences. None means all of an image.
+        inner_norm: Kind and epsilon of a norm before fc2.
+        residual: Adds x to the branch of a half; True for a whole block.
+        next_statistics: True if a norm follows that reuses the statistics of the output.
     Returns:
-        A tensor with the shape and dtype of x; autocast's dtype replaces fp16 and bf16, and fp32 if x is not added. And
-            its
-        LayerNorm statistics; None without `next_statistics`, and for fp32, which the next norm normalizes itself.
+        The output in x's shape and dtype; autocast's dtype replaces fp16 and bf16, and fp32 of a branch without x. And
+        its LayerNorm statistics; None if not requested, and for fp32, which the next norm computes itself.
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
@@ -132,12 +127,13 @@ def fused_block(
     if keep and tensors.qkv_sum is not None:
         reason = "they have no gradients: pass the parameters, or use torch.no_grad()"
         raise UnsupportedInputError("a block of folded weights where gradients are recorded", [reason])
+    inner, inner_eps = inner_norm or ("none", 0.0)
     words = text_of(
-        norm, activation, qk.norm, qk.over, qk.layout, inner_norm[0], residual, wanted, keep, dtype, tuple(present)
+        norm, activation, qk.norm, qk.over, qk.layout, inner, residual, wanted, keep, dtype, tuple(present)
     )  # fmt: skip
     scale = 1.0 if attention_scale is None else attention_scale
     found = block_kernel(
-        x, statistics, given, heads, scale, prefix, longest, *eps, qk.eps, inner_norm[1], words
+        x, statistics, given, heads, scale, prefix, longest, *eps, qk.eps, inner_eps, words
     )  # fmt: skip
     return found[0], found[1] if wanted else None
 
@@ -145,11 +141,10 @@ def fused_block(
 def checked_qk(
     x: Tensor, packed_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None, together: bool
 ) -> tuple[QkTensors, QkSettings, int]:
-    """Checks qk-norm and rotation against x [B, N, C], and returns them as arguments of an operator.
+    """Checks qk-norm and rotation against x [B, N, C] and a qkv layer of 3 H D outputs; returns operator arguments.
 
     Args:
-        packed_width: Rows 3 H D of the qkv layer.
-        together: True if the pairs of the layer's channels may have been made adjacent by `fold`.
+        together: True if the layer was folded, so that positions from `neighbours` are possible.
     """
     head_dim = packed_width // (3 * heads)
     if qk_norm is not None:
@@ -161,7 +156,7 @@ def checked_qk(
 
 
 def _checked_longest(x: Tensor, keys: Keys) -> int:
-    """Checks the keys against x [B, N, C], and returns the longest packed sequence, or 0."""
+    """Checks keys against x [B, N, C]; returns the longest packed sequence, or 0."""
     if keys.mask is not None:
         check_key_mask(keys.mask, x.shape[0], x.shape[1], x.device)
         return 0

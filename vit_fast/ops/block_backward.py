@@ -66,7 +66,7 @@ class BlockSettings(NamedTuple):
 
     @classmethod
     def read(cls, flat: Sequence[Any]) -> BlockSettings:
-        """Restores the settings from an operator's arguments: the numbers, and `text_of` the others."""
+        """Restores the settings from operator arguments: the numbers, and `text_of` the others."""
         return cls(*flat[:8], *words_of(flat[8]))
 
     @property
@@ -86,7 +86,7 @@ SETTINGS = (
 """The schema of `BlockSettings`."""
 
 
-class Kept(NamedTuple):
+class Saved(NamedTuple):
     """Tensors that the forward saves for the backward; None for an absent half.
 
     Attributes:
@@ -118,7 +118,7 @@ _CONSTANT = {"qkv_sum", "fc1_sum", "fc2_sum", "cos", "sin", "cu_seqlens", "key_m
 
 
 def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors]:
-    """Returns the operator's list of tensors by name."""
+    """Returns the tensors of an operator by name."""
     found: list[Any] = [None] * len(_NAMES)
     for number, tensor in zip(s.present, tensors, strict=True):
         found[number] = tensor
@@ -130,8 +130,8 @@ def gradient_names(s: BlockSettings) -> list[str]:
     return ["" if (name := _NAMES[number]) in _CONSTANT else name for number in s.present]
 
 
-def kept_names(s: BlockSettings) -> list[str]:
-    """Returns the fields of `Kept` that a backward receives."""
+def saved_names(s: BlockSettings) -> list[str]:
+    """Returns the fields of `Saved` that a backward receives."""
     names = []
     if _QKV in s.present:
         names = ["rows1", "statistics1", "qkv", "mixed", "lse", *(["before_norm"] if s.qk_norm != "none" else [])]
@@ -141,22 +141,22 @@ def kept_names(s: BlockSettings) -> list[str]:
 
 
 def _read(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, Any, QkTensors]:
-    names = kept_names(s)
-    kept = Kept(**dict(zip(names, tensors[: len(names)])))
-    return kept, *tensors_of(tensors[len(names) :], s)
+    names = saved_names(s)
+    saved = Saved(**dict(zip(names, tensors[: len(names)])))
+    return saved, *tensors_of(tensors[len(names) :], s)
 
 
 def block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Computes the gradients of x and of the parameters that are present, in order.
+    """Returns the gradients of x and of the parameters that are present.
 
     Args:
-        tensors: The tensors of `kept_names`, then those of the forward.
+        tensors: The tensors of `saved_names`, then those of the forward.
         settings: See `block_forward`.
     """
     from ..kernels.linear import linear, scaled_weights, weight_products
 
     s = BlockSettings.read(settings)
-    kept, t, qk = _read(tensors, s)
+    saved, t, qk = _read(tensors, s)
     linears: dict[str, NormedLinear] = {}
     weights: dict[str, tuple[Tensor, Tensor | None]] = {}
     if t.qkv_weight is not None:
@@ -175,25 +175,25 @@ def block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: An
     if t.fc1_weight is not None:
         if s.inner_norm != "none":
             inner = _normed(t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, s.inner_norm)
-            hidden = _HiddenGradient(inner, t.scale2, kept.branch, kept.hidden)
-        known = _rows(kept.rows2, kept.statistics2)
+            hidden = _HiddenGradient(inner, t.scale2, saved.branch, saved.hidden)
+        known = _rows(saved.rows2, saved.statistics2)
         (stream, narrow), d_fc1, dy, h = _mlp_gradient(
-            stream, known, kept.z, linears["fc1"], scaled.get("fc2"), s, hidden, t.qkv_weight is not None
+            stream, known, saved.z, linears["fc1"], scaled.get("fc2"), s, hidden, t.qkv_weight is not None
         )
         pairs, sums["fc1"] = {"fc1": (d_fc1.scaled, known.source), "fc2": (dy, h)}, d_fc1.column_part
     norm_sums = None
     if t.qkv_weight is not None:
         d_proj = stream.to(s.dtype) if narrow is None else narrow
-        d_mixed = linear.product_gradient(d_proj, scaled["proj"]).view(kept.mixed.shape)
+        d_mixed = linear.product_gradient(d_proj, scaled["proj"]).view(saved.mixed.shape)
         (d_packed,) = attention_gradient(
-            d_mixed, [kept.qkv], kept.mixed, kept.lse, qk.cu_seqlens, qk.key_mask, s.longest, s.scale
+            d_mixed, [saved.qkv], saved.mixed, saved.lse, qk.cu_seqlens, qk.key_mask, s.longest, s.scale
         )
-        norm_sums = qkv_step(qk, s.qk, s.prefix, kept.qkv.shape[-1], False).backward(d_packed, kept.before_norm)
-        d_qkv, known = contiguous_rows(d_packed.flatten(2)), _rows(kept.rows1, kept.statistics1)
+        norm_sums = qkv_step(qk, s.qk, s.prefix, saved.qkv.shape[-1], False).backward(d_packed, saved.before_norm)
+        d_qkv, known = contiguous_rows(d_packed.flatten(2)), _rows(saved.rows1, saved.statistics1)
         stream, normalised, sums["qkv"] = linear.layer_norm_linear_gradient(
             d_qkv, known, linears["qkv"], scaled["qkv"].weight, stream if s.residual else None
         )
-        pairs = {"qkv": (d_qkv, normalised), "proj": (d_proj, contiguous_rows(kept.mixed.flatten(2))), **pairs}
+        pairs = {"qkv": (d_qkv, normalised), "proj": (d_proj, contiguous_rows(saved.mixed.flatten(2))), **pairs}
     parts = dict(zip(pairs, weight_products.weight_products(*pairs.values())))
     found = _parameter_gradients(t, linears, sums, parts, pairs, hidden)
     found |= norm_gradients(norm_sums, qk)
@@ -219,13 +219,13 @@ def _mlp_gradient(
     stream: Tensor, known: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
     s: BlockSettings, inner: _HiddenGradient | None, rounded: bool,
 ) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x, fc1's output and fc2's output, and fc2's input, all [M, *].
+    """Returns the gradients of x, of fc1's output, and of fc2's output (rounded), and the input of fc2; all [M, *].
 
     Args:
-        stream: Gradient of the result [M, C].
-        second: fc2's weight [C, F] with its LayerScale; None if `inner` contains both.
-        inner: The norm between h and fc2, if there is one; fc2's input is then the normalized h without its affine.
-        rounded: True if the second gradient of x is in the dtype of the matmuls; otherwise it is the first.
+        stream: The gradient of the output [M, C].
+        second: fc2's weight [C, F] times LayerScale; None if `inner` has both.
+        inner: A norm between h and fc2, if any; the returned input of fc2 is then without its affine.
+        rounded: True to return the gradient of x in the dtype of the matmuls, too.
     """
     from ..kernels.linear import folding, linear, scaled_weights
 
@@ -246,7 +246,7 @@ def _parameter_gradients(
     t: BlockTensors, linears: dict[str, NormedLinear], sums: dict[str, Tensor], parts: dict[str, Tensor],
     pairs: dict[str, tuple[Tensor, Tensor]], hidden: _HiddenGradient | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Computes the gradients of the linear layers with their norms and LayerScales, by the names of `BlockTensors`."""
+    """Returns the gradients of linear layers, norms and LayerScales by the names of `BlockTensors`."""
     from ..kernels.linear.vector_gradients import parameter_gradients
     from ..kernels.linear.weight_gradients import FoldedProducts, ResidualProducts
 
@@ -282,10 +282,10 @@ class _HiddenGradient:
     """Backward through a norm between the hidden layer of an MLP and its second linear layer.
 
     Attributes:
-        linear: Both as one layer of dense tensors.
-        scale: LayerScale [C] behind them, or None.
-        branch, statistics: Tensors that `kernels/linear/hidden_norm.py` saved.
-        sums: Parts of the sums over the rows of dy; set by `along`.
+        linear: Both, with contiguous tensors.
+        scale: LayerScale [C], or None.
+        branch, statistics: Saved by `kernels/linear/hidden_norm.py`.
+        sums: Partial sums of dy over tokens, set by `along`.
     """
 
     linear: NormedLinear
@@ -295,7 +295,7 @@ class _HiddenGradient:
     sums: Tensor | None = field(default=None, init=False)
 
     def along(self, dy: Tensor) -> Tensor:
-        """Returns the mean of the product of normalized h and its gradient for each token, fp32 [M], for dy [M, C]."""
+        """Returns the mean of normalised tokens times their gradient, fp32 [M], for dy [M, C]."""
         from ..kernels.linear import hidden_norm
 
         along, self.sums = hidden_norm.along_rows(dy, self.branch, self.scale, self.linear.weight.shape[1])
@@ -313,7 +313,7 @@ class _HiddenGradient:
         return FoldedProducts(part, self.sums, linear)
 
     def gradients(self, found: Any) -> dict[str, Tensor | None]:
-        """Returns the gradients of the linear layer, its LayerScale and the norm, by the names of `BlockTensors`."""
+        """Returns the gradients of linear layer, LayerScale and norm by the names of `BlockTensors`."""
         of_norm = {"inner_weight": found.gamma, "inner_bias": found.beta}
         linear, scale = self.linear, self.scale
         if scale is None:
@@ -327,10 +327,11 @@ class _HiddenGradient:
 
 
 def block_flop(x: Sequence[int], t: BlockTensors, longest: int) -> tuple[int, int]:
-    """Returns the FLOP of the matmuls and the attention of a forward, with 2 FLOP per multiply-add, from shapes.
+    """Returns the FLOP of the matmuls and of the attention of a forward, 2 per multiply-add.
 
     Args:
-        longest: Longest packed sequence, because shapes do not contain the lengths; 0 means images.
+        x, t: Shapes.
+        longest: max_seqlen of packed sequences; 0 means images.
     """
     rows, width, matmuls, attention = rows_of(x), int(x[-1]), 0, 0
     shapes: Any = t
@@ -350,7 +351,7 @@ def _fake(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> lis
     rows, statistics = tensors[:2]
     dx = rows.new_empty(grad_output.shape, dtype=torch.float32 if statistics.shape[0] == 1 else rows.dtype)
     names = gradient_names(s)
-    parameters = zip(names, tensors[len(kept_names(s)) :], strict=True)
+    parameters = zip(names, tensors[len(saved_names(s)) :], strict=True)
     return [dx, *(parameter.new_empty(parameter.shape) for name, parameter in parameters if name)]
 
 

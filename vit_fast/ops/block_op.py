@@ -3,21 +3,19 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-The whole block is one call of torch's dispatcher. Layers share launches where possible: folding, the products of the
-weight gradients, and the gradients of vectors. With `keep`, the operator also returns the tensors that
-`vit_fast::block_backward` (`block_backward.py`) needs. If `qkv_sum` and `fc1_sum` are given, the norms are folded
-already, by `fold` in `block.py`.
+One call of torch's dispatcher for the whole block. One launch folds all layers, one computes all products of the weight
+gradients, one all gradients of the parameters. With `keep`, it also returns the tensors for `vit_fast::block_backward`
+(`block_backward.py`). With `qkv_sum` and `fc1_sum`, the norms are folded already (`fold` in `block.py`).
 
-LayerNorm statistics are passed from block to block per piece of columns, fp32 [M, 2, row_parts(C)]. The reader combines
-them with its own epsilon (`kernels/row_parts.py`). For the backward, fp32 tokens are saved normalized, in the dtype of
-the matmuls, with rstd as fp32 [1, M]; half-precision tokens are saved as they are, with (mean, rstd) as fp32 [2, M].
+LayerNorm statistics pass from block to block per piece of columns, fp32 [M, 2, row_parts(C)]; the next layer combines
+them with its own epsilon (`kernels/row_parts.py`). For the backward, fp32 tokens are saved normalised, in the dtype of
+the matmuls, with rstd as fp32 [1, M]; half-precision tokens unchanged, with (mean, rstd) as fp32 [2, M].
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,7 +29,7 @@ from .block_backward import (
     block_backward_kernel,
     block_flop,
     gradient_names,
-    kept_names,
+    saved_names,
     tensors_of,
 )
 from .checks import contiguous_rows, require_supported
@@ -44,42 +42,21 @@ if TYPE_CHECKING:
     from ..kernels.matmul.matmul_launch import HeadStep
 
 
-class KeptWeights(Protocol):
-    """Folded weights that are cached across calls."""
-
-    def ensure_current(self) -> None:
-        """Folds again, into the same memory, if the weights have changed."""
-
-    def forget(self, stepped: set[int] | None) -> None:
-        """Marks the cache as outdated if it depends on one of these tensors, given by id; None means any tensor."""
-
-
-KEPT: weakref.WeakValueDictionary[int, KeptWeights] = weakref.WeakValueDictionary()
-"""By the address of the folded weight of qkv."""
-
-
-def ensure_current(weight: Tensor | None) -> None:
-    """Runs before every launch, also of a compiled graph, where nobody else could look."""
-    if KEPT and weight is not None and (kept := KEPT.get(weight.data_ptr())) is not None:
-        kept.ensure_current()
-
-
 def block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Runs a block on x [B, N, C], or its second half on x [..., C].
+    """Computes a block of x [B, N, C], or its second half of x [..., C].
 
     Args:
-        statistics: LayerNorm statistics of x from the previous block, if any.
-        tensors: The tensors of `BlockTensors` and `QkTensors` that `settings` lists as present.
-        settings: `BlockSettings.flat`.
+        tensors: The tensors of `BlockTensors` and `QkTensors` that are present.
+        settings: See `BlockSettings.read`.
     Returns:
-        The output; with `next_statistics` its LayerNorm statistics; and with `keep` the tensors that `kept_names`
+        The output; with `next_statistics` its LayerNorm statistics; and with `keep` the tensors that `saved_names`
             lists.
     """
     from ..kernels.linear.linear import linear_residual
 
     s = BlockSettings.read(settings)
     t, qk = tensors_of(tensors, s)
-    kept: dict[str, Tensor] = {}
+    saved: dict[str, Tensor] = {}
     rows, step = contiguous_rows(x), None
     if t.qkv_weight is not None:
         head_dim = t.qkv_weight.shape[0] // (3 * s.heads)
@@ -88,21 +65,21 @@ def block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor
     weights = _plain_weights(t, s)
     y, emitted = rows, statistics
     if step is not None:
-        flat = _qkv(y, emitted, folded["qkv"], step.of_heads(x.shape[-2]), kept, s)
+        flat = _qkv(y, emitted, folded["qkv"], step.of_heads(x.shape[-2]), saved, s)
         packed = flat.view(*x.shape[:-1], 3, s.heads, step.head_dim)
-        mixed = _attend(packed, step, qk, kept, s)
+        mixed = _attend(packed, step, qk, saved, s)
         wanted = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32  # else by their reader
         base = rows if s.residual else None
         dtype = _branch_dtype(s.dtype, t.scale1) if base is None else base.dtype
         y, emitted = linear_residual(mixed, weights["proj"], t.proj_bias, t.scale1, base, wanted, dtype)
     if t.fc1_weight is not None:
-        y, emitted = _mlp(y, emitted, folded, weights.get("fc2"), t, kept, s)
+        y, emitted = _mlp(y, emitted, folded, weights.get("fc2"), t, saved, s)
     found = [y.view(x.shape), *([] if emitted is None or not s.next_statistics else [emitted])]
-    return found + [kept[name] for name in _made_names(x, s)]
+    return found + [saved[name] for name in _made_names(x, s)]
 
 
 def _qkv(
-    rows: Tensor, statistics: Tensor | None, qkv: FoldedLinear, head_step: HeadStep | None, kept: dict[str, Tensor],
+    rows: Tensor, statistics: Tensor | None, qkv: FoldedLinear, head_step: HeadStep | None, saved: dict[str, Tensor],
     s: BlockSettings,
 ) -> Tensor:  # fmt: skip
     from ..kernels import layer_norm
@@ -112,36 +89,34 @@ def _qkv(
     if not s.keep:
         return linear.layer_norm_linear(given, qkv, head_step=head_step)
     flat, _, known = linear.layer_norm_linear_keeping(given, qkv, head_step=head_step)
-    kept |= {"rows1": known.source, "statistics1": known.statistics}
+    saved |= {"rows1": known.source, "statistics1": known.statistics}
     return flat
 
 
-def _attend(packed: Tensor, step: QkvStep, qk: QkTensors, kept: dict[str, Tensor], s: BlockSettings) -> Tensor:
-    """Returns the output of the attention [M, H D]."""
+def _attend(packed: Tensor, step: QkvStep, qk: QkTensors, saved: dict[str, Tensor], s: BlockSettings) -> Tensor:
     step.check(packed)
     ready, before = step.forward(packed, s.keep)
     mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.longest, s.scale)
-    kept |= {"qkv": ready, "mixed": mixed, "lse": lse} | ({} if before is None else {"before_norm": before})
+    saved |= {"qkv": ready, "mixed": mixed, "lse": lse} | ({} if before is None else {"before_norm": before})
     return contiguous_rows(mixed.flatten(2))
 
 
 def _mlp(
     rows: Tensor, statistics: Tensor | None, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
-    kept: dict[str, Tensor], s: BlockSettings,
+    saved: dict[str, Tensor], s: BlockSettings,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Runs the second half on [M, C], and returns the output with its LayerNorm statistics."""
     from ..kernels import layer_norm
     from ..kernels.linear import hidden_norm, linear
 
     fc1, inner = folded["fc1"], folded.get("fc2")
     gated = fc1.shift.shape[0] != t.fc2_weight.shape[1]
     given = layer_norm.input_rows(rows, s.eps2, statistics, s.dtype, fc1.weight_sum is None)
-    part = None  # the statistics of the hidden layer's rows, where a norm of half-precision ones comes next
+    part = None  # LayerNorm statistics of the hidden layer, if a norm of half-precision tokens follows
     if inner is not None and s.dtype != torch.float32:
         part = layer_norm.new_statistics(rows.shape[0], t.fc2_weight.shape[1], rows.device)
     if s.keep:
         h, z, known = linear.layer_norm_linear_keeping(given, fc1, s.activation, gated, out_part=part)
-        kept |= {"rows2": known.source, "statistics2": known.statistics, "z": z}
+        saved |= {"rows2": known.source, "statistics2": known.statistics, "z": z}
     else:
         h = linear.layer_norm_linear(given, fc1, s.activation, gated, out_part=part)
     dtype, base = _mlp_dtype(rows.dtype, t.scale2, s), rows if s.residual else None
@@ -152,12 +127,12 @@ def _mlp(
     second = hidden_norm.HiddenLinear(inner, s.inner_eps)
     y, hidden = hidden_norm.hidden_linear_residual(h, part, second, t.scale2, base, emitted, dtype, s.keep)
     if hidden is not None:
-        kept |= {"branch": hidden.branch, "hidden": hidden.statistics}
+        saved |= {"branch": hidden.branch, "hidden": hidden.statistics}
     return y, emitted
 
 
 def _branch_dtype(dtype: torch.dtype, layer_scale: Tensor | None) -> torch.dtype:
-    """Returns the dtype of the attention branch: fp32 if LayerScale is fp32, because 1e-6 would round to 0 in fp16."""
+    """Returns the dtype of a branch without residual: fp32 if LayerScale is, because fp16 cannot represent 1e-6."""
     return dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
 
 
@@ -173,14 +148,14 @@ _MLP_NAMES = {
 
 
 def named(t: Any) -> tuple[str, dict[str, Tensor | None]]:
-    """Returns the name of the operator and its parameters for error messages."""
+    """Returns the names of the operator and of its parameters in errors."""
     if t.qkv_weight is not None:
         return "a block", t._asdict()
     return "layer_norm_mlp", {_MLP_NAMES.get(name, name): tensor for name, tensor in t._asdict().items()}
 
 
 def _folded(x: Tensor, t: Any, paired_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
-    """Returns qkv and fc1 (and fc2 with an inner norm) with their norms folded in; folds them unless that was done."""
+    """Returns the folded qkv and fc1, and fc2 with a norm inside; folds them unless they are."""
     from ..kernels.linear.folding import FoldedLinear, NormedLinear, fold_linears
 
     require_supported(*named(t), x, s.dtype)
@@ -210,7 +185,7 @@ def _folded(x: Tensor, t: Any, paired_head: int, s: BlockSettings) -> dict[str, 
 
 
 def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
-    """Casts proj and fc2 to the dtype of the matmuls in one launch; omits fc2 if it is folded with its norm."""
+    """Casts proj, and fc2 unless it is folded with its norm, to the dtype of the matmuls, by one launch."""
     from ..kernels.linear.scaled_weights import in_dtype
 
     weights = {} if t.proj_weight is None else {"proj": t.proj_weight}
@@ -220,8 +195,8 @@ def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
 
 
 def _made_names(x: Tensor, s: BlockSettings) -> list[str]:
-    """Returns the fields of `Kept` that are new results; an operator must not return x itself."""
-    names = kept_names(s) if s.keep else []
+    """Returns the fields of `Saved` that are new results; an operator must not return x itself."""
+    names = saved_names(s) if s.keep else []
     return names[1:] if names and x.dtype != torch.float32 else names
 
 
@@ -236,19 +211,19 @@ def _fake(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *sett
     found = [out, *([x.new_empty((M, 2, row_parts(C)), dtype=torch.float32)] if s.next_statistics else [])]
     if not s.keep:
         return found
-    kept: dict[str, Tensor] = {}
+    saved: dict[str, Tensor] = {}
     for half in "12":
-        kept[f"rows{half}"] = x.new_empty((M, C), dtype=s.dtype)
-        kept[f"statistics{half}"] = x.new_empty((1 if fp32 else 2, M), dtype=torch.float32)
+        saved[f"rows{half}"] = x.new_empty((M, C), dtype=s.dtype)
+        saved[f"statistics{half}"] = x.new_empty((1 if fp32 else 2, M), dtype=torch.float32)
     if t.qkv_weight is not None:
         (B, N, _), D = x.shape, t.qkv_weight.shape[0] // (3 * s.heads)
-        kept["qkv"], kept["before_norm"] = (x.new_empty((B, N, 3, s.heads, D), dtype=s.dtype) for _ in range(2))
-        kept["mixed"] = x.new_empty((B, N, s.heads, D), dtype=s.dtype)
-        kept["lse"] = x.new_empty((B, s.heads, N), dtype=torch.float32)
+        saved["qkv"], saved["before_norm"] = (x.new_empty((B, N, 3, s.heads, D), dtype=s.dtype) for _ in range(2))
+        saved["mixed"] = x.new_empty((B, N, s.heads, D), dtype=s.dtype)
+        saved["lse"] = x.new_empty((B, s.heads, N), dtype=torch.float32)
     if t.fc1_weight is not None:
-        kept["z"] = x.new_empty((M, t.fc1_weight.shape[0] * (1 if t.gate_weight is None else 2)), dtype=s.dtype)
-        kept["branch"], kept["hidden"] = out.new_empty((M, C)), x.new_empty((2, M), dtype=torch.float32)
-    return found + [kept[name] for name in _made_names(x, s)]
+        saved["z"] = x.new_empty((M, t.fc1_weight.shape[0] * (1 if t.gate_weight is None else 2)), dtype=s.dtype)
+        saved["branch"], saved["hidden"] = out.new_empty((M, C)), x.new_empty((2, M), dtype=torch.float32)
+    return found + [saved[name] for name in _made_names(x, s)]
 
 
 def _save(args: Sequence[Any], output: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Any]:
@@ -258,8 +233,8 @@ def _save(args: Sequence[Any], output: Sequence[Tensor]) -> tuple[Sequence[Tenso
     return (*(() if x.dtype == torch.float32 else (x,)), *made, *tensors), rest
 
 
-def _backward(grad_output: Tensor, kept: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
-    dx, *gradients = block_backward_kernel(grad_output, list(kept), *rest)
+def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
+    dx, *gradients = block_backward_kernel(grad_output, list(saved), *rest)
     found = iter(gradients)
     return dx, None, *(next(found) if name else None for name in gradient_names(BlockSettings.read(rest)))
 
@@ -270,11 +245,7 @@ def _flop(x: Any, statistics: Any, tensors: Any, *settings: Any) -> int:
     return sum(block_flop(x, t, 0 if qk.cu_seqlens is None else s.longest))
 
 
-def _before(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *_: Any) -> None:
-    ensure_current(tensors[0])  # qkv's weight, where its norm is folded
-
-
 block_kernel = operator(
     "vit_fast::block", f"(Tensor x, Tensor? statistics, Tensor[] tensors, {SETTINGS}) -> Tensor[]", block_forward,
-    what="a block or layer_norm_mlp", fake=_fake, flop=_flop, gradient=Gradient(_save, _backward), before=_before,
+    what="a block or layer_norm_mlp", fake=_fake, flop=_flop, gradient=Gradient(_save, _backward), cached=2,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checks and conversions of the Triton operators' inputs; detection of gradients and torch.func transforms."""
+"""Checks and conversions of the Triton operators' inputs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..errors import UnsupportedInputError, check_type
-from .backends import constant_to_compiler, kernel_reasons
+from .backends import kernel_reasons
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Row numbers are 32-bit in the kernels, up to the end of the last tile; offsets of elements are 64-bit.
@@ -57,31 +56,6 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
-def matmul_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype of matmuls with x: autocast's if autocast is on, otherwise x.dtype."""
-    device_type = x.device.type
-    if x.dtype == torch.float64 or device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return x.dtype  # torch cannot query autocast for meta
-    return torch.get_autocast_dtype(device_type)
-
-
 def rows_of(shape: Sequence[int]) -> int:
     """Returns the number of tokens of a tensor [..., C] with this shape."""
     return math.prod(int(size) for size in shape[:-1])
-
-
-@constant_to_compiler
-def in_transform() -> bool:
-    """Returns True inside a torch.func transform or a forward-mode level; torch.compile guards both stacks."""
-    if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
-        return False
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    functionalize = torch._C._functorch.TransformType.Functionalize  # runs custom operators like others
-    return forward_ad._current_level >= 0 or any(level.key() != functionalize for level in levels)
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Returns True if autograd or a torch.func transform may need gradients of an operator on these tensors."""
-    if in_transform():
-        return True
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

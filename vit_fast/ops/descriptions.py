@@ -1,4 +1,4 @@
-"""Data classes for arguments that consist of several tensors: norms, rotary positions, keys and blocks."""
+"""Arguments of the operators that are more than one tensor: norms, rotary positions, keys, blocks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class QkNorm(NamedTuple):
     """The norms of q and k.
 
     Attributes:
-        q, k: Norms of equal kind and epsilon. Weight and bias are [D], or [H D] for over="width".
-        over: "head" normalizes each head separately, "width" all heads of a token together.
+        q, k: Norms of equal kind and epsilon; weight and bias are [D], or [H D] over "width".
+        over: "head" normalises each head, "width" all heads of a token together.
     """
 
     q: Norm
@@ -45,12 +45,12 @@ class QkNorm(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Rotary positions, which rotate pairs of channels: (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotary positions: pairs of channels of q and k are rotated, (a, b) -> (a cos - b sin, b cos + a sin).
 
     Attributes:
-        cos, sin: Tables of any floating dtype: [T, d], [B, T, d] or [B, H, T, d] with T = N - prefix; B and H may be 1.
-            d is D/2, one value per pair, which is fastest; or D, with each value twice, in the order of the layout.
-        prefix: Number of first tokens in each sequence (class, registers) that are not rotated.
+        cos, sin: [T, d], [B, T, d] or [B, H, T, d] in any floating dtype, T = N - prefix; B and H may be 1. d is D/2
+            (one number per pair; faster), or D with each number twice, in the places of the layout.
+        prefix: Number of leading tokens that are not rotated (class token, registers).
         layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
 
@@ -64,8 +64,8 @@ class Keys(NamedTuple):
     """The keys that a query attends to: those of its packed sequence, or those that are not padding.
 
     Attributes:
-        cu_seqlens, max_seqlen: Packed sequences, see `attention_varlen`.
-        mask: Padding mask of a batch, see key_mask of `attention`; None for packed sequences.
+        cu_seqlens, max_seqlen: See `attention_varlen`; None for padded images.
+        mask: The key_mask of `attention`; None for packed sequences.
     """
 
     cu_seqlens: Tensor | None = None
@@ -74,38 +74,37 @@ class Keys(NamedTuple):
 
 
 class BlockTensors(NamedTuple):
-    """The parameters of a block; None for absent ones.
+    """The parameters of a block; None for absent ones. An absent half has none.
 
     Attributes:
-        norm1_weight, norm1_bias: First LayerNorm [C].
-        qkv_weight, qkv_bias: One linear layer for q, k and v, [3 H D, C] and [3 H D].
+        norm1_weight, norm1_bias: [C].
+        qkv_weight, qkv_bias: [3 H D, C] and [3 H D].
         proj_weight, proj_bias: [C, H D] and [C].
         scale1: LayerScale of the attention branch [C].
-        norm2_weight, norm2_bias: Second LayerNorm [C].
+        norm2_weight, norm2_bias: [C].
         fc1_weight, fc1_bias: [F, C] and [F].
         fc2_weight, fc2_bias: [C, F] and [C].
         scale2: LayerScale of the MLP branch [C].
-        gate_weight, gate_bias: The gate's linear layer, with the shapes of fc1's.
-        qkv_sum, fc1_sum: Row sums of the weights if `fold` has folded the LayerNorms into them (rounding errors of 0),
-            fp32 [3 H D] and [F]; empty for RMSNorms. The norms' own parameters are None then.
-        inner_weight, inner_bias: Norm of the hidden layer before fc2 [F].
-        fc2_sum: Row sums of fc2 [C] if that norm is folded into it.
+        gate_weight, gate_bias: [F, C] and [F].
+        qkv_sum, fc1_sum, fc2_sum: Row sums of weights that `fold` made, fp32, which correct their rounding; empty for
+            RMSNorms. The norms' own parameters are None then.
+        inner_weight, inner_bias: A norm before fc2 [F].
     """
 
-    norm1_weight: Tensor | None
-    norm1_bias: Tensor | None
-    qkv_weight: Tensor
-    qkv_bias: Tensor | None
-    proj_weight: Tensor
-    proj_bias: Tensor | None
-    scale1: Tensor | None
-    norm2_weight: Tensor | None
-    norm2_bias: Tensor | None
-    fc1_weight: Tensor
-    fc1_bias: Tensor | None
-    fc2_weight: Tensor
-    fc2_bias: Tensor | None
-    scale2: Tensor | None
+    norm1_weight: Tensor | None = None
+    norm1_bias: Tensor | None = None
+    qkv_weight: Any = None  # a tensor of a half that is there
+    qkv_bias: Tensor | None = None
+    proj_weight: Any = None
+    proj_bias: Tensor | None = None
+    scale1: Tensor | None = None
+    norm2_weight: Tensor | None = None
+    norm2_bias: Tensor | None = None
+    fc1_weight: Any = None
+    fc1_bias: Tensor | None = None
+    fc2_weight: Any = None
+    fc2_bias: Tensor | None = None
+    scale2: Tensor | None = None
     gate_weight: Tensor | None = None
     gate_bias: Tensor | None = None
     qkv_sum: Tensor | None = None
@@ -116,13 +115,13 @@ class BlockTensors(NamedTuple):
 
 
 class BlockScales(NamedTuple):
-    """Divisors of the operands of a block's linear layers before they are rounded to e4m3, in fp32.
+    """Scales of the operands of a block's linear layers, which are divided by them before rounding to e4m3, in fp32.
 
-    None keeps the layer in half precision.
+    None keeps a layer in half precision.
 
     Attributes:
-        qkv, fc1: Scales of the residual stream per channel [C]; the folded weight is multiplied by them.
-        proj, fc2: Scales of the attention's output and of the hidden layer, one number [].
+        qkv, fc1: Per channel of the residual stream [C]; the folded weight is multiplied by them.
+        proj, fc2: Of the attention's output and of the hidden layer [].
     """
 
     qkv: Tensor | None = None
@@ -132,21 +131,22 @@ class BlockScales(NamedTuple):
 
 
 def is_padding(mask: Any) -> bool:
-    """Returns True if the strides of a mask [B, 1, 1 or N, N] show that it is equal for all heads and queries.
+    """True if sizes and strides of a mask [B, 1, 1 or N, N] show that it is equal for all heads and queries.
 
-    Does not read its values, which would synchronize with the device.
+    Its values are not read, which would synchronize with the device.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
         return False
     return all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (1, 2))
 
 
-def is_rms(norm: str) -> bool:
-    """Returns True if the norm is an RMSNorm.
+def names_keys(mask: Any) -> bool:
+    """True if a mask is a padding mask or `Keys`: fused layers take both."""
+    return isinstance(mask, Keys) or is_padding(mask)
 
-    Raises:
-        ValueError: the kind of norm is unknown.
-    """
+
+def is_rms(norm: str) -> bool:
+    """True for "rms_norm"; raises ValueError for unknown norms."""
     check_choice("norm", norm, NORMS)
     return norm == "rms_norm"
 
@@ -195,7 +195,7 @@ def checked_rope(rope: Rope, shape: Sequence[int], layouts: Sequence[str] = LAYO
     if cos.shape != sin.shape:
         raise ValueError(f"rope.cos and rope.sin must have equal shapes, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     T = N - prefix
-    # of its own rank alone: a comparison with B would fix the batch size while exporting
+    # compared only with the sizes of its rank: a comparison with B would fix the batch size in an exported graph
     fits = (
         (cos.dim() == 2 and cos.shape[0] == T)
         or (cos.dim() == 3 and cos.shape[:-1] == (B, T))
@@ -210,9 +210,9 @@ def checked_rope(rope: Rope, shape: Sequence[int], layouts: Sequence[str] = LAYO
 
 
 def neighbours(rope: Rope, head_dim: int) -> Rope:
-    """Returns rotary positions for q and k whose pairs `fold` made adjacent: channel j + D/2 follows channel j.
+    """Returns positions of layout "half" for folded weights in which channel j + D/2 follows channel j.
 
-    They are for folded weights only. The norms of q and k keep their order.
+    The weights of q's and k's norms keep their order.
     """
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
     return Rope(cos, sin, rope.prefix, "neighbours")

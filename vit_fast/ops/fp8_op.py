@@ -22,7 +22,6 @@ from .attention_op import attention_flop
 from .attention_op import unsupported_reasons as attention_reasons
 from .backends import fp8_reasons
 from .block_backward import SETTINGS, BlockSettings
-from .block_op import ensure_current
 from .checks import contiguous_rows, rows_of
 from .operators import operator
 from .rotary import QkTensors, qkv_step
@@ -199,5 +198,5 @@ def _flop(x: Any, tensors: Any, *settings: Any) -> int:
 
 block_fp8_kernel = operator(
     "vit_fast::block_fp8", f"(Tensor x, Tensor?[] tensors, {SETTINGS}) -> Tensor[]", block_fp8_forward,
-    what="a block in FP8", fake=_fake, flop=_flop, before=lambda x, tensors, *_: ensure_current(tensors[3]),
+    what="a block in FP8", fake=_fake, flop=_flop, cached=4,
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Folded weights that are cached across calls and updated when their sources change.
+"""Folded weights that are cached, and recomputed when the parameters change.
 
-Weights are folded again, into the same memory, if a source is replaced, moved, or written to in a way that torch
-counts; and after a step of any torch optimizer, because the fused ones are not counted. Other writes (through `.data`,
-by numpy, by collectives, by another library) are not detected, see `vit_fast.freeze`.
+They are recomputed, in the same memory, when a parameter is replaced, moved, or written to so that its version counter
+increments; and after a step of torch's optimizers, whose fused forms do not increment it. Writes through `.data`, by
+numpy, collectives or other libraries are not detected: see `vit_fast.freeze`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .block import fold
-from .block_op import KEPT
 from .descriptions import BlockTensors
+from .operators import CACHED
 
 PLAIN = (nn.Parameter, Tensor, type(None))  # subclasses may override how they compute
 
@@ -27,16 +27,14 @@ class Frozen:
     """The folded linear layers of one block.
 
     Args:
-        sources: Modules and attribute names of all parameters.
-        block: Returns all parameters of the block.
-        dtype: Dtype of the matmuls.
-        norm: Kind of the norms.
-        paired_head, inner_norm: See `fold`.
+        sources: The parameters: modules and names of their attributes.
+        block: Returns the current parameters.
+        dtype: The dtype of the matmuls.
+        norm, paired_head, inner_norm: See `fold`.
     Attributes:
-        dtype, paired_head: The arguments.
-        tensors: Folded weight, bias and row sums of qkv, of fc1, and of fc2 with an inner norm; then proj and fc2 if
-            they had to be cast. These tensors are never replaced.
-        folding: Set by the caller, to detect whether the block has changed since.
+        tensors: Folded weight, bias and sum of qkv, of fc1, and of fc2 with a norm inside the MLP; then the weights of
+            proj and fc2 if the parameters have another dtype. They stay the same tensors.
+        folding: Set by the owner, to check that the block is the one that was folded.
     """
 
     folding: Any = None
@@ -57,26 +55,18 @@ class Frozen:
         self._made_of: list[_Source] = []
         self.refresh()
         _follow_optimizers()
-        KEPT[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
+        CACHED[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
 
     def refresh(self) -> None:
-        """Folds the current weights into the existing memory.
-
-        Raises:
-            RuntimeError: their shape or device changed.
-        """
-        # inference tensors cannot be written to outside inference mode
+        """Recomputes the tensors in the same memory; raises RuntimeError if shape or device changed."""
+        # an inference tensor could not be written to outside of inference mode
         with self._lock, torch.inference_mode(False), torch.no_grad():
             made_of = [_look(owner, name) for owner, name in self._sources]
             self.make()
             self._made_of = made_of if not self.tensors or _has_run(self.tensors[0]) else []
 
     def make(self) -> None:
-        """Computes `tensors` from the current weights, in the existing memory.
-
-        Raises:
-            RuntimeError: their shape or device changed.
-        """
+        """Computes `tensors`, in the same memory if they exist."""
         found = self._made()
         if not self.tensors:
             self.tensors = found
@@ -99,21 +89,21 @@ class Frozen:
     def with_others(
         self, proj: tuple[Tensor, Tensor | None, Tensor | None], fc2: tuple[Tensor, Tensor | None, Tensor | None]
     ) -> BlockTensors:
-        """Returns a block of the cached tensors, and the current weight, bias and LayerScale of proj and fc2."""
+        """Returns the folded block with the current weight, bias and LayerScale of proj and of fc2."""
         qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
         fc2_sum = None
         if self._inner_norm != "none":
             weight, bias, fc2_sum, *cast = cast
             fc2 = weight, bias, fc2[2]
         if cast:
-            proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])  # with an inner norm, fc2 stays the folded weight
+            proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])  # with a norm inside, fc2's weight is the folded one
         return BlockTensors(
             None, None, qkv_weight, qkv_bias, *proj, None, None, fc1_weight, fc1_bias, *fc2,
             qkv_sum=qkv_sum, fc1_sum=fc1_sum, fc2_sum=fc2_sum,
         )  # fmt: skip
 
     def ensure_current(self) -> None:
-        """Calls `refresh` if the weights have changed."""
+        """Refreshes the tensors if a change of the weights is detected."""
         for own, place, name, held, version, address, _ in self._made_of:
             now = own[name] if name in own else place.get(name, _GONE)
             if now is held:
@@ -127,21 +117,15 @@ class Frozen:
         if not self._made_of:
             self.refresh()
 
-    @property
-    def bytes(self) -> int:
-        """Memory of the cached tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
-
     def forget(self, stepped: set[int] | None) -> None:
-        """Forces a refresh before the next use if it depends on one of these tensors (ids); None means any tensor."""
+        """Marks the tensors as outdated if they depend on one of these parameters, by id; None means all."""
         if stepped is None or any(id(held) in stepped for _, _, _, held, *_ in self._made_of):
             self._made_of = []
 
 
-# A module's __dict__, the dictionary that holds the parameter, its name, and the tensor at the last refresh with its
-# version, address and storage. The references keep other tensors from reusing the id or the address, for example if a
-# parameter is converted to another dtype and back. Every forward checks this, so it bypasses nn.Module's slow
-# __getattr__.
+# A module's __dict__, the dictionary of the parameter, its name, the tensor, its version, address and storage.
+# Tensor and storage are held so that no other gets their id or address, e.g. when a parameter is converted to another
+# dtype and back.
 _Source = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int, torch.UntypedStorage | None]
 _GONE = object()
 
@@ -157,7 +141,7 @@ def _look(owner: nn.Module, name: str) -> _Source:
 
 
 def _has_run(tensor: Tensor) -> bool:
-    """Waits until a tensor is written, since other streams read it without waiting; returns False during a capture."""
+    """Waits until a tensor is written, because other streams read it; returns False in a CUDA-graph capture."""
     if not tensor.is_cuda:
         return True
     if torch.cuda.is_current_stream_capturing():
@@ -170,9 +154,9 @@ def _has_run(tensor: Tensor) -> bool:
 def _follow_optimizers() -> None:
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # FSDP steps its shards and gathers them without increasing the version counter
+        # FSDP steps the shards, and gathers the weights without incrementing their version counters
         stepped = {id(p) for p in parameters} if all(type(p) in PLAIN for p in parameters) else None
-        for frozen in list(KEPT.values()):
+        for frozen in list(CACHED.values()):
             frozen.forget(stepped)
 
     register_optimizer_step_post_hook(stepped)

@@ -37,5 +37,5 @@ matmul = operator(
     "vit_fast::matmul", "(Tensor x, Tensor weight) -> Tensor", _product, what="a matmul",
     flop=lambda x, weight: 2 * math.prod(x) * weight[0],
     fake=lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]),
-    gradient=Gradient(lambda args, out: (args, None), lambda grad, kept, rest: _matmul_backward(grad, *kept)),
+    gradient=Gradient(lambda args, out: (args, None), lambda grad, saved, rest: _matmul_backward(grad, *saved)),
 )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Registers torch operators from one declaration: schema, implementation, fake, gradient, vmap rule and FLOP.
+"""Registers operators with torch, each from one declaration: schema, implementation, fake, gradient, vmap rule, FLOP.
 
-torch's `custom_op` does the same with more host time per call. Here the dispatcher finds the implementation directly,
-and the autograd part is one `torch.autograd.Function`. The implementation runs by its launch plan (`kernels/plan.py`):
-on known shapes only its launches are replayed, so it checks each signature once.
+`torch.library.custom_op` does the same with more host time per call. Here autograd is one `torch.autograd.Function`,
+and a call reaches the implementation directly unless a mode or a subclass intercepts it. The implementation runs by its
+launch plan (`kernels/plan.py`): for known shapes only its launches are executed, so its checks run once per signature.
 
-An operator may take one list of tensors. Words, flags and dtypes are packed into one string by `text_of`. Numbers are
+An operator may take one list of tensors. Strings, flags and dtypes are one string, made by `text_of`; numbers are
 separate arguments, because torch.compile may trace them.
 """
 
@@ -14,29 +14,31 @@ import functools
 import importlib.util
 import json
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch import library as torch_library
+from torch.autograd import forward_ad
 
 from ..errors import UnsupportedInputError
 from .backends import constant_to_compiler
-from .checks import in_transform
 from .flops import flop_formula
 
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+CACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Folded weights (`frozen.py`) by the address of the first of them."""
 _UNCOMPILED = "the triton operators under torch.func or forward-mode derivatives run uncompiled"
 
 
 class Gradient(NamedTuple):
-    """The derivative of an operator's first output; the other outputs are not differentiable.
+    """The derivative of the first output of an operator; the others are not differentiable.
 
     Attributes:
-        save: Called with arguments and outputs; returns the tensors that the backward needs, and any other object.
-        backward: Called with the gradient and both results of `save`; returns the gradients of the leading arguments,
-            with lists flattened.
+        save: Called with the arguments and the outputs; returns tensors for the backward, and other values.
+        backward: Called with the gradient and both; returns gradients of the leading arguments, a list's one by one.
     """
 
     save: Callable[[Sequence[Any], Any], tuple[Sequence[Tensor | None], Any]]
@@ -52,19 +54,20 @@ def operator(
     fake: Callable[..., Any],
     flop: Callable[..., int],
     gradient: Gradient | None = None,
-    before: Callable[..., object] | None = None,
+    cached: int | None = None,
 ) -> Callable[..., Any]:
-    """Registers a function of tensors as an operator for every device, and returns a callable.
+    """Registers a function as an operator for every device, and returns a function that calls it.
 
     Args:
         name: "namespace::name".
-        schema: Arguments and results in torch's syntax.
-        function: Must not modify an argument, nor return a tensor that shares memory with one.
+        schema: Arguments and outputs in torch's notation.
+        function: Changes no argument; no output shares memory with one.
         what: Name in errors.
-        fake: Returns results of the same shapes, strides and dtypes without computing them.
+        fake: Returns outputs of the same shapes, strides and dtypes.
         flop: Counts FLOP from the arguments, with shapes in place of tensors.
-        gradient: None raises an error for a derivative, as for a backward operator.
-        before: Called with the arguments of every call, including replayed ones.
+        gradient: None raises an error for derivatives, e.g. of backward operators.
+        cached: Position, in the arguments with the list taken apart, of the weight by whose address `CACHED` has
+            weights. They are brought up to date before every launch, also in a compiled graph.
     """
     namespace, short = name.split("::")
     library = _library(namespace)
@@ -76,9 +79,10 @@ def operator(
         return function(*arguments.nested(flat))
 
     def implementation(*args: Any) -> Any:
-        if before is not None:
-            before(*args)
-        return _run_by_plan()(on_flat, arguments.flat(args))
+        flat = arguments.flat(args)
+        if cached is not None and CACHED and (weights := CACHED.get(flat[cached].data_ptr())) is not None:
+            weights.ensure_current()
+        return _run_by_plan()(on_flat, flat)
 
     library.impl(short, implementation, "CompositeExplicitAutograd")
     torch_library.register_fake(registered, fake, lib=library)
@@ -92,8 +96,8 @@ def operator(
         ctx.set_materialize_grads(False)
         if not isinstance(output, Tensor):
             ctx.mark_non_differentiable(*output[1:])
-        kept, ctx.rest = gradient.save(arguments.nested(inputs), output)
-        ctx.save_for_backward(*kept)
+        saved, ctx.rest = gradient.save(arguments.nested(inputs), output)
+        ctx.save_for_backward(*saved)
 
     def derive(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
@@ -124,7 +128,7 @@ def operator(
             if torch._C._any_requires_grad(*flat):
                 return Differentiable.apply(keys, *flat)  # type: ignore[no-untyped-call]  # torch's own
         with torch._C._AutoDispatchBelowAutograd():
-            # skips the dispatcher, which would convert all arguments again, if it would only call `implementation`
+            # the dispatcher would convert all arguments again, to call `implementation`
             if (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _DEVICES:
                 return implementation(*args)
             return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
@@ -147,7 +151,7 @@ def operator(
 
     @constant_to_compiler
     def route() -> str:
-        # torch.compile cannot trace this: it breaks the graph, or raises this reason with fullgraph=True
+        # torch.compile cannot trace this: it breaks the graph, or raises with fullgraph=True
         if "torch._dynamo" in sys.modules and "uncompiled" not in routes:
             routes["uncompiled"] = torch.compiler.disable(Transformed.apply, reason=_UNCOMPILED)
         return "uncompiled" if "uncompiled" in routes else "eager"
@@ -180,7 +184,6 @@ class _Arguments:
 
 
 def _plain(output: Any) -> Any:
-    """Returns a tensor or a tuple, as a torch.autograd.Function must."""
     return output if isinstance(output, Tensor) else tuple(output)
 
 
@@ -204,9 +207,47 @@ def _refuse_forward_mode(what: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+def in_transform() -> bool:
+    """True inside grad, vjp, jvp or vmap of torch.func or a forward-mode level; torch.compile guards both."""
+    return forward_ad._current_level >= 0 or _in_torch_func()
+
+
+@constant_to_compiler
+def _in_torch_func() -> bool:
+    """True inside a transform of torch.func but functionalize, which runs custom operators like others."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    functionalize = torch._C._functorch.TransformType.Functionalize
+    return any(level.key() != functionalize for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """True if autograd may call the backward of an operator on these tensors; always in a torch.func transform."""
+    if in_transform():
+        return True
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+@constant_to_compiler
+def is_exporting() -> bool:
+    """True if the program is captured for another runtime, which has SDPA and not our operators.
+
+    torch.compile 2.11 takes torch.compiler.is_exporting(), which reads this flag, for True.
+    """
+    return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
+
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype of matmuls of x: autocast's if it is enabled, else that of x."""
+    device_type = x.device.type
+    if x.dtype == torch.float64 or device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return x.dtype  # of meta torch cannot say whether autocast is on
+    return torch.get_autocast_dtype(device_type)
+
+
 @constant_to_compiler
 def text_of(*words: Any) -> str:
-    """Packs strings, flags and dtypes into one argument of an operator."""
+    """Encodes strings, flags and dtypes as one argument of an operator."""
     return _text(words)
 
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..layers import ACTIVATIONS as ACTIVATIONS
+from ..positions import rotate
 from .descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope
 
 
@@ -35,8 +37,8 @@ def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, key_m
     scores = q * scale @ k.transpose(-2, -1)
     if key_mask is None:
         return scores.softmax(dim=-1)
-    kept = key_mask[:, None, None, :]
-    return scores.masked_fill(~kept, -torch.inf).softmax(dim=-1).masked_fill(~kept, 0)
+    valid = key_mask[:, None, None, :]
+    return scores.masked_fill(~valid, -torch.inf).softmax(dim=-1).masked_fill(~valid, 0)
 
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float | None = None) -> Tensor:
@@ -55,24 +57,6 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, sca
     return torch.cat(mixed, dim=2)[0].transpose(0, 1)
 
 
-def quick_gelu(x: Tensor) -> Tensor:
-    """Computes x * sigmoid(1.702 x), the activation of OpenAI's CLIP."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
-    "relu": F.relu,
-    "quick_gelu": quick_gelu,
-    "silu": F.silu,
-}
-
-
 def normalise(x: Tensor, norm: Norm) -> Tensor:
     """Computes LayerNorm or RMSNorm over the last dimension with torch: statistics in fp32, one rounding."""
     if norm.kind == "rms_norm":
@@ -80,27 +64,24 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
     return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Rotates the pairs of x [..., D] by cos, sin [..., D/2], in x.dtype; see ops.Rope."""
-    first, second = (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
-    turned = first * cos - second * sin, second * cos + first * sin
-    joined = torch.stack(turned, -1).flatten(-2) if layout == "interleaved" else torch.cat(turned, -1)
-    return joined.to(x.dtype)
-
-
 def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
-    """Normalizes and rotates q and k of [B, N, 3, H, D] with tables [B or 1, H or 1, T, D/2]; see ops.qk_norm_rope."""
-    q, k, v = qkv.unbind(2)
+    """[B, N, 3, H, D] with q and k normalised and rotated by tables [B or 1, H or 1, T, D/2]; see ops.qk_norm_rope."""
+    qk, v = qkv[:, :, :2], qkv[:, :, 2:]
     if qk_norm is not None:
         start = -1 if qk_norm.over == "head" else -2
-        q, k = (
+        normed = [
             normalise(x.flatten(start), norm).view(x.shape).to(qkv.dtype)
-            for x, norm in ((q, qk_norm.q), (k, qk_norm.k))
-        )
+            for x, norm in zip(qk.unbind(2), (qk_norm.q, qk_norm.k))
+        ]
+        if rope is None:
+            return torch.stack((*normed, qkv[:, :, 2]), 2)
+        qk = torch.stack(normed, 2)
     if rope is not None:
-        cos, sin = rope.cos.transpose(1, 2), rope.sin.transpose(1, 2)
-        q, k = (torch.cat((x[:, : rope.prefix], rotate(x[:, rope.prefix :], cos, sin, rope.layout)), 1) for x in (q, k))
-    return torch.stack((q, k, v), 2)
+        cos, sin = (table.transpose(1, 2).unsqueeze(2) for table in (rope.cos, rope.sin))
+        rotated = rotate(qk[:, rope.prefix :], cos, sin, rope.layout)
+        none = isinstance(rope.prefix, int) and rope.prefix == 0  # asking a symbolic one would fix a size in the graph
+        qk = rotated if none else torch.cat((qk[:, : rope.prefix], rotated), 1)
+    return torch.cat((qk, v), 2)
 
 
 def layer_norm_mlp(

@@ -1,9 +1,8 @@
-"""qk-norm and rotary positions of q and k, between the qkv matmul and attention, with the Triton kernels.
+"""qk-norm and rotary positions, between the qkv matmul and attention, by the kernels.
 
-`vit_fast::qk_norm_rope` and `vit_fast::qk_norm_rope_backward` apply them to a tensor. In a block (`qkv_step`), the
-epilogue of the qkv matmul applies them if it can. It rotates if all heads share the tables and the channels of a pair
-are adjacent in the folded weight. It normalizes some head sizes in half precision if no backward needs the input.
-Otherwise the kernel runs in place.
+`vit_fast::qk_norm_rope` and its backward are the operators. In a block (`qkv_step`) the epilogue of the qkv matmul does
+both where it can: it rotates if all heads share the tables and pairs are adjacent in the folded weight; it normalises
+some head sizes in half precision without a backward. Else a kernel does it in place.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from . import reference
-from .attention import is_exporting
 from .backends import resolve_backend, triton_unavailable_reasons
 from .checks import DTYPES, MAX_ROWS, check_tensors
 from .descriptions import QkNorm, Rope, check_qk_norm, checked_rope
-from .operators import Gradient, operator
+from .operators import Gradient, is_exporting, operator
 
 if TYPE_CHECKING:
     from ..kernels.matmul.matmul_launch import HeadStep
@@ -31,13 +29,7 @@ _WHAT = "qk_norm_rope"
 
 
 class QkTensors(NamedTuple):
-    """Tensors between the qkv layer and the attention; None for absent ones.
-
-    Attributes:
-        q_weight, q_bias, k_weight, k_bias: Parameters of the norms of q and k.
-        cos, sin: Tables [B or 1, H or 1, T, D/2].
-        cu_seqlens, key_mask: See `Keys`.
-    """
+    """Tensors between the qkv layer and the attention: norms of q and k, tables [B or 1, H or 1, T, D/2], `Keys`."""
 
     q_weight: Tensor | None = None
     q_bias: Tensor | None = None
@@ -50,7 +42,7 @@ class QkTensors(NamedTuple):
 
 
 class QkSettings(NamedTuple):
-    """Kind of the norms of q and k, or "none"; eps and over of `QkNorm`; layout of the rotary positions."""
+    """Settings of `QkNorm`, with "none" for no norm, and the layout of the positions."""
 
     norm: str = "none"
     eps: float = 0.0
@@ -61,16 +53,16 @@ class QkSettings(NamedTuple):
 def qk_norm_rope(
     qkv: Tensor, *, qk_norm: QkNorm | None = None, rope: Rope | None = None, backend: str = "auto"
 ) -> Tensor:
-    """Normalizes q and k, then rotates them; v does not change.
+    """Normalises q and k, then rotates them; v is not changed.
 
     Args:
         qkv: Packed projections [B, N, 3, H, D], or [total, 3, H, D] for packed sequences; fp32, fp16 or bf16 (also fp64
             with eager and sdpa).
-        qk_norm: None does not normalize.
+        qk_norm: None does not normalise.
         rope: None does not rotate.
-        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device of qkv). eager and sdpa use the same formula.
+        backend: "eager", "sdpa", "triton" or "auto" (by qkv's device). eager and sdpa are the same formula here.
     Returns:
-        A new tensor with the shape and dtype of qkv; intermediate results have the wider one of the dtypes.
+        A new tensor of the same shape and dtype.
     Raises:
         ValueError: shapes do not match, or a kind of norm or layout is unknown.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
@@ -94,7 +86,7 @@ def qk_norm_rope(
 
 
 def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[QkTensors, QkSettings, int]:
-    """Returns qk-norm and rotation as arguments of an operator, with the number of tokens that are not rotated.
+    """Returns qk-norm and rotation as operator arguments, and the number of tokens that are not rotated.
 
     Raises:
         UnsupportedInputError: the tables require gradients, or are on another device than `like`.
@@ -109,7 +101,7 @@ def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tu
     for name, table in (("rope.cos", cos), ("rope.sin", sin)):
         if table is not None and table.requires_grad and torch.is_grad_enabled():
             reasons.append(f"{name} must not require a gradient: detach the tables")
-    # torch's dispatcher chooses one device before the operator sees its inputs
+    # torch would choose one of the devices before the operator checks its inputs
     reasons += [
         f"tables and norms must be on {like.device} as qkv, got {tensor.device}"
         for tensor in tensors[:6]
@@ -121,7 +113,7 @@ def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tu
 
 
 def _require_supported(what: str, qkv: Tensor, tensors: QkTensors) -> None:
-    """Raises UnsupportedInputError with every reason why the kernel cannot run on qkv [B, N, 3, H, D]."""
+    """Raises UnsupportedInputError with all reasons why the kernel cannot run on qkv [B, N, 3, H, D]."""
     B, N, _, _, D = qkv.shape
     reasons = list(triton_unavailable_reasons(qkv.device))
     if D % 2:
@@ -154,7 +146,6 @@ def _kernel_settings(tensors: QkTensors, settings: QkSettings, prefix: int) -> Q
 def _forward(
     qkv: Tensor, tensors: Sequence[Tensor | None], prefix: int, norm: str, eps: float, over: str, layout: str
 ) -> Tensor:
-    """Normalizes, then rotates q and k of [B, N, 3, H, D]; `tensors` are the first six of `QkTensors`."""
     from ..kernels import rotary
 
     qk = QkTensors(*tensors)
@@ -167,7 +158,7 @@ def _backward(
     grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], prefix: int, norm: str, eps: float,
     over: str, layout: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Returns the gradients of qkv and of the parameters of the norms; without norms qkv is None."""
+    """Returns the gradients of qkv and of the norms' parameters that are present; without norms qkv is None."""
     from ..kernels import rotary
 
     qk = QkTensors(*tensors)
@@ -178,7 +169,7 @@ def _backward(
 
 
 def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]:
-    """Returns the gradients of the norms' parameters by name, from fp32 [2, 2, D or H D]."""
+    """Returns the gradients of the norms' parameters by name, from fp32 sums [2, 2, D or H D]."""
     places = ((0, 0), (0, 1), (1, 0), (1, 1))
     return {
         name: sums[place].to(parameter.dtype, copy=True)
@@ -202,8 +193,8 @@ def _save(args: Sequence[Any], output: Tensor) -> tuple[Sequence[Tensor | None],
     return (None if rest[1] == "none" else qkv, *tensors), rest
 
 
-def _derive(grad_output: Tensor, kept: Sequence[Tensor | None], rest: Any) -> Sequence[Tensor | None]:
-    qkv, *tensors = kept
+def _derive(grad_output: Tensor, saved: Sequence[Tensor | None], rest: Any) -> Sequence[Tensor | None]:
+    qkv, *tensors = saved
     dx, *gradients = _backward_kernel(grad_output, qkv, tensors, *rest)
     found = iter(gradients)
     return dx, *(None if tensor is None else next(found) for tensor in tensors[:4])
@@ -222,14 +213,7 @@ _backward_kernel = operator(
 
 @dataclass(frozen=True)
 class QkvStep:
-    """Norms and rotary positions of q and k in one block.
-
-    Attributes:
-        settings: Arguments of the kernels.
-        in_matmul: True if the epilogue of the qkv matmul applies them.
-        head_dim: Head width D.
-        tensors: Norms and tables, to be checked.
-    """
+    """qk-norm and rotation of one block; `in_matmul` is True if the qkv matmul does them."""
 
     settings: QkvSettings
     in_matmul: bool
@@ -238,17 +222,17 @@ class QkvStep:
 
     @property
     def is_nothing(self) -> bool:
-        """True if q and k do not change."""
+        """True without norms and positions."""
         return self.settings.tables is None and self.settings.norm == "none"
 
     @property
     def brings_together(self) -> bool:
-        """True if the qkv weight must be permuted so that the channels of a pair become adjacent."""
+        """True if the matmul rotates layout "half", with the rows of each pair adjacent in its weight."""
         return self.in_matmul and self.settings.tables is not None and self.settings.layout == "half"
 
     @property
     def paired_head(self) -> int:
-        """The `paired_head` of `folding.NormedLinear` for the qkv layer."""
+        """Returns the `paired_head` of `folding.NormedLinear` for the qkv layer."""
         return self.head_dim if self.brings_together else 0
 
     def of_heads(self, tokens: int) -> HeadStep | None:
@@ -260,15 +244,12 @@ class QkvStep:
         return HeadStep(self.settings, tokens, self.head_dim)
 
     def check(self, packed: Tensor) -> None:
-        """Raises UnsupportedInputError with every reason why the kernels cannot do this to qkv [B, N, 3, H, D]."""
+        """Raises UnsupportedInputError with all reasons why the kernels cannot run on qkv [B, N, 3, H, D]."""
         if not self.is_nothing:
             _require_supported("a block", packed, self.tensors)
 
     def forward(self, packed: Tensor, keep: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Returns qkv [B, N, 3, H, D] for the attention, and the matmul's output if the backward needs it, or None.
-
-        Writes to `packed`, the output of the matmul, unless the backward needs it.
-        """
+        """Returns qkv [B, N, 3, H, D] for the attention, in place unless `keep`, and a tensor for the backward."""
         from ..kernels import rotary
 
         if self.in_matmul or self.is_nothing:
@@ -278,19 +259,19 @@ class QkvStep:
         rotary.qk_norm_rope_launch(packed, packed, self.settings).run()
         return packed, None
 
-    def backward(self, grad: Tensor, kept: Tensor | None) -> Tensor | None:
+    def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor | None:
         """Turns the gradient of q, k and v in place into that of the matmul's output, in its order of channels.
 
         Args:
             grad: [B, N, 3, H, D], contiguous.
-            kept: Second result of `forward`.
+            saved: Second result of `forward`.
         Returns:
-            Gradients of weight and bias of the norms of q and k, fp32 [2, 2, D or H D]; None without norms.
+            Sums for `norm_gradients`; None without norms.
         """
         from ..kernels import rotary
 
         if self.settings.norm != "none":
-            return rotary.qk_norm_rope_gradients(grad, kept, self.settings, grad)[1]
+            return rotary.qk_norm_rope_gradients(grad, saved, self.settings, grad)[1]
         if not self.is_nothing:
             together = self.brings_together
             settings = replace(self.settings, layout="neighbours") if together else self.settings
@@ -302,12 +283,11 @@ def qkv_step(
     tensors: QkTensors, settings: QkSettings, prefix: int, head_dim: int, is_folded: bool,
     norms_in: torch.dtype | None = None,
 ) -> QkvStep:  # fmt: skip
-    """Returns the step for these arguments, which come from `flat_settings`.
+    """Builds the step from the results of `flat_settings`.
 
     Args:
-        is_folded: True if the qkv layer was folded beforehand, with its rows in their original order unless the layout
-            is "neighbours".
-        norms_in: Dtype of a matmul that may normalize; None if it must not, because a backward needs its input.
+        is_folded: True if the qkv layer was folded before, with adjacent pairs only for the layout "neighbours".
+        norms_in: The dtype of the matmul if it may normalise; None if a backward needs its output.
     """
     norm, _, over, layout = settings
     in_matmul = norm == "none" or (over == "head" and norms_in is not None and _normalises(norms_in, head_dim))

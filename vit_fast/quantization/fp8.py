@@ -139,7 +139,7 @@ def _switch(model: nn.Module, choice: Choice | None) -> None:
         if parts is None:
             raise UnsupportedInputError(WHAT, [f"{name}: the kernels do not run it as a whole"])
         if own.qkv.device.type != "meta":
-            own.kept_of(parts)
+            own.cached_of(parts)
 
 
 def touched(model: nn.Module) -> list[nn.Module]:

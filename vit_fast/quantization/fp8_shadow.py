@@ -111,7 +111,7 @@ def simulate(shadow: nn.Module) -> tuple[list[Simulated], dict[str, str]]:
 def left_reasons(parts: BlockParts) -> list[str]:
     """Returns the reasons why the kernels cannot run a block as a whole on any device."""
     inside = parts.mlp is not None and parts.mlp.inner_norm is not None
-    if runs_whole(parts, "triton") and not inside:
+    if runs_whole(parts) and not inside:
         return []
     reasons = [*parts.attention_reasons, *parts.mlp_reasons]
     if inside:

@@ -189,8 +189,11 @@ def _find_weights(name: str, fetch: _Fetch) -> Path:
 
 
 def _read_shards(index_file: Path, fetch: _Fetch) -> Source:
-    source = Source(str(index_file), {})
-    for filename in sorted(set(_read_json(index_file).get("weight_map", {}).values())):
+    source, shards = Source(str(index_file), {}), _read_json(index_file).get("weight_map")
+    files = shards.values() if isinstance(shards, dict) else [shards]
+    if any(not isinstance(file, str) or Path(file).name != file for file in files):
+        raise WeightsError(f"{index_file}: weight_map must map each tensor to a file of this folder")
+    for filename in sorted(set(files)):
         path = fetch(filename)
         if path is None:
             raise WeightsError(f"{index_file}: lists {filename}, which does not exist")
@@ -201,7 +204,7 @@ def _read_shards(index_file: Path, fetch: _Fetch) -> Source:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise WeightsError(f"{path}: must contain a JSON object, got {type_name(content)}")

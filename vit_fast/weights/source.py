@@ -86,8 +86,11 @@ def _read_safetensors(path: Path) -> Source:
             saved = json.loads(metadata[METADATA_KEY])
             source.config = ViTConfig.from_dict(saved["config"])
             source.data_config = DataConfig.from_dict(saved["data_config"])
-            source.class_names = None if saved["class_names"] is None else tuple(saved["class_names"])
-        except (ValueError, KeyError, TypeError) as error:
+            names = saved["class_names"]
+            if not isinstance(names, list | None):
+                raise ValueError(f"class_names must be a list, got {names!r}")
+            source.class_names = None if names is None else tuple(map(str, names))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise WeightsError(f"{path}: its vit-fast metadata cannot be read: {_first_line(error)}") from None
     return source
 

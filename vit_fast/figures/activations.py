@@ -1,7 +1,7 @@
-"""Records of a forward pass: attention weights and features of patches; position embeddings and filters.
+"""Records attention weights and patch features of a forward pass; returns position embeddings and filters.
 
-A copy of the model is fused with torch's attention, so that the attention of every library goes through one function.
-The convolution that makes the patches tells which tokens they are.
+A copy of the model is fused with backend sdpa, so that the attention of every library calls one function. The output
+shape of the patch embedding's convolution identifies the tokens of patches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_PREFIX_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Picture:
+class ModelImage:
     """An image, prepared for a model and for display.
 
     Attributes:
@@ -46,7 +46,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Sight:
+class Activations:
     """Record of one forward pass.
 
     Attributes:
@@ -135,11 +135,11 @@ def _weights(
 
 
 @torch.no_grad()
-def look(model: nn.Module, images: Tensor) -> Sight:
+def record_activations(model: nn.Module, images: Tensor) -> Activations:
     """Runs a copy of a model on images and records its attention and features.
 
     Args:
-        model: Any that `vit_fast.fuse` knows. Left as it is.
+        model: A model that `vit_fast.fuse` supports; it does not change.
         images: [B, channels, height, width] as the model takes them.
     Raises:
         UnsupportedInputError: no attention over patches was seen, or not which tokens are patches.
@@ -167,22 +167,22 @@ def look(model: nn.Module, images: Tensor) -> Sight:
     if tokens is None:  # images of one size, packed one behind the other
         tokens = seen.tokens[len(images) * count, width].unflatten(1, (len(images), count))[0]
     features = tokens[:, prefix:].float().cpu()
-    return Sight((rows, columns), prefix, weights, features.unflatten(1, (rows, columns)))
+    return Activations((rows, columns), prefix, weights, features.unflatten(1, (rows, columns)))
 
 
-def open_picture(
+def open_image(
     model: nn.Module,
     image: str | Path | Image.Image | None = None,
     *,
     data_config: DataConfig | None = None,
     image_hw: Size | None = None,
     in_chans: int | None = None,
-) -> Picture:
+) -> ModelImage:
     """Opens an image and prepares it for a model.
 
     Args:
         model: Defines size, channels and preprocessing if its library is known.
-        image: A file, or Pillow's image; None means the photograph in matplotlib's wheel.
+        image: A file, or Pillow's image; None means the sample image of matplotlib.
         data_config: How to prepare it; None means the model's, else DataConfig's defaults.
         image_hw: Height and width in pixels; None means the model's own.
         in_chans: 3 (RGB) or 1 (grey); None means the model's own.
@@ -194,12 +194,12 @@ def open_picture(
         known = recognise(model)
         image_hw, data_config = image_hw or known.image_hw, data_config or known.data_config or DataConfig()
         in_chans = in_chans or known.in_chans
-    picture = image if isinstance(image, Image.Image) else read_image(default_photograph() if image is None else image)
-    prepared = make_transform(data_config, image_hw, in_chans)(picture)
+    image = image if isinstance(image, Image.Image) else read_image(default_photograph() if image is None else image)
+    prepared = make_transform(data_config, image_hw, in_chans)(image)
     plain = DataConfig.from_dict({**vars(data_config), "mean": (0.0,) * 3, "std": (1.0,) * 3})
-    shown = make_transform(plain, image_hw, 3)(picture)
+    shown = make_transform(plain, image_hw, 3)(image)
     parameter = next(model.parameters())
-    return Picture(prepared.unsqueeze(0).to(parameter), shown.permute(1, 2, 0).numpy())
+    return ModelImage(prepared.unsqueeze(0).to(parameter), shown.permute(1, 2, 0).numpy())
 
 
 def position_embedding(model: nn.Module, patches: int) -> Tensor:

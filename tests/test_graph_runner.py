@@ -1,0 +1,227 @@
+"""GraphRunner with budgets: packed towers of every family against the towers themselves."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from graph_tapes import install
+from kernel_support import DEVICE
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from tower_calls import BUDGETS, EVERY_CODE, FAMILIES, MIXED, Family, Sizes, grids
+
+import vit_fast
+from vit_fast.run.budgets import pack
+
+pytest.importorskip("transformers.vision_utils")
+TOO_LARGE = ((8, 10),)
+CALLS: tuple[Sizes, ...] = (
+    MIXED,
+    ((2, 4),),  # one image
+    ((4, 4), (8, 4), (4, 4)),  # a budget hit exactly
+    ((4, 4),) * 9,  # many images, more than one graph holds
+    tuple(reversed(MIXED)),
+    ((2, 4),),
+)
+
+
+def build(family: Family, backend: str = "sdpa") -> tuple[nn.Module, nn.Module]:
+    """A fused tower, and the same as its library made it."""
+    tower = family.build().eval()
+    plain = copy.deepcopy(tower)
+    vit_fast.fuse(tower, backend)
+    return tower, plain
+
+
+def assert_equal(found: Any, expected: Any, **tolerance: float) -> None:
+    tolerance = tolerance or {"rtol": 1e-4, "atol": 2e-5}
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(other, Tensor):
+            torch.testing.assert_close(one, other, **tolerance)
+        else:
+            assert one == other
+
+
+def compare(family: Family, runner: Any, plain: nn.Module, sizes: Sizes, **options: Any) -> None:
+    inputs = family.call(sizes) | options
+    with torch.no_grad():
+        expected = plain(**copy.deepcopy(inputs))
+    found = runner(**inputs)
+    assert type(found) is type(expected)
+    assert_equal(family.real(found, sizes), family.real(expected, sizes))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_runner_returns_what_the_tower_returns(name: str) -> None:
+    """Runs images of mixed sizes, one image and many, in different orders."""
+    family = FAMILIES[name]
+    tower, plain = build(family)
+    runner = vit_fast.GraphRunner(tower, budgets=BUDGETS, max_images=4)
+    for sizes in CALLS:
+        compare(family, runner, plain, sizes)
+    for option in ({"output_hidden_states": True}, {"return_dict": False}) if "naflexvit" not in name else ():
+        compare(family, runner, plain, MIXED, **option)
+    stats = runner.stats()
+    assert set(stats.hits) == set(BUDGETS) and not stats.fallbacks and 0 < stats.padding_share < 1
+    copied = copy.deepcopy(tower)
+    with torch.no_grad():
+        next(copied.parameters()).add_(1)
+    compare(family, runner, plain, MIXED)
+
+
+@pytest.mark.parametrize("name", EVERY_CODE)
+def test_what_no_graph_can_run_is_an_error_or_runs_eagerly(name: str) -> None:
+    family = FAMILIES[name]
+    tower, plain = build(family)
+    too_many = 12 if name == "internvl" else 80
+    small = vit_fast.GraphRunner(tower, budgets=(too_many // 8,))
+    with pytest.raises(
+        vit_fast.UnsupportedInputError, match=rf"at most {too_many // 8} tokens, the largest budget, got"
+    ):
+        small(**family.call(TOO_LARGE))
+    with pytest.raises(ValueError, match=r"at least one image|contain images"):
+        small(**family.call(()))
+    eager = vit_fast.GraphRunner(tower, budgets=(too_many // 8,), fallback="eager")
+    compare(family, eager, plain, TOO_LARGE)
+    assert eager.stats().fallbacks == 1 and not eager.stats().hits
+
+
+@pytest.mark.parametrize("name", EVERY_CODE)
+def test_padding_never_reaches_a_token(name: str) -> None:
+    """Unused tokens of the buffers are NaN: not a bit changes."""
+    family = FAMILIES[name]
+    tower, _ = build(family)
+    runner = vit_fast.GraphRunner(tower, budgets=(64,))
+    inputs = family.call(MIXED[:2])
+    expected = family.real(runner(**inputs), MIXED[:2])
+    call = runner._tower.read(**inputs)
+    for graph in runner._graphs.values():
+        for buffer in graph.buffers.values():
+            if buffer.is_floating_point():
+                buffer[(2 if name == "internvl" else sum(call.lengths)) :] = math.nan
+    assert_equal(family.real(runner(**inputs), MIXED[:2]), expected, rtol=0, atol=0)
+
+
+@pytest.mark.fast_cases("qwen2_5_vl-32")
+@pytest.mark.parametrize("budget", [32, 64])
+@pytest.mark.parametrize("name", EVERY_CODE)
+def test_a_capture_is_replayed_with_other_images(name: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are recorded once a budget; replays run no code of the tower."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    tapes = install(monkeypatch)
+    family = FAMILIES[name]
+    tower, plain = build(family, "triton")
+    runner = vit_fast.GraphRunner(tower, budgets=(budget,), max_images=4)
+    assert runner.captured and not tapes
+    first, *others = CALLS[:4] if budget == 64 else (((2, 4), (2, 2)), ((4, 4),))
+    for sizes in (first, *others):
+        compare(family, runner, plain, sizes)
+    (tape,) = tapes
+    assert tape.launches >= 10 and tape.replays > len(others)
+    assert runner.stats().graphs == 1 and runner.stats().hits == {budget: tape.replays}
+    with torch.no_grad():
+        for model in (tower, plain):
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+    compare(family, runner, plain, first)
+    if budget == 64 and "naflexvit" not in name:
+        compare(family, runner, plain, first, output_hidden_states=True)
+        assert len(tapes) == 2
+
+
+def test_what_changed_after_the_capture_is_an_error() -> None:
+    family = FAMILIES["qwen2_vl"]
+
+    def use(change: Any, fallback: str = "error") -> Any:
+        tower, _ = build(family)
+        runner = vit_fast.GraphRunner(tower, budgets=BUDGETS, fallback=fallback)
+        runner(**family.call(MIXED))
+        change(tower)
+        return runner(**family.call(MIXED))
+
+    def replace(tower: Any) -> None:
+        tower.merger.ln_q = nn.LayerNorm(64, device=DEVICE)
+
+    def hook(tower: Any) -> None:
+        tower.blocks[0].mlp.register_forward_hook(lambda *given: None)
+
+    for change, message in (
+        (lambda tower: tower.train(), "must be in evaluation mode"),
+        (lambda tower: tower.double(), "must not be replaced or moved"),
+        (replace, "must not be replaced"),
+        (hook, "hooks on a .* would not run"),
+    ):
+        with pytest.raises(vit_fast.UnsupportedInputError, match=message):
+            use(change)
+    assert use(hook, "eager").pooler_output.isfinite().all()
+
+
+def test_what_a_call_may_not_ask_for() -> None:
+    tower, plain = build(FAMILIES["qwen2_vl"])
+    runner = vit_fast.GraphRunner(tower, budgets=(16, 64), max_images=2)
+    inputs = grids(MIXED)
+    for changed, message in (
+        ({"hidden_states": inputs["hidden_states"].clone().requires_grad_()}, "must not require gradients"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens must not be given"),
+    ):
+        with pytest.raises(vit_fast.UnsupportedInputError, match=message):
+            runner(**inputs | changed)
+    with pytest.raises(vit_fast.UnsupportedInputError, match="at most 2 frames, max_images, got 3"):
+        runner(**grids(((2, 2),), frames=3))
+    with torch.autocast(DEVICE.type, torch.bfloat16), pytest.raises(vit_fast.UnsupportedInputError, match="autocast"):
+        runner(**inputs)
+    for changed, message in (
+        ({"grid_thw": torch.tensor([[1, 3, 2]])}, "must be multiples of 2 patches, got"),
+        ({"grid_thw": torch.tensor([[1, 4, 4]])}, r"hidden_states must have 16 rows, as grid_thw says, got 68"),
+        ({"grid_thw": torch.tensor([1, 4, 4])}, r"grid_thw must have shape \[images, 3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            runner(**inputs | changed)
+    video = grids(((2, 4), (4, 2)), frames=2)
+    with torch.no_grad():
+        assert_equal(pytree.tree_leaves(runner(**video)), pytree.tree_leaves(plain(**video)))
+
+
+def test_what_a_runner_refuses() -> None:
+    family = FAMILIES["qwen2_vl"]
+    tower, plain = build(family)
+    for arguments, message in (
+        ({}, "either example or budgets must be given, got NoneType and None"),
+        ({"example": torch.zeros(1, 2), "budgets": (8,)}, r"got Tensor and \(8,\)"),
+        ({"budgets": ()}, "budgets must be one or more positive integers"),
+        ({"budgets": (8,), "max_images": 0}, "max_images must be an integer >= 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vit_fast.GraphRunner(tower, **arguments)
+    for model, message in (
+        (plain, r"blocks\.0 must be fused: call vit_fast\.fuse first"),
+        (nn.Identity(), "must be a tower that docs/classes.md marks, got a Identity"),
+    ):
+        with pytest.raises(vit_fast.UnsupportedInputError, match=message):
+            vit_fast.GraphRunner(model, budgets=(8,))
+    tower.merger.register_forward_hook(lambda *given: None)
+    with pytest.raises(vit_fast.UnsupportedInputError, match="merger must have no hooks"):
+        vit_fast.GraphRunner(tower, budgets=(8,))
+
+
+def test_images_are_packed_by_first_fit_decreasing() -> None:
+    assert pack([8, 60, 8, 30, 34], [1] * 5, (16, 64), 4) == [(64, (1,)), (64, (3, 4)), (16, (0, 2))]
+    assert pack([4, 4, 4], [1, 2, 1], (16,), 2) == [(16, (0, 2)), (16, (1,))]
+    for batch, pieces in {1: [1], 2: [8], 9: [32], 33: [32, 1], 70: [32, 32, 8], 0: []}.items():
+        bins = pack([1] * batch, [1] * batch, (1, 8, 32), 32)
+        assert [size for size, _ in bins] == pieces
+        assert [image for _, images in bins for image in images] == list(range(batch))
+
+
+def test_budgets_are_suggested_for_sizes() -> None:
+    sizes = [(16, 16)] * 50 + [(32, 32)] * 10 + [(30, 33)] * 10 + [(8, 64, 64)]
+    assert vit_fast.budgets_for(sizes, count=3) == (256, 1024, 32768)
+    assert vit_fast.budgets_for(sizes, count=1) == (32768,)
+    assert vit_fast.budgets_for([(224, 200)], patch_size=14) == (256,)
+    for wrong, message in (([], "at least one image"), ([(3,)], "got \\(3,\\)"), ([(0, 3)], "got \\(0, 3\\)")):
+        with pytest.raises(ValueError, match=message):
+            vit_fast.budgets_for(wrong)

@@ -1,0 +1,129 @@
+"""graph_vision_tower: whole models of images and text generate the same tokens with and without."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernel_support import DEVICE
+from packed_towers import ENCODER, QWEN
+from torch import nn
+
+import vit_fast
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("transformers.vision_utils")
+
+TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT |= {"num_key_value_heads": 2, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 0}
+IMAGE = 90  # the token that stands for a part of an image
+Inputs = dict[str, Any]
+
+
+def prompt(*tokens: int) -> Inputs:
+    ids = torch.tensor([[1, *tokens, 5]], device=DEVICE)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def qwen(name: str, **vision: Any) -> tuple[nn.Module, Inputs]:
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    tokens = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    text = TEXT | {"rope_parameters": rope, "head_dim": 16}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=QWEN | vision, **tokens)
+    inputs = prompt(92, *[IMAGE] * 6, 93, 7, 92, IMAGE, 93)
+    inputs |= {"pixel_values": torch.randn(28, 96), "image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).int()
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config), inputs
+
+
+def pixtral(name: str, tokens: tuple[int, int], **settings: Any) -> tuple[nn.Module, Inputs]:
+    text = transformers.MistralConfig(**TEXT)
+    vision = transformers.PixtralVisionConfig(**ENCODER, image_size=32, patch_size=4)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config=vision, image_token_index=IMAGE, **settings
+    )
+    inputs = prompt(*[IMAGE] * tokens[0], 7, *[IMAGE] * tokens[1])
+    inputs |= {"pixel_values": torch.randn(2, 3, 24, 24), "image_sizes": torch.tensor([[16, 24], [16, 16]])}
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config), inputs
+
+
+def internvl() -> tuple[nn.Module, Inputs]:
+    vision = transformers.InternVLVisionConfig(**ENCODER, image_size=[16, 16], patch_size=[4, 4])
+    config = transformers.InternVLConfig(
+        text_config=transformers.Qwen2Config(**TEXT), vision_config=vision, image_token_id=IMAGE, image_seq_length=4
+    )
+    inputs = prompt(*[IMAGE] * 4, 7, *[IMAGE] * 4) | {"pixel_values": torch.randn(2, 3, 16, 16)}
+    return transformers.InternVLForConditionalGeneration(config), inputs
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
+    "qwen2_vl": lambda: qwen("Qwen2VL", embed_dim=64, hidden_size=32, mlp_ratio=2),
+    "qwen2_5_vl": lambda: qwen("Qwen2_5_VL", window_size=16, fullatt_block_indexes=[1]),
+    "qwen3_vl": lambda: qwen("Qwen3VL", num_position_embeddings=16, deepstack_visual_indexes=[0]),
+    "mistral3": lambda: pixtral("Mistral3", (6, 4), spatial_merge_size=2),
+    "llava": lambda: pixtral("Llava", (24, 16), vision_feature_select_strategy="full", vision_feature_layer=-1),
+    "internvl": internvl,
+}
+
+
+def build(name: str) -> tuple[Any, Inputs]:
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.3 if parameter.dim() == 1 else 0, 0.3)
+    return model.to(DEVICE).eval(), {key: value.to(DEVICE) for key, value in inputs.items()}
+
+
+def generated(model: Any, inputs: Inputs) -> list[int]:
+    tokens = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    return tokens[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]  # of transformers
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_returns_the_same_tokens(name: str) -> None:
+    from vit_fast.integrations.transformers import graph_vision_tower, ungraph_vision_tower
+
+    model, inputs = build(name)
+    others = inputs | {"pixel_values": torch.randn_like(inputs["pixel_values"])}
+    expected = [generated(model, given) for given in (inputs, others)]
+    vit_fast.fuse(model, "sdpa")
+    runner = graph_vision_tower(model, budgets=(32, 64), fallback="error")
+    assert [generated(model, given) for given in (inputs, others)] == expected
+    assert sum(runner.stats().hits.values()) == 2
+    copied = copy.deepcopy(model)
+    ungraph_vision_tower(model)
+    assert [generated(each, inputs) for each in (model, copied)] == [expected[0]] * 2
+    assert sum(runner.stats().hits.values()) == 2, "the copy and the model run without graphs"
+
+
+def test_what_becomes_of_a_model_with_a_runner() -> None:
+    """Training, pickles, a second runner, and models without a tower."""
+    from vit_fast.integrations.transformers import graph_vision_tower, ungraph_vision_tower
+
+    model, inputs = build("qwen2_vl")
+    visual = model.model.visual
+    vit_fast.fuse(visual, "sdpa")
+    runner = graph_vision_tower(model, budgets=(32,))
+    tower_inputs = {"hidden_states": inputs["pixel_values"], "grid_thw": inputs["image_grid_thw"]}
+    expected = visual(**tower_inputs).pooler_output
+    assert not expected.requires_grad
+    visual.train()
+    trained = visual(**tower_inputs).pooler_output
+    assert trained.requires_grad and runner.stats().fallbacks == 1
+    torch.testing.assert_close(trained.detach(), expected, rtol=1e-4, atol=1e-5)
+    visual.eval()
+    loaded = pickle.loads(pickle.dumps(visual))
+    hits = runner.stats().hits
+    torch.testing.assert_close(loaded(**tower_inputs).pooler_output.detach(), expected, rtol=1e-4, atol=1e-5)
+    assert runner.stats().hits == hits
+    with pytest.raises(vit_fast.UnsupportedInputError, match="forward was replaced on the instance"):
+        graph_vision_tower(model)
+    ungraph_vision_tower(model)
+    assert "forward" not in vars(visual)
+    with pytest.raises(vit_fast.UnsupportedInputError, match=r"must have a vision tower .*, got a Linear"):
+        graph_vision_tower(nn.Linear(2, 2))

@@ -1,0 +1,90 @@
+"""Packed calls of timm's NaFlexVit: patches padded to one number, with coordinates and a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.descriptions import Keys
+from .image_model import comes_from
+from .packed_tower import Call, PaddedTower, bounds_of, read_padding, upload
+
+
+class NaFlexTower(PaddedTower):
+    """timm's NaFlexVit. Its positions are computed before the graph, by timm's own code."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__(tower)
+        self.prefix = self.tower.num_prefix_tokens
+
+    def read(
+        self,
+        x: Tensor | dict[str, Tensor],
+        patch_coord: Tensor | None = None,
+        patch_valid: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Call:
+        """Patches [B, N, P] with coordinates [B, N, 2] and a mask [B, N], or a dictionary of them."""
+        if isinstance(x, dict):
+            patch_coord, patch_valid = x.get("patch_coord", patch_coord), x.get("patch_valid", patch_valid)
+            attn_mask, x = x.get("attn_mask", attn_mask), x["patches"]
+        if not len(x):
+            raise ValueError(f"patches must contain at least one image, got {list(x.shape)}")
+        reasons = [] if attn_mask is None else ["attn_mask must not be given"]
+        if patch_coord is None or patch_valid is None:
+            reason = "patch_coord and patch_valid must be given: GraphRunner(model, example) takes images of one size"
+            return Call([1] * len(x), [1] * len(x), (x,), (), [*reasons, reason])
+        shapes = (patch_coord * patch_valid[..., None]).amax(1) + 1
+        _, lengths, fits = read_padding(patch_valid, shapes)
+        if not fits:
+            reasons.append("patch_valid must be true for the first height * width patches of each image alone")
+        lengths = [self.prefix + length for length in lengths]
+        return Call(lengths, [1] * len(x), (x, patch_coord, patch_valid), (), reasons)
+
+    def buffers(self, tokens: int, sequences: int) -> dict[str, Tensor]:
+        like, rope = self.like, self.tower.rope
+        found = {
+            "tokens": like.new_zeros((tokens, self.tower.embed_dim)),
+            "cu_seqlens": torch.zeros(sequences + 2, dtype=torch.int32, device=like.device),
+        }
+        if rope is not None:
+            mixed = self.tower.rope_is_mixed
+            depth, heads = (rope.depth, rope.num_heads) if mixed else (1, 1)
+            found["rope"] = like.new_zeros((tokens, depth, heads, 2 * rope.dim // heads))
+        return found
+
+    def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
+        inputs = (given if len(images) == len(given) else given[list(images)] for given in call.inputs)
+        embeds = self.tower._forward_embeds(*inputs, attn_mask=False)  # False: none is built
+        self.copy_tokens(buffers["tokens"], embeds["patches"], call, images)
+        if "rope" in buffers:
+            ropes = embeds["rope_embeds"]
+            tables = torch.stack(list(ropes) if self.tower.rope_is_mixed else [ropes])
+            tables = tables.permute(1, 3, 0, 2, 4)  # [B, N, depth, heads, sin and cos]
+            unturned = tables.new_zeros((len(images), self.prefix, *tables.shape[2:]))
+            unturned.chunk(2, -1)[1].fill_(1)
+            self.copy_tokens(buffers["rope"], torch.cat([unturned, tables], 1), call, images)
+        bounds = bounds_of([call.lengths[image] for image in images])
+        upload(buffers["cu_seqlens"], bounds, len(buffers["tokens"]))
+
+    def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
+        x = buffers["tokens"][None]
+        keys = Keys(buffers["cu_seqlens"], x.shape[1])
+        for index, block in enumerate(self.tower.blocks):
+            extra = {}
+            if "rope" in buffers:
+                table = buffers["rope"][:, index if self.tower.rope_is_mixed else 0]
+                extra["rope"] = block.attn.rope_of(table.transpose(0, 1))._replace(prefix=0)
+            x = block(x, attn_mask=keys, **extra)
+        return self.tower.norm(x)
+
+    def finish(self, call: Call, outputs: Any) -> Any:
+        return self.tower.forward_head(outputs, patch_valid=call.inputs[2])
+
+
+def packed_tower(tower: nn.Module) -> NaFlexTower | None:
+    """Packs a NaFlexVit; None for another model."""
+    return NaFlexTower(tower) if comes_from("timm", tower, "NaFlexVit") else None

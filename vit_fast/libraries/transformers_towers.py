@@ -1,0 +1,247 @@
+"""Packed calls of transformers' towers for images of any size: Qwen's and their copies, Pixtral, and SigLIP 2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.descriptions import Keys
+from .image_model import comes_from
+from .packed_tower import Call, PackedTower, PaddedTower, bounds_of, copy_rows, read_padding, upload
+from .peers import refuse
+from .transformers_packed import KEYS, LIKE_QWEN
+
+GRID_FAMILIES = ("qwen2_vl", *LIKE_QWEN)
+
+
+class GridTower(PackedTower):
+    """A tower of Qwen's or a copy: patches [tokens, P] of all images, and the grid of each.
+
+    transformers computes the metadata from grids on the host, and its towers take it as arguments.
+    """
+
+    def read(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Call:
+        """Patches [tokens, P], and frames, height and width of each image in patches, [images, 3]."""
+        options, reasons = self.options_of(kwargs)
+        grids = grid_thw.tolist() if grid_thw.dim() == 2 and grid_thw.shape[1] == 3 else []
+        if not grids:
+            shape = list(grid_thw.shape)
+            raise ValueError(f"grid_thw must have shape [images, 3] with at least one image, got {shape}")
+        merge = self.tower.spatial_merge_size
+        if wrong := [grid for grid in grids if min(grid) < 1 or grid[1] % merge or grid[2] % merge]:
+            raise ValueError(f"height and width in grid_thw must be multiples of {merge} patches, got {wrong[0]}")
+        lengths = [frames * height * width for frames, height, width in grids]
+        if sum(lengths) != len(hidden_states):
+            raise ValueError(f"hidden_states must have {sum(lengths)} rows, as grid_thw says, got {len(hidden_states)}")
+        return Call(lengths, [grid[0] for grid in grids], (hidden_states, grids), options, reasons)
+
+    def buffers(self, tokens: int, sequences: int) -> dict[str, Tensor]:
+        """Patches, and metadata as long as that of any images can be."""
+        like, tower = self.like, self.tower
+        sample = grid_layout(tower, torch.full((1, 3), tower.spatial_merge_size) // torch.tensor([2, 1, 1]))
+        long = {"position_ids": tokens, "interp_indices": tokens, "interp_weights": tokens, "cu_seqlens": sequences + 2}
+        if "window_index" in sample:
+            long["window_index"] = tokens // tower.spatial_merge_size**2
+            side = tower.window_size // tower.spatial_merge_size // tower.patch_size
+            long["cu_window_seqlens"] = long["window_index"] // side + sequences + 2  # ceil(a/s) ceil(b/s) < ab/s + 1
+        found = {name: one.new_zeros((long[name], *one.shape[1:]), device=like.device) for name, one in sample.items()}
+        found["grid_thw"] = torch.ones((sequences + 1, 3), dtype=torch.int64, device=like.device)
+        embed: Any = tower.patch_embed
+        found["hidden_states"] = like.new_zeros((tokens, _patch_width(embed)))
+        return found
+
+    def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
+        patches, grids = call.inputs
+        used = copy_rows(buffers["hidden_states"], patches, call, images)
+        chosen = torch.tensor([grids[image] for image in images])
+        budget = len(buffers["hidden_states"])
+        for name, values in grid_layout(self.tower, chosen).items():
+            if name == "window_index":
+                values = torch.cat([values, torch.arange(len(values), len(buffers[name]))])
+            upload(buffers[name], values, budget if name.startswith("cu_") else 0)
+        frames = chosen.repeat_interleave(chosen[:, 0], 0).index_fill_(1, torch.tensor(0), 1)
+        upload(buffers["grid_thw"], frames, 1)
+        assert used == sum(call.lengths[image] for image in images)
+
+    def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
+        longest = {"max_seqlen": len(buffers["hidden_states"])}
+        if "cu_window_seqlens" in buffers:
+            longest["max_window_seqlen"] = longest["max_seqlen"]
+        return self.eager(**buffers, **longest, **options)
+
+
+def grid_layout(tower: Any, grids: Tensor) -> dict[str, Tensor]:
+    """Returns the metadata of grids [images, 3], by the names under which transformers' towers take it."""
+    from transformers import vision_utils
+
+    merge = tower.spatial_merge_size
+    found = {
+        "position_ids": vision_utils.get_vision_position_ids(grids, merge),
+        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grids),
+    }
+    if hasattr(tower, "window_size"):
+        found["window_index"], found["cu_window_seqlens"] = vision_utils.get_vision_window_index(
+            grids, merge, tower.window_size, tower.patch_size
+        )
+    if hasattr(tower, "num_grid_per_side"):
+        found["interp_indices"], found["interp_weights"] = vision_utils.get_vision_interpolation_indices_and_weights(
+            grids, tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners, merge
+        )
+    return found
+
+
+def _patch_width(embed: Any) -> int:
+    """Values of a patch: channels, frames, height and width."""
+    weight = embed.proj.weight
+    return int(weight[0].numel())
+
+
+class PixtralTower(PackedTower):
+    """Pixtral's tower: images padded to one size, and the size of each."""
+
+    axis = 1
+
+    def read(self, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any) -> Call:
+        """Images [B, C, H, W], and (height, width) of each in pixels; None if none is padded."""
+        options, reasons = self.options_of(kwargs)
+        if pixel_values.dim() != 4 or not len(pixel_values):
+            raise ValueError(f"pixel_values must contain images [B, C, H, W], got {tuple(pixel_values.shape)}")
+        batch, _, height, width = pixel_values.shape
+        sizes = [(height, width)] * batch if image_sizes is None else torch.as_tensor(image_sizes).tolist()
+        patch = self.tower.patch_size
+        grids = [(int(rows) // patch, int(columns) // patch) for rows, columns in sizes]
+        if len(grids) != batch or any(
+            not (0 < rows * patch <= height and 0 < columns * patch <= width) for rows, columns in grids
+        ):
+            raise ValueError(
+                f"image_sizes must have {batch} sizes from {(patch, patch)} to {(height, width)}, got {sizes}"
+            )
+        lengths = [rows * columns for rows, columns in grids]
+        return Call(lengths, [1] * batch, (pixel_values, grids), options, reasons)
+
+    def buffers(self, tokens: int, sequences: int) -> dict[str, Tensor]:
+        weight = self.tower.patch_conv.weight
+        return {
+            "patches": weight.new_zeros((tokens, *weight.shape[1:])),
+            "position_ids": torch.zeros((tokens, 2), dtype=torch.int64, device=weight.device),
+            "cu_seqlens": torch.zeros(sequences + 2, dtype=torch.int32, device=weight.device),
+        }
+
+    def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
+        pixels, grids = call.inputs
+        patch, start = self.tower.patch_size, 0
+        for image in images:
+            rows, columns = grids[image]
+            cut = pixels[image, :, : rows * patch, : columns * patch]
+            cells = cut.unflatten(2, (columns, patch)).unflatten(1, (rows, patch)).permute(1, 3, 0, 2, 4)
+            end = start + rows * columns
+            buffers["patches"][start:end].unflatten(0, (rows, columns)).copy_(cells)
+            start = end
+        positions = [torch.cartesian_prod(*map(torch.arange, grids[image])) for image in images]
+        upload(buffers["position_ids"], torch.cat(positions))
+        bounds = bounds_of([call.lengths[image] for image in images])
+        upload(buffers["cu_seqlens"], bounds, len(buffers["patches"]))
+
+    def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
+        from transformers.utils.output_capturing import capture_outputs
+
+        return capture_outputs(_run_pixtral)(self.tower, **buffers, **options)
+
+
+def _run_pixtral(tower: Any, patches: Tensor, position_ids: Tensor, cu_seqlens: Tensor, **options: Any) -> Any:
+    tokens = tower.ln_pre(tower.patch_conv(patches).flatten(1)[None])
+    positions = tower.patch_positional_embedding(tokens, position_ids)
+    keys = {KEYS: Keys(cu_seqlens, len(patches))}
+    return tower.transformer(tokens, attention_mask=None, position_embeddings=positions, **keys, **options)
+
+
+class Siglip2Tower(PaddedTower):
+    """SigLIP 2's tower (NaFlex): patches padded to one number, a mask, and the grid of each image."""
+
+    def read(
+        self, pixel_values: Tensor, pixel_attention_mask: Tensor | None, spatial_shapes: Tensor, **kwargs: Any
+    ) -> Call:
+        """Patches [B, N, P], the mask [B, N], and height and width in patches, [B, 2]."""
+        options, reasons = self.options_of(kwargs)
+        batch, width = pixel_values.shape[:2]
+        if not batch or tuple(spatial_shapes.shape) != (batch, 2):
+            raise ValueError(
+                f"pixel_values and spatial_shapes must have shapes [B, N, P] and [B, 2] with at least one image, "
+                f"got {list(pixel_values.shape)} and {list(spatial_shapes.shape)}"
+            )
+        there = pixel_values.new_ones((batch, width)) if pixel_attention_mask is None else pixel_attention_mask
+        shapes, lengths, fits = read_padding(there, spatial_shapes)
+        if any(length < 1 or length > width for length in lengths):
+            raise ValueError(f"spatial_shapes must name 1 to {width} patches per image, got {shapes}")
+        if not fits:
+            reasons.append("pixel_attention_mask must be 1 for the first height * width patches of each image alone")
+        return Call(lengths, [1] * batch, (pixel_values, there, torch.tensor(shapes)), options, reasons)
+
+    def buffers(self, tokens: int, sequences: int) -> dict[str, Tensor]:
+        weight = self.tower.embeddings.patch_embedding.weight
+        return {
+            "patches": weight.new_zeros((tokens, weight.shape[1])),
+            "positions": weight.new_zeros((tokens, weight.shape[0])),
+            "cu_seqlens": torch.zeros(sequences + 2, dtype=torch.int32, device=weight.device),
+        }
+
+    def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
+        patches, _, shapes = call.inputs
+        embeddings, side = self.tower.embeddings, self.tower.embeddings.position_embedding_size
+        table = embeddings.position_embedding.weight.reshape(side, side, -1)
+        longest = max(call.lengths[image] for image in images)
+        positions = embeddings.resize_positional_embeddings(table, shapes[list(images)], max_length=longest)
+        self.copy_tokens(buffers["patches"], patches[list(images)], call, images)
+        self.copy_tokens(buffers["positions"], positions, call, images)
+        bounds = bounds_of([call.lengths[image] for image in images])
+        upload(buffers["cu_seqlens"], bounds, len(buffers["patches"]))
+
+    def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
+        from transformers.utils.output_capturing import capture_outputs
+
+        body = capture_outputs(_run_siglip2, tie_last_hidden_states=False)
+        return body(self.tower, **buffers, **options | {"return_dict": True})
+
+    def finish(self, call: Call, outputs: Any) -> Any:
+        _, there, _ = call.inputs
+        tokens = outputs.last_hidden_state
+        mask = there.bool()[:, None, None, :].expand(-1, 1, tokens.shape[1], -1)
+        pooled = self.tower.head(tokens, mask) if self.tower.use_head else None
+        named = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        found = type(outputs)(last_hidden_state=tokens, pooler_output=pooled, **named)
+        return found.to_tuple() if dict(call.options).get("return_dict") is False else found
+
+
+def _run_siglip2(tower: Any, patches: Tensor, positions: Tensor, cu_seqlens: Tensor, **options: Any) -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    tokens = (tower.embeddings.patch_embedding(patches) + positions)[None]
+    encoded = tower.encoder(inputs_embeds=tokens, attention_mask=Keys(cu_seqlens, len(patches)), **options)
+    return BaseModelOutputWithPooling(last_hidden_state=tower.post_layernorm(encoded.last_hidden_state))
+
+
+def packed_tower(tower: nn.Module) -> PackedTower | None:
+    """Packs a tower of these families; None for another model.
+
+    Raises:
+        UnsupportedInputError: transformers is too old.
+    """
+    if not comes_from("transformers", tower):
+        return None
+    form: type[PackedTower]
+    if type(tower).__module__.split(".")[-2] in GRID_FAMILIES and hasattr(tower, "patch_embed"):
+        form = GridTower
+    elif comes_from("transformers", tower, "PixtralVisionModel"):
+        form = PixtralTower
+    elif comes_from("transformers", tower, "Siglip2VisionModel"):
+        form = Siglip2Tower
+    else:
+        return None
+    try:
+        import transformers.vision_utils  # noqa: F401  # only some versions have it
+    except ImportError:
+        refuse("packed vision towers", ["transformers must have transformers.vision_utils: install version 5.23"])
+    return form(tower)

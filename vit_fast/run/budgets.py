@@ -1,0 +1,190 @@
+"""Token budgets: buffers of one size with a graph over them, and how images are packed into them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..arguments import check_integer
+from ..blocks.plain import is_hooked
+from ..errors import check_type
+from ..libraries.packed_tower import Options, PackedTower
+
+WARM_UP_RUNS = 3  # compile and autotune kernels and allocate their workspaces before the capture
+
+
+class Bin(NamedTuple):
+    """Images that run together, in the order of the call, and the budget that holds them."""
+
+    budget: int
+    images: tuple[int, ...]
+
+
+def pack(lengths: Sequence[int], sequences: Sequence[int], budgets: Sequence[int], max_sequences: int) -> list[Bin]:
+    """Packs images by first-fit decreasing into the largest budget; each bin takes the smallest budget that fits.
+
+    Args:
+        lengths: Tokens of each image, none above the largest budget.
+        sequences: Attention sequences of each image, none above `max_sequences`.
+        budgets: Tokens of the buffers.
+        max_sequences: Sequences of the buffers.
+    """
+    largest = max(budgets)
+    bins: list[tuple[list[int], list[int]]] = []  # what is free, and images
+    for image in sorted(range(len(lengths)), key=lambda image: -lengths[image]):
+        length, number = lengths[image], sequences[image]
+        found = next((one for one in bins if length <= one[0][0] and number <= one[0][1]), None)
+        if found is None:
+            found = [largest, max_sequences], []
+            bins.append(found)
+        found[0][0] -= length
+        found[0][1] -= number
+        found[1].append(image)
+    return [Bin(min(b for b in budgets if b >= largest - free[0]), tuple(sorted(images))) for free, images in bins]
+
+
+def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int = 4) -> tuple[int, ...]:
+    """Suggests token budgets for images, with the fewest padding tokens if each image runs alone.
+
+    Args:
+        sizes: (height, width) or (frames, height, width) of each image, as in spatial_shapes and image_grid_thw.
+        patch_size: Pixels per patch, if height and width are in pixels.
+        count: Budgets at most.
+    Returns:
+        Multiples of 64 tokens, ascending; the last one fits the largest image.
+    Raises:
+        ValueError: sizes is empty, or a size is not two or three positive integers.
+    """
+    check_integer("patch_size", patch_size, 1)
+    check_integer("count", count, 1)
+    check_type("sizes", sizes, list, tuple)
+    rounded: list[int] = []
+    for size in sizes:
+        if len(size) not in (2, 3) or any(int(side) < 1 for side in size):
+            raise ValueError(f"sizes must be (height, width) or (frames, height, width), got {tuple(size)}")
+        *frames, height, width = map(int, size)
+        tokens = (frames or [1])[0] * -(-height // patch_size) * -(-width // patch_size)
+        rounded.append(-(-tokens // 64) * 64)
+    if not rounded:
+        raise ValueError("sizes must contain at least one image, got none")
+    options = sorted(set(rounded))
+    numbers = [rounded.count(option) for option in options]
+    # best[end]: least padding of the first `end` options, with its budgets
+    best: list[tuple[float, tuple[int, ...]]] = [(0, ()), *[(float("inf"), ())] * len(options)]
+    for _ in range(min(count, len(options))):
+        longer = list(best)
+        for start, end in itertools.combinations(range(len(options) + 1), 2):
+            top, inside = options[end - 1], range(start, end)
+            padding = best[start][0] + sum((top - options[i]) * numbers[i] for i in inside)
+            longer[end] = min(longer[end], (padding, (*best[start][1], top)))
+        best = longer
+    return best[-1][1]
+
+
+@dataclass
+class GraphStats:
+    """Counts of a `GraphRunner`.
+
+    Attributes:
+        graphs: Captured graphs.
+        hits: Runs per budget; a call may take several.
+        tokens: Tokens of images in these runs.
+        padding: Padding tokens in these runs.
+        fallbacks: Calls that ran eagerly.
+    """
+
+    graphs: int = 0
+    hits: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
+    padding: int = 0
+    fallbacks: int = 0
+
+    @property
+    def padding_share(self) -> float:
+        """Padding tokens among all tokens that ran."""
+        return self.padding / max(self.padding + self.tokens, 1)
+
+
+class TokenBudget:
+    """Static buffers of one size, and on a GPU the graph that was captured over them.
+
+    Args:
+        tower: The tower, with its way to pack calls.
+        tokens, sequences: Size of the buffers.
+        options: Keyword arguments of the tower.
+    """
+
+    def __init__(self, tower: PackedTower, tokens: int, sequences: int, options: Options) -> None:
+        self.tokens, self._tower, self._options = tokens, tower, dict(options)
+        with torch.inference_mode(False):  # calls outside of inference mode write into them, too
+            self.buffers = tower.buffers(tokens, sequences)
+        self._replay: Callable[[], Any] | None = None
+
+    @torch.no_grad()
+    def capture(self, pool: Any) -> None:
+        """Captures a graph of the buffers as they are."""
+        device = next(iter(self.buffers.values())).device
+        self._replay, self._output = capture(self._run, device, pool)
+
+    def __call__(self) -> Any:
+        """Returns the outputs; with a graph, the next call overwrites them."""
+        if self._replay is None:
+            return self._run()
+        self._replay()
+        return self._output
+
+    def _run(self) -> Any:
+        return self._tower.run(self.buffers, self._options)
+
+
+def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Callable[[], Any], Any]:
+    """Captures a CUDA graph; returns what replays it, and the outputs that a replay overwrites."""
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_RUNS):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = run()
+    return graph.replay, output
+
+
+class Watched:
+    """Modules and parameters that graphs were captured with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        self._modules = [
+            (module, one, one["_modules"], list(module._modules.values()), [one[name] for name in hooks])
+            for module in model.modules()
+            for one in (module.__dict__,)  # in place of attributes, which nn.Module looks up in Python
+        ]
+        self._hooked = {module for module in model.modules() if is_hooked(module)}
+        self._parameters = [
+            (module._parameters, name, parameter, parameter.data_ptr())
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    def change(self) -> str | None:
+        """Returns what changed since, and no graph knows of; called before every replay."""
+        for place, name, parameter, address in self._parameters:
+            if place.get(name) is not parameter or parameter.data_ptr() != address:
+                return "parameters must not be replaced or moved after the capture: build another GraphRunner"
+        for module, own, now, children, (after, before, backward, pre_backward) in self._modules:
+            if own["training"]:
+                return "the model must be in evaluation mode: call eval()"
+            if now and [*now.values()] != children:
+                return "modules must not be replaced after the capture: build another GraphRunner"
+            if (after or before or backward or pre_backward) and is_hooked(module) and module not in self._hooked:
+                return f"hooks on a {type(module).__name__} would not run: remove them"
+        return None

@@ -1,0 +1,252 @@
+"""CUDA graphs of models of images and of packed vision towers."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..arguments import check_batch_sizes, check_choice, check_integer
+from ..blocks.fused import FusedModule
+from ..blocks.plain import forward_is_replaced, is_hooked
+from ..errors import UnsupportedInputError, check_type
+from ..fusion.freezing import freeze, frozen_of
+from ..libraries.image_model import needs_more
+from ..libraries.known import fused_form, packed_tower
+from ..libraries.packed_tower import Call, ImageTower, PackedTower, Part
+from .budgets import GraphStats, Options, TokenBudget, Watched, pack
+
+Fallback = Literal["error", "eager"]
+
+
+class GraphRunner:
+    """Runs a model by replaying CUDA graphs, captured for a few sizes, to avoid launch overhead.
+
+    With an example, the sizes are numbers of images of one shape. With budgets, they are numbers of tokens: images of
+    any sizes are packed into the budgets by first-fit decreasing, and the rest of a budget is padding, a sequence of
+    its own that no image attends to. Positions, windows and sequence lengths are computed on the host.
+
+    A call copies its images into the buffers of the smallest size that fits, replays, and copies the outputs out.
+    More images than fit run one after the other. Calls from several threads or streams are safe: they run one at a
+    time, and each waits on the device for the previous one.
+
+    The model is frozen (`vit_fast.freeze`), so that no graph folds weights, and captured in evaluation mode without
+    gradients. In-place updates of its parameters take effect at the next call if torch tracks them, and after
+    refresh() in any case. A call raises an error if modules or parameters were replaced or moved, or if hooks were
+    added. FP8 scales must not change.
+
+    Args:
+        model: On one CUDA device. A model compiled with mode "reduce-overhead" or "max-autotune" makes its own CUDA
+            graphs and cannot be captured: use "default" or "max-autotune-no-cudagraphs". With budgets, a tower of
+            `vit_fast.fuse` whose images are packed or padded (docs/classes.md lists them), or one of transformers for
+            images of one size.
+        example: Images [any, channels, height, width] with dtype and device of later calls.
+        batch_sizes: With an example: sizes to capture, in images; each has its own activations on the device.
+        budgets: In place of an example: tokens per graph. A graph is captured at the first call that needs it.
+            `vit_fast.budgets_for` suggests budgets.
+        max_images: With budgets: images in one graph at most; each frame of a video counts.
+        fallback: With "error", a call that no graph can run raises an error. With "eager", the model runs it. Without
+            a CUDA device, budgets run with the same packing and padding; an example needs "eager".
+    Raises:
+        ValueError: the example, the batch sizes or the budgets are invalid.
+        UnsupportedInputError: the model or the example is not on a CUDA device and fallback is "error", the first
+            axis of an output is not the batch, or the tower cannot be packed; lists all reasons.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Tensor | None = None,
+        batch_sizes: Sequence[int] = (1, 8, 32),
+        *,
+        budgets: Sequence[int] | None = None,
+        max_images: int = 64,
+        fallback: Fallback = "error",
+    ) -> None:
+        check_type("model", model, nn.Module)
+        check_choice("fallback", fallback, get_args(Fallback))
+        if (example is None) == (budgets is None):
+            came = f"{type(example).__name__} and {budgets!r}"
+            raise ValueError(f"either example or budgets must be given, got {came}")
+        self.model, self._fallback = model.eval(), fallback
+        self._tower: PackedTower
+        if budgets is None:
+            check_type("example", example, Tensor)
+            check_batch_sizes(batch_sizes)
+            assert example is not None
+            if example.dim() < 2:
+                raise ValueError(f"example must have shape [B, channels, height, width], got {tuple(example.shape)}")
+            reasons = _no_graph_reasons(model, example) + needs_more(model) + _host_reads(model)
+            if reasons and fallback == "error":
+                raise UnsupportedInputError("GraphRunner", [*reasons, "fallback='eager' runs the model without graphs"])
+            self.budgets, self._sequences = tuple(sorted(set(batch_sizes))), max(batch_sizes)
+            self._tower = _Batches(model, example.shape[1:], 1, example)
+        else:
+            check_batch_sizes(budgets, "budgets")
+            check_integer("max_images", max_images, 1)
+            self.budgets, self._sequences = tuple(sorted(set(budgets))), max_images
+            self._tower = _fit_tower(model)
+            reasons = _no_graph_reasons(model, self._tower.like)
+        self.captured, self._eager = not reasons, bool(reasons) and budgets is None
+        if self.captured:
+            freeze(self.model)
+        self._device = self._tower.like.device
+        self._frozen = frozen_of(self.model)  # the graphs read their memory, even after the model drops them
+        self._watched, self._lock, self._stats = Watched(model), threading.Lock(), GraphStats()
+        self._graphs: dict[tuple[int, Options], TokenBudget] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.captured and self._device.type == "cuda" else None
+        self._last_done: torch.cuda.Event | None = None
+        if self.captured and budgets is None:
+            for size in self.budgets:
+                self._graph(size, ())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of calling the model, e.g. with images [B, channels, height, width].
+
+        Raises:
+            ValueError: images differ from the example in shape, dtype or device; grids or sizes contradict the pixels.
+            UnsupportedInputError: no graph can run the call, and fallback is "error"; lists all reasons.
+        """
+        call = self._tower.read(*args, **kwargs)
+        if self._eager or not call.lengths:
+            with torch.no_grad():
+                return self._tower.eager(*args, **kwargs)
+        if reasons := [*call.reasons, *self._reasons(call, (args, kwargs))]:
+            if self._fallback == "error":
+                raise UnsupportedInputError("GraphRunner", reasons)
+            with self._lock:
+                self._stats.fallbacks += 1
+            return self._tower.eager(*args, **kwargs)  # with gradients, if the caller wants them
+        with self._lock, torch.no_grad():
+            stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+            if stream is not None and self._last_done is not None:
+                stream.wait_event(self._last_done)
+            for frozen in self._frozen:
+                frozen.ensure_current()
+            outputs = self._tower.join(call, self._parts(call))
+            if stream is not None:
+                self._last_done = stream.record_event()
+        return outputs
+
+    def stats(self) -> GraphStats:
+        """Returns the counts so far."""
+        with self._lock:
+            return copy.deepcopy(self._stats)
+
+    def refresh(self) -> None:
+        """Updates the frozen weights, also after changes that torch does not track (`.data`, other libraries).
+
+        Raises:
+            RuntimeError: parameters were replaced or moved after the capture.
+        """
+        if self.captured and (change := self._watched.change()):
+            raise RuntimeError(change)
+        with self._lock:
+            for frozen in self._frozen:
+                frozen.refresh()
+
+    def _reasons(self, call: Call, given: Any) -> Iterator[str]:
+        largest = self.budgets[-1]
+        if max(call.lengths) > largest:
+            yield f"an image must have at most {largest} tokens, the largest budget, got {max(call.lengths)}"
+        if max(call.sequences) > self._sequences:
+            yield f"a video must have at most {self._sequences} frames, max_images, got {max(call.sequences)}"
+        if change := self._watched.change():
+            yield change
+        leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+        if any(leaf.requires_grad for leaf in leaves):
+            yield "images must not require gradients: call detach()"
+        if strange := {leaf.device for leaf in leaves if leaf.is_cuda} - {self._device}:
+            yield f"inputs must be on {self._device} or the CPU, got {', '.join(map(str, strange))}"
+        if torch.is_autocast_enabled(self._device.type) and not isinstance(self._tower, _Batches):
+            yield "autocast must be off: convert the model to half precision"
+        if torch.compiler.is_compiling():
+            yield "the call must not be compiled or exported"
+
+    def _parts(self, call: Call) -> Iterator[Part]:
+        """Runs the images of a call, some at a time. The next part overwrites the outputs of the previous one."""
+        for budget, images in pack(call.lengths, call.sequences, self.budgets, self._sequences):
+            graph = self._graph(budget, call.options, (call, images))
+            used = sum(call.lengths[image] for image in images)
+            self._stats.hits[budget] = self._stats.hits.get(budget, 0) + 1
+            self._stats.tokens += used
+            self._stats.padding += budget - used
+            yield Part(images, budget, graph())
+
+    def _graph(self, budget: int, options: Options, filling: tuple[Call, Sequence[int]] | None = None) -> TokenBudget:
+        """Returns the buffers of a budget, filled, with their graph."""
+        implementation = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        key = budget, (*options, ("attn_implementation", implementation))
+        graph = self._graphs.get(key)
+        if known := graph is not None:
+            assert graph is not None
+        else:
+            graph = TokenBudget(self._tower, budget, self._sequences, options)
+        if filling is not None:
+            self._tower.fill(graph.buffers, *filling)
+        if not known:
+            if self.captured:
+                graph.capture(self._pool)
+                self._stats.graphs += 1
+            self._graphs[key] = graph
+        return graph
+
+
+class _Batches(ImageTower):
+    """A model called with images like the example; an image counts as one token."""
+
+    def read(self, images: Tensor) -> Call:  # type: ignore[override]  # by the name that callers use
+        check_type("images", images, Tensor)
+        like = self._like
+        if images.shape[1:] != self.shape or images.dtype != like.dtype or images.device != like.device:
+            raise ValueError(
+                f"images must be [B, {', '.join(map(str, self.shape))}] {like.dtype} on {like.device} like "
+                f"the example, got {tuple(images.shape)} {images.dtype} on {images.device}"
+            )
+        return Call([1] * len(images), [1] * len(images), images)
+
+    def eager(self, images: Tensor) -> Any:
+        return self.tower(images)
+
+
+def _no_graph_reasons(model: nn.Module, like: Tensor) -> list[str]:
+    reasons = []
+    if not torch.cuda.is_available():
+        reasons.append("this machine has no CUDA device")
+    if like.device.type != "cuda":
+        reasons.append(f"example must be on a CUDA device, got {like.device}")
+    if devices := {parameter.device for parameter in model.parameters()} - {like.device}:
+        reasons.append(f"the model must be on the example's {like.device}, got {', '.join(map(str, devices))}")
+    return reasons
+
+
+def _host_reads(model: nn.Module) -> list[str]:
+    return [reason for module in model.modules() if (reason := getattr(type(module), "host_reads", ""))]
+
+
+def _fit_tower(model: nn.Module) -> PackedTower:
+    """Recognises a tower that runs packed in a graph, or raises UnsupportedInputError."""
+    tower, reasons = packed_tower(model), []
+    if tower is None:
+        reason = f"the model must be a tower that docs/classes.md marks, got a {type(model).__name__}"
+        raise UnsupportedInputError("GraphRunner with budgets", [reason])
+    if forward_is_replaced(model):
+        reasons = ["the tower's forward was replaced on the instance: remove what replaced it"]
+    for name, module in model.named_modules():
+        if is_hooked(module):
+            reasons.append(f"{name or 'the tower'} must have no hooks, which would not run: remove them")
+        if not tower.needs_fused:
+            continue
+        is_ours = isinstance(module, FusedModule) or type(module).__module__.startswith("torch.")
+        if not is_ours and fused_form(type(module)) is not None:
+            reasons.append(f"{name or 'the tower'} must be fused: call vit_fast.fuse first")
+        elif tower.like.is_cuda and getattr(module, "vit_fast_backend", "triton") != "triton":
+            reasons.append(f"{name} must have backend 'triton', which reads no lengths on the host")
+    if reasons:
+        raise UnsupportedInputError("GraphRunner with budgets", reasons[:3])
+    return tower
