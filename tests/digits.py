@@ -51,7 +51,7 @@ MASSIVE = (5, 40)
 
 
 def _kept(massive: float) -> Path:
-    """Where the trained weights are kept, by what they were made with."""
+    """Returns the path of the cached weights for these settings."""
     sources = [Path(__file__), *sorted(Path(vit_fast.__file__).parent.rglob("*.py"))]
     key = hashlib.sha256(torch.__version__.encode() + b"".join(path.read_bytes() for path in sources))
     return Path(__file__).parents[1] / "build" / "digits" / f"{key.hexdigest()[:16]}-{massive:g}.pth"

@@ -1,6 +1,6 @@
-"""The table of every Vision Transformer of timm and transformers, and what fuse does with it: docs/classes.md.
+"""Generates docs/classes.md: a table of every Vision Transformer of timm and transformers, and the result of `fuse`.
 
-`make classes` writes it anew; the models are made on the meta device, where weights take no memory.
+`make classes` writes it. The models are built on the meta device, where weights take no memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import vit_fast
+from vit_fast.libraries.known import packed_tower
 
 TABLE = Path(__file__).parents[1] / "docs" / "classes.md"
 LIBRARIES = ("timm", "transformers")
@@ -32,6 +33,8 @@ Look up what `vit_fast.fuse` does with each class of timm and transformers that 
 - **fused**: all attention and all norm + MLP modules are fused.
 - **partly**: some are fused. The reasons for the others follow.
 - **skipped**: none is fused, for the reasons that follow.
+- **token budgets**: `GraphRunner(tower, budgets=...)` captures it for [images of any size](howto/towers.md). The other
+  fused classes take images of one size: `GraphRunner(model, example)`.
 
 A class of timm is tested with the model that is named, a class of transformers with its default configuration. Models
 of images and text are tested with their vision tower. `make classes` writes this page.
@@ -48,7 +51,7 @@ SHALLOW = ("num_hidden_layers", "depth")
 
 
 class Row(NamedTuple):
-    """One line of the table: the module of a class in its library, its name, what was made of it, what fuse said."""
+    """A row of the table: the module of a class, its name, the tested model, and the result of `fuse`."""
 
     where: str
     name: str
@@ -60,7 +63,7 @@ class Row(NamedTuple):
 
 
 def outcome(model: nn.Module) -> str | None:
-    """What fuse does with a model; None where it holds no attention."""
+    """Returns the result of `fuse` for a model; None if it contains no attention."""
     report = vit_fast.fuse(model, backend="sdpa")
     if not any("attention" in module.part or "Block" in module.class_name for module in report.modules):
         return None
@@ -68,11 +71,14 @@ def outcome(model: nn.Module) -> str | None:
     unknown = [reason.removesuffix(UNKNOWN) for reason in reasons if reason.endswith(UNKNOWN)]
     said = [reason for reason in reasons if not reason.endswith(UNKNOWN)]
     said += [f"unknown classes: {', '.join(unknown)}"] if unknown else []
-    return f"{'partly' if report.fused else 'skipped'}: {'; '.join(said)}" if said else "fused"
+    if said:
+        return f"{'partly' if report.fused else 'skipped'}: {'; '.join(said)}"
+    tower = packed_tower(model)
+    return "fused; token budgets" if tower is not None and tower.needs_fused else "fused"
 
 
 def timm_groups() -> dict[tuple[str, str], list[str]]:
-    """The names of timm's models by the module and the class that they are of."""
+    """Returns the names of timm's models by module and class."""
     import timm
 
     groups: dict[tuple[str, str], list[str]] = {}
@@ -85,7 +91,7 @@ def timm_groups() -> dict[tuple[str, str], list[str]]:
 
 
 def timm_outcome(name: str) -> tuple[str, str | None]:
-    """The class of one of timm's models, and what fuse does with it."""
+    """Returns the class of one of timm's models, and the result of `fuse`."""
     import timm
 
     with torch.device("meta"):
@@ -108,7 +114,7 @@ def timm_rows() -> Iterator[Row]:
 
 
 def transformers_classes() -> Iterator[tuple[str, type[nn.Module]]]:
-    """The folder and class of every model of transformers' that takes images and nothing but images."""
+    """Yields folder and class of every transformers model that takes nothing but images."""
     import transformers
     from transformers import PreTrainedModel, models
 
@@ -133,7 +139,7 @@ def _is_tower(cls: Any) -> bool:
 
 
 def transformers_outcome(cls: Any) -> str | None:
-    """What fuse does with a model of a class, of two layers where the number can be said."""
+    """Returns the result of `fuse` for a model of a class, with two layers if their number can be set."""
     config = cls.config_class()
     for name in SHALLOW:
         if isinstance(getattr(config, name, None), int):
@@ -163,7 +169,7 @@ def table() -> str:
     lines = [HEADER.format(versions=versions())]
     for library, rows in (("timm", timm_rows), ("transformers", transformers_rows)):
         found = list(rows())
-        fused = sum(row.outcome == "fused" for row in found)
+        fused = sum(row.outcome.startswith("fused") for row in found)
         lines += [
             f"\n## {library}: {fused} of {len(found)} fused\n",
             "| module | class | tested with | outcome |",

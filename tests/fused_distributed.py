@@ -1,4 +1,4 @@
-"""What each of the two processes of test_fuse_distributed.py runs: fused models under DDP and FSDP2, over gloo."""
+"""Code of each of the two processes of test_fuse_distributed.py: fused models under DDP and FSDP2, over gloo."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class NoHost(TorchDispatchMode):
 
 
 class Tape(NoHost):
-    """What one run of a function does, to be repeated."""
+    """Records one run of a function, to repeat it."""
 
     def __init__(self, steps: list[Callable[[], object]] | None = None) -> None:
         super().__init__()

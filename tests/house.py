@@ -62,7 +62,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def trace_frozen_block() -> Trace:
-    """One call of a frozen block after its launch plans were recorded, against the stand-in for the CUDA driver."""
+    """Traces a call of a frozen block after its launch plans were recorded, with the stand-in for the CUDA driver."""
     from vit_fast.kernels.inspect import stand_in_driver
 
     stand_in_driver.install("sm_90")
@@ -70,7 +70,7 @@ def trace_frozen_block() -> Trace:
     vit_fast.freeze(model)
     tokens = torch.zeros(1, model.config.seqlen, model.config.embed_dim, dtype=torch.bfloat16)
     with torch.inference_mode():
-        for _ in range(4):
+        for _ in range(64):  # until the tensor maps of all addresses that the CPU allocates are cached
             model.blocks[0](tokens)
         return Trace().run(lambda: model.blocks[0](tokens))
 

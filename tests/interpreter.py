@@ -35,7 +35,7 @@ def _round_to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def _round_to_e4m3(values: np.ndarray) -> np.ndarray:
-    """As cvt.rn.satfinite does."""
+    """Rounds as cvt.rn.satfinite does."""
     floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32)).clamp(-448, 448)
     return floats.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 

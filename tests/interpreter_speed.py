@@ -75,7 +75,7 @@ def _equal_when_same(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], 
 
 
 def _numpy_types(find: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
-    """Of a scalar's or a block's type, each scalar's found once; pointers are addresses."""
+    """Returns the types of a scalar or a block, cached per type; pointers are addresses."""
     found: dict[str, np.dtype] = {}
 
     def kept(type: Any) -> np.dtype:
@@ -88,7 +88,7 @@ def _numpy_types(find: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
 
 
 def _promote(promote: Callable[..., Any]) -> Callable[..., Any]:
-    """Of two tensors of one type, which is no pointer, is nothing to promote but the operands of a division."""
+    """Returns two tensors of equal type unchanged; only the operands of a division need promotion."""
 
     def promoted(self: Any, lhs: Any, rhs: Any, *allowed: bool, **how: bool) -> Any:
         if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor) and len(allowed) < 4 and not how:
@@ -108,7 +108,7 @@ def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _erf(values: np.ndarray) -> np.ndarray:
-    """Of fp32, in fp64 as ever, all at once."""
+    """Computes erf of fp32 in fp64, as the interpreter does, for the whole array at once."""
     return torch.from_numpy(np.array(values, dtype=np.float64)).erf_().numpy().astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""Which launches go triton's own way, and which by a kept kernel; asserted in a process with the stand-in driver."""
+"""Checks which launches Triton makes itself and which use a cached kernel, in a process with the stand-in driver."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compiled_for(call: Launch) -> object:
 
 
 def kernels() -> None:
-    """One kernel for what triton takes for the same, another for what it does not."""
+    """Checks that launches share a cached kernel exactly if Triton would."""
     first = compiled_for(a_launch())
     assert compiled_for(a_launch(n=32, scale=0.25)) is first
     others = [a_launch(n=1), a_launch(n=17), a_launch(n=2**40), a_launch(flag=True), a_launch(flag=1)]

@@ -37,7 +37,7 @@ def packed(tokens: int, head_dim: int, dtype: torch.dtype = BF16, *, offset: int
 
 
 def pooling() -> None:
-    """One query an image, keys and values in one tensor."""
+    """One query per image, with keys and values in one tensor."""
     q = torch.zeros(2, 2, 1, 64, dtype=BF16, requires_grad=True)
     kv = torch.zeros(2, 196, 2, 2, 64, dtype=BF16, requires_grad=True)
     k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -46,7 +46,7 @@ def pooling() -> None:
 
 
 def expanded_query() -> None:
-    """One query for the whole batch, by stride 0."""
+    """One query for the whole batch, with stride 0."""
     q = torch.zeros(1, 2, 16, 64, dtype=BF16, requires_grad=True)
     k, v = (torch.zeros(4, 2, 50, 64, dtype=BF16, requires_grad=True) for _ in range(2))
     out = attention(q.expand(4, -1, -1, -1), k, v, backend="triton")

@@ -18,7 +18,7 @@ Arguments = tuple[Any, ...]
 
 
 class Tapes(threading.local):
-    """What the functions in C that launch were called with, in each thread."""
+    """Arguments of the C functions that launch kernels, per thread."""
 
     def __init__(self) -> None:
         self.tape: list[tuple[Any, ...]] = []

@@ -30,7 +30,7 @@ def _way(optimizer: type[torch.optim.Optimizer], lr: float, options: dict[str, b
 
 
 def optimizer_ways(lr: float) -> dict[str, Step]:
-    """By name, what steps a module down a loss that is computed anew; of all optimizers that take dense gradients."""
+    """Returns by name functions that take an optimizer step on a module, for all optimizers with dense gradients."""
     ways = {}
     for name in torch.optim.__all__:
         optimizer = getattr(torch.optim, name)

@@ -1,4 +1,4 @@
-"""What is planned, and when a plan is not asked; asserted in a process with the stand-in driver."""
+"""Rules for launch plans: planned calls and bypassed plans, checked in a process with the stand-in driver."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def steady_state() -> None:
 
 
 def one_plan_serves_one_tensor_thrice_and_three() -> None:
-    """What was recorded with one tensor as q, k and v reads three when it is given three."""
+    """A plan that was recorded with one tensor as q, k and v reads three tensors if it gets three."""
     plan.forget()
     one, others = zeros(1, 2, 17, 64), [zeros(1, 2, 17, 64) for _ in range(3)]
     for _ in range(2):
@@ -109,7 +109,7 @@ FOREIGN = torch.ones(4)
 
 
 def unplannable() -> None:
-    """What a replay could not repeat runs each time, and follows what it reads."""
+    """Calls that a replay cannot repeat run each time, and follow changes of what they read."""
 
     def foreign(x: Tensor) -> Tensor:
         return x + FOREIGN

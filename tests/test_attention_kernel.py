@@ -137,7 +137,10 @@ def test_every_layout(kind: str, expected: str) -> None:
 
 @pytest.mark.parametrize(("head_dim", "expected"), [(64, "tma"), (72, "vector"), (20, "scalar")])
 def test_an_output_in_e4m3_takes_no_wide_loads_away(head_dim: int, expected: str) -> None:
-    """Of 72 channels rows in e4m3 begin at 8 bytes, which no descriptor writes; q, k and v are read as ever."""
+    """With 72 channels, e4m3 rows begin at multiples of 8 bytes, which descriptors cannot write.
+
+    Q, k, v are read as before.
+    """
     q, k, v = packed_inputs(1, 21, 3, head_dim, torch.float16)
     o = torch.empty(1, 21, 3, head_dim, dtype=torch.float8_e4m3fn, device=q.device).transpose(1, 2)
     assert attention_launch.access_of(q, k, v, o) == expected
@@ -219,7 +222,7 @@ print("right")
 @pytest.mark.slow
 @pytest.mark.skipif(KERNEL_ARCH is not None, reason="a process of its own, without the emulator")
 def test_more_than_two_to_the_31_elements() -> None:
-    """In a process of its own: an offset that wraps at 32 bits reads outside the buffer, which may end the process."""
+    """Runs in a child: an offset that wraps at 32 bits reads outside the buffer, which may crash the process."""
     run = subprocess.run([sys.executable, "-c", _BEYOND_32_BITS], capture_output=True, text=True)
     assert run.returncode == 0 and "right" in run.stdout, run.stderr[-2000:]
 
@@ -235,7 +238,7 @@ def test_a_grid_that_no_gpu_takes_is_refused() -> None:
 def test_more_keys_than_a_row_holds_are_refused() -> None:
     q, k, v = packed_inputs(1, 70, 1, 16, torch.float16)
     o, lse = nan_output(q)
-    with pytest.raises(ValueError, match="holds 64 keys a row, got 70"):
+    with pytest.raises(ValueError, match=r"n_kv must be at most 64 .* got 70"):
         forward_launch(q, k, v, o, lse, 0.25, ForwardConfig("row", 16, 64, chunks=1))
 
 

@@ -50,7 +50,7 @@ print(json.dumps({kernel: list(cases.values()) for kernel, cases in found.items(
 
 
 def run_compiler(code: str, *arguments: str) -> Any:
-    """What a program prints as JSON."""
+    """Runs a program and returns its JSON output."""
     return json.loads(run_python(["-c", code, *arguments], environment()))
 
 

@@ -171,7 +171,7 @@ def test_a_mask_of_one_image_or_of_another_layout() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_stays_in_its_sequence(backend: str) -> None:
-    """In a tail tile too, which lies in memory just before the others."""
+    """Also in a tail tile, which follows the others in memory."""
     lengths = [20, 70, 5]
     qkv = packed(sum(lengths), 2, 16).requires_grad_()
     right = ops.attention_varlen_qkvpacked(qkv, sequences_of(lengths), 70, backend=backend)
@@ -251,7 +251,7 @@ class _Packed(torch.nn.Module):
 
 
 def test_an_exported_program_holds_torchs_attention() -> None:
-    """For other lengths than it was exported with, too: tokens behind the last sequence included."""
+    """Other lengths than at export also work, including tokens behind the last sequence."""
     qkv = packed(16, 2, 16)
     program = torch.export.export(_Packed(), (qkv, sequences_of([5, 0, 9])))
     assert not any("vit_fast" in str(node.target) for node in program.graph.nodes)
@@ -284,7 +284,7 @@ class _Called(TorchDispatchMode):
 
 
 def test_the_lengths_are_not_read_on_the_host() -> None:
-    """Which would wait for the device; reading one shows that it would be seen."""
+    """Reading them would synchronize with the device; the test detects a read."""
     bounds, q = sequences_of([2, 0, 4]), packed(6, 2, 16)[:, 0]
     keep = torch.ones(1, 6, dtype=torch.bool, device=DEVICE)
     waiting = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.item.default"}
@@ -308,7 +308,7 @@ def test_flop_formulas() -> None:
 
 @pytest.mark.skipif(KERNEL_ARCH is not None, reason="sequences overlap, which the emulator reports as races")
 def test_wrong_lengths_touch_no_other_memory() -> None:
-    """Where nobody reads them: outputs are NaN or numbers, what lies beside the tensors stays as it was."""
+    """Invalid lengths that nobody checks give NaN or numbers, and change no memory beside the tensors."""
     room = torch.full((30, 3, 1, 16), 7.0, device=DEVICE)
     q, k, v = (as_batch(part) for part in room[10:20].unbind(1))
     _, lse = nan_output(q)
@@ -339,7 +339,7 @@ def test_key_padding_masks_of_the_stand_in_run_the_kernel(monkeypatch: pytest.Mo
 
 
 def test_the_policy_shrinks_tiles_for_windows() -> None:
-    """By the mean length: one long sequence among windows does not fill every window's tile with nothing."""
+    """Tiles follow the mean length, so that one long sequence among windows does not enlarge them."""
     q = torch.empty(1, 2, 4096, 64, dtype=torch.float16)
     windows, few = torch.zeros(65, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
     small, large = (forward_config(problem_of(q, q, q, q, sequences=s, longest=1000)) for s in (windows, few))

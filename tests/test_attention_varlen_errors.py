@@ -1,4 +1,4 @@
-"""What attention of packed sequences and masked keys refuses, and what it says."""
+"""Errors of attention with packed sequences and masked keys."""
 
 from __future__ import annotations
 

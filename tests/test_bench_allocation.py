@@ -34,7 +34,7 @@ TWO_CORES |= {"matmul_TFLOP_per_s": {"fp32": 0.2, "bf16": 0.45}}
 
 @pytest.fixture
 def default(monkeypatch: pytest.MonkeyPatch) -> Configuration:
-    """What `vit-fast bench` does without arguments, on two cores with bf16, with every peer installed."""
+    """Returns the configuration without arguments, on two cores with bf16 and with every peer installed."""
     monkeypatch.setattr("vit_fast.benchmarks.configuration.has_bf16", lambda: True)
     monkeypatch.setattr("vit_fast.measure.candidate.Candidate.missing_packages", lambda _: [])
     return make_configuration(device="cpu")
@@ -79,7 +79,7 @@ class Machine:
         return Prepared(candidate, lambda _: self.spend(seconds), row, seconds)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As the machine of a run: clocks, ceilings, preparations that take what they are assumed to."""
+        """Simulates a machine: clock, ceilings, and preparations that take the estimated time."""
         monkeypatch.setattr(runner.time, "perf_counter", lambda: self.now_s)
         monkeypatch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(self.now_s * 1e9))
 
@@ -120,7 +120,7 @@ def test_the_default_run_measures_and_ranks_all_that_it_planned_in_time(slowness
 def follow(
     machine: Machine, end_s: float, monkeypatch: pytest.MonkeyPatch, *, allocated: bool = True
 ) -> tuple[dict[str, int], list[str]]:
-    """How often each of four candidates is called until a timing ends, and what is said about it."""
+    """Returns the number of calls of each of four candidates until a timing ends, and the printed messages."""
     monkeypatch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(machine.now_s * 1e9))
     (group,) = make_configuration(models=["vit_test"], batch_sizes=[8], dtypes=["fp32"], device="cpu").groups()
     names = {"timm": 0.1, "timm+fused+frozen": 0.09, "eager": 0.12, "openvino": 0.11}

@@ -370,7 +370,7 @@ def test_tables_in_the_documents_are_those_of_the_committed_records() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 126, 200])
 def test_a_table_shows_whole_words_in_any_terminal(width: int, record: dict) -> None:
-    """What has no room is left out, and named; nothing is cut or broken."""
+    """Columns that do not fit are omitted and named; nothing is cut or broken."""
     shown = exact(record)
     shown["rows"][0]["candidate"] = "onnxruntime-nobinding"
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)

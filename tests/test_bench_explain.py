@@ -1,4 +1,4 @@
-"""Where the time goes: names to parts, a profile of a model, and what is lost against the floor."""
+"""Time per layer and kernel: the names of layers, a profile of a model, and the loss against the floor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kills, hangs, interrupts or fills up a run: the rows stay, and the others go on."""
+"""Killed, hanging, interrupted and failing runs: finished rows stay, and the other candidates run."""
 
 from __future__ import annotations
 

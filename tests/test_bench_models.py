@@ -39,7 +39,7 @@ def sized(size):
 
 @pytest.fixture
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a module of models can be imported, and small files of every kind lie."""
+    """Changes to a folder with an importable module of models, and small files of every kind."""
     (tmp_path / "my_models.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_models", raising=False)

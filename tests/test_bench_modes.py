@@ -1,4 +1,4 @@
-"""What else a run can be asked for: latency, the best batch by search, several image sizes, energy, data's place."""
+"""Modes of a run: latency, search for the best batch size, several image sizes, energy, location of the data."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_tf32_rounds_products_of_that_group_alone(add) -> None:
 
 
 def on_host(monkeypatch: pytest.MonkeyPatch, **asked: object) -> Configuration:
-    """What a GPU would be asked with --data host, on a CPU; pinning memory needs CUDA."""
+    """Simulates --data host on a CPU, because pinned memory needs CUDA."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda batch: batch.clone())
     made = make_configuration(candidates=["eager", "timm"], batch_sizes=[2], protocol=QUICK, **VIT_TEST, **asked)
     return dataclasses.replace(made, data="host", request=made.request | {"data": "host"})

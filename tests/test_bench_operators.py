@@ -78,7 +78,7 @@ def test_all_that_can_run_here_is_right_and_measured(training: bool, monkeypatch
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("word", SMALL)
 def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: torch.dtype) -> None:
-    """At the size that is timed; of a backward, also in a parameter's gradient alone."""
+    """Checks the timed size; for a backward, also the gradient of a single parameter."""
     task = make_task(word, dtype, training)
     images = torch.randn(5, *task.model.shape).to(dtype)
     expected, candidate = expect(task, images), get_candidate("sdpa" if word != SMALL[2] else "eager")

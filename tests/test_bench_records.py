@@ -41,7 +41,7 @@ BAD = [None, -1, "x", [1, 2], "removed"]
 
 @pytest.mark.parametrize("sampled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_any_value_of_another_kind_is_refused_or_does_no_harm(sampled, record, tmp_path, monkeypatch):
-    """At each place one bad value in turn, or with --slow each bad value."""
+    """Puts one bad value at each place in turn; with --slow every bad value."""
     monkeypatch.setattr(compare, "RESAMPLES", 10)
     path, refused = tmp_path / "record.json", 0
     cases = [(at, bad) for at in paths(record) for bad in BAD]

@@ -214,7 +214,7 @@ def browser() -> str | None:
 
 
 def run_in_browser(page: str, script: str, folder: Path, *flags: str) -> tuple[dict, str]:
-    """What a script finds in the page, and all that the browser's console says."""
+    """Returns the result of a script in the page, and all messages of the browser's console."""
     if browser() is None:
         pytest.skip("no Chromium on the path, and CHROME_BIN is not set")
     probe = f"<script>document.body.textContent = JSON.stringify((() => {{ {script} }})())</script></body>"

@@ -1,4 +1,4 @@
-"""What a run can tell apart, on simulated machines: a clock with drift, bursts and outliers, and a quiet one."""
+"""Resolution of a run on simulated machines: a clock with drift, bursts and outliers, and a quiet one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_noise_that_moves_medians_does_not_hide_a_large_difference(monkeypatch: 
 
 
 def test_between_runs_nothing_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run can tell of another is what its medians did, however well its own turns agree."""
+    """Two runs are compared by their medians, however well the rounds within each run agree."""
     times = dict.fromkeys(("first", "again"), 10.0)
     samples = [measure(Machine(seed, noisy=True), times, monkeypatch) for seed in range(20)]
     controls = [compare.control(taken["first"], taken["again"]) for taken in samples]

@@ -74,7 +74,7 @@ def test_a_wrong_candidate_gets_no_speed_and_the_right_ones_keep_theirs(add) -> 
 
 
 def test_a_candidate_that_is_right_only_at_first_is_wrong(add) -> None:
-    """What a replayed graph on stale inputs would do: the same answer whatever comes in."""
+    """Simulates a graph that replays stale inputs: the same output for every input."""
 
     def stale(task: Task) -> object:
         model, kept = build("sdpa", task), []
@@ -194,7 +194,7 @@ def test_a_row_above_its_ceiling_is_a_named_defect_and_no_share(monkeypatch: pyt
 
 
 def test_the_control_is_the_best_at_full_precision(add) -> None:
-    """What it is compared with is that; a call in fewer bits may be quicker, and less steady."""
+    """A candidate in lower precision may be faster and noisier."""
 
     def quick(task: Task) -> object:
         return lambda images: torch.zeros(len(images), 10)

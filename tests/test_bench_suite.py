@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from vit_fast.variants import get_variant
+from vit_fast.work import total, work
 
 ROOT = Path(__file__).resolve().parents[1]
 # One round each; one of what torch.compile takes its time for.
@@ -53,14 +54,14 @@ def test_every_suite_runs_and_figures_follow_from_its_times(tmp_path):
     runs = {run["name"]: run for run in record["benchmarks"]}
     run = runs["test_candidate[vit_test-sdpa-4]"]
     seconds = run["stats"]["median"]
-    flops = get_variant("vit_test").config.flops_per_image()
+    flops = total(work(get_variant("vit_test").config, 1).values()).flop
     assert run["extra_info"]["images_per_s"] == pytest.approx(4 / seconds)
     assert run["extra_info"]["TFLOP_per_s"] == pytest.approx(4 * flops / seconds / 1e12)
     assert run["group"] == "vit_test fp32 batch 4, cpu"
 
 
 def test_a_peer_that_is_wrong_fails_nothing_and_ours_does(monkeypatch):
-    """By the compiler's own sums, on a CPU, a compiled peer may miss the rule; that is for its row to say."""
+    """On a CPU, a compiled peer may violate the rule because the compiler sums in another order; its row says so."""
     monkeypatch.setenv("VIT_FAST_SUITE_MODEL", "vit_test")
     suite = importlib.import_module("bench_suite")
     word = suite.MODELS[1]

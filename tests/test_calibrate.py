@@ -147,7 +147,7 @@ def test_large_channels_are_moved_into_the_weight_where_that_helps(monkeypatch: 
 
 
 def test_a_range_is_chosen_by_what_the_layer_loses() -> None:
-    """One element far out that nothing reads costs nothing to leave out; one that is read does."""
+    """A large element may be clipped if nothing reads it, but not if the layer reads it."""
     generator = np.random.default_rng(0)
     model, _ = calibrated()
     block = simulate(shadow_of(model))[0][0]

@@ -64,6 +64,11 @@ def test_every_command_has_help(capsys):
         assert run(capsys, command.replace("_", "-"), "--help")[0] == 0
 
 
+def test_help_has_no_line_breaks_within_a_paragraph():
+    for command in cli.make_app().registered_commands:
+        assert command.help and "\n" not in command.help.replace("\n\n", "")
+
+
 def test_a_defect_of_ours_is_not_dressed_as_bad_input(monkeypatch):
     def broken() -> None:
         raise KeyError("a defect")
@@ -110,7 +115,7 @@ def test_the_shell_completes_commands() -> None:
 
 
 def test_a_thing_has_one_name_in_all_commands() -> None:
-    """Where a command writes is --out, and precisions are fp32, fp16, bf16."""
+    """All commands write to --out, and call precisions fp32, fp16 and bf16."""
     app = typer.main.get_command(cli.make_app())
     for name, command in app.commands.items():
         for parameter in command.params:
@@ -126,4 +131,4 @@ def test_an_old_name_of_a_precision_is_refused(capsys, tmp_path):
         capsys, "train", str(tmp_path / "images"), "--model", "vit_test", "--out", str(tmp_path / "out"),
         "--set", "dtype=float32",
     )  # fmt: skip
-    assert status == 2 and "dtype must be 'fp32' or 'bf16'" in err
+    assert status == 2 and "dtype must be one of 'fp32', 'bf16'" in err

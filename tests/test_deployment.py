@@ -216,7 +216,7 @@ def test_shapes_for_tensorrt(files: Path, tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.slow
 def test_a_model_card(files: Path, tmp_path: Path) -> None:
-    """It says what the file says, with the hashes of what lies there."""
+    """The card contains the metadata of the file, and the hashes of the files on disk."""
     report = export_onnx(digits_vit(), tmp_path / "m.onnx", external_data=True, target="tensorrt", source="a test")
     text = write_card(tmp_path / "m.onnx", "cc-by-4.0").read_text()
     for name in ("m.onnx", "m.onnx.data"):

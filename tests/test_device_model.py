@@ -49,7 +49,7 @@ def modelled() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_a_layer_of_vit_b_at_batch_256(modelled: dict[str, list[dict[str, Any]]]) -> None:
-    """By hand: qkv 252 us, attention 100, proj 102, fc1 406, fc2 336; their floors 226, 100, 76, 301, 301."""
+    """Computed by hand: qkv 252 us, attention 100, proj 102, fc1 406, fc2 336; floors 226, 100, 76, 301, 301."""
     rows = modelled["256"]
     assert [row["modelled_us"] for row in rows] == pytest.approx([252, 102, 102, 406, 336], rel=0.02)
     assert [row["floor_us"] for row in rows] == pytest.approx([226, 101, 77, 301, 301], rel=0.02)

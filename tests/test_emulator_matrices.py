@@ -149,7 +149,7 @@ def k_major(bits: np.ndarray, swizzle: int) -> Layout:
 
 
 def mn_major(bits: np.ndarray, swizzle: int) -> Layout:
-    """For each k one swizzle's width of rows, in groups of 8 k."""
+    """Returns for each k one swizzle's width of rows, in groups of 8 k."""
     rows, k = bits.shape
     width = (swizzle or 16) // bits.itemsize
     groups = bits.T.reshape(k // 8, 8, rows // width, width).transpose(2, 0, 1, 3)  # [blocks of rows, k / 8, 8, width]

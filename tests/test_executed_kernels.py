@@ -34,7 +34,7 @@ BF16 = torch.bfloat16
 
 
 def _random(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
-    """In the place of launch_tapes.zeros."""
+    """Replaces launch_tapes.zeros by random tensors."""
     size = torch.Size(shape).numel()
     return (torch.randn(size + offset) / 4).to(dtype)[offset:].view(shape)
 
@@ -47,7 +47,7 @@ def _copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("cases", ["cases", "block_cases", "modern_cases", "fp8_cases"])
 def test_a_replayed_plan_computes_the_same_bits(cases: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every operator that is planned: at the addresses where it was recorded, and elsewhere."""
+    """Tests every planned operator, at the addresses of the recording and at others."""
     if cases == "fp8_cases" and KERNEL_ARCH in ("sm_80", "sm_86"):
         pytest.skip("no FP8 on this architecture")
     monkeypatch.setattr(planned_launches, "zeros", _random)

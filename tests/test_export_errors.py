@@ -129,7 +129,7 @@ def test_an_operator_that_cannot_be_exported_names_its_module(bad: nn.Module, re
 def test_a_file_that_computes_something_else_is_not_left(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One weight, changed by one per mille between the model and the file, is found."""
+    """Detects one weight that differs by one per mille between model and file."""
     real = graphs.save
 
     def save_damaged(graph: Any, path: Path, external: bool) -> None:

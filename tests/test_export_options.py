@@ -1,4 +1,4 @@
-"""What can be asked of export_onnx: sizes, preprocessing, outputs, int8, external data, fused models."""
+"""Options of export_onnx: sizes, preprocessing, outputs, int8, external data, fused models."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_compile_without_a_graph_break(library: str) -> None:
 @pytest.mark.fast_cases("transformers")
 @every_library
 def test_the_kernels_compile_without_a_graph_break_and_export_without_themselves(library: str) -> None:
-    """One operator a block, frozen too."""
+    """One operator per block, also when frozen."""
     subject, model, inputs, expected = fused(library)
     model.to(DEVICE)
     inputs = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}

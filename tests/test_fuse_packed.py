@@ -22,7 +22,7 @@ ALL = TOWERS | NAFLEX
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_tower_is_fused_and_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In training and in evaluation, for batches of other sizes after each other; NaFlexVit without timm's forward."""
+    """Runs training and evaluation with batches of several sizes; NaFlexVit must not run timm's forward."""
     tower = ALL[name]
     model = tower.build()
     plain = copy.deepcopy(model)
@@ -213,7 +213,7 @@ def test_what_a_packed_tower_attends_to_can_be_seen() -> None:
 @pytest.mark.slow(minutes=True)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "siglip2"])
 def test_compiled_towers_agree_for_other_sizes(name: str) -> None:
-    """With graph breaks, where transformers reads sizes on the host."""
+    """The graph breaks where transformers reads sizes on the host."""
     tower = TOWERS[name]
     model = tower.build().eval()
     plain = copy.deepcopy(model)

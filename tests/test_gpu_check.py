@@ -19,7 +19,7 @@ NOTHING = Job("tests", "a job", 2.0)
 
 @pytest.mark.slow
 def test_a_job_that_raises_dies_or_hangs_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process runs the jobs until one breaks it, and then another does."""
+    """One process runs the jobs until one breaks it; a new process continues."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "perform", pretend)
     worker = Worker(tmp_path)

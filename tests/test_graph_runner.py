@@ -57,7 +57,7 @@ def compare(family: Family, runner: Any, plain: nn.Module, sizes: Sizes, **optio
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_runner_returns_what_the_tower_returns(name: str) -> None:
-    """For images of mixed sizes, one image and many, in different orders."""
+    """Runs images of mixed sizes, one image and many, in different orders."""
     family = FAMILIES[name]
     tower, plain = build(family)
     runner = vit_fast.GraphRunner(tower, budgets=BUDGETS, max_images=4)

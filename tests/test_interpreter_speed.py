@@ -1,4 +1,4 @@
-"""What makes Triton's interpreter faster changes none of its answers, bit for bit: a new triton may break that."""
+"""The patches that speed up Triton's interpreter must not change its results, bit for bit, also with a new triton."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ULPS = 1  # erf alone is another library's
 
 @pytest.mark.slow
 def test_answers_are_those_of_the_interpreter_as_it_comes() -> None:
-    """In a process of its own, where nothing is patched yet: every pair of types, before and after."""
+    """Compares every pair of types in a fresh process, before and after patching."""
     children.run_python([__file__], children.environment() | {"TRITON_INTERPRET": "1"})
 
 

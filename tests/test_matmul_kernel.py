@@ -120,7 +120,7 @@ def test_statistics_of_pieces_of_every_size(C: int, sub_tiles: int, monkeypatch:
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_linears_are_folded_together(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As each by itself to the bit, whatever is absent; two in one launch. The formula in fp64 is met."""
+    """Matches folding each layer separately, bit for bit, with any parameter absent, and the fp64 formula."""
     linears = [
         folding.NormedLinear(normal(48, 96, seed=1), normal(48, seed=2), normal(96, seed=3), normal(96, seed=4)),
         folding.NormedLinear(normal(33, 40, seed=5).t().contiguous().t(), None, None, normal(40, seed=6)),

@@ -62,7 +62,7 @@ def best_whole(table: Sequence[MatmulConfig], given: Operands, gpu: Gpu, epilogu
 
 
 def launch(arch: str, epilogue: str, M: int, N: int, K: int) -> Launch:
-    """What would be launched on an architecture."""
+    """Returns the launch for an architecture."""
     if epilogue == PRODUCTS:
         pair = meta(K, M, dtype=HALF), meta(K, N, dtype=HALF)
         (config,) = config_table(arch, "half", "weight_products", fits_tma(pair))
@@ -75,7 +75,7 @@ def launch(arch: str, epilogue: str, M: int, N: int, K: int) -> Launch:
 
 
 def grid(arch: str) -> list[Case]:
-    """One size for each binary that the sizes lead to."""
+    """Yields one size for each binary that the sizes need."""
     found: dict[str, Case] = {}
     for case in itertools.product((arch,), (*EPILOGUES, PRODUCTS), SIZES, SIZES, SIZES):
         found.setdefault(offline.specialisation(launch(*case)), case)
@@ -93,7 +93,7 @@ def compiled(cases: Sequence[Case]) -> list[tuple[int, list[str]]]:
 
 
 def binaries(cases: Sequence[Case]) -> list[str]:
-    """What the compiler would be given for each case."""
+    """Returns the compiler's input for each case."""
     return [offline.specialisation(launch(*case)) for case in cases]
 
 

@@ -1,4 +1,4 @@
-"""What a batch size seen for the first time compiles: counted from 1 to 256 images, with the launches left out."""
+"""Counts the kernels that a new batch size compiles, from 1 to 256 images, without launching them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ print(json.dumps(told))
 
 @functools.cache
 def new_kernels(arch: str) -> list[tuple[int, dict[int, int]]]:
-    """Of a block of each case: the different kernels, and how many each batch size is the first to need."""
+    """Returns the kernels of a block for each case, and how many each batch size needs first."""
     out = run_python(["-c", _COUNT, json.dumps([arch, INFERENCE + TRAINING])], environment())
     told: list[tuple[int, dict[str, int]]] = json.loads(out)
     return [(different, {int(batch): count for batch, count in first.items()}) for different, first in told]
@@ -66,7 +66,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(("arch", "total", "at_once"), [("sm_80", 13, 2), ("sm_90", 20, 3), ("sm_100", 15, 2)])
 def test_inference(arch: str, total: int, at_once: int) -> None:
-    """From twelve images on one kernel at most, below that a few: tiles that small batches are faster with."""
+    """At most one kernel from twelve images on; below that a few, with tiles for small batches."""
     for different, first in new_kernels(arch)[: len(INFERENCE)]:
         assert sum(first.values()) == different <= total  # nothing anew for a number of rows, of parts, or an address
         assert len(first) > 1  # other tiles at other sizes

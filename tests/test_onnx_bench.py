@@ -80,7 +80,7 @@ def test_a_model_is_exported_once_for_all_batches_and_again_with_other_weights(m
 
 @pytest.mark.slow
 def test_a_cold_start_counts_the_export_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own, whose answer is checked there; what cannot answer says why."""
+    """Runs in a child, which checks the output; failures give their reason."""
     monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -106,7 +106,7 @@ def test_a_provider_that_does_not_come_up_raises(exported: Any) -> None:
 
 
 def test_a_silent_fall_back_is_noticed(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the libraries seem to be there and ONNX Runtime still takes the CPU."""
+    """The libraries seem to be installed, but ONNX Runtime uses the CPU."""
     if torch.cuda.is_available():
         return
     monkeypatch.setattr("vit_fast.export.runtime.runner.reasons_against", lambda kind: [])
@@ -120,7 +120,7 @@ def test_a_silent_fall_back_is_noticed(exported: Any, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("device", ["cuda:1", "tensorrt"])
 def test_fp32_is_not_rounded_to_tf32(exported: Any, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """What ONNX Runtime is asked for; its own default is TF32."""
+    """Checks the options passed to ONNX Runtime, whose default is TF32."""
     asked: list[Any] = []
 
     def refuse(path: str, settings: Any, providers: list[Any]) -> Any:

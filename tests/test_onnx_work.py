@@ -1,4 +1,4 @@
-"""What ONNX files do, counted from their graphs: as much as torch counts in the model that was exported."""
+"""Operation counts of ONNX files from their graphs; they match torch's count for the exported model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vit_fast.work import Counter, Work
 
 
 def counted(model: nn.Module, batch: int) -> Work:
-    """By torch, with the attention that keeps its scores to itself."""
+    """Counts with torch, with attention that does not store its scores."""
     if isinstance(model, vit_fast.VisionTransformer):
         set_backend(model, "sdpa")
     with torch.no_grad(), Counter() as counter:

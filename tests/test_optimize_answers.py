@@ -1,4 +1,4 @@
-"""What vit_fast.optimize found, as it is kept on a machine: where, what is ignored, and who may write at a time."""
+"""The cache of vit_fast.optimize: its location, ignored entries, and concurrent writers."""
 
 from __future__ import annotations
 

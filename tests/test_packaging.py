@@ -94,7 +94,7 @@ def test_pyproject_lists_every_package():
 
 
 def test_set_up_prints_a_line_for_each_step_and_no_warning_of_pip(tmp_path):
-    """With a stand-in for the environment's python, whose pip warns unless it is told not to."""
+    """Replaces the environment's python by one whose pip warns unless told not to."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\ncase "$*" in *pip*-qq*) ;; *pip*) echo "WARNING: a warning" ;; esac\n')

@@ -82,7 +82,7 @@ def test_a_table_of_a_busy_record_or_one_above_its_ceiling_is_refused(place, val
     *path, last = [int(name) if name.isdigit() else name for name in place.split(".")]
     functools.reduce(operator.getitem, path, record)[last] = value
     (tmp_path / "record.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=r"record.json: not to be cited: .*(BUSY|ceiling)"):
+    with pytest.raises(ValueError, match=r"record.json must not be cited: .*(BUSY|ceiling)"):
         fill("<!-- record: record.json -->\n<!-- /record -->", tmp_path)
 
 

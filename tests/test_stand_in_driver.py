@@ -378,6 +378,9 @@ def test_the_command_reports_host_time(environment: dict[str, str]) -> None:
         us = row["ours_us"]
         assert 0 < us["p20"] <= us["median"] <= us["p80"]
         assert row["launches"] >= 1 and row["descriptors"] >= 1
+    towers = {(row["size"], row["candidate"]): row["launches"] for row in report["towers"]}
+    assert len(towers) == 8
+    assert all(launches == (0 if name == "graph" else 161) for (_, name), launches in towers.items())
     text = host_time.render(report)
     assert "Nothing here is the time of a GPU" in text
     assert all(name in text for name in rows)

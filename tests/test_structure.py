@@ -1,4 +1,4 @@
-"""How the source is built: who imports whom, without circles, as CONTRIBUTING says; and nothing too long to read."""
+"""Structure of the source: imports follow CONTRIBUTING.md without cycles, and no file or class is too long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_FILE, MAX_CLASS = 400, 200  # lines
 
 
 def _find_modules() -> dict[str, Path]:
-    """Every file of the source by the name that it is imported by."""
+    """Returns the path of every source file by module name."""
     found = {}
     for folder in TOP_FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -38,7 +38,10 @@ def _tree(path: Path) -> ast.Module:
 
 @functools.cache
 def _imports(module: str, *, typing: bool) -> frozenset[str]:
-    """The modules of ours that one imports, also inside functions; those for the type checker alone if asked for."""
+    """Returns our modules that a module imports, also inside functions.
+
+    `typing` includes those for the type checker.
+    """
     path = MODULES[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     found: set[str] = set()
@@ -55,7 +58,7 @@ def _imports(module: str, *, typing: bool) -> frozenset[str]:
 
 
 def _packages(module: str) -> set[str]:
-    """Those that a module lies in."""
+    """Returns the packages that contain a module."""
     parts = module.split(".")
     return {".".join(parts[:length]) for length in range(1, len(parts))}
 
@@ -69,7 +72,7 @@ def _statements(tree: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
 
 
 def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """What is left when all that imports nothing left, and all that nothing left imports, is taken away."""
+    """Returns what remains after repeatedly removing modules without imports and those that nothing imports."""
     graph = {module: set(imported) for module, imported in graph.items()}
     while True:
         imported = set().union(*graph.values())
@@ -81,7 +84,7 @@ def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 @pytest.mark.parametrize("typing", [False, True])
 def test_no_circle_of_imports(typing: bool) -> None:
-    """Imports inside functions count. For the type checker, the package itself may name what it gives lazily."""
+    """Includes imports inside functions. For the type checker, the package itself may import its lazy names."""
     graph = {module: _imports(module, typing=typing) for module in MODULES}
     assert len(graph) > 100
     if typing:
@@ -96,13 +99,13 @@ def test_circles_are_found() -> None:
 
 
 def _folder(module: str) -> str:
-    """As CONTRIBUTING writes it."""
+    """Returns the folder of a module in CONTRIBUTING's notation."""
     inside = "/".join(MODULES[module].parent.relative_to(ROOT).parts)
     return f"`{inside}/`"
 
 
 def _table() -> dict[str, str]:
-    """What each folder may import, by CONTRIBUTING."""
+    """Returns CONTRIBUTING's table: the allowed imports of each folder."""
     rows = re.findall(r"^\| (`.+?/`) \| .+ \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     return dict(rows)
 
@@ -146,7 +149,7 @@ def test_contributing_names_files_that_exist() -> None:
 
 
 def test_ops_is_the_door_to_the_kernels() -> None:
-    """But for the files that CONTRIBUTING names, which look at the kernels themselves."""
+    """CONTRIBUTING names the exceptions, which inspect the kernels."""
     sentence = re.search(
         r"Beside `vit_fast/ops/`,(.+?)import `kernels/`", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL
     )
@@ -162,7 +165,7 @@ def test_ops_is_the_door_to_the_kernels() -> None:
 
 
 def test_export_and_benchmarks_import_across_folders_absolutely() -> None:
-    """What is relative there ends in the folder: an editor opened at the root does not know of the links."""
+    """Relative imports must stay inside the folder, because editors do not resolve the symbolic links."""
     for module, path in MODULES.items():
         if path.parent.name in ("export", "benchmarks"):
             levels = [node.level for node in ast.walk(_tree(path)) if isinstance(node, ast.ImportFrom)]
@@ -185,7 +188,7 @@ def test_no_file_and_no_class_is_too_long() -> None:
 
 
 def _named(module: str) -> set[str]:
-    """The modules that one loads or starts by name: a string that is their name, or a path or dots that end in it."""
+    """Returns the modules that a module loads by name: a string that equals the name, or a path that ends with it."""
     strings = [node.value for node in ast.walk(_tree(MODULES[module])) if isinstance(node, ast.Constant)]
     ends = {re.split(r"[./]", text.removesuffix(".py"))[-1] for text in strings if isinstance(text, str)}
     return {name for name in MODULES if name.rpartition(".")[2] in ends}
@@ -213,7 +216,7 @@ def test_docstrings_and_errors_follow_the_rules_of_language() -> None:
 
 
 def test_no_wing_stands_apart() -> None:
-    """Every module is imported, or loaded by its name, step by step from what a user imports or the Makefile starts."""
+    """Every module is reachable by imports, or by name, from the public package, the command line or the Makefile."""
     makefile = (ROOT / "Makefile").read_text()
     started = set(re.findall(r"-m (vit_fast\.[\w.]+)|python_files=(\w+)\.py", makefile))
     names = {name for pair in started for name in pair if name} | {"vit_fast", "vit_fast.cli"}

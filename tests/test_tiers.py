@@ -1,4 +1,4 @@
-"""Which tests a tier holds: the cases that cover all values, and what a changed folder requires."""
+"""Test tiers: the cases that cover all values, and the tests that a changed folder requires."""
 
 from __future__ import annotations
 

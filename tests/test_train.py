@@ -179,7 +179,7 @@ def test_weights_that_know_their_shape_are_a_model(
 
 
 def _losses_of_32_steps(backend: str = "eager", **options: object) -> torch.Tensor:
-    """On crops of a real photograph, told apart by where they come from."""
+    """Trains on crops of a photo, labelled by their location, and returns the losses."""
     photograph = load_images([default_photograph()], create_model("vit_test", img_size=128))[0]
     crops = photograph.unfold(1, 32, 32).unfold(2, 32, 32).permute(1, 2, 0, 3, 4).reshape(16, 3, 32, 32)
     trainer = Trainer(small_model(backend=backend, drop_path_rate=0.0), settings(**options), 32, 4)

@@ -1,4 +1,4 @@
-"""What optimize tries on CUDA alone, on machines without: its own code, with stand-ins for what only a GPU does."""
+"""Candidates that optimize tries on CUDA only, tested without a GPU: its own code, with stand-ins for the device."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_fp8_is_calibrated_and_computes(images, graphs: list[Graph], monkeypatch
 
 @pytest.mark.slow
 def test_fp8_keeps_layers_for_the_agreement_that_was_asked_for(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a classifier; of what gives no classes optimize judges the outputs itself."""
+    """Applies to classifiers; optimize checks other outputs itself."""
     asked, fuse = [], vit_fast.measure.build.fuse
 
     def asking(work: nn.Module, **given: Any) -> Any:

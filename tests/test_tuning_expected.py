@@ -108,7 +108,7 @@ def test_odd_calls_and_outputs_are_a_drop_in(name: str) -> None:
 
 
 def test_images_that_look_at_one_another_are_judged_together() -> None:
-    """Of a few of them alone the answer is another one, against which anything would be near enough."""
+    """A subset of the images gives another output, so the whole batch must be compared."""
     model = Around(coupled).eval()
     expected = Expected(model, IMAGES)
     apart = Expected(Around(lambda m, x: m.inner(x)).eval(), IMAGES)

@@ -140,7 +140,7 @@ def test_the_command_takes_files(files: Path, name: str, capsys: pytest.CaptureF
 
 
 class Named(nn.Module):
-    """As transformers' models: pixel_values, options, and an output of a class."""
+    """Has the interface of transformers' models: pixel_values, options, and an output class."""
 
     def __init__(self, fields: int) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ CALLS = Path(__file__).with_name("warm_up_calls.py")
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of a child, with a cache of these children alone, empty at first."""
+    """Returns the environment of a child, with an empty Triton cache for these children."""
     return children.environment(str(tmp_path_factory.mktemp("triton-cache")))
 
 

@@ -1,4 +1,4 @@
-"""One model of each family: loading a peer's weights gives the peer's outputs."""
+"""Tests one model of each family: with a peer's weights, outputs match the peer's."""
 
 from __future__ import annotations
 

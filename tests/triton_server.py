@@ -38,7 +38,7 @@ def read_config(folder: Path) -> Any:
 
 
 class Served:
-    """One model of a repository."""
+    """A model of a repository."""
 
     def __init__(self, folder: Path) -> None:
         import onnxruntime

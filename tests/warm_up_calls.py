@@ -1,7 +1,4 @@
-"""What warm_up compiles is what calls then launch; asserted in a process with the stand-in driver.
-
-python tests/warm_up_calls.py cold|warm
-"""
+"""Checks that warm_up compiles exactly the kernels of later calls, in a process with the stand-in driver."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ def call(model: nn.Module, batch: int, training: bool) -> None:
 
 
 def assert_nothing_compiles(model: nn.Module, training: bool, driver: stand_in_driver.StandInDriver) -> None:
-    """What triton asks its cache for is heard by the hook before; nothing is asked for."""
+    """Checks that Triton's cache hook is never called."""
     asked: list[str] = []
     triton.knobs.runtime.jit_cache_hook = lambda **compiled: asked.append(compiled["fn"].name)
     before = driver.counters().launches

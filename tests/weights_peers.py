@@ -37,7 +37,7 @@ def assert_same_outputs(
     *,
     fp64_tolerance: float = 1e-10,
 ) -> None:
-    """On random images: within 1e-5 in fp32 of the peer and of its fp64; within fp64_tolerance when both are fp64."""
+    """Compares on random images: within 1e-5 of the peer in fp32 and fp64; within fp64_tolerance if both are fp64."""
     images = torch.randn(2, ours.config.in_chans, *ours.config.image_hw)
     expected = run_theirs(theirs, images)
     exact = run_theirs(copy.deepcopy(theirs).double(), images.double())

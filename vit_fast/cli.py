@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from typing import Annotated
 
@@ -31,7 +32,10 @@ def make_app(wanted: str = "") -> typer.Typer:
     app.callback()(_before_every_command)
     for name in [wanted] if wanted in COMMANDS else COMMANDS:
         module = importlib.import_module(f".commands.{COMMANDS[name]}", __package__)
-        app.command(name)(getattr(module, name.replace("-", "_")))
+        function = getattr(module, name.replace("-", "_"))
+        paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+        # typer removes line breaks from the first paragraph only
+        app.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(function)
     return app
 
 
