@@ -111,7 +111,7 @@ def test_what_a_file_cannot_be_is_named(files: Path, images) -> None:
 
 @pytest.mark.slow
 def test_a_file_is_optimized_kept_saved_and_exported(files: Path, images, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="path of a file"):
+    with pytest.raises(TypeError, match="path of an ONNX file"):
         vit_fast.optimize(3, images)  # type: ignore[arg-type]
     found = vit_fast.optimize(files / "beside.onnx", images, budget_s=60)
     assert {row.candidate.name for row in found.table} >= {"original", "ONNX Runtime, split into 1"}
