@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops.descriptions import Keys
 from .image_model import comes_from
-from .packed_tower import Call, PaddedTower, bounds_of, read_padding, upload
+from .packed_tower import Call, PaddedTower, bounds_of, images_of, read_padding, upload
 
 
 class NaFlexTower(PaddedTower):
@@ -57,7 +57,7 @@ class NaFlexTower(PaddedTower):
         return found
 
     def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
-        inputs = (given if len(images) == len(given) else given[list(images)] for given in call.inputs)
+        inputs = (images_of(given, images) for given in call.inputs)
         embeds = self.tower._forward_embeds(*inputs, attn_mask=False)  # False: none is built
         self.copy_tokens(buffers["tokens"], embeds["patches"], call, images)
         if "rope" in buffers:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops.descriptions import Keys
 from .image_model import comes_from
-from .packed_tower import Call, PackedTower, PaddedTower, bounds_of, copy_rows, read_padding, upload
+from .packed_tower import Call, PackedTower, PaddedTower, bounds_of, copy_rows, images_of, read_padding, upload
 from .peers import refuse
 from .transformers_packed import KEYS, LIKE_QWEN
 
@@ -22,6 +22,10 @@ class GridTower(PackedTower):
 
     transformers computes the metadata from grids on the host, and its towers take it as arguments.
     """
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__(tower)
+        self.unit = self.tower.spatial_merge_size**2
 
     def read(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Call:
         """Patches [tokens, P], and frames, height and width of each image in patches, [images, 3]."""
@@ -41,11 +45,12 @@ class GridTower(PackedTower):
     def buffers(self, tokens: int, sequences: int) -> dict[str, Tensor]:
         """Patches, and metadata as long as that of any images can be."""
         like, tower = self.like, self.tower
-        sample = grid_layout(tower, torch.full((1, 3), tower.spatial_merge_size) // torch.tensor([2, 1, 1]))
+        merge = tower.spatial_merge_size
+        sample = grid_layout(tower, torch.tensor([[1, merge, merge]]))
         long = {"position_ids": tokens, "interp_indices": tokens, "interp_weights": tokens, "cu_seqlens": sequences + 2}
         if "window_index" in sample:
-            long["window_index"] = tokens // tower.spatial_merge_size**2
-            side = tower.window_size // tower.spatial_merge_size // tower.patch_size
+            long["window_index"] = tokens // merge**2
+            side = tower.window_size // merge // tower.patch_size
             long["cu_window_seqlens"] = long["window_index"] // side + sequences + 2  # ceil(a/s) ceil(b/s) < ab/s + 1
         found = {name: one.new_zeros((long[name], *one.shape[1:]), device=like.device) for name, one in sample.items()}
         found["grid_thw"] = torch.ones((sequences + 1, 3), dtype=torch.int64, device=like.device)
@@ -55,7 +60,7 @@ class GridTower(PackedTower):
 
     def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
         patches, grids = call.inputs
-        used = copy_rows(buffers["hidden_states"], patches, call, images)
+        copy_rows(buffers["hidden_states"], patches, call, images)
         chosen = torch.tensor([grids[image] for image in images])
         budget = len(buffers["hidden_states"])
         for name, values in grid_layout(self.tower, chosen).items():
@@ -64,7 +69,6 @@ class GridTower(PackedTower):
             upload(buffers[name], values, budget if name.startswith("cu_") else 0)
         frames = chosen.repeat_interleave(chosen[:, 0], 0).index_fill_(1, torch.tensor(0), 1)
         upload(buffers["grid_thw"], frames, 1)
-        assert used == sum(call.lengths[image] for image in images)
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         longest = {"max_seqlen": len(buffers["hidden_states"])}
@@ -194,7 +198,7 @@ class Siglip2Tower(PaddedTower):
         table = embeddings.position_embedding.weight.reshape(side, side, -1)
         longest = max(call.lengths[image] for image in images)
         positions = embeddings.resize_positional_embeddings(table, shapes[list(images)], max_length=longest)
-        self.copy_tokens(buffers["patches"], patches[list(images)], call, images)
+        self.copy_tokens(buffers["patches"], images_of(patches, images), call, images)
         self.copy_tokens(buffers["positions"], positions, call, images)
         bounds = bounds_of([call.lengths[image] for image in images])
         upload(buffers["cu_seqlens"], bounds, len(buffers["patches"]))
