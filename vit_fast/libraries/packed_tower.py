@@ -126,6 +126,10 @@ class PackedTower(abc.ABC):
         """A parameter, for dtype and device."""
         return next(self.tower.parameters())
 
+    def bounds(self, sequences: int) -> Tensor:
+        """Allocates cu_seqlens of that many sequences and of the padding."""
+        return torch.zeros(sequences + 2, dtype=torch.int32, device=self.like.device)
+
     def options_of(self, kwargs: dict[str, Any]) -> tuple[Options, list[str]]:
         """Returns the options among keyword arguments, and a reason per argument that is none."""
         found = {name: kwargs[name] for name in OUTPUT_OPTIONS if kwargs.get(name) is not None}
@@ -266,6 +270,12 @@ def images_of(tensor: Tensor, images: Sequence[int]) -> Tensor:
     return tensor if len(images) == len(tensor) else tensor[on_device(images, tensor.device)]
 
 
+def write_bounds(bounds: Tensor, call: Call, images: Sequence[int], budget: int) -> None:
+    """Writes cu_seqlens of some images, and of the padding behind them."""
+    ends = itertools.accumulate(call.lengths[image] for image in images)
+    upload(bounds, torch.tensor([0, *ends]), budget)
+
+
 def copy_rows(buffer: Tensor, rows: Tensor, call: Call, images: Sequence[int]) -> None:
     """Copies the tokens of some images, which follow each other in `rows`, to the buffer."""
     starts = [0, *itertools.accumulate(call.lengths)]
@@ -281,11 +291,6 @@ def upload(buffer: Tensor, values: Tensor, rest: int | float = 0) -> None:
     whole = torch.full(buffer.shape, rest, dtype=buffer.dtype)
     whole[: len(values)] = values
     buffer.copy_(whole.pin_memory() if buffer.is_cuda else whole, non_blocking=True)
-
-
-def bounds_of(lengths: Sequence[int]) -> Tensor:
-    """cu_seqlens of sequences."""
-    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
 
 def rebuilt(outputs: Any, leaves: list[Any]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops.descriptions import Keys
 from .image_model import comes_from
-from .packed_tower import Call, PackedTower, PaddedTower, bounds_of, copy_rows, images_of, read_padding, upload
+from .packed_tower import Call, PackedTower, PaddedTower, copy_rows, images_of, read_padding, upload, write_bounds
 from .peers import refuse
 from .transformers_packed import KEYS, LIKE_QWEN
 
@@ -54,8 +54,7 @@ class GridTower(PackedTower):
             long["cu_window_seqlens"] = long["window_index"] // side + sequences + 2  # ceil(a/s) ceil(b/s) < ab/s + 1
         found = {name: one.new_zeros((long[name], *one.shape[1:]), device=like.device) for name, one in sample.items()}
         found["grid_thw"] = torch.ones((sequences + 1, 3), dtype=torch.int64, device=like.device)
-        embed: Any = tower.patch_embed
-        found["hidden_states"] = like.new_zeros((tokens, _patch_width(embed)))
+        found["hidden_states"] = like.new_zeros((tokens, tower.patch_embed.proj.weight[0].numel()))
         return found
 
     def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
@@ -97,12 +96,6 @@ def grid_layout(tower: Any, grids: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def _patch_width(embed: Any) -> int:
-    """Values of a patch: channels, frames, height and width."""
-    weight = embed.proj.weight
-    return int(weight[0].numel())
-
-
 class PixtralTower(PackedTower):
     """Pixtral's tower: images padded to one size, and the size of each."""
 
@@ -131,7 +124,7 @@ class PixtralTower(PackedTower):
         return {
             "patches": weight.new_zeros((tokens, *weight.shape[1:])),
             "position_ids": torch.zeros((tokens, 2), dtype=torch.int64, device=weight.device),
-            "cu_seqlens": torch.zeros(sequences + 2, dtype=torch.int32, device=weight.device),
+            "cu_seqlens": self.bounds(sequences),
         }
 
     def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
@@ -146,8 +139,7 @@ class PixtralTower(PackedTower):
             start = end
         positions = [torch.cartesian_prod(*map(torch.arange, grids[image])) for image in images]
         upload(buffers["position_ids"], torch.cat(positions))
-        bounds = bounds_of([call.lengths[image] for image in images])
-        upload(buffers["cu_seqlens"], bounds, len(buffers["patches"]))
+        write_bounds(buffers["cu_seqlens"], call, images, len(buffers["patches"]))
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         from transformers.utils.output_capturing import capture_outputs
@@ -189,7 +181,7 @@ class Siglip2Tower(PaddedTower):
         return {
             "patches": weight.new_zeros((tokens, weight.shape[1])),
             "positions": weight.new_zeros((tokens, weight.shape[0])),
-            "cu_seqlens": torch.zeros(sequences + 2, dtype=torch.int32, device=weight.device),
+            "cu_seqlens": self.bounds(sequences),
         }
 
     def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
@@ -200,8 +192,7 @@ class Siglip2Tower(PaddedTower):
         positions = embeddings.resize_positional_embeddings(table, shapes[list(images)], max_length=longest)
         self.copy_tokens(buffers["patches"], images_of(patches, images), call, images)
         self.copy_tokens(buffers["positions"], positions, call, images)
-        bounds = bounds_of([call.lengths[image] for image in images])
-        upload(buffers["cu_seqlens"], bounds, len(buffers["patches"]))
+        write_bounds(buffers["cu_seqlens"], call, images, len(buffers["patches"]))
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         from transformers.utils.output_capturing import capture_outputs
