@@ -274,26 +274,28 @@ def test_compare_pairs_rows_and_tells_difference_from_noise(record: dict, tmp_pa
     assert "threads" in told["warnings"][0]
 
 
-def test_compare_ranks_nothing_where_identical_code_differs(record: dict, tmp_path: Path, capsys) -> None:
-    busy = exact(record, resolution=0.5, factors={"timm": 13.0})
-    busy["busy"] = ["other processes took 80% of the processors"]
-    told = compared(tmp_path, exact(record), busy, capsys)
-    assert {pair["verdict"] for pair in told["pairs"]} == {"cannot be ranked"}
-    assert any("the second is BUSY: other processes took 80%" in warning for warning in told["warnings"])
-    assert any("to reduce noise" in warning for warning in told["warnings"])
+def busy(record: dict) -> dict:
+    return exact(record, resolution=0.5, factors={"timm": 13.0}) | {"busy": ["other processes used 80%"]}
 
 
-def test_compare_tells_no_difference_that_the_machine_itself_made(record: dict, tmp_path: Path, capsys) -> None:
+def slower_with_its_machine(record: dict) -> dict:
     later = exact(record, factors=dict.fromkeys(("eager", "sdpa", "timm"), 1.05))
     later["ceilings"]["copy_GB_per_s"] /= 1.08
-    told = compared(tmp_path, exact(record), later, capsys)
-    assert {pair["verdict"] for pair in told["pairs"]} == {"no difference"}
-    assert any("differ by 8.0%" in warning for warning in told["warnings"])
+    return later
 
 
-def test_a_record_without_rows_is_compared_to_nothing_and_said_so(record: dict, tmp_path: Path, capsys) -> None:
-    told = compared(tmp_path, exact(record) | {"rows": []}, exact(record), capsys)
-    assert told["pairs"] == [] and "the first has no rows" in told["warnings"]
+@pytest.mark.parametrize(
+    ("change", "verdicts", "warning"),
+    [
+        (busy, {"cannot be ranked"}, "the second is BUSY: other processes used 80%"),
+        (slower_with_its_machine, {"no difference"}, "differ by 8.0%"),
+        (lambda record: exact(record) | {"rows": []}, set(), "the second has no rows"),
+    ],
+)
+def test_compare_ranks_no_difference_of_the_machine(change, verdicts, warning, record, tmp_path, capsys) -> None:
+    told = compared(tmp_path, exact(record), change(record), capsys)
+    assert {pair["verdict"] for pair in told["pairs"]} == verdicts
+    assert any(warning in one for one in told["warnings"])
 
 
 def test_a_table_says_what_it_can_tell_apart(record: dict) -> None:
