@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from children import run_python
+from command_line import run
 
-from vit_fast import cli
 from vit_fast.apps.hub_kernel import build_hf_kernel
 
 # What the loader does, in a process that has no vit_fast: import the variant's package under its metadata's id.
@@ -35,26 +35,32 @@ print(sorted(kernel.__all__))
 """
 
 
-def test_the_built_kernel_is_imported_and_computes_without_vit_fast(tmp_path: Path) -> None:
-    variant = build_hf_kernel(tmp_path / "repository")
+@pytest.fixture(scope="module")
+def variant(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Written by the command."""
+    folder = tmp_path_factory.mktemp("hub") / "repository"
+    assert run("hf-kernel", str(folder)) == 0
+    return folder / "build" / "torch-universal"
+
+
+def test_the_built_kernel_is_imported_and_computes_without_vit_fast(variant: Path, tmp_path: Path) -> None:
     changes = {"TRITON_INTERPRET": "1", "PYTHONPATH": ""}
     assert "layer_norm_mlp" in run_python(["-c", LOAD, str(variant)], os.environ | changes, tmp_path)
 
 
-def test_metadata_and_card_say_what_it_is(tmp_path: Path) -> None:
-    variant = build_hf_kernel(tmp_path / "repository")
+def test_metadata_and_card_say_what_it_is(variant: Path, tmp_path: Path) -> None:
     metadata = json.loads((variant / "metadata.json").read_text())
-    assert variant == tmp_path / "repository" / "build" / "torch-universal"
     assert metadata["name"] == "vit-fast-kernels"
     assert metadata["id"].isidentifier()
     assert metadata["python-depends"] == []
-    assert (tmp_path / "repository" / "README.md").read_text().startswith("---\nlibrary_name: kernels")
+    assert (variant.parents[1] / "README.md").read_text().startswith("---\nlibrary_name: kernels")
     again = build_hf_kernel(tmp_path / "again")
     assert json.loads((again / "metadata.json").read_text()) == metadata
     namespace = f"vit_fast_{metadata['id'].rsplit('_', 1)[1]}::"
     text = "".join(path.read_text() for path in variant.glob("ops/*_op.py"))
     assert namespace in text
     assert "vit_fast::" not in text
+    assert (variant / "kernels" / "attention" / "attention.py").is_file()
 
 
 def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,11 +78,3 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path, monkeyp
         with pytest.raises(OSError, match="no space left"):
             build_hf_kernel(tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
-
-
-def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["hf-kernel", str(tmp_path / "repository")])
-    assert end.value.code in (0, None)
-    assert "vit-fast-kernels: " in capsys.readouterr().out
-    assert (tmp_path / "repository" / "build" / "torch-universal" / "kernels" / "attention" / "attention.py").is_file()

@@ -1,7 +1,7 @@
 """Export of the operators as a kernel of the Hugging Face Hub: the folder that its `kernels` loader reads.
 
     build/torch-universal/__init__.py      what the kernel offers: vit_fast.ops' public functions
-    build/torch-universal/{ops,kernels}/   as they are here, with the errors and the rule of accuracy beside them
+    build/torch-universal/{ops,kernels}/   as they are here, with the modules that they import beside them
     build/torch-universal/metadata.json    name, version, licence, dependencies
     README.md                              the card
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 from ..files import check_new_folder, folder_aside
@@ -107,11 +108,16 @@ def _write(root: Path) -> None:
 
 
 def _sources() -> dict[str, str]:
-    """Returns the sources of the kernel by their path in the variant."""
-    files = {"__init__.py": INIT}
-    for pattern in ("accuracy.py", "arguments.py", "errors.py", "ops/*.py", "kernels/**/*.py", "kernels/**/*.json"):
-        for path in sorted(PACKAGE.glob(pattern)):
-            if path.parent.name != "inspect":
-                files[path.relative_to(PACKAGE).as_posix()] = path.read_text()
-    files.setdefault("kernels/__init__.py", '"""Device code and launchers."""\n')
-    return files
+    """Returns the sources of the kernel, and the modules that they import, by their path in the variant."""
+    paths = [path for pattern in ("ops/*.py", "kernels/**/*.py", "kernels/**/*.json") for path in PACKAGE.glob(pattern)]
+    files = {}
+    while paths:
+        path = paths.pop()
+        name = path.relative_to(PACKAGE).as_posix()
+        if path.parent.name != "inspect" and name not in files:
+            files[name] = path.read_text()
+            above = "." * len(Path(name).parts)  # from the package
+            imported = re.findall(rf"^\s*from {re.escape(above)}(\w+) import", files[name], re.MULTILINE)
+            paths += [file for module in imported if (file := PACKAGE / f"{module}.py").is_file()]
+    files |= {"__init__.py": INIT, "kernels/__init__.py": '"""Device code and launchers."""\n'}
+    return dict(sorted(files.items()))
