@@ -55,6 +55,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vit_fast/figures": ("figures", "bench_report"),
     "vit_fast/commands": ("cli", "*_cli", "docs", "readme", "predict*", "train", "deployment"),
     "export": (*EXPORT, "tuning_runtimes", "optimize_*"),
+    "export/runtime": (*EXPORT, "tuning_runtimes", "predict*", "evaluate"),
     "benchmarks": BENCH,
     "docs": ("docs", "readme"),
     "examples": ("deployment",),

@@ -48,7 +48,7 @@ SHALLOW = ("num_hidden_layers", "depth")
 
 
 class Row(NamedTuple):
-    """A row of the table: the module of a class in its library, its name, the tested model, and the result of `fuse`."""
+    """A row of the table: the module of a class in its library, its name, the tested model, and the result."""
 
     where: str
     name: str
