@@ -84,7 +84,7 @@ def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Ro
 
 
 def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, Any], *, best: bool) -> None:
-    """Writes the files of a run, each atomically. The checkpoint comes last, so that a resumed run repeats missing steps.
+    """Writes the files of a run, each atomically and the checkpoint last, so that a resumed run repeats missing steps.
 
     Args:
         about: See resume_run.
@@ -95,7 +95,7 @@ def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, 
     if trainer.averages:
         with trainer.averaged():
             then: Any = get_model_state_dict(trainer.model, options=_WHOLE)
-            average = {name: tensor.clone() for name, tensor in then.items()}  # on a CPU these are the tensors of the model
+            average = {name: tensor.clone() for name, tensor in then.items()}  # the model's own on a CPU
     optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer, options=_WHOLE)
     if trainer.processes.rank == 0:
         state = {

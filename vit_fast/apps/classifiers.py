@@ -1,4 +1,4 @@
-"""Classifies images with weights: yields a row per image with the model's output, or the reason why it is unreadable."""
+"""Classifies images: yields a row per image with the output of the model, or the reason why it is unreadable."""
 
 from __future__ import annotations
 
