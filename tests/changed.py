@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 KERNELS = (
-    "attention_*", "matmul_*", "mlp_*", "modern_blocks", "gated_kernel", "inner_norm", "rotary*", "rms_norm",
+    "attention_*", "matmul_*", "mlp_*", "modern_blocks", "rotary*",
     "weight_gradients", "scaled_weights", "block_operator", "operators", "fp8_block",
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up", "device_model")
@@ -55,7 +55,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vit_fast/figures": ("figures", "bench_report"),
     "vit_fast/commands": ("cli", "*_cli", "docs", "readme", "predict*", "train", "deployment"),
     "export": (*EXPORT, "tuning_runtimes", "optimize_*"),
-    "export/runtime": (*EXPORT, "tuning_runtimes", "predict*", "evaluate"),
+    "export/runtime": (*EXPORT, "tuning_runtimes", "optimize_*"),
     "benchmarks": BENCH,
     "docs": ("docs", "readme"),
     "examples": ("deployment",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -16,8 +17,8 @@ def environment(cache: str | None = None) -> dict[str, str]:
     return kept | caches | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def run_python(command: list[str], environment: dict[str, str]) -> str:
-    """What it prints."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+def run_python(command: list[str], environment: Mapping[str, str], folder: Path | None = None) -> str:
+    """Runs Python with arguments and returns its output."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -25,8 +25,10 @@ import pytest  # noqa: E402  # the environment above must be set before anything
 from hypothesis import HealthCheck, settings  # noqa: E402  # as above
 
 if INTERPRETED:
+    import interpreter
     import interpreter_speed
 
+    interpreter.make_bf16_exact()
     interpreter_speed.search_once()
 
 settings.register_profile(

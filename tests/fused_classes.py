@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import vit_fast
+from vit_fast.libraries.known import packed_tower
 
 TABLE = Path(__file__).parents[1] / "docs" / "classes.md"
 LIBRARIES = ("timm", "transformers")
@@ -32,6 +33,8 @@ Look up what `vit_fast.fuse` does with each class of timm and transformers that 
 - **fused**: all attention and all norm + MLP modules are fused.
 - **partly**: some are fused. The reasons for the others follow.
 - **skipped**: none is fused, for the reasons that follow.
+- **token budgets**: `GraphRunner(tower, budgets=...)` captures it for [images of any size](howto/towers.md). The other
+  fused classes take images of one size: `GraphRunner(model, example)`.
 
 A class of timm is tested with the model that is named, a class of transformers with its default configuration. Models
 of images and text are tested with their vision tower. `make classes` writes this page.
@@ -68,7 +71,10 @@ def outcome(model: nn.Module) -> str | None:
     unknown = [reason.removesuffix(UNKNOWN) for reason in reasons if reason.endswith(UNKNOWN)]
     said = [reason for reason in reasons if not reason.endswith(UNKNOWN)]
     said += [f"unknown classes: {', '.join(unknown)}"] if unknown else []
-    return f"{'partly' if report.fused else 'skipped'}: {'; '.join(said)}" if said else "fused"
+    if said:
+        return f"{'partly' if report.fused else 'skipped'}: {'; '.join(said)}"
+    tower = packed_tower(model)
+    return "fused; token budgets" if tower is not None and tower.needs_fused else "fused"
 
 
 def timm_groups() -> dict[tuple[str, str], list[str]]:
@@ -163,7 +169,7 @@ def table() -> str:
     lines = [HEADER.format(versions=versions())]
     for library, rows in (("timm", timm_rows), ("transformers", transformers_rows)):
         found = list(rows())
-        fused = sum(row.outcome == "fused" for row in found)
+        fused = sum(row.outcome.startswith("fused") for row in found)
         lines += [
             f"\n## {library}: {fused} of {len(found)} fused\n",
             "| module | class | tested with | outcome |",

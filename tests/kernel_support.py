@@ -5,16 +5,12 @@ from __future__ import annotations
 import itertools
 
 import torch
-from kernel_execution import DTYPES, HAS_GPU, INTERPRETED
+from kernel_execution import DTYPES, HAS_GPU
 from torch import Tensor
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, error_of, judge
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-if INTERPRETED:
-    from interpreter import make_bf16_exact
-
-    make_bf16_exact()
 
 
 def assert_as_exact_as_eager(name: str, value: Tensor, eager: Tensor, exact: Tensor, factor: float) -> None:

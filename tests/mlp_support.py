@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from kernel_execution import HAS_GPU, INTERPRETED
+from kernel_execution import HAS_GPU
 from torch import Tensor
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
@@ -17,16 +17,6 @@ from vit_fast.ops import Norm, layer_norm_mlp
 DEVICE = "cuda" if HAS_GPU else "cpu"
 GATE = ("gate_weight", "gate_bias")
 NAMES = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
-
-
-def make_bf16_exact() -> None:
-    """Round as the hardware does where the kernels are interpreted, and interpret them faster."""
-    if INTERPRETED:
-        import interpreter
-        import interpreter_speed
-
-        interpreter.make_bf16_exact()
-        interpreter_speed.search_once()
 
 
 @dataclass(frozen=True)

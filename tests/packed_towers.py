@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from fused_models import Subject, timm_subject
-from kernel_support import DEVICE
 from torch import Tensor, nn
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 32, "depth": 2, "num_heads": 2}
 QWEN = {**SIZES, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
 ENCODER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -72,49 +72,70 @@ def qwen(path: str, config: str, **settings: Any) -> Subject:
 
 
 LLAMA4 = {
-    **ENCODER, "intermediate_size": 256, "image_size": 16, "patch_size": 4, "vision_output_dim": 48,
+    "intermediate_size": 256, "image_size": 16, "patch_size": 4, "vision_output_dim": 48,
     "projector_input_dim": 48, "projector_output_dim": 48, "pixel_shuffle_ratio": 0.5,
 }  # fmt: skip
-TOWERS = {
-    "qwen2_vl": qwen(
-        "qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig",
-        embed_dim=64, mlp_ratio=2,
-    ),
-    "qwen2_5_vl": qwen(
-        "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig",
-        window_size=16, fullatt_block_indexes=[1],
-    ),
-    "qwen3_vl": qwen(
-        "qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel", "Qwen3VLVisionConfig",
-        num_position_embeddings=16, deepstack_visual_indexes=[0],
-    ),
-    "pixtral": Subject(
-        made("pixtral.modeling_pixtral.PixtralVisionModel", "PixtralVisionConfig", **ENCODER,
-             image_size=32, patch_size=4),
-        pixtral_inputs,
-        lambda result: result.last_hidden_state.square(),  # of RMSNorm: the sum of these squares is constant
-    ),
-    "siglip2": Subject(
-        made("siglip2.modeling_siglip2.Siglip2VisionModel", "Siglip2VisionConfig", **ENCODER,
-             num_patches=9, patch_size=4),
-        siglip2_inputs,
-        lambda result: result.pooler_output,
-    ),
-    "idefics3": Subject(
-        made("idefics3.modeling_idefics3.Idefics3VisionTransformer", "Idefics3VisionConfig", **ENCODER,
-             image_size=16, patch_size=4),
-        image_inputs,
-        lambda result: result.last_hidden_state,
-    ),
-    "llama4": Subject(
-        made("llama4.modeling_llama4.Llama4VisionModel", "Llama4VisionConfig", **LLAMA4),
-        image_inputs,
-        lambda result: result.last_hidden_state,
-    ),
-}  # fmt: skip
-NAFLEX = {
-    "averaged": naflex("naflexvit_base_patch16_gap"),
-    "pooled by attention": naflex("naflexvit_base_patch16_siglip"),
-    "rotary, a table an image": naflex("naflexvit_base_patch16_gap", rope_type="axial", class_token=True),
-    "any query": naflex("naflexvit_base_patch16_gap", use_key_only_attn_mask=True),
-}
+
+
+def towers_of_depth(depth: int) -> dict[str, Subject]:
+    """Returns the towers of transformers with so many layers."""
+    sizes = ENCODER | {"num_hidden_layers": depth}
+    return {
+        "qwen2_vl": qwen(
+            "qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig",
+            depth=depth, embed_dim=64, mlp_ratio=2,
+        ),
+        "qwen2_5_vl": qwen(
+            "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig",
+            depth=depth, window_size=16, fullatt_block_indexes=[1],
+        ),
+        "qwen3_vl": qwen(
+            "qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel", "Qwen3VLVisionConfig",
+            depth=depth, num_position_embeddings=16, deepstack_visual_indexes=[0],
+        ),
+        "pixtral": Subject(
+            made("pixtral.modeling_pixtral.PixtralVisionModel", "PixtralVisionConfig", **sizes,
+                 image_size=32, patch_size=4),
+            pixtral_inputs,
+            lambda result: result.last_hidden_state.square(),  # of RMSNorm: the sum of these squares is constant
+        ),
+        "siglip2": Subject(
+            made("siglip2.modeling_siglip2.Siglip2VisionModel", "Siglip2VisionConfig", **sizes,
+                 num_patches=9, patch_size=4),
+            siglip2_inputs,
+            lambda result: result.pooler_output,
+        ),
+        "idefics3": Subject(
+            made("idefics3.modeling_idefics3.Idefics3VisionTransformer", "Idefics3VisionConfig", **sizes,
+                 image_size=16, patch_size=4),
+            image_inputs,
+            lambda result: result.last_hidden_state,
+        ),
+        "llama4": Subject(
+            made("llama4.modeling_llama4.Llama4VisionModel", "Llama4VisionConfig", **{**sizes, **LLAMA4}),
+            image_inputs,
+            lambda result: result.last_hidden_state,
+        ),
+    }  # fmt: skip
+
+
+def naflex_of_depth(depth: int) -> dict[str, Subject]:
+    """Returns NaFlexVits with so many blocks."""
+    return {
+        "averaged": naflex("naflexvit_base_patch16_gap", depth=depth),
+        "pooled by attention": naflex("naflexvit_base_patch16_siglip", depth=depth),
+        "rotary, a table an image": naflex(
+            "naflexvit_base_patch16_gap", depth=depth, rope_type="axial", class_token=True
+        ),
+        "any query": naflex("naflexvit_base_patch16_gap", depth=depth, use_key_only_attn_mask=True),
+    }
+
+
+def packed_of_depth(depth: int) -> dict[str, Subject]:
+    """Returns a tower for each way in which images of several sizes are told to blocks."""
+    names = ("qwen2_5_vl", "pixtral", "siglip2", "averaged", "rotary, a table an image")
+    every = towers_of_depth(depth) | naflex_of_depth(depth)
+    return {name: every[name] for name in names}
+
+
+TOWERS, NAFLEX = towers_of_depth(2), naflex_of_depth(2)

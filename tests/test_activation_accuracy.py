@@ -15,7 +15,6 @@ from torch import Tensor
 from vit_fast.kernels.activations import ACTIVATIONS, activate, activate_with_slope
 from vit_fast.ops.reference import ACTIVATIONS as REFERENCE
 
-support.make_bf16_exact()
 # numpy says so under the interpreter, where 2^x and x^2 go to infinity as they should
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),

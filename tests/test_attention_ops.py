@@ -1,9 +1,8 @@
-"""The attention operators of the triton backend: registration, compile, export, autograd, refusals, the whole model."""
+"""Attention with the triton backend: what it refuses; and its stand-in for torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -11,50 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_support import DEVICE, FORWARD_FACTOR, GRADIENT_FACTOR, assert_as_exact_as_eager
+from children import run_python
+from kernel_support import DEVICE
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vit_fast import create_model, ops
+from vit_fast import ops
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.ops.attention_op import attention_kernel, unsupported_reasons
+from vit_fast.ops.attention_op import unsupported_reasons
 
 pytest.importorskip("triton", reason="the kernels need triton")
-
-# by name: `vit_fast.ops.attention` is also the function
-attention_module = import_module("vit_fast.ops.attention")
-
-
-def _qkv(batch: int = 2, tokens: int = 17, heads: int = 2, head_dim: int = 16, **kwargs: Any) -> Tensor:
-    return torch.randn(batch, tokens, 3, heads, head_dim, device=DEVICE, **kwargs)
 
 
 def _separate() -> tuple[Tensor, Tensor, Tensor]:
     q = torch.randn(2, 2, 5, 32, device=DEVICE)
     k, v = torch.randn(2, 2, 2, 9, 32, device=DEVICE)
     return q, k, v
-
-
-def _packed(qkv: Tensor) -> Tensor:
-    return ops.attention_qkvpacked(qkv, backend="triton")
-
-
-@pytest.mark.fast_cases("aot_eager")
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiles_whole_with_a_dynamic_batch(compiler: str) -> None:
-    def function(qkv: Tensor) -> Tensor:
-        return _packed(qkv * 2).sin()
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=compiler)
-    for batch in (2, 3, 5):
-        qkv = _qkv(batch).requires_grad_()
-        right = function(qkv)
-        (right_grad,) = torch.autograd.grad(right.sum(), qkv)
-        value = compiled(qkv)
-        (grad,) = torch.autograd.grad(value.sum(), qkv)
-        torch.testing.assert_close(value, right)
-        torch.testing.assert_close(grad, right_grad)
 
 
 def test_the_choice_of_a_backend_compiles_whole() -> None:
@@ -66,33 +37,6 @@ def test_the_choice_of_a_backend_compiles_whole() -> None:
     q, _, _ = _separate()
     compiled = torch.compile(function, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(q), q + 1)
-
-
-class _Both(torch.nn.Module):
-    def forward(self, qkv: Tensor) -> Tensor:
-        q, k, v = qkv.transpose(1, 3).unbind(2)
-        return _packed(qkv) + ops.attention(q, k, v, backend="triton").transpose(1, 2)
-
-
-def test_an_exported_program_holds_sdpa() -> None:
-    qkv = _qkv()
-    program = torch.export.export(_Both(), (qkv,))
-    targets = [str(node.target) for node in program.graph.nodes]
-    assert sum("scaled_dot_product_attention" in target for target in targets) == 2
-    assert not any("vit_fast" in target for target in targets)
-    torch.testing.assert_close(program.module()(qkv), _Both()(qkv))
-
-
-def test_vmap_is_refused() -> None:
-    with pytest.raises(UnsupportedInputError, match="vmap"):
-        torch.vmap(_packed)(torch.stack([_qkv(), _qkv()]))
-
-
-def test_second_derivative_is_refused() -> None:
-    qkv = _qkv().requires_grad_()
-    (grad,) = torch.autograd.grad(_packed(qkv).sum(), qkv, create_graph=True)
-    with pytest.raises(UnsupportedInputError, match="second derivative"):
-        grad.sum().backward()
 
 
 def test_every_reason_is_listed() -> None:
@@ -128,25 +72,47 @@ def test_bad_inputs_are_named(change: Callable[..., tuple[Tensor, Tensor, Tensor
 
 def test_packed_input_of_the_wrong_shape() -> None:
     with pytest.raises(ValueError, match=r"qkv must have shape \[B, N, 3, H, D\]"):
-        _packed(torch.randn(2, 17, 2, 2, 16, device=DEVICE))
+        ops.attention_qkvpacked(torch.randn(2, 17, 2, 2, 16, device=DEVICE), backend="triton")
 
 
-def test_stand_in_for_torch_uses_the_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine without a GPU "auto" never means triton: here it is made to, and every call is counted."""
-    q, k, v = _separate()
-    calls: list[str] = []
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["import vit_fast", "import torch.utils.flop_counter"])
+def test_flop_counters_made_before_triton_was_asked_for_count_us(first: str) -> None:
+    code = f"""
+{first}
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+counter = FlopCounterMode(display=False)
+from vit_fast import ops
+with counter:
+    ops.attention(*torch.randn(3, 1, 2, 4, 16, device="{DEVICE}"), backend="triton")
+print(counter.get_total_flops())
+"""
+    assert run_python(["-c", code], dict(os.environ)).split() == [str(4 * 2 * 4 * 4 * 16)]
 
-    def to_triton(backend: str, *_: object) -> str:
-        return "triton" if backend == "auto" else backend
+
+# --- the stand-in for torch's own function ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Makes "auto" mean triton for the stand-in of torch's function, and counts what reaches the kernel."""
+    module = import_module("vit_fast.ops.attention")  # by name: `vit_fast.ops.attention` is also the function
+    right, calls = module.attention_kernel, []
 
     def counted(*args: Any) -> Any:
         calls.append("kernel")
-        return attention_kernel(*args)
+        return right(*args)
 
-    monkeypatch.setattr(attention_module, "resolve_backend", to_triton)
-    monkeypatch.setattr(attention_module, "attention_kernel", counted)
+    monkeypatch.setattr(module, "resolve_backend", lambda backend, *_: "triton" if backend == "auto" else backend)
+    monkeypatch.setattr(module, "attention_kernel", counted)
+    return calls
+
+
+def test_the_stand_in_uses_the_kernel_where_it_can(kernel_calls: list[str]) -> None:
+    q, k, v = _separate()
     torch.testing.assert_close(ops.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    assert calls == ["kernel"]
+    assert kernel_calls == ["kernel"]
     mask = torch.ones(5, 9, dtype=torch.bool, device=DEVICE).tril(3)
     wide = torch.randn(2, 4, 5, 32, device=DEVICE)
     others = [
@@ -166,87 +132,103 @@ def test_stand_in_for_torch_uses_the_kernel_where_it_can(monkeypatch: pytest.Mon
     dropped = ops.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
     torch.manual_seed(3)
     torch.testing.assert_close(dropped, F.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
-    assert calls == ["kernel"]
+    assert kernel_calls == ["kernel"]
 
 
-def test_flop_formulas() -> None:
-    qkv, (q, k, v) = _qkv().requires_grad_(), _separate()
-    with FlopCounterMode(display=False) as counter:
-        _packed(qkv).sum().backward()
-        ops.attention(q, k, v, backend="triton")
-    assert counter.get_total_flops() == 14 * 2 * 2 * 17 * 17 * 16 + 4 * 2 * 2 * 5 * 9 * 32
+def _close(value: Any, right: Any) -> None:
+    torch.testing.assert_close(value, right, atol=2e-5, rtol=2e-5)
+
+
+def _qkv(head_dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = torch.randn(3, 2, 2, 5, head_dim, device=DEVICE)
+    return q, k, v
+
+
+@pytest.mark.fast_cases("False")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_stand_in_inside_transforms_is_torchs(compiled: bool, kernel_calls: list[str]) -> None:
+    q, k, v = _qkv()
+
+    def results(sdpa: Callable[..., Tensor]) -> tuple[Any, ...]:
+        def loss(q: Tensor) -> Tensor:
+            return sdpa(q, k, v).square().sum()
+
+        def per_sample(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return sdpa(q[None], k[None], v[None]).square().sum()
+
+        functions: list[tuple[Any, ...]] = [
+            (torch.func.grad(loss), q),
+            (torch.vmap(sdpa), q[:, None], k[:, None], v[:, None]),
+            (torch.vmap(torch.func.grad(per_sample)), q, k, v),
+        ]
+        if not compiled:
+            functions.append((sdpa_kernel(SDPBackend.MATH)(lambda q: torch.func.jvp(loss, (q,), (q,))), q))
+        torch._dynamo.reset()
+        return tuple(
+            (torch.compile(f, backend="aot_eager", fullgraph=True) if compiled else f)(*args) for f, *args in functions
+        )
+
+    _close(results(ops.scaled_dot_product_attention), results(F.scaled_dot_product_attention))
+    assert kernel_calls == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["import vit_fast", "import torch.utils.flop_counter"])
-def test_flop_counters_made_before_triton_was_asked_for_count_us(first: str) -> None:
-    code = f"""
-{first}
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-counter = FlopCounterMode(display=False)
-from vit_fast import ops
-with counter:
-    ops.attention(*torch.randn(3, 1, 2, 4, 16, device="{DEVICE}"), backend="triton")
-print(counter.get_total_flops())
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == [str(4 * 2 * 4 * 4 * 16)], done.stderr
+def test_the_stand_in_compiles_with_dynamic_shapes(kernel_calls: list[str]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(ops.scaled_dot_product_attention, dynamic=True, fullgraph=True, backend="aot_eager")
+    for head_dim, tokens in ((16, 5), (32, 5), (32, 4)):
+        q, k, v = (tensor[:, :, :tokens] for tensor in _qkv(head_dim))
+        _close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v))
+        _close(compiled(q, k, v, scale=0.3), F.scaled_dot_product_attention(q, k, v, scale=0.3))
 
 
-def test_autocast_computes_in_its_dtype() -> None:
-    qkv, (q, k, v) = _qkv(), _separate()
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        assert _packed(qkv).dtype == torch.bfloat16
-        assert ops.attention(q, k.bfloat16(), v, backend="triton").dtype == torch.bfloat16
+class _Attend(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.scaled_dot_product_attention(q, k, v)
 
 
-def test_checkpointing_gives_the_same_gradient() -> None:
-    qkv = _qkv().requires_grad_()
-    (right,) = torch.autograd.grad(_packed(qkv).sin().sum(), qkv)
-    value = checkpoint(lambda x: _packed(x).sin(), qkv, use_reentrant=False)
-    (grad,) = torch.autograd.grad(value.sum(), qkv)
-    assert torch.equal(grad, right)
+def test_the_stand_in_under_fx(kernel_calls: list[str]) -> None:
+    q, k, v = _qkv()
+    for traced in (torch.fx.symbolic_trace(_Attend()), torch.fx.symbolic_trace(ops.scaled_dot_product_attention)):
+        extra = () if len(list(traced.graph.find_nodes(op="placeholder"))) == 3 else (None, 0.0, False, None, False)
+        _close(traced(q, k, v, *extra), F.scaled_dot_product_attention(q, k, v))
 
 
-def test_expanded_gradient() -> None:
-    """`sum` hands back one scalar expanded to the whole output."""
-    qkv = _qkv().requires_grad_()
-    (grad,) = torch.autograd.grad(_packed(qkv).sum(), qkv)
-    (right,) = torch.autograd.grad(ops.attention_qkvpacked(qkv, backend="eager").sum(), qkv)
-    torch.testing.assert_close(grad, right)
+def test_the_stand_in_without_channels(kernel_calls: list[str]) -> None:
+    q, k, v = _qkv(0)
+    _close(ops.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    with pytest.raises(UnsupportedInputError, match="head_dim must be between 16 and 128, got 0"):
+        ops.attention(q, k, v, backend="triton")
 
 
-def test_whole_model_forward_and_backward() -> None:
-    """create_model(backend="triton") against the same model in fp64 eager, in eager's own error."""
-    small = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 5}
-    models = {
-        name: create_model("vit_base_patch16_224", backend=backend, **small).to(DEVICE)
-        for name, backend in (("fast", "triton"), ("eager", "eager"), ("exact", "eager"))
-    }
-    for name in ("eager", "exact"):
-        models[name].load_state_dict(models["fast"].state_dict())
-    models["exact"].double()
-    images = torch.randn(2, 3, 32, 32, device=DEVICE)
-    outputs, gradients = {}, {}
-    for name, model in models.items():
-        outputs[name] = model(images.double() if name == "exact" else images)
-        outputs[name].square().sum().backward()
-        gradients[name] = model.blocks[0].attn.qkv.weight.grad
-    assert_as_exact_as_eager("logits", outputs["fast"], outputs["eager"], outputs["exact"], FORWARD_FACTOR)
-    assert_as_exact_as_eager("qkv", gradients["fast"], gradients["eager"], gradients["exact"], GRADIENT_FACTOR)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_stand_in_obeys_a_restriction_to_the_formula(compiled: bool, kernel_calls: list[str]) -> None:
+    q, k, v = _qkv()
+
+    def attend(q: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return ops.scaled_dot_product_attention(q, k, v)
+
+    torch._dynamo.reset()
+    function = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    _close(function(q), F.scaled_dot_product_attention(q, k, v))
+    assert kernel_calls == []
+    if not compiled:
+        x = q.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(attend(x).square().sum(), x, create_graph=True)
+        grad.sum().backward()  # the second derivative, which the kernel has not
+        assert x.grad is not None and x.grad.isfinite().all()
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
+        ops.scaled_dot_product_attention(q, k, v)
+    assert kernel_calls == ["kernel"]
 
 
-def test_the_stand_in_answers_where_only_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vmap and subclasses go to torch's own function, also where the kernel would be chosen."""
-    monkeypatch.setattr(import_module("vit_fast.ops.attention"), "resolve_backend", lambda *_: "triton")
-    q, k, v = torch.randn(3, 2, 2, 3, 17, 16).unbind(0)  # each [2, 2, 3, 17, 16]
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    mapped = torch.vmap(ops.scaled_dot_product_attention)(q, k, v)
-    torch.testing.assert_close(mapped, expected, atol=1e-5, rtol=1e-5)
+class Marked(torch.Tensor):
+    pass
 
-    class Marked(torch.Tensor):
-        pass
 
-    marked = ops.scaled_dot_product_attention(*(t[0].as_subclass(Marked) for t in (q, k, v)))
-    torch.testing.assert_close(marked.as_subclass(torch.Tensor), expected[0], atol=1e-5, rtol=1e-5)
+def test_the_stand_in_gives_subclasses_to_torch(kernel_calls: list[str]) -> None:
+    q, k, v = _qkv()
+    marked = ops.scaled_dot_product_attention(*(tensor.as_subclass(Marked) for tensor in (q, k, v)))
+    _close(marked.as_subclass(Tensor), F.scaled_dot_product_attention(q, k, v))
+    assert kernel_calls == []

@@ -79,7 +79,8 @@ def test_what_was_written_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(attention_policy, "TABLE_PATH", path)
     attention_policy._table.cache_clear()
     try:
-        assert attention_policy.forward_config(task.problem) == FAST
+        found = attention_policy.forward_config(task.problem)
+        assert replace(found, dependent=False) == FAST  # which is no choice of the table
     finally:
         attention_policy._table.cache_clear()
 

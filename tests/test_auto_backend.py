@@ -6,12 +6,10 @@ machine without a compiler or a driver, takes the part of the device.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import kernel_support  # sets the interpreter up, as every kernel test does
 import pytest
 import torch
+from children import environment, run_python
 from fused_models import SUBJECTS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -56,6 +55,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
 
     def answer(device: torch.device) -> tuple[str, ...]:
         asked.append(device)
+        time.sleep(0.01)  # for another thread to come
         return ()
 
     for name, value in {
@@ -94,34 +94,20 @@ def test_a_kernel_that_answers_wrongly_is_found_out(factor: float, monkeypatch: 
     assert "does not match the reference" in reason
 
 
-def test_the_small_kernel_runs_once_a_device(gpu: list[torch.device]) -> None:
-    for _ in range(3):
-        assert backends.resolve_backend("auto", torch.device("cuda")) == "triton"
-        assert backends.triton_unavailable_reasons(GPU) == ()
-    assert gpu == [GPU]
-    backends.resolve_backend("auto", torch.device("cuda", 1))
-    assert gpu == [GPU, torch.device("cuda", 1)]
-
-
-def test_the_small_kernel_runs_once_for_two_threads(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    started, answers = threading.Barrier(2), []
-
-    def slow(device: torch.device) -> tuple[str, ...]:
-        gpu.append(device)
-        time.sleep(0.2)
-        return ("it is broken",)
+def test_the_small_kernel_runs_once_a_device_for_all_threads(gpu: list[torch.device]) -> None:
+    started = threading.Barrier(4)
 
     def ask() -> None:
         started.wait()
-        answers.append(probe.probe_reasons(GPU))
+        assert backends.resolve_backend("auto", torch.device("cuda")) == "triton"
+        assert backends.triton_unavailable_reasons(GPU) == ()
 
-    monkeypatch.setattr(probe, "_run_and_compare", slow)
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert gpu == [GPU] and answers == [("it is broken",)] * 2
+    with ThreadPoolExecutor(4) as threads:
+        for asked in [threads.submit(ask) for _ in range(4)]:
+            asked.result()
+    assert gpu == [GPU]
+    backends.resolve_backend("auto", torch.device("cuda", 1))
+    assert gpu == [GPU, torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize("mode", ["fake tensors", "vmap", "default device", "inference", "grad of jvp"])
@@ -249,16 +235,12 @@ def test_triton_itself_fails_to_start(case: str, tmp_path: Path) -> None:
     if case == "compiler":  # Triton looks for a compiler once torch says that there is a CUDA device
         lines += ["torch.cuda.is_available = lambda: True"]
     lines += ["print(probe_reasons(torch.device('cpu', 0))[0])"]
-    environment = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "CC")}
-    root = str(Path(vit_fast.__file__).parents[1])
-    changes = {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
     (tmp_path / "libcuda.so.1").touch()
-    changes["TRITON_LIBCUDA_PATH"] = str(tmp_path)  # looked for before the compiler is
-    process = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], env=environment | changes, capture_output=True, text=True, check=True
-    )
-    assert process.stdout.startswith("a small kernel did not run on cpu:0: RuntimeError: ")
-    assert ("C compiler" if case == "compiler" else "active drivers") in process.stdout
+    kept = {name: value for name, value in environment(str(tmp_path)).items() if name != "CC"}
+    changes = {"PATH": str(tmp_path), "TRITON_LIBCUDA_PATH": str(tmp_path)}  # looked for before the compiler is
+    said = run_python(["-c", "\n".join(lines)], kept | changes)
+    assert said.startswith("a small kernel did not run on cpu:0: RuntimeError: ")
+    assert ("C compiler" if case == "compiler" else "active drivers") in said
 
 
 def test_fp32_is_left_to_torch_unless_its_products_may_be_rounded(

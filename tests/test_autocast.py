@@ -15,7 +15,6 @@ from torch import Tensor
 import vit_fast
 from vit_fast.ops import layer_norm_mlp
 
-support.make_bf16_exact()
 HALF = [torch.bfloat16, torch.float16]
 every_half = pytest.mark.parametrize("dtype", HALF, ids=str)
 
@@ -51,6 +50,7 @@ def test_24_layers_are_as_exact_as_torchs_autocast(library: str, dtype: torch.dt
     assert_gradients_within(*(_packed(each) for each in (grads, usual_grads, exact_grads)), 3)
 
 
+@pytest.mark.pairwise
 @every_half
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])

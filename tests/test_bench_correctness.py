@@ -8,7 +8,6 @@ import functools
 import pytest
 import torch
 from bench_support import build, named
-from mlp_support import make_bf16_exact
 from torch import Tensor
 
 from vit_fast import ViTConfig
@@ -170,7 +169,6 @@ def test_a_candidate_of_fewer_bits_is_held_to_its_own_tolerance() -> None:
 
 
 def test_our_model_in_e4m3_passes_and_is_not_what_it_is_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_bf16_exact()
     candidate, config = get_candidate("triton-fp8"), get_variant("vit_test").config
     task, images = make_task(config, torch.bfloat16)
     with torch.inference_mode():

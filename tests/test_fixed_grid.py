@@ -13,6 +13,7 @@ from graph_tapes import NoHost
 from kernel_support import DEVICE
 from packed_towers import TOWERS
 from torch import Tensor
+from tower_calls import FAMILIES
 
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
@@ -33,6 +34,55 @@ def by_transformers(tower: torch.nn.Module, images: Tensor) -> Tensor:
     made = processor(list(images.cpu()), return_tensors="pt").to(DEVICE)
     out: Tensor = tower(made["pixel_values"], made["image_grid_thw"]).pooler_output
     return out.unflatten(0, (len(images), -1))
+
+
+def padded_call(images: Tensor) -> dict[str, Tensor]:
+    """What transformers' processor makes of images for SigLIP 2: patches of 4 x 4, the channels last."""
+    batch, _, height, width = images.shape
+    cells = images.reshape(batch, 3, height // 4, 4, width // 4, 4).permute(0, 2, 4, 3, 5, 1)
+    patches = cells.reshape(batch, -1, 3 * 4 * 4)
+    shapes = torch.tensor([[height // 4, width // 4]] * batch, device=DEVICE)
+    mask = torch.ones(patches.shape[:2], dtype=torch.int64, device=DEVICE)
+    return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+def siglip2(tower: torch.nn.Module, images: Tensor) -> Tensor:
+    out: Tensor = tower(**padded_call(images)).pooler_output
+    return out
+
+
+def naflex(tower: torch.nn.Module, images: Tensor) -> Tensor:
+    patches, mask, shapes = padded_call(images).values()
+    grid = torch.cartesian_prod(*(torch.arange(side, device=DEVICE) for side in shapes[0].tolist()))
+    out: Tensor = tower(patches, grid.expand(len(images), -1, -1), mask.bool())
+    return out
+
+
+OTHERS = {
+    "siglip2": (FAMILIES["siglip2"], siglip2),
+    "naflexvit": (FAMILIES["naflexvit"], naflex),
+    "naflexvit, axial": (FAMILIES["naflexvit, axial, registers"], naflex),
+    "naflexvit, map": (FAMILIES["naflexvit, pooling head"], naflex),
+}
+
+
+@pytest.mark.fast_cases("siglip2-sdpa", "naflexvit-sdpa")
+@pytest.mark.parametrize("backend", ["", "sdpa"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_padded_towers_give_what_they_give_for_patches(name: str, backend: str, tmp_path: Path) -> None:
+    """Also as an ONNX file."""
+    family, right = OTHERS[name]
+    tower, images = family.build().eval(), torch.rand(3, 3, *IMAGE, device=DEVICE)
+    with torch.no_grad():
+        expected = right(copy.deepcopy(tower), images)
+        if backend:
+            vit_fast.fuse(tower, backend).require_all()
+        model = vit_fast.FixedGrid(tower, IMAGE)
+        torch.testing.assert_close(model(images), expected, rtol=1e-3, atol=1e-4)
+    assert export_onnx(model, tmp_path / "m.onnx").verified
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: images[:2].cpu().numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), expected[:2].cpu(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.each_value

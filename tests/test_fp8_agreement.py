@@ -8,7 +8,7 @@ import pytest
 import torch
 from digits import digits_vit, held_out, inputs
 from fused_models import SUBJECTS
-from mlp_support import DEVICE, make_bf16_exact
+from mlp_support import DEVICE
 from torch import nn
 
 import vit_fast
@@ -17,8 +17,6 @@ from vit_fast.fusion.fuse import shadow_of
 from vit_fast.ops.descriptions import BlockScales
 from vit_fast.quantization import fp8
 from vit_fast.quantization.fp8_shadow import simulate
-
-make_bf16_exact()
 
 POINTS, WANTED = 0.006, 0.995
 """Of accuracy, that e4m3 may cost; of images, whose top class has to stay in the tests that keep layers for it."""

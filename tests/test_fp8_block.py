@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from mlp_support import DEVICE, make_bf16_exact
+from mlp_support import DEVICE
 from our_operators import OurOperators, calls_of, each_tensor
 from torch import Tensor, library
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,8 +23,6 @@ from vit_fast.ops import reference
 from vit_fast.ops.backends import fp8_reasons
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope
 from vit_fast.ops.fp8 import fused_block_fp8, quantize_block
-
-make_bf16_exact()
 
 WIDTH, HEADS, HIDDEN, TOKENS = 96, 2, 160, 21
 E4M3 = torch.float8_e4m3fn
@@ -106,29 +104,18 @@ def an_input(dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (torch.randn(2, TOKENS, WIDTH) + 0.3).to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_block_is_its_definition(dtype: torch.dtype) -> None:
-    x = an_input(dtype)
-    hold(x, parameters(dtype), some_scales(x))
-
-
-KEPT = ("qkv", "proj", "fc1", "fc2")
-
-
-@pytest.mark.parametrize("kept", KEPT)
-def test_every_layer_may_stay_in_half_precision(kept: str) -> None:
-    x = an_input()
-    scales = some_scales(x)
-    hold(x, parameters(torch.bfloat16), scales._replace(**{kept: None}))
-    hold(x, parameters(torch.bfloat16), BlockScales(**{kept: getattr(scales, kept)}))
-
-
 def positions(layout: str, prefix: int, heads: int = 1) -> Rope:
     angles = 3 * torch.randn(1, heads, TOKENS - prefix, WIDTH // HEADS // 2, device=DEVICE)
     return Rope(angles.cos(), angles.sin(), prefix, layout)
 
 
+KEPT = ("qkv", "proj", "fc1", "fc2")
+ABSENT = dict.fromkeys(("norm1_weight", "norm1_bias", "qkv_bias", "proj_bias", "scale1", "fc1_bias", "scale2"))
 FORMS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp16": {"dtype": torch.float16},
+    "parameters in fp32": {"parameter_dtype": torch.float32},
+    "nothing optional": {"absent": ABSENT},
     "SwiGLU": {"gated": True, "activation": "silu"},
     "RMSNorm, SwiGLU": {"gated": True, "activation": "silu", "norm": "rms_norm"},
     "RMSNorm": {"norm": "rms_norm", "activation": "gelu_tanh"},
@@ -137,30 +124,34 @@ FORMS: dict[str, dict[str, Any]] = {
     "half in the matmul": {"layout": "half", "paired_head": WIDTH // HEADS},
     "half, of its own for each head": {"layout": "half", "paired_head": WIDTH // HEADS, "heads_apart": HEADS},
     "qk-norm": {"layout": "half", "qk": True},
+    "heads of 16": {"head_dim": 16},
+    "heads of 72": {"head_dim": 72},  # no descriptor writes their rows in e4m3
+    "a constant row": {"constant": True},
+    **{f"without {name}": {"in_e4m3": set(KEPT) - {name}} for name in KEPT},
+    **{f"{name} alone": {"in_e4m3": {name}} for name in KEPT},
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_forms_of_blocks(form: str) -> None:
+def test_a_block_is_its_definition(form: str) -> None:
     settings = dict(FORMS[form])
+    dtype, x = settings.pop("dtype", torch.bfloat16), an_input(settings.get("dtype", torch.bfloat16))
+    if settings.pop("constant", False):
+        x[0, :] = 3.0
     if layout := settings.pop("layout", None):
         settings["rope"] = positions(layout, 2, settings.pop("heads_apart", 1))
     if settings.pop("qk", False):
         weight = 1 + 0.3 * torch.randn(2, WIDTH // HEADS, device=DEVICE)
         settings["qk_norm"] = QkNorm(*(Norm(each.bfloat16(), None, 1e-5, "rms_norm") for each in weight))
-    x = an_input()
-    tensors = parameters(torch.bfloat16, settings.pop("gated", False), settings.get("norm", "layer_norm"))
-    hold(x, tensors, some_scales(x), **settings)
-
-
-@pytest.mark.parametrize("head_dim", [16, 72])
-def test_heads_of_other_sizes(head_dim: int) -> None:
-    """Of 72 channels no descriptor writes rows in e4m3."""
-    x, inner = an_input(), HEADS * head_dim
-    tensors = parameters(torch.bfloat16)
-    qkv, proj = (0.2 * torch.randn(*shape, device=DEVICE) for shape in ((3 * inner, WIDTH), (WIDTH, inner)))
-    tensors = tensors._replace(qkv_weight=qkv.bfloat16(), qkv_bias=None, proj_weight=proj.bfloat16())
-    hold(x, tensors, some_scales(x))
+    tensors = parameters(
+        settings.pop("parameter_dtype", dtype), settings.pop("gated", False), settings.get("norm", "layer_norm"),
+        **settings.pop("absent", {}),
+    )  # fmt: skip
+    if inner := HEADS * settings.pop("head_dim", 0):
+        qkv, proj = (0.2 * torch.randn(*shape, device=DEVICE) for shape in ((3 * inner, WIDTH), (WIDTH, inner)))
+        tensors = tensors._replace(qkv_weight=qkv.bfloat16(), qkv_bias=None, proj_weight=proj.bfloat16())
+    kept = set(KEPT) - settings.pop("in_e4m3", set(KEPT))
+    hold(x, tensors, some_scales(x, **dict.fromkeys(kept)), **settings)
 
 
 def test_empty_batches_and_strided_rows() -> None:
@@ -188,13 +179,6 @@ def test_torch_compile_takes_it_whole() -> None:
     with torch.no_grad():
         assert torch.equal(torch.compile(two, fullgraph=True, backend=seen)(x), two(x))
     assert seen == ["block_fp8"] * 2
-
-
-def test_nothing_optional_and_parameters_in_fp32() -> None:
-    x = an_input()
-    absent = dict.fromkeys(("norm1_weight", "norm1_bias", "qkv_bias", "proj_bias", "scale1", "fc1_bias", "scale2"))
-    hold(x, parameters(torch.bfloat16, **absent), some_scales(x))
-    hold(x, parameters(torch.float32), some_scales(x))
 
 
 def test_a_channel_of_a_thousand_times_the_rest() -> None:
@@ -243,12 +227,6 @@ def test_a_nan_stays_in_its_image() -> None:
     assert y[1].isnan().all() and y8[1].float().isnan().all()
     assert torch.equal(y[0], clean[0])
     assert y8[0].float().isfinite().all()
-
-
-def test_a_constant_row_gives_what_layer_norm_gives() -> None:
-    x = an_input()
-    x[0, :] = 3.0
-    hold(x, parameters(torch.bfloat16), some_scales(x))
 
 
 @pytest.mark.parametrize("kept", [{}, {"fc2": None}], ids=str)

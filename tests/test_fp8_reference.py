@@ -11,24 +11,6 @@ from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm
 ONE = torch.ones(())
 
 
-def every_number() -> torch.Tensor:
-    """All finite numbers of e4m3, ascending."""
-    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    return numbers[numbers.isfinite()].unique()
-
-
-def test_numbers_of_e4m3_stay_and_what_lies_between_goes_to_the_nearer() -> None:
-    numbers = every_number()
-    assert torch.equal(reference.quantize_e4m3(numbers, ONE), numbers)
-    low, high = numbers[:-1], numbers[1:]
-    gap = high - low
-    assert torch.equal(reference.quantize_e4m3(low + 0.49 * gap, ONE), low)
-    assert torch.equal(reference.quantize_e4m3(low + 0.51 * gap, ONE), high)
-    middle = reference.quantize_e4m3(low + 0.5 * gap, ONE)
-    even = (middle.to(torch.float8_e4m3fn).view(torch.uint8) & 1) == 0
-    assert even.all() and ((middle == low) | (middle == high)).all()
-
-
 def test_it_saturates_and_nan_stays() -> None:
     x = torch.tensor([449.0, 1e30, torch.inf, -torch.inf, torch.nan, 0.0])
     assert torch.equal(reference.quantize_e4m3(x, ONE)[:4], torch.tensor([448.0, 448, 448, -448]).double())
@@ -39,7 +21,11 @@ def test_it_saturates_and_nan_stays() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_it_is_torchs_rounding(dtype: torch.dtype) -> None:
-    x = (torch.randn(100_000) * 2.0 ** torch.randint(-14, 10, (100_000,))).to(dtype).clamp(-448, 448)
+    """Of random numbers, of those of e4m3, and of the ties between them."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = numbers[numbers.isfinite()].unique()
+    drawn = torch.randn(100_000) * 2.0 ** torch.randint(-14, 10, (100_000,))
+    x = torch.cat((numbers, (numbers[1:] + numbers[:-1]) / 2, drawn)).to(dtype).clamp(-448, 448)
     assert torch.equal(reference.quantize_e4m3(x, ONE), x.float().to(torch.float8_e4m3fn).double())
 
 
@@ -73,22 +59,6 @@ def test_the_mean_of_a_row_cancels_though_the_weight_is_rounded() -> None:
     torch.testing.assert_close(at[0], at[1])
     constant = reference.fp8_linear(torch.full((2, 16), 3.3), weight, torch.arange(5.0), torch.tensor(0.7), Norm())
     assert torch.equal(constant, torch.arange(5.0).expand(2, 5))
-
-
-def test_a_massive_channel_costs_no_more_than_the_others() -> None:
-    """Large ViTs have single channels hundreds of times the rest, which their norms make small again."""
-    x, weight, gamma = torch.randn(64, 96).double(), torch.randn(32, 96).double(), torch.ones(96).double()
-
-    def error() -> float:
-        exact, found = (
-            reference.fp8_linear(x, weight, None, scale, Norm(gamma)) for scale in (None, x.abs().amax() / 448)
-        )
-        return float((found - exact).norm() / exact.norm())
-
-    usual = error()
-    x[:, [3, 50]] += torch.tensor([300.0, -300.0])
-    gamma[[3, 50]] /= 300
-    assert error() < 1.3 * usual < 0.06
 
 
 def parameters(width: int, hidden: int, gated: bool) -> BlockTensors:

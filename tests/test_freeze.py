@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-import mlp_support as support
 import pytest
 import torch
 from fused_models import SUBJECTS
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.kernels.linear import folding
 from vit_fast.model import Block, VisionTransformer
-
-support.make_bf16_exact()
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_fusing_in_training_and_in_evaluation_is_the_same(case: str) -> None:
 )
 def test_the_report_of_our_own_model_names_what_training_runs_as_modules(rate: str, part: str) -> None:
     model = vit_fast.create_model("vit_test", backend="triton", device=DEVICE, **{rate: P})
-    report = vit_fast.fuse(model, "triton").require_all()
+    report = vit_fast.set_backend(model, "triton").require_all()
     rows = [row for row in report.modules if row.name == f"blocks.0.{part}".rstrip(".")]
     assert any(note.startswith("in training") and str(P) in note for row in rows for note in row.notes)
 
@@ -82,7 +82,7 @@ def test_only_the_part_that_drops_runs_as_it_was() -> None:
     for case, whole in (("timm, attention", False), ("timm, MLP", True)):
         model = DROPPING[case].build().train()
         vit_fast.fuse(model, "sdpa").require_all()
-        assert {part.runs_as_it_was() for part in model.modules() if isinstance(part, FusedNormMlp)} == {whole}
+        assert {part.ready() is None for part in model.modules() if isinstance(part, FusedNormMlp)} == {whole}
 
 
 def test_the_kernels_run_in_evaluation_though_fused_in_training() -> None:
@@ -92,10 +92,10 @@ def test_the_kernels_run_in_evaluation_though_fused_in_training() -> None:
     twin = copy.deepcopy(model)
     vit_fast.fuse(model, "triton").require_all()
     assert model.blocks[0].whole() is None
-    assert model.blocks[0].runs_as_it_was()
+    assert model.blocks[0].ready() is None
     model.eval()
     assert model.blocks[0].whole() is not None
-    assert not model.blocks[0].runs_as_it_was()
+    assert model.blocks[0].ready() is not None
     torch.testing.assert_close(subject.run(model, inputs), subject.run(twin.eval(), inputs), rtol=1e-4, atol=1e-4)
 
 

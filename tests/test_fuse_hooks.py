@@ -26,7 +26,6 @@ from torch import nn
 
 import vit_fast
 from vit_fast.blocks import plain
-from vit_fast.blocks.reading import Reader, read_block
 from vit_fast.fusion.freezing import frozen_of
 from vit_fast.libraries import timm_blocks, torchvision
 from vit_fast.libraries.transformers_packed import LIKE_QWEN
@@ -180,44 +179,25 @@ def test_a_hook_from_before_fuse_is_called() -> None:
     assert len(seen) == 2
 
 
-def test_a_module_that_no_reader_knows_is_watched() -> None:
+def test_modules_that_no_reader_knows_or_that_are_in_two_places_are_watched() -> None:
     """A family whose reader forgets a module: the kernels do not run past a hook on it all the same."""
-    model = of_depth(1)["timm"].build().eval()
-    vit_fast.fuse(model, "triton")
-    (block,) = model.blocks
+    (block,) = of_depth(1)["timm"].build().eval().blocks
     block.forgotten = nn.Sequential(nn.Identity())
-
-    def read_attention(reader: Reader) -> Any:
-        return type(block).read_attention(reader)
-
-    for path, halves in {
-        "forgotten.0": ("attention", "mlp"),
-        "attn.more": ("attention",),
-        "mlp.more": ("mlp",),
-    }.items():
-        parent, _, name = path.rpartition(".")
-        block.get_submodule(parent).add_module(name, nn.Identity())
-        assert block.read().watch.holds(block)
-        watch = block.read().watch
-        handle = block.get_submodule(path).register_forward_hook(lambda *_: None)
-        assert not watch.holds(block)
-        parts = read_block(block, type(block).read_mlp, read_attention, type(block).reader)
-        assert [half for half in ("attention", "mlp") if getattr(parts, half) is None] == list(halves)
-        handle.remove()
-        assert block.read().attention is not None
-
-
-def test_a_module_in_two_places_is_watched_in_both() -> None:
-    model = of_depth(1)["timm"].build().eval()
-    (block,) = model.blocks
+    for parent in (block.attn, block.mlp):
+        parent.more = nn.Identity()
     block.ls2 = block.drop_path2 = block.ls1
-    vit_fast.fuse(model, "triton")
+    vit_fast.fuse(block, "triton")
+    for path in ("forgotten.0", "attn.more", "mlp.more", "ls1"):
+        assert block.whole() is not None
+        handle = block.get_submodule(path).register_forward_hook(lambda *_: None)
+        assert block.whole() is None, path
+        handle.remove()
     for name in ("ls1", "ls2", "drop_path2"):
-        parts = block.whole()
         before = getattr(block, name)
         setattr(block, name, nn.Tanh())
-        assert not parts.watch.holds(block), name
+        assert block.whole() is None, name
         setattr(block, name, before)
+        assert block.whole() is not None
 
 
 # --- with freeze, and in a Sequential -----------------------------------------------------------------------

@@ -17,20 +17,16 @@ from fused_models import (
     gradients,
     images,
     in_fp64,
+    timm_subject,
     transformers_subject,
     vitpose_subject,
 )
-from kernel_support import DEVICE, HAS_GPU
+from kernel_support import DEVICE
 from our_operators import calls_of
 from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.blocks.fused import FusedNormMlp
-
-if not HAS_GPU:
-    from interpreter_speed import search_once
-
-    search_once()
 
 BIASED = {"transformers-beit"}  # its relative position bias keeps the attention from being fused
 
@@ -61,7 +57,30 @@ COPIES = {
     ),
     "hybrid DPT": Subject(_hybrid_dpt, images("pixel_values"), lambda result: result.predicted_depth),
 }
-MODELS = SUBJECTS | COPIES
+# head_dim, hidden size, image size, activation and pooling other than usual
+ODD = {
+    "timm, odd sizes": timm_subject(
+        "vit_tiny_patch16_224", size=48, embed_dim=72, num_heads=3, mlp_ratio=2.5, act_layer="gelu_tanh", reg_tokens=2,
+        init_values=0.1, qkv_bias=False, global_pool="map",
+    ),
+    "timm, one patch": timm_subject(
+        "vit_tiny_patch16_224", size=16, embed_dim=16, num_heads=2, act_layer="relu", global_pool="avg", qk_norm=True
+    ),
+    "timm, one head": timm_subject("vit_tiny_patch16_224", embed_dim=40, num_heads=1, act_layer="silu", depth=1),
+    "transformers, odd sizes": transformers_subject(
+        "ViTModel", "ViTConfig", hidden_size=72, num_attention_heads=3, intermediate_size=180,
+        hidden_act="relu", qkv_bias=False,
+    ),
+    "transformers, tanh GELU": transformers_subject(
+        "Dinov2Model", "Dinov2Config", hidden_size=40, num_attention_heads=1, mlp_ratio=1,
+        hidden_act="gelu_pytorch_tanh",
+    ),
+    "transformers, narrow": transformers_subject(
+        "CLIPVisionModel", "CLIPVisionConfig", "pooler_output", hidden_size=16, intermediate_size=16,
+        hidden_act="quick_gelu",
+    ),
+}  # fmt: skip
+MODELS = SUBJECTS | COPIES | ODD
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from children import run_python
 
 from vit_fast import cli
 from vit_fast.apps.hub_kernel import build_hf_kernel
@@ -38,15 +37,8 @@ print(sorted(kernel.__all__))
 
 def test_the_built_kernel_is_imported_and_computes_without_vit_fast(tmp_path: Path) -> None:
     variant = build_hf_kernel(tmp_path / "repository")
-    ran = subprocess.run(
-        [sys.executable, "-c", LOAD, str(variant)],
-        cwd=tmp_path,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert "layer_norm_mlp" in ran.stdout
+    changes = {"TRITON_INTERPRET": "1", "PYTHONPATH": ""}
+    assert "layer_norm_mlp" in run_python(["-c", LOAD, str(variant)], os.environ | changes, tmp_path)
 
 
 def test_metadata_and_card_say_what_it_is(tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import environment, run_python
 from torch import nn
 
 from vit_fast import UnsupportedInputError, VisionTransformer, ViTConfig
@@ -97,6 +95,5 @@ for name in {names}:
 for name in {modules}:
     importlib.import_module(name)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python(["-c", code], environment())
     assert len(modules) >= 8

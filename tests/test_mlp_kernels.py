@@ -18,8 +18,6 @@ from vit_fast.kernels.activations import ACTIVATIONS
 from vit_fast.kernels.matmul import matmul_policy
 from vit_fast.kernels.matmul.matmul_launch import MatmulConfig
 
-support.make_bf16_exact()
-
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.kernels.matmul.matmul_tiles import load_rows, load_tile, store_tile
 
-support.make_bf16_exact()
-
 
 @triton.jit
 def _copy_tile_kernel(source, target, row, col, rows, columns, SIZE: tl.constexpr):

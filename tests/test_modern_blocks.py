@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import mlp_support as support
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from kernel_execution import DTYPES
 from mlp_support import DEVICE, assert_rule
 from torch import Tensor
@@ -27,7 +24,6 @@ from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.descriptions import BlockTensors, Keys, neighbours
 from vit_fast.ops.reference import normalise
 
-support.make_bf16_exact()
 WIDTH, HEADS, HIDDEN, B, N = 48, 2, 40, 2, 7
 
 
@@ -35,16 +31,8 @@ WIDTH, HEADS, HIDDEN, B, N = 48, 2, 40, 2, 7
 class Kind:
     """What a block has.
 
-    Attributes:
-        norm: Its kind.
-        gated: Whether its MLP has a gate.
-        qk: Kind of the norms of q and k, or None.
-        over: Of these.
-        leading: Of the tables, None for no rotation.
-        layout, prefix: Of the rotation.
-        head_dim: Channels of a head.
-        keys: Which keys queries meet: "all", "packed" images, or those that a "mask" leaves.
-        inner: Kind of the norm of the hidden layer, or "none".
+    `qk` names the kind of the norms of q and k; `leading` the shape of the tables before their last two dimensions, or
+    None for no rotation; `keys` which keys queries meet: "all", "packed" images, or those that a "mask" leaves.
     """
 
     norm: str = "layer_norm"
@@ -197,17 +185,59 @@ def test_heads_of_all_sizes(head_dim: int, layout: str) -> None:
     _hold(Kind(head_dim=head_dim, layout=layout, prefix=0), torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_folded_beforehand(kind: str) -> None:
-    """Pairs that were left apart are turned by a kernel of their own: another rounding, the same rule."""
-    leaves, names, rope = _make(KINDS[kind])
+# Heads of 16 channels, and tables of each head, are beyond the matmul: a kernel of its own turns them.
+FOLDED = KINDS | {
+    "qk-norm a head": Kind(qk="layer_norm", leading=(1, HEADS), head_dim=64),
+    "RMS qk-norm": Kind(qk="rms_norm"),
+}
+
+
+def _pairs(kind: Kind) -> bool:
+    """True if freezing brings the pairs of q and k together."""
+    return kind.layout == "half" and (kind.qk is None or (kind.over == "head" and kind.leading is not None))
+
+
+def _repeated(rope: Rope) -> Rope:
+    """Repeats each number, as transformers does."""
+    return rope._replace(cos=torch.cat([rope.cos] * 2, -1), sin=torch.cat([rope.sin] * 2, -1))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("together", ["apart", "together", "together, from repeated tables"])
+@pytest.mark.parametrize("name", FOLDED)
+def test_folded_beforehand(name: str, together: str, launched: list[str]) -> None:
+    """Where pairs are brought together and the matmul turns them, the bits of a block that folds in every forward."""
+    kind = FOLDED[name]
+    paired = together != "apart" and _pairs(kind)
+    leaves, names, rope = _make(kind)
     t = {name: leaf.bfloat16() for name, leaf in zip(names, leaves)}
-    wide = {name: leaf.double() for name, leaf in t.items()}
+    qk_norm = _qk_norm(kind, t)
     with torch.no_grad():
-        folded = fold(_tensors(t), torch.bfloat16, KINDS[kind].norm, inner_norm=KINDS[kind].inner)
-        ours = _fused(KINDS[kind], t["x"], folded, _qk_norm(KINDS[kind], t), rope)
-        eager, exact = _eager(KINDS[kind], t, rope), _eager(KINDS[kind], wide, rope)
-    assert_rule({"y": ours}, {"y": eager}, {"y": exact})
+        folded = fold(_tensors(t), torch.bfloat16, kind.norm, kind.head_dim if paired else 0, kind.inner)
+        tables = rope
+        if rope is not None and paired:
+            tables = neighbours(_repeated(rope) if "repeated" in together else rope, kind.head_dim)
+        ours = _fused(kind, t["x"], folded, qk_norm, tables)
+        by_matmul = kind.head_dim in NORMED_HEADS and kind.over == "head" and (rope is None or rope.cos.dim() < 4)
+        if kind.qk is not None and kind.keys == "all" and (paired or rope is None or kind.layout != "half"):
+            assert launched.count("_qk_norm_rope_kernel") == 1 - by_matmul
+        at_once = _fused(kind, t["x"], _tensors(t), qk_norm, rope)
+        exact = _eager(kind, {name: leaf.double() for name, leaf in t.items()}, rope)
+        assert_rule({"y": ours}, {"y": _eager(kind, t, rope)}, {"y": exact})
+        if paired and (rope is None or rope.cos.dim() < 4) and (kind.qk is None or by_matmul):
+            assert torch.equal(ours, at_once)
+        if paired and rope is not None:
+            with pytest.raises(ValueError, match=r"rope\.layout must be .*'interleaved', got 'neighbours'$"):
+                _fused(kind, t["x"], _tensors(t), qk_norm, tables)
+
+
+@pytest.fixture
+def launched() -> Iterator[list[str]]:
+    """Names of the kernels that were launched."""
+    names: list[str] = []
+    listening.listener = lambda launch, ready: names.append(launch.kernel.__name__)
+    yield names
+    listening.listener = None
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -230,98 +260,15 @@ def test_a_weight_that_is_folded_is_not_cast_as_well(training: bool, monkeypatch
     assert t["proj_weight"].data_ptr() in cast and t["fc2_weight"].data_ptr() not in cast
 
 
-PAIRED = [
-    name
-    for name, kind in KINDS.items()
-    if kind.layout == "half" and (kind.qk is None or (kind.over == "head" and kind.leading is not None))
-]
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("kind", PAIRED)
-@pytest.mark.parametrize("repeated", [False, True])
-def test_pairs_brought_together_beforehand(kind: str, repeated: bool) -> None:
-    """As a frozen block does it; where the matmul turns them, the bits of a block that folds in every forward."""
-    leaves, names, rope = _make(KINDS[kind])
-    t = {name: leaf.bfloat16() for name, leaf in zip(names, leaves)}
-    given = rope
-    if rope is not None and repeated:  # each number twice, as transformers hands them
-        given = rope._replace(cos=torch.cat([rope.cos] * 2, -1), sin=torch.cat([rope.sin] * 2, -1))
-    with torch.no_grad():
-        folded = fold(_tensors(t), torch.bfloat16, KINDS[kind].norm, KINDS[kind].head_dim, KINDS[kind].inner)
-        together = None if given is None else neighbours(given, KINDS[kind].head_dim)
-        qk_norm = _qk_norm(KINDS[kind], t)
-        ours = _fused(KINDS[kind], t["x"], folded, qk_norm, together)
-        at_once = _fused(KINDS[kind], t["x"], _tensors(t), qk_norm, rope)
-        exact = _eager(KINDS[kind], {name: leaf.double() for name, leaf in t.items()}, rope)
-        assert_rule({"y": ours}, {"y": _eager(KINDS[kind], t, rope)}, {"y": exact})
-    if rope is None or rope.cos.dim() < 4:
-        assert torch.equal(ours, at_once)
-
-
-def test_the_norms_keep_their_order_where_a_kernel_turns_pairs_brought_together() -> None:
-    """Tables of each head are beyond the matmul, and so are heads of 16 channels."""
-    for kind in (Kind(qk="layer_norm", leading=(1, HEADS), head_dim=64), Kind(qk="rms_norm")):
-        leaves, names, rope = _make(kind)
-        t = {name: leaf.bfloat16() for name, leaf in zip(names, leaves)}
-        with torch.no_grad():
-            folded = fold(_tensors(t), torch.bfloat16, kind.norm, kind.head_dim)
-            ours = _fused(kind, t["x"], folded, _qk_norm(kind, t), neighbours(rope, kind.head_dim))
-            exact = _eager(kind, {name: leaf.double() for name, leaf in t.items()}, rope)
-            assert_rule({"y": ours}, {"y": _eager(kind, t, rope)}, {"y": exact})
-            with pytest.raises(ValueError, match=r"rope\.layout must be .*'interleaved', got 'neighbours'$"):
-                _fused(kind, t["x"], _tensors(t), _qk_norm(kind, t), neighbours(rope, kind.head_dim))
-
-
-@given(
-    norm=st.sampled_from(("layer_norm", "rms_norm")),
-    rotated=st.sampled_from(("no", "half", "interleaved")),
-    prefix=st.sampled_from((0, 1, 5)),
-    head_dim=st.sampled_from((64, 72, 128)),
-    dtype=st.sampled_from(DTYPES),
-    is_folded=st.booleans(),
-    images=st.booleans(),
-)
-def test_qk_norm_drawn(
-    norm: str, rotated: str, prefix: int, head_dim: int, dtype: torch.dtype, is_folded: bool, images: bool
-) -> None:
-    """In inference: by the matmul where that can, in half precision, and else by a launch of its own."""
-    leading = None if rotated == "no" else (B,) if images else ()
-    kind = Kind(qk=norm, leading=leading, layout=rotated, prefix=prefix, head_dim=head_dim)
-    leaves, names, rope = _make(kind)
-    t = {name: leaf.to(dtype) for name, leaf in zip(names, leaves)}
-    launched: list[str] = []
-    given_rope, tensors = rope, _tensors(t)
-    with torch.no_grad():
-        if is_folded:
-            tensors = fold(tensors, dtype, kind.norm, head_dim if rotated == "half" else 0)
-            given_rope = neighbours(rope, head_dim) if rope is not None and rotated == "half" else rope
-        listening.listener = lambda launch, ready: launched.append(launch.kernel.__name__)
-        try:
-            ours = _fused(kind, t["x"], tensors, _qk_norm(kind, t), given_rope)
-        finally:
-            listening.listener = None
-        exact = _eager(kind, {name: leaf.double() for name, leaf in t.items()}, rope)
-        assert_rule({"y": ours}, {"y": _eager(kind, t, rope)}, {"y": exact})
-    by_matmul = head_dim in NORMED_HEADS and dtype != torch.float32
-    assert launched.count("_qk_norm_rope_kernel") == 1 - by_matmul
-
-
-def test_refuses_keys_of_another_size() -> None:
-    kind = KINDS["padded"]
-    leaves, names, _ = _make(kind)
+def test_refuses_keys_and_positions_of_another_size() -> None:
+    leaves, names, rope = _make(replace(KINDS["DINOv3"], prefix=0))
     t = {name: leaf.float() for name, leaf in zip(names, leaves)}
-    with pytest.raises(ValueError, match=r"key_mask must be torch.bool \[2, 6\] .*got torch.bool \[2, 7\]"):
-        _fused(kind, t["x"][:, 1:], _tensors(t), None, None)
-    with pytest.raises(ValueError, match=r"x must have shape \[1, total, C\].*got \(2, 7, 48\)"):
-        _fused(KINDS["packed, qk-norm"], t["x"], _tensors(t), None, None)
-
-
-def test_refuses_positions_of_another_size() -> None:
-    kind = replace(KINDS["DINOv3"], prefix=0)
-    leaves, names, rope = _make(kind)
-    t = {name: leaf.float() for name, leaf in zip(names, leaves)}
-    with pytest.raises(ValueError, match=r"rope\.cos must have shape .*, got \(7, 8\)"):
-        _fused(kind, t["x"][:, 1:], _tensors(t), None, rope)
-    with pytest.raises(UnsupportedInputError, match=r"rope\.cos must not require a gradient"):
-        _fused(kind, t["x"], _tensors(t), None, rope._replace(cos=rope.cos.requires_grad_()))
+    for kind, x, given, error, message in (
+        (KINDS["padded"], t["x"][:, 1:], None, ValueError, r"key_mask must be torch.bool \[2, 6\] .*got .*\[2, 7\]"),
+        (KINDS["packed, qk-norm"], t["x"], None, ValueError, r"x must have shape \[1, total, C\].*got \(2, 7, 48\)"),
+        (KINDS["DINOv3"], t["x"][:, 1:], rope, ValueError, r"rope\.cos must have shape .*, got \(7, 8\)"),
+        (KINDS["DINOv3"], t["x"], rope._replace(cos=rope.cos.clone().requires_grad_()), UnsupportedInputError,
+         r"rope\.cos must not require a gradient"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            _fused(kind, x, _tensors(t), None, given)

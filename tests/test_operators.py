@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import mlp_support as support
 import pytest
 import torch
 from mlp_support import DEVICE, make_case, statistics_of
@@ -19,7 +18,6 @@ from vit_fast.ops.descriptions import BlockTensors, Keys
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 
 pytest.importorskip("triton", reason="the kernels need triton")
-support.make_bf16_exact()
 C, HEADS, HIDDEN, N = 32, 2, 48, 7
 
 

@@ -187,7 +187,7 @@ def test_finds_keeps_and_gives_again(model, images, one_engine, objective) -> No
     assert (
         told[:2] == ["the reference in fp64", "original"]
         and first.table[0].candidate == Candidate()
-        and first.table[0].ratio == 1
+        and first.table[0].speedup == 1
     )
     assert {row.candidate.name for row in first.table} >= {"original", "fused sdpa"}
     assert [row.reason for row in first.table].count(None) == 1

@@ -107,7 +107,7 @@ def test_export_of_what_torch_compiles(only, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("vit_tst",), "vit_test"),
-        (("vit_*_patch16_224",), "expected one of them"),
+        (("vit_*_patch16_224",), "the model must be one of"),
         (("missing.onnx",), "missing.onnx"),
         (("vit_test", "--allow", "int4"), "int4"),
         (("vit_test", "--img-size", "big"), "got big"),

@@ -59,31 +59,36 @@ def test_rotation_is_timms(backend: str, prefix: int, wide: bool, half: bool, le
     _assert_same(qk_norm_rope(qkv, rope=rope, backend=backend), q, k, v)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rotation_is_that_of_dinov3_in_transformers(backend: str) -> None:
-    qkv, angles = _qkv(), _angles(N - 5, D // 2).tile(2)
+def _dinov3(qkv: Tensor, angles: Tensor) -> tuple[Tensor, Rope]:
     q, k, v = _each(qkv)
     theirs = pytest.importorskip("transformers.models.dinov3_vit.modeling_dinov3_vit")  # not before 4.56
-    q, k = theirs.apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
-    _assert_same(qk_norm_rope(qkv, rope=Rope(angles.cos(), angles.sin(), 5), backend=backend), q, k, v)
+    rope = Rope(angles[5:].tile(2).cos(), angles[5:].tile(2).sin(), 5)
+    q, k = theirs.apply_rotary_pos_emb(q, k, *rope[:2])
+    return torch.stack((q, k, v), 2).transpose(1, 3), rope
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rotation_of_a_packed_batch_is_that_of_qwen(backend: str) -> None:
-    qkv, angles = torch.randn(N, 3, H, D, device=DEVICE), _angles(N, D // 2).tile(2)
-    q, k, v = qkv.unbind(1)
-    q, k = apply_rotary_pos_emb_vision(q, k, angles.cos(), angles.sin())
-    found = qk_norm_rope(qkv, rope=Rope(angles.cos(), angles.sin()), backend=backend)
-    torch.testing.assert_close(found, torch.stack((q, k, v), 1))
+def _qwen(qkv: Tensor, angles: Tensor) -> tuple[Tensor, Rope]:
+    q, k, v = qkv.unbind(-3)
+    rope = Rope(angles.tile(2).cos(), angles.tile(2).sin())
+    turned = [apply_rotary_pos_emb_vision(q[i], k[i], *rope[:2]) for i in range(B)]  # of packed tokens
+    q, k = map(torch.stack, zip(*turned))
+    return torch.stack((q, k, v), -3), rope
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rotation_is_that_of_llama4(backend: str) -> None:
-    qkv, angles = _qkv(), _angles(N, D // 2)
+def _llama4(qkv: Tensor, angles: Tensor) -> tuple[Tensor, Rope]:
     q, k, v = qkv.unbind(2)
     q, k = vision_apply_rotary_emb(q, k, torch.polar(torch.ones_like(angles), angles))
-    found = qk_norm_rope(qkv, rope=Rope(angles.cos(), angles.sin(), 0, "interleaved"), backend=backend)
-    torch.testing.assert_close(found, torch.stack((q, k, v), 2))
+    return torch.stack((q, k, v), 2), Rope(angles.cos(), angles.sin(), 0, "interleaved")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("library", [_dinov3, _qwen, _llama4])
+def test_rotation_is_that_of_transformers(library: Any, backend: str) -> None:
+    qkv = _qkv()
+    expected, rope = library(qkv, _angles(N, D // 2))
+    torch.testing.assert_close(qk_norm_rope(qkv, rope=rope, backend=backend), expected)
+    if library is _qwen:
+        torch.testing.assert_close(qk_norm_rope(qkv[0], rope=rope, backend=backend), expected[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

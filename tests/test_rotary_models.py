@@ -7,18 +7,13 @@ from typing import Any
 import pytest
 import torch
 from fused_models import double_inputs
-from kernel_support import DEVICE, HAS_GPU
+from kernel_support import DEVICE
 from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.accuracy import judge
 
 timm = pytest.importorskip("timm")
-
-if not HAS_GPU:
-    from interpreter_speed import search_once
-
-    search_once()
 
 TINY: dict[str, Any] = {"depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
 NAMES = [
@@ -88,36 +83,20 @@ def test_positions_of_other_image_sizes_are_timms(name: str) -> None:
 
 
 @pytest.mark.fast_cases("vit_small_plus_patch16_dinov3")
-@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3"])
+@pytest.mark.parametrize(
+    "name", ["vit_small_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3", "eva02_base_patch14_448"]
+)
 def test_the_kernels_give_the_same(name: str) -> None:
+    """With a gate, and with a norm inside the MLP; frozen too."""
     _, ours = pair(name, embed_dim=32)
-    ours.to(DEVICE)
     images = torch.randn(2, 3, *ours.config.image_hw, device=DEVICE)
-    expected = outputs(ours, images)
-    vit_fast.set_backend(ours, "triton")
-    for found, before in zip(outputs(ours, images), expected, strict=True):
-        torch.testing.assert_close(found, before, rtol=1e-3, atol=1e-3 * before.abs().max().item())
-    with torch.no_grad():
-        assert vit_fast.freeze(ours) == ("blocks.0", "blocks.1")
-        torch.testing.assert_close(ours(images), expected[0], rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_the_norm_inside_eva02s_mlp_is_of_the_kernels() -> None:
-    _, ours = pair("eva02_base_patch14_448")
-    images = torch.randn(1, 3, *ours.config.image_hw, device=DEVICE)
-    expected = outputs(ours.to(DEVICE).eval(), images)
+    expected = outputs(ours.to(DEVICE), images)
     vit_fast.fuse(ours, backend="triton").require_all()
     for found, before in zip(outputs(ours, images), expected, strict=True):
         torch.testing.assert_close(found, before, rtol=1e-3, atol=1e-3 * before.abs().max().item())
     with torch.no_grad():
         assert vit_fast.freeze(ours) == ("blocks.0", "blocks.1")
         torch.testing.assert_close(ours(images), expected[0], rtol=1e-3, atol=1e-3 * expected[0].abs().max().item())
-        for parameter in ours.blocks.parameters():
-            parameter.mul_(0.5)
-        changed = ours(images)
-        vit_fast.unfreeze(ours)
-        torch.testing.assert_close(changed, ours(images), rtol=1e-3, atol=1e-3)
 
 
 def test_the_norm_behind_eva02_clips_attention_is_called_between_kernels() -> None:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fused_models import SUBJECTS
+from graph_tapes import install
 from kernel_support import DEVICE
 from torch import nn
 from torch._inductor import config as inductor
 
 import vit_fast
-from vit_fast.run.graph_runner import _require_images_first
 from vit_fast.run.runtime import compile_frozen
 
 
@@ -165,11 +165,21 @@ class Logits(nn.Module):
         return self.model(pixel_values=images).logits
 
 
-def test_outputs_that_are_not_cut_by_image_are_refused() -> None:
-    _require_images_first({"tokens": torch.zeros(4, 9, 2), "name": "x"}, 4)
-    for output in (torch.zeros(1, 36, 2), torch.zeros(())):
+def test_outputs_that_are_not_cut_by_image_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    for packs in (nn.Flatten(0, 1), nn.MSELoss()):
         with pytest.raises(vit_fast.UnsupportedInputError, match=r"first axis of each output .*4 images"):
-            _require_images_first((torch.zeros(4, 2), output), 4)
+            vit_fast.GraphRunner(_Packs(packs), torch.zeros(1, 3, 8), batch_sizes=(4,))
+
+
+class _Packs(nn.Module):
+    def __init__(self, packs: nn.Module) -> None:
+        super().__init__()
+        self.packs, self.scale = packs, nn.Parameter(torch.ones(()))
+
+    def forward(self, images: torch.Tensor) -> object:
+        whole = images * self.scale
+        return whole, self.packs(whole) if isinstance(self.packs, nn.Flatten) else self.packs(whole, images)
 
 
 @pytest.mark.gpu

@@ -7,14 +7,13 @@ import json
 import pytest
 import torch
 from children import environment, run_python
-from mlp_support import DEVICE, make_bf16_exact
+from mlp_support import DEVICE
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.kernels.linear.scaled_weights import in_dtype, scaled_weights
 
-make_bf16_exact()
 HALVES = (torch.float16, torch.bfloat16)
 every_pair = pytest.mark.parametrize(
     ("given", "wanted"),

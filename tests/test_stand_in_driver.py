@@ -164,8 +164,6 @@ def test_a_block_in_fp8_is_five_launches(arch: str, environment: dict[str, str])
 
 _LIBRARY_COUNTS = """
 import json
-import os
-import fused_models
 import pytest
 import torch
 import vit_fast
@@ -175,7 +173,7 @@ from vit_fast.kernels.plan_steps import TorchCall
 driver = stand_in_driver.install("sm_90")
 counts, by_torch = {}, []
 for depth in (1, 3):
-    for library, subject in getattr(fused_models, os.environ["OF_DEPTH"])(depth).items():
+    for library, subject in of_depth(depth).items():
         try:
             model = subject.build().bfloat16().eval()
         except pytest.skip.Exception:  # of a later release than the installed one
@@ -209,8 +207,9 @@ print(json.dumps([counts, by_torch]))
 def library_counts(of_depth: str, environment: dict[str, str]) -> tuple[dict[str, Any], set[str], list[str]]:
     """Launches of the models that the installed libraries have, the names of all, and operators of torch in plans."""
     path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])
-    environment = environment | {"PYTHONPATH": path, "OF_DEPTH": of_depth}
-    counts, by_torch = json.loads(run_python(["-c", _LIBRARY_COUNTS], environment))
+    module = "packed_towers" if of_depth == "packed_of_depth" else "fused_models"
+    code = f"from {module} import {of_depth} as of_depth\n{_LIBRARY_COUNTS}"
+    counts, by_torch = json.loads(run_python(["-c", code], environment | {"PYTHONPATH": path}))
     return {name: made for name, made in counts.items() if made}, set(counts), by_torch
 
 
@@ -263,8 +262,11 @@ def test_images_of_several_sizes_add_no_launch(environment: dict[str, str]) -> N
     counts, _, by_torch = library_counts("packed_of_depth", environment)
     assert by_torch == []
     for told, (shallow, deep) in counts.items():
-        turned = told in ("cu_seqlens", "lengths", "timm's mask, rotary")
-        scales = told.startswith("timm")  # a LayerScale, with which a backward multiplies weights
+        turned = told in ("qwen2_5_vl", "pixtral", "rotary, a table an image")
+        scales = told in (
+            "averaged",
+            "rotary, a table an image",
+        )  # a LayerScale, with which a backward multiplies weights
         assert [(b - a) / 2 for a, b in zip(shallow, deep)] == [6 + 11 + turned + scales, 6, 5], told
 
 
@@ -376,6 +378,9 @@ def test_the_command_reports_host_time(environment: dict[str, str]) -> None:
         us = row["ours_us"]
         assert 0 < us["p20"] <= us["median"] <= us["p80"]
         assert row["launches"] >= 1 and row["descriptors"] >= 1
+    towers = {(row["size"], row["candidate"]): row["launches"] for row in report["towers"]}
+    assert len(towers) == 8
+    assert all(launches == (0 if name == "graph" else 161) for (_, name), launches in towers.items())
     text = host_time.render(report)
     assert "Nothing here is the time of a GPU" in text
     assert all(name in text for name in rows)

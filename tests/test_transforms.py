@@ -1,9 +1,9 @@
-"""The operators under torch.func, forward-mode derivatives, fx and the compiler: torch's answer or a plain refusal."""
+"""Every operator with the triton backend: autograd, torch.func, checkpointing, autocast, compile, export and FLOP."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,55 +12,72 @@ import torch.nn.functional as F
 from kernel_support import DEVICE
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from vit_fast import create_model, ops
+from vit_fast import ops
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.ops.block import fused_block
 from vit_fast.ops.descriptions import BlockTensors
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-C = 32
+B, N, C, HEADS = 2, 3, 32, 2
 Scalar = Callable[..., Tensor]
 
 
 def _drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
-    return [torch.randn(shape, device=DEVICE) for shape in shapes]
-
-
-def _half(x: Tensor, backend: str) -> Tensor:
-    """The first half of a block."""
-    gamma, beta, qkv, bias, proj, proj_bias = PARAMETERS["half"]
-    if backend == "triton":
-        absent: Any = (None,) * 8
-        tensors = BlockTensors(*PARAMETERS["half"], *absent)
-        return fused_block(x[None], None, tensors, heads=2, eps=(1e-6, 0.0), next_statistics=True)[0][0]
-    packed = F.linear(F.layer_norm(x, (C,), gamma, beta, 1e-6), qkv, bias).view(1, -1, 3, 2, C // 2)
-    return x + F.linear(ops.attention_qkvpacked(packed, backend="eager").flatten(2)[0], proj, proj_bias)
+    # small enough that softmax does not saturate: else neither output nor gradient would depend on much
+    return [0.3 * torch.randn(shape, device=DEVICE) for shape in shapes]
 
 
 torch.manual_seed(1)
-PARAMETERS = {
-    # small enough that softmax does not saturate: else neither output nor gradient would depend on much
-    "half": [0.2 * tensor for tensor in _drawn((C,), (C,), (3 * C, C), (3 * C,), (C, C), (C,))],
-    "mlp": _drawn((C,), (C,), (48, C), (48,), (C, 48), (C,)),
-}
-KV = torch.randn(2, 1, 2, 5, 16, device=DEVICE)
+HALF = _drawn((C,), (C,), (3 * C, C), (3 * C,), (C, C), (C,))
+MLP = _drawn((C,), (C,), (48, C), (48,), (C, 48), (C,))
+KV = torch.randn(2, 1, HEADS, 5, 16, device=DEVICE)
+
+
+def _block(x: Tensor, backend: str) -> Tensor:
+    if backend == "triton":
+        tensors = BlockTensors(*HALF, None, *MLP, None)
+        return fused_block(x, None, tensors, heads=HEADS, eps=(1e-6, 1e-6), activation="gelu")[0]
+    gamma, beta, qkv, bias, proj, proj_bias = HALF
+    packed = F.linear(F.layer_norm(x, (C,), gamma, beta, 1e-6), qkv, bias).unflatten(-1, (3, HEADS, -1))
+    x = x + F.linear(ops.attention_qkvpacked(packed, backend="eager").flatten(2), proj, proj_bias)
+    return ops.layer_norm_mlp(x, *MLP, eps=1e-6, backend="eager")
+
+
+def _attention(x: Tensor, backend: str) -> Tensor:
+    k, v = KV.expand(-1, len(x), -1, -1, -1)
+    return ops.attention(x.unflatten(-1, (HEADS, -1)).transpose(1, 2), k, v, backend=backend)
+
+
 OPERATORS: dict[str, Callable[[Tensor, str], Tensor]] = {
-    "attention": lambda x, backend: ops.attention(x.view(1, 2, 3, 16), *KV, backend=backend),
-    "attention_qkvpacked": lambda x, backend: ops.attention_qkvpacked(x.view(1, 2, 3, 1, 16), backend=backend),
-    "layer_norm_mlp": lambda x, backend: ops.layer_norm_mlp(x, *PARAMETERS["mlp"], backend=backend),
-    "half of a block": _half,
+    "attention": _attention,
+    "attention_qkvpacked": lambda x, backend: ops.attention_qkvpacked(x.reshape(-1, 2, 3, 1, 16), backend=backend),
+    "layer_norm_mlp": lambda x, backend: ops.layer_norm_mlp(x, *MLP, backend=backend),
+    "block": _block,
 }
+PARAMETERS = (*HALF, *MLP, KV)
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 
-def _input() -> Tensor:
-    return torch.randn(3, C, device=DEVICE)
+@contextmanager
+def training(trained: bool) -> Iterator[None]:
+    """Parameters require gradients, if they are trained."""
+    for parameter in PARAMETERS:
+        parameter.requires_grad_(trained)
+    try:
+        yield
+    finally:
+        for parameter in PARAMETERS:
+            parameter.requires_grad_(False).grad = None
+
+
+def _input(batch: int = B) -> Tensor:
+    return torch.randn(batch, N, C, device=DEVICE)
 
 
 def _scalar(operator: str, backend: str) -> Scalar:
@@ -72,8 +89,18 @@ def _close(value: Any, right: Any) -> None:
 
 
 @every_operator
-def test_reverse_mode_of_torch_func(operator: str) -> None:
-    x, ours, right = _input(), _scalar(operator, "triton"), _scalar(operator, "eager")
+def test_gradients_by_autograd_checkpointing_and_torch_func(operator: str) -> None:
+    """`sum` hands back one number, expanded to the whole output."""
+    x, run = _input().requires_grad_(), OPERATORS[operator]
+    (expected,) = torch.autograd.grad(run(x, "eager").sum(), x)
+    (found,) = torch.autograd.grad(run(x, "triton").sum(), x)
+    _close(found, expected)
+    for reentrant in (True, False):
+        x.grad = None
+        checkpoint(run, x, "triton", use_reentrant=reentrant).sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, found)
+    ours, right = _scalar(operator, "triton"), _scalar(operator, "eager")
+    x = x.detach()
     expected = torch.func.grad(right)(x)
     _close(torch.func.grad(ours)(x), expected)
     value, back = torch.func.vjp(ours, x)
@@ -106,10 +133,16 @@ def test_forward_mode_is_refused(operator: str) -> None:
 @every_operator
 def test_other_transforms_are_refused(operator: str) -> None:
     x, ours = _input(), _scalar(operator, "triton")
-    with pytest.raises(UnsupportedInputError, match="vmap"):
-        torch.vmap(torch.func.grad(ours))(torch.stack([x, x]))
+    for function in (ours, torch.func.grad(ours)):
+        with pytest.raises(UnsupportedInputError, match="vmap"):
+            torch.vmap(function)(torch.stack([x, x]))
     with pytest.raises(UnsupportedInputError, match="second derivative"):
         torch.func.grad(lambda x: torch.func.grad(ours)(x).sum())(x)
+    for trained in (False, True):
+        with training(trained):
+            (gradient,) = torch.autograd.grad(ours(x.requires_grad_()), x, create_graph=True)
+            with pytest.raises(UnsupportedInputError, match="second derivative"):
+                gradient.sum().backward()
 
 
 class _Seen(TorchDispatchMode):
@@ -144,18 +177,69 @@ def test_modes_and_subclasses_see_the_operator(operator: str) -> None:
         assert ours(x, "triton").is_inference()
 
 
-@pytest.mark.slow
-def test_gradients_of_a_whole_model_by_torch_func() -> None:
-    settings = {"img_size": 32, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
-    model = create_model("vit_tiny_patch16_224", backend="triton", **settings).to(DEVICE)
-    images, parameters = torch.randn(2, 3, 32, 32, device=DEVICE), dict(model.named_parameters())
+@pytest.mark.fast_cases("attention-aot_eager", "layer_norm_mlp-aot_eager")
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@every_operator
+def test_compiles_whole_with_a_dynamic_batch(operator: str, compiler: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        return OPERATORS[operator](x * 2, "triton").sin()
 
-    def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, parameters, (images,)).square().sum()
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=compiler)
+    for batch in (2, 3, 5):
+        x = _input(batch).requires_grad_()
+        value, right = compiled(x), function(x)
+        _close(value, right)
+        _close(torch.autograd.grad(value.sum(), x), torch.autograd.grad(right.sum(), x))
+        with torch.no_grad():
+            _close(compiled(x), right)
 
-    gradients = torch.func.grad(loss)(parameters)
-    loss(parameters).backward()
-    _close(gradients, {name: parameter.grad for name, parameter in parameters.items()})
+
+class _Module(torch.nn.Module):
+    def __init__(self, operator: str) -> None:
+        super().__init__()
+        self.run = OPERATORS[operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x, "triton")
+
+
+@pytest.mark.parametrize("operator", [name for name in OPERATORS if name != "block"])  # fused models export modules
+def test_an_exported_program_holds_operators_of_torch(operator: str) -> None:
+    x = _input()
+    program = torch.export.export(_Module(operator), (x,))
+    assert "vit_fast" not in str(program.graph)
+    _close(program.module()(x), OPERATORS[operator](x, "eager"))
+
+
+@every_operator
+def test_autocast_computes_in_its_dtype(operator: str) -> None:
+    x, run = _input().requires_grad_(), OPERATORS[operator]
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        found, expected = run(x, "triton"), run(x, "eager")
+    assert found.dtype == expected.dtype and not torch.equal(found.float(), run(x, "triton"))
+    gradients = [torch.autograd.grad(y.float().sum(), x)[0] for y in (found, expected)]
+    assert all(gradient.dtype == x.dtype for gradient in gradients)
+    for one, other in ((found, expected), gradients):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * other.abs().max().item())
+
+
+# The backward of an attention computes its scores again.
+RECOMPUTED = {"attention": 2 * 3 * 5 * 32, "attention_qkvpacked": 2 * 2 * 2 * 16, "block": 2 * 3 * 3 * 32}
+
+
+@every_operator
+def test_flop_are_those_of_the_formula(operator: str) -> None:
+    counts = []
+    for backend in ("triton", "eager"):
+        for trained in (False, True):
+            with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(trained), training(trained):
+                y = OPERATORS[operator](_input().requires_grad_(trained), backend)
+                if trained:
+                    y.sum().backward()
+            counts.append(counter.get_total_flops())
+    assert counts[0] == counts[2] > 0
+    assert counts[1] == counts[3] + 2 * RECOMPUTED.get(operator, 0)
 
 
 @pytest.mark.fast_cases("attention")
@@ -185,102 +269,3 @@ def test_a_compiled_function_refuses_forward_mode(warm: bool) -> None:
     with forward_ad.dual_level(), pytest.raises(UnsupportedInputError, match="forward-mode"):
         compiled(forward_ad.make_dual(x, x))
     _close(compiled(x), ours(x))
-
-
-@pytest.fixture
-def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Makes "auto" mean triton for the stand-in of torch's function, and counts what reaches the kernel."""
-    module = import_module("vit_fast.ops.attention")  # by name: `vit_fast.ops.attention` is also the function
-    right, calls = module.attention_kernel, []
-
-    def counted(*args: Any) -> Any:
-        calls.append("kernel")
-        return right(*args)
-
-    monkeypatch.setattr(module, "resolve_backend", lambda backend, *_: "triton" if backend == "auto" else backend)
-    monkeypatch.setattr(module, "attention_kernel", counted)
-    return calls
-
-
-def _qkv(head_dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = torch.randn(3, 2, 2, 5, head_dim, device=DEVICE)
-    return q, k, v
-
-
-@pytest.mark.fast_cases("False")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_stand_in_inside_transforms_is_torchs(compiled: bool, kernel_calls: list[str]) -> None:
-    q, k, v = _qkv()
-
-    def results(sdpa: Callable[..., Tensor]) -> tuple[Any, ...]:
-        def loss(q: Tensor) -> Tensor:
-            return sdpa(q, k, v).square().sum()
-
-        def per_sample(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return sdpa(q[None], k[None], v[None]).square().sum()
-
-        functions: list[tuple[Any, ...]] = [
-            (torch.func.grad(loss), q),
-            (torch.vmap(sdpa), q[:, None], k[:, None], v[:, None]),
-            (torch.vmap(torch.func.grad(per_sample)), q, k, v),
-        ]
-        if not compiled:
-            functions.append((sdpa_kernel(SDPBackend.MATH)(lambda q: torch.func.jvp(loss, (q,), (q,))), q))
-        torch._dynamo.reset()
-        return tuple(
-            (torch.compile(f, backend="aot_eager", fullgraph=True) if compiled else f)(*args) for f, *args in functions
-        )
-
-    _close(results(ops.scaled_dot_product_attention), results(F.scaled_dot_product_attention))
-    assert kernel_calls == []
-
-
-@pytest.mark.slow
-def test_the_stand_in_compiles_with_dynamic_shapes(kernel_calls: list[str]) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(ops.scaled_dot_product_attention, dynamic=True, fullgraph=True, backend="aot_eager")
-    for head_dim, tokens in ((16, 5), (32, 5), (32, 4)):
-        q, k, v = (tensor[:, :, :tokens] for tensor in _qkv(head_dim))
-        _close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v))
-        _close(compiled(q, k, v, scale=0.3), F.scaled_dot_product_attention(q, k, v, scale=0.3))
-
-
-class _Attend(torch.nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.scaled_dot_product_attention(q, k, v)
-
-
-def test_the_stand_in_under_fx(kernel_calls: list[str]) -> None:
-    q, k, v = _qkv()
-    for traced in (torch.fx.symbolic_trace(_Attend()), torch.fx.symbolic_trace(ops.scaled_dot_product_attention)):
-        extra = () if len(list(traced.graph.find_nodes(op="placeholder"))) == 3 else (None, 0.0, False, None, False)
-        _close(traced(q, k, v, *extra), F.scaled_dot_product_attention(q, k, v))
-
-
-def test_the_stand_in_without_channels(kernel_calls: list[str]) -> None:
-    q, k, v = _qkv(0)
-    _close(ops.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    with pytest.raises(UnsupportedInputError, match="head_dim must be between 16 and 128, got 0"):
-        ops.attention(q, k, v, backend="triton")
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_stand_in_obeys_a_restriction_to_the_formula(compiled: bool, kernel_calls: list[str]) -> None:
-    q, k, v = _qkv()
-
-    def attend(q: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return ops.scaled_dot_product_attention(q, k, v)
-
-    torch._dynamo.reset()
-    function = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
-    _close(function(q), F.scaled_dot_product_attention(q, k, v))
-    assert kernel_calls == []
-    if not compiled:
-        x = q.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(attend(x).square().sum(), x, create_graph=True)
-        grad.sum().backward()  # the second derivative, which the kernel has not
-        assert x.grad is not None and x.grad.isfinite().all()
-    with sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
-        ops.scaled_dot_product_attention(q, k, v)
-    assert kernel_calls == ["kernel"]

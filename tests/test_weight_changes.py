@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 
-import mlp_support as support
 import pytest
 import torch
 from mlp_support import DEVICE
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from vit_fast.accuracy import FORWARD_FACTOR, judge
 from vit_fast.ops import layer_norm_mlp
 
-support.make_bf16_exact()
 C, F = 32, 48
 
 
@@ -121,34 +119,6 @@ def test_a_captured_graph_follows_its_weights(mlp: Mlp) -> None:
             graph.replay()
             torch.testing.assert_close(y, mlp(x, "eager"), atol=2e-2, rtol=2e-2)
             mlp.fc1.weight.normal_()
-
-
-@pytest.mark.gpu
-def test_a_replay_that_updates_parameters_is_followed(mlp: Mlp) -> None:
-    """A captured training step writes to the weights without a word to torch's version counters."""
-    x = torch.randn(128, C, device=DEVICE)
-    optimizer = torch.optim.SGD(mlp.parameters(), lr=1.0)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-
-    def step() -> None:
-        mlp(x).square().mean().backward()
-        optimizer.step()
-
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            optimizer.zero_grad()
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    optimizer.zero_grad()
-    with torch.cuda.graph(graph):
-        step()
-    with torch.no_grad():
-        before = mlp(x)
-        graph.replay()
-        after = mlp(x)
-        torch.testing.assert_close(after, mlp(x, "eager"), atol=2e-2, rtol=2e-2)
-    assert not torch.equal(after, before)
 
 
 @pytest.mark.gpu

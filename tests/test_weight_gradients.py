@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_execution import KERNEL_ARCH
 from kernel_support import DEVICE
-from mlp_support import check_case, make_bf16_exact, make_case
+from mlp_support import check_case, make_case
 from torch import Tensor
 
 from vit_fast.kernels.device import REFERENCE_GPU
@@ -21,8 +21,6 @@ from vit_fast.kernels.linear.weight_gradients import FoldedProducts, ResidualPro
 from vit_fast.kernels.linear.weight_products import weight_products_launch
 from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, fits_tma
 from vit_fast.kernels.matmul.matmul_policy import products_config
-
-make_bf16_exact()
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 import vit_fast
 from vit_fast.config import RopeConfig
-from vit_fast.variants import get_variant, list_models
+from vit_fast.variants import get_variant
 from vit_fast.work import Counter, Work, total, work
 
 VARIANTS = {
@@ -41,13 +41,6 @@ def test_formula_is_what_torch_counts(overrides, batch):
     assert total(work(model.config, batch).values()) == counter.work
 
 
-def test_formula_is_the_one_of_the_models_table():
-    for name in list_models("*"):
-        config = get_variant(name).config
-        once_a_batch = 2 * config.embed_dim**2 if config.global_pool == "map" else 0
-        assert total(work(config, 4).values()).flop == 4 * config.flops_per_image() + once_a_batch, name
-
-
 def test_a_products_work_by_hand():
     """A linear layer with 6 rows, 4 to 5 channels: 240 operations; 24 + 20 + 5 + 30 elements."""
     with torch.no_grad(), Counter() as counter:
@@ -73,6 +66,5 @@ def test_floor_is_the_longer_of_computing_and_moving():
 def test_vit_b_by_hand():
     config = get_variant("vit_base_patch16_224").config
     parts = work(config, 256)
-    assert total(parts.values()).flop == 256 * config.flops_per_image()
     assert parts["linears"].flop == 256 * 197 * config.depth * 24 * 768**2
     assert parts["attention"].elements == 256 * 197 * config.depth * 4 * 768

@@ -258,10 +258,6 @@ class ViTConfig:
     def norm_after_pool(self) -> bool:
         return self.global_pool == "avg" if self.fc_norm is None else self.fc_norm
 
-    @property
-    def _mlp_matrices(self) -> int:
-        return 3 if self.mlp_layer == "swiglu" else 2
-
     def replace(self, **overrides: Any) -> ViTConfig:
         """Returns a validated copy with these fields replaced; unknown names raise ValueError."""
         return dataclasses.replace(self, **known_fields(ViTConfig, overrides))
@@ -288,13 +284,8 @@ class ViTConfig:
 
     def block_parameters(self) -> int:
         """Returns the number of elements of the matrices in all blocks."""
-        return self.depth * self.embed_dim * (4 * self.embed_dim + self._mlp_matrices * self.hidden_dim)
-
-    def flops_per_image(self) -> int:
-        """Returns the floating-point operations of matrix products per image, forward only, 2 per multiply-add."""
-        C, F, N = self.embed_dim, self.hidden_dim, self.seqlen
-        block = 2 * N * (4 * C * C + self._mlp_matrices * C * F) + 4 * N * N * C
-        return _embed_flops(self) + self.depth * block + _head_flops(self)
+        mlp = (3 if self.mlp_layer == "swiglu" else 2) * self.hidden_dim
+        return self.depth * self.embed_dim * (4 * self.embed_dim + mlp)
 
 
 def _check_each(config: ViTConfig) -> None:
@@ -363,24 +354,3 @@ def _check_together(config: ViTConfig) -> None:
     for kind, divisor in (("sincos1d", 2), ("sincos2d", 4)):
         if config.pos_embed == kind and config.embed_dim % divisor:
             raise ValueError(f"embed_dim must be a multiple of {divisor} for {kind}, got {config.embed_dim}")
-
-
-def _embed_flops(config: ViTConfig) -> int:
-    flops, channels, (height, width) = 0, config.in_chans, config.image_hw
-    for out_channels in config.stem_channels:
-        height, width = height // 2, width // 2
-        flops += 2 * height * width * 9 * channels * out_channels
-        channels = out_channels
-    return flops + 2 * config.num_patches * channels * config.patch_hw[0] * config.patch_hw[1] * config.embed_dim
-
-
-def _head_flops(config: ViTConfig) -> int:
-    C, F, P = config.embed_dim, config.pool_hidden_dim, config.num_patches
-    if config.pool_include_prefix:
-        P = config.seqlen
-    pooled_rows = {"token": 1 + int(config.distilled), "avg": 1, "map": 1, "": config.seqlen}[config.global_pool]
-    flops = 2 * pooled_rows * C * config.num_classes
-    if config.global_pool == "map":
-        # k and v of every patch, scores and mixing, proj, and the pool's own MLP; q is computed once per batch
-        flops += 4 * P * C * C + 4 * P * C + 2 * C * C + 4 * C * F
-    return flops

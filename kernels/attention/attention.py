@@ -1,8 +1,8 @@
-"""Fused softmax attention, forward and backward: the entry points that the operators call.
+"""Fused softmax attention, forward and backward: the functions that the operators call.
 
 Inputs are fixed, packed or masked (attention_sequences.py). Tensors are views [B, H, N, D] of any strides, the last one
-1, so the qkv linear's output is read in place and the gradients are written into one packed tensor. Nothing of size
-N x N exists at any time.
+1: the qkv linear's output is read in place, and the gradients are written into one packed tensor. No [N, N] matrix is
+stored.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def problem_of(
     q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor, sequences: torch.Tensor | None = None,
     keep: torch.Tensor | None = None, longest: int = 0,
 ) -> Problem:  # fmt: skip
-    """Returns what the launch policy needs to know about a call: device, shape, and how memory can be read.
+    """Returns the launch policy's inputs for a call: device, shape, and memory access.
 
-    Sequences count by their mean length where it is below the longest, which one outlier decides.
+    Packed sequences count by their mean length, because one outlier decides the longest.
     """
     batch, heads, n_q, head_dim = q.shape
     gpu = gpu_of(q.device)

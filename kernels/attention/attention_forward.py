@@ -1,15 +1,15 @@
 """Attention forward: o = softmax(scale * q k^T) v for every head, not causal, accumulated in fp32.
 
 Two kernels:
-- row: all keys of a head (at most 256) stay on chip in up to three power-of-two chunks (197 -> 128 + 64 + 16), so a
-  query tile sees its whole row of scores at once: one maximum, one exponential a score, no rescaling. A program keeps
-  K and V for TILES query tiles.
+- row: all keys of a head (at most 256) stay on chip in up to three power-of-two chunks (197 -> 128 + 64 + 16), so that
+  a query tile has its whole row of scores at once: one maximum, one exponential per score, no rescaling. A program
+  reuses K and V for TILES query tiles.
 - looped: keys stream through in BLOCK_N tiles with the running maximum and sum of online softmax (Milakov and
-  Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Full tiles need no mask. Of fixed inputs at most
-  two smaller power-of-two tiles cover the rest, and only the last is masked. Of packed and masked inputs
-  (attention_sequences.py) full tiles are read through TMA descriptors where the layout allows, and the tile that ends
-  a sequence by masked pointers: a descriptor's box would reach into the next sequence, which may hold NaN. Without
-  descriptors one loop of masked tiles serves both: a second one beside it would spill.
+  Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Full tiles need no mask. For fixed inputs at most
+  two smaller power-of-two tiles cover the rest, and only the last is masked. For packed and masked inputs
+  (attention_sequences.py) full tiles are read through TMA descriptors if the layout allows, and the last tile of a
+  sequence by masked pointers: a descriptor's box would include the next sequence, which may contain NaN. Without
+  descriptors all tiles are masked in one loop, because a second loop would spill.
 
 Both store lse = log2(sum 2^(scale log2(e) q k^T)), base 2, for the backward. scale log2(e) is folded into the fp32
 multiply-add before exp2, never into q.
@@ -29,9 +29,8 @@ from .attention_policy import ForwardConfig, cover
 from .attention_sequences import last_kept, real_keys, rows_of_program
 from .attention_tiles import assume_a_tile, dot_add, dot_transposed, load_tile, scaled, store_tile, zero_tile
 
-# Lengths of which the row kernel makes no difference between those that need the same number of these. By 16 keys the
-# one for 197 would hold two programs a multiprocessor on sm_90, not three; by 8 its loop is half a percent longer than
-# with the length itself as a constant.
+# The row kernel is compiled per multiple of LENGTH_CLASS keys, not per length. With 16, two programs for 197 keys fit
+# on a multiprocessor of sm_90, not three. With 8, the loop is half a percent longer than for a constant length.
 LENGTH_CLASS = tl.constexpr(8)
 
 
@@ -39,7 +38,7 @@ LENGTH_CLASS = tl.constexpr(8)
 def _masked_row(scores, n_kv, START: tl.constexpr, KEYS: tl.constexpr, SURE: tl.constexpr):
     """Scores [ROWS, KEYS] of keys from START on, with -inf for keys past the last.
 
-    SURE < n_kv <= SURE + LENGTH_CLASS tells the compiler all but LENGTH_CLASS columns: the others cost nothing.
+    SURE < n_kv <= SURE + LENGTH_CLASS: only LENGTH_CLASS columns need a comparison.
     """
     key = START + tl.arange(0, KEYS)
     real = (key < SURE) | ((key < SURE + LENGTH_CLASS) & (key < n_kv))
@@ -62,7 +61,7 @@ def _store_output(target, acc, inverse, o_scale_ptr, start, n_q, ROWS: tl.conste
 def _attention_fwd_row_kernel(
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
-    o_scale_ptr,  # fp32 [1], what o is multiplied by, which is of e4m3 then; or None
+    o_scale_ptr,  # fp32 [1], the factor of o in e4m3; or None
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
     n_heads, n_q, n_kv, qk_scale,
@@ -92,11 +91,11 @@ def _attention_fwd_row_kernel(
     for i in tl.static_range(COUNT):
         source = key_sources[i] + (b, h, k_stride_b, k_stride_h, k_stride_n)
         chunk = load_tile(source, STARTS[i], n_kv, CHUNKS[i], FORM, TMA, MASKED and i == COUNT - 1)
-        keys = keys + (chunk,)  # type: ignore[assignment]  # not python's, but triton's tuple; so are those below
+        keys = keys + (chunk,)  # type: ignore[assignment]  # triton's tuple, whose length grows
     for i in tl.static_range(COUNT):
         source = value_sources[i] + (b, h, v_stride_b, v_stride_h, v_stride_n)
         chunk = load_tile(source, STARTS[i], n_kv, CHUNKS[i], FORM, TMA, MASKED and i == COUNT - 1)
-        values = values + (chunk,)  # type: ignore[assignment]
+        values = values + (chunk,)  # type: ignore[assignment]  # triton's tuple
 
     for tile in tl.range(0, TILES, num_stages=STAGES):
         start = (group * TILES + tile) * BLOCK_M
@@ -106,14 +105,14 @@ def _attention_fwd_row_kernel(
             score = dot_transposed(qt, keys[i])  # [BLOCK_M, CHUNK]
             if MASKED and i == COUNT - 1:
                 score = _masked_row(score, n_kv, STARTS[i], CHUNKS[i], SURE)
-            scores = scores + (score,)  # type: ignore[assignment]
-        row_max = tl.max(scores[0], 1)  # type: ignore[misc]
+            scores = scores + (score,)  # type: ignore[assignment]  # triton's tuple
+        row_max = tl.max(scores[0], 1)  # type: ignore[misc]  # not empty
         for i in tl.static_range(1, COUNT):
             row_max = tl.maximum(row_max, tl.max(scores[i], 1))
         row_max = row_max * qk_scale
-        p = tl.math.exp2(scores[0] * qk_scale - row_max[:, None])  # type: ignore[misc]
+        p = tl.math.exp2(scores[0] * qk_scale - row_max[:, None])  # type: ignore[misc]  # not empty
         total = tl.sum(p, 1)
-        acc = dot_add(p, values[0], None)  # type: ignore[misc]
+        acc = dot_add(p, values[0], None)  # type: ignore[misc]  # not empty
         for i in tl.static_range(1, COUNT):
             p = tl.math.exp2(scores[i] * qk_scale - row_max[:, None])
             total += tl.sum(p, 1)
@@ -131,7 +130,7 @@ def _online_step(
 ):  # fmt: skip
     """Adds keys start .. start + KEYS to the running maximum, sum and weighted values of a query tile.
 
-    With `keep` a row may have had no key yet, and its maximum then is -inf. FIRST: acc is zero.
+    With `keep`, a row may have no key yet: its maximum is then -inf. FIRST: acc is zero.
     """
     kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
     vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
@@ -154,7 +153,7 @@ def _online_step(
 def _attention_fwd_looped_kernel(
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
-    o_scale_ptr,  # fp32 [1], what o is multiplied by, which is of e4m3 then; or None
+    o_scale_ptr,  # fp32 [1], the factor of o in e4m3; or None
     sequences, keep,
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n, keep_stride_b,
@@ -239,7 +238,7 @@ def forward_launch(
     sequences: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
 ) -> Launch:
-    """Returns the forward kernel's launch for one configuration; arguments as of `attention.attention_forward`."""
+    """Returns the forward's launch with a configuration; for other arguments see `attention.attention_forward`."""
     n_q, n_kv = q.shape[2], k.shape[2]
     args = {"lse_ptr": lse, "o_scale_ptr": o_scale, "qk_scale": scale * LOG2_E}
     constants = {"BLOCK_M": config.block_m, "STAGES": config.num_stages, "DEPENDENT": config.dependent}
@@ -247,7 +246,7 @@ def forward_launch(
     if config.scheme == "row":
         chunks = cover(n_kv, config.block_n, config.chunks)
         if not chunks:
-            raise ValueError(f"{config} holds {config.chunks * config.block_n} keys a row, got {n_kv}")
+            raise ValueError(f"n_kv must be at most {config.chunks * config.block_n} for {config}, got {n_kv}")
         tiles, groups = groups, ceil_div(groups, config.tiles)
         chunks = (*chunks, 0, 0)[:3]
         constants |= {

@@ -1,4 +1,4 @@
-"""Launches of attention kernels: layouts, descriptors, arguments."""
+"""Launches of attention kernels: layouts, TMA descriptors, arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..launch import Launch
 from .attention_policy import BackwardConfig, ForwardConfig, split_head_dim
 
 LOG2_E = 1.4426950408889634
-# Integers that must not decide what is compiled: lengths, and strides, whose alignment is the constant ALIGN.
+# Integers by which kernels are not specialised: lengths, and strides, whose alignment is the constant ALIGN.
 UNSPECIALISED = ["n_sequences", "n_heads", "n_q", "n_kv", "keep_stride_b"] + [
     f"{name}_stride_{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bhn"
 ]
@@ -24,9 +24,9 @@ _MAX_TILE_ROWS = 256
 
 
 def access_of(*tensors: torch.Tensor) -> str:
-    """Returns what the layout of these tensors [B, H, N, D] allows: "tma", "vector" or "scalar", see `Problem.access`.
+    """Returns the access that the layout of these tensors [B, H, N, D] allows, see `Problem.access`.
 
-    Rows in e4m3, which are only written, may go by half as many bytes: with 72 channels that is what q, k and v allow.
+    Rows in e4m3, which are only written, need half the alignment: with 72 channels q, k and v have no more.
     """
     if tma_allows(*tensors):
         return "tma"
@@ -49,21 +49,21 @@ def _tma_allows(tensor: torch.Tensor) -> bool:
     if tensor.data_ptr() % _TMA_ALIGNMENT or tensor.storage_offset() * size % _TMA_ALIGNMENT:
         return False
     for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1]):
-        # the stride of a dimension of length 1 is never used: _descriptor puts a legal one
+        # the stride of a dimension of length 1 is never used: _descriptor passes a legal one
         if length > 1 and (stride <= 0 or stride * size % _TMA_ALIGNMENT or stride * size >= _TMA_MAX_STRIDE):
             return False
     return all(0 < length < 2**31 for length in tensor.shape)
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A TMA descriptor of [B, H, N, D] that moves boxes of `rows` by `columns` of one head."""
+    """A TMA descriptor of [B, H, N, D] for boxes of `rows` by `columns` of one head."""
     legal = _TMA_ALIGNMENT // tensor.element_size()
     strides = [stride if length > 1 else legal for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1])]
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns])
 
 
 def _tile_arguments(name: str, tensor: torch.Tensor, rows: int, tma: bool) -> dict[str, Any]:
-    """The arguments `name` and `name`_hi that lead to the two blocks of `rows`-row tiles; None if absent."""
+    """The arguments `name` and `name`_hi for the two blocks of tiles of `rows` rows; None if absent."""
     lo, hi = split_head_dim(tensor.shape[-1])
     if rows == 0:
         return {name: None, f"{name}_hi": None}
@@ -78,13 +78,13 @@ def needs_wide_offsets(*tensors: torch.Tensor) -> bool:
 
 
 def _common_alignment(*tensors: torch.Tensor) -> int:
-    """The largest power of two up to 16 that divides every stride of rows, heads and images that is used."""
+    """The largest power of two up to 16 that divides every used stride of rows, heads and images."""
     used = (stride for tensor in tensors for length, stride in zip(tensor.shape[:3], tensor.stride()[:3]) if length > 1)
     return math.gcd(16, *used)
 
 
 def sequence_arguments(sequences: torch.Tensor | None, keep: torch.Tensor | None) -> dict[str, Any]:
-    """The arguments of a kernel that takes packed and masked inputs, see attention_sequences.py."""
+    """Returns the arguments for packed and masked inputs, see attention_sequences.py."""
     return {
         "sequences": sequences,
         "keep": keep,
@@ -108,16 +108,16 @@ def tiled_launch(
     sequences: torch.Tensor | None,
     keep: torch.Tensor | None,
 ) -> Launch:
-    """Returns the launch of an attention kernel, in which a program has a tile of one side and meets the other.
+    """Returns the launch of an attention kernel whose programs hold a tile of one side and stream the other.
 
     Args:
-        own: Tensors [B, H, N, D] by the names of the kernel's arguments, of which a program reads and writes a tile.
-        streamed: Those of which it reads all rows of a head, or of a sequence.
+        own: Tensors [B, H, N, D] by argument name, of which a program reads and writes one tile.
+        streamed: Tensors of which it reads all rows of a head, or of a sequence.
         block: Rows of a program's tile.
-        pieces: Rows of the tiles of `streamed`; 0 for an absent one. The kernel names them a, b and c.
-        tiles: Programs of a head, unless packed.
-        args, constants: What only this kernel has.
-        sequences, keep: Packed or masked, see attention_sequences.py; both None: fixed.
+        pieces: Rows of the tiles of `streamed`, which the kernel names a, b and c; 0 for an absent one.
+        tiles: Programs per head, unless packed.
+        args, constants: Further arguments of this kernel.
+        sequences, keep: Packed or masked inputs, see attention_sequences.py; both None: fixed.
     """
     fixed = sequences is None and keep is None
     rows = next(iter(own.values()))
@@ -130,7 +130,7 @@ def tiled_launch(
         found |= _tile_arguments(name, tensor, block, tma and fixed)
     for name, tensor in streamed.items():
         for letter, piece in zip("abc", pieces):
-            if letter == "b" and not fixed:  # the tile that ends a sequence comes by pointers
+            if letter == "b" and not fixed:  # the last tile of a sequence is read by pointers
                 found |= _tile_arguments(f"{name}_b", tensor, block, tma=False)
             else:
                 found |= _tile_arguments(f"{name}_{letter}", tensor, piece, tma)

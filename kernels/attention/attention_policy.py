@@ -1,4 +1,4 @@
-"""Configurations of the attention kernels, chosen by arithmetic and a table, never by timing at a call."""
+"""Configurations of the attention kernels, chosen by rules and a table of tuned ones, never by timing at a call."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..device import generation, reads_descriptors, starts_early
 TABLE_PATH = Path(__file__).with_name("attention_table.json")
 MAX_ROW_KEYS = 256
 MIN_BLOCK = 16
-_SMALL_AMPERE = ("sm_86", "sm_89")  # their assembler, left to itself, takes fewer registers than some kernels need
+_SMALL_AMPERE = ("sm_86", "sm_89")  # without maxnreg, ptxas uses fewer registers than some kernels need
 SHORT = 64  # tokens of a sequence for which larger tiles would be mostly empty: the windows of Qwen2.5-VL
-# (largest chunk, chunks) of the row scheme, the one by rule first. Each holds MAX_ROW_KEYS, because a class of the
-# measured table has every length up to that.
+# (largest chunk, chunks) of the row scheme, the default first. Each holds MAX_ROW_KEYS keys, because an entry of the
+# tuned table serves every length up to that.
 ROW_CHUNKS = ((128, 3), (128, 2), (256, 1))
 
 
@@ -26,11 +26,10 @@ class ForwardConfig:
 
     Args:
         scheme: "row" (all keys on chip, at most 256) or "looped".
-        block_m: Query rows a tile.
-        block_n: Keys a tile of the looped scheme; the largest chunk of the row scheme.
-        chunks: Chunks of keys that the row scheme takes at most, 1 to 3: more fit closer. 197 keys in chunks of up to
-            256 are (128, 64, 16) in three, one of 256 in one.
-        tiles: Query tiles a program of the row scheme takes at most.
+        block_m: Query rows per tile.
+        block_n: Keys per tile of the looped scheme; the largest chunk of the row scheme.
+        chunks: Most chunks of keys of the row scheme, 1 to 3. 197 keys are (128, 64, 16) in three, 256 in one.
+        tiles: Most query tiles per program of the row scheme.
         tma: Read and write through TMA descriptors where the layout allows.
         dependent: Start before the previous launch has ended (dependent.py).
     """
@@ -61,7 +60,7 @@ class BackwardConfig:
 
 @cache
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """The two power-of-two blocks that hold head_dim columns; the second is 0 where one is enough.
+    """Returns two power-of-two blocks that hold head_dim columns; the second is 0 if one is enough.
 
     48 -> (32, 16), 72 and 80 -> (64, 16), 96 -> (64, 32), 112 -> (128, 0), 16 at least.
     """
@@ -74,9 +73,9 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 
 @cache
 def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
-    """At most `pieces` falling powers of two from 16 to `largest` that cover `length` with the least excess.
+    """Returns at most `pieces` descending powers of two from 16 to `largest` that cover `length` with the least excess.
 
-    Only the last piece passes the end: 197 -> (128, 64, 16). Ties go to fewer pieces.
+    Only the last piece exceeds it: 197 -> (128, 64, 16). Of equal covers, returns the one with fewer pieces.
     """
     if length <= 0:
         return ()
@@ -105,8 +104,8 @@ class Problem:
         sm_count: Streaming multiprocessors of the device.
         element: The `product_kind` of the tensors: "half" or "tf32".
         batch_heads: Batch times heads.
-        access: What the layout of all tensors allows: "tma" (descriptors), "vector" (16-byte loads only: a stride of
-            0, or an output that no descriptor writes), or "scalar" (rows that start anywhere).
+        access: Access that the layout of all tensors allows: "tma" (descriptors), "vector" (16-byte loads only: a
+            stride of 0, or an output that no descriptor can write), or "scalar" (unaligned rows).
         form: "fixed", "packed" or "masked", see attention_sequences.py.
     """
 
@@ -122,18 +121,18 @@ class Problem:
 
     @property
     def of_one_long(self) -> Problem:
-        """The same of one sequence that is too long for the row scheme."""
+        """The problem with one sequence that is too long for the row scheme."""
         longest = MAX_ROW_KEYS + 1
         return replace(self, n_q=max(self.n_q, longest), n_kv=max(self.n_kv, longest), form="fixed")
 
     @property
     def width(self) -> int:
-        """Columns a tile really holds."""
+        """Columns of a tile, with padding."""
         return sum(split_head_dim(self.head_dim))
 
     @property
     def generation(self) -> str:
-        """Whose tiles to use: "ampere", "hopper" or "blackwell"."""
+        """The generation whose tiles to use: "ampere", "hopper" or "blackwell"."""
         return generation(self.arch)
 
     @property
@@ -143,7 +142,7 @@ class Problem:
 
     @property
     def shape_class(self) -> str:
-        """The key of the measured table: element, width, length and access."""
+        """The key of the tuned table: element, width, length and access."""
         length = "short" if self.n_kv <= MAX_ROW_KEYS else "long"
         access = "vector" if self.access == "tma" and not self.uses_tma else self.access
         return f"{self.element}/{self.width}/{length}/{access}"
@@ -160,7 +159,7 @@ _ROW_LIMITS = {
 
 
 def forward_config(problem: Problem) -> ForwardConfig:
-    """The forward configuration of a problem: measured on this architecture where the table has it, else by rule."""
+    """Returns the forward configuration of a problem: tuned for this architecture, or by rule."""
     if problem.form != "fixed":
         return _forward_of_sequences(problem, forward_config(problem.of_one_long))
     measured = _measured(problem, "forward")
@@ -171,7 +170,7 @@ def forward_config(problem: Problem) -> ForwardConfig:
 
 
 def dq_config(problem: Problem) -> BackwardConfig:
-    """The configuration of the dq kernel."""
+    """Returns the configuration of the dq kernel."""
     if problem.form != "fixed":
         problem = problem.of_one_long
     measured = _measured(problem, "dq")
@@ -179,7 +178,7 @@ def dq_config(problem: Problem) -> BackwardConfig:
 
 
 def dkdv_config(problem: Problem) -> BackwardConfig:
-    """The configuration of the dk, dv kernel."""
+    """Returns the configuration of the dk, dv kernel."""
     if problem.form != "fixed":
         return _dkdv_of_sequences(problem, dkdv_config(problem.of_one_long))
     measured = _measured(problem, "dkdv")
@@ -187,7 +186,7 @@ def dkdv_config(problem: Problem) -> BackwardConfig:
 
 
 def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
-    """The looped tiles of one long sequence, but for what spills: the masked tile that ends one is as large."""
+    """The tiles of one long sequence, made smaller where its masked last tile, of equal size, would spill."""
     width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
     if problem.n_q <= SHORT or (blackwell and width == 128):
         config = replace(config, block_m=min(config.block_m, SHORT))
@@ -219,10 +218,10 @@ def _dkdv_of_sequences(problem: Problem, config: BackwardConfig) -> BackwardConf
 
 
 def _fill(problem: Problem, config: ForwardConfig) -> int:
-    """Query tiles a program: as many as the configuration allows while programs still fill the chip four times."""
+    """Returns query tiles per program: as many as the configuration allows while programs fill the GPU four times."""
     tiles = -(-problem.n_q // config.block_m)
     per_program = config.tiles
-    # on ampere the kernel for a single tile keeps so much in registers that it spills
+    # on ampere the kernel for a single tile spills
     fewest = 2 if problem.generation == "ampere" else 1
     while per_program > fewest and problem.batch_heads * -(-tiles // per_program) < 4 * problem.sm_count:
         per_program //= 2
@@ -239,14 +238,14 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         return ForwardConfig("looped", 32, 32, num_warps=4, num_stages=1)
     most_columns, most_keys = _ROW_LIMITS[generation, tma]
     keys = sum(cover(problem.n_kv, 128, 3))
-    # 100 KB of shared memory hold the keys and values of one head; of smaller tiles three programs, whose loads,
+    # 100 KB of shared memory hold the keys and values of one head, or three programs with smaller tiles, whose loads,
     # exponentials and products overlap
     alone = problem.arch in ("sm_86", "sm_89", "sm_120") and width * (4 * keys + 128) > 49 * 1024
     if generation == "ampere" and (problem.n_q <= 64 or alone) and 128 < keys <= most_keys and width <= most_columns:
-        # a few queries (attention pooling) make one tile, for which the row kernel spills: see _fill
+        # a few queries (attention pooling) are one tile, for which the row kernel spills: see _fill
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if width <= most_columns and keys in range(1, most_keys + 1):
-        # one query tile a program on blackwell: two would take all of its tensor memory
+        # one query tile per program on blackwell: two would need all of its tensor memory
         tiles = 1 if generation == "blackwell" else 4
         return ForwardConfig("row", 64, 128, tiles=tiles, num_warps=4, num_stages=1, tma=tma)
     if tma and generation == "hopper":
@@ -257,17 +256,17 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         # 128 queries spill there
         return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
     if generation == "ampere" and width == 48 and problem.arch != "sm_80":
-        # 168 registers: three programs of 4 warps, where 8 warps have one; 128 registers spill
+        # 168 registers: three programs of 4 warps fit, or one of 8; with 128 registers it spills
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
-        # left to itself, the assembler takes 170 registers for 48 columns, which leaves one program a multiprocessor
+        # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits
         return ForwardConfig("looped", 128, 64, num_warps=8, num_stages=2, maxnreg=128 if width == 48 else None)
     return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=1)
 
 
 def _dq_rule(problem: Problem) -> BackwardConfig:
     if problem.element != "half" and problem.width > 64:
-        # 32 queries spill on sm_80; left to itself, the assembler takes 64 registers, and spills
+        # 32 queries spill on sm_80; without maxnreg, ptxas uses 64 registers and spills
         return BackwardConfig(16, 32, num_warps=8, num_stages=1, maxnreg=128)
     if problem.element != "half" or problem.access == "scalar":
         return BackwardConfig(32, 32, num_warps=8, num_stages=1)
@@ -296,7 +295,7 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
     if problem.uses_tma:
         # 64 queries of 128 columns and their tail spill on hopper
         block_m = 32 if problem.generation == "hopper" and problem.width == 128 else 64
-        # left to itself, the assembler takes 128 registers for blackwell, and spills
+        # without maxnreg, ptxas uses 128 registers on blackwell and spills
         maxnreg = 168 if problem.generation == "blackwell" and problem.width == 48 else None
         return BackwardConfig(block_m, 64, num_warps=4, num_stages=2, tma=True, maxnreg=maxnreg)
     return BackwardConfig(64, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=1)
@@ -304,7 +303,7 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
 
 @cache
 def _table() -> dict[str, dict[str, dict[str, Any]]]:
-    """The measured table beside this file: architecture -> shape class -> kernel -> configuration."""
+    """The tuned table beside this file: architecture -> shape class -> kernel -> configuration."""
     table: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE_PATH.read_text())["architectures"]
     return table
 

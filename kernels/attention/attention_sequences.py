@@ -1,12 +1,12 @@
-"""Device helpers of attention kernels: the rows and keys that a program takes.
+"""Device helpers of attention kernels: the rows and keys of a program.
 
 Inputs come in three forms:
 
-- fixed: q [B, H, N_q, D], k and v [B, H, N_kv, D]. Every query meets every key of its head.
+- fixed: q [B, H, N_q, D], k and v [B, H, N_kv, D]. Every query attends to every key of its head.
 - packed: q, k, v [1, H, total, D], and `sequences` int32 [S + 1] on the device: the start of each sequence and the end
   of the last. The host does not know the lengths. Sequence i has the tile slots from sequences[i] // BLOCK + i on,
-  which are enough for it wherever it starts. So total // BLOCK + S + 1 programs a head suffice for every S sequences,
-  and a program finds its sequence by a search. Rows behind the last sequence have no keys; their results are 0.
+  enough for any start. So total // BLOCK + S + 1 programs per head suffice, and a program searches for its sequence.
+  Rows behind the last sequence have no keys; their results are 0.
 - masked: as fixed, and `keep` bool [B, N_kv], the keys of each image. The loop ends with the last kept key. A row
   without keys has the output 0, as in torch's attention.
 """
@@ -22,16 +22,16 @@ _KEYS_AT_ONCE = tl.constexpr(1024)
 
 @triton.jit
 def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
-    """The number of sequences `index` whose first slot is at or before this one."""
+    """The number of sequences of `index` whose first slot is not behind this one."""
     first = tl.load(sequences + index, mask=inside, other=0) // BLOCK + index
     return tl.sum((inside & (first <= slot)).to(tl.int32), 0)
 
 
 @triton.jit
 def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
-    """First row of a slot's tile; begin and end of its sequence, and its end for the other side.
+    """First row of a slot's tile; begin and end of its sequence, and its end on the other side.
 
-    The two ends differ for the rows behind all sequences alone.
+    The two ends differ only for rows behind all sequences.
     """
     stride = tl.cdiv(n_sequences + 1, _WAYS)
     index = tl.arange(0, _WAYS) * stride
@@ -46,7 +46,7 @@ def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
     end = tl.load(sequences + tl.minimum(found + 1, n_sequences))
     behind = found == n_sequences
     start = begin + (slot - begin // BLOCK - found) * BLOCK
-    # memory outside the tensors is never read, even if `sequences` is wrong
+    # memory outside the tensors is never read, even if `sequences` is invalid
     begin = tl.minimum(tl.maximum(begin, 0), n_rows)
     end = tl.minimum(tl.where(behind, n_rows, end), n_rows)
     return tl.maximum(start, begin), begin, end, tl.where(behind, begin, end)
@@ -54,9 +54,9 @@ def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
 
 @triton.jit
 def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl.constexpr):
-    """Image, head, number of the head in the batch, first row, begin and end of its sequence, end for the other side.
+    """Image, head, index of the head in the batch, first row, begin and end of its sequence, end on the other side.
 
-    Tiles of one head are neighbors on the grid, so that its K and V are read from L2.
+    Tiles of one head are adjacent on the grid, so that its K and V are read from L2.
     """
     if sequences is not None:
         slots = n_rows // BLOCK + n_sequences + 1

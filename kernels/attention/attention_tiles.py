@@ -1,9 +1,9 @@
-"""Device helpers shared by the attention kernels: tiles of one head in and out, and products of tiles.
+"""Device helpers of attention kernels: loads, stores and products of tiles of one head.
 
 A tile is rows of one head, [ROWS, D]. Triton's blocks are powers of two, so a tile is a tuple of one or two blocks, LO
 columns and HI columns (80 = 64 + 16), which costs less than padding to the next power of two (128).
 
-A tensor [B, H, N, D] of any strides, the last one 1, is reached through TMA descriptors or by pointers. Related
+Tensors [B, H, N, D] of any strides, the last one 1, are accessed through TMA descriptors or by pointers. Related
 arguments are grouped:
 
 - source, target: (first block's descriptor or pointer, second's, image, head, strides of images, heads and rows)
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_TF32 = tl.constexpr("tf32")  # as a default triton 3.6 takes no plain string
+_TF32 = tl.constexpr("tf32")  # triton 3.6 does not accept a string as default
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _store_block(
 
 @triton.jit
 def store_tile(target, tile, start, n_rows, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr):
-    """Stores rows start .. start + ROWS of one head in the target's dtype; those outside the tensor are dropped."""
+    """Stores rows start .. start + ROWS of one head in the target's dtype, except outside the tensor."""
     _store_block(target, tile[0], start, n_rows, 0, ROWS, FORM, TMA)
     if FORM[2] > 0:
         _store_block(target, tile[1], start, n_rows, 1, ROWS, FORM, TMA)
@@ -110,7 +110,7 @@ def zero_tile(ROWS: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def scaled(tile, factor):
-    """A tile times a scalar, or a factor of each row [ROWS, 1]."""
+    """A tile times a scalar or factors of its rows [ROWS, 1]."""
     if len(tile) > 1:
         return tile[0] * factor, tile[1] * factor
     else:
@@ -157,8 +157,8 @@ def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
 def assume_a_tile(n_full, TMA: tl.constexpr):
     """Tells the compiler that a loop over n_full rows runs at least once.
 
-    A loop that may run zero times merges accumulators of wgmma in flight with zeros, and ptxas then waits for each
-    product by itself (C7515). Loads by pointers are not affected.
+    A loop that may run zero times merges accumulators of wgmma in flight with zeros, and ptxas then waits for every
+    product (C7515). Loads by pointers are not affected.
     """
     if TMA:
         tl.assume(n_full > 0)

@@ -84,7 +84,7 @@ class _Case:
         )
 
     def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v as views of a packed tensor: as it lies, of one image for the whole batch, or off by an element."""
+        """q, k, v as views of a packed tensor: aligned, of one image for the whole batch, or off by an element."""
         tokens = max(self.n_q, self.tokens)
         shape = (1 if self.access == "vector" else self.batch, tokens, 3, _HEADS, self.head_dim)
         flat = torch.empty(torch.Size(shape).numel() + 1, dtype=self.dtype, device="meta")
@@ -101,7 +101,7 @@ class _Case:
         return torch.empty((self.batch, _HEADS, self.n_q), dtype=torch.float32, device="meta")
 
     def needs(self, tma: bool) -> tuple[str, ...]:
-        """On hopper half precision must reach wgmma, and descriptors TMA; on blackwell the fifth tensor core."""
+        """Half precision must use the architecture's matrix instruction, descriptors TMA."""
         if self.element != "half" or self.access == "scalar":
             return ()
         matrix = matrix_instruction(self.arch)
@@ -109,7 +109,7 @@ class _Case:
 
 
 def offline_builds(arch: str) -> Iterator[Build]:
-    """Every kernel, shape class, dtype and access that the launch policy distinguishes, and what a tuner may choose."""
+    """Yields every kernel, shape class, dtype and access of the launch policy, and candidates of the tuner."""
     for case in _cases(arch):
         yield from _builds(case)
     yield from _tuned_builds(arch)
@@ -132,7 +132,7 @@ def _cases(arch: str) -> Iterator[_Case]:
 
 
 def builds_of_lengths(arch: str, lengths: Iterable[tuple[int, int]]) -> Iterator[Build]:
-    """The kernels in bf16 at head_dim 64 for each (n_q, n_kv), whatever the launch policy makes of them."""
+    """Yields the kernels that the launch policy chooses for each (n_q, n_kv), in bf16 at head_dim 64."""
     for n_q, n_kv in lengths:
         yield from _builds(_Case(arch, torch.bfloat16, "half", n_kv, 64, _FULL_BATCH, "tma", queries=n_q))
 

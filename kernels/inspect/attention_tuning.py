@@ -1,7 +1,7 @@
-"""Search the attention kernels' configurations on this machine's GPU and write what was fastest into the table.
+"""Searches configurations of the attention kernels on this machine's GPU, and writes the fastest to the table.
 
-Run by a person (`vit-fast kernels --tune`), never at a call. A candidate counts only when it compiles, runs, and gives
-the result that the configuration chosen by rule gives; the fastest by median device time is kept.
+`vit-fast kernels --tune` runs it. A candidate must compile, run, and compute the result of the configuration chosen by
+rule; the lowest median device time wins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..launch import Launch
 
 Config = ForwardConfig | BackwardConfig
 
-# One shape for each class of the table that ViTs meet: (batch, tokens, heads, head_dim).
+# One shape per class of the table that occurs in ViTs: (batch, tokens, heads, head_dim).
 SHAPES = (
     (256, 197, 12, 64),
     (64, 577, 16, 64),
@@ -49,7 +49,7 @@ _TOLERANCE = 2e-2  # bf16 results of two tilings of one sum, of order one
 
 @dataclass(frozen=True)
 class Task:
-    """One kernel at one shape: how to launch a configuration, what it writes, which it would use by rule."""
+    """A kernel at a shape: its configuration by rule, its launch and its outputs."""
 
     kernel: str
     problem: Problem
@@ -59,7 +59,7 @@ class Task:
 
 
 def candidates(task: Task) -> Iterator[Config]:
-    """The configurations worth trying, the one by rule first."""
+    """Yields the configurations to try, the one by rule first."""
     yield task.by_rule
     tma = task.problem.uses_tma
     if task.kernel != "forward":
@@ -80,12 +80,12 @@ def candidates(task: Task) -> Iterator[Config]:
 
 
 def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, float]:
-    """The fastest configuration that gives the right result, and its time.
+    """Returns the fastest configuration with a correct result, and its time.
 
     Args:
-        measure: The time of a launch; whatever it raises rules the candidate out.
+        measure: Returns the time of a launch; an exception excludes the candidate.
     Raises:
-        RuntimeError: not even the configuration by rule runs.
+        RuntimeError: the configuration by rule does not run.
     """
     best: tuple[Config, float] | None = None
     right: list[torch.Tensor] | None = None
@@ -102,7 +102,7 @@ def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, flo
             ):
                 continue
             ms = measure(task.launch(config))
-        except Exception:  # too much shared memory, a compiler that gives up: this candidate is none
+        except Exception:  # too much shared memory, a compiler error: the candidate is excluded
             if right is None:
                 raise RuntimeError(f"the {task.kernel} configuration by rule does not run: {config}") from None
             continue
@@ -114,7 +114,7 @@ def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, flo
 
 
 def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.device) -> Iterator[Task]:
-    """The three kernels at one shape, on random data."""
+    """Yields the three kernels at one shape, with random data."""
     shape = (batch, tokens, 3, heads, head_dim)
     packed = torch.randn(shape, device=device, dtype=torch.bfloat16)
     gradients = torch.empty_like(packed)
@@ -140,7 +140,7 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
 def tune(
     shapes: Iterable[tuple[int, int, int, int]] = SHAPES, path: Path = TABLE_PATH, report: Callable[[str], None] = print
 ) -> None:
-    """Measure every shape on the current GPU and write the table, shape by shape.
+    """Measures every shape on the current GPU and updates the table after each one.
 
     Raises:
         RuntimeError: there is no GPU.
@@ -155,12 +155,12 @@ def tune(
 
 
 def _measure(launch: Launch) -> float:
-    """Median device time in ms; the cache is emptied between calls."""
+    """Returns the median device time in ms; L2 is cleared between calls."""
     return float(triton.testing.do_bench(launch.run, warmup=10, rep=60, return_mode="median"))
 
 
 def write_entry(path: Path, problem: Problem, kernel: str, config: Config) -> None:
-    """Put one measured configuration into the table, written beside and renamed."""
+    """Writes a configuration to the table."""
     table = json.loads(path.read_text())
     classes = table["architectures"].setdefault(problem.arch, {})
     classes.setdefault(problem.shape_class, {})[kernel] = asdict(config)

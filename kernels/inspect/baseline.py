@@ -1,6 +1,6 @@
-"""The committed record of what the compiler makes of the kernels, and what counts as having become worse.
+"""Committed statistics of compiled kernels: all builds for sm_90, and the core builds for other architectures.
 
-`baseline.json` is changed on purpose, by `vit-fast kernels --update-baseline`, never by a test.
+`vit-fast kernels --update-baseline` changes `baseline.json`; tests never do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 import triton
 
-from .offline import Stats
+from ..device import REFERENCE_GPU
+from .offline import Build, Stats
 
 BASELINE_PATH = Path(__file__).with_name("baseline.json")
 ALLOWED_GROWTH = 1.10
@@ -21,19 +22,24 @@ _MUST_STAY = {"hgmma": "HGMMA", "tcgen05": "TCGEN05", "tma_loads": "TMA loads", 
 _KEPT = ("registers", "instructions", "spills", "shared_bytes", "ctas_per_sm", "hmma", *_MUST_STAY)
 
 
+def is_recorded(build: Build, arch: str) -> bool:
+    """True if the baseline contains this build."""
+    return build.core or arch == REFERENCE_GPU.arch
+
+
 def read_baseline(path: Path = BASELINE_PATH) -> dict[str, Any]:
-    """The baseline: {"triton": version, "builds": {key: counts}}."""
+    """Returns the baseline: {"triton": version, "builds": {key: counts}}."""
     baseline: dict[str, Any] = json.loads(path.read_text())
     return baseline
 
 
 def is_comparable(baseline: Mapping[str, Any]) -> bool:
-    """True if counts can be compared: another compiler makes other code."""
+    """True if the baseline is of the installed compiler."""
     return bool(baseline["triton"] == triton.__version__)
 
 
 def regressions(baseline: Mapping[str, Any], key: str, stats: Stats) -> list[str]:
-    """In what a build became worse than its baseline; it not being there is one."""
+    """Lists the statistics of a build that are worse than in the baseline, or that it is missing there."""
     before = baseline["builds"].get(key)
     if before is None:
         return ["not in the baseline (vit-fast kernels --update-baseline)"]
@@ -52,7 +58,7 @@ def _kept(stats: Stats) -> dict[str, int]:
 
 
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
-    """Replace the counts of the builds in `found`; the others stay, unless another triton made them."""
+    """Replaces the counts of the builds in `found`; keeps others of the same version of triton."""
     old = read_baseline(path) if path.exists() else {"triton": None, "builds": {}}
     builds = dict(old["builds"]) if old["triton"] == triton.__version__ else {}
     builds |= {key: _kept(stats) for key, stats in found.items()}

@@ -1,12 +1,12 @@
-"""Models the device time of launches from their machine code and the launch policy. Nothing is measured.
+"""Models the device time of launches from their machine code and the launch policy, without measurements.
 
     with recorded() as launches:    # under the stand-in driver; nothing is launched
         model(images)
     rows = model_launches(launches, "sm_90")
 
-Matmuls are modelled as in `matmul_model.py`, with the epilogue's instructions counted in SASS; every other kernel by
-its instructions, waves and bytes. A launch takes no less than DRAM needs for its tensors, each once. The floor is the
-longer of its operations and its bytes at rates that a GPU sustains.
+Matmuls are modelled as in `matmul_model.py`, with the epilogue's instructions counted in SASS; other kernels by their
+instructions, waves and bytes. A launch takes at least the time of reading and writing its tensors once. The floor is
+the longer of operations and bytes at rates that a GPU sustains.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STREAMED = 0.92  # of the DRAM's
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Records the launches of this thread, which are neither compiled nor made."""
+    """Records the launches of this thread without compiling or launching their kernels."""
     found: list[Launch] = []
     with collect():
         outer, listening.listener = listening.listener, lambda launch, ready: found.append(launch)
@@ -91,7 +91,7 @@ def _name(launch: Launch) -> str:
 
 
 def _matmul(launch: Launch, loops: Loops, itemsize: int) -> tuple[str, float, float, dict[str, float]]:
-    """Its tile in words, waves, cycles to issue its instructions and products, and the cycles of each resource."""
+    """Tile as text, waves, cycles to issue its instructions and products, and cycles of each resource."""
     gpu, c, args = gpu_of(launch.device), launch.constants, launch.args
     ctas = ceil_div(math.prod(launch.grid), gpu.sm_count)
     config = MatmulConfig(

@@ -1,10 +1,10 @@
-"""Compile kernels for a GPU that is not there, and read what the compiler made of them.
+"""Compiles kernels without a GPU, and reads statistics of their machine code.
 
-`builds(arch)` asks every module in `PROVIDERS` for its shipped configurations; `compile_build` compiles one and
-reads registers, spills, shared memory, occupancy and the instruction mix out of the machine code. Needs triton (its
-wheel brings ptxas and cuobjdump), no GPU, and kernels that were decorated without `TRITON_INTERPRET`.
+`builds(arch)` collects the shipped configurations of the modules in `PROVIDERS`; `compile_build` compiles one and reads
+registers, spills, shared memory, occupancy and instructions. Needs triton, whose wheel contains ptxas and cuobjdump,
+without `TRITON_INTERPRET`.
 
-To add kernels: a module with `def offline_builds(arch: str) -> Iterator[Build]`, named in `PROVIDERS`.
+To add kernels, add a module with `offline_builds(arch)` to `PROVIDERS`.
 """
 
 from __future__ import annotations
@@ -72,15 +72,14 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel in one shipped configuration.
+    """A kernel in a shipped configuration.
 
     Args:
         kernel: Name of the kernel, e.g. "attention_fwd_row".
-        case: The configuration in words, unique within the kernel, e.g. "bf16 N197 D64".
-        launch: The very call a launcher would make; tensors on the meta device.
-        core: Part of the small set that the static test compiles on every run; the others are compiled by
-            `vit-fast kernels`.
-        needs: Instructions that must be there, of `Stats.mix`'s names, e.g. ("HGMMA", "UTMALDG").
+        case: Description of the configuration, unique per kernel, e.g. "bf16 N197 D64".
+        launch: The launch of the real launcher, with meta tensors.
+        core: Compiled by the static tests; `vit-fast kernels` compiles the others too.
+        needs: Required instructions, named as in `Stats.has`, e.g. ("HGMMA", "UTMALDG").
     """
 
     kernel: str
@@ -96,9 +95,9 @@ class Build:
 
 @dataclass(frozen=True)
 class Stats:
-    """Resources and instructions of a compiled build: counts, bytes where the name says so, `seconds` to compile it.
+    """Resources and instructions of a compiled build, and seconds to compile it.
 
-    More `wgmma_waits` than in PTX: ptxas serialised wgmma (its warnings C75xx), so that every product waits for itself.
+    More `wgmma_waits` than in PTX: ptxas serialised wgmma (its warnings C75xx) and waits for every product.
     """
 
     registers: int
@@ -153,7 +152,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def builds(arch: str) -> Iterator[Build]:
-    """Every shipped build of every provider for one architecture.
+    """Yields all shipped builds for an architecture.
 
     Raises:
         ValueError: the architecture is not one of `ARCHS`.
@@ -165,7 +164,7 @@ def builds(arch: str) -> Iterator[Build]:
 
 
 def compile_launch(launch: Launch, arch: str) -> Any:
-    """Compile a launch for an architecture; returns triton's CompiledKernel.
+    """Compiles a launch for an architecture; returns triton's CompiledKernel.
 
     Raises:
         RuntimeError: the kernels were decorated for the interpreter.
@@ -186,14 +185,14 @@ def specialisation(launch: Launch) -> str:
 
 
 def compile_build(build: Build, arch: str) -> Stats:
-    """Compile one build for an architecture and read the result."""
+    """Compiles a build for an architecture; returns its statistics."""
     start = time.perf_counter()
     compiled = compile_launch(build.launch, arch)
     return read_stats(compiled, arch, time.perf_counter() - start)
 
 
 def problems(build: Build, stats: Stats, arch: str) -> list[str]:
-    """Lists why a build cannot be shipped: spills, serialised wgmma, a missing instruction, too much shared memory."""
+    """Lists reasons not to ship a build: spills, serialised wgmma, a missing instruction, too much shared memory."""
     found = []
     if stats.spills:
         found.append(f"spills: {stats.spill_loads} loads, {stats.spill_stores} stores")
@@ -211,7 +210,7 @@ def problems(build: Build, stats: Stats, arch: str) -> list[str]:
 
 
 def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
-    """Types, constants and divisibility as triton's launcher would derive them from these arguments."""
+    """Returns the types, constants and divisibility that triton's launcher would derive from the arguments."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(launch.constants)
     attributes: dict[tuple[int, ...], Any] = {}
@@ -232,12 +231,12 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tu
 
 
 def _type_of(value: Any) -> tuple[str, bool]:
-    """Triton's name of an argument's type, and whether it is known to be a multiple of 16."""
+    """Returns triton's name of an argument's type, and True if it is a multiple of 16."""
     if isinstance(value, TensorDescriptor):
         block = ",".join(str(size) for size in value.block_shape)
         return f"tensordesc<{_TYPE_NAMES[value.base.dtype]}[{block}]>", False
     if isinstance(value, torch.Tensor):
-        # A meta tensor has no address: its storage is aligned, so its offset decides.
+        # a meta tensor has no address: its storage counts as aligned
         return f"*{_TYPE_NAMES[value.dtype]}", value.storage_offset() * value.element_size() % 16 == 0
     if isinstance(value, bool):
         return "i1", False
@@ -249,7 +248,7 @@ def _type_of(value: Any) -> tuple[str, bool]:
 
 
 def disassemble(compiled: Any) -> tuple[str, str]:
-    """The resource usage line and the machine code (SASS) of a compiled kernel, as cuobjdump prints them."""
+    """Returns cuobjdump's resource usage and machine code (SASS) of a compiled kernel."""
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -265,7 +264,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 
 
 def read_stats(compiled: Any, arch: str, seconds: float) -> Stats:
-    """Read a compiled kernel's resources and instruction mix.
+    """Returns the statistics of a compiled kernel.
 
     Raises:
         RuntimeError: cuobjdump printed no resource line.
@@ -305,7 +304,7 @@ def read_stats(compiled: Any, arch: str, seconds: float) -> Stats:
 
 
 def _occupancy(limits: Limits, registers: int, shared_bytes: int, warps: int, tensor_columns: int) -> int:
-    """Blocks a multiprocessor holds: 65,536 registers, 1 KiB of shared memory reserved a block, 512 TMEM columns."""
+    """Blocks per multiprocessor: 65,536 registers, 1 KiB of shared memory reserved per block, 512 TMEM columns."""
     registers_per_warp = (max(registers, 1) + 7) // 8 * 8 * 32
     by_registers = 65_536 // registers_per_warp // warps
     by_shared = limits.shared_bytes // (shared_bytes + _KIB)

@@ -16,8 +16,8 @@ class Loops:
 
     Args:
         step: In one step of the innermost loop around the matrix products, without `tile`.
-        tile: Around that loop, in one step of the outer one; where one loop walks over all steps of all tiles, what
-            those steps jump over that are not a tile's last. 0 where there is but one loop.
+        tile: Around that loop, in one step of the outer one. If one loop walks over all steps of all tiles, those that
+            only a tile's last step executes. 0 without an outer loop.
         once: Outside loops.
     """
 

@@ -1,12 +1,11 @@
-"""Triton's real launch path without a GPU: a driver that launches nothing, for CPU tensors.
+"""Triton's launch path without a GPU: a driver that accepts CPU tensors and launches nothing.
 
-`install(arch)` builds a libcuda.so.1 from `stand_in_driver.c` and makes it Triton's driver for this process. From then
-on every launch is specialised, compiled, loaded, its descriptors encoded and its arguments packed as on the named GPU;
-only the last call into the driver does nothing. So one can count launches and descriptors, prove that each is legal,
-and measure what the host spends. It says nothing about results, which stay what memory held, or about a GPU's time.
+`install(arch)` builds a libcuda.so.1 from `stand_in_driver.c` and makes it Triton's driver for this process. Triton
+then specialises, compiles and loads kernels, encodes descriptors and packs arguments as on that GPU; only the last call
+into the driver does nothing. So launches and descriptors can be counted and checked, and host time measured. Results
+are undefined.
 
-It belongs into a process of its own, which it refuses to be anything but: not where CUDA is available, not under
-Triton's interpreter, not twice.
+It needs a process of its own, without CUDA and without Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ..device import Gpu, has_stand_in, set_stand_in
 from ..launch import is_interpreted
 from .offline import LIMITS
 
-# Multiprocessors of one well-known GPU of each architecture: A100, A10, L40S, H200, B200, B300, RTX 5090.
+# Multiprocessors of A100, A10, L40S, H200, B200, B300, RTX 5090.
 SM_COUNTS = {
     "sm_80": 108, "sm_86": 72, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 160, "sm_120": 170,
 }  # fmt: skip
@@ -43,12 +42,12 @@ class Counters:
     """Calls of the driver since it was installed or reset.
 
     Args:
-        launches: Kernels launched.
-        dependent: Those of them that may start before the previous one has ended.
-        descriptors: Tensor maps encoded, refused ones included.
-        modules: Compiled kernels loaded.
-        violations: Calls refused because they break a rule.
-        largest_shared: Bytes of shared memory of the launch that asked for most.
+        launches: Launched kernels.
+        dependent: Launches that may start before the previous one has ended.
+        descriptors: Encoded tensor maps, with the refused ones.
+        modules: Loaded kernels.
+        violations: Calls that were refused because they break a rule.
+        largest_shared: Largest shared memory of a launch, in bytes.
     """
 
     launches: int
@@ -72,29 +71,29 @@ class StandInDriver:
         library.stand_in_violation.restype = ctypes.c_char_p
 
     def counters(self) -> Counters:
-        """Everything counted so far."""
+        """Returns the current counters."""
         values = (ctypes.c_long.in_dll(self._library, f"stand_in_{name}").value for name in _COUNTERS)
         return Counters(*values)
 
     def violations(self) -> list[str]:
-        """Refused calls in words; the first 64."""
+        """Describes the refused calls, at most 64."""
         count = min(self.counters().violations, 64)
         return [self._library.stand_in_violation(index).decode() for index in range(count)]
 
     def reset(self) -> None:
-        """Forget counters and violations."""
+        """Resets counters and violations."""
         self._library.stand_in_reset()
 
 
 def install(arch: str, library: Path | None = None) -> StandInDriver:
-    """Make the stand-in Triton's driver for this process, before any kernel is launched.
+    """Makes the stand-in Triton's driver for this process, before any kernel is launched.
 
     Args:
         arch: One of `SM_COUNTS`, e.g. "sm_90".
-        library: A libcuda.so.1 made of `stand_in_driver.c` and more; by default of it alone.
+        library: A libcuda.so.1 that contains `stand_in_driver.c`; by default it is built.
     Raises:
         ValueError: the architecture is unknown.
-        RuntimeError: a GPU is there, Triton is the interpreter's, a driver is installed, or no C compiler is found.
+        RuntimeError: CUDA or the interpreter is active, a driver is installed, or no C compiler is found.
     """
     if arch not in SM_COUNTS:
         raise ValueError(f"arch must be one of {', '.join(SM_COUNTS)}, got {arch!r}")
@@ -124,7 +123,7 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
 
 
 class _TritonDriver(CudaDriver):  # type: ignore[misc]  # triton brings no types
-    """Triton's own CUDA driver, whose questions to torch about the device are answered here."""
+    """Triton's CUDA driver, with the device's properties in place of torch's."""
 
     def __init__(self, arch: int) -> None:
         super().__init__()
@@ -138,7 +137,7 @@ class _TritonDriver(CudaDriver):  # type: ignore[misc]  # triton brings no types
 
 
 def _build() -> Path:
-    """libcuda.so.1, made from the source beside this file once for every content, in Triton's cache."""
+    """Builds libcuda.so.1 in Triton's cache, once per content of its source."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise RuntimeError("no C compiler found, which Triton needs too: install gcc (Debian, Ubuntu: apt install gcc)")
@@ -155,5 +154,5 @@ def _build() -> Path:
         done = subprocess.run([*command, *includes, str(_SOURCE), "-o", str(made)], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{compiler} could not build the stand-in driver: {done.stderr.strip()[-500:]}")
-        made.replace(library)  # whole or not at all, whoever builds at the same time
+        made.replace(library)  # atomic, because another process may build too
     return library

@@ -310,9 +310,6 @@ class FusedNormMlp(FusedModule):
             parts.fp8.check(self.vit_fast_backend)
         return None if parts.mlp is None or drops(parts.mlp.dropouts) else parts
 
-    def runs_as_it_was(self) -> bool:
-        return self.ready() is None
-
     def is_idle(self) -> bool:
         if self.vit_fast_backend != "sdpa" or PLACE in self._modules:
             return False

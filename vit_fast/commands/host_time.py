@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import create_model, freeze
+from ..benchmarks import towers
 from ..benchmarks.machine import describe
 from ..blocks.block import run_blocks
 from ..ops.attention import attention_qkvpacked
@@ -119,6 +120,7 @@ def run_child(arch: str, what: str) -> None:
         compiled = compiled_calls(**NARROW)
         counts |= {name: count(driver, one) for name, one in compiled.items()}
         report["rows"] = _rows(our_calls(**NARROW) | compiled, counts)
+        report["towers"] = _tower_rows(driver)
     print(json.dumps(report))
 
 
@@ -146,6 +148,21 @@ def compiled_calls(**changes: Any) -> dict[str, HostCall]:
 def _model_and_tokens(**changes: Any) -> tuple[Any, Tensor]:
     model = create_model(MODEL, backend="triton", depth=DEPTH, num_classes=0, **changes).bfloat16()
     return model, torch.zeros(1, model.config.seqlen, model.config.embed_dim, dtype=torch.bfloat16)
+
+
+def _tower_rows(driver: StandInDriver) -> list[dict[str, Any]]:
+    """Launches and host time of Qwen2.5-VL's tower for each size, eager and by a graph, whose replay does nothing."""
+    from ..run import budgets, graph_runner
+
+    budgets.capture = lambda run, device, pool: (lambda: None, run())
+    graph_runner._no_graph_reasons = lambda model, like: []
+    rows = []
+    for size, candidates in towers.tower_calls("cpu", scale=8, **towers.NARROW).items():
+        calls = {name: HostCall(call) for name, call in candidates.items()}
+        counts = {name: count(driver, one) for name, one in calls.items()}
+        times = _host_us(calls)
+        rows += [{"size": size, "candidate": name, **counts[name], "us": times[name]} for name in calls]
+    return rows
 
 
 def timm_calls() -> dict[str, HostCall]:
@@ -286,6 +303,12 @@ def render(report: Mapping[str, Any]) -> str:
         f"{report['kernels']} kernels compiled for ViT-B: {report['seconds_cold']:.1f} s cold, "
         f"{report['seconds_warm']:.1f} s with a warm cache"
     )
+    if report["towers"]:
+        lines.append("Qwen2.5-VL's tower of width 64, an eighth of the sides; a graph without its one replay:")
+        lines.append(f"{'':18s} {'':8s} {'launches':>8s} {'host us (p20-p80)':>24s}")
+    for row in report["towers"]:
+        spread = _spread(row["us"])
+        lines.append(f"{row['size']:18s} {row['candidate']:8s} {row['launches']:8g} {spread:>24s}")
     return "\n".join([*lines, *(f"refused by the driver: {text}" for text in report["violations"])])
 
 

@@ -170,10 +170,12 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
         except Exception as error:  # any compiler failure is this row's result, and the others go on
             row["problems"] = [f"does not compile: {type(error).__name__}: {_last_line(error)}"]
         else:
-            found[build.key(arch)] = stats
+            recorded = baseline.is_recorded(build, arch)
+            if recorded:
+                found[build.key(arch)] = stats
             row |= stats.as_dict()
             row["problems"] = offline.problems(build, stats, arch)
-            if comparable:
+            if comparable and recorded:
                 row["problems"] += baseline.regressions(before, build.key(arch), stats)
         return row
 

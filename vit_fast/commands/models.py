@@ -47,6 +47,7 @@ def model_rows(pattern: str) -> list[dict[str, Any]]:
     """
     from ..model import VisionTransformer
     from ..variants import get_variant, list_models
+    from ..work import total, work
 
     names = list_models(pattern) or [pattern] * (get_variant(pattern) is not None)
     rows = []
@@ -57,7 +58,7 @@ def model_rows(pattern: str) -> list[dict[str, Any]]:
             {
                 "model": name,
                 "parameters": sum(p.numel() for p in model.parameters()),
-                "gflop_per_image": config.flops_per_image() / 1e9,
+                "gflop_per_image": total(work(config, 1).values()).flop / 1e9,
                 "tokens": config.seqlen,
                 "embed_dim": config.embed_dim,
                 "depth": config.depth,

@@ -70,8 +70,3 @@ def frozen_of(model: nn.Module) -> list[Frozen]:
     """Returns the cached weights of a model's blocks."""
     parts = [module.__dict__.get("vit_fast_parts") for module in model.modules() if isinstance(module, FusedNormMlp)]
     return [each.frozen for each in parts if each is not None and each.frozen is not None]
-
-
-def frozen_bytes(model: nn.Module) -> int:
-    """Returns the memory of the cached weights in bytes."""
-    return sum(each.bytes for each in frozen_of(model))

@@ -109,12 +109,14 @@ def unfuse(model: nn.Module) -> None:
     take_scales_away(model)
 
 
-def set_backend(model: nn.Module, backend: str) -> None:
+def set_backend(model: nn.Module, backend: str) -> FusionReport:
     """Sets the backend of the blocks of a VisionTransformer by fusing them.
 
     Args:
         model: A VisionTransformer, or a module that contains some.
         backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto"; see fuse.
+    Returns:
+        The report of fuse: what runs otherwise, e.g. dropout in training, with all reasons.
     Raises:
         ValueError: the backend is unknown, or the model has no blocks of vit_fast.
         UnsupportedInputError: "triton" cannot run the model; lists all reasons. Nothing is changed.
@@ -130,7 +132,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
         unable = [form.triton_reasons(part) for part, form in zip(parts, forms) if form is not None]
         if reasons := list(dict.fromkeys(reason for found in unable for reason in found)):
             raise UnsupportedInputError("set_backend with backend='triton'", reasons)
-    fuse(model, backend)
+    return fuse(model, backend)
 
 
 def shadow_of(model: nn.Module) -> nn.Module:

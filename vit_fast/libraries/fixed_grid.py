@@ -1,7 +1,7 @@
-"""Wraps Qwen's packed towers as models of images of one size, which CUDA graphs and ONNX can represent.
+"""Wraps packed and padded towers as models of images of one size, which ONNX and CUDA graphs can represent.
 
 Such a tower takes patches of any number of images and their grids. It reads the grids on the host to compute positions
-and windows. For one grid these are known beforehand, and transformers accepts them as arguments.
+and windows. For one grid these are known beforehand.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from ..blocks.fused import FusedModule
 from ..config import Size
 from .image_model import Head, ImageModel, comes_from, pair
 from .peers import refuse
+from .transformers_towers import grid_layout
 
-TOWERS = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel")
+QWEN = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel")
+TOWERS = (*QWEN, "Siglip2VisionModel", "NaFlexVit")
 
 
 class FixedGrid(nn.Module):
-    """A vision tower of Qwen2-VL or Qwen2.5-VL for images of one size.
+    """A vision tower of Qwen2-VL, Qwen2.5-VL or SigLIP 2, or timm's NaFlexVit, for images of one size.
 
-    Its forward reads nothing on the host, so `GraphRunner` captures it, `compile` traces it whole, and, once the tower
-    is fused, `export_onnx` exports it.
+    Its forward reads nothing on the host, so `GraphRunner` captures it, `compile` traces it whole, and `export_onnx`
+    exports it, Qwen's towers once they are fused. For images of several sizes, give `GraphRunner` budgets.
 
     Args:
-        tower: `model.visual`, fused or not; it is not copied.
+        tower: The tower, e.g. `model.visual`, fused or not; it is not copied.
         image_hw: Height and width of the images in pixels after the processor's resizing, or one number for both. Must
-            be multiples of the patch size times the merge size, 28 in the published models.
+            be multiples of the patch size; for Qwen of the patch size times the merge size, 28 in the published models.
     Raises:
         ValueError: image_hw is not such a multiple.
         UnsupportedInputError: the model has another class, or transformers is too old.
@@ -39,34 +41,74 @@ class FixedGrid(nn.Module):
     def __init__(self, tower: nn.Module, image_hw: int | Size) -> None:
         super().__init__()
         refuse("FixedGrid", _reasons(tower))
-        config: Any = tower.config
-        self.tower, self.image_hw = tower, pair(image_hw)
-        self.patch, self.merge, self.frames = config.patch_size, config.spatial_merge_size, config.temporal_patch_size
-        self.channels = int(config.in_channels)
-        cell = self.patch * self.merge
-        if any(pixels < cell or pixels % cell for pixels in self.image_hw):
-            raise ValueError(f"image_hw must be multiples of {cell} pixels, got {image_hw!r}")
-        rows, columns = (pixels // self.patch for pixels in self.image_hw)
+        config: Any = getattr(tower, "config", None)
+        embeds: Any = getattr(tower, "embeds", None)  # of NaFlexVit
+        self.tower: Any = tower
+        self.image_hw, self.merge = pair(image_hw), 1
+        if is_qwen := any(comes_from("transformers", tower, name) for name in QWEN):
+            self.merge, self.frames, channels = (
+                config.spatial_merge_size,
+                config.temporal_patch_size,
+                config.in_channels,
+            )
+        else:
+            channels = embeds.in_chans if config is None else config.num_channels
+        self.channels = int(channels)
+        self.patch_hw = pair(embeds.patch_size if config is None else config.patch_size)
+        cell = tuple(side * self.merge for side in self.patch_hw)
+        if any(pixels < side or pixels % side for pixels, side in zip(self.image_hw, cell)):
+            wanted = f"{cell[0]}" if cell[0] == cell[1] else f"{cell}"
+            raise ValueError(f"image_hw must be multiples of {wanted} pixels, got {image_hw!r}")
+        rows, columns = (pixels // side for pixels, side in zip(self.image_hw, self.patch_hw))
         self.tokens = rows * columns
-        for name, tensor in _layout(tower, torch.tensor([[1, rows, columns]])).items():
+        layout: dict[str, Tensor] = {}
+        if is_qwen:
+            layout = grid_layout(tower, torch.tensor([[1, rows, columns]]))
+        elif config is not None:
+            layout = {"resizing": _resizing(self.tower.embeddings, (rows, columns))}
+        for name, tensor in layout.items():
             self.register_buffer(name, tensor.to(next(tower.parameters()).device), persistent=False)
-        self.given = [name for name, _ in self.named_buffers(recurse=False)]
+        self.given = list(layout)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Maps normalized images [B, 3, height, width] to the input of the language model, [B, tokens, C]."""
+    def forward(self, images: Tensor, features: bool = False) -> Tensor:
+        """Maps normalized images [B, 3, height, width] to the tower's output.
+
+        Args:
+            images: The images.
+            features: Returns what a NaFlexVit gives its classifier, instead of logits.
+        Returns:
+            For Qwen, the input of the language model [B, tokens, C]. For SigLIP 2, the pooled output [B, C], or the
+            tokens [B, N, C] if the tower has no head. For NaFlexVit, logits or features [B, C].
+        """
         image = (self.channels, *self.image_hw)
         if images.shape[1:] != image:
             raise ValueError(f"images must have shape [B, {', '.join(map(str, image))}], got {tuple(images.shape)}")
-        batch = images.shape[0]
-        layout = {name: self._of_all(name, batch) for name in self.given}
-        merged: Tensor = self.tower(self.patches(images), None, **layout).pooler_output
-        return merged.unflatten(0, (batch, -1))
+        output: Tensor
+        if not self.given:
+            output = self.tower.forward_head(self.tower.forward_features(images), pre_logits=features)
+        elif "resizing" in self.given:
+            output = self._siglip2(images)
+        else:
+            layout = {name: self._of_all(name, images.shape[0]) for name in self.given}
+            output = self.tower(self.patches(images), None, **layout).pooler_output.unflatten(0, (images.shape[0], -1))
+        return output
 
     def patches(self, images: Tensor) -> Tensor:
-        """Cuts images [B, channels, height, width] like the processor: [B N, channels frames patch patch]."""
-        cells = images.unflatten(3, (-1, self.merge, self.patch)).unflatten(2, (-1, self.merge, self.patch))
+        """Cuts images [B, channels, height, width] like Qwen's processor: [B N, channels frames patch patch]."""
+        height, width = self.patch_hw
+        cells = images.unflatten(3, (-1, self.merge, width)).unflatten(2, (-1, self.merge, height))
         by_patch = cells.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)  # [B, rows, columns, merge, merge, channels, ...]
         return by_patch.expand(*(-1,) * 6, self.frames, -1, -1).flatten(5).flatten(0, 4)
+
+    def _siglip2(self, images: Tensor) -> Tensor:
+        height, width = self.patch_hw
+        cells = images.unflatten(3, (-1, width)).unflatten(2, (-1, height)).permute(0, 2, 4, 3, 5, 1)
+        embeddings = self.tower.embeddings
+        table = embeddings.position_embedding.weight
+        positions = (self.get_buffer("resizing").float() @ table.float()).to(table.dtype)
+        tokens = embeddings.patch_embedding(cells.flatten(3).flatten(1, 2)) + positions
+        tokens = self.tower.post_layernorm(self.tower.encoder(inputs_embeds=tokens).last_hidden_state)
+        return self.tower.head(tokens) if self.tower.use_head else tokens
 
     def _of_all(self, name: str, batch: int) -> Tensor:
         """Repeats the facts about one image for all images of a batch."""
@@ -86,58 +128,57 @@ class FixedGridModel(ImageModel):
         """Does nothing, because fused layers can be exported."""
 
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
-        """Returns the input of the language model for images, [B, tokens, C]."""
-        tokens: Tensor = self.model(images)
-        return tokens
+        """Returns the tower's output for images, see `FixedGrid.forward`."""
+        output: Tensor = self.model(images, features=head == "features")
+        return output
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
     """Describes a FixedGrid for export; returns None for another model.
 
     Raises:
-        UnsupportedInputError: its tower is not fused; transformers' own layers read lengths on the host.
+        UnsupportedInputError: Qwen's tower is not fused; transformers' own layers read lengths on the host.
     """
     if not isinstance(model, FixedGrid):
         return None
-    blocks: Any = model.tower.blocks
+    tower: Any = model.tower
+    blocks = tower.blocks if hasattr(tower, "blocks") else tower.encoder.layers
     unfused = [
         f"blocks.{i}.attn must be fused: call vit_fast.fuse(tower) first, with any backend"
         for i, block in enumerate(blocks)
-        if not isinstance(block.attn, FusedModule)
+        if hasattr(model, "frames") and not isinstance(block.attn, FusedModule)
     ]
     refuse("export of a FixedGrid", unfused[:1])
-    config: Any = model.tower.config
+    config = getattr(tower, "config", None)
+    pools = getattr(tower, "use_head", False) or getattr(tower, "attn_pool", None) is not None
     return FixedGridModel(
         model=model,
-        library="transformers",
-        name=type(model.tower).__name__,
+        library="timm" if config is None else "transformers",
+        name=type(tower).__name__,
         image_hw=model.image_hw,
         in_chans=model.channels,
-        patch_hw=pair(model.patch),
+        patch_hw=model.patch_hw,
         depth=len(blocks),
-        attentions=len(blocks),
-        num_classes=0,
-        config=config.to_diff_dict(),
+        attentions=len(blocks) + pools,
+        num_classes=0 if config is not None else int(tower.num_classes),
+        config={} if config is None else config.to_diff_dict(),
     )
 
 
 def _reasons(tower: nn.Module) -> list[str]:
-    if not any(comes_from("transformers", tower, name) for name in TOWERS):
-        return [f"the tower must be one of {', '.join(TOWERS)} of transformers, got a {type(tower).__name__}"]
+    package = "timm" if comes_from("timm", tower) else "transformers"
+    if not any(comes_from(package, tower, name) for name in TOWERS):
+        return [f"the tower must be one of {', '.join(TOWERS)}, got a {type(tower).__name__}"]
     try:
-        import transformers.vision_utils  # noqa: F401
+        if package == "transformers":
+            import transformers.vision_utils  # noqa: F401  # only some versions have it
     except ImportError:
         return ["transformers must have transformers.vision_utils: install version 5.23"]
     return []
 
 
-def _layout(tower: Any, grid: Tensor) -> dict[str, Tensor]:
-    """Returns the facts that transformers computes from a grid, by the names of the towers' arguments."""
-    from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
-
-    merge = tower.config.spatial_merge_size
-    found = {"position_ids": get_vision_position_ids(grid, merge), "cu_seqlens": get_vision_cu_seqlens(grid)}
-    if hasattr(tower, "window_size"):
-        index, bounds = get_vision_window_index(grid, merge, tower.window_size, tower.patch_size)
-        found |= {"window_index": index, "cu_window_seqlens": bounds}
-    return found
+def _resizing(embeddings: Any, grid: Size) -> Tensor:
+    """Returns the matrix [patches, positions] by which SigLIP 2 resizes its positions to a grid."""
+    side = embeddings.position_embedding_size
+    unit = torch.eye(side * side).view(1, side * side, side, side)
+    return F.interpolate(unit, grid, mode="bilinear", align_corners=False, antialias=True).flatten(2)[0].T.contiguous()

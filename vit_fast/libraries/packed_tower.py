@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..errors import UnsupportedInputError
 from .image_model import comes_from, pair
 
 OUTPUT_OPTIONS = ("output_hidden_states", "output_attentions", "return_dict")
@@ -167,7 +168,13 @@ class ImageTower(PackedTower):
         buffers["images"][: len(images)].copy_(chosen)
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
-        return self.eager(buffers["images"], **options)
+        outputs = self.eager(buffers["images"], **options)
+        batch = len(buffers["images"])
+        shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        if wrong := [shape for shape in shapes if shape[:1] != (batch,)]:
+            reason = f"the first axis of each output must be the batch, got {wrong[0]} for {batch} images"
+            raise UnsupportedInputError("GraphRunner", [reason])
+        return outputs
 
     def tokens_per_row(self, leaf: Tensor, budget: int) -> int:
         return self.tokens

@@ -239,19 +239,15 @@ class Trials:
     def seconds(self, candidate: Candidate) -> float:
         """Returns the longest time of its kind so far; for the first of a kind, an estimate for this machine."""
 
-        def kind(candidate: Candidate) -> tuple[object, ...]:
-            return candidate.engine, candidate.precision, candidate.frozen
+        def kind(one: Candidate) -> tuple[object, ...]:
+            return one.engine, one.precision, one.frozen
 
-        took = [seconds for candidate, seconds in self.took.items() if kind(candidate) == kind(candidate)]
+        took = [seconds for other, seconds in self.took.items() if kind(other) == kind(candidate)]
         if isinstance(self.model, OnnxFile) and candidate.precision is None:
             took.append(OPENING_S)
         if took:
             return max(took)
-        slow = [
-            seconds / candidate.seconds
-            for candidate, seconds in self.took.items()
-            if candidate.engine == candidate.engine
-        ]
+        slow = [seconds / other.seconds for other, seconds in self.took.items() if other.engine == candidate.engine]
         checks_s = self.took.get(ORIGINAL, 0.0) if candidate.engine != ORIGINAL.engine else 0.0
         return checks_s + candidate.seconds * max([1.0, *slow])
 

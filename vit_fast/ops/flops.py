@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 _waiting: list[tuple[Any, Callable[..., int]]] = []
+_lock = threading.Lock()
 
 Formula = TypeVar("Formula", bound=Callable[..., int])
 
@@ -33,8 +35,10 @@ def register_flop_formulas() -> None:
     may_have_counters = "torch.utils.flop_counter" in sys.modules
     from torch.utils import flop_counter
 
-    for operators, formula in _waiting:
-        flop_counter.register_flop_formula(operators)(formula)
+    with _lock:  # torch refuses a formula that another thread has registered
+        while _waiting:
+            operators, formula = _waiting.pop()
+            flop_counter.register_flop_formula(operators)(formula)
     if may_have_counters:
         for thing in gc.get_objects():
             if issubclass(type(thing), flop_counter.FlopCounterMode):

@@ -117,11 +117,6 @@ class Frozen:
         if not self._made_of:
             self.refresh()
 
-    @property
-    def bytes(self) -> int:
-        """Memory of the cached tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
-
     def forget(self, stepped: set[int] | None) -> None:
         """Marks the tensors as outdated if they depend on one of these parameters, by id; None means all."""
         if stepped is None or any(id(held) in stepped for _, _, _, held, *_ in self._made_of):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,7 +68,9 @@ def layer_norm_mlp(
     Source: section 3.1 of arXiv 2010.11929; `kernels/layer_norm.py` for LayerNorm folded into the matmul.
     """
     parameters = (norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    _check_inputs(x, *parameters, layer_scale, activation, gate_weight, gate_bias)
+    names = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+    others = {"layer_scale": layer_scale, "gate_weight": gate_weight, "gate_bias": gate_bias}
+    _check_inputs(x, activation, dict(zip(names, parameters)) | others)
     check_norm("norm", Norm(norm_weight, norm_bias, eps, norm), x.shape[-1])
     if inner_norm is not None:
         check_norm("inner_norm", inner_norm, fc1_weight.shape[0])
@@ -87,73 +90,45 @@ def layer_norm_mlp(
 def fused_layer_norm_mlp(
     x: Tensor,
     statistics: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    *,
+    *parameters: Tensor | None,
     eps: float,
-    norm: str = "layer_norm",
     activation: str,
     layer_scale: Tensor | None,
     residual: bool,
     gate_weight: Tensor | None = None,
     gate_bias: Tensor | None = None,
     inner_norm: Norm | None = None,
-    next_statistics: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs `layer_norm_mlp` with the Triton kernels; see `fused_block` for the statistics."""
-    half: Any = (None,) * 7
-    inner: Any = (None, None) if inner_norm is None else inner_norm[:2]
-    parameters = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, gate_weight, gate_bias
-    tensors = BlockTensors._make((*half, *parameters, None, None, *inner, None))
+    """Runs `layer_norm_mlp` with the Triton kernels; see `fused_block` for statistics and options."""
+    inner = (None, None) if inner_norm is None else inner_norm[:2]
+    second = *parameters, layer_scale, gate_weight, gate_bias
+    tensors = BlockTensors._make((*(None,) * 7, *second, None, None, *inner, None))
     return fused_block(
-        x, statistics, tensors, eps=(0.0, eps), norm=norm, activation=activation, residual=residual,
-        inner_norm=inner_norm and (inner_norm.kind, inner_norm.eps),
-        next_statistics=next_statistics,
+        x, statistics, tensors, eps=(0.0, eps), activation=activation, residual=residual,
+        inner_norm=inner_norm and (inner_norm.kind, inner_norm.eps), **options,
     )  # fmt: skip
 
 
-def _check_inputs(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    layer_scale: Tensor | None,
-    activation: str,
-    gate_weight: Tensor | None,
-    gate_bias: Tensor | None,
-) -> None:
-    check_tensors(x=x, fc1_weight=fc1_weight, fc2_weight=fc2_weight)
+def _check_inputs(x: Tensor, activation: str, parameters: Mapping[str, Tensor | None]) -> None:
+    check_tensors(x=x, fc1_weight=parameters["fc1_weight"], fc2_weight=parameters["fc2_weight"])
     check_type("activation", activation, str)
     check_choice("activation", activation, tuple(reference.ACTIVATIONS))
+    fc1_weight: Any = parameters["fc1_weight"]
     if x.dim() < 1 or fc1_weight.dim() != 2:
         raise ValueError(
             f"x and fc1_weight must have shapes [..., C] and [F, C], got {tuple(x.shape)} and {tuple(fc1_weight.shape)}"
         )
-    C, F = x.shape[-1], fc1_weight.shape[0]
-    expected: tuple[tuple[str, Tensor | None, tuple[int, ...]], ...] = (
-        ("norm_weight", norm_weight, (C,)),
-        ("norm_bias", norm_bias, (C,)),
-        ("fc1_weight", fc1_weight, (F, C)),
-        ("fc1_bias", fc1_bias, (F,)),
-        ("fc2_weight", fc2_weight, (C, F)),
-        ("fc2_bias", fc2_bias, (C,)),
-        ("layer_scale", layer_scale, (C,)),
-        ("gate_weight", gate_weight, (F, C)),
-        ("gate_bias", gate_bias, (F,)),
-    )
-    if gate_weight is None and gate_bias is not None:
+    if parameters["gate_weight"] is None and parameters["gate_bias"] is not None:
         raise ValueError("gate_bias must be None without gate_weight, got a tensor")
-    if gate_weight is not None and (gate_bias is None) != (fc1_bias is None):
+    one_bias = (parameters["gate_bias"] is None) != (parameters["fc1_bias"] is None)
+    if parameters["gate_weight"] is not None and one_bias:
         raise ValueError("fc1_bias and gate_bias must both be given or neither, got one")
-    for name, tensor, shape in expected:
+    C, F = x.shape[-1], fc1_weight.shape[0]
+    wide = {"fc1_weight": (F, C), "gate_weight": (F, C), "fc2_weight": (C, F), "fc1_bias": (F,), "gate_bias": (F,)}
+    for name, tensor in parameters.items():
         check_type(name, tensor, Tensor, type(None))
+        shape = wide.get(name, (C,))
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} for x of width {C}, got {tuple(tensor.shape)}")
 

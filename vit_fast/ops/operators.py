@@ -207,14 +207,18 @@ def _refuse_forward_mode(what: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-@constant_to_compiler
 def in_transform() -> bool:
-    """True inside grad, vjp, jvp or vmap of torch.func or a forward-mode level; torch.compile guards both stacks."""
-    if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
+    """True inside grad, vjp, jvp or vmap of torch.func or a forward-mode level; torch.compile guards both."""
+    return forward_ad._current_level >= 0 or _in_torch_func()
+
+
+@constant_to_compiler
+def _in_torch_func() -> bool:
+    """True inside a transform of torch.func but functionalize, which runs custom operators like others."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
         return False
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    functionalize = torch._C._functorch.TransformType.Functionalize  # runs custom operators like others
-    return forward_ad._current_level >= 0 or any(level.key() != functionalize for level in levels)
+    functionalize = torch._C._functorch.TransformType.Functionalize
+    return any(level.key() != functionalize for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

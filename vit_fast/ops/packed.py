@@ -87,7 +87,7 @@ class PackedLinear:
         pack = torch.ops.mkl._mkl_reorder_linear_weight if by_mkl else torch.ops.mkldnn._reorder_linear_weight
         self._weight = pack(weight.contiguous(), ROWS)
         self._shape_only = weight.new_empty(()).expand(weight.shape) if by_mkl else None
-        self.inputs, self.bytes = inputs, weight.numel() * weight.element_size()
+        self.inputs = inputs
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self._shape_only is not None:
@@ -145,11 +145,6 @@ class Packed(Frozen):
     def linears(self) -> list[PackedLinear]:
         """The linear layers that are present, in order."""
         return [step for step in self._steps if isinstance(step, PackedLinear)]
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the packed weights."""
-        return sum(layer.bytes for layer in self.linears())
 
     def make(self) -> None:
         """Packs the current weights."""

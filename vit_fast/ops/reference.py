@@ -73,6 +73,8 @@ def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tens
             normalise(x.flatten(start), norm).view(x.shape).to(qkv.dtype)
             for x, norm in zip(qk.unbind(2), (qk_norm.q, qk_norm.k))
         ]
+        if rope is None:
+            return torch.stack((*normed, qkv[:, :, 2]), 2)
         qk = torch.stack(normed, 2)
     if rope is not None:
         cos, sin = (table.transpose(1, 2).unsqueeze(2) for table in (rope.cos, rope.sin))

@@ -210,11 +210,6 @@ class _Batches(ImageTower):
             )
         return Call([1] * len(images), [1] * len(images), images)
 
-    def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
-        outputs = self.tower(buffers["images"])
-        _require_images_first(outputs, len(buffers["images"]))
-        return outputs
-
     def eager(self, images: Tensor) -> Any:
         return self.tower(images)
 
@@ -255,11 +250,3 @@ def _fit_tower(model: nn.Module) -> PackedTower:
     if reasons:
         raise UnsupportedInputError("GraphRunner with budgets", reasons[:3])
     return tower
-
-
-def _require_images_first(outputs: Any, batch: int) -> None:
-    """Raises UnsupportedInputError unless the first axis of each output is the batch."""
-    shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    if wrong := [shape for shape in shapes if shape[:1] != (batch,)]:
-        reason = f"the first axis of each output must be the batch, got {wrong[0]} for {batch} images"
-        raise UnsupportedInputError("GraphRunner", [reason])
