@@ -51,7 +51,7 @@ SHALLOW = ("num_hidden_layers", "depth")
 
 
 class Row(NamedTuple):
-    """A row of the table: the module of a class in its library, its name, the tested model, and the result."""
+    """A row of the table: the module of a class, its name, the tested model, and the result of `fuse`."""
 
     where: str
     name: str

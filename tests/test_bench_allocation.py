@@ -34,7 +34,7 @@ TWO_CORES |= {"matmul_TFLOP_per_s": {"fp32": 0.2, "bf16": 0.45}}
 
 @pytest.fixture
 def default(monkeypatch: pytest.MonkeyPatch) -> Configuration:
-    """Returns the configuration of `vit-fast bench` without arguments, on two cores with bf16 and all peers."""
+    """Returns the configuration without arguments, on two cores with bf16 and with every peer installed."""
     monkeypatch.setattr("vit_fast.benchmarks.configuration.has_bf16", lambda: True)
     monkeypatch.setattr("vit_fast.measure.candidate.Candidate.missing_packages", lambda _: [])
     return make_configuration(device="cpu")

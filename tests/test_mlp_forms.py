@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import mlp_support as support
 import pytest
 import torch
 from hypothesis import given
@@ -20,8 +19,6 @@ from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands
 from vit_fast.kernels.matmul.matmul_policy import is_usable
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
 from vit_fast.ops.reference import ACTIVATIONS
-
-support.make_bf16_exact()
 
 GATED: dict[str, Any] = {"gated": True, "activation": "silu"}
 FORMS: dict[str, dict[str, Any]] = {

@@ -72,7 +72,7 @@ def _statements(tree: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
 
 
 def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Returns the modules that remain after repeatedly removing those without imports and those never imported."""
+    """Returns what remains after repeatedly removing modules without imports and those that nothing imports."""
     graph = {module: set(imported) for module, imported in graph.items()}
     while True:
         imported = set().union(*graph.values())
