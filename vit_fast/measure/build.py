@@ -124,7 +124,7 @@ def _fuse_parts(work: nn.Module, candidate: Candidate) -> None:
     report = fuse(work, max(named))  # triton if it is among them, which raises an error if it is unavailable
     rows = [row for row in report.fused if candidate.backend_of(row.part) is not None]
     if not rows:
-        reasons = [f"{row.name}: {'; '.join(row.reasons)}" for row in report.left[:3]]
+        reasons = [f"{row.name}: {'; '.join(row.reasons)}" for row in report.skipped[:3]]
         raise UnsupportedInputError(candidate.name, reasons or ["vit_fast.fuse supports nothing in the model"])
     for row in rows:
         module: Any = work.get_submodule(row.name)

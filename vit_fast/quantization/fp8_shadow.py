@@ -100,7 +100,7 @@ def simulate(shadow: nn.Module) -> tuple[list[Simulated], dict[str, str]]:
         block.__dict__.pop("vit_fast_parts", None)
         block._modules.pop(PLACE, None)
         parts = parts_of(block)
-        if reasons := left_reasons(parts):
+        if reasons := unsupported_reasons(parts):
             left[name] = "; ".join(reasons)
         else:
             parts.fp8 = Simulated(name, parts, linears_of(parts, names))
@@ -108,7 +108,7 @@ def simulate(shadow: nn.Module) -> tuple[list[Simulated], dict[str, str]]:
     return found, left
 
 
-def left_reasons(parts: BlockParts) -> list[str]:
+def unsupported_reasons(parts: BlockParts) -> list[str]:
     """Returns the reasons why the kernels cannot run a block as a whole on any device."""
     inside = parts.mlp is not None and parts.mlp.inner_norm is not None
     if runs_whole(parts) and not inside:
