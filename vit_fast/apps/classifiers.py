@@ -32,12 +32,12 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
 
     Args:
         weights: A weights file, a folder, or a Hugging Face Hub id.
-        model_name: Variant of weights without a config.
+        model_name: The variant, for weights without a config.
         backend: See create_model.
         device: "auto", or a device of torch.
     Raises:
-        ValueError: the weights have no config and no model is named, the model has no head or does not pool, or the
-            device does not exist.
+        ValueError: weights have no config and no model is named, the model has no head or does not pool, or there is
+            no such device.
     """
     if model_name is not None:
         model = create_model(model_name, weights=weights, backend=backend)

@@ -150,11 +150,11 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
 
     Args:
         source: The images.
-        model: Model that defines size and preprocessing.
-        augment: True crops and mirrors photos at random like torchvision's RandomResizedCrop: 35 to 100 percent of the
-            area, 3:4 to 4:3. Small images are shifted by up to an eighth of the side, and mirrored if that shows the
-            same class.
-        seed: Seed of the augmentation.
+        model: Defines size and preprocessing.
+        augment: Photographs are cropped and mirrored at random as by torchvision's RandomResizedCrop: 35 to 100 percent
+            of the area, 3:4 to 4:3. Small images are shifted by up to an eighth of the side, and mirrored if that
+            shows the same class.
+        seed: Of the augmentation.
     """
 
     def __init__(

@@ -110,8 +110,8 @@ class Trainer:
         """Measures held-out images, with the averaged weights if there are any.
 
         Args:
-            batches: Images and labels; every process must have the same number of batches.
-            own: Number of these images that count; the others keep the processes in step.
+            batches: Images and labels, as many batches in each process.
+            own: Number of images to count; the others only keep the processes together.
         """
         self.model.eval()
         device = self.parameters[0].device
