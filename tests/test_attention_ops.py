@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vit_fast import ops
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.ops.attention_op import unsupported_reasons
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -26,17 +25,6 @@ def _separate() -> tuple[Tensor, Tensor, Tensor]:
     q = torch.randn(2, 2, 5, 32, device=DEVICE)
     k, v = torch.randn(2, 2, 2, 9, 32, device=DEVICE)
     return q, k, v
-
-
-def test_the_choice_of_a_backend_compiles_whole() -> None:
-    """What runs before the operator may not break the graph either: availability is a constant to the compiler."""
-
-    def function(q: Tensor) -> Tensor:
-        return q if unsupported_reasons(q, q, q, 0.25) else q + 1
-
-    q, _, _ = _separate()
-    compiled = torch.compile(function, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(q), q + 1)
 
 
 def test_every_reason_is_listed() -> None:

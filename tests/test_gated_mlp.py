@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from kernel_support import DEVICE
 from timm.layers import GluMlp, RmsNorm, SwiGLU, SwiGLUPacked
-from torch import Tensor, nn
+from torch import nn
 
 from vit_fast.ops import Norm, layer_norm_mlp
 
@@ -16,64 +17,49 @@ BACKENDS = ("eager", "sdpa", "triton")
 C, HIDDEN = 24, 16
 
 
-def _tokens() -> Tensor:
-    return torch.randn(2, 5, C, device=DEVICE)
+def _apart(mlp: Any) -> dict[str, Any]:
+    return {
+        "fc1_weight": mlp.fc1_x.weight, "fc1_bias": mlp.fc1_x.bias, "gate_weight": mlp.fc1_g.weight,
+        "gate_bias": mlp.fc1_g.bias,
+    }  # fmt: skip
 
 
-def _check(backend: str, x: Tensor, norm: Any, mlp: nn.Module, **choices: Any) -> None:
-    """norm and mlp one after another are layer_norm_mlp of these choices, which say where gate and fc1 lie."""
-    for parameter in (*norm.parameters(), *mlp.parameters()):
-        nn.init.normal_(parameter, std=0.3)
-    given = {name: value() if callable(value) else value for name, value in choices.items()}
-    kind = "rms_norm" if isinstance(norm, RmsNorm) else "layer_norm"
-    found = layer_norm_mlp(
-        x, norm.weight, getattr(norm, "bias", None), given.pop("fc1_weight"), given.pop("fc1_bias"), mlp.fc2.weight,
-        mlp.fc2.bias, eps=norm.eps, norm=kind, residual=False, backend=backend, **given,
-    )  # fmt: skip
-    torch.testing.assert_close(found, mlp(norm(x)))
+def _halves(mlp: Any, first: str, second: str) -> dict[str, Any]:
+    biases = (None, None) if mlp.fc1.bias is None else mlp.fc1.bias.detach().chunk(2)
+    weights = mlp.fc1.weight.detach().chunk(2)
+    return {f"{first}_weight": weights[0], f"{second}_weight": weights[1], f"{first}_bias": biases[0],
+            f"{second}_bias": biases[1]}  # fmt: skip
 
 
+# timm's MLP, its gate and fc1 as layer_norm_mlp takes them, its activation.
+MLPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], dict[str, Any]], str]] = {
+    "two linear layers": (lambda: SwiGLU(C, HIDDEN), _apart, "silu"),
+    "a norm inside": (lambda: SwiGLU(C, HIDDEN, norm_layer=nn.LayerNorm), _apart, "silu"),
+    "packed": (lambda: SwiGLUPacked(C, 2 * HIDDEN), lambda mlp: _halves(mlp, "gate", "fc1"), "silu"),
+    "no bias": (lambda: SwiGLUPacked(C, 2 * HIDDEN, bias=False), lambda mlp: _halves(mlp, "gate", "fc1"), "silu"),
+    "gate last": (lambda: GluMlp(C, 2 * HIDDEN, act_layer=nn.GELU), lambda mlp: _halves(mlp, "fc1", "gate"), "gelu"),
+}
+
+
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("norm", [nn.LayerNorm, RmsNorm])
-def test_two_linear_layers_are_timms_swiglu(backend: str, norm: type[nn.Module]) -> None:
-    mlp = SwiGLU(C, HIDDEN).to(DEVICE)
-    _check(
-        backend, _tokens(), norm(C, eps=1e-4).to(DEVICE), mlp, activation="silu", fc1_weight=mlp.fc1_x.weight,
-        fc1_bias=mlp.fc1_x.bias, gate_weight=mlp.fc1_g.weight, gate_bias=mlp.fc1_g.bias,
+@pytest.mark.parametrize("name", MLPS)
+def test_a_gated_mlp_is_timms(name: str, norm: Any, backend: str) -> None:
+    make, weights, activation = MLPS[name]
+    before, mlp = norm(C, eps=1e-4).to(DEVICE), make().to(DEVICE)
+    for parameter in (*before.parameters(), *mlp.parameters()):
+        nn.init.normal_(parameter, std=0.3)
+    inner = None
+    if name == "a norm inside":
+        inner = Norm(mlp.norm.weight, mlp.norm.bias, mlp.norm.eps)
+    x = torch.randn(2, 5, C, device=DEVICE)
+    found = layer_norm_mlp(
+        x, before.weight, getattr(before, "bias", None), fc2_weight=mlp.fc2.weight, fc2_bias=mlp.fc2.bias,
+        **weights(mlp), eps=1e-4, norm="rms_norm" if norm is RmsNorm else "layer_norm", activation=activation,
+        residual=False, inner_norm=inner, backend=backend,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_norm_of_the_hidden_layer_is_that_of_eva02(backend: str) -> None:
-    mlp = SwiGLU(C, HIDDEN, norm_layer=nn.LayerNorm).to(DEVICE)
-    _check(
-        backend, _tokens(), nn.LayerNorm(C).to(DEVICE), mlp, activation="silu", fc1_weight=mlp.fc1_x.weight,
-        fc1_bias=mlp.fc1_x.bias, gate_weight=mlp.fc1_g.weight, gate_bias=mlp.fc1_g.bias,
-        inner_norm=lambda: Norm(mlp.norm.weight, mlp.norm.bias, mlp.norm.eps),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bias", [True, False])
-def test_halves_of_a_packed_layer_are_timms_glu(backend: str, bias: bool) -> None:
-    mlp = SwiGLUPacked(C, 2 * HIDDEN, bias=bias).to(DEVICE)
-    halves = dict(zip(("gate_weight", "fc1_weight"), mlp.fc1.weight.detach().chunk(2)))
-    biases = mlp.fc1.bias.detach().chunk(2) if bias else (None, None)
-    halves |= dict(zip(("gate_bias", "fc1_bias"), biases))
-    _check(backend, _tokens(), nn.LayerNorm(C).to(DEVICE), mlp, activation="silu", **halves)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gate_in_the_second_half(backend: str) -> None:
-    mlp = GluMlp(C, 2 * HIDDEN, act_layer=nn.GELU).to(DEVICE)
-    halves = dict(zip(("fc1_weight", "gate_weight"), mlp.fc1.weight.detach().chunk(2)))
-    halves |= dict(zip(("fc1_bias", "gate_bias"), mlp.fc1.bias.detach().chunk(2)))
-    _check(backend, _tokens(), nn.LayerNorm(C).to(DEVICE), mlp, **halves)
-
-
-def _call(**choices: Any) -> Tensor:
-    arguments = [torch.zeros(2, C), None, None, torch.zeros(HIDDEN, C), None, torch.zeros(C, HIDDEN), None]
-    return layer_norm_mlp(*arguments, **{"backend": "eager", **choices})
+    torch.testing.assert_close(found, mlp(before(x)))
 
 
 @pytest.mark.parametrize(
@@ -83,16 +69,11 @@ def _call(**choices: Any) -> Tensor:
         ({"gate_weight": torch.zeros(C, C)}, r"gate_weight must have shape \(16, 24\) .*, got \(24, 24\)"),
         ({"gate_bias": torch.zeros(HIDDEN)}, "gate_bias must be None without gate_weight"),
         ({"inner_norm": Norm(torch.ones(C))}, r"inner_norm\.weight must have shape \(16,\), got \(24,\)"),
+        ({"norm": "rms_norm", "norm_bias": torch.zeros(C)}, "bias must be None for 'rms_norm'"),
     ],
 )
 def test_refusals(choices: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = dict.fromkeys(("norm_weight", "norm_bias", "fc1_bias", "fc2_bias"))
+    arguments |= {"x": torch.zeros(2, C), "fc1_weight": torch.zeros(HIDDEN, C), "fc2_weight": torch.zeros(C, HIDDEN)}
     with pytest.raises(ValueError, match=message):
-        _call(**choices)
-
-
-def test_an_rms_norm_has_no_bias() -> None:
-    with pytest.raises(ValueError, match="bias must be None for 'rms_norm'"):
-        layer_norm_mlp(
-            torch.zeros(2, C), None, torch.zeros(C), torch.zeros(HIDDEN, C), None, torch.zeros(C, HIDDEN), None,
-            norm="rms_norm", backend="eager",
-        )  # fmt: skip
+        layer_norm_mlp(**arguments | choices, backend="eager")
