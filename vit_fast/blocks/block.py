@@ -96,7 +96,7 @@ def runs_whole(parts: BlockParts, backend: str | None = None) -> bool:
     if attention is None or mlp is None or attention.norm.kind != mlp.norm.kind:
         return False
     if backend is not None:
-        emulated = parts.fp8 is not None and parts.fp8.simulated  # which any device can do
+        emulated = parts.fp8 is not None and parts.fp8.emulated  # which any device can do
         if attention.module.vit_fast_backend != backend or (backend != "triton" and not emulated):
             return False
     return not (is_exporting() or drops(attention.dropouts) or drops(mlp.dropouts))

@@ -43,7 +43,7 @@ class Fp8Scales(nn.Module):
         active: True if the block runs in e4m3; set by `vit_fast.fuse`.
     """
 
-    simulated = False
+    emulated = False
 
     qkv: Tensor
     proj: Tensor
