@@ -277,10 +277,10 @@ def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
 
 
 def _requirements(operands: Operands, epilogue: str) -> tuple[int, int, int]:
-    """Returns the fewest columns and the most elements of a tile, and the columns of a piece that must be one head.
+    """Returns the fewest columns of a tile, for whole pieces of statistics, its most elements, and the columns of a
+    piece if that is a head, else 0.
 
-    The first is for whole pieces of LayerNorm statistics; the last is 0 without head norms. Tiles larger than 128 x 128
-    spill behind a norm of the hidden layer, and in the backward through it.
+    Behind a norm of the hidden layer, forward and backward, larger tiles than 128 x 128 spill.
     """
     narrowest = 0 if operands.out_part is None else 2 * PIECE if epilogue == "gated" else PIECE
     behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
