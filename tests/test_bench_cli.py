@@ -29,28 +29,28 @@ def vit_fast(*arguments: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("photographs")
+def image_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("image_files")
     for number, size in enumerate([(64, 48), (50, 90)]):
         Image.effect_noise(size, 80).convert("RGB").save(folder / f"{number}.png")
     return folder
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory, photographs: Path) -> dict:
+def record(tmp_path_factory: pytest.TempPathFactory, image_files: Path) -> dict:
     """A record that the command wrote, of real files."""
     folder = tmp_path_factory.mktemp("out") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(machine.MATMUL_SIZE, "cpu", 64)
         patch.setitem(machine.COPY_BYTES, "cpu", 2**16)
-        status = vit_fast("bench", str(photographs), *SMALL, "--candidates", "eager,sdpa,timm", "--out", str(folder))
+        status = vit_fast("bench", str(image_files), *SMALL, "--candidates", "eager,sdpa,timm", "--out", str(folder))
     assert status == 0
     return records.read_record(folder)
 
 
-def test_a_run_prints_a_table_and_writes_record_table_and_plot(tmp_path: Path, photographs: Path, capsys) -> None:
+def test_a_run_prints_a_table_and_writes_record_table_and_plot(tmp_path: Path, image_files: Path, capsys) -> None:
     folder = tmp_path / "deep" / "run"
-    status = vit_fast("bench", str(photographs), *SMALL, "--candidates", "eager,timm", "--out", str(folder))
+    status = vit_fast("bench", str(image_files), *SMALL, "--candidates", "eager,timm", "--out", str(folder))
     printed = capsys.readouterr().out
     record = records.read_record(folder)
     assert status == 0
@@ -184,7 +184,7 @@ def test_a_run_of_another_version_is_not_resumed(header, message: str, tmp_path:
     assert message in error and error.count("\n") == 1
 
 
-def test_an_interrupted_run_is_written_and_can_go_on(tmp_path: Path, photographs: Path, capsys, monkeypatch) -> None:
+def test_an_interrupted_run_is_written_and_can_go_on(tmp_path: Path, image_files: Path, capsys, monkeypatch) -> None:
     """Interrupted before anything is timed; resumed by the folder that it named."""
     folder, timed = tmp_path / "run", runner.time_interleaved
 
@@ -192,7 +192,7 @@ def test_an_interrupted_run_is_written_and_can_go_on(tmp_path: Path, photographs
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "time_interleaved", press)
-    arguments = ("bench", str(photographs), *SMALL, "--candidates", "eager,sdpa", "--out", str(folder))
+    arguments = ("bench", str(image_files), *SMALL, "--candidates", "eager,sdpa", "--out", str(folder))
     assert vit_fast(*arguments) == 130
     assert f"--resume {folder}" in capsys.readouterr().out
     assert {row["status"] for row in records.read_record(folder)["rows"]} == {"interrupted"}

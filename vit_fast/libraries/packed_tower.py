@@ -296,7 +296,7 @@ def upload(buffer: Tensor, values: Tensor, rest: int | float = 0) -> None:
 def rebuilt(outputs: Any, leaves: list[Any]) -> Any:
     """Returns outputs of the same structure with other leaves."""
     found = pytree.tree_unflatten(leaves, pytree.tree_structure(outputs))
-    if isinstance(outputs, OrderedDict):  # of transformers: built anew, it has the order of its fields
+    if isinstance(outputs, OrderedDict):  # of transformers: build a new one, it has the order of its fields
         for name in outputs:
             found.move_to_end(name)
     return found
