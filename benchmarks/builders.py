@@ -33,7 +33,7 @@ from .models import Model, OutputOf, Task
 
 # The allowed error of lower precision as a share of the largest output; the accuracy rule is for full precision.
 LOSSY_TOLERANCE = 0.35
-MOST_FILES = 4  # exported files that are kept for further batch sizes
+MOST_FILES = 4  # exported files that are cached for further batch sizes
 
 Function = Callable[[Tensor], Tensor]
 

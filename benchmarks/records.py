@@ -99,7 +99,11 @@ class Journal:
         try:
             entries = [(line["kind"], line["value"]) for line in map(json.loads, text.splitlines())]
             header = entries[0][1]
-            found = header["format"] if isinstance(header["request"], dict) and header["machine"] else None
+            found = (
+                header["format"]
+                if isinstance(header["request"], dict) and isinstance(header["machine"], dict)
+                else None
+            )
         except (ValueError, LookupError, TypeError):
             found = None
         if found != FORMAT:

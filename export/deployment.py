@@ -71,6 +71,7 @@ def write_triton_repository(
     """
     check_type("model_path", model_path, str, Path)
     check_type("repository", repository, str, Path)
+    check_type("name", name, str, type(None))
     model_path, repository = Path(model_path), Path(repository)
     name = name or model_path.stem
     check_integer("max_batch", max_batch, 1)

@@ -115,6 +115,8 @@ def export_onnx(
         raise UnsupportedInputError("export of a model in FP8", [reason])
     vit = recognise(model)
     _complete(vit, options, data_config, class_names)
+    for name, place in (("calibration_cache", calibration_cache), ("validation", validation)):
+        check_type(name, place, str, Path, type(None))
     cache = None if calibration_cache is None else Path(calibration_cache)
     measured, verified, whole = _images(options, calibration, cache, images, verify)
     if verify:

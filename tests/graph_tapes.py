@@ -49,6 +49,7 @@ class Tape(NoHost):
             self.steps.append(again if "empty" not in func.name() else lambda kept=result: kept)
         return result
 
+    @torch.no_grad()
     def replay(self) -> None:
         self.replays += 1
         for step in self.steps:

@@ -130,7 +130,7 @@ def test_a_sequence_is_found_among_thousands() -> None:
     n_q=st.integers(1, 40),
     n_kv=st.integers(1, 150),
     head_dim=st.sampled_from((64, 72, 80, 128)),
-    dtype=st.sampled_from((torch.float16, torch.bfloat16)),
+    dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_drawn_masks(

@@ -191,7 +191,7 @@ def test_a_record_gives_the_hosts_time_in_a_column_of_its_own(gpu: Simulated) ->
     group = Group(*resolve("vit_test")(None), "fp32", 2, 2)
     asked = {"models": ["vit_test"], "batch_sizes": [2], "dtypes": ["fp32"], "candidates": ["sdpa"], "device": "cuda"}
     record = {
-        "plan": asked | {"images": ["grace_hopper.jpg"]},
+        "configuration": asked | {"images": ["grace_hopper.jpg"]},
         "rows": [],
         "ceilings": {},
         "controls": [],

@@ -133,6 +133,8 @@ def test_one_path_is_not_taken_for_its_letters(tmp_path: Path, monkeypatch: pyte
     for one in (".", tmp_path):
         with pytest.raises(TypeError, match=r"must be a list, got '.+'; pass \['.+'\]"):
             find_images(one)  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(TypeError, match="images must be"):
+        find_images([5])  # type: ignore[list-item]  # likewise
 
 
 def test_find_images_searches_folders_and_names_every_missing_path(tmp_path: Path) -> None:

@@ -126,7 +126,15 @@ def test_preprocessing_equals_pillow_to_one_grey_level(interpolation: Any, crop_
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"class_names": "0123456789"}, {"dynamic_batch": "no"}, {"preprocess": None}, {"external_data": 1}]
+    "wrong",
+    [
+        {"class_names": "0123456789"},
+        {"dynamic_batch": "no"},
+        {"preprocess": None},
+        {"external_data": 1},
+        {"validation": 5},
+        {"calibration_cache": 5},
+    ],
 )
 def test_arguments_of_other_types(wrong: dict[str, Any], model: nn.Module, tmp_path: Path) -> None:
     """A text is no list of names, and "no" is not False."""

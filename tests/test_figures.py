@@ -150,6 +150,8 @@ def test_blocks_and_heads_are_chosen(model) -> None:
     assert [axes.get_title() for axes in figure.axes] == ["block 0, head 1", "block 2, head 1"]
     with pytest.raises(ValueError, match="blocks must be -3 to 2, got 3"):
         figures.attention(model, blocks=[3])
+    with pytest.raises(ValueError, match="blocks must be -3 to 2, got a"):
+        figures.attention(model, blocks="a")
     with pytest.raises(ValueError, match=r"heads must be 0 to \d+, got 9"):
         figures.attention(model, heads=[9])
     for nothing in ({"blocks": []}, {"heads": []}):

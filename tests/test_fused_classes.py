@@ -23,7 +23,13 @@ def test_a_class_of_timm_is_as_the_table_says(where: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("folder", "name"),
-    [("dinov3_vit", "DINOv3ViTModel"), ("aimv2", "Aimv2VisionModel"), ("swin", "SwinModel"), ("vilt", "ViltModel")],
+    [
+        ("dinov3_vit", "DINOv3ViTModel"),
+        ("aimv2", "Aimv2VisionModel"),
+        ("swin", "SwinModel"),
+        ("vilt", "ViltModel"),
+        ("qwen3_vl", "Qwen3VLVisionModel"),
+    ],
 )
 def test_a_class_of_transformers_is_as_the_table_says(folder: str, name: str) -> None:
     cls = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)

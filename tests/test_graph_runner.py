@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import os
+from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 import torch
-from graph_tapes import install
 from kernel_support import DEVICE
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -29,7 +32,11 @@ CALLS: tuple[Sizes, ...] = (
 )
 
 
-def build(family: Family, backend: str = "sdpa") -> tuple[nn.Module, nn.Module]:
+BACKEND = "sdpa" if DEVICE.type == "cpu" else "triton"  # sdpa reads lengths on the host: no graph; triton uses TF32
+CLOSE = {"rtol": 1e-4, "atol": 2e-5} if DEVICE.type == "cpu" else {"rtol": 3e-2, "atol": 3e-2}
+
+
+def build(family: Family, backend: str = BACKEND) -> tuple[nn.Module, nn.Module]:
     """A fused tower, and the same as its library made it."""
     tower = family.build().eval()
     plain = copy.deepcopy(tower)
@@ -38,7 +45,7 @@ def build(family: Family, backend: str = "sdpa") -> tuple[nn.Module, nn.Module]:
 
 
 def assert_equal(found: Any, expected: Any, **tolerance: float) -> None:
-    tolerance = tolerance or {"rtol": 1e-4, "atol": 2e-5}
+    tolerance = tolerance or CLOSE
     for one, other in zip(found, expected, strict=True):
         if isinstance(other, Tensor):
             torch.testing.assert_close(one, other, **tolerance)
@@ -104,33 +111,6 @@ def test_padding_never_reaches_a_token(name: str) -> None:
             if buffer.is_floating_point():
                 buffer[(2 if name == "internvl" else sum(call.lengths)) :] = math.nan
     assert_equal(family.real(runner(**inputs), MIXED[:2]), expected, rtol=0, atol=0)
-
-
-@pytest.mark.fast_cases("qwen2_5_vl-32")
-@pytest.mark.parametrize("budget", [32, 64])
-@pytest.mark.parametrize("name", EVERY_CODE)
-def test_a_capture_is_replayed_with_other_images(name: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches are recorded once a budget; replays run no code of the tower."""
-    pytest.importorskip("triton", reason="the kernels need triton")
-    tapes = install(monkeypatch)
-    family = FAMILIES[name]
-    tower, plain = build(family, "triton")
-    runner = vit_fast.GraphRunner(tower, budgets=(budget,), max_images=4)
-    assert runner.captured and not tapes
-    first, *others = CALLS[:4] if budget == 64 else (((2, 4), (2, 2)), ((4, 4),))
-    for sizes in (first, *others):
-        compare(family, runner, plain, sizes)
-    (tape,) = tapes
-    assert tape.launches >= 10 and tape.replays > len(others)
-    assert runner.stats().graphs == 1 and runner.stats().hits == {budget: tape.replays}
-    with torch.no_grad():
-        for model in (tower, plain):
-            for parameter in model.parameters():
-                parameter.mul_(0.9)
-    compare(family, runner, plain, first)
-    if budget == 64 and "naflexvit" not in name:
-        compare(family, runner, plain, first, output_hidden_states=True)
-        assert len(tapes) == 2
 
 
 def test_what_changed_after_the_capture_is_an_error() -> None:
@@ -225,3 +205,49 @@ def test_budgets_are_suggested_for_sizes() -> None:
     for wrong, message in (([], "at least one image"), ([(3,)], "got \\(3,\\)"), ([(0, 3)], "got \\(0, 3\\)")):
         with pytest.raises(ValueError, match=message):
             vit_fast.budgets_for(wrong)
+
+
+_GRAPH_COUNTS = """
+import json
+import pytest
+import torch
+import tower_calls
+import vit_fast
+from graph_tapes import install
+from vit_fast.kernels.inspect import stand_in_driver
+driver = stand_in_driver.install("sm_90")
+tapes = install(pytest.MonkeyPatch())
+found = {}
+for name in ("qwen2_5_vl", "pixtral", "siglip2", "naflexvit, mixed"):
+    family = tower_calls.FAMILIES[name]
+    tower = family.build().bfloat16().eval()
+    vit_fast.fuse(tower, "triton")
+    runner = vit_fast.GraphRunner(tower, budgets=(64,))
+    made = []
+    for sizes in (tower_calls.MIXED, ((2, 4),), tower_calls.MIXED[:2]):
+        inputs = family.call(sizes)
+        for key, value in (inputs["x"] if "x" in inputs else inputs).items():
+            if value.is_floating_point():
+                (inputs["x"] if "x" in inputs else inputs)[key] = value.bfloat16()
+        runner(**inputs)
+        before = driver.counters().launches
+        tapes[-1].replay()
+        made.append(driver.counters().launches - before)
+    found[name] = [made, tapes[-1].launches, runner.stats().graphs]
+print(json.dumps([found, driver.violations()]))
+"""
+
+
+@pytest.mark.slow
+def test_a_graph_of_a_tower_repeats_the_launches_of_its_capture(tmp_path: Path) -> None:
+    """Five or six launches a block and one before the first, whatever images are replayed."""
+    own = children.environment(str(tmp_path))
+    path = os.pathsep.join([own["PYTHONPATH"], str(Path(__file__).parent)])
+    found, violations = json.loads(
+        children.run_python(["-c", _GRAPH_COUNTS], own | {"PYTHONPATH": path, "VIT_FAST_EXECUTE": "sm_90"})
+    )
+    assert violations == []
+    assert {name: launches for name, (_, launches, _) in found.items()} == {
+        "qwen2_5_vl": 11, "pixtral": 11, "siglip2": 11, "naflexvit, mixed": 13,
+    }  # fmt: skip
+    assert all(made == [launches] * 3 and graphs == 1 for made, launches, graphs in found.values())

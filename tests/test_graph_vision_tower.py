@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_support import DEVICE
 from packed_towers import ENCODER, QWEN
 from torch import nn
 
@@ -25,7 +24,7 @@ Inputs = dict[str, Any]
 
 
 def prompt(*tokens: int) -> Inputs:
-    ids = torch.tensor([[1, *tokens, 5]], device=DEVICE)
+    ids = torch.tensor([[1, *tokens, 5]])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
@@ -76,7 +75,7 @@ def build(name: str) -> tuple[Any, Inputs]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.3 if parameter.dim() == 1 else 0, 0.3)
-    return model.to(DEVICE).eval(), {key: value.to(DEVICE) for key, value in inputs.items()}
+    return model.eval(), inputs
 
 
 def generated(model: Any, inputs: Inputs) -> list[int]:

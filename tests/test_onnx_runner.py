@@ -65,6 +65,8 @@ def test_pixels(exported: Any, model: Any) -> None:
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-12)
     for file in ("pixels", "plain"):
         assert OnnxRunner(exported(file), "cpu").probabilities([]).shape == (0, 10)
+        with pytest.raises(TypeError, match="images must be"):
+            OnnxRunner(exported(file), "cpu").probabilities([default_photograph()])
     with pytest.raises(ValueError, match=r"dtype must be uint8, got float32"):
         runner(np.zeros((1, 32, 32, 3), np.float32))
 
@@ -77,6 +79,8 @@ def test_pixels(exported: Any, model: Any) -> None:
         (np.zeros((3, 32, 32), np.float32), r"shape must be .*, got \(3, 32, 32\)"),
         (np.zeros((1, 3, 32, 32), np.float64), "dtype must be float32, got float64"),
         (torch.zeros(1, 3, 32, 32, dtype=torch.bfloat16), "dtype must be float32, got bfloat16"),
+        (torch.zeros(1, 3, 32, 32, device="meta"), "must be a dense tensor with values, got .* on meta"),
+        (torch.zeros(1, 3, 32, 32).to_sparse(), "must be a dense tensor with values, got torch.sparse_coo"),
     ],
 )
 def test_wrong_images(exported: Any, images: Any, message: str) -> None:
@@ -147,6 +151,7 @@ def test_fp32_is_not_rounded_to_tf32(exported: Any, monkeypatch: pytest.MonkeyPa
         ({"image_hw": (0, 32)}, ValueError, r"image_hw must be .*, got \(0, 32\)"),
         ({"image_hw": 3.5}, ValueError, "image_hw must be .*, got 3.5"),
         ({"device": "cuda:²"}, ValueError, "device must be .*got 'cuda:²'"),
+        ({"threads": 10**6}, ValueError, "threads must be at most 1024, got 1000000"),
         ({"threads": True}, ValueError, "threads must be an integer >= 1, got True"),
         ({"class_names": "0123456789"}, TypeError, "class_names must be a list"),
         ({"output": "classes"}, ValueError, "output must be one of 'logits'.*got 'classes'"),

@@ -40,10 +40,12 @@ def test_truncated(folder: Path, tmp_path: Path, share: float) -> None:
 def test_foreign_and_missing(folder: Path, tmp_path: Path) -> None:
     shutil.copy(default_photograph(), tmp_path / "photo.onnx")
     (tmp_path / "text.onnx").write_text("not a model\n" * 100)
+    (tmp_path / "m.json").write_text("[" * 100_000)
     os.mkfifo(tmp_path / "pipe.onnx")
     for path, message in (
         (tmp_path / "photo.onnx", "not an ONNX"),
         (tmp_path / "text.onnx", "not an ONNX"),
+        (tmp_path / "m.json", "not an ONNX"),
         (tmp_path / "absent.onnx", "no such file"),
         (tmp_path, "is a folder"),
         (tmp_path / "pipe.onnx", "is no regular file"),  # which would be waited for

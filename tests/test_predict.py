@@ -97,6 +97,7 @@ def test_bad_input_ends_in_one_line_and_status_2(
 ) -> None:
     (tmp_path / "text.png").write_text("no image")
     (tmp_path / "three.txt").write_text("a\nb\nc\n")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "gap.json").write_text('{"0": "a", "2": "b"}')
     (tmp_path / "empty").mkdir()
     no_head = save(create_model("vit_test", num_classes=0), tmp_path / "features.safetensors")
@@ -117,6 +118,7 @@ def test_bad_input_ends_in_one_line_and_status_2(
         ((photo, "--weights", weights, "--top-k", "0"), "--top-k must be an integer >= 1, got 0"),
         ((photo, "--weights", weights, "--classes", tmp_path / "three.txt"), "got 3"),
         ((photo, "--weights", weights, "--classes", tmp_path / "gap.json"), "class names"),
+        ((photo, "--weights", weights, "--classes", tmp_path / "deep.json"), "class names"),
         ((photo, "--weights", weights, "--classes", tmp_path / "absent.txt"), "no such file"),
         ((photo, "--weights", weights, "--backend", "cuda"), "cuda"),
         ((photo, "--weights", "m.onnx", "--data-config", tmp_path / "absent.json"), "--data-config"),
@@ -141,7 +143,7 @@ def test_an_onnx_file_without_its_packages(
 
 def test_the_device_is_chosen(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(_json(capsys, default_photograph(), "--weights", weights, "--device", "cpu")) == 1
-    for device in ("tpu", "cuda:99"):
+    for device in ("tpu", "cuda:99", "meta"):
         assert _run(default_photograph(), "--weights", weights, "--device", device) == 2
         captured = capsys.readouterr()
         assert f"--device {device}" in captured.err and captured.err.count("\n") == 1

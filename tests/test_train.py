@@ -253,6 +253,8 @@ def test_what_cannot_go_on_says_so(folder: Path, tmp_path: Path) -> None:
         train(small_model(global_pool=""), data, tmp_path / "new", settings())
     with pytest.raises(ValueError, match="got 10 and 2"):
         train(small_model(num_classes=10), data, tmp_path / "new", settings())
+    with pytest.raises(ValueError, match="workers must be an integer >= 0, got -1"):
+        train(small_model(), data, tmp_path / "new", settings(), workers=-1)
     with pytest.raises(ValueError, match=r"accumulation=3, got 8"):
         train(small_model(), data, tmp_path / "new", settings(accumulation=3))
     for path in (folder / "along", tmp_path / "absent"):
@@ -307,6 +309,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(
         ("label_smoothing", 1.0), ("ema_decay", 1.0), ("mixup", -0.1), ("max_grad_norm", float("inf")),
         ("patience", -1), ("schedule", "linear"), ("lr", 0.0), ("weight_decay", -1.0),
         ("warmup_epochs", float("nan")), ("dtype", "int8"), ("epochs", 1.5), ("augment", "maybe"), ("seed", 0.5),
+        ("seed", 2**63),
     ],
 )  # fmt: skip
 def test_bad_fields_are_named(field: str, value: object) -> None:

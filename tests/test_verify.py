@@ -61,3 +61,12 @@ def test_an_operator_that_raises_is_a_failed_row(monkeypatch: pytest.MonkeyPatch
 
 def test_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("verify", "--backend", "cuda") == 2 and "backend must be one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "message"),
+    [([], "cpu", "backends must contain at least one"), (["sdpa"], "tpu", "device must be"), (["x"], "cpu", "backend")],
+)
+def test_what_is_not_there_does_not_pass(backends: list[str], device: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        verify.verify(backends, device)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 import vit_fast
@@ -23,7 +23,14 @@ from vit_fast.weights.hub import open_source
 
 
 def _state() -> dict[str, Tensor]:
-    return {name: torch.randn_like(tensor) for name, tensor in create_model("vit_test").state_dict().items()}
+    """Random weights that bf16 can represent."""
+    state = create_model("vit_test").state_dict()
+    return {name: torch.randn_like(tensor).bfloat16().float() for name, tensor in state.items()}
+
+
+def _as_jax(tensor: Tensor) -> Any:
+    """Returns bfloat16 as numpy gets it from JAX."""
+    return tensor.bfloat16().view(torch.int16).numpy().view("V2")
 
 
 WRITERS: dict[str, Callable[[dict[str, Tensor], Path], None]] = {
@@ -32,6 +39,7 @@ WRITERS: dict[str, Callable[[dict[str, Tensor], Path], None]] = {
     ".pt": lambda state, path: torch.save({"model": state, "epoch": 3, "args": None}, path),
     ".bin": lambda state, path: torch.save({"state_dict": {f"module.{k}": v for k, v in state.items()}}, path),
     ".npz": lambda state, path: np.savez(path, **{name: tensor.numpy() for name, tensor in state.items()}),
+    ".bf16.npz": lambda state, path: np.savez(path, **{name: _as_jax(tensor) for name, tensor in state.items()}),
 }
 
 
@@ -105,15 +113,6 @@ def test_flipped_bytes_never_end_in_another_exception(suffix: str, tmp_path: Pat
         except WeightsError:
             refused += 1
     assert refused > 0
-
-
-def test_bfloat16_arrays_of_an_npz_are_read(tmp_path: Path) -> None:
-    state = {name: tensor.bfloat16() for name, tensor in _state().items()}
-    arrays = {name: tensor.view(torch.int16).numpy().view("V2") for name, tensor in state.items()}
-    np.savez(tmp_path / "weights.npz", **arrays)  # how JAX's bfloat16 arrives in numpy
-    model = create_model("vit_test", weights=tmp_path / "weights.npz")
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, state[name].float()), name
 
 
 def test_an_invalid_source_is_refused_with_what_it_must_be(tmp_path: Path) -> None:
@@ -224,7 +223,12 @@ def test_save_and_load_give_back_the_whole_model(tmp_path: Path) -> None:
     model.class_names = tuple(f"name {i} é" for i in range(10))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    again = load(save(model.bfloat16(), tmp_path / "model.safetensors"), backend="eager")
+    path = save(model.bfloat16(), tmp_path / "model.safetensors")
+    with safe_open(path, framework="pt") as file:
+        assert json.loads(file.metadata()["vit_fast"])["version"] == vit_fast.__version__
+    report = load_weights(vit_fast.VisionTransformer(model.config), path)
+    assert (report.layout, report.renamed) == ("vit-fast", [])
+    again = load(path, backend="eager")
     assert again.config == model.config
     assert again.data_config == model.data_config
     assert again.class_names == model.class_names
@@ -237,25 +241,15 @@ def test_save_and_load_give_back_the_whole_model(tmp_path: Path) -> None:
     assert torch.equal(again(images), model(images))
 
 
-def test_a_saved_file_says_what_made_it(tmp_path: Path) -> None:
-    from safetensors import safe_open
-
-    with safe_open(save(create_model("vit_test"), tmp_path / "m.safetensors"), framework="pt") as file:
-        description = json.loads(file.metadata()["vit_fast"])
-    assert description["version"] == vit_fast.__version__
-    assert description["config"]["embed_dim"] == 64
-    report = load_weights(create_model("vit_test"), tmp_path / "m.safetensors")
-    assert (report.layout, report.renamed) == ("vit-fast", [])
-
-
-@pytest.mark.parametrize("damage", [{"class_names": "0123456789"}, {"config": 1}, {"data_config": None}])
-def test_damaged_metadata_of_a_saved_file_is_refused(damage: dict[str, Any], tmp_path: Path) -> None:
+def test_damaged_metadata_of_a_saved_file_is_refused(tmp_path: Path) -> None:
     path = save(create_model("vit_test"), tmp_path / "m.safetensors")
     with safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["vit_fast"])
-    save_file(load_file(path), path, metadata={"vit_fast": json.dumps(metadata | damage)})
-    with pytest.raises(WeightsError, match="its vit-fast metadata cannot be read"):
-        load(path)
+    damaged = [metadata | damage for damage in ({"class_names": "0123456789"}, {"config": 1}, {"data_config": None})]
+    for text in ("{", "[" * 100_000, *map(json.dumps, damaged)):
+        save_file(_state(), path, metadata={"vit_fast": text})
+        with pytest.raises(WeightsError, match="its vit-fast metadata cannot be read"):
+            load(path)
 
 
 def test_saving_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,9 +274,6 @@ def test_save_and_load_refuse_what_they_cannot_do(tmp_path: Path) -> None:
     save_file(_state(), tmp_path / "foreign.safetensors")
     with pytest.raises(WeightsError, match="must have a config"):
         load(tmp_path / "foreign.safetensors")
-    save_file(_state(), tmp_path / "broken.safetensors", metadata={"vit_fast": "{"})
-    with pytest.raises(WeightsError, match="metadata"):
-        load(tmp_path / "broken.safetensors")
 
 
 def test_weights_whose_config_describes_a_larger_model_are_refused_before_it_is_built(tmp_path: Path) -> None:
@@ -298,14 +289,10 @@ def test_weights_whose_config_describes_a_larger_model_are_refused_before_it_is_
             load(tmp_path / "m.safetensors")
 
 
-def test_another_number_of_heads_is_refused_though_every_shape_fits(tmp_path: Path) -> None:
-    path = save(create_model("vit_test"), tmp_path / "two_heads.safetensors")
+def test_facts_that_no_shape_shows(tmp_path: Path) -> None:
+    path = save(create_model("vit_test", act_layer="relu"), tmp_path / "relu.safetensors")
     with pytest.raises(WeightsError, match="num_heads: the source has 2, the model 4"):
         create_model("vit_test", weights=path, num_heads=4)
-
-
-def test_another_activation_is_noted(tmp_path: Path) -> None:
-    path = save(create_model("vit_test", act_layer="relu"), tmp_path / "relu.safetensors")
     assert create_model("vit_test", weights=path).config.act_layer == "relu"
     report = load_weights(create_model("vit_test"), path)
     assert report.notes == ["act_layer: the source was made with 'relu', the model has 'gelu'"]

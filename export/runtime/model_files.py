@@ -27,7 +27,7 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
     if path.exists() and not path.is_file():  # reading a pipe would block
         raise ModelFileError(f"{path}: is {'a folder' if path.is_dir() else 'no regular file'}, not an ONNX file")
     try:
-        proto = onnx.load_model(path, load_external_data=False)
+        proto = onnx.load_model(path, format="protobuf", load_external_data=False)
     except FileNotFoundError:
         raise ModelFileError(f"{path}: no such file") from None
     except (DecodeError, ValueError, RuntimeError) as error:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MAX_BATCH = 64
+MAX_THREADS = 1024  # ONNX Runtime starts as many as it is told
 
 
 class OnnxRunner:
@@ -76,7 +77,7 @@ class OnnxRunner:
         kind, index = parse_device(device)
         check_integer("max_batch", max_batch, 1)
         if threads is not None:
-            check_integer("threads", threads, 1)
+            check_integer("threads", threads, 1, MAX_THREADS)
         self.path = Path(path)
         self.info: OnnxInfo = inspect_onnx(self.path)
         self._signature = read_signature(self.info)
@@ -126,6 +127,8 @@ class OnnxRunner:
         """
         if not isinstance(images, np.ndarray | Tensor):
             raise TypeError(f"images must be a numpy array or a torch tensor, got {type(images).__name__}")
+        if isinstance(images, Tensor) and (images.is_meta or images.layout != torch.strided):
+            raise ValueError(f"images must be a dense tensor with values, got {images.layout} on {images.device}")
         if self.takes_pixels and images.ndim == 3:
             images = images[None]
         self._signature.check(images)
@@ -155,6 +158,9 @@ class OnnxRunner:
 
     def prepare(self, image: Image.Image) -> np.ndarray:
         """Prepares an image for this file: uint8 pixels, or fp32 [channels, height, width] by data_config."""
+        from PIL import Image
+
+        check_type("images", image, Image.Image)
         if self.takes_pixels:
             pixels = np.asarray(image.convert("L" if self.in_chans == 1 else "RGB"), np.uint8)
             return pixels.reshape(image.height, image.width, self.in_chans)

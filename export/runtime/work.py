@@ -19,24 +19,24 @@ from vit_fast.work import Work, total
 
 from .model_files import read_proto
 
-# Where a product has its two operands.
+# Positions of the two operands of a product.
 _PRODUCTS = {
     "MatMul": (0, 1), "FusedMatMul": (0, 1), "MatMulInteger": (0, 1), "MatMulIntegerToFloat": (0, 1),
     "DynamicQuantizeMatMul": (0, 1), "QLinearMatMul": (0, 3), "Gemm": (0, 1), "FusedGemm": (0, 1), "QGemm": (0, 3),
     "Conv": (0, 1), "FusedConv": (0, 1), "ConvInteger": (0, 1), "QLinearConv": (0, 3),
 }  # fmt: skip
 _ATTENTION = ("MultiHeadAttention", "Attention")
-# Whose bias is another input of their own, or of what follows them.
+# Position of the bias, in the node itself or in the one behind it.
 _BIAS = {"Conv": 2, "FusedConv": 2, "QLinearConv": 8, "Gemm": 2, "FusedGemm": 2, "QGemm": 6}
 _BIAS_BEHIND = {"Add": (0, 1), "BiasGelu": (1,), "FastGelu": (1,), "SkipLayerNormalization": (4,)}
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Cast", "QuantizeLinear", "DequantizeLinear")
-# Of operators that are not ONNX's own, those without a product.
+# Operators of other domains without a product.
 _WITHOUT = (
     "SkipLayerNormalization", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "BiasGelu",
     "FastGelu", "Gelu", "QuickGelu", "BiasAdd", "BiasSoftmax", "QuantizeLinear", "DequantizeLinear", "QLinearAdd",
     "QLinearMul", "QLinearSoftmax", "QLinearSigmoid", "QLinearConcat", "RotaryEmbedding",
 )  # fmt: skip
-# Of ONNX's own, those that compute products in ways of their own, or run graphs.
+# ONNX operators that compute products in other ways, or run graphs.
 _OTHERS = ("Einsum", "ConvTranspose", "DeformConv", "RNN", "GRU", "LSTM", "If", "Loop", "Scan", "SequenceMap")
 _NARROW = {
     TensorProto.INT8: "int8", TensorProto.UINT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8", TensorProto.FLOAT16: "fp16",
@@ -45,18 +45,18 @@ _NARROW = {
 
 
 class UncountedError(ValueError):
-    """A file holds something whose operations no formula here tells."""
+    """A file contains an operator whose operations cannot be counted."""
 
 
 def count_work(path: str | Path, shape: Sequence[int]) -> Work:
-    """Operations, and elements of operands and results, of one call on images.
+    """Counts operations, and elements of operands and results, of one call on images.
 
     Args:
         path: The .onnx file, with one input.
-        shape: Of the images, batch first; where the file has a fixed batch, they are split into such.
+        shape: Shape of the images; they are split if the file has a fixed batch.
     Raises:
         ModelFileError: see model_files.read_proto.
-        UncountedError: names what is not counted.
+        UncountedError: an operator cannot be counted; names it.
     """
     proto = read_proto(path)
     dims = proto.graph.input[0].type.tensor_type.shape.dim
@@ -70,7 +70,7 @@ def count_work(path: str | Path, shape: Sequence[int]) -> Work:
 
 
 def narrow_precision(path: str | Path) -> str | None:
-    """In what most of a file's weights are: "int8", "fp8", "fp16", "bf16"; None: in fp32 or wider.
+    """Returns the number format of most weights: "int8", "fp8", "fp16", "bf16"; None for fp32 or wider.
 
     Raises:
         ModelFileError: see model_files.read_proto.
@@ -83,7 +83,7 @@ def narrow_precision(path: str | Path) -> str | None:
 
 
 class _Graph:
-    """The nodes of a file with the shapes of all that they take and give."""
+    """Nodes of a file, with the shapes of their inputs and outputs."""
 
     def __init__(self, proto: onnx.ModelProto) -> None:
         from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
@@ -94,12 +94,12 @@ class _Graph:
         for node, strange in zip(proto.graph.node, foreign, strict=True):
             if node.op_type not in (*_PRODUCTS, *_ATTENTION, *_WITHOUT) if strange else node.op_type in _OTHERS:
                 raise UncountedError(f"{node.domain or 'ai.onnx'}.{node.op_type}: no formula for its operations")
-        del proto.graph.value_info[:]  # what it says is of an open batch
+        del proto.graph.value_info[:]  # shapes of an open batch
         try:
             proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-            if any(foreign):  # which ONNX itself does not know
+            if any(foreign):  # unknown to ONNX itself
                 proto = SymbolicShapeInference.infer_shapes(proto, auto_merge=True)
-        except Exception as error:  # of any kind, for a file that it does not understand
+        except Exception as error:  # of any type
             raise UncountedError(f"its shapes cannot be inferred: {' '.join(str(error).split())[:200]}") from None
         inferred = proto.graph
         self.nodes: list[NodeProto] = list(inferred.node)
@@ -144,7 +144,7 @@ class _Graph:
     def _attention(self, node: NodeProto) -> Work:
         query, key, *_ = (self._shape(name) for name in node.input if name)
         out = self._shape(node.output[0])
-        if node.domain == "com.microsoft" and node.op_type == "Attention":  # its projections inside it; key: weights
+        if node.domain == "com.microsoft" and node.op_type == "Attention":  # includes the projections; key: weights
             width, bias = key[1] // 3, math.prod(self._shape(node.input[2])) if node.input[2] else 0
             rows = math.prod(query[:-1])
             flop = 2 * rows * math.prod(key) + 4 * rows * query[1] * width

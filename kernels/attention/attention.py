@@ -14,7 +14,7 @@ import torch
 
 from ..device import gpu_of, product_kind
 from ..launch import ceil_div
-from .attention_backward import dkdv_launch, dq_launch
+from .attention_backward import backward_launches
 from .attention_forward import forward_launch
 from .attention_launch import access_of
 from .attention_policy import Problem, dkdv_config, dq_config, forward_config
@@ -102,5 +102,5 @@ def attention_backward(
     for_dq = dq_config(problem_of(q, k, v, o, do, dq, **form, longest=longest))
     for_dkdv = dkdv_config(problem_of(q, k, v, do, dk, dv, **form, longest=longest))
     delta = torch.empty_like(lse)
-    dq_launch(q, k, v, o, do, lse, dq, delta, scale, for_dq, **form).run()
-    dkdv_launch(q, k, v, do, lse, delta, dk, dv, scale, for_dkdv, **form).run()
+    for launch in backward_launches(q, k, v, o, do, lse, dq, dk, dv, delta, scale, for_dq, for_dkdv, **form):
+        launch.run()

@@ -236,51 +236,27 @@ def _attention_bwd_dkdv_kernel(
     store_tile(value_gradients, dvt, start, end, BLOCK_N, FORM, TMA and FIXED)
 
 
-def dq_launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    do: torch.Tensor,
-    lse: torch.Tensor,
-    dq: torch.Tensor,
-    delta: torch.Tensor,
-    scale: float,
-    config: BackwardConfig,
-    sequences: torch.Tensor | None = None,
-    keep: torch.Tensor | None = None,
-) -> Launch:
-    """Returns the launch that writes dq [B, H, N_q, D] and delta (fp32 [B, H, N_q]); layouts as for the forward."""
-    return _launch(
-        _attention_bwd_dq_kernel, {"q": q, "do": do, "o": o, "dq": dq}, {"k": k, "v": v}, lse, delta, scale, config,
-        q, k, sequences, keep,
-    )  # fmt: skip
+def backward_launches(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, delta: torch.Tensor, scale: float,
+    for_dq: BackwardConfig, for_dkdv: BackwardConfig,
+    sequences: torch.Tensor | None = None, keep: torch.Tensor | None = None,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    """Returns the launch that writes dq and delta, fp32 [B, H, N_q], and the one that writes dk and dv from delta.
 
-
-def dkdv_launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    scale: float,
-    config: BackwardConfig,
-    sequences: torch.Tensor | None = None,
-    keep: torch.Tensor | None = None,
-) -> Launch:
-    """Returns the launch that writes dk and dv [B, H, N_kv, D] from the delta that `dq_launch` writes."""
-    return _launch(
-        _attention_bwd_dkdv_kernel, {"k": k, "v": v, "dk": dk, "dv": dv}, {"q": q, "do": do}, lse, delta, scale, config,
-        q, k, sequences, keep,
-    )  # fmt: skip
+    For other arguments see `attention.attention_backward`.
+    """
+    shared = lse, delta, scale, q, k, sequences, keep
+    first = _launch(_attention_bwd_dq_kernel, {"q": q, "do": do, "o": o, "dq": dq}, {"k": k, "v": v}, for_dq, *shared)
+    second = _launch(
+        _attention_bwd_dkdv_kernel, {"k": k, "v": v, "dk": dk, "dv": dv}, {"q": q, "do": do}, for_dkdv, *shared
+    )
+    return first, second
 
 
 def _launch(
-    kernel: object, own: dict[str, torch.Tensor], streamed: dict[str, torch.Tensor], lse: torch.Tensor,
-    delta: torch.Tensor, scale: float, config: BackwardConfig, q: torch.Tensor, k: torch.Tensor,
+    kernel: object, own: dict[str, torch.Tensor], streamed: dict[str, torch.Tensor], config: BackwardConfig,
+    lse: torch.Tensor, delta: torch.Tensor, scale: float, q: torch.Tensor, k: torch.Tensor,
     sequences: torch.Tensor | None, keep: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
     blocks = config.block_m, config.block_n

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..attention.attention_backward import dkdv_launch, dq_launch
+from ..attention.attention_backward import backward_launches
 from ..attention.attention_forward import forward_launch
 from ..attention.attention_policy import ROW_CHUNKS, Problem, dkdv_config, dq_config, forward_config
 from ..device import REFERENCE_GPU, has_fp8, matrix_instruction
@@ -185,8 +185,7 @@ def _builds(case: _Case) -> Iterator[Build]:
     form: dict[str, Any] = {"sequences": sequences, "keep": keep}
     launches = (
         forward_launch(q, k, v, o, lse, scale, forward, **form),
-        dq_launch(q, k, v, o, do, lse, dq, delta, scale, for_dq, **form),
-        dkdv_launch(q, k, v, do, lse, delta, dk, dv, scale, for_dkdv, **form),
+        *backward_launches(q, k, v, o, do, lse, dq, dk, dv, delta, scale, for_dq, for_dkdv, **form),
     )
     fixed = case.form == "fixed"
     names = (f"fwd_{forward.scheme}", "bwd_dq", "bwd_dkdv") if fixed else ("varlen_fwd", "varlen_dq", "varlen_dkdv")

@@ -16,7 +16,7 @@ import torch
 import triton.testing
 
 from ..attention.attention import problem_of
-from ..attention.attention_backward import dkdv_launch, dq_launch
+from ..attention.attention_backward import backward_launches
 from ..attention.attention_forward import forward_launch
 from ..attention.attention_policy import (
     MAX_ROW_KEYS,
@@ -126,15 +126,13 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
     problem = problem_of(q, k, v, o, do, dq)
     yield Task("forward", problem, forward_config(problem), lambda c: forward_launch(q, k, v, o, lse, scale, c), (o,))
     forward_launch(q, k, v, o, lse, scale, forward_config(problem)).run()
-    yield Task("dq", problem, dq_config(problem), lambda c: dq_launch(q, k, v, o, do, lse, dq, delta, scale, c), (dq,))
-    dq_launch(q, k, v, o, do, lse, dq, delta, scale, dq_config(problem)).run()
-    yield Task(
-        "dkdv",
-        problem,
-        dkdv_config(problem),
-        lambda c: dkdv_launch(q, k, v, do, lse, delta, dk, dv, scale, c),
-        (dk, dv),
-    )
+
+    def backward(config: BackwardConfig) -> tuple[Launch, Launch]:
+        return backward_launches(q, k, v, o, do, lse, dq, dk, dv, delta, scale, config, config)
+
+    yield Task("dq", problem, dq_config(problem), lambda c: backward(c)[0], (dq,))
+    backward(dq_config(problem))[0].run()
+    yield Task("dkdv", problem, dkdv_config(problem), lambda c: backward(c)[1], (dk, dv))
 
 
 def tune(

@@ -64,47 +64,47 @@ def _matmul_kernel(
     a,  # [M, K]
     b,  # [K, N], or [N, K] where B_IS_NK
     out,  # [M, N]; "partial": fp32 [splits, M, N]
-    z,  # [M, N] pre-activation: stored by "layer_norm" and "residual" unless None, read by "activation_grad"
-    h,  # [M, N] activation, or that normalised, stored by "activation_grad" unless None; see "layer_norm_grad"
-    x,  # [M, N] input of the LayerNorm, read by "layer_norm_grad"
-    residual,  # [M, N] added to the result unless None; a pointer where EARLY, as x and z
-    mean_ptr,  # fp32 [M], stored by who reads row statistics unless None; else None: rows were normalised beforehand
-    rstd_ptr,  # fp32 [M], negative for a constant row (see layer_norm.py); stored likewise unless None
+    z,  # [M, N] pre-activation, or None: "layer_norm" and "residual" store it, "activation_grad" reads it
+    h,  # [M, N] or None: the activation, perhaps normalised, of "activation_grad"; out in another dtype of others
+    x,  # [M, N] input of the LayerNorm, of "layer_norm_grad"
+    residual,  # [M, N] or None; a pointer with EARLY, like x and z
+    mean_ptr,  # fp32 [M] or None: forward epilogues store it; None in others: the rows were normalised before
+    rstd_ptr,  # fp32 [M] or None: likewise; negative for a constant row (see layer_norm.py)
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N], or None: RMSNorm in place of LayerNorm
-    scale_ptr,  # "residual": [N]; "layer_norm": fp32 [N] or None; "activation_grad": fp32, of which the first divided B
-    out8,  # [M, N] e4m3: `out` times out_scale, stored by "residual" unless None
-    out_scale_ptr,  # fp32 [N]; of "layer_norm" [1], what `out`, e4m3 then, is multiplied by; or None
-    row_part_ptr,  # fp32: statistics of A's rows, read by "layer_norm", by "residual" unless None; sums over pieces of
-    # the columns, [M, PARTS], stored by "activation_grad", read by "layer_norm_grad"
-    out_part_ptr,  # fp32: statistics of the rows of out, stored by "residual" and "gated" unless None
+    scale_ptr,  # "residual": [N] or None; "layer_norm": fp32 [N] or None; "activation_grad": fp32 [1], a factor of B
+    out8,  # [M, N] e4m3 or None: "residual" stores `out` times out_scale
+    out_scale_ptr,  # fp32 [N], or [1] in "layer_norm", whose `out` is then e4m3; or None
+    row_part_ptr,  # fp32: statistics of A's rows, of forward epilogues, or None; sums over pieces of the columns,
+    # [M, PARTS], which "activation_grad" stores and "layer_norm_grad" reads
+    out_part_ptr,  # fp32 or None: "residual" and "gated" store statistics of the rows of out
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
-    hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of the rows of h, where a norm of them comes next
-    along_ptr,  # fp32 [M], the means of the product of their normalised rows and its gradient; None: there is no norm
+    hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of the rows of h if a norm of them follows
+    along_ptr,  # fp32 [M], means of the product of the normalised rows and their gradient; None: no norm
     q_weight_ptr, k_weight_ptr,  # "qk_norm": [HEAD]; both None: ones
     q_bias_ptr, k_bias_ptr,  # likewise; both None: zeros
-    cos_ptr, sin_ptr,  # "rotary", "qk_norm": [images or 1, tokens - prefix, HEAD / 2]; None: nothing is turned
-    weights,  # B by a pointer, where DEPENDENT; else None
+    cos_ptr, sin_ptr,  # "rotary", "qk_norm": [images or 1, tokens - prefix, HEAD / 2]; None: no rotation
+    weights,  # B as a pointer if DEPENDENT, else None
     M, N, K, eps, splits, qk_eps,
-    tokens, prefix, image_rows,  # of an image, of them not turned, and rows of the tables, 0 where shared
+    tokens, prefix, image_rows,  # per image: tokens, those without rotation, and rows of the tables (0 if shared)
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
     B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr,
-    EARLY: tl.constexpr,  # "residual": pieces under way at once; gradients: unless 0, x, z and it are pointers
-    PARTS: tl.constexpr,  # of a row in row_part_ptr
-    OUT_PARTS: tl.constexpr,  # of a row in out_part_ptr
-    TIMES: tl.constexpr,  # pieces of a tile, as they are stored, make one of those
-    WHOLE: tl.constexpr,  # no such piece passes the last column
-    HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; of the latter as many as a piece of a tile
+    EARLY: tl.constexpr,  # pieces of the residual in flight; in gradients: unless 0, x, z and residual are pointers
+    PARTS: tl.constexpr,  # per row of row_part_ptr
+    OUT_PARTS: tl.constexpr,  # per row of out_part_ptr
+    TIMES: tl.constexpr,  # stored pieces of a tile per piece of statistics
+    WHOLE: tl.constexpr,  # no piece of statistics passes the last column
+    HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; in "qk_norm" also columns of a piece
     NORM: tl.constexpr,  # of q and k: "layer_norm", "rms_norm" or "none"
-    HALVES: tl.constexpr,  # to the norms' vectors pairs that are turned are channels j and j + HEAD / 2
-    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # elements of the tables from row to row, pair to pair
+    HALVES: tl.constexpr,  # in the norms' vectors, pairs are channels j and j + HEAD / 2
+    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of the tables: rows, pairs
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
-    DEPENDENT: tl.constexpr,  # see dependent.py; `weights` is prefetched
+    DEPENDENT: tl.constexpr,  # starts early and prefetches `weights`, see dependent.py
 ):  # fmt: skip
-    # The sizes are not specialised: a K of 1 as a constant would fold its loop away and have the compiler pipeline the
-    # tile loop instead, in more shared memory than there is. What vector loads need to know is said here.
+    # The sizes are not specialised: with K = 1 as a constant, the compiler would remove its loop and pipeline the tile
+    # loop instead, with too much shared memory. Vector loads need the alignment.
     N = N // ALIGN * ALIGN
     K = K // ALIGN * ALIGN
     tiles_m = tl.cdiv(M, BLOCK_M)

@@ -1,7 +1,7 @@
-"""Tiles of matmuls: a table by architecture, product precision and size, no search at the first call.
+"""Tiles of matmuls: a table by architecture, product precision and size, without search at the first call.
 
-Every row compiles without spills for its architecture (`vit-fast kernels`). Among the rows the one is taken that a
-model of the busiest multiprocessor's time finds fastest; its constants are estimates, not measurements.
+Every row compiles without spills for its architecture (`vit-fast kernels`). The row with the lowest modelled time of
+the busiest multiprocessor is chosen (`matmul_model.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..row_parts import PIECE
 from .matmul_launch import MatmulConfig, Operands, fits_tma
 from .matmul_model import epilogue_instructions, predicted_cycles
 
-# Epilogues that hold more of a tile in registers than the others.
+# Epilogues that need more registers than the others.
 _HEAVY = ("activation_grad", "weight_products")
 _MAX_SPLITS = 16  # of a weight gradient
 _MAX_RESIDUAL_SPLITS = 8
@@ -38,7 +38,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
         arch: e.g. "sm_90"; sm_120 and unknown ones take the pointer tables, which every architecture runs.
         kind: The `product_kind` of the operands: "half", "fp8" or "tf32".
         epilogue: One of `EPILOGUES`, of which "qk_norm" is of "half" alone; or "weight_products".
-        tma: Whether the operands can go through tensor descriptors.
+        tma: True if tensor descriptors can describe the operands.
     """
     table = _table(arch, kind, epilogue, tma)
     return tuple(replace(c, dependent=c.ctas_per_sm > 1 and starts_early(arch)) for c in table)
@@ -81,7 +81,7 @@ _HALF_HOPPER = (
     MatmulConfig(64, 128, 64, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
-# Left to itself the compiler takes up to 246 registers, and with 168 it spills nothing.
+# Without maxnreg the compiler uses up to 246 registers; with 168 it does not spill.
 _HALF_HOPPER_LAYER_NORM = (replace(_HALF_HOPPER[0], maxnreg=184), *_HALF_HOPPER[1:])
 _HALF_HOPPER_GATED = (replace(_HALF_HOPPER[0], maxnreg=232), *_HALF_HOPPER[1:])
 _HALF_BLACKWELL = (
@@ -89,7 +89,7 @@ _HALF_BLACKWELL = (
     MatmulConfig(128, 128, 64, sub_tiles=4, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
-# Where row statistics are combined or left behind, the compiler spills in another form, or without the limit.
+# With LayerNorm statistics as input or output, the compiler spills with other tiles or without the limit.
 _HALF_BLACKWELL_LAYER_NORM = (_HALF_BLACKWELL[0], replace(_HALF_BLACKWELL[1], maxnreg=184), _HALF_BLACKWELL[2])
 _HALF_BLACKWELL_RESIDUAL = (
     replace(_HALF_BLACKWELL[0], maxnreg=248),
@@ -106,7 +106,7 @@ _TF32_HOPPER = (
 )
 _TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),)
 _TF32_BLACKWELL_HALVES = (replace(_TF32_BLACKWELL[0], sub_tiles=2),)
-# Of several products in one launch the compiler, left to itself, spills in 72 registers.
+# With several products in one launch and without maxnreg, the compiler uses 72 registers and spills.
 _TF32_BLACKWELL_PRODUCTS = (replace(_TF32_BLACKWELL[0], maxnreg=128),)
 
 
@@ -114,7 +114,7 @@ def _fp8_table(arch: str, tma: bool) -> tuple[MatmulConfig, ...]:
     """Tiles for operands in e4m3: steps along K as many bytes long as those of half precision."""
     if tma:
         return _FP8
-    limit = 144 if arch == "sm_120" else None  # left to itself the assembler takes 96, and spills
+    limit = 144 if arch == "sm_120" else None  # without it, ptxas uses 96 and spills
     return (
         MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3),
         MatmulConfig(64, 64, 64, sub_tiles=2, num_warps=4, num_stages=3, ctas_per_sm=2, maxnreg=limit),
@@ -137,7 +137,7 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
     if kind != "half":
         return ()
     table = config_table(arch, kind, "rotary", tma)
-    # left to itself the compiler takes 249 registers on sm_90, and needs them not
+    # without maxnreg the compiler uses 249 registers on sm_90, more than it needs
     of_64 = [replace(c, sub_tiles=c.block_n // 64, maxnreg=232 if c.block_n == 256 else c.maxnreg) for c in table]
     of_128 = [replace(c, sub_tiles=1) for c in table if c.block_n == 128]
     eight = [replace(c, num_warps=8, ctas_per_sm=1) if c.block_m == 128 else c for c in of_128]
@@ -149,7 +149,7 @@ def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ..
     depth = 64 if kind == "half" else 32
     if tma:
         wide = MatmulConfig(128, 128, depth, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=kind == "half")
-        if generation(arch) == "hopper":  # left to itself the compiler takes 247 before a norm, and needs them not
+        if generation(arch) == "hopper":  # without maxnreg the compiler uses 247, more than it needs
             wide = replace(wide, maxnreg=232)
         if generation(arch) == "blackwell":  # 128 columns spill there
             wide = MatmulConfig(128, 64, depth, sub_tiles=2, num_warps=8, num_stages=3, tma=True)
@@ -163,7 +163,7 @@ def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ..
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
     """Tiles loaded by pointers: sm_80, 86, 89 and 120, and layouts that tensor descriptors cannot describe.
 
-    Where architectures or epilogues differ without a word, the other choice spills.
+    Where architectures or epilogues differ without a comment, the other choice spills.
     """
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
     if kind == "tf32" and blackwell:
@@ -176,7 +176,7 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
     halves = (kind == "half" and (blackwell or (epilogue == "activation_grad" and not hopper))) or (
         kind == "tf32" and arch == "sm_120"
     )
-    limit = 160 if kind == "half" and blackwell and epilogue == "layer_norm" else None  # left to itself it takes 96
+    limit = 160 if kind == "half" and blackwell and epilogue == "layer_norm" else None  # without it, 96
     return (
         MatmulConfig(128, width, depth, sub_tiles=4 if quarters else 2, num_warps=8, num_stages=3),
         MatmulConfig(

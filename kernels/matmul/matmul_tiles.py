@@ -1,6 +1,6 @@
-"""Tiles of row-major matrices, in the hands of one program: where they lie, read, written, cut into pieces, multiplied.
+"""Device helpers for tiles of row-major matrices: position, loads, stores, pieces, products.
 
-By TMA descriptors, or by pointers where the device or the layout has no TMA. Source of the walk over output tiles:
+Through TMA descriptors, or by pointers if the device or the layout has no TMA. Source of the walk over output tiles:
 triton's matmul tutorial.
 """
 
@@ -16,7 +16,7 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of the `tile`-th tile; GROUP_M rows of tiles share the columns that are in L2."""
+    """Row and column of the `tile`-th tile; GROUP_M rows of tiles share columns in L2."""
     group = tile // (GROUP_M * tiles_n)
     first = group * GROUP_M
     rows = min(tiles_m - first, GROUP_M)
@@ -48,7 +48,7 @@ def load_tile(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.cons
 
 @triton.jit
 def store_tile(target, values, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """Write [ROWS, COLS] of a row-major [rows, columns] tensor; what lies outside is dropped."""
+    """Stores [ROWS, COLS] to a row-major [rows, columns] tensor, except outside it."""
     if TMA:
         target.store([row, col], values)
     else:
@@ -58,7 +58,7 @@ def store_tile(target, values, row, col, rows, columns, ROWS: tl.constexpr, COLS
 
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr):
-    """An fp32 tile in DTYPE, for tiles that are also read again: of those the compiler rounds numbers one by one."""
+    """An fp32 tile in DTYPE; for a tile that is used again, the compiler would round bf16 numbers one by one."""
     if _INTERPRETED or DTYPE != tl.bfloat16:
         return value.to(DTYPE)
     else:
@@ -115,7 +115,7 @@ def load_pieces(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.co
     pieces = ()
     for i in tl.static_range(PIECES):
         piece = load_tile(source, row, col + i * COLS, rows, columns, ROWS, COLS, False)
-        pieces = pieces + (piece,)  # type: ignore[assignment]  # not python's, but triton's tuple
+        pieces = pieces + (piece,)  # type: ignore[assignment]  # triton's tuple, whose length grows
     return pieces
 
 

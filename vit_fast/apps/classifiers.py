@@ -32,12 +32,12 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
 
     Args:
         weights: A weights file, a folder, or a Hugging Face Hub id.
-        model_name: The variant, for weights that do not say their shape.
+        model_name: The variant, for weights without a config.
         backend: See create_model.
         device: "auto", or one of torch's.
     Raises:
-        ValueError: the weights do not say their shape and no model is named, the model has no head or does not pool, or
-            there is no such device.
+        ValueError: weights have no config and no model is named, the model has no head or does not pool, or there is
+            no such device.
     """
     if model_name is not None:
         model = create_model(model_name, weights=weights, backend=backend)
@@ -53,9 +53,12 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return model.to(device)
+        model = model.to(device)
     except (RuntimeError, AssertionError) as error:  # torch's, for an unknown name or a missing device
         raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    if model.head.weight.is_meta:
+        raise ValueError(f"--device {device}: must be a device that computes")
+    return model
 
 
 def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:
@@ -86,7 +89,7 @@ def read_class_names(path: Path) -> list[str]:
             content = [by_index[i] for i in range(len(by_index))]
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file of class names") from None
-    except (ValueError, KeyError) as error:  # not UTF-8, not JSON, or indices that are no 0 .. n-1
+    except (ValueError, KeyError, RecursionError) as error:  # not UTF-8, not JSON, or indices that are no 0 .. n-1
         raise ValueError(f"{path}: cannot be read as class names: {error}") from None
     if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"{path}: must be a JSON list of names, or an object from index to name")

@@ -77,7 +77,9 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     check_type("images", paths, Iterable)
     found: list[Path] = []
     problems: list[str] = []
-    for path in map(Path, paths):
+    for given in paths:
+        check_type("images", given, str, os.PathLike)
+        path = Path(given)
         if path.is_dir():
             images = (p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
             inside = sorted(p for p in images if p.is_file() or (p.is_symlink() and not p.exists()))

@@ -150,7 +150,7 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
 
     Args:
         source: The images.
-        model: Says size and preprocessing.
+        model: Defines size and preprocessing.
         augment: Photographs are cropped and mirrored at random as by torchvision's RandomResizedCrop: 35 to 100 percent
             of the area, 3:4 to 4:3. Small images are shifted by up to an eighth of the side, and mirrored if that
             shows the same class.

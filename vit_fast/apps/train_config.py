@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from ..arguments import check_choice, check_integer, check_number
+from ..arguments import MAX_SIZE, check_choice, check_integer, check_number
 from ..errors import check_type
 
 _SHARES = ("label_smoothing", "ema_decay")
@@ -66,7 +66,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulation"):
             check_integer(name, getattr(self, name), 1)
-        check_type("seed", self.seed, int)
+        check_integer("seed", self.seed, -MAX_SIZE)
         for name in ("lr", "layer_decay"):
             check_number(name, getattr(self, name), positive=True)
         for name in ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "patience", *_SHARES):

@@ -111,7 +111,7 @@ class Trainer:
 
         Args:
             batches: Images and labels, as many batches in each process.
-            own: How many images of these count; what follows only keeps the processes together.
+            own: Number of images to count; the others only keep the processes together.
         """
         self.model.eval()
         device = self.parameters[0].device

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
+from ..arguments import check_integer
 from ..model import VisionTransformer
 from ..weights.source import read_file
 from .checkpoints import WEIGHTS, Row, resume_run, start_run, write_run
@@ -69,6 +70,7 @@ def train(
         )
     if model.config.global_pool == "":
         raise ValueError("global_pool must not be '', which gives logits of every token; train a model that pools")
+    check_integer("workers", workers, 0)
     if config.patience and data.held_out is None:
         raise ValueError(f"patience must be 0 without held-out images, got {config.patience}")
     if config.batch_size % (processes.world * config.accumulation):
@@ -92,7 +94,7 @@ def train(
         if _has_stopped(rows, config.patience):
             break
         torch.manual_seed(mixed_seed(config.seed, epoch, processes.rank))  # mixing, dropout and drop path
-        images.epoch = epoch  # workers are started anew, and see it
+        images.epoch = epoch  # workers are restarted, and see it
         sampler.set_epoch(epoch)
         measures: list[Measure] = []
         for step, batch in enumerate(batches_of(loader)):

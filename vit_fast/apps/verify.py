@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from ..accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
+from ..arguments import as_device
 from ..errors import UnsupportedInputError
 from ..ops.backends import interpreter_is_active, resolve_backend, triton_unavailable_reasons
 from ..weights.factory import create_model
@@ -77,7 +78,7 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
     """
     if not backends:
         raise ValueError("backends must contain at least one, got none")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     resolved = [resolve_backend(backend, place) for backend in backends]
     for backend in resolved:
         if backend == "triton" and (reasons := triton_unavailable_reasons(place)):

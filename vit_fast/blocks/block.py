@@ -126,11 +126,11 @@ def run_block(
         The output, and its statistics; None where they were not wanted, of fp32, and after drop path.
     """
     attention, mlp = parts.attention, parts.mlp
-    assert mlp is not None, "a block whose MLP stays modules runs as it was"
+    assert mlp is not None, "else the original forward runs"
     if attend is not None:
         x, statistics = attend(x), None
     else:
-        assert attention is not None, "its attention has parts"
+        assert attention is not None, "attend runs it otherwise"
         if not drops_path(attention.drop_path) and not drops_path(mlp.drop_path):
             tensors, rope = _tensors_for(parts, x, rope)
             return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)

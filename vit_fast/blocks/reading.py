@@ -23,7 +23,7 @@ LINEAR_CLASSES = (
 Classes = tuple[type, ...]
 
 
-class Looker:
+class Inspector:
     """Inspects one module and all modules in it.
 
     The forward of every module on the way to a part will be bypassed, so all of them are judged and watched.
@@ -107,7 +107,7 @@ class Looker:
                 self.edges[path] = (self.owner.get_submodule(parent), name, module)
 
 
-class PartReader(Looker):
+class PartReader(Inspector):
     """Reads the parts of a block from one module.
 
     Attributes:
@@ -348,7 +348,7 @@ def read_block(
     attention = None if read_attention is None else read_attention(first)
     mlp = read_mlp(second)
     edges = first.edges | second.edges
-    rest = Looker(block)
+    rest = Inspector(block)
     if first.edges:  # otherwise the block's forward calls every module of its first half
         reached = {path.partition(".")[0] for path in edges}
         rest.claim([name for name in block._modules if name not in reached and not name.startswith("vit_fast_")])
@@ -361,7 +361,7 @@ def read_block(
 
 
 def dropout_notes(name: str, p: float) -> list[str]:
-    return [f"in training it runs as it was, because {name} drops with probability {p}"] if p else []
+    return [f"in training the original forward runs, because {name} drops with probability {p}"] if p else []
 
 
 def describe(thing: object) -> str:

@@ -34,7 +34,7 @@ def model_layer(name: str, batch: int, arch: str) -> dict[str, Any]:
 
     Raises:
         ValueError: the model or the architecture is unknown.
-        RuntimeError: the stand-in driver, which is installed in this process, cannot be.
+        RuntimeError: the stand-in driver cannot be installed in this process.
     """
     from ..kernels.inspect import stand_in_driver
     from ..kernels.inspect.device_model import GPUS, model_launches
@@ -52,7 +52,7 @@ def model_layer(name: str, batch: int, arch: str) -> dict[str, Any]:
 
 
 def record_layer(name: str, batch: int) -> list[Launch]:
-    """Returns the launches of a layer behind another, which leaves it LayerNorm statistics."""
+    """Returns the launches of a layer that reuses the LayerNorm statistics of the layer before."""
     from ..kernels.inspect.device_model import recorded
 
     model = create_model(name, backend="triton", depth=2).bfloat16()

@@ -1,6 +1,6 @@
 """`vit-fast kernels --host`: counts the launches and descriptors of a block and times them on the host, without a GPU.
 
-    report = measure("sm_90")        # in processes of its own
+    report = measure("sm_90")        # in separate processes
     print(render(report))
 
 Triton's launch path runs unchanged, against a driver that launches nothing (`kernels/inspect/stand_in_driver.py`).
@@ -46,7 +46,7 @@ NOTE = (
     "Nothing here is the time of a GPU."
 )
 MODEL = "vit_base_patch16_224"
-DEPTH = 12  # as MODEL has it: what torch.compile spends on a call is shared by as many blocks
+DEPTH = 12  # blocks of MODEL, which share the overhead of a compiled call
 NARROW = {"embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8}
 REPEATS = 15
 SECONDS_A_REPEAT = 0.02
@@ -63,12 +63,12 @@ class HostCall:
 
 
 def measure(arch: str) -> dict[str, Any]:
-    """Returns everything that `vit-fast kernels --host` prints. One fresh process compiles, a second one measures.
+    """Returns the results of `vit-fast kernels --host`. One new process compiles, a second one measures.
 
     Args:
-        arch: Architecture whose launches are made, e.g. "sm_90".
+        arch: Architecture of the launches, e.g. "sm_90".
     Raises:
-        RuntimeError: a process failed; its last line says why: no C compiler, a GPU, an unknown architecture.
+        RuntimeError: a process failed, with its last line: no C compiler, a GPU, an unknown architecture.
     """
     with tempfile.TemporaryDirectory(prefix="vit-fast-host-") as cache:
         cold = _run(arch, "compile", cache)
@@ -80,7 +80,7 @@ def measure(arch: str) -> dict[str, Any]:
 
 def _run(arch: str, what: str, cache: str) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # one heap that is never given back: large tensors would otherwise be mapped anew at every call, as on no GPU
+    # keep one heap: otherwise large tensors are mapped again in every call, unlike on a GPU
     environment |= {
         "TRITON_CACHE_DIR": cache,
         "OMP_NUM_THREADS": "1",
@@ -100,8 +100,8 @@ def run_child(arch: str, what: str) -> None:
     """Installs the stand-in driver in this process, measures, and prints the results as JSON.
 
     Args:
-        arch: As in `measure`.
-        what: "compile" only counts, "measure" takes time too.
+        arch: See measure.
+        what: "compile" counts only, "measure" also measures time.
     """
     from ..kernels.inspect import stand_in_driver
 
@@ -125,7 +125,7 @@ def run_child(arch: str, what: str) -> None:
 
 
 def our_calls(**changes: Any) -> dict[str, HostCall]:
-    """The rows of our own blocks: single operators, a block in inference and in training.
+    """Returns calls of our operators, and of a block in inference and in training.
 
     Args:
         changes: Fields of ViT-B's configuration to replace.
@@ -139,7 +139,7 @@ def our_calls(**changes: Any) -> dict[str, HostCall]:
 
 
 def compiled_calls(**changes: Any) -> dict[str, HostCall]:
-    """Our blocks under torch.compile, as one graph; arguments as of `our_calls`."""
+    """Returns calls of our blocks under torch.compile as one graph; see our_calls."""
     model, x = _model_and_tokens(**changes)
     compiled = torch.compile(partial(run_blocks, model.blocks.eval()), fullgraph=True, dynamic=False)
     return {"block, inference, compiled": HostCall(_without_gradient(partial(compiled, x)), DEPTH)}
@@ -166,7 +166,7 @@ def _tower_rows(driver: StandInDriver) -> list[dict[str, Any]]:
 
 
 def timm_calls() -> dict[str, HostCall]:
-    """The block rows of timm's eager blocks, narrow; empty where timm is not installed."""
+    """Returns calls of timm's narrow eager blocks; none if timm is not installed."""
     if importlib.util.find_spec("timm") is None:
         return {}
     from timm.models.vision_transformer import Block
@@ -199,7 +199,7 @@ def _without_gradient(call: Call) -> Call:
 
 
 def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
-    """The operators with the tensors of one of our blocks, and LayerNorm statistics passed from one to the next."""
+    """Returns calls of the operators with tensors of one of our blocks, which pass on LayerNorm statistics."""
     attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
     absent: Any = (None,) * 7
     first = partial(
@@ -222,7 +222,7 @@ def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
 
 
 def count(driver: StandInDriver, one: HostCall) -> dict[str, float]:
-    """Launches and descriptors a block, in the steady state: the calls before compile, and prepare what is kept."""
+    """Counts the steady-state launches and descriptors of a block."""
     for _ in range(4):
         one.call()
     before = driver.counters()
@@ -248,7 +248,7 @@ def _rows(ours: Mapping[str, HostCall], counts: Mapping[str, dict[str, float]]) 
 
 
 def _host_us(timed: Mapping[Any, HostCall]) -> dict[Any, dict[str, float]]:
-    """Process CPU time a block in microseconds: median, 20th and 80th percentile of rounds in which all take turns."""
+    """Returns process CPU time per block in microseconds: median, 20th and 80th percentile of interleaved rounds."""
     calls = {}
     for key, one in timed.items():
         one.call()

@@ -106,7 +106,7 @@ def _warm_up(name: str, sizes: list[int]) -> None:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar on stderr with the time left; yields a function of how many are done, and of how many."""
+    """Shows a progress bar on stderr; yields a function of the finished and the total number."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -141,7 +141,7 @@ def _print_device_time(name: str, batch: int, arch: str, *, as_json: bool) -> No
 
 
 def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progress: bool = False) -> dict[str, Any]:
-    """Compile and compare; everything that `vit-fast kernels` prints, as plain data.
+    """Compiles the kernels and compares them with the baseline; returns plain data.
 
     Raises:
         ImportError: triton is not installed.

@@ -44,7 +44,7 @@ def optimize(
         bool, typer.Option("--latency", help="Minimize the 90th percentile instead of the median.")
     ] = False,
     memory_limit: Annotated[
-        float | None, typer.Option(help="Skip candidates that need more MiB beside the model.", min=0.001)
+        float | None, typer.Option(help="Skip candidates that need more MiB beyond the model.", min=0.001)
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     save: Annotated[Path | None, typer.Option(help="Save the result for vit_fast.load_optimized.")] = None,
@@ -55,7 +55,7 @@ def optimize(
 ) -> None:
     """Find the fastest configuration of a model on this machine, verify it against fp64, and cache it.
 
-    The baseline is the model as given; for names of `vit-fast models`, it is eager PyTorch. Ctrl-C ends the search
+    The baseline is the model itself; for names of `vit-fast models`, it is eager PyTorch. Ctrl-C ends the search
     with the best result so far.
     """
     from rich.console import Console

@@ -108,7 +108,7 @@ def attention(
     activations = record_activations(model, image.images)
     depth, of_head = len(activations.attention), range(activations.attention[0].shape[1])
     for block in blocks:
-        if not -depth <= block < depth:
+        if not isinstance(block, int) or not -depth <= block < depth:
             raise ValueError(f"blocks must be {-depth} to {depth - 1}, got {block}")
     heads = of_head if heads is None else heads
     for head in heads:

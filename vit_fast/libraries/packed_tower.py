@@ -126,12 +126,16 @@ class PackedTower(abc.ABC):
 
     def options_of(self, kwargs: dict[str, Any]) -> tuple[Options, list[str]]:
         """Returns the options among keyword arguments, and a reason per argument that is none."""
-        config = getattr(self.tower, "config", None)
-        found = {name: kwargs.get(name, getattr(config, name, None)) for name in OUTPUT_OPTIONS}
+        found = {name: kwargs[name] for name in OUTPUT_OPTIONS if kwargs.get(name) is not None}
         found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
         others = [name for name in kwargs if name not in (*OUTPUT_OPTIONS, *NO_OPTIONS)]
         reasons = [f"{name} must not be given" for name in others if kwargs[name] is not None]
-        return tuple((name, value) for name, value in found.items() if value is not None), reasons
+        return tuple(found.items()), reasons
+
+    def settings(self) -> Options:
+        """Returns what the outputs depend on beside the options."""
+        config = getattr(self.tower, "config", None)
+        return tuple((name, repr(getattr(config, name, None))) for name in (*OUTPUT_OPTIONS, "_attn_implementation"))
 
 
 class ImageTower(PackedTower):
@@ -149,6 +153,10 @@ class ImageTower(PackedTower):
     def __init__(self, tower: nn.Module, shape: Sequence[int], tokens: int, like: Tensor) -> None:
         super().__init__(tower)
         self.shape, self.tokens, self._like = tuple(shape), tokens, like.new_empty(0)
+
+    @property
+    def like(self) -> Tensor:
+        return self._like
 
     def read(self, pixel_values: Tensor, **kwargs: Any) -> Call:
         """Images [B, channels, height, width]."""

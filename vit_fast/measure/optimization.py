@@ -75,7 +75,7 @@ class Optimization:
         resolution: The smallest difference that could be measured, as a share; None if it was not measured.
         objective: "throughput" or "latency".
         from_cache: True for a cached result, which was built and checked again.
-        cached: The result as it is stored.
+        cached: The stored form of the result.
     """
 
     model: Optimized

@@ -25,7 +25,7 @@ class Optimized(nn.Module):
     Change the original model and optimize it again.
 
     Args:
-        original: The model, which nobody else changes.
+        original: The model, which must not change.
         candidate: The candidate that runs it.
         function: A function of the model's inputs.
         output_dtypes: Dtypes of the model's floating outputs.
@@ -115,7 +115,7 @@ class Optimized(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
         twin = type(self).__new__(type(self))
-        for name, value in self.__dict__.items():  # nobody changes the two
+        for name, value in self.__dict__.items():  # these two are immutable
             twin.__dict__[name] = value if name in ("_original", "_function") else copy.deepcopy(value, memo)
         return twin
 

@@ -217,9 +217,8 @@ def fused_block_fp8(
     of_qk, qk, prefix = checked_qk(x, width, heads, qk_norm, rope, block.paired_head > 0)
     words = text_of(norm, activation, qk.norm, qk.over, qk.layout, "none", True, next_statistics, False, x.dtype)
     tensors = [x8, statistics, next_factor, *block.qkv, *block.proj, *block.fc1, *block.fc2, *of_qk[:6]]
-    y, *others = block_fp8_kernel(x, tensors, heads, attention_scale, prefix, 0, *eps, qk.eps, 0.0, words)
-    emitted = others.pop() if next_statistics else None
-    return y, others[0] if others else None, emitted
+    found = block_fp8_kernel(x, tensors, heads, attention_scale, prefix, 0, *eps, qk.eps, 0.0, words)
+    return found[0], None if next_factor is None else found[1], found[-1] if next_statistics else None
 
 
 def _require_supported(

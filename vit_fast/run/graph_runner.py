@@ -98,7 +98,7 @@ class GraphRunner:
         self._device = self._tower.like.device
         self._frozen = frozen_of(self.model)  # the graphs read their memory, even after the model drops them
         self._watched, self._lock, self._stats = Watched(model), threading.Lock(), GraphStats()
-        self._graphs: dict[tuple[int, Options], TokenBudget] = {}
+        self._graphs: dict[tuple[int, Options, Options], TokenBudget] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.captured and self._device.type == "cuda" else None
         self._last_done: torch.cuda.Event | None = None
         if self.captured and budgets is None:
@@ -159,7 +159,7 @@ class GraphRunner:
         if change := self._watched.change():
             yield change
         leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
-        if any(leaf.requires_grad for leaf in leaves):
+        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
             yield "images must not require gradients: call detach()"
         if strange := {leaf.device for leaf in leaves if leaf.is_cuda} - {self._device}:
             yield f"inputs must be on {self._device} or the CPU, got {', '.join(map(str, strange))}"
@@ -180,20 +180,15 @@ class GraphRunner:
 
     def _graph(self, budget: int, options: Options, filling: tuple[Call, Sequence[int]] | None = None) -> TokenBudget:
         """Returns the buffers of a budget, filled, with their graph."""
-        implementation = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
-        key = budget, (*options, ("attn_implementation", implementation))
-        graph = self._graphs.get(key)
-        if known := graph is not None:
-            assert graph is not None
-        else:
-            graph = TokenBudget(self._tower, budget, self._sequences, options)
+        key = budget, options, self._tower.settings()
+        known = self._graphs.get(key)
+        graph = known or TokenBudget(self._tower, budget, self._sequences, options)
         if filling is not None:
             self._tower.fill(graph.buffers, *filling)
-        if not known:
-            if self.captured:
-                graph.capture(self._pool)
-                self._stats.graphs += 1
-            self._graphs[key] = graph
+        if known is None and self.captured:
+            graph.capture(self._pool)
+            self._stats.graphs += 1
+        self._graphs[key] = graph
         return graph
 
 
