@@ -309,7 +309,7 @@ def _all() -> Iterator[Candidate]:
         ("onnxruntime", "ONNX Runtime, exported by vit_fast.export", {}),
         ("onnxruntime-nobinding", "onnxruntime through session.run",
          {"builder": partial(build_file, io_binding=False)}),
-        ("onnxruntime-int8", "onnxruntime, static int8 calibrated on a photograph", calibrated),
+        ("onnxruntime-int8", "onnxruntime, static int8 calibrated on an image", calibrated),
         ("tensorrt", "onnxruntime with the TensorRT provider", {"engine": "tensorrt"}),
         ("openvino", "OpenVINO on a CPU, exported by vit_fast.export",
          {"engine": "openvino", "packages": ("onnx", "onnxscript", "openvino")}),

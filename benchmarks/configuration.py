@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from vit_fast.apps.data import default_photograph, find_images, read_image
+from vit_fast.apps.data import find_images, read_image, sample_image
 from vit_fast.config import Size
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
@@ -50,7 +50,7 @@ class Configuration:
         dtypes: Names of dtypes, see machine.DTYPES.
         candidates: The candidates by kind of model.
         device: The device.
-        images: Photographs that fill the batches.
+        images: Images that fill the batches.
         time_budget_s: Seconds after which nothing is started; infinite without a limit.
         protocol: Length of a measurement.
         training: True for training steps; data: location of their batches, see rows.Group.
@@ -138,7 +138,7 @@ def make_configuration(
     """Checks the arguments, and fills in defaults for the device.
 
     Args:
-        images: Image files and folders; empty means the photograph in matplotlib.
+        images: Image files and folders; empty means the sample image of matplotlib.
         models: Names, patterns, ids, files or functions; see models.resolve.
         batch_sizes: Images per call; "best" doubles the batch size while throughput grows.
         dtypes: "fp32", "tf32", "fp16", "bf16".
@@ -169,7 +169,7 @@ def make_configuration(
         raise ValueError("--batch-sizes must be 1 or absent with --latency")
     words = DEFAULT_MODELS[kind] if models is None else models
     # quick checks before the first model is built
-    resolved, img_sizes, photographs = [resolve(word) for word in words], _sizes(img_size), _images(images)
+    resolved, img_sizes, image_files = [resolve(word) for word in words], _sizes(img_size), _images(images)
     names = ("amp",) if amp else _dtypes(DEFAULT_DTYPES[kind] if dtypes is None else dtypes, where)
     choose(candidates, where)
     search = batch_sizes == "best"
@@ -187,7 +187,7 @@ def make_configuration(
         dtypes=names,
         candidates={m.kind: tuple(choose(candidates, where, m.kind, train)) for m in found},
         device=where,
-        images=photographs,
+        images=image_files,
         time_budget_s=budget or math.inf,
         protocol=protocol or (LATENCY if latency else PROTOCOLS[kind]).lasting(seconds),
         training=train,
@@ -255,7 +255,7 @@ def _dtypes(names: Sequence[str], device: torch.device) -> tuple[str, ...]:
 
 
 def _images(paths: Sequence[str | Path]) -> tuple[Path, ...]:
-    found = find_images(paths or [default_photograph()])[:MAX_VIEWS]
+    found = find_images(paths or [sample_image()])[:MAX_VIEWS]
     for path in found:
         read_image(path)
     return tuple(found)

@@ -2,7 +2,7 @@
 
 Weights and images are first rounded to the dtype, and the fp64 reference starts from these numbers, so only errors of
 the computation count. The rule of vit_fast.accuracy applies to the largest error and to the root mean square. Eager's
-own error is also measured on random images, because its error on similar photographs varies by chance.
+own error is also measured on random images, because its error on similar images varies by chance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inputs of the candidates: batches of photographs, and random weights; models with photographs for other commands."""
+"""Inputs of the candidates: batches of images, and random weights; models with images for other commands."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
 
 
 def image_views(paths: Sequence[Path], model: Model, count: int, seed: int = 0) -> Tensor:
-    """Prepares views of photographs [count, *model.shape] in fp32 on the CPU, or random numbers for other inputs.
+    """Prepares views of images [count, *model.shape] in fp32 on the CPU, or random numbers for other inputs.
 
-    The first ones are the whole photographs, further ones random crops (35 to 100 % of the area, aspect ratio 3:4 to
+    The first ones are the whole images, further ones random crops (35 to 100 % of the area, aspect ratio 3:4 to
     4:3, mirrored half of the time), so that large batches consist of different images.
     """
     if model.data is None:
@@ -122,21 +122,21 @@ OTHER_BATCHES = 3  # to measure agreement
 
 @dataclass(frozen=True)
 class Opened:
-    """A model with photographs.
+    """A model with images.
 
     Attributes:
         model: Its name, size and preprocessing.
         module: The model in evaluation mode, in fp32 on its device; ours on the eager backend.
-        example: A batch of photographs.
+        example: A batch of images.
         others: More batches.
-        photographs: Their files.
+        image_files: Their files.
     """
 
     model: Model
     module: nn.Module
     example: Tensor
     others: list[Tensor]
-    photographs: tuple[Path, ...]
+    image_files: tuple[Path, ...]
 
 
 def open_model(
@@ -147,7 +147,7 @@ def open_model(
     Args:
         name: See models.py.
         batch: Images per call.
-        images: Files and folders; empty means the photograph in matplotlib.
+        images: Files and folders; empty means the sample image of matplotlib.
         device: "auto" (CUDA if available), or a device of torch.
         img_size: Height and width in pixels, or one for both; None means the model's own.
     Raises:

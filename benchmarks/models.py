@@ -45,7 +45,7 @@ class Model:
     Attributes:
         name: Its name in tables: the word of `--models`, or the name of a file without folders.
         shape: Shape of one input: [channels, height, width], or tokens first.
-        data: Preprocessing of photographs; None for a model that takes random numbers.
+        data: Preprocessing of images; None for a model that takes random numbers.
         parts: Returns the work of each part for a batch size, in inference or training; None if it is unknown.
         config: Configuration of one of our shapes, which every library can build.
         weights: Its weights under our names; None means random ones.

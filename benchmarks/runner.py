@@ -185,14 +185,14 @@ class _Run:
             for group in list(planned):
                 if configuration.search and not may_gain(group, self.found.rows):
                     del planned[group]
-                elif left := self.found.remaining(group, planned[group]):
+                elif (left := self.found.remaining(group, planned[group])) and not self._is_too_late(()):
                     self._run_group(group, left)
                     self._take_ceilings()
         except KeyboardInterrupt:
             interrupted = True
             self.listener.say("interrupted: writing what was measured")
-        self._add_the_rest(self.allocation.planned, interrupted)
         planned = self.allocation.planned
+        self._add_the_rest(planned, interrupted)
         order = [(group.key, candidate.name) for group, candidates in planned.items() for candidate in candidates]
         self.found.rows.sort(key=lambda row: order.index((key_of(row), row["candidate"])))
         return _finished(configuration, machine, self.found) | {
@@ -244,8 +244,7 @@ class _Run:
 
     def _measure_group(self, group: Group, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Adds a row for every candidate; returns those that did not fit into memory."""
-        configuration = self.configuration
-        start_s = self.elapsed_s()
+        configuration, start_s = self.configuration, self.elapsed_s()
         self.listener.now(f"{group}: images and the fp64 reference")
         try:
             problem = make_problem(group, configuration.images, configuration.device)
@@ -358,10 +357,10 @@ class _Run:
         return self.allocation.end_of_timing_s(group.whole, self.elapsed_s(), slowness)
 
     def _add_the_rest(self, planned: Planned, interrupted: bool) -> None:
+        why_not: tuple[Status, str] = ("interrupted", "not started") if interrupted else ("skipped", "out of time")
         for group, candidates in planned.items():
             for candidate in self.found.remaining(group, candidates):
-                status: Status = "interrupted" if interrupted else "skipped"
-                self.found.add("row", make_row(group, candidate, status, "not started"))
+                self.found.add("row", make_row(group, candidate, *why_not))
 
 
 def _add_timed(

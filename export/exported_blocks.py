@@ -16,7 +16,7 @@ from torch import Tensor, library, nn
 from vit_fast.blocks.block import run_mlp, runs_whole
 from vit_fast.blocks.fused import FusedNormMlp
 from vit_fast.blocks.parts import BlockParts, LinearParts, scale_of, tensors_of
-from vit_fast.fusion.fuse import shadow_of
+from vit_fast.fusion.fuse import sharing_copy
 from vit_fast.ops import attention_qkvpacked, qk_norm_rope, reference
 from vit_fast.ops.attention import scale_of as scale_of_heads
 from vit_fast.ops.descriptions import Keys, Rope
@@ -88,8 +88,8 @@ class _Joined(nn.Module):
 
 def exportable_copy(model: nn.Module) -> nn.Module:
     """Returns a copy that shares the model's tensors, whose blocks run from their parts where they can be read."""
-    shadow = shadow_of(model)
-    blocks: list[Any] = [module for module in shadow.modules() if isinstance(module, FusedNormMlp)]
+    copied = sharing_copy(model)
+    blocks: list[Any] = [module for module in copied.modules() if isinstance(module, FusedNormMlp)]
     for block in blocks:
         parts = block.read()
         if runs_whole(parts):
@@ -98,7 +98,7 @@ def exportable_copy(model: nn.Module) -> nn.Module:
             block.ready = partial(_same, parts)
             block.is_idle = partial(_same, False)
             block.run_as_block = partial(_run_as_block, exported)
-    return shadow
+    return copied
 
 
 def _run_as_block(

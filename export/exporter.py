@@ -16,7 +16,7 @@ import onnx_ir as ir
 from PIL import Image
 from torch import nn
 
-from vit_fast.apps.data import CALIBRATION_IMAGES, as_inputs, find_images, left_over, photographs
+from vit_fast.apps.data import CALIBRATION_IMAGES, as_inputs, find_images, left_over, read_images
 from vit_fast.blocks.fp8_scales import runs_in_fp8
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError, check_type
@@ -200,14 +200,14 @@ def _images(
             f"calibration=None: precision={options.precision!r} needs image files or folders to measure ranges on"
         )
     files = [] if calibration is None else find_images(calibration)
-    measured = photographs(files, CALIBRATION_IMAGES) if calibration is not None else []
+    measured = read_images(files, CALIBRATION_IMAGES) if calibration is not None else []
     if not verify:
         return measured, [], 0
     given = (left_over(files, CALIBRATION_IMAGES) or None) if images is None else find_images(images)
     count = HELD_OUT_IMAGES if options.is_eight_bit else max(BATCHES)
     if given:  # in eight bits all of them, because few images do not show rare changes
         count = min(count, max(max(BATCHES), len(given)))
-    verified = photographs(given, count, seed=1)
+    verified = read_images(given, count, seed=1)
     return measured, verified, min(count, len(given or [None]))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from vit_fast.apps.data import CALIBRATION_IMAGES, as_inputs, photographs
+from vit_fast.apps.data import CALIBRATION_IMAGES, as_inputs, read_images
 from vit_fast.errors import UnsupportedInputError, VitFastError
 from vit_fast.quantization.ranges import Range
 from vit_fast.quantization.schemes import Scheme, fewest_kept
@@ -123,7 +123,7 @@ def quantise_file(source: Path, path: Path, target: Target, files: Sequence[Path
     if reasons or signature.image_hw is None:
         raise UnsupportedInputError(f"int8 of {source.name}", reasons)
     size = signature.shape[0] or 1
-    photos = photographs(files, size * -(-CALIBRATION_IMAGES // size))  # whole batches
+    photos = read_images(files, size * -(-CALIBRATION_IMAGES // size))  # whole batches
     inputs = as_inputs(photos, info.data_config, signature.image_hw, signature.in_chans)
     graph = ir.external_data.load_to_model(ir.load(source))
     try:

@@ -1,10 +1,10 @@
-"""Activations of the MLP and their slopes, in fp32 registers.
+"""Activations of the MLP and their derivatives, in fp32 registers.
 
-Exact GELU is x * Phi(x) with Phi the normal distribution function. Where the result is rounded to fp16 or bf16,
-Phi is taken from its logit, Phi(x) = 1 / (1 + exp(-x P(|x|))), P a polynomial of degree 5 fitted to
-log(Phi(x) / Phi(-x)) / x on |x| <= 5.6 for the relative error of both tails: one EX2 and one RCP, a third of the
-instructions of erf, and an error below one rounding of fp16 and bf16. The logit, not erf, is what keeps the negative
-tail right: there Phi(x) is tiny and 1 + erf cancels. fp32 takes erf itself.
+Exact GELU is x * Phi(x) with Phi the normal distribution function. For results in fp16 or bf16, Phi is computed from
+its logit, Phi(x) = 1 / (1 + exp(-x P(|x|))), with a polynomial P of degree 5 fitted to log(Phi(x) / Phi(-x)) / x on
+|x| <= 5.6 for the relative error of both tails. This takes one EX2 and one RCP, a third of erf's instructions, with an
+error below one rounding of fp16 and bf16. In the negative tail, where Phi(x) is tiny, 1 + erf would cancel. fp32 uses
+erf.
 
 Tanh GELU is the same expression with the paper's cubic (Hendrycks and Gimpel, arXiv 1606.08415):
 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
@@ -39,7 +39,7 @@ def _logistic(u):
 
 @triton.jit
 def _normal_cdf(x, EXACT: tl.constexpr):
-    """Phi(x): by erf where EXACT, else by the fitted logit (coefficients times -log2 e)."""
+    """Phi(x): by erf if EXACT, else by the fitted logit (coefficients times -log2 e)."""
     if EXACT:
         return 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)
     else:
@@ -65,7 +65,7 @@ def _gate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """act(x) for fp32 x [...]; EXACT where the result stays fp32."""
+    """act(x) for fp32 x [...]; EXACT if the result stays fp32."""
     if ACTIVATION == "identity":
         return x
     elif ACTIVATION == "relu":
@@ -88,7 +88,7 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
             density = 0.3989422804014327 * tl.math.exp2(x * x * -0.7213475204444817)
             slope = gate + x * density
         elif ACTIVATION == "gelu_tanh":
-            # bounded where the factor before it is 0 already: 0 times an overflow would be NaN
+            # bounded, because the factor before it is then 0, and 0 times infinity is NaN
             square = tl.minimum(x * x, 1e4)
             slope = gate + value * (1.0 - gate) * (1.5957691216057308 + 0.2140644488 * square)
         elif ACTIVATION == "quick_gelu":

@@ -21,24 +21,24 @@ class Gpu:
     sm_count: int
 
 
-# What the interpreter and the offline compiler assume in place of a device: an H200.
+# An H200, for the interpreter and the offline compiler.
 REFERENCE_GPU = Gpu("sm_90", 132)
 _stand_in: Gpu | None = None
 
 
 def set_stand_in(gpu: Gpu) -> None:
-    """Let CPU tensors stand for tensors on `gpu` in this process: for the stand-in driver, `stand_in_driver.py`."""
+    """Makes `gpu_of` return `gpu` for CPU tensors in this process, for `stand_in_driver.py`."""
     global _stand_in
     _stand_in = gpu
 
 
 def has_stand_in() -> bool:
-    """True if the stand-in driver takes the launches of CPU tensors."""
+    """True if the stand-in driver is installed."""
     return _stand_in is not None
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU that a device is; the stand-in or reference GPU where it is none."""
+    """Returns the GPU of a device; for a CPU the stand-in or the reference GPU."""
     if device.type != "cuda":
         return _stand_in or REFERENCE_GPU
     return _real_gpu(device.index if device.index is not None else torch.cuda.current_device())
@@ -51,7 +51,7 @@ def _real_gpu(index: int) -> Gpu:
 
 
 def generation(arch: str) -> str:
-    """Whose tiles an architecture takes: "ampere" (mma.sync: sm_80, 86, 89 and 120), "hopper" or "blackwell"."""
+    """Returns the generation of tiles: "ampere" (mma.sync: sm_80, 86, 89 and 120), "hopper" or "blackwell"."""
     number = int(arch.removeprefix("sm_"))
     return "hopper" if 90 <= number < 100 else "blackwell" if 100 <= number < 120 else "ampere"
 
@@ -67,17 +67,17 @@ def starts_early(arch: str) -> bool:
 
 
 def reads_descriptors(arch: str) -> bool:
-    """True if tiles are loaded through TMA descriptors where the layout allows."""
+    """True if tiles are loaded through TMA descriptors, if the layout allows."""
     return generation(arch) != "ampere"
 
 
 def matrix_instruction(arch: str) -> str:
-    """The instruction that half-precision and TF32 products must reach, by the names of `offline.Stats.has`."""
+    """Returns the instruction of half-precision and TF32 products, named as in `offline.Stats.has`."""
     return {"ampere": "HMMA", "hopper": "HGMMA", "blackwell": "TCGEN05"}[generation(arch)]
 
 
 def product_kind(dtype: torch.dtype) -> str:
-    """The number format of products of this dtype: "half", "fp8" (e4m3), or "tf32" for fp32."""
+    """Returns the number format of products of this dtype: "half", "fp8" (e4m3), or "tf32" for fp32."""
     if dtype == torch.float8_e4m3fn:
         return "fp8"
     return "half" if dtype.itemsize == 2 else "tf32"

@@ -258,8 +258,8 @@ class QkvSettings:
         eps: Epsilon of the norms.
         wide: All heads of a token are normalised together.
         prefix: Number of tokens that are not rotated.
-        layout: "half": channels j and j + D/2 are a pair; "interleaved": 2j and 2j + 1; "neighbours": those of "half",
-            adjacent in qkv alone.
+        layout: "half": channels j and j + D/2 are a pair; "interleaved": 2j and 2j + 1; "interleaved_half": pairs of
+            "half" that are adjacent in qkv only.
     """
 
     weights: tuple[Tensor, Tensor] | None = None

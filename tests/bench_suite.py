@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import vit_fast
-from vit_fast.apps.data import default_photograph
+from vit_fast.apps.data import sample_image
 from vit_fast.benchmarks.candidates import default_names, parse_candidate
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.models import resolve
@@ -59,7 +59,7 @@ def _cases() -> list[Any]:
 def problem_of(word: str, training: bool, batch: int) -> tuple[Group, Problem]:
     (model,) = resolve(word)(None)
     group = Group(model, DTYPE, batch, batch, training)
-    return group, make_problem(group, [default_photograph()], DEVICE)
+    return group, make_problem(group, [sample_image()], DEVICE)
 
 
 @pytest.mark.parametrize(("word", "training", "batch", "label"), _cases())
@@ -90,7 +90,7 @@ def test_export(benchmark: Any, precision: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     model = vit_fast.create_model(NAME, backend="sdpa").eval()
-    calibration = [default_photograph()] if precision == "int8" else None
+    calibration = [sample_image()] if precision == "int8" else None
     benchmark.group = f"export of {NAME}"
 
     def export() -> Any:

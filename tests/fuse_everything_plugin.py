@@ -54,12 +54,12 @@ def fused_after(build: Callable[..., Any], backend: str) -> Callable[..., Any]:
         result = build(*args, **kwargs)
         model = result if isinstance(result, nn.Module) else args[0]
         report = vit_fast.fuse(model, backend)
-        COUNTS.update({"models": 1, "parts fused": len(report.fused), "parts left": len(report.left)})
+        COUNTS.update({"models": 1, "parts fused": len(report.fused), "parts skipped": len(report.skipped)})
         return result
 
     return fusing
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    counts = ", ".join(f"{COUNTS[what]} {what}" for what in ("models", "parts fused", "parts left"))
+    counts = ", ".join(f"{COUNTS[what]} {what}" for what in ("models", "parts fused", "parts skipped"))
     terminalreporter.write_line(f"fuse_everything: {counts}")

@@ -67,7 +67,7 @@ def outcome(model: nn.Module) -> str | None:
     report = vit_fast.fuse(model, backend="sdpa")
     if not any("attention" in module.part or "Block" in module.class_name for module in report.modules):
         return None
-    reasons = list(dict.fromkeys(reason for module in report.left for reason in module.reasons))
+    reasons = list(dict.fromkeys(reason for module in report.skipped for reason in module.reasons))
     unknown = [reason.removesuffix(UNKNOWN) for reason in reasons if reason.endswith(UNKNOWN)]
     said = [reason for reason in reasons if not reason.endswith(UNKNOWN)]
     said += [f"unknown classes: {', '.join(unknown)}"] if unknown else []

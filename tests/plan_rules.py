@@ -201,7 +201,8 @@ def threads() -> None:
         worker.start()
     for worker in workers:
         worker.join()
-    assert failures == []
+    if failures:
+        raise failures[0]
 
 
 def only_what_comes_back_is_recorded() -> None:

@@ -11,7 +11,7 @@ from bench_support import build, named
 from torch import Tensor
 
 from vit_fast import ViTConfig
-from vit_fast.apps.data import default_photograph
+from vit_fast.apps.data import sample_image
 from vit_fast.benchmarks.builders import make
 from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.correctness import Expected, expect, judge_outputs
@@ -36,7 +36,7 @@ def make_task(config: ViTConfig, dtype: torch.dtype = torch.float32, batch_size:
     weights = rounded(random_weights(config), dtype)
     model = describe_ours("vit_test", config, data, None)
     task = Task(model, weights, dtype, CPU, batch_size=4)
-    return task, image_views([default_photograph()], model, 4).to(dtype)
+    return task, image_views([sample_image()], model, 4).to(dtype)
 
 
 def verdict_of(candidate: Candidate, task: Task, images: Tensor, expected: Expected) -> str | None:
@@ -209,11 +209,11 @@ def test_no_parameter_is_zero_or_uniform() -> None:
 
 def test_batches_are_real_different_images_in_memory_of_their_own() -> None:
     (model,) = resolve("vit_test")(None)
-    views = image_views([default_photograph()], model, 6)
-    whole = image_views([default_photograph()], model, 1)
+    views = image_views([sample_image()], model, 6)
+    whole = image_views([sample_image()], model, 1)
     assert torch.equal(views[0], whole[0])
     assert len({view.numpy().tobytes() for view in views}) == 6
-    assert torch.equal(views, image_views([default_photograph()], model, 6))
+    assert torch.equal(views, image_views([sample_image()], model, 6))
     batches = rotating_batches(views.repeat(1, 1, 16, 16), 3, torch.float32, CPU)
     assert len({batch.data_ptr() for batch in batches}) == len(batches) >= 2
     assert all(batch.shape == (3, 3, 512, 512) and batch.std() > 0.1 for batch in batches)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from bench_support import QUICK, build
 
-from vit_fast.apps.data import default_photograph
+from vit_fast.apps.data import sample_image
 from vit_fast.benchmarks import configuration, machine, preparation, rendering, report, runner
 from vit_fast.benchmarks.candidates import parse_candidate
 from vit_fast.benchmarks.configuration import LATENCY, Configuration, make_configuration
@@ -178,7 +178,7 @@ def test_the_timed_call_copies_from_pinned_memory(training: bool, add, monkeypat
     add("noting", lambda task: Noting(3072, 10, device=task.device))
     (group,) = make_configuration(candidates=["noting"], batch_sizes=[2], train=training, **VIT_TEST).groups()
     group, meta = dataclasses.replace(group, data="host"), torch.device("meta")
-    task, batches = preparation.make_task(group, [default_photograph()], meta)
+    task, batches = preparation.make_task(group, [sample_image()], meta)
     assert len(pinned) == len(batches) >= 2 and {batch.device.type for batch in batches} == {"cpu"}
     monkeypatch.setattr(preparation, "stepper", lambda task, model, function: Step(function))
     _, call, check = preparation._callers(parse_candidate("noting"), task, batches)

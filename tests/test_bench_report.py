@@ -186,18 +186,6 @@ def test_command_writes_a_page(tmp_path, capsys):
     assert table_of(Page(out.read_text()), "images/s")
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[]", '{"rows": []}', '{"format": "vit-fast-bench/99", "machine": {}, "rows": []}']
-)
-def test_what_is_no_record_is_one_clear_line(content, tmp_path, capsys):
-    (tmp_path / "x.json").write_text(content)
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(tmp_path / "x.json"), "--out", str(tmp_path / "page.html")])
-    assert ended.value.code == 2
-    assert "x.json" in capsys.readouterr().err
-    assert not (tmp_path / "page.html").exists()
-
-
 def test_nothing_in_the_plot_is_cut_at_its_edges(record):
     record["machine"]["device"] = "NVIDIA GB300 NVL72 with a name of uncommon length, " + "W" * 20
     record["rows"][0]["candidate"] = "transformers+fused+compile:max-autotune"

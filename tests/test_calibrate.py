@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.blocks.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
 from vit_fast.fusion import calibration
-from vit_fast.fusion.fuse import shadow_of
+from vit_fast.fusion.fuse import sharing_copy
 from vit_fast.quantization import ranges
 from vit_fast.quantization.fp8_agreement import IMAGES
-from vit_fast.quantization.fp8_shadow import simulate
+from vit_fast.quantization.fp8_emulation import emulate
 
 LIBRARIES = [
     "ours", "timm-vit", "timm-qk-norm", "timm-dinov3", "timm-gated", "transformers-vit", "transformers-dinov2",
@@ -67,16 +67,16 @@ def test_what_is_looked_at_is_the_model(name: str) -> None:
     """A copy whose blocks run by the definition, unrounded, gives what the model gives."""
     subject = SUBJECTS[name]
     model, given = subject.build().eval(), subject.inputs()
-    shadow = shadow_of(model)
-    blocks, left = simulate(shadow)
+    copied = sharing_copy(model)
+    blocks, left = emulate(copied)
     assert len(blocks) == 2 and not left
     seen: list[str] = []
     for block in blocks:
         block.look = lambda linear, x: seen.append(linear)
     with torch.no_grad():
-        torch.testing.assert_close(subject.run(shadow, given), subject.run(model, given), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(subject.run(copied, given), subject.run(model, given), rtol=1e-3, atol=1e-3)
     assert set(seen) == set(LINEARS)
-    assert all(a is b for a, b in zip(model.parameters(), shadow.parameters(), strict=True)), "no weight is copied"
+    assert all(a is b for a, b in zip(model.parameters(), copied.parameters(), strict=True)), "no weight is copied"
 
 
 @pytest.mark.fast_cases("torch.float16")
@@ -150,7 +150,7 @@ def test_a_range_is_chosen_by_what_the_layer_loses() -> None:
     """A large element may be clipped if nothing reads it, but not if the layer reads it."""
     generator = np.random.default_rng(0)
     model, _ = calibrated()
-    block = simulate(shadow_of(model))[0][0]
+    block = emulate(sharing_copy(model))[0][0]
     width = model.blocks[0].mlp.fc2.in_features
     tokens = generator.normal(size=(64, width)).astype(np.float32) * 1e-4
     tokens[0, 3] = 100.0

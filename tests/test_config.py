@@ -8,7 +8,7 @@ import pytest
 
 import vit_fast
 from vit_fast.commands.models import model_rows
-from vit_fast.config import DataConfig, ViTConfig
+from vit_fast.config import DataConfig, RopeConfig, ViTConfig
 from vit_fast.variants import get_variant
 from vit_fast.work import total, work
 
@@ -62,6 +62,9 @@ from vit_fast.work import total, work
         ({"in_chans": 2 * 10**9}, ["at most 1e+12 parameters"]),
         ({"stem_channels": (2**30, 2**30)}, ["at most 1e+12 parameters"]),
         ({"global_pool": "map", "pool_mlp_ratio": 1e200}, ["pool_mlp_ratio times embed_dim must be at most"]),
+        ({"rope": RopeConfig(), "embed_dim": 60, "num_heads": 6}, ["head_dim must be a multiple of 4"]),
+        ({"mlp_layer": "gated"}, ["mlp_layer must be one of 'mlp', 'swiglu', got 'gated'"]),
+        ({"norm_layer": "batch_norm"}, ["norm_layer must be one of"]),
     ],
 )
 def test_an_invalid_field_is_named_with_its_value_and_what_must_hold(fields, words):
@@ -69,6 +72,11 @@ def test_an_invalid_field_is_named_with_its_value_and_what_must_hold(fields, wor
         ViTConfig(**fields)
     for word in words:
         assert word in str(error.value)
+
+
+def test_an_offset_of_positions_needs_coordinates_that_have_one():
+    with pytest.raises(ValueError, match="must not be given for coordinates='centred'"):
+        RopeConfig(offset=1.0)
 
 
 def test_config_is_frozen_and_survives_json():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vit_fast.apps.data import ImageError, default_photograph, find_images, load_images, make_transform, read_image
+from vit_fast.apps.data import ImageError, find_images, load_images, make_transform, read_image, sample_image
 from vit_fast.config import DataConfig
 from vit_fast.weights.factory import create_model
 
@@ -34,7 +34,7 @@ def test_transform_equals_timms(image_hw: tuple[int, int], crop_pct: float, crop
     )  # fmt: skip
     theirs = timm.data.create_transform((3, *image_hw), **config.to_dict())
     ours = make_transform(config, image_hw)
-    for image in (_noise(301, 200), _noise(97, 333), read_image(default_photograph())):
+    for image in (_noise(301, 200), _noise(97, 333), read_image(sample_image())):
         assert (ours(image) - theirs(image)).abs().max() <= 1e-6
 
 
@@ -100,7 +100,7 @@ def _png_header(width: int, height: int) -> bytes:
 
 
 def test_read_image_says_in_one_error_what_is_wrong(tmp_path: Path) -> None:
-    whole = default_photograph().read_bytes()
+    whole = sample_image().read_bytes()
     cases = {
         "text.png": (b"not an image", "not an image"),
         "empty.jpg": (b"", "not an image"),
@@ -159,7 +159,7 @@ def test_load_images_prepares_each(tmp_path: Path) -> None:
         load_images([], model)
 
 
-def test_default_photograph_is_a_photograph() -> None:
-    pixels = np.asarray(read_image(default_photograph()))
+def test_sample_image_is_a_photo() -> None:
+    pixels = np.asarray(read_image(sample_image()))
     assert min(pixels.shape[:2]) > 224
     assert pixels.std() > 20

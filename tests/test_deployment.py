@@ -21,7 +21,7 @@ from PIL import Image
 from triton_server import read_config, schema, serving
 
 import vit_fast
-from vit_fast.apps.data import default_photograph
+from vit_fast.apps.data import sample_image
 from vit_fast.cli import main
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError, export_onnx, inspect_onnx, write_card, write_triton_repository
@@ -103,7 +103,7 @@ def test_a_client_in_cpp(files: Path, cpp_client: Path, tmp_path: Path) -> None:
         inputs()[number].numpy().tofile(tmp_path / f"{number}.raw")
     colours = vit_fast.create_model("vit_test", num_classes=4)
     export_onnx(colours, tmp_path / "colours.onnx", preprocess=True, verify=False)
-    photograph = Image.open(default_photograph())
+    photograph = Image.open(sample_image())
     photograph.save(tmp_path / "0.ppm")
     for model, suffix, shown in (
         (pixels, "pgm", images),

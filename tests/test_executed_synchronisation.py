@@ -73,5 +73,5 @@ def test_every_synchronisation_is_needed_or_not_missed(kind: type, schedule: Sch
     assert _is_the_same(call(), expected)
     share = 1 - len(missed) / len(executed)
     print(f"{share:.0%} of {len(executed)} reported; not needed here:", *missed, sep="\n  ")
-    assert not [found for found in missed if "try_wait" in found.opcode]
+    assert not [found for found in missed if "try_wait" in found.opcode or "griddepcontrol" in found.opcode]
     assert share > 0.5, missed  # Triton writes barriers that others make redundant

@@ -17,7 +17,7 @@ import torch
 from digits import digits_vit, held_out, inputs, write_digits
 from onnxruntime.quantization.quant_utils import compute_scale_zp_float8
 
-from vit_fast.apps.data import default_photograph
+from vit_fast.apps.data import sample_image
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, VerificationError, eight_bit, export_onnx, graphs
 from vit_fast.export.capture import capture
@@ -225,7 +225,7 @@ def test_a_file_with_a_batch_of_more_images_than_calibrate_it(exported: Any, tmp
     for value in (proto.graph.input[0], proto.graph.output[0]):
         value.type.tensor_type.shape.dim[0].dim_value = 40
     onnx.save(proto, tmp_path / "float.onnx")
-    done = quantise_file(tmp_path / "float.onnx", tmp_path / "int8.onnx", "ort-cpu", [default_photograph()])
+    done = quantise_file(tmp_path / "float.onnx", tmp_path / "int8.onnx", "ort-cpu", [sample_image()])
     assert done.products == 8
     images = torch.randn(40, 3, 32, 32)
     got, expected = (OnnxRunner(tmp_path / f"{name}.onnx", "cpu")(images) for name in ("int8", "float"))
@@ -237,8 +237,8 @@ def test_int8_for_tensorrt_is_symmetric_in_fp16(tmp_path: Path, monkeypatch: pyt
     """Also of a model whose weights would not fit into one file (the limit is lowered)."""
     monkeypatch.setattr(graphs, "PROTOBUF_LIMIT", 1000)
     report = export_onnx(
-        digits_vit(), tmp_path / "m.onnx", precision="int8", target="tensorrt", calibration=[default_photograph()],
-        images=[default_photograph()], dynamic_batch=False,
+        digits_vit(), tmp_path / "m.onnx", precision="int8", target="tensorrt", calibration=[sample_image()],
+        images=[sample_image()], dynamic_batch=False,
     )  # fmt: skip
     proto = onnx.load(tmp_path / "m.onnx")
     zeros = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer if "_zero_point" in t.name}

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import nn
 
 import vit_fast
-from vit_fast.apps.data import default_photograph, make_transform, photographs, read_image
+from vit_fast.apps.data import make_transform, read_image, read_images, sample_image
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, export_onnx, graphs, inspect_onnx, verification
@@ -40,7 +40,7 @@ def run(path: Path, images: np.ndarray) -> np.ndarray:
 
 
 def photograph() -> Any:
-    return read_image(default_photograph())
+    return read_image(sample_image())
 
 
 @pytest.mark.fast_cases("vit")
@@ -84,7 +84,7 @@ def _any_size(family: str, model: nn.Module) -> Any:
     ids=["bicubic", "bilinear_rectangle", "squash", "grey"],
 )
 def test_preprocessing_in_the_graph(data_config: DataConfig, shape: dict[str, Any], tmp_path: Path) -> None:
-    """uint8 photographs, whole and in other shapes, against Pillow and eager."""
+    """uint8 read_images, whole and in other shapes, against Pillow and eager."""
     model: Any = randomised(ours(**shape))
     model.data_config = data_config
     export_onnx(model, tmp_path / "m.onnx", preprocess=True, output="probabilities")
@@ -146,10 +146,10 @@ def test_calibration_is_spread_over_all_files(tmp_path: Path) -> None:
     """Sorted by class: every third of the files is seen, none twice."""
     for i in range(90):
         Image.new("RGB", (4, 4), (i, 0, 0)).save(tmp_path / f"{i:02}.png")
-    reds = [image.getpixel((0, 0))[0] for image in photographs([tmp_path], 30)]  # type: ignore[index]  # RGB: a tuple
+    reds = [image.getpixel((0, 0))[0] for image in read_images([tmp_path], 30)]  # type: ignore[index]  # RGB: a tuple
     assert reds == list(range(0, 90, 3))
-    assert len(photographs([tmp_path / "00.png", tmp_path / "01.png"], 5)) == 5
-    assert [image.getpixel((0, 0)) for image in photographs([tmp_path], 90)] == [(i, 0, 0) for i in range(90)]
+    assert len(read_images([tmp_path / "00.png", tmp_path / "01.png"], 5)) == 5
+    assert [image.getpixel((0, 0)) for image in read_images([tmp_path], 90)] == [(i, 0, 0) for i in range(90)]
 
 
 @pytest.mark.slow

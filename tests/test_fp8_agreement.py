@@ -13,10 +13,10 @@ from torch import nn
 
 import vit_fast
 from vit_fast.blocks.fp8_scales import scales_of
-from vit_fast.fusion.fuse import shadow_of
+from vit_fast.fusion.fuse import sharing_copy
 from vit_fast.ops.descriptions import BlockScales
 from vit_fast.quantization import fp8
-from vit_fast.quantization.fp8_shadow import simulate
+from vit_fast.quantization.fp8_emulation import emulate
 
 POINTS, WANTED = 0.006, 0.995
 """Of accuracy, that e4m3 may cost; of images, whose top class has to stay in the tests that keep layers for it."""
@@ -24,12 +24,12 @@ POINTS, WANTED = 0.006, 0.995
 
 def rounded(model: Any, choice: Any) -> nn.Module:
     """The model with its blocks as they are defined in e4m3, but for what the choice keeps."""
-    shadow = shadow_of(model)
-    for block in simulate(shadow)[0]:
+    copied = sharing_copy(model)
+    for block in emulate(copied)[0]:
         own = scales_of(model.get_submodule(block.name))
         assert own is not None
         block.scales = own.all()._replace(**dict.fromkeys(choice.kept[block.name]))
-    return shadow
+    return copied
 
 
 def accuracies(model: Any, eight: nn.Module) -> tuple[float, float]:
@@ -46,7 +46,7 @@ def test_massive_activations_cost_no_accuracy(massive: float) -> None:
     """Two channels of the residual stream hundreds of times the rest, as in DINOv2 and CLIP; nothing is kept."""
     model = digits_vit(massive=massive)
     vit_fast.calibrate(model, inputs()[:64])
-    plain, eight = accuracies(model, rounded(model, fp8.choose(model, shadow_of(model), (), None)))
+    plain, eight = accuracies(model, rounded(model, fp8.choose(model, sharing_copy(model), (), None)))
     assert plain > 0.95 and eight >= plain - POINTS
 
 
@@ -56,11 +56,11 @@ def test_as_many_layers_are_kept_as_the_agreement_takes(outlier: float) -> None:
     model = digits_vit(outlier)
     images, _ = held_out()
     vit_fast.calibrate(model, images)
-    before = fp8.choose(model, shadow_of(model), (), None)
+    before = fp8.choose(model, sharing_copy(model), (), None)
     with torch.inference_mode():
         same = float((model(images).argmax(1) == rounded(model, before)(images).argmax(1)).float().mean())
     assert 0.99 <= same < WANTED, "there is something to keep"
-    choice = fp8.choose(model, shadow_of(model), ("blocks.0.mlp.fc2",), WANTED)
+    choice = fp8.choose(model, sharing_copy(model), ("blocks.0.mlp.fc2",), WANTED)
     reasons = [why for layers in choice.kept.values() for why in layers.values()]
     assert choice.kept["blocks.0"]["fc2"] == "asked for by keep"
     assert 1 <= reasons.count("min_agreement asks for it") <= 8
@@ -82,15 +82,15 @@ def test_an_agreement_that_cannot_be_reached_is_refused_with_the_best() -> None:
     with pytest.raises(
         vit_fast.UnsupportedInputError, match=r"agreement on 100 images is \d+\.\d% with 1 of 2 linear layers kept"
     ):
-        fp8.choose(model, shadow_of(model), keep, 1.0)
+        fp8.choose(model, sharing_copy(model), keep, 1.0)
 
 
 def test_a_model_without_classes_has_no_agreement() -> None:
     subject = SUBJECTS["transformers-dinov2"]
     model = subject.build().eval()
     vit_fast.calibrate(model, subject.inputs()["pixel_values"])
-    with pytest.raises(ValueError, match=r"must return logits \[B, classes\] for min_agreement, got a"):
-        fp8.choose(model, shadow_of(model), None, 0.9)
+    with pytest.raises(ValueError, match=r"must return logits \[B, classes\] for min_agreement, got transformers"):
+        fp8.choose(model, sharing_copy(model), None, 0.9)
 
 
 def test_agreement_is_measured_on_a_model_converted_since() -> None:

@@ -77,7 +77,7 @@ def some_scales(x: Tensor, **kept: None) -> BlockScales:
 def run(
     x: Tensor, tensors: BlockTensors, scales: BlockScales, next_scale: Tensor | None = None, **settings: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    paired = settings.pop("paired_head", 0)
+    paired = settings.pop("rope_head", 0)
     norm = settings.get("norm", "layer_norm")
     block = quantize_block(tensors, scales, x.dtype, norm, paired)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def run(
 def hold(x: Tensor, tensors: BlockTensors, scales: BlockScales, **settings: Any) -> Tensor:
     """The rule of accuracy, with the definition in x.dtype as eager."""
     y, _, _ = run(x, tensors, scales, **settings)
-    settings.pop("paired_head", 0)
+    settings.pop("rope_head", 0)
     eager, exact = (
         reference.fp8_block(x.to(dtype), tensors, scales, heads=HEADS, eps=EPS, **settings)
         for dtype in (x.dtype, torch.float64)
@@ -121,8 +121,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "RMSNorm": {"norm": "rms_norm", "activation": "gelu_tanh"},
     "interleaved": {"layout": "interleaved"},
     "half": {"layout": "half"},
-    "half in the matmul": {"layout": "half", "paired_head": WIDTH // HEADS},
-    "half, of its own for each head": {"layout": "half", "paired_head": WIDTH // HEADS, "heads_apart": HEADS},
+    "half in the matmul": {"layout": "half", "rope_head": WIDTH // HEADS},
+    "half, of its own for each head": {"layout": "half", "rope_head": WIDTH // HEADS, "heads_apart": HEADS},
     "qk-norm": {"layout": "half", "qk": True},
     "heads of 16": {"head_dim": 16},
     "heads of 72": {"head_dim": 72},  # no descriptor writes their rows in e4m3
@@ -326,12 +326,14 @@ def test_refusals_name_every_reason() -> None:
     ):
         with pytest.raises(UnsupportedInputError, match=word), torch.no_grad():
             fused_block_fp8(*args, **settings)
-    paired = quantize_block(tensors, scales, torch.bfloat16, paired_head=WIDTH // HEADS)
+    paired = quantize_block(tensors, scales, torch.bfloat16, rope_head=WIDTH // HEADS)
     for rope in (None, positions("interleaved", 0)):
-        with pytest.raises(UnsupportedInputError, match=r"paired_head must be 0 .*got 48"):
+        with pytest.raises(UnsupportedInputError, match=r"rope_head must be 0 .*got 48"):
             fused_block_fp8(x, None, None, paired, None, rope=rope, **settings)
-    with pytest.raises(ValueError, match=r"rope\.layout must be one of 'half', 'interleaved', got 'neighbours'$"):
-        fused_block_fp8(x, None, None, block, None, rope=positions("half", 0)._replace(layout="neighbours"), **settings)
+    with pytest.raises(ValueError, match=r"rope\.layout must be one of 'half', 'interleaved', got 'interleaved_half'$"):
+        fused_block_fp8(
+            x, None, None, block, None, rope=positions("half", 0)._replace(layout="interleaved_half"), **settings
+        )
 
 
 def test_devices_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,11 @@ from vit_fast.blocks.block import parts_of, run_block
 from vit_fast.blocks.fp8_scales import scales_of
 from vit_fast.blocks.fused import FusedModule
 from vit_fast.fusion.freezing import frozen_of
-from vit_fast.fusion.fuse import shadow_of
+from vit_fast.fusion.fuse import sharing_copy
 from vit_fast.ops.descriptions import Keys
 from vit_fast.ops.fp8 import Quantised
 from vit_fast.quantization import fp8
-from vit_fast.quantization.fp8_shadow import simulate
+from vit_fast.quantization.fp8_emulation import emulate
 
 UnsupportedInputError = vit_fast.UnsupportedInputError
 
@@ -41,12 +41,12 @@ def calibrated(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Modul
 
 def definition(model: nn.Module) -> nn.Module:
     """The model with its blocks as they are defined in e4m3, by the scales that it has."""
-    shadow = shadow_of(model)
-    for block in simulate(shadow)[0]:
+    copied = sharing_copy(model)
+    for block in emulate(copied)[0]:
         own = scales_of(model.get_submodule(block.name))
         assert own is not None
         block.scales = own.now()
-    return shadow
+    return copied
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

@@ -115,7 +115,7 @@ def test_a_changed_block_computes_the_change_and_is_skipped_with_the_reason(libr
     torch.testing.assert_close(model(images), expected)
     for each, backend in ((model, "eager"), (twin, "sdpa")):
         report = vit_fast.fuse(each, backend)
-        left = {row.name: " | ".join(row.reasons) for row in report.left if row.part != "attention"}
+        left = {row.name: " | ".join(row.reasons) for row in report.skipped if row.part != "attention"}
         assert list(left) == ["blocks.0"] and reason in left["blocks.0"]
         assert type(each.blocks[0]) is original and isinstance(each.blocks[1], FusedModule)
         torch.testing.assert_close(each(images), expected)
@@ -159,7 +159,7 @@ def test_a_change_after_fuse_counts_at_once_and_when_fused_again(change: str, ba
     close = {"rtol": 1e-6, "atol": 1e-6} if backend == "sdpa" else {"rtol": 1e-4, "atol": 1e-4}
     expected = twin(images)
     torch.testing.assert_close(model(images), expected, **close)
-    assert bool(vit_fast.fuse(model, backend).left) != whole
+    assert bool(vit_fast.fuse(model, backend).skipped) != whole
     torch.testing.assert_close(model(images), expected, **close)
 
 
@@ -209,11 +209,11 @@ def test_a_forward_replaced_on_an_instance_or_in_the_library(monkeypatch: pytest
         before = model.blocks[0].forward
         model.blocks[0].forward = lambda x, _before=before, **masks: _before(x, **masks) * 2
         expected = model(images)
-        (row,) = vit_fast.fuse(model, "eager").left
+        (row,) = vit_fast.fuse(model, "eager").skipped
         assert row.reasons == ("its forward was replaced on the instance",)
         torch.testing.assert_close(model(images), expected)
     monkeypatch.setattr("timm.models.vision_transformer.Block.forward", lambda self, x, **masks: x)
-    (row,) = vit_fast.fuse(tiny_timm()).left
+    (row,) = vit_fast.fuse(tiny_timm()).skipped
     assert row.reasons == ("Block.forward was replaced on the class",)
 
 
@@ -272,7 +272,7 @@ def test_weights_of_another_class_are_left_to_their_own_linear(library: str, qua
         quantize(model)
         torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-4, atol=1e-4)
         report = vit_fast.fuse(model, "triton")
-        left = [reason for module in report.left if module.part == "norm + MLP" for reason in module.reasons]
+        left = [reason for module in report.skipped if module.part == "norm + MLP" for reason in module.reasons]
         assert left and all(".weight must be an ordinary tensor, got " in reason for reason in left)
         torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-4, atol=1e-4)
 

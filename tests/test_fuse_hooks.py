@@ -142,7 +142,7 @@ def test_a_class_that_was_patched_before_it_was_first_seen_is_skipped(
     monkeypatch.setattr(plain, "_FORWARDS", {})
     monkeypatch.setattr(cls, "forward", lambda self, x, **rest: 2 * x)
     expected = model(images)
-    (row,) = vit_fast.fuse(model, "sdpa").left
+    (row,) = vit_fast.fuse(model, "sdpa").skipped
     assert f"{cls.__name__}.forward was replaced on the class" in row.reasons[0]
     torch.testing.assert_close(model(images), expected)
 

@@ -19,7 +19,7 @@ from vit_fast.fusion import fuse as fusion
 def reasons_of(model: nn.Module, part: str | None = None) -> list[str]:
     """Every reason that fuse gives; the model must compute the same before and after."""
     report = vit_fast.fuse(model)
-    return [reason for module in report.left if part in (None, module.part) for reason in module.reasons]
+    return [reason for module in report.skipped if part in (None, module.part) for reason in module.reasons]
 
 
 def test_subclasses_are_left_alone() -> None:
@@ -38,7 +38,7 @@ def test_subclasses_are_left_alone() -> None:
     expected = model(images)
     report = vit_fast.fuse(model)
     assert report.fused == ()
-    reasons = " | ".join(reason for module in report.left for reason in module.reasons)
+    reasons = " | ".join(reason for module in report.skipped for reason in module.reasons)
     assert "Doubled is a subclass of Block with a forward of its own" in reasons
     assert reasons.endswith("Renamed is a subclass of Attention")
     assert torch.equal(model(images), expected)
@@ -106,7 +106,7 @@ def test_text_towers_keep_their_causal_attention() -> None:
     }
     expected = model(**inputs).logits_per_image
     report = vit_fast.fuse(model)
-    assert [module.reasons for module in report.left] == [("it belongs to a text model: causal and padding masks",)]
+    assert [module.reasons for module in report.skipped] == [("it belongs to a text model: causal and padding masks",)]
     torch.testing.assert_close(model(**inputs).logits_per_image, expected)
 
 
@@ -150,7 +150,7 @@ def test_multihead_attention_that_is_more_than_attention(options: dict[str, Any]
 def test_post_norm_layers_are_left_but_their_attention_is_fused() -> None:
     report = vit_fast.fuse(nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0))
     assert [module.part for module in report.fused] == ["attention"]
-    assert report.left[0].reasons == ("norm_first must be True, got False",)
+    assert report.skipped[0].reasons == ("norm_first must be True, got False",)
 
 
 def test_nothing_is_half_fused_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_heads_that_the_triton_kernel_does_not_take_are_left(fused_first: bool) 
     if fused_first:
         vit_fast.fuse(model, "sdpa").require_all()
     report = vit_fast.fuse(model, backend="triton")
-    assert [(module.part, module.reasons) for module in report.left] == [("attention", (NARROW,))]
+    assert [(module.part, module.reasons) for module in report.skipped] == [("attention", (NARROW,))]
     assert [module.part for module in report.fused] == ["norm + MLP"]
     assert not isinstance(model.blocks[0].attn, common.FusedModule)
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
@@ -229,7 +229,7 @@ def test_weights_in_fp64_are_for_torch() -> None:
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64, device=DEVICE)
     expected = model(images)
     report = vit_fast.fuse(model, backend="triton")
-    assert report.fused == () and {module.reasons for module in report.left} == {(DOUBLE,)}
+    assert report.fused == () and {module.reasons for module in report.skipped} == {(DOUBLE,)}
     torch.testing.assert_close(model(images), expected)
     model.float()
     assert vit_fast.fuse(model).require_all()

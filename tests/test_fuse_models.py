@@ -99,7 +99,7 @@ def test_a_fused_model_agrees_and_unfuse_restores_it(name: str) -> None:
     assert any("norm + MLP" in part for part in parts)
     assert any("attention" in part for part in parts) == (name not in BIASED)
     if name in BIASED:
-        reasons = [(module.part, *module.reasons) for module in report.left]
+        reasons = [(module.part, *module.reasons) for module in report.skipped]
         assert [part for part, _ in reasons] == ["attention"] * 2
         assert all(reason.endswith("it adds a relative position bias") for _, reason in reasons)
     else:
@@ -284,6 +284,6 @@ def test_vitpose_with_experts_keeps_its_mlps() -> None:
     inputs = subject.inputs() | {"dataset_index": torch.tensor([0, 2])}
     expected = subject.run(model, inputs)
     report = vit_fast.fuse(model, backend="sdpa")
-    assert all("of 3 experts: must be a single MLP" in module.reasons[0] for module in report.left)
-    assert len(report.left) == 2 and {module.part for module in report.fused} == {"attention"}
+    assert all("of 3 experts: must be a single MLP" in module.reasons[0] for module in report.skipped)
+    assert len(report.skipped) == 2 and {module.part for module in report.fused} == {"attention"}
     torch.testing.assert_close(subject.run(model, inputs), expected)

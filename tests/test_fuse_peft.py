@@ -74,7 +74,7 @@ def test_a_model_is_fused_after_merging(name: str, backend: str) -> None:
         adapted = SUBJECTS[name].run(model, inputs)
     report = vit_fast.fuse(model, backend)
     assert {row.part for row in report.fused} == {"attention"}
-    assert all("must be torch.nn.Linear itself, got " in row.reasons[0] for row in report.left)
+    assert all("must be torch.nn.Linear itself, got " in row.reasons[0] for row in report.skipped)
     twin = copy.deepcopy(model)
     vit_fast.unfuse(twin)
     assert_alike(name, model, twin, inputs)

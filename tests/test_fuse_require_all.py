@@ -40,7 +40,7 @@ def test_a_decoder_is_not_asked_for() -> None:
     text = {name: value for name, value in TEXT.items() if name not in ("model_type", "num_key_value_heads")}
     settings = {"vision_config": VISION, "text_config": text, "extract_layers": [0]}
     report = vit_fast.fuse(transformers_model("CLIPSegForImageSegmentation", **settings), "sdpa")
-    assert {module.reasons for module in report.left} == {("it belongs to a text model: causal and padding masks",)}
+    assert {module.reasons for module in report.skipped} == {("it belongs to a text model: causal and padding masks",)}
     assert "decoder (CLIPSegDecoder)" in report.elsewhere
     assert "decoder (CLIPSegDecoder): a language model or decoder, not reported" in str(report)
 
@@ -92,7 +92,7 @@ def test_an_unknown_mlp_is_asked_for_where_attention_is_beside_it(inside: Any, u
     model = SUBJECTS["timm-vit"].build()
     model.head = inside()
     report = vit_fast.fuse(model, "sdpa")
-    assert [module.name for module in report.left] == [f"head.{name}" for name in unknown]
+    assert [module.name for module in report.skipped] == [f"head.{name}" for name in unknown]
     if unknown:
         with pytest.raises(vit_fast.UnsupportedInputError, match="is not a supported class"):
             report.require_all()

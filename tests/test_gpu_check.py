@@ -164,7 +164,7 @@ def test_a_job_of_bench_leaves_its_record(tmp_path: Path, monkeypatch: pytest.Mo
     ours = rows[0] | {"candidate": "triton", "best_peer": "eager", "ratio_to_best_peer": 1.5, "verdict": "faster"}
     assert "1.50x eager (faster)" in gpu_check.figures([ours])["mlp:5x16x32 B2 triton"]
     wrong = gpu_check.figures([ours | {"status": "incorrect"}])
-    assert wrong == {"outcome": "WRONG or failed: mlp:5x16x32 triton"}
+    assert wrong == {"outcome": "INCORRECT or failed: mlp:5x16x32 triton"}
     assert gpu_check.figures([ours | {"status": "skipped"}]) == {"outcome": "no time left"}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
-from vit_fast.apps.data import default_photograph, read_image
+from vit_fast.apps.data import read_image, sample_image
 from vit_fast.model import VisionTransformer
 
 
@@ -31,7 +31,7 @@ def _with_backend(model: VisionTransformer, backend: str) -> VisionTransformer:
 
 def _photograph_tiles(count: int) -> tuple[Tensor, Tensor]:
     """32 x 32 pixel tiles of a photograph [count, 3, 32, 32] in -1..1, and the quarter of its width each comes from."""
-    pixels = np.asarray(read_image(default_photograph()), dtype=np.float32) / 127.5 - 1
+    pixels = np.asarray(read_image(sample_image()), dtype=np.float32) / 127.5 - 1
     height, width = pixels.shape[0] - 32, pixels.shape[1] - 32
     rng = np.random.default_rng(0)
     tops, lefts = rng.integers(0, height, count), rng.integers(0, width, count)

@@ -21,7 +21,7 @@ from vit_fast.kernels.matmul.matmul_policy import NORMED_HEADS
 from vit_fast.ops import Norm, QkNorm, Rope, layer_norm_mlp, qk_norm_rope
 from vit_fast.ops.attention import attention_among
 from vit_fast.ops.block import fold, fused_block
-from vit_fast.ops.descriptions import BlockTensors, Keys, neighbours
+from vit_fast.ops.descriptions import BlockTensors, Keys, interleave
 from vit_fast.ops.reference import normalise
 
 WIDTH, HEADS, HIDDEN, B, N = 48, 2, 40, 2, 7
@@ -216,7 +216,7 @@ def test_folded_beforehand(name: str, together: str, launched: list[str]) -> Non
         folded = fold(_tensors(t), torch.bfloat16, kind.norm, kind.head_dim if paired else 0, kind.inner)
         tables = rope
         if rope is not None and paired:
-            tables = neighbours(_repeated(rope) if "repeated" in together else rope, kind.head_dim)
+            tables = interleave(_repeated(rope) if "repeated" in together else rope, kind.head_dim)
         ours = _fused(kind, t["x"], folded, qk_norm, tables)
         by_matmul = kind.head_dim in NORMED_HEADS and kind.over == "head" and (rope is None or rope.cos.dim() < 4)
         if kind.qk is not None and kind.keys == "all" and (paired or rope is None or kind.layout != "half"):
@@ -227,7 +227,7 @@ def test_folded_beforehand(name: str, together: str, launched: list[str]) -> Non
         if paired and (rope is None or rope.cos.dim() < 4) and (kind.qk is None or by_matmul):
             assert torch.equal(ours, at_once)
         if paired and rope is not None:
-            with pytest.raises(ValueError, match=r"rope\.layout must be .*'interleaved', got 'neighbours'$"):
+            with pytest.raises(ValueError, match=r"rope\.layout must be .*'interleaved', got 'interleaved_half'$"):
                 _fused(kind, t["x"], _tensors(t), qk_norm, tables)
 
 

@@ -13,7 +13,7 @@ import torch
 from command_line import run
 from onnx_models import NAMES, timm_vit, transformers_vit
 
-from vit_fast.apps.data import default_photograph, make_transform, read_image
+from vit_fast.apps.data import make_transform, read_image, sample_image
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError
@@ -57,7 +57,7 @@ def test_results_are_not_overwritten_by_the_next_call(exported: Any) -> None:
 
 def test_pixels(exported: Any, model: Any) -> None:
     runner = OnnxRunner(exported("pixels"), "cpu")
-    image = read_image(default_photograph())
+    image = read_image(sample_image())
     expected = eager(model, make_transform(DataConfig(), (32, 32))(image)[None])
     for pixels in (np.asarray(image), np.asarray(image)[None]):
         assert np.abs(runner(pixels) - expected).max() < 0.01 * np.abs(expected).max()
@@ -66,7 +66,7 @@ def test_pixels(exported: Any, model: Any) -> None:
     for file in ("pixels", "plain"):
         assert OnnxRunner(exported(file), "cpu").probabilities([]).shape == (0, 10)
         with pytest.raises(TypeError, match="images must be"):
-            OnnxRunner(exported(file), "cpu").probabilities([default_photograph()])
+            OnnxRunner(exported(file), "cpu").probabilities([sample_image()])
     with pytest.raises(ValueError, match=r"dtype must be uint8, got float32"):
         runner(np.zeros((1, 32, 32, 3), np.float32))
 
@@ -177,7 +177,7 @@ def test_a_file_exported_by_timm_or_plain_torch(tmp_path: Path) -> None:
     runner = OnnxRunner(tmp_path / "t.onnx", "cpu", max_batch=2)
     images = torch.randn(3, 3, 32, 32)
     np.testing.assert_allclose(runner(images).numpy(), eager(model, images), atol=1e-5)
-    photograph = read_image(default_photograph())
+    photograph = read_image(sample_image())
     with pytest.raises(UnsupportedInputError, match="has no data_config"):
         runner.probabilities([photograph])
     by_hand = OnnxRunner(tmp_path / "t.onnx", "cpu", data_config=DataConfig().to_dict(), class_names=NAMES)
@@ -210,7 +210,7 @@ def test_a_file_as_optimum_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     for wrong in ((2, 3, 40, 32), (2, 1, 32, 32)):
         with pytest.raises(ValueError, match=rf"images of shape \({wrong[0]}, {wrong[1]}, .*o\.onnx cannot run"):
             runner(np.zeros(wrong, np.float32))
-    photograph = read_image(default_photograph())
+    photograph = read_image(sample_image())
     with pytest.raises(UnsupportedInputError, match="give image_hw"):
         runner.probabilities([photograph])
     told = OnnxRunner(tmp_path / "o.onnx", "cpu", data_config=DataConfig(), image_hw=(32, 32), max_batch=2)
@@ -223,7 +223,7 @@ def test_a_file_as_optimum_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "data.json").write_text(json.dumps(DataConfig().to_dict() | {"img_size": 32}))
     arguments = ["--weights", str(tmp_path / "o.onnx"), "--data-config", str(tmp_path / "data.json"), "--json"]
     capsys.readouterr()  # torch 2.11 tells what it exported
-    assert run("predict", str(default_photograph()), *arguments) == 0
+    assert run("predict", str(sample_image()), *arguments) == 0
     (result,) = json.loads(capsys.readouterr().out)
     assert result["top"][0]["index"] == int(logits[0].argmax())
 
@@ -250,7 +250,7 @@ def test_an_output_of_integers(tmp_path: Path) -> None:
 def test_predict_needs_nothing_but_the_file(exported: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for file in ("pixels", "plain"):
         arguments = ["--weights", str(exported(file)), "--json", "--top-k", "10"]
-        assert run("predict", str(default_photograph()), *arguments) == 0
+        assert run("predict", str(sample_image()), *arguments) == 0
         (result,) = json.loads(capsys.readouterr().out)
         assert sum(row["probability"] for row in result["top"]) == pytest.approx(1)
         assert {row["class"] for row in result["top"]} == set(NAMES)
@@ -271,6 +271,6 @@ def test_predict_refuses(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "plain.onnx").symlink_to(exported("plain"))
-    assert run("predict", str(default_photograph()), "--weights", *arguments) == 2
+    assert run("predict", str(sample_image()), "--weights", *arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

@@ -17,7 +17,7 @@ from onnx_models import NAMES, with_metadata
 from rich.console import Console
 from triton_server import read_config
 
-from vit_fast.apps.data import default_photograph
+from vit_fast.apps.data import sample_image
 from vit_fast.export import ModelFileError, OnnxRunner, inspect_onnx, write_card, write_triton_repository
 
 
@@ -38,7 +38,7 @@ def test_truncated(folder: Path, tmp_path: Path, share: float) -> None:
 
 
 def test_foreign_and_missing(folder: Path, tmp_path: Path) -> None:
-    shutil.copy(default_photograph(), tmp_path / "photo.onnx")
+    shutil.copy(sample_image(), tmp_path / "photo.onnx")
     (tmp_path / "text.onnx").write_text("not a model\n" * 100)
     (tmp_path / "m.json").write_text("[" * 100_000)
     os.mkfifo(tmp_path / "pipe.onnx")

@@ -15,7 +15,7 @@ from torch import nn
 
 import vit_fast
 from vit_fast import set_backend
-from vit_fast.apps.data import default_photograph
+from vit_fast.apps.data import sample_image
 from vit_fast.export.runtime.work import UncountedError, count_work, narrow_precision
 from vit_fast.work import Counter, Work
 
@@ -46,7 +46,7 @@ def test_a_file_counts_what_torch_counts(name: str, exported: Any) -> None:
     "options",
     [
         {"opset": 23}, {"target": "ort-cuda"}, {"target": "tensorrt"}, {"precision": "fp16"},
-        {"precision": "int8", "calibration": [default_photograph()]},
+        {"precision": "int8", "calibration": [sample_image()]},
     ],
     ids=lambda options: "-".join(str(value) for name, value in options.items() if name != "calibration"),
 )  # fmt: skip

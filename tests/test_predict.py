@@ -14,7 +14,7 @@ from command_line import run
 from PIL import Image
 
 from vit_fast import DataConfig, create_model, save
-from vit_fast.apps.data import default_photograph, load_images
+from vit_fast.apps.data import load_images, sample_image
 
 
 @pytest.fixture
@@ -39,11 +39,11 @@ def _json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[di
 def test_probabilities_are_the_softmax_of_the_models_logits(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from vit_fast import load
 
-    (result,) = _json(capsys, default_photograph(), "--weights", weights, "--top-k", "10")
+    (result,) = _json(capsys, sample_image(), "--weights", weights, "--top-k", "10")
     model = load(weights)
     with torch.no_grad():
-        expected = model(load_images([default_photograph()], model))[0].softmax(dim=0)
-    assert result["image"] == str(default_photograph())
+        expected = model(load_images([sample_image()], model))[0].softmax(dim=0)
+    assert result["image"] == str(sample_image())
     probabilities = [row["probability"] for row in result["top"]]
     assert probabilities == sorted(probabilities, reverse=True)
     assert abs(sum(probabilities) - 1) < 1e-12
@@ -68,9 +68,9 @@ def test_folders_are_classified_whole_and_images_apart(
 
 
 def test_text_output_shows_the_top_classes(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(default_photograph(), "--weights", weights, "--top-k", "2") == 0
+    assert _run(sample_image(), "--weights", weights, "--top-k", "2") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == str(default_photograph())
+    assert lines[0] == str(sample_image())
     assert len(lines) == 3 and all("%" in line and "name" in line for line in lines[1:])
 
 
@@ -80,15 +80,15 @@ def test_class_names_from_a_file(kind: str, weights: Path, tmp_path: Path, capsy
     path = tmp_path / ("names.txt" if kind == "lines" else "names.json")
     shuffled = {str(i): names[i] for i in reversed(range(10))}
     path.write_text({"lines": "\n".join(names) + "\n", "list": json.dumps(names), "object": json.dumps(shuffled)}[kind])
-    (result,) = _json(capsys, default_photograph(), "--weights", weights, "--classes", path)
+    (result,) = _json(capsys, sample_image(), "--weights", weights, "--classes", path)
     assert all(row["class"] == names[row["index"]] for row in result["top"])
 
 
 def test_a_state_dict_needs_the_models_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(create_model("vit_test").state_dict(), tmp_path / "weights.pth")
-    (result,) = _json(capsys, default_photograph(), "--weights", tmp_path / "weights.pth", "--model", "vit_test")
+    (result,) = _json(capsys, sample_image(), "--weights", tmp_path / "weights.pth", "--model", "vit_test")
     assert result["top"][0]["class"] == f"class {result['top'][0]['index']}"
-    assert _run(default_photograph(), "--weights", tmp_path / "weights.pth") == 2
+    assert _run(sample_image(), "--weights", tmp_path / "weights.pth") == 2
     assert "--model" in capsys.readouterr().err
 
 
@@ -104,7 +104,7 @@ def test_bad_input_ends_in_one_line_and_status_2(
     nan = create_model("vit_test")
     torch.nn.init.constant_(nan.head.bias, float("nan"))
     nan_weights = save(nan, tmp_path / "nan.safetensors")
-    photo = default_photograph()
+    photo = sample_image()
     os.mkfifo(tmp_path / "pipe.png")
     for arguments, message in (
         ((tmp_path / "pipe.png", "--weights", weights), "is no regular file"),
@@ -137,13 +137,13 @@ def test_an_onnx_file_without_its_packages(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find(name))
-    assert _run(default_photograph(), "--weights", tmp_path / "m.onnx") == 2
+    assert _run(sample_image(), "--weights", tmp_path / "m.onnx") == 2
     assert "onnxruntime not installed: pip install 'vit-fast[export]'" in capsys.readouterr().err
 
 
 def test_the_device_is_chosen(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(_json(capsys, default_photograph(), "--weights", weights, "--device", "cpu")) == 1
+    assert len(_json(capsys, sample_image(), "--weights", weights, "--device", "cpu")) == 1
     for device in ("tpu", "cuda:99", "meta"):
-        assert _run(default_photograph(), "--weights", weights, "--device", device) == 2
+        assert _run(sample_image(), "--weights", weights, "--device", device) == 2
         captured = capsys.readouterr()
         assert f"--device {device}" in captured.err and captured.err.count("\n") == 1

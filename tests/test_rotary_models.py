@@ -160,18 +160,3 @@ def test_kept_positions_made_in_inference_mode_serve_training() -> None:
     with torch.inference_mode():
         model(images)
     outputs(model, images)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"rope": vit_fast.config.RopeConfig(), "embed_dim": 60, "num_heads": 6}, "head_dim must be a multiple of 4"),
-        ({"mlp_layer": "gated"}, "mlp_layer must be one of 'mlp', 'swiglu', got 'gated'"),
-        ({"norm_layer": "batch_norm"}, "norm_layer must be one of"),
-    ],
-)
-def test_what_a_config_refuses(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        vit_fast.create_model("vit_test", **fields)
-    with pytest.raises(ValueError, match="must not be given for coordinates='centred'"):
-        vit_fast.config.RopeConfig(offset=1.0)

@@ -126,7 +126,7 @@ kept = {"nothing": {}, "fc1": {"fc1": None}, "fc2, proj": {"fc2": None, "proj": 
 for name, absent in {} if counts["reasons"] else kept.items():
     own = scales._replace(**absent)
     for rope, head in ((None, 0), (positions, 64)):
-        block = quantize_block(tensors, own, torch.bfloat16, paired_head=head)
+        block = quantize_block(tensors, own, torch.bfloat16, rope_head=head)
         known = zeros(2, 197, C), None, None
         made = []
         for _ in range(5):

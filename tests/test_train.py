@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from train_support import settings, small_model
 
 from vit_fast import create_model, load, save
-from vit_fast.apps.data import ImageError, ImageFolder, ReaderLostError, default_photograph, load_images
+from vit_fast.apps.data import ImageError, ImageFolder, ReaderLostError, load_images, sample_image
 from vit_fast.apps.datasets import PreparedImages, open_data
 from vit_fast.apps.train_config import config_for
 from vit_fast.apps.trainer import Measure
@@ -180,7 +180,7 @@ def test_weights_that_know_their_shape_are_a_model(
 
 def _losses_of_32_steps(backend: str = "eager", **options: object) -> torch.Tensor:
     """Trains on crops of a photo, labelled by their location, and returns the losses."""
-    photograph = load_images([default_photograph()], create_model("vit_test", img_size=128))[0]
+    photograph = load_images([sample_image()], create_model("vit_test", img_size=128))[0]
     crops = photograph.unfold(1, 32, 32).unfold(2, 32, 32).permute(1, 2, 0, 3, 4).reshape(16, 3, 32, 32)
     trainer = Trainer(small_model(backend=backend, drop_path_rate=0.0), settings(**options), 32, 4)
     return torch.tensor([trainer.step(crops, torch.arange(16) // 4 % 2).loss for _ in range(32)])

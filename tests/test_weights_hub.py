@@ -244,13 +244,13 @@ def test_preprocessing_equals_transformers_own() -> None:
     import transformers
     from PIL import Image
 
-    from vit_fast.apps.data import default_photograph, make_transform, read_image
+    from vit_fast.apps.data import make_transform, read_image, sample_image
 
     # transformers 5 computes with torchvision unless the PIL class is named
     processor = getattr(transformers, "BitImageProcessorPil", transformers.BitImageProcessor)(
         size={"shortest_edge": 256}, crop_size={"height": 224, "width": 224}, resample=3, do_center_crop=True
     )
-    image = read_image(default_photograph())
+    image = read_image(sample_image())
     expected = processor(images=image, return_tensors="pt")["pixel_values"][0]
     assert isinstance(image, Image.Image)
     actual = make_transform(data_config_from_processor(processor.to_dict()), (224, 224))(image)

@@ -1,4 +1,4 @@
-"""The attention kernels' shipped configurations, for compiling without a GPU."""
+"""Builds of the attention kernels, for compiling without a GPU."""
 
 from __future__ import annotations
 

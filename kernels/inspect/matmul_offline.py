@@ -1,4 +1,4 @@
-"""The shipped configurations of the matmul and of the kernels around it, for compiling without a GPU.
+"""Builds of the matmul and of the kernels of linear layers, for compiling without a GPU.
 
 The shapes are ViT-B/16's at batch 256: 50,432 rows, C = 768, F = 3072; in FP8 ViT-L/16's, C = 1024, F = 4096.
 """
@@ -42,7 +42,7 @@ def _normed(
     dtype: torch.dtype, keep: bool = False, normalised: bool = False, gated: bool = False, C: int = _C, N: int = _F,
     result: torch.dtype | None = None, head_step: HeadStep | None = None,
 ) -> Operands:  # fmt: skip
-    """Operands behind a norm of A's rows. `keep`: with what training keeps; `normalised`: rows, as fp32 ones are."""
+    """Operands behind a norm of A's rows. `keep`: as in training; `normalised`: A is normalised, as for fp32 rows."""
     statistics = keep and not normalised
     return Operands(
         meta(_M, C, dtype=dtype), meta(N, C, dtype=dtype), meta(_M, N // 2 if gated else N, dtype=result or dtype),
@@ -203,7 +203,7 @@ def _fp8_cases(dtype: torch.dtype) -> Iterator[_Case]:
         yield "partial", "5 parts", _partial(whole), "identity", 5
 
 
-# What the static test compiles on every run, of the widest configuration; elsewhere nothing.
+# Core builds, for the widest configuration.
 _CORE = {
     "sm_80": ("gelu",),
     "sm_90": (
@@ -249,7 +249,7 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
                         operands, epilogue=epilogue, config=config, activation=activation, split_k=parts
                     )
                     yield Build(
-                        # a "residual" matmul that is cut along K has its name
+                        # "partial" is the first launch of a "residual" matmul
                         "matmul_residual" if epilogue == "partial" else f"matmul_{epilogue}",
                         f"{kind} {_tile(config)} {what}",
                         launch,
@@ -322,7 +322,7 @@ def _small_launches(arch: str, dtype: torch.dtype, stream: torch.dtype) -> Itera
 
 
 def _weight_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    """The weights of a forward and of a backward with LayerScale, where they do not lie ready."""
+    """Conversions of weights, in the forward and in the backward of a LayerScale."""
     weight, scale = meta(_F, _C, dtype=stream), meta(_F, dtype=stream)
     made, factored = ScaledWeight(meta(_F, _C, dtype=dtype), None), meta(_C)
     plain = int(dtype != stream)
@@ -335,7 +335,7 @@ def _weight_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[
 
 
 def offline_builds(arch: str) -> Iterator[Build]:
-    """The shipped builds of the matmul and of the kernels around it for one architecture."""
+    """Yields all builds for an architecture."""
     yield from _matmul_builds(arch)
     yield from _product_builds(arch)
     for name, dtype, stream in (("bf16", _HALF, _HALF), ("fp32", _FULL, _FULL), ("autocast", _HALF, _FULL)):

@@ -135,7 +135,7 @@ class NormedLinear:
         gamma, beta: The LayerNorm's affine [C]; None means ones, zeros.
         rms: True for an RMSNorm.
         gate, gate_bias: Like weight and bias; None: no gate.
-        paired_head: Channels of a head of q, k and v whose channels j and j + D/2 become adjacent; else 0. Only in the
+        rope_head: Channels of a head of q, k and v whose channels j and j + D/2 become adjacent; else 0. Only in the
             first of two layers that are folded together.
     """
 
@@ -146,7 +146,7 @@ class NormedLinear:
     rms: bool = False
     gate: Tensor | None = None
     gate_bias: Tensor | None = None
-    paired_head: int = 0
+    rope_head: int = 0
 
     @property
     def rows(self) -> int:
@@ -157,7 +157,7 @@ class NormedLinear:
         """Returns the layer with contiguous tensors."""
         tensors = (self.bias, self.gamma, self.beta, self.gate, self.gate_bias)
         bias, gamma, beta, gate, gate_bias = (tensor if tensor is None else tensor.contiguous() for tensor in tensors)
-        return NormedLinear(self.weight.contiguous(), bias, gamma, beta, self.rms, gate, gate_bias, self.paired_head)
+        return NormedLinear(self.weight.contiguous(), bias, gamma, beta, self.rms, gate, gate_bias, self.rope_head)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear])
             f"shift{suffix}_ptr": into and into.shift, f"F{suffix}": F, f"C{suffix}": C,
         }  # fmt: skip
     programs = sum(ceil_div(linear.rows, rows) for linear in linears)
-    constants = {"HEAD": linears[0].paired_head, "ROWS": rows, "BLOCK_C": block}
+    constants = {"HEAD": linears[0].rope_head, "ROWS": rows, "BLOCK_C": block}
     return Launch(_fold_kernel, (programs,), args, constants, num_warps=4, device=linears[0].weight.device)
 
 

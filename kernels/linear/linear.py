@@ -42,7 +42,7 @@ class FoldedGradient:
 def layer_norm_linear(
     rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
     head_step: HeadStep | None = None, out_part: Tensor | None = None, dtype: torch.dtype | None = None,
-    out_scale: Tensor | None = None,
+    out_scale: Tensor | None = None, z: Tensor | None = None, statistics: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns act(LayerNorm(x) W^T + b) [M, F].
 
@@ -52,8 +52,23 @@ def layer_norm_linear(
         out_part: Written: statistics of the result's rows (`row_parts.py`); or None.
         dtype: Dtype of the result; None: that of the rows.
         out_scale: fp32 [1], the factor of a result in e4m3; else None.
+        z: Written: the activation's input [M, F]; or None.
+        statistics: Written: mean and rstd of the rows, fp32 [2, M]; or None.
     """
-    return _layer_norm_linear(rows, folded, activation, gated, head_step, None, None, out_part, dtype, out_scale)
+    source = rows.source
+    out = source.new_empty((source.shape[0], folded.weight.shape[0] // (2 if gated else 1)), dtype=dtype)
+    mean, rstd = (None, None) if statistics is None else statistics
+    operands = Operands(
+        source, folded.weight, out, b_is_nk=True, z=z, mean=mean, rstd=rstd, row_part=rows.part, eps=rows.eps,
+        bias=folded.shift, weight_sum=folded.weight_sum, scale=folded.scale, out_scale=out_scale,
+        head_step=head_step, out_part=out_part if gated else None,
+    )  # fmt: skip
+    epilogue = "gated" if gated else "layer_norm" if head_step is None else head_step.epilogue
+    config = matmul_config(operands, epilogue, activation)
+    matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
+    if out_part is not None and not gated:  # the epilogue has no registers for them beside the activation
+        row_statistics_launch(out, out_part).run()
+    return out
 
 
 def layer_norm_linear_keeping(
@@ -67,30 +82,8 @@ def layer_norm_linear_keeping(
     source, M = rows.source, rows.source.shape[0]
     z = None if activation == "identity" and not gated else source.new_empty((M, folded.weight.shape[0]))
     finished = None if rows.part is None else torch.empty(2, M, dtype=torch.float32, device=source.device)
-    out = _layer_norm_linear(rows, folded, activation, gated, head_step, z, finished, out_part)
+    out = layer_norm_linear(rows, folded, activation, gated, head_step, out_part, z=z, statistics=finished)
     return out, out if z is None else z, RowStatistics(source, rows.statistics if finished is None else finished)
-
-
-def _layer_norm_linear(
-    rows: InputRows, folded: FoldedLinear, activation: str, gated: bool, head_step: HeadStep | None, z: Tensor | None,
-    finished: Tensor | None, out_part: Tensor | None, dtype: torch.dtype | None = None,
-    out_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    source = rows.source
-    out = source.new_empty((source.shape[0], folded.weight.shape[0] // (2 if gated else 1)), dtype=dtype)
-    mean, rstd = (None, None) if finished is None else finished
-    operands = Operands(
-        source, folded.weight, out, b_is_nk=True, z=z, mean=mean, rstd=rstd, row_part=rows.part, eps=rows.eps,
-        bias=folded.shift, weight_sum=folded.weight_sum, scale=folded.scale, out_scale=out_scale,
-        head_step=head_step,
-        out_part=out_part if gated else None,
-    )  # fmt: skip
-    epilogue = "gated" if gated else "layer_norm" if head_step is None else head_step.epilogue
-    config = matmul_config(operands, epilogue, activation)
-    matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
-    if out_part is not None and not gated:  # the epilogue has no registers for them beside the activation
-        row_statistics_launch(out, out_part).run()
-    return out
 
 
 def linear_residual(

@@ -1,6 +1,6 @@
-"""A model of a matmul's time on a GPU, from data sheets and from instructions counted in compiled kernels.
+"""A model of a matmul's time on a GPU, from data sheets and from instruction counts of compiled kernels.
 
-Estimates in cycles of a multiprocessor; none is measured. `matmul_policy.py` orders configurations by them, and
+Estimates in cycles of a multiprocessor, not measurements. `matmul_policy.py` orders configurations by them, and
 `device_model.py` prints them.
 """
 
@@ -53,9 +53,9 @@ class Cycles:
     Args:
         products: Tensor cores.
         loads: Operands from L2.
-        latency: Loads under way that are too few to hide how long one takes.
+        latency: Latency of loads that the number of loads in flight does not hide.
         epilogues: Instructions after the loops over K.
-        total: Of the launch, with what overlaps counted once.
+        total: The launch, with overlapping work counted once.
     """
 
     products: float
@@ -74,7 +74,7 @@ def launch_cycles(
         config: The tiles.
         sizes: M, N, K of the product.
         itemsize: Bytes an element of A and B.
-        gpu: Where it runs.
+        gpu: The GPU.
         epilogue: Cycles of a tile's epilogue.
         splits: Parts of K.
     """
@@ -112,7 +112,7 @@ def _l2_bytes(gpu: Gpu) -> int:
 
 
 def epilogue_cycles(config: MatmulConfig, instructions: int) -> float:
-    """An estimate of a tile's epilogue by itself; `instructions` as `epilogue_instructions` counts them."""
+    """Returns the estimate of a tile's epilogue from `epilogue_instructions`."""
     a_warp = _TILE_INSTRUCTIONS + instructions * config.block_m * config.block_n / (32 * config.num_warps)
     return a_warp * config.num_warps / ISSUE + DRAIN
 
@@ -124,8 +124,8 @@ def predicted_cycles(
 
     Args:
         config, sizes, itemsize, gpu: As of `launch_cycles`.
-        instructions: `epilogue_instructions` where K is whole.
-        splits: Parts of K; more than one are fp32 in memory.
+        instructions: `epilogue_instructions` without split-K.
+        splits: Parts of K; several are stored in fp32.
     """
     epilogue = epilogue_cycles(config, instructions if splits == 1 else _INSTRUCTIONS["partial"])
     cycles = launch_cycles(config, sizes, itemsize, gpu, epilogue, splits).total

@@ -189,11 +189,8 @@ def choose_split(
     table: Sequence[MatmulConfig], sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int,
     partial: Sequence[MatmulConfig] = (), most: int = 1,
 ) -> tuple[MatmulConfig, int]:  # fmt: skip
-    """The configuration and the parts of K with the lowest `predicted_cycles`: of `table` for one part, of `partial`
-    for up to `most`.
-
-    Of equals the fewest parts and the widest tile.
-    """
+    """Returns the configuration and the parts of K with the lowest `predicted_cycles`: from `table` for one part, from
+    `partial` for up to `most`. Of equal ones, returns the fewest parts and the widest tile."""
     steps = [(config, ceil_div(sizes[2], config.block_k)) for config in partial]
     candidates = [(config, 1) for config in table]
     candidates += [(c, parts) for parts in range(2, most + 1) for c, count in steps if count >= _MIN_STEPS * parts]
@@ -201,15 +198,15 @@ def choose_split(
 
 
 def matmul_config(operands: Operands, epilogue: str, activation: str = "identity") -> MatmulConfig:
-    """The configuration for these operands on their device.
+    """Returns the configuration for these operands on their device.
 
-    The interpreter, whose time goes by the number of tiles and not by their size, always takes the widest there is.
+    In the interpreter, whose time depends on the number of tiles, it is the widest.
     """
     return _chosen(operands, epilogue, activation)[0]
 
 
 def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
-    """The configuration of a "residual" matmul, and in how many parts of K; more than one are for `split_k.py`.
+    """Returns the configuration of a "residual" matmul and its parts of K, which `split_k.py` sums.
 
     A few rows have too few tiles for the multiprocessors: fc2 of ViT-B has 48 of the smallest at batch 1.
     """
@@ -217,10 +214,10 @@ def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
 
 
 def rows_in_whole_waves(operands: Operands) -> int:
-    """Returns how many rows a "residual" matmul computes first, where the others get a launch of their own; else all.
+    """Returns the number of rows of a "residual" matmul's first launch; a second launch computes the others.
 
-    The tiles of those first rows fill every multiprocessor the same number of times. A last wave of few tiles takes as
-    long as a whole one; the rows that are left over get narrower tiles, or parts of K, that spread over the GPU.
+    The tiles of the first rows are whole waves. A last wave of few tiles takes as long as a whole one, so the other
+    rows get narrower tiles or parts of K, which spread over the GPU.
     """
     rows = operands.sizes[0]
     return rows if is_interpreted() else _best_head(*_question(operands, "residual", most=_MAX_RESIDUAL_SPLITS))
@@ -277,10 +274,10 @@ def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
 
 
 def _requirements(operands: Operands, epilogue: str) -> tuple[int, int, int]:
-    """The fewest columns of a tile, for whole pieces of row statistics, the most elements of one, and the columns of a
-    piece where that is to be a head; else 0.
+    """Returns the fewest columns of a tile, for whole pieces of statistics, its most elements, and the columns of a
+    piece if that is a head, else 0.
 
-    Behind a norm of the hidden layer, and on the way back through it, larger tiles than 128 x 128 spill.
+    Behind a norm of the hidden layer, forward and backward, larger tiles than 128 x 128 spill.
     """
     narrowest = 0 if operands.out_part is None else 2 * PIECE if epilogue == "gated" else PIECE
     behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
@@ -294,10 +291,10 @@ def _meets(config: MatmulConfig, narrowest: int, largest: int, piece: int) -> bo
 
 
 def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:
-    """The configuration of `weight_products.py` for these pairs of operands, and in how many parts.
+    """Returns the configuration of `weight_products.py` for these pairs of operands, and the number of parts.
 
-    The fewest that keep the multiprocessors at least 90 % as busy as the best. Each part has at least four steps, and
-    at most 16 parts are written.
+    It is the smallest number for which the multiprocessors are at least 90 % as busy as with the best. Each part has at
+    least four steps, and there are at most 16.
     """
     first = pairs[0][0]
     gpu, M = gpu_of(first.device), first.shape[0]

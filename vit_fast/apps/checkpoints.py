@@ -26,7 +26,7 @@ CHECKPOINT, LOG, WEIGHTS = "checkpoint.pth", "log.jsonl", "model.safetensors"
 Row = dict[str, Any]
 
 _FORMAT = "vit-fast training 2"
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # as one process has it, however many there are
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a single process
 _CONTENT = {
     "config": dict, "about": dict, "model": dict, "average": dict, "optimizer": dict, "scheduler": dict, "step": int,
     "rows": list,
@@ -34,15 +34,15 @@ _CONTENT = {
 
 
 def start_run(out: Path, processes: Processes) -> None:
-    """Refuses a folder that holds a run, or that cannot be written.
+    """Raises an error if a folder contains a run or cannot be written.
 
     Raises:
-        TrainingError: it holds one.
+        TrainingError: it contains a run.
         OSError: it cannot be written.
     """
     if there := [name for name in (CHECKPOINT, LOG, WEIGHTS) if (out / name).exists()]:
         raise TrainingError(f"{out}: contains {', '.join(there)} of an earlier run: resume it, or pass another folder")
-    processes.wait()  # before the first of them writes
+    processes.wait()  # before the first process writes
     check_replaceable(out / CHECKPOINT)
 
 
@@ -50,11 +50,11 @@ def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Ro
     """Restores a trainer to the end of the run's last finished epoch.
 
     Args:
-        about: Facts about the run by name, which must not have changed.
+        about: Facts about the run by name; they must be the same as in the interrupted run.
     Returns:
         The rows of the log.
     Raises:
-        TrainingError: the checkpoint is missing, damaged, or of another run; nothing was changed.
+        TrainingError: the checkpoint is missing, damaged, or from another run; nothing was changed.
     """
     path = out / CHECKPOINT
     state = _read(path)
@@ -84,7 +84,7 @@ def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Ro
 
 
 def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, Any], *, best: bool) -> None:
-    """Writes each file whole; the checkpoint gets its name last, so that a resumed run repeats what it lacks.
+    """Writes the files of a run, each atomically and the checkpoint last, so that a resumed run repeats missing steps.
 
     Args:
         about: See resume_run.
@@ -95,7 +95,7 @@ def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, 
     if trainer.averages:
         with trainer.averaged():
             then: Any = get_model_state_dict(trainer.model, options=_WHOLE)
-            average = {name: tensor.clone() for name, tensor in then.items()}  # on a CPU they are the model's own
+            average = {name: tensor.clone() for name, tensor in then.items()}  # the model's own on a CPU
     optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer, options=_WHOLE)
     if trainer.processes.rank == 0:
         state = {
@@ -123,7 +123,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise TrainingError(f"{path}: no such file, nothing to resume")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a damaged file, the reader raises nearly anything
+    except Exception as error:  # the reader raises almost anything for a damaged file
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TrainingError(f"{path}: cannot be read (damaged, or not a checkpoint): {first}") from None
     has_format = isinstance(state, dict) and state.get("format") == _FORMAT

@@ -1,4 +1,4 @@
-"""Classifiers from weights, and a row per image: the output of the model, or why the image could not be read."""
+"""Classifies images: yields a row per image with the output of the model, or the reason why it is unreadable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
         weights: A weights file, a folder, or a Hugging Face Hub id.
         model_name: The variant, for weights without a config.
         backend: See create_model.
-        device: "auto", or one of torch's.
+        device: "auto", or a device of torch.
     Raises:
         ValueError: weights have no config and no model is named, the model has no head or does not pool, or there is
             no such device.
@@ -62,10 +62,10 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
 
 
 def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:
-    """Returns the names given, else those that came with the weights, else numbered ones.
+    """Returns the given names, otherwise the names stored with the weights, otherwise numbers.
 
     Raises:
-        ValueError: another number of names is given than there are classes.
+        ValueError: the number of given names differs from the number of classes.
     """
     if given is not None and len(given) != count:
         raise ValueError(f"--classes must hold {count} names, one per class of the model, got {len(given)}")
@@ -76,7 +76,7 @@ def read_class_names(path: Path) -> list[str]:
     """Reads a text file with one name per line, or JSON: a list, or an object from index to name.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: the file has another structure.
         OSError: it cannot be read.
     """
     try:
@@ -136,13 +136,13 @@ def tables(
     """Yields the rows of files, in their order, as tables of `size` rows; the last one may be shorter.
 
     Args:
-        model: In evaluation mode, on its device.
+        model: A model in evaluation mode, on its device.
         files: Image files.
-        class_names: Of the model's outputs.
+        class_names: Names of the model's outputs.
         size: Rows per table.
-        workers: Processes that read images beside this one.
+        workers: Additional processes that read images.
     Raises:
-        ValueError: an image's logits are not finite.
+        ValueError: the logits of an image are not finite.
         ReaderLostError: such a process ended early.
     """
     import pyarrow as pa

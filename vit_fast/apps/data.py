@@ -47,7 +47,7 @@ class ImageError(VitFastError, ValueError):
     """An image that cannot be found or read; names the path and the reason."""
 
 
-def default_photograph() -> Path:
+def sample_image() -> Path:
     """Finds a sample image on this machine: the portrait of Grace Hopper in matplotlib's wheel.
 
     Raises:
@@ -58,7 +58,7 @@ def default_photograph() -> Path:
         path = Path(spec.origin).parent / "mpl-data" / "sample_data" / "grace_hopper.jpg"
         if path.is_file():
             return path
-    raise ImageError("no default photograph: matplotlib's sample data is not installed; name an image")
+    raise ImageError("no sample image: matplotlib's sample data is not installed; name an image")
 
 
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
@@ -213,19 +213,19 @@ def load_images(paths: Sequence[str | Path], model: VisionTransformer) -> Tensor
     return torch.stack([transform(read_image(file)) for file in files])
 
 
-def photographs(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -> list[Image.Image]:
+def read_images(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -> list[Image.Image]:
     """Returns `count` images: evenly spread over more files, or with random crops if there are fewer files.
 
     Files are often sorted by class, so the first ones would be of one class.
 
     Args:
-        paths: Image files and folders; None means the photograph in matplotlib's wheel.
+        paths: Image files and folders; None means the sample image of matplotlib.
         count: Number of images.
         seed: Seed of the crops.
     Raises:
         ImageError: a file is missing or is no image, or there is none.
     """
-    files = find_images([default_photograph()] if paths is None else paths)
+    files = find_images([sample_image()] if paths is None else paths)
     if not files:
         raise ImageError("calibration and images must contain at least one image file or folder, got none")
     whole = [read_image(file) for file in _spread(files, count)]
@@ -234,7 +234,7 @@ def photographs(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -
 
 
 def left_over(files: Sequence[Path], count: int) -> list[Path]:
-    """Returns the files that photographs(files, count) does not use."""
+    """Returns the files that read_images(files, count) does not use."""
     taken = set(_spread(files, count))
     return [file for file in files if file not in taken]
 

@@ -27,7 +27,7 @@ from .data import ImageError, ImageFolder, make_transform
 Pixels = NDArray[np.uint8]
 
 _OF_TORCHVISION = {"MNIST": "MNIST/raw", "FashionMNIST": "FashionMNIST/raw", "CIFAR10": "cifar-10-batches-py"}
-_TEST_EVERY = 5  # of the bundled digits, every fifth is for the test
+_TEST_EVERY = 5  # every fifth of the bundled digits is for the test
 
 
 class LabelledImages(Protocol):
@@ -85,16 +85,16 @@ class TrainingData:
 
 
 def open_data(path: Path | None = None, validation: Path | None = None) -> TrainingData:
-    """Opens the data behind a path.
+    """Opens training data.
 
     Args:
-        path: A folder of images with a subfolder per class, or the folder into which torchvision downloaded MNIST,
-            FashionMNIST or CIFAR10; None means the bundled digits. All but image folders have a test set of their own.
-        validation: A folder of images with the same classes, to measure on.
+        path: A folder of images with one subfolder per class, or the folder into which torchvision downloaded MNIST,
+            FashionMNIST or CIFAR10; None means the bundled digits. All but image folders contain a test set.
+        validation: A folder of images with the same classes, to measure accuracy on.
     Raises:
-        ImageError: it is none of these, or is damaged.
-        MissingPackageError: it is a data set of torchvision, which is not installed.
-        ValueError: validation beside data that has a test set, or with other classes.
+        ImageError: the path is none of these, or is damaged.
+        MissingPackageError: torchvision is not installed, but needed.
+        ValueError: validation was given for data with a test set, or has other classes.
     """
     if path is not None and not path.exists():
         raise ImageError(f"{path}: no such file or folder")
@@ -134,11 +134,11 @@ def _of_torchvision(path: Path) -> TrainingData | None:
     ((name, root),) = found
     try:
         parts: list[Any] = [getattr(datasets, name)(root, train=train) for train in (True, False)]
-    except Exception as error:  # torchvision raises nearly anything for damaged files
+    except Exception as error:  # torchvision raises almost anything for damaged files
         raise ImageError(
             f"{path}: torchvision cannot read it as {name}: {str(error) or type(error).__name__}"
         ) from None
-    digits = name == "MNIST"  # whose classes torchvision names "0 - zero"
+    digits = name == "MNIST"  # torchvision calls its classes "0 - zero"
     classes = tuple(map(str, range(10))) if digits else tuple(parts[0].classes)
     return TrainingData(
         *(SmallImages(np.asarray(part.data), np.asarray(part.targets), classes, mirrored=not digits) for part in parts)
@@ -146,12 +146,12 @@ def _of_torchvision(path: Path) -> TrainingData | None:
 
 
 class PreparedImages(Dataset[tuple[Tensor, int]]):
-    """Labelled images as a model's inputs, with an augmentation that depends on seed, epoch and index alone.
+    """Labelled images as inputs of a model, with augmentation that depends only on seed, epoch and index.
 
     Args:
         source: The images.
         model: Defines size and preprocessing.
-        augment: Photographs are cropped and mirrored at random as by torchvision's RandomResizedCrop: 35 to 100 percent
+        augment: Photos are cropped and mirrored at random as by torchvision's RandomResizedCrop: 35 to 100 percent
             of the area, 3:4 to 4:3. Small images are shifted by up to an eighth of the side, and mirrored if that
             shows the same class.
         seed: Of the augmentation.

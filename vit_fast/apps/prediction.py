@@ -1,8 +1,8 @@
-"""Predictions for many images as one Parquet file; an interrupted run can be resumed.
+"""Predicts many images into one Parquet file; an interrupted run can be resumed.
 
-The images are divided into parts of PART. Each part is a file of its own beside the result and gets its name when it
-is complete; a resumed run reuses it. The result is merged from the parts, which are removed last. Runs of this process
-and of a cluster can resume each other.
+The images are divided into parts of PART. Each part is a separate file beside the result and gets its name when it is
+complete; a resumed run reuses it. Finally the parts are merged and removed. Local runs and runs on a cluster can resume
+each other.
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ def predict_to_parquet(
 ) -> Predicted:
     """Writes a row per image: path, label, probability, index, probabilities, embedding, error.
 
-    The row of an image that cannot be read holds path and error alone. The embedding is the input of the head.
+    The row of an unreadable image contains only path and error. The embedding is the input of the head.
 
     Args:
-        model: Pools and has a head; runs on its device.
+        model: A model that pools and has a head; runs on its device.
         files: Image files, each once.
         out: The Parquet file to write; the parts are in OUT.parts until it is complete.
-        class_names: Of the model's outputs.
-        workers: Processes that read images beside this one; with ray, that read them and run the model, None: one per
-            core of the cluster.
-        engine: "local", or "ray": the workers of a cluster, see prediction_ray.joined_cluster.
-        device: With ray, where the workers run the model: "cpu", "cuda", or "auto".
+        class_names: Names of the model's outputs.
+        workers: Additional processes that read images. With ray, processes that read images and run the model; None
+            means one per core of the cluster.
+        engine: "local", or "ray" for the workers of a cluster, see prediction_ray.joined_cluster.
+        device: With ray, device of the workers: "cpu", "cuda", or "auto".
         on_part: Called with the number of images processed so far.
     Returns:
-        What was written.
+        A summary.
     Raises:
-        MissingPackageError: pyarrow, or for its engine ray, is not installed.
-        PredictionError: OUT.parts is of another run, processes ended repeatedly at the same images, or a worker of ray
-            failed. Finished parts remain.
-        ValueError: an image's logits are not finite, a file is given twice, or engine, device or workers are not
+        MissingPackageError: pyarrow, or ray for its engine, is not installed.
+        PredictionError: OUT.parts belongs to another run, processes ended repeatedly at the same images, or a ray
+            worker failed. Finished parts remain.
+        ValueError: the logits of an image are not finite, a file is given twice, or engine, device or workers are not
             available.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise MissingPackageError("pyarrow not installed: pip install 'vit-fast[predict]'")
@@ -158,7 +158,7 @@ def _compute(
 
 
 def _task(model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str]) -> str:
-    """Describes all that the predictions depend on; a run is only resumed if it is the same."""
+    """Describes everything that the predictions depend on; a run is only resumed if it is equal."""
     listed = hashlib.sha256("\0".join(map(str, files)).encode())
     facts = {
         "model": model.config.to_dict(),

@@ -40,11 +40,11 @@ class Trainer:
     """Optimizer, schedule and averages of a model.
 
     Args:
-        model: Trained in place, on its device.
+        model: The model, trained in place on its device.
         config: Settings.
-        total_steps: Over which the learning rate runs.
-        warmup_steps: Over which it rises.
-        processes: Those that take each step together; the model is in each of them, with the same parameters.
+        total_steps: Steps of the whole run, for the learning rate.
+        warmup_steps: Steps in which the learning rate rises.
+        processes: Processes that take each step together; each has a copy of the model with equal parameters.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Trainer:
         self.step_count = 0
 
     def step(self, images: Tensor, labels: Tensor) -> Measure:
-        """Updates the parameters and returns the measure, of all processes, before the update.
+        """Updates the parameters; returns the measure of all processes before the update.
 
         Args:
-            images: [B, C, H, W], of this process.
+            images: [B, C, H, W] of this process.
             labels: [B].
 
         Raises:
@@ -130,7 +130,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replaces the weights by their running mean, if there is one, for the block."""
+        """Temporarily replaces the weights by their moving average, if there is one."""
         if not self.averages:
             yield
             return

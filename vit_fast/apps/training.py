@@ -44,24 +44,23 @@ def train(
     """Trains a model, and writes model.safetensors, checkpoint.pth and log.jsonl after every epoch.
 
     Args:
-        model: With as many classes as the data; gets its class names, and finally the saved weights.
+        model: A model with as many classes as the data; it gets their names, and finally the saved weights.
         data: See open_data.
-        out: Created if missing; must not hold an earlier run, except with `resume`.
+        out: Output folder, created if missing; must not contain a run, except with `resume`.
         config: Settings.
-        resume: Continue after the last finished epoch in out.
-        workers: Processes that read images beside this one.
-        processes: Those that train together, each on a share of every batch; the first of them writes.
-        on_step: Called with each epoch, step in it, steps of an epoch, and measure.
+        resume: True continues after the last finished epoch in out.
+        workers: Additional processes that read images.
+        processes: Processes that train together, each on a share of every batch; the first one writes.
+        on_step: Called with epoch, step, steps per epoch, and measure.
         on_epoch: Called with each new row of the log.
     Returns:
-        A row per epoch: epoch, loss and train_accuracy (mean over its images, before each step), lr (at its end),
-        held_out_loss and accuracy (of the held-out images, or None).
+        A row per epoch: epoch, loss and train_accuracy (means over its images, before each step), lr (at its end),
+        held_out_loss and accuracy (on the held-out images, or None).
     Raises:
         ImageError: an image is not usable.
-        TrainingError: out holds another run, or the loss is not finite.
+        TrainingError: out contains another run, or the loss is not finite.
         ReaderLostError: a worker was killed; resume the run.
-        WeightsError: the saved weights of a finished run are missing or damaged.
-        ValueError: model and data differ in classes, the model does not pool, or the batch cannot be shared out.
+        ValueError: model and data have different classes, the model does not pool, or the batch cannot be divided.
     """
     if model.config.num_classes != len(data.train.class_names):
         raise ValueError(

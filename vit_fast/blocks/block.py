@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..ops.backends import constant_to_compiler
 from ..ops.block import fused_block
-from ..ops.descriptions import BlockTensors, Keys, Rope, neighbours
+from ..ops.descriptions import BlockTensors, Keys, Rope, interleave
 from ..ops.frozen import Frozen
 from ..ops.layer_norm_mlp import layer_norm_mlp
 from ..ops.operators import in_transform, is_exporting, matmul_dtype, needs_gradient
@@ -96,7 +96,7 @@ def runs_whole(parts: BlockParts, backend: str | None = None) -> bool:
     if attention is None or mlp is None or attention.norm.kind != mlp.norm.kind:
         return False
     if backend is not None:
-        emulated = parts.fp8 is not None and parts.fp8.simulated  # which any device can do
+        emulated = parts.fp8 is not None and parts.fp8.emulated  # which any device can do
         if attention.module.vit_fast_backend != backend or (backend != "triton" and not emulated):
             return False
     return not (is_exporting() or drops(attention.dropouts) or drops(mlp.dropouts))
@@ -193,15 +193,15 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
     mlp: Any = parts.mlp
     frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not its subclass for FP8
     # without positions nothing restores the order of channels that the weights of q's and k's norms have
-    apart = rope is None and attention.qk_norm is not None and attention.paired_head
+    apart = rope is None and attention.qk_norm is not None and attention.rope_head
     if frozen is not None and frozen.dtype == matmul_dtype(x) and not apart:
         proj, fc2 = (*tensors_of(attention.proj), scale_of(attention)), (*tensors_of(mlp.fc2), scale_of(mlp))
         # only if gradients are possible at all: this runs in every forward
         if not (torch.is_grad_enabled() or in_transform()) or not needs_gradient(
             x, *proj, *fc2, *(tensor_of(*slot) for slot in frozen_sources(attention, mlp))
         ):
-            if frozen.paired_head and rope is not None:
-                rope = neighbours(rope, frozen.paired_head)
+            if frozen.rope_head and rope is not None:
+                rope = interleave(rope, frozen.rope_head)
             return frozen.with_others(proj, fc2), rope
     return block_tensors(attention, mlp), rope
 
@@ -241,7 +241,7 @@ def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tenso
 def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
     """Returns everything that folded weights depend on: parameters and settings."""
     inner = "none" if mlp.inner_norm is None else mlp.inner_norm.kind
-    return frozen_sources(attention, mlp), mlp.norm.kind, attention.paired_head, inner, mlp.fc1.chunk
+    return frozen_sources(attention, mlp), mlp.norm.kind, attention.rope_head, inner, mlp.fc1.chunk
 
 
 def _still_fits(frozen: Any, parts: BlockParts) -> bool:

@@ -43,7 +43,7 @@ class Fp8Scales(nn.Module):
         active: True if the block runs in e4m3; set by `vit_fast.fuse`.
     """
 
-    simulated = False
+    emulated = False
 
     qkv: Tensor
     proj: Tensor
@@ -114,7 +114,7 @@ class Fp8Scales(nn.Module):
             reason = "e4m3 does not support gradients: call it within torch.no_grad()"
             raise UnsupportedInputError("a block in FP8", [reason, BACK])
         cached = self.cached_of(parts)
-        if cached.paired_head and not _turned_alike(rope):
+        if cached.rope_head and not _turned_alike(rope):
             parts.frozen = cached = self._quantised(parts, 0)
         y, y8, statistics = fused_block_fp8(
             x, rows.x8 if rows.reader is cached else None, rows.statistics, cached.layers,
@@ -134,16 +134,16 @@ class Fp8Scales(nn.Module):
         """Returns the cached weights of a block, and creates them if needed."""
         if not isinstance(parts.frozen, Quantised):
             attention: Any = parts.attention
-            parts.frozen = self._quantised(parts, attention.paired_head)
+            parts.frozen = self._quantised(parts, attention.rope_head)
         return parts.frozen
 
-    def _quantised(self, parts: BlockParts, paired_head: int) -> Quantised:
+    def _quantised(self, parts: BlockParts, rope_head: int) -> Quantised:
         attention: Any = parts.attention
         mlp: Any = parts.mlp
         sources = [*frozen_sources(attention, mlp), (attention.proj, "bias"), (mlp.fc2, "bias")]
         sources += [part.layer_scale for part in (attention, mlp) if part.layer_scale is not None]
         tensors, dtype = partial(block_tensors, attention, mlp), tensor_of(*mlp.fc1.weights[0]).dtype
-        return Quantised(sources, tensors, self.now(), dtype, mlp.norm.kind, paired_head)
+        return Quantised(sources, tensors, self.now(), dtype, mlp.norm.kind, rope_head)
 
 
 def _turned_alike(rope: Rope | None) -> bool:

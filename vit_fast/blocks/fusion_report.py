@@ -58,7 +58,7 @@ class FusionReport:
         return tuple(module for module in self.modules if module.fused)
 
     @property
-    def left(self) -> tuple[ModuleReport, ...]:
+    def skipped(self) -> tuple[ModuleReport, ...]:
         return tuple(module for module in self.modules if not module.fused)
 
     def require_all(self) -> FusionReport:
@@ -69,7 +69,7 @@ class FusionReport:
         """
         reasons = [
             f"{module.name or 'the model'} ({module.class_name}, {module.part}): {reason}"
-            for module in self.left
+            for module in self.skipped
             for reason in module.reasons
         ]
         if not self.modules:
@@ -81,7 +81,7 @@ class FusionReport:
     def __str__(self) -> str:
         """Formats a table; equal modules of consecutive blocks share a line."""
         precision = f", precision {self.precision}" if self.precision else ""
-        title = f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.left)} skipped"
+        title = f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.skipped)} skipped"
         elsewhere = [
             f"{each}: a language model or decoder, not reported; only supported classes inside it are fused"
             for each in self.elsewhere

@@ -117,8 +117,8 @@ class AttentionParts:
     rotates_halves: bool = False
 
     @property
-    def paired_head(self) -> int:
-        """The `paired_head` of `fold`: head_dim if the qkv matmul can rotate q and k, else 0."""
+    def rope_head(self) -> int:
+        """The `rope_head` of `fold`: head_dim if the qkv matmul can rotate q and k, else 0."""
         if not self.rotates_halves or (self.qk_norm is not None and self.qk_norm.over == "width"):
             return 0
         return sum(tensor_of(*slot).shape[0] for slot in self.qkv.weights) // (3 * self.num_heads)

@@ -155,7 +155,7 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
 
     if launch.is_interpreted():
         raise RuntimeError("TRITON_INTERPRET is set: there is nothing to compile; unset it")
-    # before the first compilation: a wrong name shall not cost the minutes of the right ones
+    # check all names before the first compilation, which takes minutes
     wanted = [
         (arch, build) for arch in archs or offline.ARCHS for build in offline.builds(arch) if build.core or not core
     ]

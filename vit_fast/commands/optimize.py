@@ -80,7 +80,7 @@ def optimize(
             lossless=allow is None,
             allow=None if allow is None else [name.strip() for name in allow.split(",")],  # type: ignore[misc]  # checked
             min_agreement=min_agreement,
-            calibration=opened.photographs,
+            calibration=opened.image_files,
             images=opened.others,
             latency_or_throughput="latency" if latency else "throughput",
             memory_limit=None if memory_limit is None else int(memory_limit * 2**20),
@@ -93,7 +93,7 @@ def optimize(
         result.save(save)
         console.print(f"written: {save}", soft_wrap=True, highlight=False, markup=False)
     if export is not None:
-        for path in deployable.write(result, opened.module, opened.example, export, opened.photographs):
+        for path in deployable.write(result, opened.module, opened.example, export, opened.image_files):
             console.print(f"written: {path}", soft_wrap=True, highlight=False, markup=False)
     if as_json:
         rows = [_plain(row) for row in result.table]

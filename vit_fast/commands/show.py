@@ -46,7 +46,7 @@ def show(
     of_attention = {"blocks": integers("--blocks", blocks)}
     opened = open_model(model, 1, [] if image is None else [image], "cpu", integers("--img-size", img_size, "x"))
     prepared = drawn.open_image(
-        opened.module, image or opened.photographs[0], data_config=opened.model.data, image_hw=opened.model.image_hw,
+        opened.module, image or opened.image_files[0], data_config=opened.model.data, image_hw=opened.model.image_hw,
         in_chans=opened.model.in_chans,
     )  # fmt: skip
     made = {}

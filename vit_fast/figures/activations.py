@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..apps.data import default_photograph, make_transform, read_image
+from ..apps.data import make_transform, read_image, sample_image
 from ..config import DataConfig, Size
 from ..errors import UnsupportedInputError, check_type
 from ..fusion.fuse import fuse, unfuse
@@ -194,7 +194,7 @@ def open_image(
         known = recognise(model)
         image_hw, data_config = image_hw or known.image_hw, data_config or known.data_config or DataConfig()
         in_chans = in_chans or known.in_chans
-    image = image if isinstance(image, Image.Image) else read_image(default_photograph() if image is None else image)
+    image = image if isinstance(image, Image.Image) else read_image(sample_image() if image is None else image)
     prepared = make_transform(data_config, image_hw, in_chans)(image)
     plain = DataConfig.from_dict({**vars(data_config), "mean": (0.0,) * 3, "std": (1.0,) * 3})
     shown = make_transform(plain, image_hw, 3)(image)

@@ -16,10 +16,10 @@ from ..errors import UnsupportedInputError, check_type, type_name
 from ..ops import reference
 from ..ops.descriptions import BlockScales, Norm
 from ..quantization.fp8_agreement import IMAGES, as_taken
-from ..quantization.fp8_shadow import Look, Simulated, simulate
+from ..quantization.fp8_emulation import EmulatedBlock, Look, emulate
 from ..quantization.ranges import Observation, Observer, power_of_two, smoothing_scale
 from ..quantization.schemes import Scheme, first_near_best
-from .fuse import shadow_of
+from .fuse import sharing_copy
 
 BATCH = 16
 """Images per batch, if they are given as one tensor."""
@@ -89,15 +89,15 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
     """
     _check(model)
     batches = _batches(model, images)
-    shadow = shadow_of(model)
-    blocks, left = simulate(shadow)
+    copied = sharing_copy(model)
+    blocks, left = emulate(copied)
     if not blocks:
         raise UnsupportedInputError(
             "calibrate",
             [f"{name}: {why}" for name, why in left.items()]
             or ["the model has no attention and MLP that vit_fast supports"],
         )
-    observers = _observe(shadow, blocks, batches)
+    observers = _observe(copied, blocks, batches)
     found, rows = {}, []
     for block in blocks:
         chosen = {linear: _choose(block, linear, observers[block.name][linear].seen()) for linear in LINEARS}
@@ -140,10 +140,10 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
     return batches
 
 
-def _observe(shadow: nn.Module, blocks: list[Simulated], batches: list[Tensor]) -> dict[str, dict[str, Observer]]:
+def _observe(copied: nn.Module, blocks: list[EmulatedBlock], batches: list[Tensor]) -> dict[str, dict[str, Observer]]:
     observers = {block.name: {linear: Observer(np.random.default_rng(0)) for linear in LINEARS} for block in blocks}
 
-    def looking(block: Simulated) -> Look:
+    def looking(block: EmulatedBlock) -> Look:
         def look(linear: str, x: Tensor) -> None:
             for rows in x.flatten(1, -2).cpu().numpy():
                 if not observers[block.name][linear].add(rows):
@@ -157,7 +157,7 @@ def _observe(shadow: nn.Module, blocks: list[Simulated], batches: list[Tensor]) 
     with torch.inference_mode():
         for batch in batches:
             try:
-                shadow(batch)
+                copied(batch)
             except (RuntimeError, ValueError, TypeError) as error:
                 what = f"a batch of shape {tuple(batch.shape)}, {batch.dtype}"
                 raise ValueError(f"images must be inputs of the model, got {what}: {error}") from error
@@ -166,7 +166,7 @@ def _observe(shadow: nn.Module, blocks: list[Simulated], batches: list[Tensor]) 
     return observers
 
 
-def _choose(block: Simulated, linear: str, seen: Observation) -> tuple[Tensor, LinearCalibration]:
+def _choose(block: EmulatedBlock, linear: str, seen: Observation) -> tuple[Tensor, LinearCalibration]:
     weight, norm = _layer(block, linear)
     tokens = torch.from_numpy(seen.tokens).to(weight.device)
     exact = reference.fp8_linear(tokens, weight, None, None, norm)
@@ -188,7 +188,7 @@ def _choose(block: Simulated, linear: str, seen: Observation) -> tuple[Tensor, L
     return scale, LinearCalibration(block.linears[linear][0], method, smoothed, error)
 
 
-def _layer(block: Simulated, linear: str) -> tuple[Tensor, Norm | None]:
+def _layer(block: EmulatedBlock, linear: str) -> tuple[Tensor, Norm | None]:
     """Returns the weight of a linear layer (with its gate's) and the norm before it, without bias."""
     t, (eps1, eps2), kind = block.tensors(), block.eps, block.norm
     if linear == "qkv":

@@ -73,7 +73,7 @@ def fuse(
     choice = None
     if precision is not None or keep is not None or min_agreement is not None:
         fp8.check_request(model, backend, precision, keep, min_agreement)
-        choice, backend = fp8.choose(model, shadow_of(model), keep, min_agreement), "triton"
+        choice, backend = fp8.choose(model, sharing_copy(model), keep, min_agreement), "triton"
     resolved = _checked_backend(model, backend)
     plan = _Walk(model, backend, resolved)
     if normalize is not None:
@@ -135,11 +135,11 @@ def set_backend(model: nn.Module, backend: str) -> FusionReport:
     return fuse(model, backend)
 
 
-def shadow_of(model: nn.Module) -> nn.Module:
+def sharing_copy(model: nn.Module) -> nn.Module:
     """Returns a copy of a model that shares its tensors, fused with a backend that runs on any device."""
-    shadow = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    _Walk(shadow, "sdpa", "sdpa").apply()
-    return shadow
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    _Walk(copied, "sdpa", "sdpa").apply()
+    return copied
 
 
 Change = tuple[Sequence[nn.Module], Callable[[], None]]  # the modules whose class or attributes fuse changes

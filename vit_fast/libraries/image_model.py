@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..config import DataConfig, Size
+from ..config import DataConfig, Size, ViTConfig
 
 Output = Literal["logits", "probabilities", "features"]
 Head = Literal["logits", "features"]
@@ -97,6 +97,23 @@ class ImageModel(abc.ABC):
                         switch(undo, module, attribute, backend)
             self.make_exportable(undo, dynamic_size)
             yield
+
+
+@dataclass(kw_only=True)
+class Facts:
+    """Facts in the configuration files beside weights; None for unknown ones.
+
+    Attributes:
+        config: Config of the model of these weights.
+        data_config: Preprocessing.
+        class_names: Names of the head's outputs.
+        notes: Notes for the report.
+    """
+
+    config: ViTConfig | None = None
+    data_config: DataConfig | None = None
+    class_names: tuple[str, ...] | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 class TimmInterface(ImageModel):

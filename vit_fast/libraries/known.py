@@ -104,7 +104,7 @@ def packed_tower(tower: nn.Module) -> PackedTower | None:
 
 
 _LEFT = {
-    package: {pattern: reason for file in files for pattern, reason in getattr(file, "LEFT", {}).items()}
+    package: {pattern: reason for file in files for pattern, reason in getattr(file, "SKIPPED", {}).items()}
     for package, files in FUSABLE.items()
 }
 _FORMS = {path: file.FORMS for files in FUSABLE.values() for file in files for path in file.FORMS.mixins}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import inspect
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class PackedTower(abc.ABC):
     """
 
     axis = 0  # of the tokens in the outputs
+    unit = 1  # tokens that are merged to one: budgets are multiples of it
     needs_fused = True  # the library's own attention reads lengths on the host
 
     def __init__(self, tower: nn.Module) -> None:
@@ -124,6 +126,10 @@ class PackedTower(abc.ABC):
         """A parameter, for dtype and device."""
         return next(self.tower.parameters())
 
+    def bounds(self, sequences: int) -> Tensor:
+        """Allocates cu_seqlens of that many sequences and of the padding."""
+        return torch.zeros(sequences + 2, dtype=torch.int32, device=self.like.device)
+
     def options_of(self, kwargs: dict[str, Any]) -> tuple[Options, list[str]]:
         """Returns the options among keyword arguments, and a reason per argument that is none."""
         found = {name: kwargs[name] for name in OUTPUT_OPTIONS if kwargs.get(name) is not None}
@@ -172,8 +178,7 @@ class ImageTower(PackedTower):
         return {"images": self._like.new_zeros((min(tokens // self.tokens, sequences), *self.shape))}
 
     def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
-        chosen = call.inputs[images[0] : images[-1] + 1] if _is_run(images) else call.inputs[list(images)]
-        buffers["images"][: len(images)].copy_(chosen)
+        buffers["images"][: len(images)].copy_(call.inputs[images[0] : images[-1] + 1])  # of one size: packed in order
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         outputs = self.eager(buffers["images"], **options)
@@ -242,29 +247,43 @@ class PaddedTower(PackedTower):
     def _index(self, call: Call, images: Sequence[int], places: Sequence[int], width: int) -> Tensor:
         """Numbers of the images' tokens among padded ones, where image i is at places[i]."""
         rows = [place * width + row for image, place in zip(images, places) for row in range(call.lengths[image])]
-        index = torch.tensor(rows)
-        return index.pin_memory().to(self.like.device, non_blocking=True) if self.like.is_cuda else index
+        return on_device(rows, self.like.device)
 
 
 def read_padding(there: Tensor, shapes: Tensor) -> tuple[list[Any], list[int], bool]:
     """Reads grids [B, 2] on the host, with their numbers of patches, and whether `there` [B, N] is their mask."""
+    shapes = shapes.to(there.device)
     first = torch.arange(there.shape[1], device=there.device) < shapes.prod(1, keepdim=True)
     fits = (there.bool() == first).all(1, keepdim=True)
     read = torch.cat([shapes, fits], 1).tolist()
     return [row[:2] for row in read], [row[0] * row[1] for row in read], all(row[2] for row in read)
 
 
-def copy_rows(buffer: Tensor, rows: Tensor, call: Call, images: Sequence[int]) -> int:
-    """Copies the tokens of some images, which follow each other in `rows`, to the buffer; returns their number."""
-    starts = [0]
-    for length in call.lengths:
-        starts.append(starts[-1] + length)
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Returns numbers as an int64 tensor, without waiting for the device."""
+    found = torch.tensor(numbers)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+
+def images_of(tensor: Tensor, images: Sequence[int]) -> Tensor:
+    """Returns some rows of a tensor with a row per image."""
+    return tensor if len(images) == len(tensor) else tensor[on_device(images, tensor.device)]
+
+
+def write_bounds(bounds: Tensor, call: Call, images: Sequence[int], budget: int) -> None:
+    """Writes cu_seqlens of some images, and of the padding behind them."""
+    ends = itertools.accumulate(call.lengths[image] for image in images)
+    upload(bounds, torch.tensor([0, *ends]), budget)
+
+
+def copy_rows(buffer: Tensor, rows: Tensor, call: Call, images: Sequence[int]) -> None:
+    """Copies the tokens of some images, which follow each other in `rows`, to the buffer."""
+    starts = [0, *itertools.accumulate(call.lengths)]
     done = 0
     for first, last in _runs(images):
         chosen = rows[starts[first] : starts[last + 1]]
         buffer[done : done + len(chosen)].copy_(chosen)
         done += len(chosen)
-    return done
 
 
 def upload(buffer: Tensor, values: Tensor, rest: int | float = 0) -> None:
@@ -274,22 +293,13 @@ def upload(buffer: Tensor, values: Tensor, rest: int | float = 0) -> None:
     buffer.copy_(whole.pin_memory() if buffer.is_cuda else whole, non_blocking=True)
 
 
-def bounds_of(lengths: Sequence[int]) -> Tensor:
-    """cu_seqlens of sequences."""
-    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-
-
 def rebuilt(outputs: Any, leaves: list[Any]) -> Any:
     """Returns outputs of the same structure with other leaves."""
     found = pytree.tree_unflatten(leaves, pytree.tree_structure(outputs))
-    if isinstance(outputs, OrderedDict):  # of transformers: built anew, it has the order of its fields
+    if isinstance(outputs, OrderedDict):  # of transformers: build a new one, it has the order of its fields
         for name in outputs:
             found.move_to_end(name)
     return found
-
-
-def _is_run(images: Sequence[int]) -> bool:
-    return images[-1] - images[0] + 1 == len(images)
 
 
 def _runs(images: Sequence[int]) -> list[tuple[int, int]]:

@@ -18,10 +18,9 @@ from ..config import DataConfig, RopeConfig, Size, ViTConfig
 from ..errors import UnsupportedInputError
 from ..positions import rope_of
 from ..variants import get_variant
-from .image_model import ImageModel, TimmInterface, comes_from, pair, switch
+from .image_model import Facts, ImageModel, TimmInterface, comes_from, pair, switch
 from .peers import reasons, refuse
 from .rename import Converted, Rule, rename, with_key_biases
-from .repository import Facts
 
 NAME = "timm"
 PEER = "timm's VisionTransformer"

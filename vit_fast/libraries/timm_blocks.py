@@ -19,7 +19,7 @@ from ..ops.descriptions import Keys, is_padding, names_keys
 from ..ops.operators import is_exporting
 from .timm import ACTIVATION_CLASSES, NORM_CLASSES
 
-LEFT = {
+SKIPPED = {
     "ResPostBlock": "it normalizes after the MLP, not before it",
     "ParallelScalingBlock": "its attention and MLP share one linear",
     "DiffParallelScalingBlock": "its attention and MLP share one linear",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops.descriptions import Keys
 from .image_model import comes_from
-from .packed_tower import Call, PaddedTower, bounds_of, read_padding, upload
+from .packed_tower import Call, PaddedTower, images_of, read_padding, write_bounds
 
 
 class NaFlexTower(PaddedTower):
@@ -46,10 +46,7 @@ class NaFlexTower(PaddedTower):
 
     def buffers(self, tokens: int, sequences: int) -> dict[str, Tensor]:
         like, rope = self.like, self.tower.rope
-        found = {
-            "tokens": like.new_zeros((tokens, self.tower.embed_dim)),
-            "cu_seqlens": torch.zeros(sequences + 2, dtype=torch.int32, device=like.device),
-        }
+        found = {"tokens": like.new_zeros((tokens, self.tower.embed_dim)), "cu_seqlens": self.bounds(sequences)}
         if rope is not None:
             mixed = self.tower.rope_is_mixed
             depth, heads = (rope.depth, rope.num_heads) if mixed else (1, 1)
@@ -57,7 +54,7 @@ class NaFlexTower(PaddedTower):
         return found
 
     def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
-        inputs = (given if len(images) == len(given) else given[list(images)] for given in call.inputs)
+        inputs = (images_of(given, images) for given in call.inputs)
         embeds = self.tower._forward_embeds(*inputs, attn_mask=False)  # False: none is built
         self.copy_tokens(buffers["tokens"], embeds["patches"], call, images)
         if "rope" in buffers:
@@ -67,8 +64,7 @@ class NaFlexTower(PaddedTower):
             unturned = tables.new_zeros((len(images), self.prefix, *tables.shape[2:]))
             unturned.chunk(2, -1)[1].fill_(1)
             self.copy_tokens(buffers["rope"], torch.cat([unturned, tables], 1), call, images)
-        bounds = bounds_of([call.lengths[image] for image in images])
-        upload(buffers["cu_seqlens"], bounds, len(buffers["tokens"]))
+        write_bounds(buffers["cu_seqlens"], call, images, len(buffers["tokens"]))
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         x = buffers["tokens"][None]

@@ -107,7 +107,7 @@ FORMS = Forms(
         "torch.nn.modules.container.Sequential": FusedBlocks,
     },
 )
-LEFT = {"TransformerDecoderLayer": "a decoder layer: causal and cross-attention"}
+SKIPPED = {"TransformerDecoderLayer": "a decoder layer: causal and cross-attention"}
 
 
 def __getattr__(name: str) -> Any:

@@ -168,7 +168,7 @@ class EncoderBlockForm(FusedNormMlp):
         return self.dropout(x) + input
 
 
-LEFT = {"ShiftedWindowAttention": "windowed attention with a position bias"}
+SKIPPED = {"ShiftedWindowAttention": "windowed attention with a position bias"}
 
 FORMS = Forms(globals(), {"torchvision.models.vision_transformer.EncoderBlock": EncoderBlockForm})
 

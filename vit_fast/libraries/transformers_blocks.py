@@ -347,7 +347,7 @@ def _only_wraps_attention(cls: type[nn.Module]) -> bool:
 
 
 FORMS = _Forms(globals(), _mixins())
-LEFT = {
+SKIPPED = {
     ".*Rope.*Attention.*|.*Attention.*Rope.*": "rotary positions",
     "BeitSdpaSelfAttention": "it adds a relative position bias",
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import DataConfig, Interpolation, RopeConfig, ViTConfig
-from .repository import Facts
+from .image_model import Facts
 
 # transformers' names of our activations; the first one is written.
 ACTIVATIONS = {

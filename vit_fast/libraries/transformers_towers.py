@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops.descriptions import Keys
 from .image_model import comes_from
-from .packed_tower import Call, PackedTower, PaddedTower, bounds_of, copy_rows, read_padding, upload
+from .packed_tower import Call, PackedTower, PaddedTower, copy_rows, images_of, read_padding, upload, write_bounds
 from .peers import refuse
 from .transformers_packed import KEYS, LIKE_QWEN
 
@@ -22,6 +22,10 @@ class GridTower(PackedTower):
 
     transformers computes the metadata from grids on the host, and its towers take it as arguments.
     """
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__(tower)
+        self.unit = self.tower.spatial_merge_size**2
 
     def read(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Call:
         """Patches [tokens, P], and frames, height and width of each image in patches, [images, 3]."""
@@ -41,21 +45,21 @@ class GridTower(PackedTower):
     def buffers(self, tokens: int, sequences: int) -> dict[str, Tensor]:
         """Patches, and metadata as long as that of any images can be."""
         like, tower = self.like, self.tower
-        sample = grid_layout(tower, torch.full((1, 3), tower.spatial_merge_size) // torch.tensor([2, 1, 1]))
+        merge = tower.spatial_merge_size
+        sample = grid_layout(tower, torch.tensor([[1, merge, merge]]))
         long = {"position_ids": tokens, "interp_indices": tokens, "interp_weights": tokens, "cu_seqlens": sequences + 2}
         if "window_index" in sample:
-            long["window_index"] = tokens // tower.spatial_merge_size**2
-            side = tower.window_size // tower.spatial_merge_size // tower.patch_size
+            long["window_index"] = tokens // merge**2
+            side = tower.window_size // merge // tower.patch_size
             long["cu_window_seqlens"] = long["window_index"] // side + sequences + 2  # ceil(a/s) ceil(b/s) < ab/s + 1
         found = {name: one.new_zeros((long[name], *one.shape[1:]), device=like.device) for name, one in sample.items()}
         found["grid_thw"] = torch.ones((sequences + 1, 3), dtype=torch.int64, device=like.device)
-        embed: Any = tower.patch_embed
-        found["hidden_states"] = like.new_zeros((tokens, _patch_width(embed)))
+        found["hidden_states"] = like.new_zeros((tokens, tower.patch_embed.proj.weight[0].numel()))
         return found
 
     def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
         patches, grids = call.inputs
-        used = copy_rows(buffers["hidden_states"], patches, call, images)
+        copy_rows(buffers["hidden_states"], patches, call, images)
         chosen = torch.tensor([grids[image] for image in images])
         budget = len(buffers["hidden_states"])
         for name, values in grid_layout(self.tower, chosen).items():
@@ -64,7 +68,6 @@ class GridTower(PackedTower):
             upload(buffers[name], values, budget if name.startswith("cu_") else 0)
         frames = chosen.repeat_interleave(chosen[:, 0], 0).index_fill_(1, torch.tensor(0), 1)
         upload(buffers["grid_thw"], frames, 1)
-        assert used == sum(call.lengths[image] for image in images)
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         longest = {"max_seqlen": len(buffers["hidden_states"])}
@@ -91,12 +94,6 @@ def grid_layout(tower: Any, grids: Tensor) -> dict[str, Tensor]:
             grids, tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners, merge
         )
     return found
-
-
-def _patch_width(embed: Any) -> int:
-    """Values of a patch: channels, frames, height and width."""
-    weight = embed.proj.weight
-    return int(weight[0].numel())
 
 
 class PixtralTower(PackedTower):
@@ -127,7 +124,7 @@ class PixtralTower(PackedTower):
         return {
             "patches": weight.new_zeros((tokens, *weight.shape[1:])),
             "position_ids": torch.zeros((tokens, 2), dtype=torch.int64, device=weight.device),
-            "cu_seqlens": torch.zeros(sequences + 2, dtype=torch.int32, device=weight.device),
+            "cu_seqlens": self.bounds(sequences),
         }
 
     def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
@@ -142,8 +139,7 @@ class PixtralTower(PackedTower):
             start = end
         positions = [torch.cartesian_prod(*map(torch.arange, grids[image])) for image in images]
         upload(buffers["position_ids"], torch.cat(positions))
-        bounds = bounds_of([call.lengths[image] for image in images])
-        upload(buffers["cu_seqlens"], bounds, len(buffers["patches"]))
+        write_bounds(buffers["cu_seqlens"], call, images, len(buffers["patches"]))
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         from transformers.utils.output_capturing import capture_outputs
@@ -185,7 +181,7 @@ class Siglip2Tower(PaddedTower):
         return {
             "patches": weight.new_zeros((tokens, weight.shape[1])),
             "positions": weight.new_zeros((tokens, weight.shape[0])),
-            "cu_seqlens": torch.zeros(sequences + 2, dtype=torch.int32, device=weight.device),
+            "cu_seqlens": self.bounds(sequences),
         }
 
     def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
@@ -194,10 +190,9 @@ class Siglip2Tower(PaddedTower):
         table = embeddings.position_embedding.weight.reshape(side, side, -1)
         longest = max(call.lengths[image] for image in images)
         positions = embeddings.resize_positional_embeddings(table, shapes[list(images)], max_length=longest)
-        self.copy_tokens(buffers["patches"], patches[list(images)], call, images)
+        self.copy_tokens(buffers["patches"], images_of(patches, images), call, images)
         self.copy_tokens(buffers["positions"], positions, call, images)
-        bounds = bounds_of([call.lengths[image] for image in images])
-        upload(buffers["cu_seqlens"], bounds, len(buffers["patches"]))
+        write_bounds(buffers["cu_seqlens"], call, images, len(buffers["patches"]))
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         from transformers.utils.output_capturing import capture_outputs

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..apps.data import CALIBRATION_IMAGES, as_inputs
-from ..apps.data import photographs as read
+from ..apps.data import read_images as read
 from ..errors import UnsupportedInputError
 from ..fusion.calibration import calibrate
 from ..fusion.freezing import freeze
@@ -41,7 +41,7 @@ def build(
     model: nn.Module,
     example: Any,
     output: Any,
-    photographs: Sequence[str | Path],
+    image_files: Sequence[str | Path],
     min_agreement: float = 0.0,
 ) -> Optimized:
     """Builds a candidate for a model, which is not changed.
@@ -51,7 +51,7 @@ def build(
         model: In evaluation mode. The result may share its weights, so pass a copy.
         example: Input: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         output: The model's output for it.
-        photographs: Image files to calibrate int8 and fp8 with; empty means the photograph in matplotlib.
+        image_files: Image files to calibrate int8 and fp8 with; empty means the sample image of matplotlib.
         min_agreement: Top-1 agreement of a classifier in fp8 on these images; sensitive layers stay in bf16.
     Raises:
         UnsupportedInputError: the candidate is not available for this model or here; all reasons.
@@ -60,9 +60,9 @@ def build(
     if candidate != Candidate() and (reasons := hook_reasons(model)):
         raise UnsupportedInputError(candidate.name, reasons)
     if candidate.runs_file:  # the runtime splits batches and sets threads itself
-        function = session(candidate, model, example, output, photographs)
+        function = session(candidate, model, example, output, image_files)
         return Optimized(model, candidate, function, output_dtypes=dtypes)
-    function = _module(candidate, model, example, photographs, min_agreement)
+    function = _module(candidate, model, example, image_files, min_agreement)
     if candidate.split is not None:
         function = in_pieces(function, candidate.split)
     if candidate.threads is not None:
@@ -71,12 +71,12 @@ def build(
 
 
 def changed_copy(
-    candidate: Candidate, model: nn.Module, example: Any, photographs: Sequence[str | Path], min_agreement: float = 0.0
+    candidate: Candidate, model: nn.Module, example: Any, image_files: Sequence[str | Path], min_agreement: float = 0.0
 ) -> nn.Module:
     """Returns a copy of the model in the candidate's precision, fused and frozen; it shares parameters if possible.
 
     Args:
-        candidate, model, example, photographs, min_agreement: See build.
+        candidate, model, example, image_files, min_agreement: See build.
     Raises:
         UnsupportedInputError: nothing can be fused, the backend is unavailable, or min_agreement cannot be reached.
     """
@@ -87,7 +87,7 @@ def changed_copy(
     if candidate.precision is not None:
         work = work.to(DTYPES[candidate.precision])
     if candidate.precision == "fp8":
-        batches = _calibration_images(candidate, model, example, photographs)
+        batches = _calibration_images(candidate, model, example, image_files)
         calibrate(work, batches)
         with torch.no_grad():
             classifies = logits_of(work(as_taken(work, batches[0]))) is not None
@@ -102,9 +102,9 @@ def changed_copy(
 
 
 def _calibration_images(
-    candidate: Candidate, model: nn.Module, example: Any, photographs: Sequence[str | Path]
+    candidate: Candidate, model: nn.Module, example: Any, image_files: Sequence[str | Path]
 ) -> Sequence[Tensor]:
-    """Batches of photographs, or the example if the preprocessing of the model is unknown."""
+    """Batches of image_files, or the example if the preprocessing of the model is unknown."""
     images = only_images(example)
     if images is None:
         raise UnsupportedInputError(candidate.name, ["the model must take one tensor"])
@@ -112,10 +112,10 @@ def _calibration_images(
     try:
         data = recognise(model).data_config
     except UnsupportedInputError:
-        if not photographs:
+        if not image_files:
             return [images]
     height, width = images.shape[2:]
-    inputs = as_inputs(read(photographs or None, CALIBRATION_IMAGES), data, (height, width), images.shape[1])
+    inputs = as_inputs(read(image_files or None, CALIBRATION_IMAGES), data, (height, width), images.shape[1])
     return inputs.split(len(images))
 
 
@@ -124,7 +124,7 @@ def _fuse_parts(work: nn.Module, candidate: Candidate) -> None:
     report = fuse(work, max(named))  # triton if it is among them, which raises an error if it is unavailable
     rows = [row for row in report.fused if candidate.backend_of(row.part) is not None]
     if not rows:
-        reasons = [f"{row.name}: {'; '.join(row.reasons)}" for row in report.left[:3]]
+        reasons = [f"{row.name}: {'; '.join(row.reasons)}" for row in report.skipped[:3]]
         raise UnsupportedInputError(candidate.name, reasons or ["vit_fast.fuse supports nothing in the model"])
     for row in rows:
         module: Any = work.get_submodule(row.name)
@@ -132,13 +132,13 @@ def _fuse_parts(work: nn.Module, candidate: Candidate) -> None:
 
 
 def _module(
-    candidate: Candidate, model: nn.Module, example: Any, photographs: Sequence[str | Path], min_agreement: float
+    candidate: Candidate, model: nn.Module, example: Any, image_files: Sequence[str | Path], min_agreement: float
 ) -> Function:
     if candidate == Candidate():
         return model
     if isinstance(model, OnnxFile):
         raise UnsupportedInputError(candidate.name, ["an ONNX file needs ONNX Runtime or OpenVINO"])
-    work = changed_copy(candidate, model, example, photographs, min_agreement)
+    work = changed_copy(candidate, model, example, image_files, min_agreement)
     function: Function = candidate.compiled(work, fullgraph=False)  # models of other libraries may have graph breaks
     if candidate.compile_mode in ("reduce-overhead", "max-autotune"):
         function = _with_own_outputs(function)

@@ -23,7 +23,7 @@ FIGURES = "optimize.json"
 
 
 def write(
-    result: Optimization, model: nn.Module, example: Any, folder: Path, photographs: tuple[Path, ...]
+    result: Optimization, model: nn.Module, example: Any, folder: Path, image_files: tuple[Path, ...]
 ) -> list[Path]:
     """Writes a folder with the chosen candidate and its figures, optimize.json.
 
@@ -44,10 +44,10 @@ def write(
         images = only_images(example)
         if (candidate.runs_file or isinstance(model, OnnxFile)) and images is not None:
             path = aside / "model.onnx"
-            write_onnx(candidate, model, path, images, photographs)
+            write_onnx(candidate, model, path, images, image_files)
         else:
             path = aside / "model.pt2"
-            _write_program(changed_copy(candidate, model, example, photographs), result, example, path)
+            _write_program(changed_copy(candidate, model, example, image_files), result, example, path)
         (aside / FIGURES).write_text(
             json.dumps(result.cached.to_dict() | {"name": candidate.name, "file": path.name}, indent=1) + "\n"
         )

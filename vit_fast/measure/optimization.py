@@ -153,7 +153,7 @@ def optimize(
             itself against fp64. False also allows candidates with min_agreement.
         min_agreement: Top-1 agreement of a lossy candidate with the model or, for outputs that are no logits, the share
             of images with nearly the same direction. Measured on the example and `images`.
-        calibration: Image files and folders for int8 and fp8. None means the photograph in matplotlib, or for fp8 the
+        calibration: Image files and folders for int8 and fp8. None means the sample image of matplotlib, or for fp8 the
             example if the model's preprocessing is unknown.
         latency_or_throughput: "throughput" compares median durations, "latency" 90th percentiles.
         memory_limit: Bytes for a candidate's own weights and the peak of a call, beyond the model.
@@ -176,7 +176,7 @@ def optimize(
     if isinstance(others, Tensor):
         raise TypeError(f"images must be a list of batches such as [images], got a tensor {tuple(others.shape)}")
     device = device_of_example(example)
-    photographs = find_images(calibration or ())
+    image_files = find_images(calibration or ())
     model = _snapshot(model, example)
     request = {
         "objective": latency_or_throughput,
@@ -190,7 +190,7 @@ def optimize(
             progress("the reference in fp64", time.perf_counter() - start)
         expected = Expected(model, example, images if allowed else ())
         rule = Rule(min_agreement, memory_limit)
-        trials = Trials(model, example, expected, photographs, rule, progress, interruption)
+        trials = Trials(model, example, expected, image_files, rule, progress, interruption)
         trials.start = start
         cached = None if again else cache.look_up(key)
         if cached is not None and cached.suffices(budget_s):
@@ -227,7 +227,7 @@ def load_optimized(
         result = CachedResult.from_dict(json.loads(Path(path).read_text()))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    request, photographs = result.key["request"], find_images(calibration or ())
+    request, image_files = result.key["request"], find_images(calibration or ())
     if example is not None:
         device_of_example(example)
     module = _snapshot(model, example)
@@ -236,7 +236,7 @@ def load_optimized(
     if example is None:
         example = _example_of(result, module)
     rule = Rule(request["min_agreement"] or 0.0, request["memory_limit"])
-    trials = Trials(module, example, Expected(module, example), photographs, rule)
+    trials = Trials(module, example, Expected(module, example), image_files, rule)
     trials.prepare(result.candidate, REBUILDING_S)
     return trials.prepared[result.candidate][0]
 

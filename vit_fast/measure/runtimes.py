@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from vit_fast.config import Size
 
-from ..apps.data import default_photograph, find_images
+from ..apps.data import find_images, sample_image
 from ..errors import UnsupportedInputError
 from ..libraries.known import recognise
 from .candidate import Candidate
@@ -74,7 +74,7 @@ def open_reference(path: Path, image_hw: Size | None) -> Run:
 
 
 def session(
-    candidate: Candidate, model: nn.Module, example: Any, output: Any, photographs: Sequence[str | Path]
+    candidate: Candidate, model: nn.Module, example: Any, output: Any, image_files: Sequence[str | Path]
 ) -> Function:
     """Exports a model, and returns a function with the model's interface that a runtime computes.
 
@@ -93,7 +93,7 @@ def session(
         raise UnsupportedInputError(candidate.name, reasons)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        write_onnx(candidate, model, path, images, photographs)
+        write_onnx(candidate, model, path, images, image_files)
         run = open_file(candidate, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
     if candidate.engine == "openvino":
         run = in_pieces(run, candidate.split or len(images))
@@ -108,14 +108,14 @@ def session(
 
 
 def write_onnx(
-    candidate: Candidate, model: nn.Module, path: Path, images: Tensor, photographs: Sequence[str | Path]
+    candidate: Candidate, model: nn.Module, path: Path, images: Tensor, image_files: Sequence[str | Path]
 ) -> None:
     """Exports a model in the candidate's precision for its runtime; copies a file.
 
     Raises:
         UnsupportedInputError: the library is not supported, or the images are not of the model's size.
     """
-    calibration = find_images(photographs or [default_photograph()]) if candidate.precision == "int8" else None
+    calibration = find_images(image_files or [sample_image()]) if candidate.precision == "int8" else None
     if isinstance(model, OnnxFile):
         _convert_file(candidate, model, path, calibration)
         return

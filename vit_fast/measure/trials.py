@@ -208,7 +208,7 @@ class Trials:
         model: The original, in evaluation mode.
         example: Its input.
         expected: Its outputs.
-        photographs: Image files for calibration.
+        image_files: Image files for calibration.
         rule: Limits.
         tell: Called with the current step and the seconds since the start.
         interruption: Ends the search.
@@ -219,13 +219,13 @@ class Trials:
         model: nn.Module,
         example: Any,
         expected: Expected,
-        photographs: Sequence[str | Path],
+        image_files: Sequence[str | Path],
         rule: Rule,
         tell: Callable[[str, float], None] | None = None,
         interruption: Interruption | None = None,
     ) -> None:
         self.model, self.example, self.expected = model, example, expected
-        self.photographs, self.rule, self.tell = photographs, rule, tell
+        self.image_files, self.rule, self.tell = image_files, rule, tell
         self.interruption = interruption or Interruption()
         self.device = device_of_example(example)
         self.checked: dict[Candidate, Checked] = {}
@@ -274,7 +274,7 @@ class Trials:
     def _build_and_check(self, candidate: Candidate) -> tuple[Optimized, Checked]:
         start = time.perf_counter()
         before = _own_bytes(self.device)
-        what = self.model, self.example, self.expected.output, self.photographs
+        what = self.model, self.example, self.expected.output, self.image_files
         optimized = build(candidate, *what, self.rule.min_agreement)
         call(optimized, self.example)
         synchronise(self.device)

@@ -25,7 +25,11 @@ _NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
 
 
 def fold(
-    tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", paired_head: int = 0, inner_norm: str = "none"
+    tensors: BlockTensors,
+    dtype: torch.dtype,
+    norm: str = "layer_norm",
+    rope_head: int = 0,
+    inner_norm: str = "none",
 ) -> BlockTensors:
     """Folds the norms of a block into qkv, fc1 and, with a norm inside the MLP, fc2.
 
@@ -33,15 +37,15 @@ def fold(
 
     Args:
         dtype: The dtype of the matmuls.
-        paired_head: head_dim D to store channels j and j + D/2 of q and k next to each other, which does not change
-            q k^T; the block then needs positions from `neighbours`. 0 keeps the order.
+        rope_head: head_dim D to store channels j and j + D/2 of q and k next to each other, which does not change
+            q k^T; the block then needs positions from `interleave`. 0 keeps the order.
     """
     from ..kernels.linear.folding import NormedLinear, fold_linears
 
     with torch.no_grad():
         t = BlockTensors._make(tensor if tensor is None else tensor.detach() for tensor in tensors)
         linears = [
-            NormedLinear(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, is_rms(norm), paired_head=paired_head),
+            NormedLinear(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, is_rms(norm), rope_head=rope_head),
             NormedLinear(
                 t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, is_rms(norm), t.gate_weight, t.gate_bias
             ),
@@ -144,13 +148,13 @@ def checked_qk(
     """Checks qk-norm and rotation against x [B, N, C] and a qkv layer of 3 H D outputs; returns operator arguments.
 
     Args:
-        together: True if the layer was folded, so that positions from `neighbours` are possible.
+        together: True if the layer was folded, so that positions from `interleave` are possible.
     """
     head_dim = packed_width // (3 * heads)
     if qk_norm is not None:
         check_qk_norm(qk_norm, heads, head_dim)
     if rope is not None:
-        layouts = (*LAYOUTS, "neighbours") if together else LAYOUTS
+        layouts = (*LAYOUTS, "interleaved_half") if together else LAYOUTS
         rope = checked_rope(rope, (x.shape[0], x.shape[1], 3, heads, head_dim), layouts)
     return flat_settings(x, qk_norm, rope)
 

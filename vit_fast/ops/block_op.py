@@ -61,7 +61,7 @@ def block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor
     if t.qkv_weight is not None:
         head_dim = t.qkv_weight.shape[0] // (3 * s.heads)
         step = qkv_step(qk, s.qk, s.prefix, head_dim, t.qkv_sum is not None, None if s.keep else s.dtype)
-    folded = _folded(x, t, 0 if step is None else step.paired_head, s)
+    folded = _folded(x, t, 0 if step is None else step.rope_head, s)
     weights = _plain_weights(t, s)
     y, emitted = rows, statistics
     if step is not None:
@@ -154,7 +154,7 @@ def named(t: Any) -> tuple[str, dict[str, Tensor | None]]:
     return "layer_norm_mlp", {_MLP_NAMES.get(name, name): tensor for name, tensor in t._asdict().items()}
 
 
-def _folded(x: Tensor, t: Any, paired_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
+def _folded(x: Tensor, t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
     """Returns the folded qkv and fc1, and fc2 with a norm inside; folds them unless they are."""
     from ..kernels.linear.folding import FoldedLinear, NormedLinear, fold_linears
 
@@ -172,9 +172,7 @@ def _folded(x: Tensor, t: Any, paired_head: int, s: BlockSettings) -> dict[str, 
         }
     linears = {}
     if t.qkv_weight is not None:
-        linears["qkv"] = NormedLinear(
-            t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, rms, paired_head=paired_head
-        )
+        linears["qkv"] = NormedLinear(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, rms, rope_head=rope_head)
     if t.fc1_weight is not None:
         linears["fc1"] = NormedLinear(
             t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, rms, t.gate_weight, t.gate_bias

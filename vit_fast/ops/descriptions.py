@@ -209,13 +209,13 @@ def checked_rope(rope: Rope, shape: Sequence[int], layouts: Sequence[str] = LAYO
     return Rope(_by_pair(cos, D, layout), _by_pair(sin, D, layout), prefix, layout)
 
 
-def neighbours(rope: Rope, head_dim: int) -> Rope:
+def interleave(rope: Rope, head_dim: int) -> Rope:
     """Returns positions of layout "half" for folded weights in which channel j + D/2 follows channel j.
 
     The weights of q's and k's norms keep their order.
     """
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
-    return Rope(cos, sin, rope.prefix, "neighbours")
+    return Rope(cos, sin, rope.prefix, "interleaved_half")
 
 
 def _by_pair(table: Tensor, head_dim: int, layout: str) -> Tensor:

@@ -16,7 +16,7 @@ from ..errors import UnsupportedInputError
 from . import reference
 from .backends import fp8_reasons
 from .block import checked_qk
-from .descriptions import BlockScales, BlockTensors, QkNorm, Rope, is_rms, neighbours
+from .descriptions import BlockScales, BlockTensors, QkNorm, Rope, interleave, is_rms
 from .fp8_op import DIVISOR, E4M3, HALF, Fp8Linear, block_fp8_kernel, unsupported_reasons
 from .frozen import Frozen
 from .operators import text_of
@@ -28,7 +28,7 @@ class Fp8Block(NamedTuple):
     Attributes:
         qkv, proj, fc1, fc2: The linear layers with the norms before them and LayerScale behind them; the rows of fc1
             and of its gate are interleaved.
-        paired_head: Width of a head if the rows of channels j and j + D/2 of q and k are adjacent, for rotary positions
+        rope_head: Width of a head if the rows of channels j and j + D/2 of q and k are adjacent, for rotary positions
             in the matmul; otherwise 0.
     """
 
@@ -36,7 +36,7 @@ class Fp8Block(NamedTuple):
     proj: Fp8Linear
     fc1: Fp8Linear
     fc2: Fp8Linear
-    paired_head: int = 0
+    rope_head: int = 0
 
 
 def quantize_block(
@@ -44,7 +44,7 @@ def quantize_block(
     scales: BlockScales,
     dtype: torch.dtype,
     norm: str = "layer_norm",
-    paired_head: int = 0,
+    rope_head: int = 0,
 ) -> Fp8Block:
     """Folds the norms into qkv and fc1, and rounds weights to e4m3 if their operand has a scale.
 
@@ -55,7 +55,7 @@ def quantize_block(
         scales: Scales of the operands. They and their reciprocals must be positive and finite.
         dtype: float16 or bfloat16, of the activations and of weights that are not quantized.
         norm: "layer_norm" or "rms_norm".
-        paired_head: Head width D for rotary positions of layout "half" without a qk-norm over the width, so that the
+        rope_head: Head width D for rotary positions of layout "half" without a qk-norm over the width, so that the
             matmul can rotate them if all heads share the tables; otherwise 0.
     Raises:
         ValueError: a scale has an incorrect shape or device, or it or its reciprocal is not positive and finite.
@@ -80,7 +80,7 @@ def quantize_block(
         t = BlockTensors._make(tensor if tensor is None else tensor.detach() for tensor in tensors)
         return Fp8Block(
             _normed(
-                t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, None, None, scales.qkv, dtype, rms, paired_head
+                t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, None, None, scales.qkv, dtype, rms, rope_head
             ),
             _before_residual(t.proj_weight, t.proj_bias, t.scale1, scales.proj, dtype),
             _normed(
@@ -88,7 +88,7 @@ def quantize_block(
                 rms,
             ),
             _before_residual(t.fc2_weight, t.fc2_bias, t.scale2, scales.fc2, dtype),
-            paired_head,
+            rope_head,
         )  # fmt: skip
 
 
@@ -122,20 +122,20 @@ def _check_scale(name: str, scale: Tensor | None, columns: int | None, device: t
 
 def _normed(
     weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, gate: Tensor | None,
-    gate_bias: Tensor | None, scale: Tensor | None, dtype: torch.dtype, rms: bool, paired_head: int = 0,
+    gate_bias: Tensor | None, scale: Tensor | None, dtype: torch.dtype, rms: bool, rope_head: int = 0,
 ) -> Fp8Linear:  # fmt: skip
     """Quantizes a linear layer behind a norm."""
     if scale is None:
         from ..kernels.linear.folding import NormedLinear, fold_linear
 
-        folded = fold_linear(NormedLinear(weight, bias, gamma, beta, rms, gate, gate_bias, paired_head), dtype)
+        folded = fold_linear(NormedLinear(weight, bias, gamma, beta, rms, gate, gate_bias, rope_head), dtype)
         return Fp8Linear(folded.weight, folded.shift, None, folded.weight_sum, None)
     shift = weight.new_zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double()
     if gate is not None:
         of_gate = torch.zeros_like(shift) if gate_bias is None else gate_bias.double()
         weight, shift = torch.stack((gate, weight), 1).flatten(0, 1), torch.stack((of_gate, shift), 1).flatten()
-    if paired_head:
-        weight, shift = _paired(weight, paired_head), _paired(shift, paired_head)
+    if rope_head:
+        weight, shift = _interleaved(weight, rope_head), _interleaved(shift, rope_head)
     if beta is not None:
         shift = shift + weight.double() @ beta.double()
     values, rows = reference.fp8_weight(weight, scale, gamma)
@@ -143,7 +143,7 @@ def _normed(
     return Fp8Linear(values.to(E4M3), shift.float(), rows, sums, scale.reciprocal().contiguous())
 
 
-def _paired(rows: Tensor, head_dim: int) -> Tensor:
+def _interleaved(rows: Tensor, head_dim: int) -> Tensor:
     """Permutes [3 H D, ...] so that rows j and j + D/2 of each head of q and k are adjacent, as in `folding.py`."""
     of_qk = rows.shape[0] // 3 * 2
     heads = rows[:of_qk].unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
@@ -206,15 +206,15 @@ def fused_block_fp8(
     _require_supported(x, x8, block, next_factor, norm, qk_norm)
     if attention_scale is None:
         attention_scale = (width // (3 * heads)) ** -0.5
-    if block.paired_head:
+    if block.rope_head:
         if rope is None or rope.layout != "half" or (qk_norm is not None and qk_norm.over == "width"):
             reason = (
-                "paired_head must be 0 without positions of layout 'half' or with qk-norm over the width, got "
-                f"{block.paired_head}: quantize the block with paired_head=0"
+                "rope_head must be 0 without positions of layout 'half' or with qk-norm over the width, got "
+                f"{block.rope_head}: quantize the block with rope_head=0"
             )
             raise UnsupportedInputError("a block in FP8", [reason])
-        rope = neighbours(rope, block.paired_head)
-    of_qk, qk, prefix = checked_qk(x, width, heads, qk_norm, rope, block.paired_head > 0)
+        rope = interleave(rope, block.rope_head)
+    of_qk, qk, prefix = checked_qk(x, width, heads, qk_norm, rope, block.rope_head > 0)
     words = text_of(norm, activation, qk.norm, qk.over, qk.layout, "none", True, next_statistics, False, x.dtype)
     tensors = [x8, statistics, next_factor, *block.qkv, *block.proj, *block.fc1, *block.fc2, *of_qk[:6]]
     found = block_fp8_kernel(x, tensors, heads, attention_scale, prefix, 0, *eps, qk.eps, 0.0, words)
@@ -250,7 +250,7 @@ class Quantised(Frozen):
         scales: Scales of the operands; must not change.
         dtype: Dtype of the activations.
         norm: Kind of the norms.
-        paired_head: See `quantize_block`.
+        rope_head: See `quantize_block`.
     Attributes:
         layers: The arguments of `fused_block_fp8`, at addresses that do not change.
     """
@@ -262,20 +262,20 @@ class Quantised(Frozen):
         scales: BlockScales,
         dtype: torch.dtype,
         norm: str,
-        paired_head: int,
+        rope_head: int,
     ) -> None:
         self._scales = scales
         self.layers: Any = None
-        super().__init__(sources, block, dtype, norm, paired_head)
+        super().__init__(sources, block, dtype, norm, rope_head)
 
     def _made(self) -> list[Tensor]:
-        layers = quantize_block(self._block(), self._scales, self.dtype, self._norm, self.paired_head)
+        layers = quantize_block(self._block(), self._scales, self.dtype, self._norm, self.rope_head)
         # one in half precision may hold the parameters themselves, which are not ours to write to
         made = [
             [_own(tensor) if linear.operand_factor is None else tensor for tensor in linear] for linear in layers[:4]
         ]
         if self.layers is None:
-            self.layers = Fp8Block._make([*map(Fp8Linear._make, made), layers.paired_head])
+            self.layers = Fp8Block._make([*map(Fp8Linear._make, made), layers.rope_head])
         return [tensor for tensors in made for tensor in tensors if tensor is not None]
 
 

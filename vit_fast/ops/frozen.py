@@ -30,7 +30,7 @@ class Frozen:
         sources: The parameters: modules and names of their attributes.
         block: Returns the current parameters.
         dtype: The dtype of the matmuls.
-        norm, paired_head, inner_norm: See `fold`.
+        norm, rope_head, inner_norm: See `fold`.
     Attributes:
         tensors: Folded weight, bias and sum of qkv, of fc1, and of fc2 with a norm inside the MLP; then the weights of
             proj and fc2 if the parameters have another dtype. They stay the same tensors.
@@ -45,10 +45,10 @@ class Frozen:
         block: Callable[[], BlockTensors],
         dtype: torch.dtype,
         norm: str = "layer_norm",
-        paired_head: int = 0,
+        rope_head: int = 0,
         inner_norm: str = "none",
     ) -> None:
-        self.dtype, self.paired_head, self._norm, self._inner_norm = dtype, paired_head, norm, inner_norm
+        self.dtype, self.rope_head, self._norm, self._inner_norm = dtype, rope_head, norm, inner_norm
         self.tensors: list[Tensor] = []
         self._sources, self._block = sources, block
         self._lock = threading.Lock()
@@ -79,7 +79,7 @@ class Frozen:
 
     def _made(self) -> list[Tensor]:
         block = self._block()
-        t = fold(block, self.dtype, self._norm, self.paired_head, self._inner_norm)
+        t = fold(block, self.dtype, self._norm, self.rope_head, self._inner_norm)
         found: list[Any] = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
         found += [] if t.fc2_sum is None else [t.fc2_weight, t.fc2_bias, t.fc2_sum]
         if block.proj_weight.dtype != self.dtype or block.fc2_weight.dtype != self.dtype:

@@ -226,14 +226,14 @@ class QkvStep:
         return self.settings.tables is None and self.settings.norm == "none"
 
     @property
-    def brings_together(self) -> bool:
+    def interleaves_pairs(self) -> bool:
         """True if the matmul rotates layout "half", with the rows of each pair adjacent in its weight."""
         return self.in_matmul and self.settings.tables is not None and self.settings.layout == "half"
 
     @property
-    def paired_head(self) -> int:
-        """Returns the `paired_head` of `folding.NormedLinear` for the qkv layer."""
-        return self.head_dim if self.brings_together else 0
+    def rope_head(self) -> int:
+        """Returns the `rope_head` of `folding.NormedLinear` for the qkv layer."""
+        return self.head_dim if self.interleaves_pairs else 0
 
     def of_heads(self, tokens: int) -> HeadStep | None:
         """Returns the step that the matmul applies to q and k, for images with this number of tokens."""
@@ -273,8 +273,8 @@ class QkvStep:
         if self.settings.norm != "none":
             return rotary.qk_norm_rope_gradients(grad, saved, self.settings, grad)[1]
         if not self.is_nothing:
-            together = self.brings_together
-            settings = replace(self.settings, layout="neighbours") if together else self.settings
+            together = self.interleaves_pairs
+            settings = replace(self.settings, layout="interleaved_half") if together else self.settings
             rotary.qk_norm_rope_launch(grad, grad, settings, inverse=True, separate=together).run()
         return None
 
@@ -286,7 +286,7 @@ def qkv_step(
     """Builds the step from the results of `flat_settings`.
 
     Args:
-        is_folded: True if the qkv layer was folded before, with adjacent pairs only for the layout "neighbours".
+        is_folded: True if the qkv layer was folded before, with adjacent pairs only for the layout "interleaved_half".
         norms_in: The dtype of the matmul if it may normalise; None if a backward needs its output.
     """
     norm, _, over, layout = settings

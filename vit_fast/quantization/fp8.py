@@ -17,7 +17,7 @@ from ..blocks.fusion_report import ModuleReport
 from ..errors import UnsupportedInputError
 from ..ops.backends import fp8_reasons
 from .fp8_agreement import IMAGES, as_taken, find_kept
-from .fp8_shadow import simulate
+from .fp8_emulation import emulate
 
 WHAT = "fuse with precision='fp8'"
 
@@ -70,14 +70,14 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-def choose(model: nn.Module, shadow: nn.Module, keep: Iterable[str] | None, min_agreement: float | None) -> Choice:
+def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_agreement: float | None) -> Choice:
     """Chooses the layers that run in e4m3, without changing the model.
 
     Args:
-        shadow: A copy of the model, fused with a backend that runs anywhere.
+        copied: A copy of the model, fused with a backend that runs anywhere.
         keep, min_agreement: See `fuse`.
     """
-    blocks, left = simulate(shadow)
+    blocks, left = emulate(copied)
     scales = {block.name: scales_of(model.get_submodule(block.name)) for block in blocks}
     without = [
         f"{name} must be calibrated: call vit_fast.calibrate(model, images)"
@@ -100,7 +100,7 @@ def choose(model: nn.Module, shadow: nn.Module, keep: Iterable[str] | None, min_
         raise ValueError("min_agreement needs the calibration images: call vit_fast.calibrate(model, images) first")
     everything = {name: own.all() for name, own in scales.items() if own}
     images = [as_taken(model, batch) for batch in IMAGES[model]]  # it may have been converted, or moved, since
-    found = find_kept(shadow, blocks, everything, images, min_agreement, asked)
+    found = find_kept(copied, blocks, everything, images, min_agreement, asked)
     for name, layers in found.kept.items():
         for layer in layers:
             kept[name].setdefault(layer, "min_agreement asks for it")

@@ -13,7 +13,7 @@ from ..blocks.fp8_scales import LINEARS
 from ..blocks.fused import device_of, dtype_of
 from ..errors import UnsupportedInputError, type_name
 from ..ops.descriptions import BlockScales
-from .fp8_shadow import Simulated
+from .fp8_emulation import EmulatedBlock
 from .schemes import fewest_kept
 
 IMAGES_FOR_ORDER = 32
@@ -46,8 +46,8 @@ class Found:
 
 
 def find_kept(
-    shadow: nn.Module,
-    blocks: Sequence[Simulated],
+    copied: nn.Module,
+    blocks: Sequence[EmulatedBlock],
     scales: Mapping[str, BlockScales],
     batches: Sequence[Tensor],
     wanted: float,
@@ -59,7 +59,7 @@ def find_kept(
     must be kept.
 
     Args:
-        shadow: A copy of the model, whose `blocks` run in emulated FP8.
+        copied: A copy of the model, whose `blocks` run in emulated FP8.
         scales: By block.
         batches: Images.
         wanted: Share of the images with the same top-1 class.
@@ -74,7 +74,7 @@ def find_kept(
             own = scales[block.name]._asdict()
             block.scales = BlockScales(**{k: own[k] if rounded((block.name, k)) else None for k in LINEARS})
         with torch.inference_mode():
-            return torch.cat([_logits(shadow(batch)) for batch in images])
+            return torch.cat([_logits(copied(batch)) for batch in images])
 
     first = _some(batches)
     exact = answers(lambda linear: False, batches)

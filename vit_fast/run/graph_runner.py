@@ -91,6 +91,8 @@ class GraphRunner:
             check_integer("max_images", max_images, 1)
             self.budgets, self._sequences = tuple(sorted(set(budgets))), max_images
             self._tower = _fit_tower(model)
+            if wrong := [budget for budget in budgets if budget % self._tower.unit]:
+                raise ValueError(f"budgets must be multiples of {self._tower.unit} tokens, got {wrong[0]}")
             reasons = _no_graph_reasons(model, self._tower.like)
         self.captured, self._eager = not reasons, bool(reasons) and budgets is None
         if self.captured:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..config import DataConfig, ViTConfig
 from ..errors import VitFastError, type_name
-from ..libraries.repository import Facts
+from ..libraries.image_model import Facts
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 METADATA_KEY = "vit_fast"

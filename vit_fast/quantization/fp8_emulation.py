@@ -24,7 +24,7 @@ Look = Callable[[str, Tensor], None]
 """Called with a name of LINEARS and the input of that layer, fp32 [B, N, K]."""
 
 
-class Simulated:
+class EmulatedBlock:
     """Runs a block by its reference; replaces the block's Fp8Scales.
 
     Attributes:
@@ -34,7 +34,7 @@ class Simulated:
         linears: By name of LINEARS, as returned by `linears_of`.
     """
 
-    simulated = True
+    emulated = True
 
     def __init__(self, name: str, parts: BlockParts, linears: dict[str, tuple[str, ...]]) -> None:
         self.scales = BlockScales()
@@ -83,32 +83,32 @@ class Simulated:
         """Accepts every backend."""
 
 
-def simulate(shadow: nn.Module) -> tuple[list[Simulated], dict[str, str]]:
+def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
     """Makes the blocks of a fused copy run their reference if the kernels could run them as a whole.
 
     Args:
-        shadow: Fused with a backend that runs anywhere.
+        copied: Fused with a backend that runs anywhere.
     Returns:
-        One `Simulated` per block in the model's order, without rounded layers; and by name, the reasons of all
+        One `EmulatedBlock` per block in the model's order, without rounded layers; and by name, the reasons of all
         skipped blocks.
     """
     found, left = [], {}
-    names = {id(module): name for name, module in shadow.named_modules()}
-    for name, block in shadow.named_modules():
+    names = {id(module): name for name, module in copied.named_modules()}
+    for name, block in copied.named_modules():
         if not isinstance(block, FusedNormMlp):
             continue
         block.__dict__.pop("vit_fast_parts", None)
         block._modules.pop(PLACE, None)
         parts = parts_of(block)
-        if reasons := left_reasons(parts):
+        if reasons := unsupported_reasons(parts):
             left[name] = "; ".join(reasons)
         else:
-            parts.fp8 = Simulated(name, parts, linears_of(parts, names))
+            parts.fp8 = EmulatedBlock(name, parts, linears_of(parts, names))
             found.append(parts.fp8)
     return found, left
 
 
-def left_reasons(parts: BlockParts) -> list[str]:
+def unsupported_reasons(parts: BlockParts) -> list[str]:
     """Returns the reasons why the kernels cannot run a block as a whole on any device."""
     inside = parts.mlp is not None and parts.mlp.inner_norm is not None
     if runs_whole(parts) and not inside:
