@@ -134,7 +134,7 @@ def test_the_bench_has_what_was_found_as_a_row(only) -> None:
     record = runner.run(plan(*candidates, batch_sizes=(2,)))
     _, *found = rows_by_candidate(record).values()
     assert [row["status"] for row in found] == ["unsupported"] * 2
-    assert "vit-fast optimize vit_test --batch 2 --allow bf16 finds one" in found[1]["reason"]
+    assert "run vit-fast optimize vit_test --batch 2 --allow bf16" in found[1]["reason"]
 
     only(Candidate(attention="sdpa", mlp="sdpa"))
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "60") == 0
