@@ -41,7 +41,10 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
         tma: True if tensor descriptors can describe the operands.
     """
     table = _table(arch, kind, epilogue, tma)
-    return tuple(replace(c, dependent=c.ctas_per_sm > 1 and starts_early(arch)) for c in table)
+    # on blackwell the address of the weights makes larger tiles spill
+    most = 64 * 64 if generation(arch) == "blackwell" else 128 * 128
+    early = (c.ctas_per_sm > 1 and c.block_m * c.block_n <= most and starts_early(arch) for c in table)
+    return tuple(replace(c, dependent=dependent) for c, dependent in zip(table, early))
 
 
 def _table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
