@@ -93,7 +93,7 @@ _HALF_BLACKWELL = (
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
 # With LayerNorm statistics as input or output, the compiler spills with other tiles or without the limit.
-_HALF_BLACKWELL_LAYER_NORM = (_HALF_BLACKWELL[0], replace(_HALF_BLACKWELL[1], maxnreg=184), _HALF_BLACKWELL[2])
+_HALF_BLACKWELL_LAYER_NORM = (_HALF_BLACKWELL[0], replace(_HALF_BLACKWELL[1], maxnreg=192), _HALF_BLACKWELL[2])
 _HALF_BLACKWELL_RESIDUAL = (
     replace(_HALF_BLACKWELL[0], maxnreg=248),
     MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3, tma=True),
