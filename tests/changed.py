@@ -24,7 +24,7 @@ KERNELS = (
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up", "device_model")
 FUSED = (
-    "fuse*", "traced_parts", "handed_statistics", "freeze", "kept_weights", "weight_changes",
+    "fuse*", "gated_mlp", "traced_parts", "handed_statistics", "freeze", "kept_weights", "weight_changes",
     "transformers_attention", "unfuse", "packed", "graph_*",
 )  # fmt: skip
 FP8 = ("fp8_*", "calibrate")

@@ -183,6 +183,7 @@ _ONCE_SPILLED = {
     ),
     "sm_100": (
         "matmul_layer_norm/half 64x64x64 pointers gelu",
+        "matmul_layer_norm/half 128x128x64 TMA gelu to e4m3",
         "matmul_activation_grad/half 64x64x64 TMA gelu with a factor",
         "matmul_activation_grad/half 128x128x64 TMA gelu_tanh",
         "matmul_gated_grad/half 128x64x64 TMA silu of normalised rows",

@@ -166,7 +166,8 @@ def forward_config(problem: Problem) -> ForwardConfig:
     config = ForwardConfig(**measured) if measured else _forward_rule(problem)
     if config.scheme == "row":
         config = replace(config, tiles=_fill(problem, config))
-    return replace(config, dependent=config.tiles == 1 and starts_early(problem.arch))
+    early = config.tiles == 1 and problem.element == "half" and starts_early(problem.arch)  # in TF32 it spills
+    return replace(config, dependent=early)
 
 
 def dq_config(problem: Problem) -> BackwardConfig:

@@ -41,7 +41,10 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
         tma: True if tensor descriptors can describe the operands.
     """
     table = _table(arch, kind, epilogue, tma)
-    return tuple(replace(c, dependent=c.ctas_per_sm > 1 and starts_early(arch)) for c in table)
+    # on blackwell the address of the weights makes larger tiles spill
+    most = 64 * 64 if generation(arch) == "blackwell" else 128 * 128
+    early = (c.ctas_per_sm > 1 and c.block_m * c.block_n <= most and starts_early(arch) for c in table)
+    return tuple(replace(c, dependent=dependent) for c, dependent in zip(table, early))
 
 
 def _table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
@@ -90,7 +93,7 @@ _HALF_BLACKWELL = (
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
 # With LayerNorm statistics as input or output, the compiler spills with other tiles or without the limit.
-_HALF_BLACKWELL_LAYER_NORM = (_HALF_BLACKWELL[0], replace(_HALF_BLACKWELL[1], maxnreg=184), _HALF_BLACKWELL[2])
+_HALF_BLACKWELL_LAYER_NORM = (_HALF_BLACKWELL[0], replace(_HALF_BLACKWELL[1], maxnreg=192), _HALF_BLACKWELL[2])
 _HALF_BLACKWELL_RESIDUAL = (
     replace(_HALF_BLACKWELL[0], maxnreg=248),
     MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3, tma=True),
