@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 KERNELS = (
     "attention_*", "matmul_*", "mlp_*", "modern_blocks", "rotary*",
-    "weight_gradients", "scaled_weights", "block_operator", "operators", "fp8_block",
+    "weight_gradients", "scaled_weights", "block_operator", "operators", "fp8_block", "gated_mlp",
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up", "device_model")
 FUSED = (

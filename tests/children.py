@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def environment(cache: str | None = None) -> dict[str, str]:
-    """Of a child: not the interpreter's; `cache` is a folder for compiled kernels."""
+    """Returns the environment of a child without Triton's interpreter; `cache` is a folder for compiled kernels."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(entry for entry in (str(Path(__file__).parents[1]), kept.get("PYTHONPATH")) if entry)
     caches = {} if cache is None else {"TRITON_CACHE_DIR": cache}
@@ -18,7 +18,7 @@ def environment(cache: str | None = None) -> dict[str, str]:
 
 
 def run_python(command: list[str], environment: Mapping[str, str], folder: Path | None = None) -> str:
-    """Runs Python with arguments and returns its output."""
+    """Runs Python in a child and returns its output."""
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -135,7 +135,7 @@ def add(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is found on this machine is kept for the time of a test."""
+    """Gives a test its own cache of optimize results."""
     monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "cache"))
 
 

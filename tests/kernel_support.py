@@ -1,4 +1,4 @@
-"""What the kernel tests share: their device, the fp64 oracle and its error rule, inputs, outputs full of NaN."""
+"""Support for the kernel tests: device, fp64 reference, error rule, inputs, and outputs filled with NaN."""
 
 from __future__ import annotations
 

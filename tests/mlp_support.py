@@ -21,7 +21,7 @@ NAMES = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc
 
 @dataclass(frozen=True)
 class Case:
-    """One call of layer_norm_mlp; tensors are leaves that require gradients."""
+    """Arguments of a call of layer_norm_mlp; the tensors are leaves that require gradients."""
 
     x: Tensor
     parameters: tuple[Tensor | None, ...]

@@ -103,7 +103,7 @@ def test_the_others_are_within_one_rounding(activation: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_fp32_is_no_worse_than_twice_torch(activation: str) -> None:
-    """From the ends of the range to its middle, 2^-100 to 2^100 and both signs."""
+    """Tests magnitudes from 2^-100 to 2^100, with both signs."""
     steps = torch.linspace(-100, 100, 4096, dtype=torch.float64)
     dense = torch.linspace(-12, 12, 8192, dtype=torch.float64)
     x = torch.cat([torch.exp2(steps), -torch.exp2(steps), dense]).to(support.DEVICE, torch.float32)

@@ -1,8 +1,4 @@
-"""What "auto" means: triton only where a small kernel ran and agreed; every other case is sdpa, with the reason.
-
-There is no GPU here: a stand-in for `torch.cuda` describes one, and Triton's interpreter, or Triton's own start on a
-machine without a compiler or a driver, takes the part of the device.
-"""
+"""Backend "auto": triton only if a small kernel ran and matched the reference; otherwise sdpa, with the reason."""
 
 from __future__ import annotations
 

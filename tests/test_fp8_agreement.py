@@ -1,4 +1,4 @@
-"""What models lose in FP8, on digits, and the layers that are kept in half precision for the answers to stay."""
+"""Accuracy of models in FP8 on digits, and the layers that stay in half precision to preserve top-1 agreement."""
 
 from __future__ import annotations
 

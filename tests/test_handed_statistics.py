@@ -23,7 +23,7 @@ every_library = pytest.mark.parametrize("library", LIBRARIES)
 
 @pytest.fixture
 def handed_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether statistics came in, a block each."""
+    """Returns for each block whether it received statistics."""
     seen: list[bool] = []
     run_block = block_module.run_block
 
@@ -156,7 +156,7 @@ def test_nothing_is_handed_to_another_thread_or_after_another_block(handed_on: l
 
 
 def test_hidden_states_stay_ordinary_tensors() -> None:
-    """They are saved without a trace of ours, and what was remembered goes with them."""
+    """They are saved without extra state, and cached facts are freed with them."""
     from vit_fast.blocks.row_statistics import _last
 
     first, _ = blocks_of("timm")

@@ -1,4 +1,4 @@
-"""What is known of each library: files that need no library, and peers that hold exactly our weights."""
+"""Library files: importable without their library, and peers with exactly our weights."""
 
 from __future__ import annotations
 

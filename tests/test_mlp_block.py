@@ -88,14 +88,14 @@ def _losses(backend: str, dtype: torch.dtype, **overrides: Any) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 5e-2)], ids=["fp32", "bf16"])
 def test_training_follows_eager(dtype: torch.dtype, tolerance: float) -> None:
-    """One block of 5 tokens: the interpreter takes a second a step for that."""
+    """Uses a block of 5 tokens, because the interpreter takes a second per step."""
     ours, eager = (_losses(backend, dtype, depth=1, patch_size=16) for backend in ("triton", "eager"))
     assert ((ours - eager).abs() / eager).max() <= tolerance
     assert eager.unique().numel() == 32
 
 
 def test_drop_path_scales_whole_branches() -> None:
-    """With the same draws, the output and the gradients are those of eager."""
+    """With equal random draws, output and gradients match eager."""
     images = _photograph_tiles(8)[0].to(DEVICE)
     results = []
     for backend in ("triton", "eager"):

@@ -115,7 +115,7 @@ def test_fp32_parameters_with_half_precision_tokens(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("size", [1e-5, 30.0])
 def test_small_layer_scale_in_fp16(size: float) -> None:
-    """As CaiT and DINOv2 start with, under loss scaling: diag(ls) W2 itself would be below fp16's smallest number."""
+    """CaiT and DINOv2 start with such a LayerScale; diag(ls) W2 would be below fp16's smallest number."""
     case = make_case(40, 64, 96, torch.float16)
     with torch.no_grad():
         assert case.layer_scale is not None

@@ -27,7 +27,7 @@ def case() -> Case:
 @pytest.mark.parametrize("width", [32, 100, 1100])
 @pytest.mark.parametrize("rows", ["usual", "constant", "far from 0", "pieces apart"])
 def test_statistics_handed_in_give_the_same_result(rows: str, width: int) -> None:
-    """Of one piece, of a last one that is shorter, and of more than are combined at once."""
+    """Tests one piece, a shorter last piece, and more pieces than are combined at once."""
     x, weight = torch.randn(18, width, device=DEVICE), torch.randn(48, width, device=DEVICE) * width**-0.5
     second = torch.randn(width, 48, device=DEVICE).bfloat16() * 48**-0.5
     if rows == "constant":

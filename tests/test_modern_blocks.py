@@ -29,11 +29,7 @@ WIDTH, HEADS, HIDDEN, B, N = 48, 2, 40, 2, 7
 
 @dataclass(frozen=True)
 class Kind:
-    """What a block has.
-
-    `qk` names the kind of the norms of q and k; `leading` the shape of the tables before their last two dimensions, or
-    None for no rotation; `keys` which keys queries meet: "all", "packed" images, or those that a "mask" leaves.
-    """
+    """Features of a block."""
 
     norm: str = "layer_norm"
     gated: bool = False
@@ -52,7 +48,7 @@ class Kind:
         return (1, B * N) if self.keys == "packed" else (B, N)
 
     def among(self) -> Keys | None:
-        """As the operator takes them."""
+        """Returns the keys as the operator expects them."""
         if self.keys == "packed":  # an empty image, and tokens behind the last
             return Keys(torch.tensor([0, 5, 5, B * N - 1], dtype=torch.int32, device=DEVICE), B * N)
         lengths = torch.tensor([[N], [N - 3]], device=DEVICE)
@@ -60,7 +56,7 @@ class Kind:
 
     @property
     def inner_norm(self) -> tuple[str, float]:
-        """With its epsilon, as a block takes it."""
+        """Returns kind and epsilon as a block expects them."""
         return self.inner, 1e-5
 
 

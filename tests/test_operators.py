@@ -1,4 +1,4 @@
-"""What torch asks of an operator: opcheck of each, as public functions call it, and a FLOP formula."""
+"""torch's requirements for operators: opcheck of each one, as public functions call it, and a FLOP formula."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of a child, with a cache that the children share, those of other workers too."""
+    """Returns the environment of a child, with a Triton cache that all children share."""
     folder = tmp_path_factory.getbasetemp()
     shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     return children.environment(str(shared / "triton-cache"))
@@ -146,9 +146,9 @@ print(json.dumps([counts, driver.violations()]))
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90", "sm_89", "sm_86"])
 def test_a_block_in_fp8_is_five_launches(arch: str, environment: dict[str, str]) -> None:
-    """As in half precision: no pass over memory is added, but for what the first block reads.
+    """FP8 adds no pass over memory, except for the input of the first block.
 
-    What it refuses is asked until a call is planned: once of the first block, and twice of those behind another.
+    Unsupported inputs are checked until a call is planned: once for the first block, twice for the following ones.
     """
     counts, violations = json.loads(run_python(["-c", _FP8_COUNTS.replace("ARCH", arch)], environment))
     reasons = counts.pop("reasons")
@@ -231,11 +231,7 @@ def test_a_fused_model_of_every_library_launches_what_ours_does(environment: dic
 
 @pytest.mark.slow
 def test_rotary_positions_and_gates_add_no_launch(environment: dict[str, str]) -> None:
-    """As many as without them, but for one in a backward: the gradients of q and k are turned back in place.
-
-    The tables are read as they lie, in each library's way of giving them: torch copies nothing. A norm inside the MLP
-    is folded into fc2 in a launch of its own, which a frozen block spares; training adds three for its backward.
-    """
+    """Only the backward needs one more launch, which rotates the gradients of q and k back in place."""
     counts, names, by_torch = library_counts("rotary_of_depth", environment)
     assert by_torch == []
     assert len(names) == 6

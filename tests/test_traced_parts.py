@@ -1,4 +1,4 @@
-"""Compiled fused blocks: whatever changes in a block after compilation is followed."""
+"""Block parts under torch.compile: the same parts, each module by one path, and every change of them is guarded."""
 
 from __future__ import annotations
 

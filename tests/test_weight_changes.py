@@ -35,7 +35,7 @@ def mlp() -> Mlp:
 
 
 def _agrees(mlp: Mlp, x: Tensor) -> bool:
-    """By the rule of accuracy: RMSprop's first step makes outputs of 100, whose roundings no fixed number bounds."""
+    """Compares by the accuracy rule: RMSprop's first step gives outputs of 100, which no fixed tolerance fits."""
     with torch.no_grad():
         exact = copy.deepcopy(mlp).double()(x.double(), "eager")
         return judge(mlp(x), mlp(x, "eager"), exact, FORWARD_FACTOR).passed

@@ -59,7 +59,7 @@ def test_products_of_one_to_four_pairs(
 
 
 def test_two_products_share_the_multiprocessors() -> None:
-    """As many parts as fill them together: fewer than each would take for itself."""
+    """Together they use as many parts as fill the GPU, fewer than each would alone."""
     x, h = (torch.empty(50_432, width, device="meta", dtype=torch.bfloat16) for width in (768, 3072))
     (_, alone), (_, together) = products_config([(x, h)]), products_config([(x, h), (h, x)])
     assert together <= alone
