@@ -12,7 +12,8 @@ from pathlib import Path
 def environment(cache: str | None = None) -> dict[str, str]:
     """Returns the environment of a child without Triton's interpreter; `cache` is a folder for compiled kernels."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join(entry for entry in (str(Path(__file__).parents[1]), kept.get("PYTHONPATH")) if entry)
+    folders = *map(str, Path(__file__).parents[1::-1]), kept.get("PYTHONPATH")
+    path = os.pathsep.join(folder for folder in folders if folder)
     caches = {} if cache is None else {"TRITON_CACHE_DIR": cache}
     return kept | caches | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 

@@ -273,7 +273,7 @@ def test_weights_of_another_class_are_left_to_their_own_linear(library: str, qua
         torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-4, atol=1e-4)
         report = vit_fast.fuse(model, "triton")
         left = [reason for module in report.skipped if module.part == "norm + MLP" for reason in module.reasons]
-        assert left and all(".weight must be an ordinary tensor, got " in reason for reason in left)
+        assert any(".weight must be an ordinary tensor, got " in reason for reason in left)
         torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-4, atol=1e-4)
 
 
