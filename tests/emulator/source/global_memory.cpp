@@ -51,7 +51,7 @@ u8* check_global(Warp& w, Instruction& I, u64 address, u32 bytes, const char* wh
   else return (u8*)address;
   return nullptr;
 }
-// Stricter than PTX, which allows reads of memory that the previous grid does not write.
+// Stricter than PTX, which allows to read what the previous grid does not write.
 void check_grid_waited(Warp& w, const Instruction& I, const char* what) {
   if (!w.waited) report(w, I, "global-before-grid-wait", "%s before griddepcontrol.wait, while the previous grid may run", what);
 }
