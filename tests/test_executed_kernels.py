@@ -22,6 +22,7 @@ from vit_fast.blocks.block import run_blocks
 from vit_fast.kernels import plan
 from vit_fast.kernels.attention import attention_policy
 from vit_fast.kernels.device import starts_early
+from vit_fast.kernels.linear import linear
 from vit_fast.kernels.matmul import matmul_policy
 from vit_fast.ops import attention_qkvpacked, layer_norm_mlp, reference
 
@@ -151,10 +152,10 @@ def test_kernels_that_start_early_compute_the_same_bits(
     ours = models[0]
     vit_fast.freeze(ours)
     x, results = torch.randn(1, 17, 192).to(BF16), []
-    for early in (True, False):
+    for early in (False, True):  # the later tests find the caches of the policy as it is
         plan.forget()
-        for policy in (attention_policy, matmul_policy):
-            monkeypatch.setattr(policy, "starts_early", lambda arch, early=early: early and starts_early(arch))
+        for module in (attention_policy, linear, matmul_policy):
+            monkeypatch.setattr(module, "starts_early", lambda arch, early=early: early and starts_early(arch))
         for cached in (matmul_policy.config_table, matmul_policy._best, matmul_policy._best_head):
             cached.cache_clear()
         emulator.profile()

@@ -86,7 +86,13 @@ def test_a_table_of_a_busy_record_or_one_above_its_ceiling_is_refused(place, val
         fill("<!-- record: record.json -->\n<!-- /record -->", tmp_path)
 
 
-@pytest.mark.parametrize("options", [["--batch-sizes", "4"], ["--host", "--tune"], ["--model", "m", "--warm-up", "m"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--batch-sizes", "4"], ["--host", "--tune"], ["--model", "m", "--warm-up", "m"],
+        ["--warm-up", "m", "--arch", "sm_90"], ["--tune", "--json"], ["--model", "m", "--update-baseline"],
+    ],
+)  # fmt: skip
 def test_kernels_ignores_no_option(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["kernels", *options])

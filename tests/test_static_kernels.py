@@ -139,6 +139,7 @@ def test_what_became_worse_is_found(change: dict[str, int], word: str, tmp_path:
         ({"hgmma": 0}, "no HGMMA"),
         ({"grid_waits": 0}, "no ACQBULK"),
         ({"grid_starts": 0}, "no PREEXIT"),
+        ({"early_accesses": 2}, "2 accesses to global memory before ACQBULK"),
         ({"shared_bytes": 300_000}, "shared memory"),
         ({"ctas_per_sm": 0}, "does not fit"),
     ],
@@ -149,6 +150,14 @@ def test_what_must_not_be_shipped_is_found(change: dict[str, int], word: str) ->
     assert offline.problems(build, replace(STATS), "sm_90") == []
     (problem,) = offline.problems(build, replace(STATS, **change), "sm_90")
     assert word in problem
+
+
+def test_an_access_before_the_wait_for_the_previous_launch_is_counted() -> None:
+    lines = ["CCTL.E.PF2 [R8]", "ACQBULK", "PREEXIT", "@!P0 LDG.E R2, desc[UR4][R2.64]", "STG.E desc[UR4][R4.64], R2"]
+    for first, count in ((0, 0), (3, 1)):
+        order = [lines[first], *lines[:first], *lines[first + 1 :]]
+        sass = "".join(f"        /*{16 * i:04x}*/   {line} ;\n" for i, line in enumerate(order))
+        assert offline.early_accesses(sass) == count
 
 
 def test_unknown_architecture() -> None:

@@ -98,6 +98,7 @@ class Stats:
     """Resources and instructions of a compiled build, and seconds to compile it.
 
     More `wgmma_waits` than in PTX: ptxas serialised wgmma (its warnings C75xx) and waits for every product.
+    `early_accesses` are those to global memory before the wait for the previous launch (dependent.py).
     """
 
     registers: int
@@ -121,6 +122,7 @@ class Stats:
     single_conversions: int = 0
     grid_waits: int = 0
     grid_starts: int = 0
+    early_accesses: int = 0
 
     @property
     def spills(self) -> int:
@@ -192,7 +194,8 @@ def compile_build(build: Build, arch: str) -> Stats:
 
 
 def problems(build: Build, stats: Stats, arch: str) -> list[str]:
-    """Lists reasons not to ship a build: spills, serialised wgmma, a missing instruction, too much shared memory."""
+    """Lists reasons not to ship a build: spills, serialised wgmma, missing or early instructions, too much shared
+    memory."""
     found = []
     if stats.spills:
         found.append(f"spills: {stats.spill_loads} loads, {stats.spill_stores} stores")
@@ -200,6 +203,8 @@ def problems(build: Build, stats: Stats, arch: str) -> list[str]:
         found.append(f"wgmma is serialised: {stats.wgmma_waits} waits, {stats.wgmma_waits_in_ptx} in PTX")
     needs = (*build.needs, "ACQBULK", "PREEXIT") if build.launch.constants.get("DEPENDENT") else build.needs
     found += [f"no {name} in the machine code" for name in needs if not stats.has(name)]
+    if stats.early_accesses:
+        found.append(f"{stats.early_accesses} accesses to global memory before ACQBULK")
     if stats.shared_bytes > LIMITS[arch].shared_bytes_per_block:
         found.append(
             f"{stats.shared_bytes} bytes of shared memory, {arch} has {LIMITS[arch].shared_bytes_per_block} a block"
@@ -260,7 +265,15 @@ def disassemble(compiled: Any) -> tuple[str, str]:
     return printed[0], printed[1]
 
 
+_GLOBAL_ACCESSES = {"ATOM", "ATOMG", "LD", "LDG", "LDGSTS", "RED", "REDG", "ST", "STG", "UBLKCP", "UTMALDG", "UTMASTG"}
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
+
+
+def early_accesses(sass: str) -> int:
+    """Returns the number of accesses to global memory before ACQBULK, which a prefetch (CCTL) is not."""
+    names = _INSTRUCTION.findall(sass)
+    before = names[: names.index("ACQBULK")] if "ACQBULK" in names else []
+    return sum(name in _GLOBAL_ACCESSES for name in before)
 
 
 def read_stats(compiled: Any, arch: str, seconds: float) -> Stats:
@@ -298,6 +311,7 @@ def read_stats(compiled: Any, arch: str, seconds: float) -> Stats:
         single_conversions=mix["F2F"],
         grid_waits=mix["ACQBULK"],
         grid_starts=mix["PREEXIT"],
+        early_accesses=early_accesses(sass),
         wgmma_waits=sass.count("WARPGROUP.DEPBAR"),
         wgmma_waits_in_ptx=compiled.asm["ptx"].count("wgmma.wait_group"),
     )

@@ -47,8 +47,13 @@ def kernels(
     chosen = [name for name, given in modes.items() if given]
     if len(chosen) > 1:
         raise ValueError(f"kernels must get at most one of {', '.join(modes)}, got {', '.join(chosen)}")
-    if sizes is not None and chosen not in (["--warm-up"], ["--model"]):
+    mode = chosen[0] if chosen else None
+    if sizes is not None and mode not in ("--warm-up", "--model"):
         raise ValueError(f"--batch-sizes must come with --warm-up or --model, got {batch_sizes}")
+    given = {"--arch": arch is not None, "--json": as_json, "--update-baseline": update_baseline}
+    for option, is_given in given.items():
+        if is_given and (mode in ("--warm-up", "--tune") or (mode and option == "--update-baseline")):
+            raise ValueError(f"{option} must not come with {mode}")
     if warm_up is not None:
         _warm_up(warm_up, sizes or [1])
         return
