@@ -189,7 +189,7 @@ class _Walk:
         return any(found)
 
     def _other(self, name: str, module: nn.Module, reason: str | None, inside_unknown: bool) -> bool:
-        """A module without a fused form: one that is left for a known reason, looks fusable, or is none of ours."""
+        """Adds a row for a module without a fused form if a reason is known or it looks fusable."""
         if reason:
             part = "norm + MLP" if "Block" in type(module).__name__ else "attention"
             self.rows.append(_row(name, module, part, [reason]))
