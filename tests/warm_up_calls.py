@@ -84,11 +84,11 @@ def leaves_no_trace(driver: stand_in_driver.StandInDriver) -> None:
 
 def failures() -> None:
     """A kernel that does not compile is an error in triton's words, here and in processes beside; others are tried."""
-    model = ours()
+    model = ours().eval()
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     with precompile.collect() as requests, torch.no_grad():
-        model.eval()(torch.zeros(9, 3, 32, 32, dtype=torch.bfloat16))
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        model.float()(torch.zeros(9, 3, 32, 32))
+        for dtype in (torch.float16, torch.float32):
+            model.to(dtype)(torch.zeros(9, 3, 32, 32, dtype=dtype))
     assert len(requests) >= 2 * precompile.KERNELS_A_PROCESS
     broken = replace(requests[1], data=requests[1].data.replace("constexpr", "nothing"))
     for compiler in (lambda: precompile.compile_all([broken]), lambda: list(precompile._compile_beside([broken] * 4))):
