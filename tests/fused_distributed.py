@@ -83,6 +83,7 @@ def check_fsdp2(library: str, model: nn.Module, share: dict, expected: dict, mes
     subject.run(model, share).square().sum().backward()
     compare(model, expected)
     subject.run(model, share)  # gathers, runs and frees once more
+    assert vit_fast.fuse(model, backend="sdpa").skipped == ()
     try:
         vit_fast.unfuse(model)
     except vit_fast.UnsupportedInputError as error:

@@ -19,7 +19,7 @@ from vit_fast.quantization import fp8
 from vit_fast.quantization.fp8_emulation import emulate
 
 POINTS, WANTED = 0.006, 0.995
-"""Of accuracy, that e4m3 may cost; of images, whose top class has to stay in the tests that keep layers for it."""
+"""Accuracy that e4m3 may cost; share of images whose top class must stay in the tests that keep layers for it."""
 
 
 def rounded(model: Any, choice: Any) -> nn.Module:

@@ -56,15 +56,22 @@ def distance(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(
     "name", ["ours", "timm-vit", "timm-dinov3", "timm-gated", "transformers-vit", "torchvision-vit"]
 )
-def test_models_of_every_library_run_as_defined(name: str) -> None:
+def test_models_of_every_library_run_as_defined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = calibrated(name)
-    subject = SUBJECTS[name]
+    subject, run, in_e4m3 = SUBJECTS[name], fp8_scales.fused_block_fp8, []
+
+    def noted(x: Tensor, x8: Tensor | None, *rest: Any, **options: Any) -> Any:
+        in_e4m3.append(x8 is not None)
+        return run(x, x8, *rest, **options)
+
+    monkeypatch.setattr(fp8_scales, "fused_block_fp8", noted)
     with torch.no_grad():
         half, defined = subject.run(model, given), subject.run(definition(model), given)
         report = vit_fast.fuse(model, precision="fp8")
         assert report.precision == "fp8" and "in e4m3: qkv, proj, fc1, fc2" in str(report)
         found = subject.run(model, given)
-        again = subject.run(model, given)  # where rows in e4m3 go from block to block
+        again = subject.run(model, given)
+    assert in_e4m3[2:] == [False, True], "tokens in e4m3 go from block to block"
     of_rounding = distance(defined, half)
     assert 1e-3 < of_rounding < 0.3
     assert distance(found, defined) < of_rounding and distance(again, defined) < of_rounding

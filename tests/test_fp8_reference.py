@@ -21,7 +21,7 @@ def test_it_saturates_and_nan_stays() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_it_is_torchs_rounding(dtype: torch.dtype) -> None:
-    """Of random numbers, of those of e4m3, and of the ties between them."""
+    """Compares random numbers, those of e4m3, and the ties between them."""
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     numbers = numbers[numbers.isfinite()].unique()
     drawn = torch.randn(100_000) * 2.0 ** torch.randint(-14, 10, (100_000,))

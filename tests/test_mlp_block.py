@@ -1,4 +1,4 @@
-"""Whole blocks and models through the kernels: right, trainable, and only where a block is what it looks like."""
+"""Blocks and models run by the kernels: correct, trainable, and only if a block is what it looks like."""
 
 from __future__ import annotations
 

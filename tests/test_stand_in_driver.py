@@ -25,6 +25,7 @@ from vit_fast.kernels.inspect import stand_in_driver
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
 
 CASES = Path(__file__).with_name("launch_cases.py")
+HOUSE = Path(__file__).with_name("house.py")
 PLANTED = Path(__file__).with_name("planted_launches.py")
 KEPT = Path(__file__).with_name("kept_launches.py")
 PLANS = Path(__file__).with_name("planned_launches.py")
@@ -99,6 +100,14 @@ def test_a_block_launches_no_more_than_it_needs(environment: dict[str, str]) -> 
     assert launches["block, inference"] <= launches["block, training forward"] <= 6 + first
     assert launches["block, training forward"] < launches["block, forward + backward"] <= 17 + first
     assert counts["block, inference"]["descriptors"] <= 22
+
+
+@pytest.mark.slow
+def test_a_frozen_block_runs_few_functions(environment: dict[str, str]) -> None:
+    """Upper bounds, as above: files and functions of this repository in a call whose launch plan is recorded."""
+    files, functions = map(int, run_python([str(HOUSE), "block"], environment).split())
+    assert 0 < files <= 12
+    assert files < functions <= 40
 
 
 _FP8_COUNTS = """

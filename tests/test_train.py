@@ -198,7 +198,7 @@ def eager_losses() -> torch.Tensor:
 def test_32_steps_take_the_same_losses_as_eager(other: dict[str, object], eager_losses: torch.Tensor) -> None:
     assert eager_losses[-1] < 0.5 * eager_losses[0]
     difference = (_losses_of_32_steps(**other) - eager_losses).abs()
-    if other.get("dtype") == "bf16":  # from step 10 on the loss jumps, and the rounding of torch's version decides at which step
+    if other.get("dtype") == "bf16":  # the loss jumps from step 10 on; rounding decides when, by torch's version
         assert difference[:9].max() <= 5e-3 and difference[-8:].max() <= 5e-2
     else:
         assert difference.max() <= 2e-5

@@ -15,10 +15,7 @@ from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts,
 from .plain import Watch, tensor_reasons, touch_reasons
 
 ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
-LINEAR_CLASSES = (
-    nn.Linear,
-    nn.modules.linear.NonDynamicallyQuantizableLinear,
-)  # NonDynamicallyQuantizableLinear is in MultiheadAttention
+LINEAR_CLASSES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)  # the latter in MultiheadAttention
 
 Classes = tuple[type, ...]
 

@@ -14,7 +14,7 @@ from ..blocks.fp8_scales import take_scales_away
 from ..blocks.fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import FusionReport, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
-from ..errors import UnsupportedInputError, check_type
+from ..errors import UnsupportedInputError, check_type, type_name
 from ..layers import AttentionPool, PatchEmbed
 from ..libraries.known import form_or_reason, fused_form, stands_in_block
 from ..model import Attention, Block
@@ -189,7 +189,7 @@ class _Walk:
         return any(found)
 
     def _other(self, name: str, module: nn.Module, reason: str | None, inside_unknown: bool) -> bool:
-        """A module without a fused form: one that is left for a known reason, looks fusable, or is none of ours."""
+        """Adds a row for a module without a fused form if a reason is known or it looks fusable."""
         if reason:
             part = "norm + MLP" if "Block" in type(module).__name__ else "attention"
             self.rows.append(_row(name, module, part, [reason]))
@@ -325,7 +325,8 @@ def _reasons_now(module: FusedModule, finding: Finding) -> list[str]:
     Sharded weights are not a reason: fully_shard came after fuse, and gathers them before forward.
     """
     reasons = ["its forward was replaced on the instance"] if forward_is_replaced(module) else []
-    return reasons + [reason for reason in finding.reasons if " is a DTensor: " not in reason]
+    sharded = tuple(f", got {type_name(each)}" for each in module.parameters() if type(each).__name__ == "DTensor")
+    return reasons + [reason for reason in finding.reasons if not reason.endswith(sharded)]
 
 
 def _reads_text_or_decodes(module: nn.Module) -> bool:
@@ -337,9 +338,8 @@ def _reads_text_or_decodes(module: nn.Module) -> bool:
 
 def _give_class(module: nn.Module, form: type[FusedModule], backend: str, **attributes: Any) -> None:
     """Changes the class of the module to its fused class."""
-    module.__dict__.pop(
-        "forward", None
-    )  # transformers 4 leaves the class's forward on the instance, which would override the fused one
+    # transformers 4 leaves the class's forward on the instance, which would override the fused one
+    module.__dict__.pop("forward", None)
     module.__class__ = form
     module.__dict__.update(attributes)
     fused: Any = module

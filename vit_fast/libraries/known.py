@@ -103,7 +103,7 @@ def packed_tower(tower: nn.Module) -> PackedTower | None:
     return next((one for one in found if one is not None), None)
 
 
-_LEFT = {
+_SKIPPED = {
     package: {pattern: reason for file in files for pattern, reason in getattr(file, "SKIPPED", {}).items()}
     for package, files in FUSABLE.items()
 }
@@ -126,8 +126,8 @@ def form_or_reason(cls: type[nn.Module]) -> tuple[type[FusedModule] | None, str 
     """Returns the fused class that instances of exactly this class can be given; else why they have none, if known."""
     if (form := fused_form(cls)) is not None:
         return form, None
-    left = _LEFT.get(cls.__module__.partition(".")[0], {})
-    if reason := next((reason for pattern, reason in left.items() if re.fullmatch(pattern, cls.__name__)), None):
+    skipped = _SKIPPED.get(cls.__module__.partition(".")[0], {})
+    if reason := next((reason for pattern, reason in skipped.items() if re.fullmatch(pattern, cls.__name__)), None):
         return None, f"{cls.__qualname__}: {reason}"
     for base in cls.__mro__[1:]:
         if not issubclass(base, nn.Module) or (form := fused_form(base)) is None:

@@ -113,9 +113,8 @@ def _check_scale(name: str, scale: Tensor | None, columns: int | None, device: t
         )
     if scale.device != device:
         raise ValueError(f"scales.{name} must be on {device} like the weight, got {scale.device}")
-    if not bool(
-        ((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()).all()
-    ):  # kernels multiply by 1 / scale
+    factor = scale.reciprocal()  # by which kernels multiply
+    if not bool(((scale > 0) & scale.isfinite() & factor.isfinite()).all()):
         raise ValueError(f"scales.{name} must be positive and finite, with finite reciprocals, got "
                          f"{float(scale.min()):g} to {float(scale.max()):g}")  # fmt: skip
 
