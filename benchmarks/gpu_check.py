@@ -289,13 +289,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
-        parser.error(f"--parts has {', '.join(unknown)}: expected {', '.join(PARTS)}")
+        parser.error(f"--parts must consist of {', '.join(PARTS)}, got {', '.join(unknown)}")
     chosen = [job for job in JOBS if job.part in parts]
     if options.dry_run:
         print(job_table(chosen))
         return 0
     if options.out is None:
-        parser.error("--out is missing: expected a folder")
+        parser.error("--out must be a folder, got nothing")
     return _record(chosen, options.out)
 
 

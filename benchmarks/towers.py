@@ -89,7 +89,7 @@ def milliseconds(call: Callable[[], object]) -> tuple[float, float]:
 def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("towers need a CUDA device: run vit-fast kernels --host without one")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, one image a call")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, one image per call")
     print(f"{'':18s} {'candidate':10s} {'ms':>8s} {'host ms':>8s}")
     for name, candidates in tower_calls("cuda").items():
         for candidate, call in candidates.items():
