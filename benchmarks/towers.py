@@ -37,7 +37,7 @@ def tower_calls(device: str, scale: int = 1, **changes: Any) -> dict[str, dict[s
     """Calls of Qwen2.5-VL's tower for each size: "eager", fused and frozen, and "graph", by a `GraphRunner`.
 
     Args:
-        device: Where the tower runs.
+        device: Device of the tower.
         scale: Divisor of height and width.
         changes: Fields of the tower's configuration to replace.
     Returns:
