@@ -82,7 +82,7 @@ gpu-check:
 	$(PYTHON) -m vit_fast.benchmarks.gpu_check --out $(OUT) $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 
 bench-suite: $(READY)
-	$(BIN)/python -m pytest tests/bench_suite.py --noconftest -o addopts=--import-mode=importlib $(ARGS)
+	$(BIN)/python -m pytest benchmarks/suite.py -o addopts=--import-mode=importlib $(ARGS)
 
 classes: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fused_classes.py > docs/classes.md

@@ -7,8 +7,8 @@ Needs torch, triton, numpy, pillow and pytest; libraries that are not installed 
 configurations of `vit-fast bench`, run in a fixed order, the most important ones first. Each has a time limit and is
 skipped if less time is left. A job that fails, hangs or loses the GPU does not affect the others: its process is
 ended, and the journal keeps its rows. Compiled kernels are shared between the jobs. DIR/summary.json is written after
-each job; DIR/JOB holds its record, and `vit-fast report DIR/*/` shows them. Jobs of other parts that DIR holds already,
-of this device and commit, stay.
+each job; DIR/JOB contains its record, and `vit-fast report DIR/*/` shows them. Results of other parts in DIR are kept
+if they are of the same device and commit.
 """
 
 from __future__ import annotations
@@ -289,13 +289,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
-        parser.error(f"--parts has {', '.join(unknown)}: expected {', '.join(PARTS)}")
+        parser.error(f"--parts must consist of {', '.join(PARTS)}, got {', '.join(unknown)}")
     chosen = [job for job in JOBS if job.part in parts]
     if options.dry_run:
         print(job_table(chosen))
         return 0
     if options.out is None:
-        parser.error("--out is missing: expected a folder")
+        parser.error("--out must be a folder, got nothing")
     return _record(chosen, options.out)
 
 

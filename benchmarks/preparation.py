@@ -245,9 +245,8 @@ def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
         group: The group.
         name: The candidate.
     Returns:
-        cold_s, seconds to the first correct output, and cold_MiB, the peak host memory of the process; or cold_failed,
-            the
-        reason.
+        cold_s, seconds to the first correct output, and cold_MiB, the peak host memory of the process; or
+        cold_failed, the reason.
     """
     asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
     asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
@@ -298,8 +297,7 @@ def profile(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
 
     Returns:
         Plain data for a row. kernels: [part, name, calls, ms] for one call, the longest first; least: [operations,
-            bytes]
-        of each part.
+        bytes] of each part.
     """
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]

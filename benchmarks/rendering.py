@@ -62,7 +62,9 @@ def render(records: Mapping[str, Record]) -> str:
     for name, record in records.items():
         parts.append(f"<h2>{escape(name)}</h2>")
         parts += _bench(record) if is_bench(record) else [_other(record)]
-        parts.append(_details("Environment", _table("environment", ("", ""), _flat(record, "machine", "plan"))))
+        parts.append(
+            _details("Environment", _table("environment", ("", ""), _flat(record, "machine", "configuration")))
+        )
     return _TEMPLATE.read_text(encoding="utf-8").replace("<!-- body -->", "\n".join(parts), 1)
 
 

@@ -225,9 +225,8 @@ def compare_records(first: Record, second: Record) -> dict[str, Any]:
 
     Returns:
         Plain data. pairs: fields that identify them, images_per_s of both, the ratio of the second to the first with
-            its
-        interval (None without samples), the resolution as a share (None without a control), the verdict; unpaired: rows
-        without a pair; warnings.
+        its interval (None without samples), the resolution as a share (None without a control), the verdict; unpaired:
+        rows without a pair; warnings.
     """
     rows, others = ({_key(row): row for row in record["rows"]} for record in (first, second))
     drift = _drift(first["ceilings"], second["ceilings"])

@@ -37,7 +37,7 @@ def tower_calls(device: str, scale: int = 1, **changes: Any) -> dict[str, dict[s
     """Calls of Qwen2.5-VL's tower for each size: "eager", fused and frozen, and "graph", by a `GraphRunner`.
 
     Args:
-        device: Where the tower runs.
+        device: Device of the tower.
         scale: Divisor of height and width.
         changes: Fields of the tower's configuration to replace.
     Returns:
@@ -89,7 +89,7 @@ def milliseconds(call: Callable[[], object]) -> tuple[float, float]:
 def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("towers need a CUDA device: run vit-fast kernels --host without one")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, one image a call")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, one image per call")
     print(f"{'':18s} {'candidate':10s} {'ms':>8s} {'host ms':>8s}")
     for name, candidates in tower_calls("cuda").items():
         for candidate, call in candidates.items():

@@ -92,6 +92,15 @@ def test_every_measured_row_and_its_figures_are_in_the_table(record):
             assert line[head.index(column.title)] == column.cell(row)
 
 
+def test_the_environment_contains_machine_and_configuration(record):
+    (environment,) = (
+        t for t in Page(rendering.render({"run": record})).tables if ["machine.device"] in [x[:1] for x in t]
+    )
+    found = dict(environment[1:])
+    assert found["machine.device"] == record["machine"]["device"]
+    assert found["configuration.dtypes"] == ", ".join(record["configuration"]["dtypes"])
+
+
 def test_names_of_strangers_stay_text(record):
     hostile = '</script><script>alert("x")</script><b>'
     record["rows"][0]["candidate"] = hostile

@@ -21,7 +21,7 @@ NOT_SLOW = "not compile and not flex or mlp-eager+compile-training"
 
 
 def suite(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "tests/bench_suite.py", "--noconftest", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "benchmarks/suite.py", "-p", "no:cacheprovider"]
     environment = os.environ | {"VIT_FAST_SUITE_MODEL": "vit_test", "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)  # nothing here is for the interpreter, which takes minutes
     environment.pop("PYTEST_XDIST_WORKER", None)  # pytest-benchmark would take it for one, and measure nothing
@@ -63,7 +63,7 @@ def test_every_suite_runs_and_figures_follow_from_its_times(tmp_path):
 def test_a_peer_that_is_wrong_fails_nothing_and_ours_does(monkeypatch):
     """On a CPU, a compiled peer may violate the rule because the compiler sums in another order; its row says so."""
     monkeypatch.setenv("VIT_FAST_SUITE_MODEL", "vit_test")
-    suite = importlib.import_module("bench_suite")
+    suite = importlib.import_module("vit_fast.benchmarks.suite")
     word = suite.MODELS[1]
     for peer, outcome in ((True, pytest.xfail.Exception), (False, AssertionError)):
         row = {"status": "incorrect", "reason": "off by 1", "peer": peer}

@@ -128,7 +128,7 @@ def test_the_worker_collects_the_first_tests() -> None:
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_check.main(["--dry-run", "--parts", "attention,nonsense"])
-    assert "--parts has nonsense: expected tests, attention, mlp, models" in capsys.readouterr().err
+    assert "--parts must consist of tests, attention, mlp, models, got nonsense" in capsys.readouterr().err
 
 
 def test_plans_of_other_parts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,7 @@ def test_docstrings_and_errors_follow_the_rules_of_language() -> None:
 def test_no_wing_stands_apart() -> None:
     """Every module is reachable by imports, or by name, from the public package, the command line or the Makefile."""
     makefile = (ROOT / "Makefile").read_text()
-    started = set(re.findall(r"-m (vit_fast\.[\w.]+)|python_files=(\w+)\.py", makefile))
+    started = set(re.findall(r"-m (vit_fast\.[\w.]+)|pytest benchmarks/(\w+)\.py", makefile))
     names = {name for pair in started for name in pair if name} | {"vit_fast", "vit_fast.cli"}
     todo = [module for module in MODULES if module in names or module.rpartition(".")[2] in names]
     reached = set(todo)

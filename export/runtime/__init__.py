@@ -1,1 +1,1 @@
-"""ONNX files of any exporter: read with suspicion, described, and run by ONNX Runtime."""
+"""ONNX files of any exporter: checked, described, and run by ONNX Runtime."""

@@ -27,8 +27,8 @@ NAMESPACES = ("vit_fast::", "torch.ops.vit_fast.")  # how the sources write the 
 
 INIT = '''"""Fused attention and LayerNorm + MLP for Vision Transformers, in Triton, with gradients.
 
-Needs torch 2.11 and triton 3.6 or newer. backend="triton" names the kernels; "auto" takes them on a CUDA device of
-capability 8.0 or newer.
+Needs torch 2.11 and triton 3.6 or newer. backend="triton" requires the kernels; "auto" selects them on a CUDA device of
+compute capability 8.0 or newer.
 """
 
 from .errors import UnsupportedInputError
@@ -69,11 +69,11 @@ def build_hf_kernel(folder: str | Path) -> Path:
     """Writes the repository of a Hub kernel: upload the folder as it is.
 
     Args:
-        folder: Where to; must not exist yet, or be empty.
+        folder: A new or empty folder.
     Returns:
         The folder of the one build variant, which `kernels.get_local_kernel` also takes.
     Raises:
-        FileExistsError: the folder holds something.
+        FileExistsError: the folder is not empty.
     """
     folder = Path(folder)
     check_new_folder(folder)
