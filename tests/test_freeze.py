@@ -219,3 +219,13 @@ def test_made_in_inference_mode() -> None:
         model.blocks[0].norm1.weight.mul_(2)
         vit_fast.freeze(model)
         assert not torch.allclose(model(x), before, atol=1e-3)
+
+
+def test_tied_weights_are_followed_in_both_blocks() -> None:
+    model, x = ours(), images()
+    model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
+    vit_fast.freeze(model)
+    before = assert_current(model, x)
+    with torch.no_grad():
+        model.blocks[0].mlp.fc1.weight.mul_(2)
+    assert not torch.equal(assert_current(model, x), before)

@@ -93,6 +93,17 @@ def test_dtypes_do_not_mix(mlp: Mlp) -> None:
         assert torch.allclose(y, mlp(x, "eager"), atol=0.05)
 
 
+def test_tied_weights_with_different_norms(mlp: Mlp) -> None:
+    """Two layers may share fc1's weight and differ in what is folded into it."""
+    other, x = Mlp(), torch.randn(4, C, device=DEVICE)
+    other.fc1.weight = mlp.fc1.weight
+    with torch.no_grad():
+        other.norm.weight.mul_(2)
+    for _ in range(2):
+        assert _agrees(mlp, x)
+        assert _agrees(other, x)
+
+
 @pytest.mark.fast_cases("aot_eager")
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_compiled_inference_follows_changes(mlp: Mlp, compiler: str) -> None:
@@ -130,3 +141,22 @@ def test_compiled_with_cuda_graphs(mlp: Mlp) -> None:
             y = compiled(x).clone()
             torch.testing.assert_close(y, mlp(x, "eager"), atol=2e-2, rtol=2e-2)
             mlp.fc1.weight.normal_()
+
+
+@pytest.mark.gpu
+def test_streams_do_not_share(mlp: Mlp) -> None:
+    x = torch.randn(512, C, device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        for _ in range(10):
+            mlp.fc1.weight.normal_()
+            torch.cuda.synchronize()
+            streams = [torch.cuda.Stream() for _ in range(3)]
+            results = []
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    results.append(mlp(x))
+            torch.cuda.synchronize()
+            expected = mlp(x, "eager")
+            for result in results:
+                torch.testing.assert_close(result, expected, atol=2e-2, rtol=2e-2)
