@@ -104,8 +104,9 @@ class PixtralTower(PackedTower):
     def read(self, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any) -> Call:
         """Images [B, C, H, W], and (height, width) of each in pixels; None if none is padded."""
         options, reasons = self.options_of(kwargs)
-        if pixel_values.dim() != 4 or not len(pixel_values):
-            raise ValueError(f"pixel_values must contain images [B, C, H, W], got {tuple(pixel_values.shape)}")
+        channels = self.tower.patch_conv.in_channels
+        if pixel_values.dim() != 4 or not len(pixel_values) or pixel_values.shape[1] != channels:
+            raise ValueError(f"pixel_values must contain images [B, {channels}, H, W], got {tuple(pixel_values.shape)}")
         batch, _, height, width = pixel_values.shape
         sizes = [(height, width)] * batch if image_sizes is None else torch.as_tensor(image_sizes).tolist()
         patch = self.tower.patch_size
