@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -236,8 +237,12 @@ def packed_tower(tower: nn.Module) -> PackedTower | None:
         form = Siglip2Tower
     else:
         return None
-    try:
-        import transformers.vision_utils  # noqa: F401  # only some versions have it
-    except ImportError:
-        refuse("packed vision towers", ["transformers must have transformers.vision_utils: install version 5.23"])
+    refuse("packed vision towers", version_reasons())
     return form(tower)
+
+
+def version_reasons() -> list[str]:
+    """Returns why transformers cannot compute the metadata of packed towers, if it cannot."""
+    if importlib.util.find_spec("transformers.vision_utils") is not None:
+        return []
+    return ["transformers must have transformers.vision_utils: install version 5.23"]

@@ -56,7 +56,8 @@ def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int 
         patch_size: Pixels per patch, if height and width are in pixels.
         count: Budgets at most.
     Returns:
-        Multiples of 64 tokens, ascending; the last one fits the largest image.
+        Multiples of 64 tokens, ascending; the last one fits the patches of the largest image. The class tokens and
+        registers of a NaFlexVit count, too: add them to each budget, once per image.
     Raises:
         ValueError: sizes is empty, or a size is not two or three positive integers.
     """
