@@ -62,3 +62,23 @@ def test_a_capture_is_replayed_with_other_images(name: str, budget: int, monkeyp
     if budget == 64 and "naflexvit" not in name:
         compare(first, output_hidden_states=True)
         assert len(tapes) == 2
+
+
+@pytest.mark.slow
+def test_weights_that_are_frozen_again_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is captured after train() and freeze() reads other frozen weights than the graphs before."""
+    tapes = install(monkeypatch)
+    tower = FAMILIES["qwen2_vl"].build().to(DTYPES[0]).eval()
+    vit_fast.fuse(tower, "triton")
+    runner = vit_fast.GraphRunner(tower, budgets=(16, 32))
+    small, large = (halved(FAMILIES["qwen2_vl"].call(sizes)) for sizes in (((2, 2),), ((4, 6),)))
+    runner(**small)
+    vit_fast.freeze(tower.train().eval())
+    runner(**large)
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter.mul_(0.9)
+        found = [runner(**inputs).pooler_output for inputs in (small, large)]  # before the tower updates its weights
+        expected = [tower(**inputs).pooler_output for inputs in (small, large)]
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+    assert len(tapes) == 2

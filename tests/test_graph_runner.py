@@ -111,7 +111,7 @@ def test_padding_never_reaches_a_token(name: str) -> None:
 
 
 def test_what_changed_after_the_capture_is_an_error() -> None:
-    family = FAMILIES["qwen2_vl"]
+    family, ran = FAMILIES["qwen2_vl"], []
 
     def use(change: Any, fallback: str = "error") -> Any:
         tower, _ = build(family)
@@ -126,15 +126,40 @@ def test_what_changed_after_the_capture_is_an_error() -> None:
     def hook(tower: Any) -> None:
         tower.blocks[0].mlp.register_forward_hook(lambda *given: None)
 
+    def replace_buffer(tower: Any) -> None:
+        tower.rotary_pos_emb.inv_freq = tower.rotary_pos_emb.inv_freq.clone()
+
     for change, message in (
         (lambda tower: tower.train(), "must be in evaluation mode"),
         (lambda tower: tower.double(), "must not be replaced or moved"),
-        (replace, "must not be replaced"),
+        (replace_buffer, "must not be replaced or moved"),
+        (replace, "modules must not be replaced"),
+        (vit_fast.unfuse, "must not be replaced or unfused"),
         (hook, "hooks on a .* would not run"),
     ):
         with pytest.raises(vit_fast.UnsupportedInputError, match=message):
             use(change)
     assert use(hook, "eager").pooler_output.isfinite().all()
+    use(lambda tower: tower.register_forward_hook(lambda *given: ran.append(given)), "eager")
+    assert len(ran) == 1, "the tower's own hook runs"
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "pixtral", "siglip2"])
+def test_attention_that_does_not_know_the_lengths_never_runs_packed(name: str) -> None:
+    """Layers run the library's own attention to return its weights."""
+    family = FAMILIES[name]
+    tower, plain = build(family)
+    runners = [vit_fast.GraphRunner(tower, budgets=BUDGETS, fallback=fallback) for fallback in ("error", "eager")]
+
+    def check(**options: Any) -> None:
+        with pytest.raises(vit_fast.UnsupportedInputError, match="output_attentions must not be set, and attn_impl"):
+            runners[0](**family.call(MIXED), **options)
+        compare(family, runners[1], plain, MIXED, **options)
+
+    check(output_attentions=True)
+    for each in (tower, plain):
+        each.set_attn_implementation("eager")  # type: ignore[operator]  # of transformers
+    check()
 
 
 def test_what_a_call_may_not_ask_for() -> None:
@@ -149,6 +174,11 @@ def test_what_a_call_may_not_ask_for() -> None:
             runner(**inputs | changed)
     with pytest.raises(vit_fast.UnsupportedInputError, match="at most 2 frames, max_images, got 3"):
         runner(**grids(((2, 2),), frames=3))
+    for name, pixels in (("qwen2_vl", "hidden_states"), ("siglip2", "pixel_values"), ("pixtral", "pixel_values")):
+        other, given = FAMILIES[name], FAMILIES[name].call(MIXED)
+        given[pixels] = given[pixels].narrow(1 if name == "pixtral" else -1, 0, 1)
+        with pytest.raises(ValueError, match=r"each token must have shape .*, got \[1\]|contain images \[B, 3, H, W\]"):
+            vit_fast.GraphRunner(build(other)[0], budgets=(64,))(**given)  # copy_ would broadcast it
     with torch.autocast(DEVICE.type, torch.bfloat16), pytest.raises(vit_fast.UnsupportedInputError, match="autocast"):
         runner(**inputs)
     for changed, message in (

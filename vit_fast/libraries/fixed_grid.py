@@ -17,7 +17,7 @@ from ..blocks.fused import FusedModule
 from ..config import Size
 from .image_model import Head, ImageModel, comes_from, pair
 from .peers import refuse
-from .transformers_towers import grid_layout
+from .transformers_towers import grid_layout, version_reasons
 
 QWEN = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel")
 TOWERS = (*QWEN, "Siglip2VisionModel", "NaFlexVit")
@@ -169,12 +169,7 @@ def _reasons(tower: nn.Module) -> list[str]:
     package = "timm" if comes_from("timm", tower) else "transformers"
     if not any(comes_from(package, tower, name) for name in TOWERS):
         return [f"the tower must be one of {', '.join(TOWERS)}, got a {type(tower).__name__}"]
-    try:
-        if package == "transformers":
-            import transformers.vision_utils  # noqa: F401  # only some versions have it
-    except ImportError:
-        return ["transformers must have transformers.vision_utils: install version 5.23"]
-    return []
+    return version_reasons() if package == "transformers" else []
 
 
 def _resizing(embeddings: Any, grid: Size) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..blocks.plain import forward_is_replaced
 from ..errors import UnsupportedInputError
 from .image_model import comes_from, pair
 
@@ -89,8 +90,10 @@ class PackedTower(abc.ABC):
         """Runs the tower on the buffers, without reading anything on the host."""
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the tower's own forward."""
-        return type(self.tower).forward(self.tower, *args, **kwargs)
+        """Calls the tower; its own forward, without hooks, if `graph_vision_tower` replaced it."""
+        if forward_is_replaced(self.tower):
+            return type(self.tower).forward(self.tower, *args, **kwargs)
+        return self.tower(*args, **kwargs)
 
     def join(self, call: Call, parts: Iterable[Part]) -> Any:
         """Copies the outputs of all parts into one, in the order of the images of the call."""
@@ -136,6 +139,9 @@ class PackedTower(abc.ABC):
         found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
         others = [name for name in kwargs if name not in (*OUTPUT_OPTIONS, *NO_OPTIONS)]
         reasons = [f"{name} must not be given" for name in others if kwargs[name] is not None]
+        if self.needs_fused and (kwargs.get("output_attentions") or self.tower.config._attn_implementation == "eager"):
+            # for these, layers run the library's own attention, and it does not know the lengths of the images
+            reasons.append("output_attentions must not be set, and attn_implementation must not be 'eager'")
         return tuple(found.items()), reasons
 
     def settings(self) -> Options:
@@ -220,7 +226,7 @@ class PaddedTower(PackedTower):
     def copy_tokens(self, buffer: Tensor, padded: Tensor, call: Call, images: Sequence[int]) -> None:
         """Copies the tokens of some images, [images, N, ...], one behind the other to the buffer."""
         index = self._index(call, images, range(len(images)), padded.shape[1])
-        buffer[: len(index)].copy_(padded.flatten(0, 1)[index])
+        put(buffer, padded.flatten(0, 1)[index])
 
     def join(self, call: Call, parts: Iterable[Part]) -> Any:
         batch, width = len(call.lengths), self.prefix + call.inputs[0].shape[1]
@@ -282,8 +288,15 @@ def copy_rows(buffer: Tensor, rows: Tensor, call: Call, images: Sequence[int]) -
     done = 0
     for first, last in _runs(images):
         chosen = rows[starts[first] : starts[last + 1]]
-        buffer[done : done + len(chosen)].copy_(chosen)
+        put(buffer[done:], chosen)
         done += len(chosen)
+
+
+def put(buffer: Tensor, tokens: Tensor) -> None:
+    """Copies tokens to the start of a buffer; raises ValueError where `copy_` would broadcast."""
+    if tokens.shape[1:] != buffer.shape[1:]:
+        raise ValueError(f"each token must have shape {list(buffer.shape[1:])}, got {list(tokens.shape[1:])}")
+    buffer[: len(tokens)].copy_(tokens)
 
 
 def upload(buffer: Tensor, values: Tensor, rest: int | float = 0) -> None:

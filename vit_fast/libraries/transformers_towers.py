@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,8 +105,9 @@ class PixtralTower(PackedTower):
     def read(self, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any) -> Call:
         """Images [B, C, H, W], and (height, width) of each in pixels; None if none is padded."""
         options, reasons = self.options_of(kwargs)
-        if pixel_values.dim() != 4 or not len(pixel_values):
-            raise ValueError(f"pixel_values must contain images [B, C, H, W], got {tuple(pixel_values.shape)}")
+        channels = self.tower.patch_conv.in_channels
+        if pixel_values.dim() != 4 or not len(pixel_values) or pixel_values.shape[1] != channels:
+            raise ValueError(f"pixel_values must contain images [B, {channels}, H, W], got {tuple(pixel_values.shape)}")
         batch, _, height, width = pixel_values.shape
         sizes = [(height, width)] * batch if image_sizes is None else torch.as_tensor(image_sizes).tolist()
         patch = self.tower.patch_size
@@ -235,8 +237,12 @@ def packed_tower(tower: nn.Module) -> PackedTower | None:
         form = Siglip2Tower
     else:
         return None
-    try:
-        import transformers.vision_utils  # noqa: F401  # only some versions have it
-    except ImportError:
-        refuse("packed vision towers", ["transformers must have transformers.vision_utils: install version 5.23"])
+    refuse("packed vision towers", version_reasons())
     return form(tower)
+
+
+def version_reasons() -> list[str]:
+    """Returns why transformers cannot compute the metadata of packed towers, if it cannot."""
+    if importlib.util.find_spec("transformers.vision_utils") is not None:
+        return []
+    return ["transformers must have transformers.vision_utils: install version 5.23"]

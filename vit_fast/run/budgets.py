@@ -56,7 +56,8 @@ def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int 
         patch_size: Pixels per patch, if height and width are in pixels.
         count: Budgets at most.
     Returns:
-        Multiples of 64 tokens, ascending; the last one fits the largest image.
+        Multiples of 64 tokens, ascending; the last one fits the patches of the largest image. The class tokens and
+        registers of a NaFlexVit count, too: add them to each budget, once per image.
     Raises:
         ValueError: sizes is empty, or a size is not two or three positive integers.
     """
@@ -68,19 +69,20 @@ def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int 
         if len(size) not in (2, 3) or any(int(side) < 1 for side in size):
             raise ValueError(f"sizes must be (height, width) or (frames, height, width), got {tuple(size)}")
         *frames, height, width = map(int, size)
-        tokens = (frames or [1])[0] * -(-height // patch_size) * -(-width // patch_size)
-        rounded.append(-(-tokens // 64) * 64)
+        patches = (frames or [1])[0] * -(-height // patch_size) * -(-width // patch_size)
+        rounded.append(-(-patches // 64) * 64)
     if not rounded:
         raise ValueError("sizes must contain at least one image, got none")
     options = sorted(set(rounded))
-    numbers = [rounded.count(option) for option in options]
+    images = [0, *itertools.accumulate(rounded.count(option) for option in options)]
+    tokens = [0, *itertools.accumulate(option * rounded.count(option) for option in options)]
     # best[end]: least padding of the first `end` options, with its budgets
     best: list[tuple[float, tuple[int, ...]]] = [(0, ()), *[(float("inf"), ())] * len(options)]
     for _ in range(min(count, len(options))):
         longer = list(best)
         for start, end in itertools.combinations(range(len(options) + 1), 2):
-            top, inside = options[end - 1], range(start, end)
-            padding = best[start][0] + sum((top - options[i]) * numbers[i] for i in inside)
+            top = options[end - 1]
+            padding = best[start][0] + top * (images[end] - images[start]) - (tokens[end] - tokens[start])
             longer[end] = min(longer[end], (padding, (*best[start][1], top)))
         best = longer
     return best[-1][1]
@@ -158,33 +160,34 @@ def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Ca
 
 
 class Watched:
-    """Modules and parameters that graphs were captured with."""
+    """Modules, parameters and buffers that graphs were captured with."""
 
     def __init__(self, model: nn.Module) -> None:
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         self._modules = [
-            (module, one, one["_modules"], list(module._modules.values()), [one[name] for name in hooks])
+            (module, type(module), one, one["_modules"], list(module._modules.values()), [one[name] for name in hooks])
             for module in model.modules()
             for one in (module.__dict__,)  # in place of attributes, which nn.Module looks up in Python
         ]
         self._hooked = {module for module in model.modules() if is_hooked(module)}
-        self._parameters = [
-            (module._parameters, name, parameter, parameter.data_ptr())
+        self._tensors = [
+            (place, name, tensor, tensor.data_ptr())
             for module in model.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
+            for place in (module._parameters, module._buffers)
+            for name, tensor in place.items()
+            if tensor is not None
         ]
 
     def change(self) -> str | None:
         """Returns what changed since, and no graph knows of; called before every replay."""
-        for place, name, parameter, address in self._parameters:
-            if place.get(name) is not parameter or parameter.data_ptr() != address:
-                return "parameters must not be replaced or moved after the capture: build another GraphRunner"
-        for module, own, now, children, (after, before, backward, pre_backward) in self._modules:
+        for place, name, tensor, address in self._tensors:
+            if place.get(name) is not tensor or tensor.data_ptr() != address:
+                return "tensors must not be replaced or moved after the capture: build another GraphRunner"
+        for module, cls, own, now, children, (after, before, backward, pre_backward) in self._modules:
             if own["training"]:
                 return "the model must be in evaluation mode: call eval()"
-            if now and [*now.values()] != children:
-                return "modules must not be replaced after the capture: build another GraphRunner"
+            if module.__class__ is not cls or (now and [*now.values()] != children):
+                return "modules must not be replaced or unfused after the capture: build another GraphRunner"
             if (after or before or backward or pre_backward) and is_hooked(module) and module not in self._hooked:
                 return f"hooks on a {type(module).__name__} would not run: remove them"
         return None

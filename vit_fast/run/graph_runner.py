@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Iterator, Sequence
@@ -37,8 +38,8 @@ class GraphRunner:
 
     The model is frozen (`vit_fast.freeze`), so that no graph folds weights, and captured in evaluation mode without
     gradients. In-place updates of its parameters take effect at the next call if torch tracks them, and after
-    refresh() in any case. A call raises an error if modules or parameters were replaced or moved, or if hooks were
-    added. FP8 scales must not change.
+    refresh() in any case. A call raises an error if modules, parameters or buffers were replaced or moved, or if hooks
+    were added. FP8 scales must not change.
 
     Args:
         model: On one CUDA device. A model compiled with mode "reduce-overhead" or "max-autotune" makes its own CUDA
@@ -124,16 +125,10 @@ class GraphRunner:
             with self._lock:
                 self._stats.fallbacks += 1
             return self._tower.eager(*args, **kwargs)  # with gradients, if the caller wants them
-        with self._lock, torch.no_grad():
-            stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-            if stream is not None and self._last_done is not None:
-                stream.wait_event(self._last_done)
+        with self._turn():
             for frozen in self._frozen:
                 frozen.ensure_current()
-            outputs = self._tower.join(call, self._parts(call))
-            if stream is not None:
-                self._last_done = stream.record_event()
-        return outputs
+            return self._tower.join(call, self._parts(call))
 
     def stats(self) -> GraphStats:
         """Returns the counts so far."""
@@ -148,9 +143,22 @@ class GraphRunner:
         """
         if self.captured and (change := self._watched.change()):
             raise RuntimeError(change)
-        with self._lock:
+        with self._turn():
             for frozen in self._frozen:
                 frozen.refresh()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Waits for the previous use of the buffers and frozen weights, on the host and on the device."""
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        with self._lock, torch.no_grad():
+            if stream is not None and self._last_done is not None:
+                stream.wait_event(self._last_done)
+            try:
+                yield
+            finally:  # what ran before an error still uses them
+                if stream is not None:
+                    self._last_done = stream.record_event()
 
     def _reasons(self, call: Call, given: Any) -> Iterator[str]:
         largest = self.budgets[-1]
@@ -189,6 +197,8 @@ class GraphRunner:
             self._tower.fill(graph.buffers, *filling)
         if known is None and self.captured:
             graph.capture(self._pool)
+            # weights that were frozen again since the last capture
+            self._frozen += [each for each in frozen_of(self.model) if each not in self._frozen]
             self._stats.graphs += 1
         self._graphs[key] = graph
         return graph
