@@ -244,7 +244,12 @@ _CEILINGS |= dict.fromkeys(("copy_bytes", "matmul_size"), "a count")
 _MACHINE = dict.fromkeys(("device", "date", "float32_matmul_precision"), "a text")
 _MACHINE |= {"threads": "a count", "packages": "an object", "gpu": "an object or null", "commit": "a text or null"}
 _CONTROL = {"img_size": "a list or missing", "resolution": "a number >= 0", "between_runs": "a number >= 0 or missing"}
-_CONFIGURATION = {"images": ["a text"], "batch_sizes": "a list", "img_size": "a list or null or missing"}
+_CONFIGURATION = {
+    "images": ["a text"],
+    "dtypes": ["a text"],
+    "batch_sizes": "a list",
+    "img_size": "a list or null or missing",
+}
 _RECORD = {
     "vit_fast": "a text",
     "busy": ["a text"],
@@ -258,7 +263,8 @@ _RECORD = {
 def check_bench(record: dict[str, Any]) -> None:
     """Raises ValueError for a record of `vit-fast bench` with the field, the expected and the actual value."""
     ceilings = _CEILINGS if record.get("ceilings") else "an object"
-    check(record, _RECORD | {"ceilings": ceilings}, "")
+    skipped = {"skipped": ["a text"]} if "skipped" in record else {}
+    check(record, _RECORD | {"ceilings": ceilings} | skipped, "")
     for number, row in enumerate(record["rows"]):
         if row["status"] == "measured":
             lists = {name: fields for name, fields in _LISTS.items() if row.get(name) is not None}
