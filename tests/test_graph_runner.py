@@ -199,6 +199,8 @@ def test_what_a_runner_refuses() -> None:
     for arguments, message in (
         ({}, "either example or budgets must be given, got NoneType and None"),
         ({"example": torch.zeros(1, 2), "budgets": (8,)}, r"got Tensor and \(8,\)"),
+        ({"budgets": (8,), "batch_sizes": (1,)}, "batch_sizes must not be given with budgets"),
+        ({"example": torch.zeros(1, 2), "max_images": 4}, "max_images must not be given with an example, got 4"),
         ({"budgets": ()}, "budgets must be one or more positive integers"),
         ({"budgets": (8, 10)}, "budgets must be multiples of 4 tokens, got 10"),
         ({"budgets": (8,), "max_images": 0}, "max_images must be an integer >= 1"),

@@ -47,10 +47,11 @@ class GraphRunner:
             `vit_fast.fuse` whose images are packed or padded (docs/classes.md lists them), or one of transformers for
             images of one size.
         example: Images [any, channels, height, width] with dtype and device of later calls.
-        batch_sizes: With an example: sizes to capture, in images; each has its own activations on the device.
+        batch_sizes: With an example: sizes to capture, in images, by default 1, 8 and 32; each has its own activations
+            on the device.
         budgets: In place of an example: tokens per graph. A graph is captured at the first call that needs it.
             `vit_fast.budgets_for` suggests budgets.
-        max_images: With budgets: images in one graph at most; each frame of a video counts.
+        max_images: With budgets: images in one graph at most, by default 64; each frame of a video counts.
         fallback: With "error", a call that no graph can run raises an error. With "eager", the model runs it. Without
             a CUDA device, budgets run with the same packing and padding; an example needs "eager".
     Raises:
@@ -63,10 +64,10 @@ class GraphRunner:
         self,
         model: nn.Module,
         example: Tensor | None = None,
-        batch_sizes: Sequence[int] = (1, 8, 32),
+        batch_sizes: Sequence[int] | None = None,
         *,
         budgets: Sequence[int] | None = None,
-        max_images: int = 64,
+        max_images: int | None = None,
         fallback: Fallback = "error",
     ) -> None:
         check_type("model", model, nn.Module)
@@ -74,9 +75,14 @@ class GraphRunner:
         if (example is None) == (budgets is None):
             came = f"{type(example).__name__} and {budgets!r}"
             raise ValueError(f"either example or budgets must be given, got {came}")
+        name, other = ("max_images", max_images) if budgets is None else ("batch_sizes", batch_sizes)
+        if other is not None:
+            mode = "an example" if budgets is None else "budgets"
+            raise ValueError(f"{name} must not be given with {mode}, got {other!r}")
         self.model, self._fallback = model.eval(), fallback
         self._tower: PackedTower
         if budgets is None:
+            batch_sizes = (1, 8, 32) if batch_sizes is None else batch_sizes
             check_type("example", example, Tensor)
             check_batch_sizes(batch_sizes)
             assert example is not None
@@ -88,6 +94,7 @@ class GraphRunner:
             self.budgets, self._sequences = tuple(sorted(set(batch_sizes))), max(batch_sizes)
             self._tower = _Batches(model, example.shape[1:], 1, example)
         else:
+            max_images = 64 if max_images is None else max_images
             check_batch_sizes(budgets, "budgets")
             check_integer("max_images", max_images, 1)
             self.budgets, self._sequences = tuple(sorted(set(budgets))), max_images
