@@ -72,7 +72,7 @@ def trace_frozen_block() -> Trace:
     with torch.inference_mode():
         for _ in range(64):  # until the tensor maps of most addresses that the CPU allocates are cached
             model.blocks[0](tokens)
-        traces = [Trace().run(lambda: model.blocks[0](tokens)) for _ in range(8)]
+        traces = [Trace().run(lambda: model.blocks[0](tokens)) for _ in range(64)]
     return min(traces, key=lambda trace: len(trace.functions))  # others may encode the map of a new address
 
 
