@@ -1,6 +1,6 @@
 """Registers operators with torch, each from one declaration: schema, implementation, fake, gradient, vmap rule, FLOP.
 
-`torch.library.custom_op` does the same with more host time per call. Here autograd is one `torch.autograd.Function`,
+torch's `custom_op` does the same with more host time per call. Here autograd is one `torch.autograd.Function`,
 and a call reaches the implementation directly unless a mode or a subclass intercepts it. The implementation runs by its
 launch plan (`kernels/plan.py`): for known shapes only its launches are executed, so its checks run once per signature.
 
