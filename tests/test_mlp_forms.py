@@ -178,7 +178,7 @@ def test_no_matmul_takes_tiles_that_are_not_compiled_offline(gated: bool, monkey
 
 
 def test_an_unknown_norm() -> None:
-    case = make_case(4, 8, 8, torch.float32)
+    case = make_case(4, 8, 8, torch.float16)
     with pytest.raises(ValueError, match="norm must be one of 'layer_norm', 'rms_norm', got 'rms'"):
         fused_layer_norm_mlp(
             case.x, None, *case.parameters, eps=1e-6, norm="rms", activation="gelu", layer_scale=None, residual=True
