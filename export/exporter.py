@@ -243,15 +243,12 @@ def _write_metadata(
     layout = "[batch, height, width, channels] uint8 pixels" if options.preprocess else (
         "[batch, channels, height, width] fp32, normalised as data_config says"
     )  # fmt: skip
+    same = {name: getattr(vit, name) for name in ("library", "config", "class_names", "image_hw", "patch_hw")}
     facts: dict[str, Any] = {
         "format": 1,
         "model": vit.name,
-        "library": vit.library,
-        "config": vit.config,
-        "class_names": vit.class_names,
+        **same,
         "data_config": vit.data_config.to_dict() if vit.data_config else None,
-        "image_hw": vit.image_hw,
-        "patch_hw": vit.patch_hw,
         "dynamic_size": options.dynamic_size,
         "preprocess": options.preprocess,
         "input": layout,

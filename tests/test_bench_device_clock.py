@@ -126,7 +126,7 @@ def test_counted_launches_are_the_slower_of_host_and_device(gpu: Simulated) -> N
 
 
 def test_instants_are_a_timer_of_the_devices_time(gpu: Simulated) -> None:
-    """As in pytest-benchmark: queued calls take the device's time, unless the host is slower."""
+    """Queued calls take the device's time, unless the host is slower."""
     for host_ms, device_ms, expected in ((0.02, 5.0, 5.0), (0.7, 0.1, 0.7)):
         call = gpu.call(host_ms, device_ms)
         call(0)

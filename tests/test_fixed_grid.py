@@ -37,7 +37,7 @@ def by_transformers(tower: torch.nn.Module, images: Tensor) -> Tensor:
 
 
 def padded_call(images: Tensor) -> dict[str, Tensor]:
-    """What transformers' processor makes of images for SigLIP 2: patches of 4 x 4, the channels last."""
+    """Cuts images into patches of 4 x 4 with the channels last, like transformers' processor for SigLIP 2."""
     batch, _, height, width = images.shape
     cells = images.reshape(batch, 3, height // 4, 4, width // 4, 4).permute(0, 2, 4, 3, 5, 1)
     patches = cells.reshape(batch, -1, 3 * 4 * 4)

@@ -95,7 +95,7 @@ def test_training_follows_eager(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def test_drop_path_scales_whole_branches() -> None:
-    """With equal random draws, output and gradients match eager."""
+    """Output and gradients match eager if both draw the same random numbers."""
     images = _photograph_tiles(8)[0].to(DEVICE)
     results = []
     for backend in ("triton", "eager"):

@@ -139,7 +139,7 @@ def test_under_autocast() -> None:
 @any_dtype
 @pytest.mark.parametrize("form", ["RMSNorm", "gated"])
 def test_statistics_go_in_and_out(form: str, dtype: torch.dtype) -> None:
-    """They do not depend on the norm that reads them."""
+    """Given statistics replace the kernel's own, whatever norm reads them; emitted ones are those of the output."""
     if dtype == torch.float32:
         pytest.skip("fp32 rows are normalised without statistics")
     case = make_case(19, 72, 48, dtype, **FORMS[form])
@@ -148,8 +148,9 @@ def test_statistics_go_in_and_out(form: str, dtype: torch.dtype) -> None:
     with torch.no_grad():
         given = fused_layer_norm_mlp(case.x, statistics_of(case.x), *case.parameters, **choices)
         own = fused_layer_norm_mlp(case.x, None, *case.parameters, **choices)
-    torch.testing.assert_close(given, own)
-    torch.testing.assert_close(own[1], statistics_of(own[0]))
+    torch.testing.assert_close(given[0], own[0])
+    for y, emitted in (given, own):  # compiled kernels may round the last bit of the two outputs differently
+        torch.testing.assert_close(emitted, statistics_of(y))
 
 
 def test_flop_are_those_of_the_eager_formula() -> None:

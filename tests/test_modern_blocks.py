@@ -202,7 +202,7 @@ def _repeated(rope: Rope) -> Rope:
 @pytest.mark.parametrize("together", ["apart", "together", "together, from repeated tables"])
 @pytest.mark.parametrize("name", FOLDED)
 def test_folded_beforehand(name: str, together: str, launched: list[str]) -> None:
-    """Where pairs are brought together and the matmul turns them, the bits of a block that folds in every forward."""
+    """A folded block whose matmul rotates adjacent pairs returns the bits of a block that folds in every forward."""
     kind = FOLDED[name]
     paired = together != "apart" and _pairs(kind)
     leaves, names, rope = _make(kind)

@@ -87,7 +87,7 @@ def test_positions_of_other_image_sizes_are_timms(name: str) -> None:
     "name", ["vit_small_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3", "eva02_base_patch14_448"]
 )
 def test_the_kernels_give_the_same(name: str) -> None:
-    """With a gate, and with a norm inside the MLP; frozen too."""
+    """Fused models with gated MLPs or an inner norm agree with the unfused ones, frozen too."""
     _, ours = pair(name, embed_dim=32)
     images = torch.randn(2, 3, *ours.config.image_hw, device=DEVICE)
     expected = outputs(ours.to(DEVICE), images)
