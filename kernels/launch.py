@@ -20,8 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_GRID_0 = 2**31 - 1
 
-# Held while triton may parse, compile and load a kernel. Several threads would compile the same kernel, and Python 3.11's
-# `ast.parse` would raise "AST constructor recursion depth mismatch".
+# Held while triton may parse, compile and load a kernel. Otherwise several threads compile the same kernel, and
+# `ast.parse` of Python 3.11 may raise "AST constructor recursion depth mismatch".
 compiling = threading.RLock()
 
 
