@@ -38,7 +38,7 @@ ARCHS ?= sm_80 sm_86 sm_89 sm_90 sm_120
 SEED  ?= 1
 test-execute: $(READY)
 	set -e; for arch in $(ARCHS); do \
-	  $(BIN)/python tests/execute.py $$arch --slow -n $(JOBS) --dist worksteal --seed $(SEED) $(ARGS); \
+	  $(BIN)/python tests/execute.py $$arch --share -n $(JOBS) --dist worksteal --seed $(SEED) $(ARGS); \
 	done
 
 # Tests the oldest versions that pyproject.toml allows, in a separate environment.

@@ -9,6 +9,11 @@ from .build import build
 from .library import Emulator
 
 
+# From the same source Triton emits the same PTX for these, but for the name of the target: it is compiled once.
+# test_execute.py compares some of it.
+SAME_PTX = {"sm_80": 89, "sm_86": 89}
+
+
 def start(arch: str) -> Emulator:
     """Starts the emulator in a process that tests/execute.py made and that has not launched a kernel.
 
@@ -16,6 +21,8 @@ def start(arch: str) -> Emulator:
     """
     if not hasattr(ctypes.CDLL(None), "emulator_find_allocation"):
         raise RuntimeError("the emulator must know all memory from the start: use tests/execute.py")
+    import triton
+    from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
 
     from vit_fast.kernels.inspect import stand_in_driver
@@ -26,4 +33,7 @@ def start(arch: str) -> Emulator:
     CUDABackend.make_cubin = keep_ptx
     library = build() / "libcuda.so.1"
     stand_in_driver.install(arch, library)
+    if arch in SAME_PTX:
+        target = GPUTarget("cuda", SAME_PTX[arch], 32)
+        triton.runtime.driver.active.get_current_target = lambda: target
     return Emulator(library)
