@@ -8,7 +8,6 @@ from typing import Any
 from .build import build
 from .library import Emulator
 
-
 # From the same source Triton emits the same PTX for these, but for the name of the target: it is compiled once.
 # test_execute.py compares some of it.
 SAME_PTX = {"sm_80": 89, "sm_86": 89}
