@@ -12,7 +12,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ OUTPUT_OPTIONS = ("output_hidden_states", "output_attentions", "return_dict")
 NO_OPTIONS = ("use_cache", "interpolate_pos_encoding")  # generate() passes them; these towers ignore them
 
 Options = tuple[tuple[str, Any], ...]
+Part = tuple[Sequence[int], int, Any]  # images that ran together, the size of their buffers, and the outputs in these
 
 
 @dataclass
@@ -44,14 +45,6 @@ class Call:
     inputs: Any
     options: Options = ()
     reasons: Sequence[str] = ()
-
-
-class Part(NamedTuple):
-    """Images that ran together: their numbers in the call, the size of the buffers, and the outputs in them."""
-
-    images: Sequence[int]
-    budget: int
-    outputs: Any
 
 
 class PackedTower(abc.ABC):
@@ -84,37 +77,35 @@ class PackedTower(abc.ABC):
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
         """Returns the tokens of some images, one behind the other, under the names of `shapes`."""
 
-    def metadata(self, call: Call, images: Sequence[int], budget: int) -> dict[str, Tensor]:
-        """Computes the other inputs of the tower on the host."""
+    def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
+        """Computes the other inputs of the tower on the host, as long as those of any images of so many tokens."""
         frames = ([call.lengths[image] // call.sequences[image]] * call.sequences[image] for image in images)
         ends = itertools.accumulate(itertools.chain.from_iterable(frames))
-        return {"cu_seqlens": torch.tensor([0, *ends], dtype=torch.int32)}
+        return {"cu_seqlens": fitted(torch.tensor([0, *ends], dtype=torch.int32), sequences + 2, budget)}
 
     @abc.abstractmethod
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         """Runs the tower on the buffers, without reading anything on the host."""
 
-    def room(self, name: str, budget: int, sequences: int) -> int:
-        """Length of an input that holds any images of so many tokens and sequences, and the padding."""
-        return sequences + 2 if name == "cu_seqlens" else budget
-
     def fill(self, buffers: dict[str, Tensor], budget: int, sequences: int, call: Call, images: Sequence[int]) -> None:
-        """Writes some images of a call into the buffers, and allocates those that are missing; never waits."""
-
-        def buffer(name: str, like: Tensor, shape: Sequence[int]) -> Tensor:
-            if name not in buffers:
-                size = (self.room(name, budget, sequences), *shape)
-                buffers[name] = torch.zeros(size, dtype=like.dtype, device=self.like.device)
-            return buffers[name]
-
+        """Writes images into the buffers, which the first call allocates; never waits for the device."""
+        metadata = self.metadata(call, images, budget, sequences)
+        if not buffers:
+            for name, shape in self.shapes.items():
+                buffers[name] = self.like.new_zeros((self.room(budget, sequences), *shape))
+            buffers |= {name: values.to(self.like.device) for name, values in metadata.items()}
         for name, pieces in self.tokens(call, images).items():
-            whole, shape = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)), self.shapes[name]
-            if whole.shape[1:] != shape:  # copy_ would broadcast it
-                raise ValueError(f"each token must have shape {list(shape)}, got {list(whole.shape[1:])}")
-            buffer(name, self.like, shape)[: len(whole)].copy_(whole)
-        for name, values in self.metadata(call, images, budget).items():
-            rest = budget if name.startswith("cu_") else 1 if name == "grid_thw" else 0
-            upload(buffer(name, values, values.shape[1:]), values, rest)
+            whole, buffer = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)), buffers[name]
+            if whole.shape[1:] != buffer.shape[1:]:  # copy_ would broadcast it
+                raise ValueError(f"each token must have shape {list(buffer.shape[1:])}, got {list(whole.shape[1:])}")
+            buffer[: len(whole)].copy_(whole)
+        for name, values in metadata.items():
+            pinned = values.pin_memory() if self.like.is_cuda else values
+            buffers[name].copy_(pinned, non_blocking=True)
+
+    def room(self, budget: int, sequences: int) -> int:
+        """Length of the buffers of tokens."""
+        return budget
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the tower; its own forward, without hooks, if `graph_vision_tower` replaced it."""
@@ -131,10 +122,8 @@ class PackedTower(abc.ABC):
             split = [self._copied(leaf, budget, lengths) for leaf in pytree.tree_leaves(outputs)]
             pieces.update(zip(images, zip(*split)))
         ordered = zip(*(pieces[image] for image in sorted(pieces)))
-        return rebuilt(
-            outputs,
-            [torch.cat(one, self.axis) if isinstance(one[0], Tensor) and one[1:] else one[0] for one in ordered],
-        )
+        leaves = [torch.cat(one, self.axis) if isinstance(one[0], Tensor) and one[1:] else one[0] for one in ordered]
+        return rebuilt(outputs, leaves)
 
     def _copied(self, leaf: Any, budget: int, lengths: Sequence[int]) -> Sequence[Any]:
         """Copies the rows of images in an output, split by image."""
@@ -193,10 +182,10 @@ class ImageTower(PackedTower):
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
         return {"images": [call.inputs[images[0] : images[-1] + 1]]}  # of one size: packed in order
 
-    def metadata(self, call: Call, images: Sequence[int], budget: int) -> dict[str, Tensor]:
+    def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
         return {}
 
-    def room(self, name: str, budget: int, sequences: int) -> int:
+    def room(self, budget: int, sequences: int) -> int:
         return min(budget // self.tokens_per_image, sequences)
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
@@ -264,11 +253,9 @@ def read_padding(there: Tensor, shapes: Tensor) -> tuple[Tensor, list[int], bool
     return shapes, patches.tolist(), torch.equal(there.bool(), torch.arange(there.shape[1]) < patches[:, None])
 
 
-def upload(buffer: Tensor, values: Tensor, rest: int) -> None:
-    """Copies values from the host to the start of a buffer, and fills the rest of it; never waits for the device."""
-    whole = torch.full(buffer.shape, rest, dtype=buffer.dtype)
-    whole[: len(values)] = values
-    buffer.copy_(whole.pin_memory() if buffer.is_cuda else whole, non_blocking=True)
+def fitted(values: Tensor, length: int, rest: int = 0) -> Tensor:
+    """Returns values with a longer first axis, which ends in `rest`."""
+    return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), rest)])
 
 
 def rebuilt(outputs: Any, leaves: list[Any]) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import Size
 from ..ops.descriptions import Keys
 from .image_model import comes_from
-from .packed_tower import Call, PackedTower, PaddedTower, read_padding
+from .packed_tower import Call, PackedTower, PaddedTower, fitted, read_padding
 from .peers import refuse
 from .transformers_packed import KEYS, LIKE_QWEN
 
@@ -50,25 +50,20 @@ class GridTower(PackedTower):
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
         return {"hidden_states": [call.inputs[0][image] for image in images]}
 
-    def metadata(self, call: Call, images: Sequence[int], budget: int) -> dict[str, Tensor]:
-        grids = call.inputs[1][list(images)]
-        found = grid_layout(self.tower, grids)
-        if "window_index" in found:  # a permutation: padding is not moved
-            index = found["window_index"]
-            found["window_index"] = torch.cat([index, torch.arange(len(index), budget // self.unit)])
+    def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
+        grids, tower, merged = call.inputs[1][list(images)], self.tower, budget // self.unit
         frames = grids.repeat_interleave(grids[:, 0], 0).index_fill_(1, torch.tensor(0), 1)
-        return found | {"grid_thw": frames}
-
-    def room(self, name: str, budget: int, sequences: int) -> int:
-        merged, merge = budget // self.unit, self.tower.spatial_merge_size
-        if name == "window_index":
-            return merged
-        if name == "grid_thw":
-            return sequences + 1
-        if name == "cu_window_seqlens":
-            side = self.tower.window_size // merge // self.tower.patch_size
-            return merged // side + sequences + 2  # ceil(a/s) ceil(b/s) < ab/s + 1
-        return super().room(name, budget, sequences)
+        found = {"grid_thw": fitted(frames, sequences + 1, 1)} | super().metadata(call, images, budget, sequences)
+        for name, values in grid_layout(tower, grids).items():
+            if name == "window_index":  # a permutation: padding is not moved
+                found[name] = torch.cat([values, torch.arange(len(values), merged)])
+            elif name == "cu_window_seqlens":
+                side = tower.window_size // tower.spatial_merge_size // tower.patch_size
+                # of a frame of a by b merged tokens: ceil(a/side) ceil(b/side) < ab/side + 1
+                found[name] = fitted(values, merged // side + sequences + 2, budget)
+            elif name != "cu_seqlens":
+                found[name] = fitted(values, budget)
+        return found
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         longest = {"max_seqlen": len(buffers["hidden_states"])}
@@ -125,13 +120,13 @@ class PixtralTower(PackedTower):
         return Call(lengths, [1] * batch, (pixel_values, grids), options, reasons)
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
-        pixels, grids = call.inputs
-        size = (self.tower.patch_size,) * 2
-        return {"patches": [cut(pixels[image : image + 1], size, grids[image]).flatten(0, 2) for image in images]}
+        (pixels, grids), patch = call.inputs, self.tower.patch_size
+        used = [pixels[image, :, : patch * grids[image][0], : patch * grids[image][1]] for image in images]
+        return {"patches": [cut(pixels[None], (patch, patch)).flatten(0, 2) for pixels in used]}
 
-    def metadata(self, call: Call, images: Sequence[int], budget: int) -> dict[str, Tensor]:
-        positions = [torch.cartesian_prod(*map(torch.arange, call.inputs[1][image])) for image in images]
-        return super().metadata(call, images, budget) | {"position_ids": torch.cat(positions)}
+    def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
+        positions = torch.cat([torch.cartesian_prod(*map(torch.arange, call.inputs[1][image])) for image in images])
+        return super().metadata(call, images, budget, sequences) | {"position_ids": fitted(positions, budget)}
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         from transformers.utils.output_capturing import capture_outputs
@@ -174,10 +169,9 @@ class Siglip2Tower(PaddedTower):
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
         return {"patches": [call.inputs[0][image, : call.lengths[image]] for image in images]}
 
-    def metadata(self, call: Call, images: Sequence[int], budget: int) -> dict[str, Tensor]:
-        side = self.tower.embeddings.position_embedding_size
-        resizing = [resizing_of(side, *call.inputs[2][image]) for image in images]
-        return super().metadata(call, images, budget) | {"resizing": torch.cat(resizing)}
+    def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
+        resizing = torch.cat([resizing_of(self.tower.embeddings, *call.inputs[2][image]) for image in images])
+        return super().metadata(call, images, budget, sequences) | {"resizing": fitted(resizing, budget)}
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         from transformers.utils.output_capturing import capture_outputs
@@ -203,8 +197,9 @@ def _run_siglip2(tower: Any, patches: Tensor, resizing: Tensor, cu_seqlens: Tens
     return BaseModelOutputWithPooling(last_hidden_state=tower.post_layernorm(encoded.last_hidden_state))
 
 
-def resizing_of(side: int, height: int, width: int) -> Tensor:
+def resizing_of(embeddings: Any, height: int, width: int) -> Tensor:
     """Returns the weights [patches, 2, side] by which SigLIP 2 resizes the rows and columns of its positions."""
+    side = embeddings.position_embedding_size
     rows, columns = _resized_axis(side, height), _resized_axis(side, width)
     whole = torch.stack([rows[:, None].expand(-1, width, -1), columns.expand(height, -1, -1)], 2)
     return whole.flatten(0, 1)
@@ -219,15 +214,14 @@ def _resized_axis(side: int, length: int) -> Tensor:
 def resized_positions(embeddings: Any, resizing: Tensor) -> Tensor:
     """Resizes the positions of SigLIP 2 as its own code does, without reading sizes: [patches, C]."""
     table = embeddings.position_embedding.weight
-    weights = resizing[:, 0, :, None] * resizing[:, 1, None]
-    return (weights.flatten(1) @ table.float()).to(table.dtype)
+    rows, columns = resizing.float().unbind(1)
+    return ((rows[:, :, None] * columns[:, None]).flatten(1) @ table.float()).to(table.dtype)
 
 
-def cut(images: Tensor, patch_hw: Size, grid: Size) -> Tensor:
-    """Cuts images [B, C, H, W] into patches [B, rows, columns, C, height, width]; ignores pixels beyond the grid."""
-    (height, width), (rows, columns) = patch_hw, grid
-    used = images[..., : rows * height, : columns * width]
-    return used.unflatten(3, (columns, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 1, 3, 5)
+def cut(images: Tensor, patch_hw: Size) -> Tensor:
+    """Cuts images [B, C, H, W] into patches [B, rows, columns, C, height, width]."""
+    height, width = patch_hw
+    return images.unflatten(3, (-1, width)).unflatten(2, (-1, height)).permute(0, 2, 4, 1, 3, 5)
 
 
 def packed_tower(tower: nn.Module) -> PackedTower | None:

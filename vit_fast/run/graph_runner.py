@@ -168,7 +168,7 @@ class GraphRunner:
     def _turn(self) -> Iterator[None]:
         """Waits for the previous use of the buffers and frozen weights, on the host and on the device."""
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        with self._lock, torch.inference_mode(False), torch.no_grad():  # calls of any mode write into the buffers
+        with self._lock, torch.no_grad():
             if stream is not None and self._last_done is not None:
                 stream.wait_event(self._last_done)
             try:
@@ -202,8 +202,9 @@ class GraphRunner:
             self._stats.hits[budget] = self._stats.hits.get(budget, 0) + 1
             self._stats.tokens += used
             self._stats.padding += budget - used
-            yield Part(images, budget, run())
+            yield images, budget, run()
 
+    @torch.inference_mode(False)  # calls of any mode write into the buffers
     @torch.no_grad()
     def _graph(self, budget: int, call: Call, images: Sequence[int]) -> Callable[[], Any]:
         """Writes images into the buffers of a budget; returns what replays their graph, or runs the tower on them."""
