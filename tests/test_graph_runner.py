@@ -126,6 +126,15 @@ def test_what_changed_after_the_capture_is_an_error() -> None:
     def hook(tower: Any) -> None:
         tower.blocks[0].mlp.register_forward_hook(lambda *given: None)
 
+    def replace_forward(tower: Any) -> None:
+        tower.merger.mlp.forward = lambda x: x
+
+    def replace_own_forward(tower: Any) -> None:
+        tower.forward = lambda *given: None
+
+    def replace_setting(tower: Any) -> None:
+        tower.blocks[0].norm1.eps = 1.0
+
     def replace_buffer(tower: Any) -> None:
         tower.rotary_pos_emb.inv_freq = tower.rotary_pos_emb.inv_freq.clone()
 
@@ -133,9 +142,12 @@ def test_what_changed_after_the_capture_is_an_error() -> None:
         (lambda tower: tower.train(), "must be in evaluation mode"),
         (lambda tower: tower.double(), "must not be replaced or moved"),
         (replace_buffer, "must not be replaced or moved"),
-        (replace, "modules must not be replaced"),
-        (vit_fast.unfuse, "must not be replaced or unfused"),
-        (hook, "mlp has hooks, which would no longer run"),
+        (replace, "modules and settings must not be replaced"),
+        (vit_fast.unfuse, "must not be replaced after the capture, or unfused"),
+        (hook, r"blocks\.0\.mlp has hooks, which would no longer run: undo this"),
+        (replace_forward, r"merger\.mlp\.forward was replaced on the instance: undo this"),
+        (replace_own_forward, "the model's forward was replaced on the instance"),
+        (replace_setting, "modules and settings must not be replaced"),
     ):
         with pytest.raises(vit_fast.UnsupportedInputError, match=message):
             use(change)

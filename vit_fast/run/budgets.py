@@ -172,7 +172,7 @@ class Watched:
             return f"{new[0]}: undo this, or build another GraphRunner"
         if self._watch.holds(self._model):  # the model has the hooks that it was captured with
             return None
-        return "modules must not be replaced or unfused after the capture: build another GraphRunner"
+        return "modules and settings must not be replaced after the capture, or unfused: build another GraphRunner"
 
     def _touched(self) -> list[str]:
         own = ["the model has hooks, which would no longer run"] if is_hooked(self._model) else []
