@@ -231,8 +231,8 @@ def test_what_a_runner_refuses() -> None:
 
 
 def test_images_are_packed_by_first_fit_decreasing() -> None:
-    assert pack([8, 60, 8, 30, 34], [1] * 5, (16, 64), 4) == [(64, (1,)), (64, (3, 4)), (16, (0, 2))]
-    assert pack([4, 4, 4], [1, 2, 1], (16,), 2) == [(16, (0, 2)), (16, (1,))]
+    assert pack([8, 60, 8, 30, 34], [1] * 5, (16, 64), 4) == [(64, [1]), (64, [3, 4]), (16, [0, 2])]
+    assert pack([4, 4, 4], [1, 2, 1], (16,), 2) == [(16, [0, 2]), (16, [1])]
     for batch, pieces in {1: [1], 2: [8], 9: [32], 33: [32, 1], 70: [32, 32, 8], 0: []}.items():
         bins = pack([1] * batch, [1] * batch, (1, 8, 32), 32)
         assert [size for size, _ in bins] == pieces

@@ -207,7 +207,7 @@ def resizing_of(embeddings: Any, height: int, width: int) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _resized_axis(side: int, length: int) -> Tensor:
-    unit = torch.eye(side)[None, :, None]  # [1, channels, 1, side]
+    unit = torch.eye(side, device="cpu")[None, :, None]  # [1, channels, 1, side]
     return F.interpolate(unit, (1, length), mode="bilinear", align_corners=False, antialias=True)[0, :, 0].T
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,14 +19,9 @@ from ..errors import check_type
 WARM_UP_RUNS = 3  # compile and autotune kernels and allocate their workspaces before the capture
 
 
-class Bin(NamedTuple):
-    """Images that run together, in the order of the call, and the budget that holds them."""
-
-    budget: int
-    images: tuple[int, ...]
-
-
-def pack(lengths: Sequence[int], sequences: Sequence[int], budgets: Sequence[int], max_sequences: int) -> list[Bin]:
+def pack(
+    lengths: Sequence[int], sequences: Sequence[int], budgets: Sequence[int], max_sequences: int
+) -> list[tuple[int, list[int]]]:
     """Packs images by first-fit decreasing into the largest budget; each bin takes the smallest budget that fits.
 
     Args:
@@ -34,6 +29,8 @@ def pack(lengths: Sequence[int], sequences: Sequence[int], budgets: Sequence[int
         sequences: Attention sequences of each image, none above `max_sequences`.
         budgets: Tokens of the buffers.
         max_sequences: Sequences of the buffers.
+    Returns:
+        The budget of each bin, and its images in the order of the call.
     """
     largest = max(budgets)
     bins: list[tuple[list[int], list[int]]] = []  # what is free, and images
@@ -46,7 +43,7 @@ def pack(lengths: Sequence[int], sequences: Sequence[int], budgets: Sequence[int
         found[0][0] -= length
         found[0][1] -= number
         found[1].append(image)
-    return [Bin(min(b for b in budgets if b >= largest - free[0]), tuple(sorted(images))) for free, images in bins]
+    return [(min(b for b in budgets if b >= largest - free[0]), sorted(images)) for free, images in bins]
 
 
 def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int = 4) -> tuple[int, ...]:

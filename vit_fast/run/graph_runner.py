@@ -41,8 +41,8 @@ class GraphRunner:
 
     The model is frozen (`vit_fast.freeze`), so that no graph folds weights, and captured in evaluation mode without
     gradients. In-place updates of its parameters take effect at the next call if torch tracks them, and after
-    refresh() in any case. A call raises an error if modules, parameters or buffers were replaced or moved, or if hooks
-    were added. FP8 scales must not change.
+    refresh() in any case. A call raises an error under autocast, and if modules, forwards, parameters, buffers or
+    settings of fused blocks were replaced or moved, or hooks were added. FP8 scales must not change.
 
     Args:
         model: On one CUDA device. A model compiled with mode "reduce-overhead" or "max-autotune" makes its own CUDA
