@@ -93,7 +93,8 @@ class PackedTower(abc.ABC):
         if not buffers:
             for name, shape in self.shapes.items():
                 buffers[name] = self.like.new_zeros((self.room(budget, sequences), *shape))
-            buffers |= {name: values.to(self.like.device) for name, values in metadata.items()}
+            for name, values in metadata.items():
+                buffers[name] = torch.empty_like(values, device=self.like.device)
         for name, pieces in self.tokens(call, images).items():
             whole, buffer = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)), buffers[name]
             if whole.shape[1:] != buffer.shape[1:]:  # copy_ would broadcast it
