@@ -20,7 +20,14 @@ from torch import Tensor
 from ..launch import Launch, ceil_div
 from ..matmul.matmul_tiles import READ_AT_ONCE, tile_mask, tile_offsets
 from .folding import NormedLinear, load_columns, row_pointers
-from .gradients import add_column_parts, column_sum_programs, column_sum_tiles, new_column_sums, store_column_sums, sum_rows
+from .gradients import (
+    add_column_parts,
+    column_sum_programs,
+    column_sum_tiles,
+    new_column_sums,
+    store_column_sums,
+    sum_rows,
+)
 
 ROWS, COLS = 32, 128  # of a tile
 
