@@ -199,6 +199,7 @@ _ONCE_SPILLED = {
         "attention_varlen_fwd/bf16 N64 D128 B256 tma packed",
     ),
     "sm_100": (
+        "finish_residual/bf16",
         "matmul_layer_norm/half 64x64x64 pointers gelu",
         "matmul_layer_norm/half 128x128x64 TMA gelu to e4m3",
         "matmul_activation_grad/half 64x64x64 TMA gelu with a factor",
