@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import typer
+from children import environment, run_python
 
 import vit_fast
 from vit_fast import cli
@@ -19,6 +17,10 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
         cli.main(list(args))
     captured = capsys.readouterr()
     return int(exit_.value.code or 0), captured.out, captured.err
+
+
+def python(code: str, **variables: str) -> str:
+    return run_python(["-c", code], environment() | variables)
 
 
 def test_info(capsys):
@@ -90,28 +92,27 @@ def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
         f"try: cli.main({arguments!r})\n"
         "finally: print(sorted({'torch', 'numpy', 'triton', 'timm'} & set(sys.modules)))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines()[-1] == "[]"
+    assert python(code).splitlines()[-1] == "[]"
 
 
-@pytest.mark.slow
-def test_the_package_is_whole_whether_torch_came_before_it_or_not() -> None:
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("import vit_fast; {everything}", marks=pytest.mark.slow),
+        pytest.param("import torch, vit_fast; torch.ops.vit_fast.attention; {everything}", marks=pytest.mark.slow),
+        "import sys, vit_fast.export; assert vit_fast.export.__all__; found = set(sys.modules) & "
+        "{{'onnx', 'onnxscript', 'onnxruntime', 'timm', 'transformers'}}; assert not found, found",
+    ],
+    ids=["alone", "after torch", "export"],
+)
+def test_the_package_is_whole_in_any_order_and_brings_no_optional_library(code: str) -> None:
     """Every public name; the operators are registered where torch is there already."""
-    everything = "assert all(hasattr(vit_fast, name) for name in vit_fast.__all__)"
-    for code in (
-        f"import vit_fast; {everything}",
-        f"import torch, vit_fast; torch.ops.vit_fast.attention; {everything}",
-    ):
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert found.returncode == 0, found.stderr
+    python(code.format(everything="assert all(hasattr(vit_fast, name) for name in vit_fast.__all__)"))
 
 
 def test_the_shell_completes_commands() -> None:
-    environment = {**os.environ, "_VIT_FAST_COMPLETE": "complete_bash", "COMP_WORDS": "vit-fast be", "COMP_CWORD": "1"}
-    code = "from vit_fast import cli; cli.main([])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert found.stdout.split() == ["bench"], found.stderr
+    asked = {"_VIT_FAST_COMPLETE": "complete_bash", "COMP_WORDS": "vit-fast be", "COMP_CWORD": "1"}
+    assert python("from vit_fast import cli; cli.main([])", **asked).split() == ["bench"]
 
 
 def test_a_thing_has_one_name_in_all_commands() -> None:
