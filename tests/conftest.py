@@ -186,6 +186,6 @@ def model() -> nn.Module:
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """ONNX files of a small model, by the names of `onnx_models.FILES`: exported("plain")."""
-    from onnx_models import Exports
+    from onnx_models import FILES, Exports, make
 
-    return Exports(tmp_path_factory.mktemp("onnx"))
+    return Exports(tmp_path_factory.mktemp("onnx"), make("vit"), FILES)
