@@ -113,11 +113,10 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
 
 @pytest.fixture
 def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's ceilings are measured on next to nothing."""
-    from vit_fast.benchmarks import machine
+    """The machine's ceilings are measured on next to nothing; no run collects garbage, of which a test has little."""
+    from bench_support import shrink
 
-    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
-    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
+    shrink(monkeypatch)
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from bench_support import shrink
 from PIL import Image
 from rich.console import Console
 
-from vit_fast.benchmarks import machine, records, rendering, report, runner
+from vit_fast.benchmarks import records, rendering, report, runner
 from vit_fast.cli import main
 from vit_fast.commands.bench import patient_interrupt, rich_tables, screen_columns
 
@@ -42,8 +43,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, image_files: Path) -> tup
     """The folder that the command wrote, and what it printed."""
     folder, printed = tmp_path_factory.mktemp("out") / "deep" / "run", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setitem(machine.MATMUL_SIZE, "cpu", 64)
-        patch.setitem(machine.COPY_BYTES, "cpu", 2**16)
+        shrink(patch)
         status = vit_fast("bench", str(image_files), *SMALL, "--candidates", "eager,sdpa,timm", "--out", str(folder))
     assert status == 0
     return folder, printed.getvalue()
