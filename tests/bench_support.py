@@ -14,6 +14,7 @@ from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.configuration import Configuration, make_configuration
 from vit_fast.benchmarks.models import Task
 from vit_fast.benchmarks.rows import SPEED_FIELDS
+from vit_fast.measure import compare
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
 
@@ -25,6 +26,7 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     patch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     patch.setattr(runner, "release_memory", lambda *_, **__: None)
+    patch.setattr(compare, "RESAMPLES", 200)
 
 
 def named(name: str, build: Callable[[Task], Any], **fields: Any) -> Candidate:

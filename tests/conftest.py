@@ -113,7 +113,7 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
 
 @pytest.fixture
 def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's ceilings are measured on next to nothing; no run collects garbage, of which a test has little."""
+    """Ceilings are measured on next to nothing, intervals drawn from few samples, and no garbage collected."""
     from bench_support import shrink
 
     shrink(monkeypatch)

@@ -27,6 +27,7 @@ from vit_fast.benchmarks.runner import AGAIN, Watch
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol, time_interleaved
 
+pytestmark = pytest.mark.usefixtures("small_ceilings")
 CPU, FREEZING = torch.device("cpu"), "timm+compile:freezing"
 TWO_CORES = {"copy_GB_per_s": 30.0, "copy_bytes": 1, "matmul_size": 1}
 TWO_CORES |= {"matmul_TFLOP_per_s": {"fp32": 0.2, "bf16": 0.45}}
