@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import ops
-from vit_fast.errors import UnsupportedInputError
 from vit_fast.ops import reference
 from vit_fast.ops.attention_op import as_batch
 
@@ -243,17 +242,6 @@ def test_an_exported_program_holds_torchs_attention() -> None:
     for lengths in ([5, 0, 9], [2, 2, 7]):
         bounds = sequences_of(lengths)
         torch.testing.assert_close(program.module()(qkv, bounds), _Packed()(qkv, bounds))
-
-
-def test_vmap_and_second_derivatives_are_refused() -> None:
-    qkv, bounds = packed(6, 2, 16).requires_grad_(), sequences_of([2, 4])
-    with pytest.raises(UnsupportedInputError, match="vmap"):
-        torch.vmap(lambda x: ops.attention_varlen_qkvpacked(x, bounds, 4, backend="triton"))(torch.stack([qkv, qkv]))
-    (grad,) = torch.autograd.grad(
-        ops.attention_varlen_qkvpacked(qkv, bounds, 4, backend="triton").sum(), qkv, create_graph=True
-    )
-    with pytest.raises(UnsupportedInputError, match="second derivative"):
-        grad.sum().backward()
 
 
 class _Called(TorchDispatchMode):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mlp_support import DEVICE, assert_rule
-from our_operators import OurOperators
 from torch import Tensor
 
 from vit_fast import UnsupportedInputError
@@ -197,14 +196,6 @@ def test_folded_beforehand_it_is_the_same(dtype: torch.dtype) -> None:
         assert not torch.equal(by_one(x, None, frozen)[0], by_one(x, None, tensors)[0])
     with pytest.raises(UnsupportedInputError, match="they have no gradients"):
         by_one(x, None, frozen)
-
-
-def test_compiled_it_is_one_graph_with_one_operator_a_direction() -> None:
-    x, tensors = make(torch.float32)
-    seen = OurOperators()
-    compiled = torch.compile(lambda x: by_one(x, None, tensors)[0], backend=seen, fullgraph=True)
-    assert torch.equal(compiled(x), by_one(x, None, tensors)[0])
-    assert seen == ["block"]
 
 
 def test_tensors_of_another_dtype_are_refused() -> None:
