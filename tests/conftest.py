@@ -70,18 +70,13 @@ def _of_oldest(items: list[pytest.Item]) -> list[pytest.Item]:
     return kept
 
 
-def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--oldest"):
-        _keep(config, items, set(_of_oldest(items)))
+        tiers.keep(config, items, set(_of_oldest(items)))
     elif config.getoption("--only-slow"):
-        _keep(config, items, {item for item in tiers.left_out(items) if not tiers.takes_minutes(item)})
-    elif not config.getoption("--slow"):
-        _keep(config, items, set(items) - tiers.left_out(items, cases=KERNEL_ARCH is None))
+        tiers.keep(config, items, {item for item in tiers.left_out(items) if not tiers.takes_minutes(item)})
+    elif KERNEL_ARCH is None and not config.getoption("--slow"):  # emulator/plugin.py chooses its own
+        tiers.keep(config, items, set(items) - tiers.left_out(items))
     no_gpu = pytest.mark.skip(reason="needs a CUDA device of capability 8.0 or newer")
     not_executed = pytest.mark.skip(reason="needs the PTX emulator: make test-execute")
     for item in items:

@@ -61,6 +61,26 @@ def test_vectors_through_shared_memory(bits: int, vector: int, device: Device) -
         assert (out.reshape(64, size) == source.reshape(64, size)[::-1]).all()
 
 
+def test_a_parameter_is_loaded_by_its_address(device: Device) -> None:
+    """LLVM selects one of two parameters by their addresses."""
+    first, second, out = words(32), words(32), np.zeros(32, np.uint32)
+    body = """
+    mov.b64 %d0, q0;
+    mov.b64 %d1, q1;
+    setp.lt.u32 %p0, %t, 16;
+    selp.b64 %d2, %d0, %d1, %p0;
+    ld.param.b64 %d3, [%d2];
+    mad.wide.u32 %d3, %t, 4, %d3;
+    mad.wide.u32 %d4, %t, 4, %a2;
+    ld.global.b32 %r0, [%d3];
+    st.global.b32 [%d4], %r0;
+    ld.param.b64 %d5, [%d2+-24];
+    """
+    (report,) = device.run(body, first, second, out)
+    assert report.kind == "parameter-out-of-bounds"
+    assert (out == np.where(LANES < 16, first, second)).all()
+
+
 def test_lanes_that_branched_meet_again(device: Device) -> None:
     """A loop of as many rounds as the lane's number, a divergent branch inside it, and a shuffle behind it."""
     out = np.zeros(32, np.uint32)
