@@ -16,6 +16,7 @@ from ..dependent import wait_for_previous
 from ..fp8 import divided_columns
 from ..launch import Launch, ceil_div
 from ..layer_norm import piece_statistics, store_statistics
+from ..matmul.matmul_tiles import READ_AT_ONCE
 from ..row_parts import PIECE, row_parts
 from .folding import load_columns
 
@@ -40,7 +41,7 @@ def _finish_residual_kernel(
     row = tl.program_id(0) // PARTS * ROWS
     col = tl.program_id(0) % PARTS * _PIECE
     rows = row + tl.arange(0, ROWS)
-    cols = col + tl.arange(0, _PIECE)
+    cols = tl.max_contiguous(col + tl.arange(0, _PIECE), READ_AT_ONCE)
     mask = (rows < M)[:, None] & (cols < C)[None, :]
     offsets = rows.to(tl.int64)[:, None] * C + cols[None, :]
     value = tl.zeros((ROWS, _PIECE), tl.float32)
