@@ -194,9 +194,7 @@ def is_lower(row: Row) -> bool:
 def resolution_of(row: Row, controls: Sequence[Row], *, between_runs: bool = False) -> float:
     """Returns the resolution of a row's group: the worst of its controls; infinite without one."""
     field = "between_runs" if between_runs else "resolution"
-    alike = {"img_size": row["img_size"]}  # older controls lack it
-    fields = [(field if field in c else "resolution", c) for c in controls if key_of(alike | c) == key_of(row)]
-    return max((float(control[name]) for name, control in fields), default=float("inf"))
+    return max((float(c[field]) for c in controls if key_of(c) == key_of(row)), default=float("inf"))
 
 
 def key_of(row: Row) -> tuple[Any, ...]:

@@ -11,14 +11,12 @@ import functools
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
-
-import torch
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from vit_fast.measure import clock, compare
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.clock import Call, Samples, Timing, percentile, time_interleaved
+from vit_fast.measure.clock import Call, Samples, Timing, time_interleaved
 from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 
 from . import preparation
@@ -33,11 +31,11 @@ from .rows import Group, Record, Row, Status, add_timing, finish, is_lower, key_
 AGAIN = "again"
 # A measurement that is cut short counts if it has so many repeats, or fewer repeats and so many milliseconds.
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
-# The share of a group's time for all candidates, before noise reduces them, and the rounds between checks.
-SHARE_OF_ALL, ROUNDS_BETWEEN = 0.4, 5
+# Rounds between two checks whether noise allows a ranking.
+ROUNDS_BETWEEN = 5
 
 
-class Listener(Protocol):
+class Listener:
     """Receives the progress of a run: the number of steps, the current step, finished steps, and messages."""
 
     def start(self, steps: int) -> None: ...
@@ -46,71 +44,41 @@ class Listener(Protocol):
     def say(self, text: str) -> None: ...
 
 
-class Silent:
-    """Ignores the progress of a run."""
-
-    def start(self, steps: int) -> None: ...
-    def now(self, what: str) -> None: ...
-    def done(self, steps: float) -> None: ...
-    def say(self, text: str) -> None: ...
-
-
 class Watch:
-    """Decides after every round which candidates to continue with; see clock.time_interleaved.
+    """Decides after every round whether to continue; see clock.time_interleaved.
 
-    On a quiet machine, all candidates are timed until the protocol is satisfied. If noise prevents a ranking, the rest
-    of the time goes to the best of ours and the best peer, if the time until end_s is allocated to this timing. `best`
-    is the candidate that is timed twice, and `again` is called after every round.
+    The protocol decides. If noise prevents a ranking, the rest of the time until end_s is used too, if it is allocated
+    to this timing. `best` is the candidate that is timed twice, and `again` is called after every round.
     """
 
     def __init__(
         self, protocol: clock.Protocol, listener: Listener, now_s: Callable[[], float], end_s: float,
-        allocated: bool, prepared: Mapping[str, Prepared], best: str,
+        allocated: bool, best: str,
     ) -> None:  # fmt: skip
         self._protocol, self._listener, self._now_s, self._end_s = protocol, listener, now_s, end_s
-        self._allocated, self._prepared, self._best = allocated, prepared, best
-        self._start_s, self._reported = now_s(), 0.0
+        self._allocated, self._best = allocated, best
+        self._reported = 0.0
         self._samples: Mapping[str, Samples] = {}
-        self._narrowed: set[str] = set()
         self.again: Callable[[], None] = lambda: None
 
     def __call__(self, number: int, samples: Mapping[str, Samples]) -> Collection[str]:
         self._samples = samples
         self.again()
-        going_on = self._decide(number)
+        going_on = self._goes_on(number)
         share = min(map(self._protocol.share_of, samples.values())) if going_on else 1.0
-        self._listener.done(share * len(self._prepared) - self._reported)
-        self._reported = share * len(self._prepared)
-        return going_on
+        self._listener.done((share - self._reported) * (len(samples) - 1))
+        self._reported = share
+        return samples if going_on else ()
 
-    def _decide(self, number: int) -> Collection[str]:
-        samples, now_s = self._samples, self._now_s()
-        long_enough = self._protocol.is_satisfied(samples)
-        if long_enough and not self._allocated:
-            return ()
-        if len(self.timings()) < len(samples):
-            return samples
-        check = long_enough or now_s >= self._start_s + (self._end_s - self._start_s) * SHARE_OF_ALL
-        if now_s >= self._end_s:
-            return ()
-        if self._narrowed:
-            return () if number % ROUNDS_BETWEEN == 0 and self._can_rank() else self._narrowed
-        if not (check and self._allocated) or (number % ROUNDS_BETWEEN and not long_enough):
-            return samples
-        if self._can_rank():
-            return () if long_enough else samples
-        self._narrowed = {self._best, AGAIN, *self._best_of_each_side()}
-        self._listener.say(f"noisy machine: continuing with {', '.join(sorted(self._narrowed - {AGAIN}))}")
-        return self._narrowed
+    def _goes_on(self, number: int) -> bool:
+        long_enough = self._protocol.is_satisfied(self._samples)
+        if long_enough and not (self._allocated and (number % ROUNDS_BETWEEN or not self._can_rank())):
+            return False
+        return len(self.timings()) < len(self._samples) or self._now_s() < self._end_s
 
     def _can_rank(self) -> bool:
         resolution = compare.control(self._samples[self._best], self._samples[AGAIN])["resolution"]
         return bool(resolution <= compare.UNRANKABLE)
-
-    def _best_of_each_side(self) -> Iterator[str]:
-        for side in (True, False):
-            names = [name for name, ready in self._prepared.items() if ready.row["peer"] == side]
-            yield from sorted(names, key=lambda name: percentile(self._samples[name], 0.5))[:1]
 
     def timings(self) -> dict[str, Timing]:
         """Returns the timings of candidates with enough repeats."""
@@ -131,7 +99,7 @@ def run(configuration: Configuration, listener: Listener | None = None, journal:
     Returns:
         The record: plain data with machine, ceilings, controls, configuration, and a row per candidate and group.
     """
-    return _Run(configuration, listener or Silent(), journal).record()
+    return _Run(configuration, listener or Listener(), journal).record()
 
 
 class _Findings:
@@ -314,16 +282,13 @@ class _Run:
             alike = [name for name, ready in prepared.items() if not is_lower(ready.row)] or list(prepared)
             best = min(alike, key=lambda name: prepared[name].call_s)
             end_s, conditions = self._end_of_timing_s(group), Conditions(self.configuration.device)
-            clock = self.elapsed_s, end_s, self.configuration.is_default
-            watch = Watch(self.configuration.protocol, self.listener, *clock, prepared, best)
-            add = functools.partial(
-                _add_timed, self.found, self.configuration.device, group, prepared, best, conditions
-            )
+            protocol = dataclasses.replace(self.configuration.protocol, launch=group.launch)
+            watch = Watch(protocol, self.listener, self.elapsed_s, end_s, self.configuration.is_default, best)
+            add = functools.partial(self._add_timed, group, prepared, best, conditions)
             calls = {name: tracked(name, ready.call) for name, ready in prepared.items()}
             calls[AGAIN] = tracked(best, prepared[best].call)
             try:
                 with conditions.watch(), at_most(preparation.CANDIDATE_SECONDS) as watch.again:
-                    protocol = dataclasses.replace(self.configuration.protocol, launch=group.launch)
                     timings = time_interleaved(calls, self.configuration.device, protocol, on_round=watch)
             except KeyboardInterrupt:
                 add(watch.timings(), "interrupted")
@@ -341,6 +306,23 @@ class _Run:
             # Outside of the handler, in which the exception keeps tensors alive.
             release_memory(self.configuration.device, forget_compiled=False)
         return too_large
+
+    def _add_timed(
+        self, group: Group, prepared: Mapping[str, Prepared], best: str, conditions: Conditions,
+        timings: Mapping[str, Timing], otherwise: Status,
+    ) -> None:  # fmt: skip
+        if best in timings and AGAIN in timings:
+            control = make_control(group, best, timings[best], timings[AGAIN], conditions.summary())
+            self.found.add("control", control)
+        for name, ready in prepared.items():
+            if name in timings:
+                add_timing(ready.row, timings[name], group)
+                joules = joules_of(ready.call, timings[name].ms, self.configuration.device)
+                if joules is not None and group.model.data is not None:
+                    ready.row["J_per_image"] = joules / group.batch_size
+            else:
+                ready.row.update(status=otherwise, reason="too few repeats")
+            self.found.add("row", ready.row)
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
@@ -361,23 +343,6 @@ class _Run:
         for group, candidates in planned.items():
             for candidate in self.found.remaining(group, candidates):
                 self.found.add("row", make_row(group, candidate, *why_not))
-
-
-def _add_timed(
-    found: _Findings, device: torch.device, group: Group, prepared: Mapping[str, Prepared], best: str,
-    conditions: Conditions, timings: Mapping[str, Timing], otherwise: Status,
-) -> None:  # fmt: skip
-    if best in timings and AGAIN in timings:
-        found.add("control", make_control(group, best, timings[best], timings[AGAIN], conditions.summary()))
-    for name, ready in prepared.items():
-        if name in timings:
-            add_timing(ready.row, timings[name], group)
-            whole = group.model.data is not None
-            if whole and (joules := joules_of(ready.call, timings[name].ms, device)) is not None:
-                ready.row["J_per_image"] = joules / group.batch_size
-        else:
-            ready.row.update(status=otherwise, reason="too few repeats")
-        found.add("row", ready.row)
 
 
 def _finished(configuration: Configuration, machine: dict[str, Any], found: _Findings) -> Record:

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vit_fast.arguments import check_integer
-from vit_fast.benchmarks.rendering import FAINT, INK, colour_of
+from vit_fast.benchmarks.rendering import FAINT, INK, OURS
 
 from .activations import (
     Activations,
@@ -148,7 +148,7 @@ def attention_distance(model: nn.Module, image: Given = None) -> Figure:
     axes = figure.add_axes((0.12, 0.16, 0.84, 0.74))
     depth, heads = found.shape
     for head in range(heads):
-        axes.scatter(range(depth), found[:, head], s=18, color=colour_of("triton"), alpha=0.75, linewidths=0)
+        axes.scatter(range(depth), found[:, head], s=18, color=OURS, alpha=0.75, linewidths=0)
     axes.plot(range(depth), found.mean(1), color=FAINT, linewidth=1)
     axes.set_xlabel("block", color=INK)
     axes.set_ylabel("mean attention distance, pixels", color=INK)
