@@ -12,7 +12,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from vit_fast.measure import clock, compare
 from vit_fast.measure.candidate import Candidate
@@ -35,13 +35,17 @@ FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
 ROUNDS_BETWEEN = 5
 
 
-class Listener:
+class Listener(Protocol):
     """Receives the progress of a run: the number of steps, the current step, finished steps, and messages."""
 
     def start(self, steps: int) -> None: ...
     def now(self, what: str) -> None: ...
     def done(self, steps: float) -> None: ...
     def say(self, text: str) -> None: ...
+
+
+class Silent(Listener):
+    """Ignores the progress of a run."""
 
 
 class Watch:
@@ -99,7 +103,7 @@ def run(configuration: Configuration, listener: Listener | None = None, journal:
     Returns:
         The record: plain data with machine, ceilings, controls, configuration, and a row per candidate and group.
     """
-    return _Run(configuration, listener or Listener(), journal).record()
+    return _Run(configuration, listener or Silent(), journal).record()
 
 
 class _Findings:
