@@ -51,13 +51,7 @@ def _partial(folder: Path) -> Path:
 
 
 class Journal:
-    """The findings of a run on disk, one per line; see begin and resume.
-
-    Attributes:
-        folder: The folder of the record.
-        header: Format, request and machine of the run.
-        entries: The findings, each (kind, value).
-    """
+    """The findings of a run on disk, one (kind, value) per line, below a header: format, request and machine."""
 
     def __init__(self, folder: Path, header: dict[str, Any], entries: list[tuple[str, Any]]) -> None:
         self.folder, self.header, self.entries = folder, header, entries
@@ -98,11 +92,7 @@ class Journal:
         try:
             entries = [(line["kind"], line["value"]) for line in map(json.loads, text.splitlines())]
             header = entries[0][1]
-            found = (
-                header["format"]
-                if isinstance(header["request"], dict) and isinstance(header["machine"], dict)
-                else None
-            )
+            found = header["format"] if all(isinstance(header[part], dict) for part in ("request", "machine")) else None
         except (ValueError, LookupError, TypeError):
             found = None
         if found != FORMAT:

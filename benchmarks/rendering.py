@@ -18,7 +18,6 @@ from vit_fast.measure.compare import SAME, UNKNOWN, format_number
 from .records import RECORD_NAME, is_bench, to_json
 from .report import (
     ceilings_line,
-    cells,
     command,
     groups,
     heading,
@@ -33,7 +32,6 @@ from .rows import Record, Row, measured
 
 REPORT_NAME = "report.html"
 _TEMPLATE = Path(__file__).with_name(REPORT_NAME)
-_SETTINGS = ("batch", "model", "dtype")
 INK, FAINT, OURS, PEER = "#1e293b", "#64748b", "#0f766e", "#94a3b8"
 
 
@@ -61,17 +59,10 @@ def _bench(record: Record) -> Iterable[str]:
         yield f'<p class="objection" role="note">Must not be cited: {escape("; ".join(reasons))}.</p>'
     if record["controls"]:
         yield "<ul>" + "".join(f"<li>{escape(remark)}</li>" for remark in remarks(record)) + "</ul>"
-    columns = cells(record)
-    # common settings go into the caption, the others into the last columns
-    common = {title: columns.pop(title)[0] for title in _SETTINGS if len(set(columns[title])) == 1}
-    ends = {title: columns.pop(title) for title in ("model", "dtype") if title in columns}
-    columns = {"candidate": columns["candidate"]} | columns | ends
-    caption = ", ".join([*(f"{title} {value}" for title, value in common.items()), "click a heading to sort"])
-    yield _table(caption, list(columns), zip(*columns.values(), strict=True))
-    if notes := not_measured(record):
-        yield "<p>Not measured:</p><ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
     for caption, titles, lines in tables(record):
         yield _table(f"{caption}; click a heading to sort", titles, lines)
+    if notes := not_measured(record):
+        yield "<p>Not measured:</p><ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
     yield f"<p>Command:</p><pre tabindex=0>{escape(command(record))}</pre>"
 
 

@@ -50,15 +50,10 @@ PERCENTILE_REPEATS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The candidates of one model, dtype and batch size, which are timed interleaved.
+    """The candidates of one model, dtype (see machine.DTYPES) and batch size, which are timed interleaved.
 
-    Attributes:
-        model: The model.
-        dtype_name: See machine.DTYPES.
-        batch_size: Images per call.
-        requested_batch_size: The requested batch size, which is larger if it did not fit into memory.
-        training: True for a training step.
-        data: Location of the batches: "device", or "host" (pinned memory, which each call copies to the GPU).
+    The requested batch size is larger if it did not fit into memory. `data` is the location of the batches: "device"
+    or "host" (pinned memory, which each call copies to the GPU).
     """
 
     model: Model

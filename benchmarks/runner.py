@@ -61,7 +61,7 @@ class Watch:
     ) -> None:  # fmt: skip
         self._protocol, self._listener, self._now_s, self._end_s = protocol, listener, now_s, end_s
         self._allocated, self._best = allocated, best
-        self._reported = 0.0
+        self._reported, self.running = 0.0, ""
         self._samples: Mapping[str, Samples] = {}
         self.again: Callable[[], None] = lambda: None
 
@@ -83,6 +83,15 @@ class Watch:
     def _can_rank(self) -> bool:
         resolution = compare.control(self._samples[self._best], self._samples[AGAIN])["resolution"]
         return bool(resolution <= compare.UNRANKABLE)
+
+    def tracked(self, name: str, call: Call) -> Call:
+        """Returns the call of a candidate, which sets `running` to its name."""
+
+        def run_it(number: int) -> object:
+            self.running = name
+            return call(number)
+
+        return run_it
 
     def timings(self) -> dict[str, Timing]:
         """Returns the timings of candidates with enough repeats."""
@@ -131,6 +140,10 @@ class _Findings:
         found[kind].append(value)
         if self._journal is not None and value.get("status") not in ("skipped", "interrupted"):
             self._journal.add(kind, value)
+
+    def refuse(self, group: Group, candidates: Sequence[Candidate], status: Status, reason: str) -> None:
+        for candidate in candidates:
+            self.add("row", make_row(group, candidate, status, reason))
 
     def remaining(self, group: Group, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Returns the candidates without a row in this group."""
@@ -207,8 +220,7 @@ class _Run:
         names = ", ".join(candidate.name for candidate in too_large)
         if group.batch_size == 1:
             self.listener.say(f"{group}: out of memory: {names}")
-            for candidate in too_large:
-                self.found.add("row", make_row(group, candidate, "out of memory", "batch 1 does not fit"))
+            self.found.refuse(group, too_large, "out of memory", "batch 1 does not fit")
             return
         half = dataclasses.replace(group, batch_size=group.batch_size // 2)
         self.listener.say(f"{group}: out of memory, retrying with batch {half.batch_size}: {names}")
@@ -224,8 +236,7 @@ class _Run:
             raise
         except Exception as error:  # e.g. a dtype that an operator does not support
             self.listener.say(f"{group}: the reference FAILED: {describe_error(error)}")
-            for candidate in candidates:
-                self.found.add("row", make_row(group, candidate, "failed", f"reference: {describe_error(error)}"))
+            self.found.refuse(group, candidates, "failed", f"reference: {describe_error(error)}")
             return []
         prepared: dict[str, Prepared] = {}
         too_large = []
@@ -256,7 +267,7 @@ class _Run:
         elif self.found.has_ended(group, candidate):
             why_not = "failed", "the process ended twice while this was prepared"
         if why_not:
-            self.found.add("row", make_row(group, candidate, *why_not))
+            self.found.refuse(group, [candidate], *why_not)
             return None
         self.found.begin(group, candidate)
         ready, row = prepare(candidate, group, problem, explained=self.configuration.explain)
@@ -272,16 +283,6 @@ class _Run:
         too_large: list[Candidate] = []
         while prepared:
             self.listener.now(f"{group}: timing {len(prepared)} candidates, interleaved")
-            running = ""
-
-            def tracked(name: str, call: Call) -> Call:
-                def run_it(number: int) -> object:
-                    nonlocal running
-                    running = name
-                    return call(number)
-
-                return run_it
-
             # at full precision, as ratios are
             alike = [name for name, ready in prepared.items() if not is_lower(ready.row)] or list(prepared)
             best = min(alike, key=lambda name: prepared[name].call_s)
@@ -289,8 +290,8 @@ class _Run:
             protocol = dataclasses.replace(self.configuration.protocol, launch=group.launch)
             watch = Watch(protocol, self.listener, self.elapsed_s, end_s, self.configuration.is_default, best)
             add = functools.partial(self._add_timed, group, prepared, best, conditions)
-            calls = {name: tracked(name, ready.call) for name, ready in prepared.items()}
-            calls[AGAIN] = tracked(best, prepared[best].call)
+            calls = {name: watch.tracked(name, ready.call) for name, ready in prepared.items()}
+            calls[AGAIN] = watch.tracked(best, prepared[best].call)
             try:
                 with conditions.watch(), at_most(preparation.CANDIDATE_SECONDS) as watch.again:
                     timings = time_interleaved(calls, self.configuration.device, protocol, on_round=watch)
@@ -298,7 +299,7 @@ class _Run:
                 add(watch.timings(), "interrupted")
                 raise
             except Exception as error:
-                broken = prepared.pop(running)
+                broken = prepared.pop(watch.running)
                 if is_out_of_memory(error):
                     too_large.append(broken.candidate)
                 else:
@@ -345,8 +346,7 @@ class _Run:
     def _add_the_rest(self, planned: Planned, interrupted: bool) -> None:
         why_not: tuple[Status, str] = ("interrupted", "not started") if interrupted else ("skipped", "out of time")
         for group, candidates in planned.items():
-            for candidate in self.found.remaining(group, candidates):
-                self.found.add("row", make_row(group, candidate, *why_not))
+            self.found.refuse(group, self.found.remaining(group, candidates), *why_not)
 
 
 def _finished(configuration: Configuration, machine: dict[str, Any], found: _Findings) -> Record:

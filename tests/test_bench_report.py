@@ -82,13 +82,12 @@ def table_of(page: Page, title: str) -> list[list[str]]:
 
 def test_every_measured_row_and_its_figures_are_in_the_table(record):
     page = Page(rendering.render({"run": record}))
-    head, *lines = table_of(page, "images/s")
-    measured = [row for row in record["rows"] if row["status"] == "measured"]
-    assert len(lines) == len(measured)
-    for row in measured:
-        (line,) = [x for x in lines if x[0] == report.label(row) and x[1] == str(row["batch"])]
-        for column in report.filled_columns(record):
-            assert line[head.index(column.title)] == column.cell(row)
+    for (title, *_), (head, *lines) in zip(report.tables(record), page.tables, strict=False):
+        rows = {report.label(row): row for row in report.groups(record)[title] if row["status"] == "measured"}
+        assert [line[0] for line in lines] == list(rows) != []
+        for name, *cells in lines:
+            assert cells == [column.cell(rows[name]) for column in report.filled_columns(record)]
+        assert head == ["candidate", *(column.title for column in report.filled_columns(record))]
 
 
 def test_the_environment_contains_machine_and_configuration(record):

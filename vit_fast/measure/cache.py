@@ -35,13 +35,7 @@ PACKAGES = ("torch", "triton", "onnxruntime", "onnxruntime-gpu", "openvino", "ti
 
 @dataclass(frozen=True)
 class CachedResult:
-    """A cached result.
-
-    Attributes:
-        key: Machine, model, shapes and request, as plain data; see key_of.
-        candidate: The fastest candidate.
-        figures: Its measurements, as plain data.
-    """
+    """The fastest candidate and its measurements, for a machine, model, shapes and request; see key_of."""
 
     key: dict[str, Any]
     candidate: Candidate

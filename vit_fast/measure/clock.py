@@ -83,14 +83,10 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Timing:
-    """The durations of one call, in milliseconds.
+    """The durations of one call in milliseconds: median, percentiles, and all calls in the order of their rounds.
 
-    Attributes:
-        ms: Median; ms_p20 and ms_p80 are percentiles.
-        repeats: Timed calls.
-        host_ms: Median of the host's time to queue a call; None on a CPU.
-        host_bound: True if launches were to be hidden but could not be: ms then includes host time.
-        samples_ms: All calls in the order of their rounds.
+    `host_ms` is the median of the host's time to queue a call, None on a CPU. `host_bound`: launches were to be hidden
+    but could not be, so ms includes host time.
     """
 
     ms: float
@@ -157,7 +153,6 @@ def time_interleaved(
         device: The device that computes.
         protocol: None means Protocol().
         on_round: Called after every round with its number and the samples so far; returns the names to continue with.
-            None continues until the protocol is satisfied.
     Returns:
         A Timing for each call that was timed at least once. Exceptions of a call are not caught.
     """

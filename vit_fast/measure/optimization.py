@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -28,7 +29,7 @@ from .cache import CachedResult
 from .candidate import ORIGINAL, PRECISIONS, Candidate, Precision, candidates, candidates_of_file
 from .clock import percentile
 from .compare import format_number
-from .limits import describe_error, remembered
+from .limits import describe_error, patient_interrupt
 from .optimized import Optimized, first_batch, only_images
 from .runtimes import OnnxFile
 from .search import SHARE, Found, Objective, Refused, Trial, paired, search
@@ -184,7 +185,7 @@ def optimize(
         "min_agreement": min_agreement if allowed else None,
         "memory_limit": memory_limit,
     }
-    with remembered() as interruption:
+    with patient_interrupt(signal.SIGINT) as interruption:
         key = cache.key_of(model, example, request)
         if progress is not None:
             progress("the reference in fp64", time.perf_counter() - start)

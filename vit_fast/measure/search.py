@@ -60,15 +60,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search.
+    """The result of a search: the fastest candidate, and all of them, the original first.
 
-    Attributes:
-        chosen: The fastest candidate.
-        trials: All candidates, the original first.
-        resolution: The smallest difference that can be measured; None if there was no time for it.
-        interrupted: True after Ctrl-C.
-        tried: The number of candidates that were tried.
-        finished: True if the budget was large enough for all candidates and rounds.
+    `resolution` is the smallest difference that can be measured, None if there was no time for it. `tried` is the
+    number of candidates that were tried. `finished`: the budget was large enough for all candidates and rounds.
     """
 
     chosen: Any
