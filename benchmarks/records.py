@@ -218,7 +218,12 @@ _CONTROL = {"img_size": "a list", "resolution": "a number >= 0", "between_runs":
 _CONFIGURATION = {
     "images": ["a text"], "dtypes": ["a text"], "batch_sizes": "a list", "img_size": "a list or null or missing",
 }  # fmt: skip
-_RECORD = {"vit_fast": "a text", "busy": ["a text"], "configuration": _CONFIGURATION, "machine": _MACHINE}
+_RECORD: dict[str, Any] = {
+    "vit_fast": "a text",
+    "busy": ["a text"],
+    "configuration": _CONFIGURATION,
+    "machine": _MACHINE,
+}
 _RECORD |= {"controls": [_ABOUT | _CONTROL], "rows": [_ROW]}
 
 

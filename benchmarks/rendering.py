@@ -114,15 +114,16 @@ def draw(record: Record) -> bytes:
     """Draws a PNG of the measured rows, fastest on top, with whiskers from the 20th to the 80th percentile."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     panels = {title: measured(rows)[::-1] for title, rows in groups(record).items() if measured(rows)}
     panels = panels or {"nothing was measured": []}
     lines = [heading(record), ceilings_line(record), *(line[:170] for line in not_measured(record)[:4])]
     foot = "\n".join(part for line in lines for part in textwrap.wrap(line, 150))
     inches = 0.8 + sum(0.6 + 0.32 * len(rows) for rows in panels.values()) + 0.13 * foot.count("\n")
-    figure = Figure(figsize=(10.0, inches), dpi=150, facecolor="white", layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(10.0, inches), dpi=150, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     title = "ViT throughput, images per second (green: vit-fast; lines: p20 to p80)"
     figure.suptitle(title, x=0.02, ha="left", size=12, weight="bold", color=INK)
     figure.supxlabel(foot, x=0.02, ha="left", size=7, color=FAINT, parse_math=False)

@@ -13,7 +13,6 @@ from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.configuration import Configuration, make_configuration
 from vit_fast.benchmarks.models import Task
 from vit_fast.benchmarks.rows import SPEED_FIELDS
-from vit_fast.benchmarks.runner import Listener
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
 
@@ -46,7 +45,7 @@ def breaking(error: Callable[[], None], after: int = 9, above: int = 0) -> Calla
     return make
 
 
-class Notes(Listener):
+class Notes:
     """A listener that keeps what it is told."""
 
     def __init__(self) -> None:

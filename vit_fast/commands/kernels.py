@@ -75,12 +75,19 @@ def kernels(
     if tune:
         from ..kernels.inspect.attention_tuning import tune as search
 
-        with _one_line(" --tune"):
+        try:
             search(report=typer.echo)
+        except RuntimeError as error:
+            typer.echo(f"vit-fast kernels --tune: {error}", err=True)
+            raise typer.Exit(2) from error
         return
-    archs = arch.split(",") if arch else None
-    with _one_line(""):
-        report = collect(archs, core=False, update_baseline=update_baseline, progress=not as_json)
+    try:
+        report = collect(
+            arch.split(",") if arch else None, core=False, update_baseline=update_baseline, progress=not as_json
+        )
+    except (RuntimeError, ValueError, ImportError) as error:
+        typer.echo(f"vit-fast kernels: {error}", err=True)
+        raise typer.Exit(2) from error
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -103,16 +110,6 @@ def _warm_up(name: str, sizes: list[int]) -> None:
 
 
 @contextmanager
-def _one_line(mode: str) -> Iterator[None]:
-    """Prints an error in one line, and exits with status 2."""
-    try:
-        yield
-    except (RuntimeError, ValueError, ImportError) as error:
-        typer.echo(f"vit-fast kernels{mode}: {error}", err=True)
-        raise typer.Exit(2) from error
-
-
-@contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Shows a progress bar on stderr; yields a function of the finished and the total number."""
     from rich.console import Console
@@ -127,8 +124,11 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 def _print_host_time(arch: str, *, as_json: bool) -> None:
     from .host_time import measure, render
 
-    with _one_line(" --host"):
+    try:
         report = measure(arch)
+    except RuntimeError as error:
+        typer.echo(f"vit-fast kernels --host: {error}", err=True)
+        raise typer.Exit(2) from error
     typer.echo(json.dumps(report, indent=2) if as_json else render(report))
     if report["violations"]:
         raise typer.Exit(1)
@@ -137,8 +137,11 @@ def _print_host_time(arch: str, *, as_json: bool) -> None:
 def _print_device_time(name: str, batch: int, arch: str, *, as_json: bool) -> None:
     from .device_time import model_layer, render
 
-    with _one_line(" --model"):
+    try:
         report = model_layer(name, batch, arch)
+    except (RuntimeError, ValueError, ImportError) as error:
+        typer.echo(f"vit-fast kernels --model: {error}", err=True)
+        raise typer.Exit(2) from error
     typer.echo(json.dumps(report, indent=2) if as_json else render(report))
 
 

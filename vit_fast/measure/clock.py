@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from .device_clock import DeviceClock, open_queue
@@ -111,11 +112,7 @@ class Timing:
 
 def percentile(samples: Sequence[float], share: float) -> float:
     """Returns a quantile of the samples, with linear interpolation."""
-    ordered = sorted(samples)
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+    return float(np.quantile(samples, share))
 
 
 class Samples(list[float]):
