@@ -16,7 +16,8 @@ from rich.console import Console
 
 from vit_fast.benchmarks import records, rendering, report, runner
 from vit_fast.cli import main
-from vit_fast.commands.bench import patient_interrupt, rich_tables, screen_columns
+from vit_fast.commands.words import table
+from vit_fast.measure.limits import patient_interrupt
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
@@ -60,7 +61,7 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(finished: tuple[P
     assert sorted(path.name for path in folder.iterdir()) == ["plot.png", "record.json", "report.html", "table.md"]
     assert [path.name for path in folder.parent.iterdir()] == ["run"]
     assert str(folder) in printed.replace("\n", "")
-    for title in ("candidate", "precision", "images/s", "ms", "x best peer", "max error", "agreement"):
+    for title in ("candidate", "images/s", "ms", "x best peer", "max error", "agreement"):
         assert title in printed
     assert "[p20, p80]" not in printed and "[p20, p80]" in (folder / "table.md").read_text()
     assert record["configuration"]["images"] == ["0.png", "1.png"]
@@ -134,14 +135,14 @@ def test_candidates_are_listed_with_what_is_missing(capsys) -> None:
 
 
 def test_the_second_ctrl_c_does_not_lose_what_the_first_kept() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with patient_interrupt():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    with patient_interrupt(signal.SIGINT):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -239,19 +240,9 @@ def exact(record: dict, resolution: float = 0.02, factors: dict[str, float] | No
     return made
 
 
-def before_renaming(record: dict) -> dict:
-    """The record as vit-fast-bench/2 wrote it."""
-    old = {**copy.deepcopy(record), "format": "vit-fast-bench/2"}
-    old["plan"], old["left_out"] = old.pop("configuration"), old.pop("skipped")
-    old["plan"]["subjects"] = old["plan"].pop("candidates")
-    for row in [*old["rows"], *old["controls"]]:
-        row["subject"] = row.pop("candidate")
-    return old
-
-
 def compared(tmp_path: Path, first: dict, second: dict, capsys) -> dict:
     paths = [tmp_path / name for name in ("a.json", "b.json")]
-    for path, content in zip(paths, (before_renaming(first), second), strict=True):
+    for path, content in zip(paths, (first, second), strict=True):
         path.write_bytes(records.to_json(content))
     assert vit_fast("compare", *map(str, paths)) == 0
     printed = capsys.readouterr().out
@@ -366,14 +357,15 @@ def test_tables_in_the_documents_are_those_of_the_committed_records() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 126, 200])
 def test_a_table_shows_whole_words_in_any_terminal(width: int, record: dict) -> None:
-    """Columns that do not fit are omitted and named; nothing is cut or broken."""
+    """Columns that do not fit are omitted; nothing is cut or broken."""
     shown = exact(record)
     shown["rows"][0]["candidate"] = "onnxruntime-nobinding"
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    (table,) = rich_tables(shown, width)
-    console.print(table)
-    text, kept = console.file.getvalue(), [column.title for column in screen_columns(shown, width)]
+    kept = report.columns_in(shown, width)
+    ((caption, titles, rows),) = report.tables(shown, kept)
+    console.print(table(caption, titles, rows))
+    text = console.file.getvalue()
     assert "…" not in text and max(map(len, text.splitlines())) <= width
-    assert text.splitlines()[2].split() == " ".join(["candidate", *kept]).split()
-    assert kept[:2] == ["precision", "images/s"] and "x best peer" in kept
+    assert text.splitlines()[2].split() == " ".join(titles).split()
+    assert titles[:2] == ["candidate", "images/s"] and "x best peer" in titles
     assert len(kept) <= report.MOST_ON_SCREEN

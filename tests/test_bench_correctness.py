@@ -16,8 +16,8 @@ from vit_fast.apps.data import sample_image
 from vit_fast.benchmarks.builders import make
 from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.correctness import Expected, expect, judge_outputs
-from vit_fast.benchmarks.inputs import image_views, random_weights, rotating_batches, rounded
 from vit_fast.benchmarks.models import Task, describe_ours, resolve
+from vit_fast.benchmarks.preparation import image_views, random_weights, rotating_batches, rounded
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.candidate import Candidate
 from vit_fast.variants import get_variant

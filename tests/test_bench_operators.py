@@ -13,8 +13,8 @@ from vit_fast.benchmarks.builders import make
 from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.correctness import expect, judge_outputs, stepper
-from vit_fast.benchmarks.inputs import weights_of
 from vit_fast.benchmarks.models import Task, resolve
+from vit_fast.benchmarks.preparation import weights_of
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.work import Work
 

@@ -21,7 +21,6 @@ import pytest
 from PIL import Image
 
 from vit_fast.benchmarks import records, rendering, report
-from vit_fast.benchmarks.candidates import CANDIDATES, COMPILE_MODES
 from vit_fast.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,13 +83,12 @@ def table_of(page: Page, title: str) -> list[list[str]]:
 def test_rows_machine_and_configuration_are_in_tables_and_nothing_is_loaded(record):
     text = rendering.render({"run": record})
     page = Page(text)
-    head, *lines = table_of(page, "images/s")
-    measured = [row for row in record["rows"] if row["status"] == "measured"]
-    assert len(lines) == len(measured)
-    for row in measured:
-        (line,) = [x for x in lines if x[0] == report.label(row) and x[1] == str(row["batch"])]
-        for column in report.filled_columns(record):
-            assert line[head.index(column.title)] == column.cell(row)
+    for (title, *_), (head, *lines) in zip(report.tables(record), page.tables, strict=False):
+        rows = {report.label(row): row for row in report.groups(record)[title] if row["status"] == "measured"}
+        assert [line[0] for line in lines] == list(rows) != []
+        for name, *cells in lines:
+            assert cells == [column.cell(rows[name]) for column in report.filled_columns(record)]
+        assert head == ["candidate", *(column.title for column in report.filled_columns(record))]
     (environment,) = (table for table in page.tables if ["machine.device"] in [line[:1] for line in table])
     found = dict(environment[1:])
     assert found["machine.device"] == record["machine"]["device"]
@@ -112,19 +110,10 @@ def test_names_of_strangers_stay_text(record):
     assert any(hostile in text for text in page.texts["li"])
 
 
-def test_every_candidate_has_its_own_colour_in_the_plot(record):
-    names = [
-        candidate.compiled_in(mode).name
-        for candidate in CANDIDATES.values()
-        for mode in COMPILE_MODES[: 1 + 4 * candidate.compilable]
-    ]
-    colours = [rendering.colour_of(name) for name in names]
-    assert len(set(colours)) == len(names) > 60 and all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)
-    (red, green, blue), pixels = (
-        bytes.fromhex(rendering.colour_of("timm")[1:]),
-        Image.open(io.BytesIO(rendering.draw(record))),
-    )
-    assert (red, green, blue) in {colour for _, colour in pixels.convert("RGB").getcolors(2**24)}
+def test_the_plot_colours_ours_and_the_peers(record):
+    pixels = Image.open(io.BytesIO(rendering.draw(record))).convert("RGB").getcolors(2**24)
+    wanted = {tuple(bytes.fromhex(colour[1:])) for colour in (rendering.OURS, rendering.PEER)}
+    assert wanted <= {colour for _, colour in pixels}
 
 
 def told(record: records.Record, **changes: object) -> str:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import vit_fast
-from vit_fast.commands.models import model_rows
+from vit_fast.commands.info import model_rows
 from vit_fast.config import DataConfig, RopeConfig, ViTConfig
 from vit_fast.variants import get_variant
 from vit_fast.work import total, work
