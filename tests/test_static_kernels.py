@@ -167,7 +167,9 @@ def test_unknown_architecture() -> None:
 
 def test_no_build_of_the_baseline_spills_or_waits_for_every_wgmma() -> None:
     """The committed baseline contains the recorded builds and no others."""
-    builds = baseline.read_baseline()["builds"]
+    recorded = baseline.read_baseline()["builds"]
+    builds = {key: counts for key, counts in recorded.items() if key.startswith(offline.ARCHS)}  # of this triton
+    assert {key.partition("/")[0] for key in recorded} <= {*offline.ARCHS, "sm_103"}
     both = ((arch, build) for arch in offline.ARCHS for build in offline.builds(arch))
     assert builds.keys() == {build.key(arch) for arch, build in both if baseline.is_recorded(build, arch)}
     assert not {key: counts["spills"] for key, counts in builds.items() if counts["spills"]}
