@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -131,11 +132,42 @@ def without_fused_attention(change: Change) -> Change:
     return apply
 
 
+class DoubledLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Shard(nn.Parameter):
+    pass
+
+
+def change_class(block: Any) -> None:
+    block.mlp.fc1.__class__ = DoubledLinear
+
+
+def hook_in_a_new_dictionary(block: Any) -> None:
+    block.mlp.fc2._forward_hooks = OrderedDict()
+    block.mlp.fc2.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def make_a_buffer(block: Any) -> None:
+    weight = block.norm2.weight.detach()
+    del block.norm2.weight
+    block.norm2.register_buffer("weight", 2 * weight)
+
+
 # After these, fuse can still fuse all (True), or not (False).
 FOLLOWED: dict[str, tuple[Change, bool]] = {
     "activation": (lambda block: setattr(block.mlp, "act", nn.ReLU()), True),
     "another GELU": (lambda block: setattr(block.mlp, "act", nn.GELU(approximate="tanh")), True),
     "LoRA on qkv": (lambda block: setattr(block.attn, "qkv", LoraLinear(block.attn.qkv)), True),
+    "other heads": (lambda block: [setattr(block.attn, *each) for each in (("num_heads", 1), ("head_dim", 64))], True),
+    "a buffer": (make_a_buffer, True),
+    "weight of a class": (
+        lambda block: block.attn.proj._parameters.update(weight=Shard(2 * block.attn.proj.weight.detach())), True,
+    ),
+    "class": (change_class, False),
+    "hook in a new dictionary": (hook_in_a_new_dictionary, False),
     "a container": (lambda block: setattr(block, "mlp", Doubled(block.mlp)), False),
     "hook on attention dropout": (
         without_fused_attention(lambda attn: attn.attn_drop.register_forward_hook(lambda m, args, out: out * 2)), False,

@@ -26,7 +26,6 @@ from torch import nn
 
 import vit_fast
 from vit_fast.blocks import plain
-from vit_fast.fusion.freezing import frozen_of
 from vit_fast.libraries import timm_blocks, torchvision
 from vit_fast.libraries.transformers_packed import LIKE_QWEN
 
@@ -169,16 +168,6 @@ def test_backward_hooks_fire_as_often_as_before_fuse(name: str) -> None:
     assert counts[1] == counts[0] and counts[0]
 
 
-def test_a_hook_from_before_fuse_is_called() -> None:
-    model, images = SUBJECTS["timm-vit"].build().eval(), torch.randn(1, 3, IMAGE, IMAGE)
-    seen: list[Any] = []
-    hook_the_output(model, "blocks.1.attn.k_norm", seen)
-    expected = model(images)
-    vit_fast.fuse(model, "sdpa").require_all()
-    torch.testing.assert_close(model(images), expected)
-    assert len(seen) == 2
-
-
 def test_modules_that_no_reader_knows_or_that_are_in_two_places_are_watched() -> None:
     """A family whose reader forgets a module: the kernels do not run past a hook on it all the same."""
     (block,) = of_depth(1)["timm"].build().eval().blocks
@@ -201,23 +190,6 @@ def test_modules_that_no_reader_knows_or_that_are_in_two_places_are_watched() ->
 
 
 # --- with freeze, and in a Sequential -----------------------------------------------------------------------
-
-
-def test_a_hook_taken_away_leaves_a_model_frozen() -> None:
-    model = of_depth(2)["timm"].build().to(DEVICE).eval()
-    vit_fast.fuse(model, "triton").require_all()
-    vit_fast.freeze(model)
-    kept, (block, _) = frozen_of(model), model.blocks
-    for change in CHANGES:
-        for path in ("attn.q_norm", "mlp.drop1", "norm2"):
-            undo = change(block, path, [])
-            assert block.whole() is None or change is CHANGES[-1]
-            undo()
-            assert block.whole() is not None and frozen_of(model) == kept, f"{change.__name__} of {path}"
-    block.attn.qkv = copy.deepcopy(block.attn.qkv)
-    assert block.whole().frozen is None, "it is of other weights"
-    model.train()
-    assert not frozen_of(model)
 
 
 def test_weights_frozen_for_another_half_of_a_packed_gate_are_dropped() -> None:

@@ -38,13 +38,6 @@ def fused(library: str) -> tuple[Subject, nn.Module, dict[str, Tensor], Tensor]:
     return subject, model, inputs, expected
 
 
-@every_library
-def test_inference_mode(library: str) -> None:
-    subject, model, inputs, expected = fused(library)
-    with torch.inference_mode():
-        torch.testing.assert_close(subject.run(model, inputs), expected)
-
-
 @pytest.mark.fast_cases("torchvision")
 @every_library
 def test_compile_without_a_graph_break(library: str) -> None:

@@ -178,11 +178,3 @@ def test_no_matmul_takes_tiles_that_are_not_compiled_offline(gated: bool, monkey
     make_case(9, 64, 48, torch.bfloat16, gated=gated, inner_norm="layer_norm").run("triton")
     of_gate = {"gated", "gated_grad"} if gated else {"layer_norm", "activation_grad"}
     assert usable.keys() >= {*of_gate, "residual"} and all(usable.values()), usable
-
-
-def test_an_unknown_norm() -> None:
-    case = make_case(4, 8, 8, torch.float16)
-    with pytest.raises(ValueError, match="norm must be one of 'layer_norm', 'rms_norm', got 'rms'"):
-        fused_layer_norm_mlp(
-            case.x, None, *case.parameters, eps=1e-6, norm="rms", activation="gelu", layer_scale=None, residual=True
-        )

@@ -322,5 +322,8 @@ def test_what_is_tried_on_a_gpu(monkeypatch) -> None:
         assert lossless == sorted(lossless, key=lambda choice: choice.seconds), "where nothing may be lost, by time"
         lossy = candidate.candidates(device, candidate.PRECISIONS)
         assert lossless == [choice for choice in lossy if choice.precision is None], "and else in the same order"
+    assert candidate.candidates_of_file(torch.device("cuda"), ["int8"]) == [
+        Candidate("onnxruntime", graphs=True), Candidate("tensorrt")
+    ]  # fmt: skip
     monkeypatch.setattr(candidate, "triton_unavailable_reasons", lambda device: ("no compiler",))
     assert not any("triton" in choice.name for choice in candidate.candidates(torch.device("cuda"), []))

@@ -75,33 +75,6 @@ def test_every_launch_and_tensor_map_is_legal_in_full(arch: str, environment: di
         assert not any(row["descriptors"] for row in rows)
 
 
-_BLOCK_COUNTS = """
-import json
-from vit_fast.commands import host_time
-from vit_fast.kernels.inspect import stand_in_driver
-from vit_fast.kernels.inspect import stand_in_driver
-driver = stand_in_driver.install("sm_90")
-calls = host_time.our_calls(**host_time.NARROW)
-print(json.dumps({name: host_time.count(driver, call) for name, call in calls.items()}))
-"""
-
-
-@pytest.mark.slow
-def test_a_block_launches_no_more_than_it_needs(environment: dict[str, str]) -> None:
-    """Upper bounds: whoever launches less lowers them. Folding both LayerNorms into their linear layers is one."""
-    counts = json.loads(run_python(["-c", _BLOCK_COUNTS], environment))
-    launches = {name: count["launches"] for name, count in counts.items()}
-    first = 1 / host_time.DEPTH  # of that many blocks one computes its first statistics
-    assert launches["attention"] == 1
-    assert launches["LN + attention half"] <= 5
-    assert launches["LN + MLP"] <= 3
-    assert launches["block, inference, frozen"] == 5 + first
-    assert launches["block, inference"] == 6 + first
-    assert launches["block, inference"] <= launches["block, training forward"] <= 6 + first
-    assert launches["block, training forward"] < launches["block, forward + backward"] <= 17 + first
-    assert counts["block, inference"]["descriptors"] <= 22
-
-
 @pytest.mark.slow
 def test_a_frozen_block_runs_few_functions(environment: dict[str, str]) -> None:
     """Upper bounds, as above: files and functions of this repository in a call whose launch plan is recorded."""

@@ -81,29 +81,6 @@ def test_the_operator_caches_nothing_of_its_weights(mlp: Mlp) -> None:
         assert not torch.allclose(mlp(x), before, atol=1e-3), change
 
 
-def test_dtypes_do_not_mix(mlp: Mlp) -> None:
-    """fp32 parameters serve fp32 and, under autocast, bf16: each folded in its own dtype."""
-    x = torch.randn(6, C, device=DEVICE)
-    for _ in range(2):
-        assert _agrees(mlp, x)
-        with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
-            y = mlp(x)
-        assert y.dtype == torch.float32, "the residual stream stays what it was"
-        assert not torch.allclose(y, mlp(x), atol=1e-6), "the matmuls did not run in bf16"
-        assert torch.allclose(y, mlp(x, "eager"), atol=0.05)
-
-
-def test_tied_weights_with_different_norms(mlp: Mlp) -> None:
-    """Two layers may share fc1's weight and differ in what is folded into it."""
-    other, x = Mlp(), torch.randn(4, C, device=DEVICE)
-    other.fc1.weight = mlp.fc1.weight
-    with torch.no_grad():
-        other.norm.weight.mul_(2)
-    for _ in range(2):
-        assert _agrees(mlp, x)
-        assert _agrees(other, x)
-
-
 @pytest.mark.fast_cases("aot_eager")
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_compiled_inference_follows_changes(mlp: Mlp, compiler: str) -> None:
