@@ -26,7 +26,6 @@ from torch import nn
 
 import vit_fast
 from vit_fast.blocks import plain
-from vit_fast.libraries import timm_blocks, torchvision
 from vit_fast.libraries.transformers_packed import LIKE_QWEN
 
 OFTEN = (
@@ -49,18 +48,6 @@ def slow_path() -> Iterator[None]:
 @pytest.mark.parametrize("name", [*OFTEN, *PACKED])
 def test_what_is_done_to_a_module_of_a_fused_block_counts(name: str) -> None:
     assert sum(assert_changes_count(block, call) for block, call in blocks_of(ALL[name]))
-
-
-@pytest.mark.slow
-def test_what_is_done_to_a_module_of_any_fused_class_counts() -> None:
-    seen: set[type] = set()
-    for name in ALL.keys() - {"transformers-beit"}:
-        for block, call in blocks_of(ALL[name]):
-            assert_changes_count(block, call)
-            seen.add(type(block))
-    known = [*timm_blocks.FORMS.mixins, *torchvision.FORMS.mixins]
-    missing = set(known) - {f"{cls.__module__}.{cls.__qualname__}" for cls in seen}
-    assert not missing - {"timm.models.naflexvit.NaFlexVit"}, "which is the model, not inside one"
 
 
 ALONE = ("eomt", "eomt_dinov3", "unlimited_ocr")

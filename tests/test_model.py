@@ -96,16 +96,6 @@ def test_attention_maps():
         model.attention_maps(images())
 
 
-def test_attention_map_is_the_one_that_the_block_uses():
-    """Mixing v by the map and projecting gives the block's attention branch."""
-    model = make()
-    block, z = model.blocks[0], model.embed(images())
-    weights = model.attention_maps(images(), blocks=[0])[0]
-    v = block.attn.qkv(block.norm1(z)).unflatten(-1, (3, 2, 32))[:, :, 2].transpose(1, 2)
-    mixed = block.attn.proj((weights @ v).transpose(1, 2).flatten(2))
-    assert torch.allclose(mixed, block.attn(block.norm1(z)), atol=1e-5)
-
-
 def test_drop_path_drops_whole_images_and_keeps_the_mean():
     layer = DropPath(0.25).train()
     out = layer(torch.ones(4000, 3, 2))

@@ -91,23 +91,12 @@ def test_core_builds(arch: str) -> None:
     assert {row["arch"] for row in rows} == {arch}
     assert not [f"{row['kernel']} {row['case']}: {row['problems']}" for row in rows if row["problems"]]
 
-    # F2F rounds one number, at a quarter of the rate of the instruction that rounds two
-    rounding = ("residual, statistics", "keeping z", "gelu")
-    read_again = [row for row in rows if row["case"].startswith("half") and row["case"].endswith(rounding)]
-    read_again_there = {"matmul_residual", "matmul_layer_norm", "matmul_activation_grad"} if arch == "sm_90" else set()
-    assert {row["kernel"] for row in read_again} >= read_again_there
-    assert not [(row["kernel"], row["case"]) for row in read_again if row["single_conversions"]]
-
     eight_bit = [row for row in rows if row["case"].startswith("fp8")]
     for row in eight_bit:
         assert row["case"].startswith("fp8 128x256x128 TMA")
         assert row["e4m3"] and row["tma_loads"] and row["tma_stores"]
     if arch == "sm_90":
         assert {row["kernel"] for row in eight_bit} == {"matmul_layer_norm", "matmul_residual"}
-        # two descriptors before the loop and one in it, of A and of B; x and the residual come by pointers
-        kernels = ("matmul_activation_grad", "matmul_gated_grad", "matmul_layer_norm_grad")
-        loads = {row["kernel"]: row["tma_loads"] for row in rows if row["kernel"] in kernels}
-        assert loads == dict.fromkeys(kernels, 6)
 
 
 @pytest.mark.parametrize(
@@ -174,12 +163,6 @@ def test_no_build_of_the_baseline_spills_or_waits_for_every_wgmma() -> None:
     # two instructions may wait once each without being serialised; `problems` compares with PTX
     waits = [counts for counts in builds.values() if counts["hgmma"] > 2]
     assert not [counts for counts in waits if not 0 < counts["wgmma_waits"] < counts["hgmma"]]
-
-
-def test_spills_are_kept_in_the_baseline(tmp_path: Path) -> None:
-    path = tmp_path / "baseline.json"
-    baseline.write_baseline({"a": replace(STATS, spill_loads=2, spill_stores=1)}, path)
-    assert baseline.read_baseline(path)["builds"]["a"]["spills"] == 3
 
 
 # What left to itself, or with the tiles of its neighbours, moved registers to memory and back.

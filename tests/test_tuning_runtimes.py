@@ -170,21 +170,6 @@ def test_outputs_are_of_the_models_own_class(images) -> None:
         build(AS_FILE, base, images, base(images), ())
 
 
-@pytest.mark.slow
-def test_a_mapping_is_optimized_and_kept(images, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "vit_fast.measure.optimization.candidates", lambda *_: [Candidate(attention="sdpa", mlp="sdpa")]
-    )
-    model = Named(1).made
-    example = {"pixel_values": images, "output_hidden_states": True}
-    found = vit_fast.optimize(model, example, budget_s=2)
-    assert all(row.checked is not None for row in found.table if row.candidate.engine == "torch" and row.ms)
-    output = found.model(**example)
-    assert len(output.hidden_states) == 2
-    torch.testing.assert_close(output.logits, model(**example).logits, atol=1e-4, rtol=1e-4)
-    assert vit_fast.optimize(model, example, budget_s=2).from_cache
-
-
 def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package of that name whose sessions are ONNX Runtime's; what it is asked for is seen."""
     asked: dict[str, Any] = {}
