@@ -213,6 +213,7 @@ def test_an_activation_of_torchs_layer_changed_after_fuse_is_followed(backend: s
     torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ("sdpa", "triton"))
 @pytest.mark.parametrize("name", ("timm-vit", "timm-eva02", "transformers-vit", "transformers-siglip2"))
 def test_a_scale_of_attention_changed_after_fuse_is_followed(name: str, backend: str) -> None:
@@ -284,24 +285,17 @@ def quantize_by_hand(model: nn.Module) -> None:
             linear.weight = nn.Parameter(Int8Weight(values, scales), requires_grad=False)
 
 
-def quantize_by_torchao(model: nn.Module) -> None:
-    quantization = pytest.importorskip("torchao.quantization")
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("quantize", [quantize_by_hand, quantize_by_torchao])
 @pytest.mark.parametrize("library", [*LIBRARIES, "torch"])
-def test_weights_of_another_class_are_left_to_their_own_linear(library: str, quantize: Change) -> None:
+def test_weights_of_another_class_are_left_to_their_own_linear(library: str) -> None:
     subject = SUBJECTS[LIBRARIES.get(library, "torch-encoder")]
     model = subject.build().to(DEVICE).eval()
     inputs = {name: tensor[:1].to(DEVICE) for name, tensor in subject.inputs().items()}
     twin = copy.deepcopy(model)
-    quantize(twin)
+    quantize_by_hand(twin)
     with torch.inference_mode():
         expected = subject.run(twin, inputs)
         vit_fast.fuse(model, "triton").require_all()
-        quantize(model)
+        quantize_by_hand(model)
         torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-4, atol=1e-4)
         report = vit_fast.fuse(model, "triton")
         left = [reason for module in report.skipped if module.part == "norm + MLP" for reason in module.reasons]

@@ -35,6 +35,7 @@ def _close(value: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(value, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.fast_cases("timm-vit", "timm-eva02", "timm-gated", "torchvision-vit")
 @pytest.mark.parametrize("name", TRACEABLE)
 def test_symbolic_trace(name: str) -> None:
     model, inputs, expected = _fused(name)

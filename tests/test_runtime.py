@@ -172,13 +172,6 @@ class _Packs(nn.Module):
 
 
 @pytest.mark.gpu
-def test_a_model_that_packs_its_images_is_not_captured() -> None:
-    packs = torch.nn.Flatten(0, 1).cuda()
-    with pytest.raises(vit_fast.UnsupportedInputError, match="first axis is the batch"):
-        vit_fast.GraphRunner(packs, torch.zeros(4, 3, 8, 8, device="cuda"), batch_sizes=(4,))
-
-
-@pytest.mark.gpu
 def test_threads_and_streams_take_turns() -> None:
     model = SUBJECTS["timm-vit"].build().eval().cuda()
     vit_fast.fuse(model)
