@@ -7,7 +7,16 @@ import functools
 
 import pytest
 import torch
-from fused_models import IMAGE, SUBJECTS, Subject, images, plain_vit, timm_subject, transformers_subject
+from fused_models import (
+    SUBJECTS,
+    Subject,
+    images,
+    plain_vit,
+    timm_subject,
+    torch_encoder,
+    torchvision_vit,
+    transformers_subject,
+)  # fmt: skip
 from kernel_support import DEVICE
 from torch import nn
 
@@ -16,17 +25,6 @@ from vit_fast.blocks.fused import FusedModule
 from vit_fast.ops import attention_op, checks
 
 P = 0.25
-
-
-def torchvision_vit() -> nn.Module:
-    models = pytest.importorskip("torchvision").models
-    sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 64, "mlp_dim": 128, "num_classes": 5}
-    return models.VisionTransformer(IMAGE, 16, dropout=P, attention_dropout=P, **sizes)
-
-
-def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(64, 2, 128, norm_first=True, dropout=P, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 tokens, logits = SUBJECTS["torch-encoder"].inputs, SUBJECTS["torch-encoder"].output
@@ -38,8 +36,8 @@ DROPPING: dict[str, Subject] = {
     "transformers, pooling": transformers_subject(
         "SiglipVisionModel", "SiglipVisionConfig", "pooler_output", attention_dropout=P
     ),
-    "torchvision": Subject(torchvision_vit, images("x"), logits),
-    "torch": Subject(encoder, tokens, logits),
+    "torchvision": Subject(functools.partial(torchvision_vit, dropout=P, attention_dropout=P), images("x"), logits),
+    "torch": Subject(functools.partial(torch_encoder, P), tokens, logits),
     "ours": Subject(functools.partial(plain_vit, proj_drop_rate=P, attn_drop_rate=P), images("images"), logits),
 }
 

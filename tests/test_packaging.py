@@ -23,13 +23,19 @@ def run_python(code: str, cwd: Path = ROOT, **environment: str) -> str:
     return done.stdout
 
 
-def test_import_works_without_any_optional_package():
+def test_import_needs_and_loads_no_optional_package():
+    """Nor do the files of the libraries need theirs."""
+    libraries = [f"vit_fast.libraries.{path.stem}" for path in (ROOT / "vit_fast" / "libraries").glob("[a-z]*.py")]
+    assert len(libraries) >= 8
     run_python(
         f"""
-import sys
+import importlib, sys, torch
+before = set(sys.modules)
+import vit_fast
+loaded = {{name.split(".")[0] for name in set(sys.modules) - before}}
+assert not loaded & set({OPTIONAL}), loaded
 for name in {OPTIONAL}:
     sys.modules[name] = None  # import of it now raises ImportError
-import torch, vit_fast
 model = vit_fast.create_model("vit_test")
 assert model(torch.randn(1, 3, 32, 32)).shape == (1, 10)
 try:
@@ -38,20 +44,10 @@ except vit_fast.UnsupportedInputError as error:
     assert "triton" in str(error)
 else:
     raise SystemExit("backend='triton' ran without triton")
+for name in {libraries}:
+    importlib.import_module(name)
 """
     )
-
-
-def test_import_loads_nothing_heavy():
-    out = run_python(
-        f"""
-import sys, torch
-before = set(sys.modules)
-import vit_fast
-print(sorted({{name.split(".")[0] for name in set(sys.modules) - before}} & set({OPTIONAL})))
-"""
-    )
-    assert out.strip() == "[]"
 
 
 def test_every_public_name_is_there():
