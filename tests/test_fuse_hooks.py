@@ -146,11 +146,11 @@ def test_backward_hooks_fire_as_often_as_before_fuse(name: str) -> None:
         inputs = subject.inputs()
         paths = [path for path, _ in model.named_modules() if path]
         for path in paths:
-            handle = model.get_submodule(path).register_full_backward_hook(
-                lambda module, grads, outputs, path=path, calls=calls: calls.append((path, len(outputs)))
-            )
-            subject.run(model, inputs).square().sum().backward()
-            handle.remove()
+            module = model.get_submodule(path)
+            for register in (module.register_full_backward_hook, module.register_full_backward_pre_hook):
+                handle = register(lambda *args, path=path, calls=calls: calls.append((path, len(args))))
+                subject.run(model, inputs).square().sum().backward()
+                handle.remove()
         counts.append(calls)
     assert counts[1] == counts[0] and counts[0]
 
