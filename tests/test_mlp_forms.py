@@ -1,4 +1,4 @@
-"""The MLP behind an RMSNorm, gated, and with a norm of its hidden layer: forward and gradients against fp64."""
+"""The MLP behind each norm, gated, and with a norm of its hidden layer: forward and gradients against fp64."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from vit_fast.ops.reference import ACTIVATIONS
 
 GATED: dict[str, Any] = {"gated": True, "activation": "silu"}
 FORMS: dict[str, dict[str, Any]] = {
+    "LayerNorm": {},
     "RMSNorm": {"norm": "rms_norm"},
     "gated": GATED,
     "RMSNorm, gated": GATED | {"norm": "rms_norm"},
@@ -36,10 +37,12 @@ any_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.mark.pairwise
 @any_dtype
+@pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("residual", [True, False])
 @any_form
-def test_forms(form: str, residual: bool, dtype: torch.dtype) -> None:
-    check_case(make_case(37, 72, 96, dtype, residual=residual, **FORMS[form]))
+def test_forms(form: str, residual: bool, scaled: bool, dtype: torch.dtype) -> None:
+    case = make_case(37, 72, 96, dtype, residual=residual, **FORMS[form])
+    check_case(case if scaled else replace(case, layer_scale=None))
 
 
 @pytest.mark.each_value

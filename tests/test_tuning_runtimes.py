@@ -139,23 +139,12 @@ def test_the_command_takes_files(files: Path, name: str, capsys: pytest.CaptureF
     assert opened.example.dtype == {"plain": torch.float32, "pixels": torch.uint8, "half": torch.float16}[name]
 
 
-class Named(nn.Module):
-    """Has the interface of transformers' models: pixel_values, options, and an output class."""
-
-    def __init__(self, fields: int) -> None:
-        super().__init__()
-        transformers = pytest.importorskip("transformers")
-        config = transformers.ViTConfig(
-            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=32,
-            patch_size=16, num_labels=5,
-        )  # fmt: skip
-        kind = transformers.ViTForImageClassification if fields == 1 else transformers.ViTModel
-        self.made = kind(config).eval()
-
-
 @pytest.mark.slow
 def test_outputs_are_of_the_models_own_class(images) -> None:
-    model = Named(1).made
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ViTConfig(image_size=32, patch_size=16, num_labels=5, **sizes)
+    model = transformers.ViTForImageClassification(config).eval()
     expected = model(pixel_values=images)
     optimized = build(AS_FILE, model, {"pixel_values": images}, expected, ())
     for output in (optimized(pixel_values=images), optimized(images), optimized(images, output_attentions=None)):
@@ -165,7 +154,7 @@ def test_outputs_are_of_the_models_own_class(images) -> None:
         optimized(images, output_attentions=True)
     with pytest.raises(UnsupportedInputError, match="got nothing"):
         optimized()
-    base = Named(2).made
+    base = transformers.ViTModel(config).eval()
     with pytest.raises(UnsupportedInputError, match="one tensor"):
         build(AS_FILE, base, images, base(images), ())
 
