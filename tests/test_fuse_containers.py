@@ -80,6 +80,7 @@ CASES = [(library, operation) for library in MODELS for operation in OPERATIONS]
 CASES = [case for case in CASES if case not in BY_NUMBER]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("library", "operation"), CASES)
 def test_containers_do_what_they_do_without_fuse(library: str, operation: str) -> None:
     subject, path = MODELS[library]
