@@ -62,7 +62,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tests": (),  # only the file that changed, or the files that import it
     "tests/emulator": ("emulator_*", "execute"),
     "pyproject.toml": ("packaging", "docs"),
-    "constraints.txt": (*EXPORT, *FUSED, "packaging"),
+    "constraints.txt": (*EXPORT, *FUSED, "packaging", "interpreter_speed"),
 }
 # Whoever changes these also runs some kernels as PTX; all of them are `make test-execute`.
 EXECUTED = ("kernels", "kernels/attention", "kernels/linear", "kernels/matmul", "tests/emulator")

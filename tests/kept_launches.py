@@ -70,11 +70,28 @@ def first_calls() -> None:
     assert list(map(len, together)) == [1]
 
 
+def threads(driver: stand_in_driver.StandInDriver) -> None:
+    """Launches of several threads, while the cached kernels are dropped again and again."""
+    before = driver.counters().launches
+
+    def work() -> None:
+        for n in range(2, 102):
+            a_launch(n=n).run()
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert driver.counters().launches == before + 400
+
+
 def main() -> None:
-    stand_in_driver.install("sm_90")
+    driver = stand_in_driver.install("sm_90")
     first_calls()
     kernels()
     bounded()
+    threads(driver)
     sys.stdout.write("ok")
 
 

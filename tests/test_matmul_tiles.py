@@ -1,7 +1,11 @@
-"""Tables of tiles of every architecture, and the tiles and waves that a block's matmuls get."""
+"""Tables of tiles, and the tiles and waves of a block's matmuls: `matmul_tiles.txt`.
+
+After a change of the policy, run `python tests/test_matmul_tiles.py` to rewrite the table, and review the difference.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,9 +23,18 @@ from vit_fast.kernels.matmul import matmul_policy
 from vit_fast.kernels.matmul.matmul_launch import EPILOGUES, MatmulConfig, Operands
 from vit_fast.kernels.row_parts import row_parts
 
+PATH = Path(__file__).with_name("matmul_tiles.txt")
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+WIDTHS = {"ViT-B": 768, "ViT-L": 1024}
 BATCHES = (1, 8, 64, 256)
 TOKENS = 197
+
+
+TITLE = """\
+bf16, patches of 16 at 224 pixels: tile, parts of K where it is cut, and waves, tiles a multiprocessor gets on average.
+A part of a wave takes as long as a whole one; after a "+" the rows that would make it have a launch of their own.
+Written by `python tests/test_matmul_tiles.py`.
+"""
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -49,12 +62,38 @@ def chosen(gpu: Gpu, layer: str, M: int, C: int) -> list[tuple[MatmulConfig, int
     return found
 
 
+def _tile(config: MatmulConfig, parts: int) -> str:
+    return f"{config.block_m}x{config.block_n}" + (f"/{parts}" if parts > 1 else "")
+
+
+def table() -> str:
+    lines = [TITLE]
+    for arch in ARCHS:
+        gpu = Gpu(arch, SM_COUNTS[arch])
+        lines.append(f"{arch}, {gpu.sm_count} multiprocessors")
+        for model, width in WIDTHS.items():
+            for batch in BATCHES:
+                line = f"  {model} {batch:4d}"
+                for layer in ("qkv", "proj", "fc1", "fc2"):
+                    launches = chosen(gpu, layer, TOKENS * batch, width)
+                    words = [
+                        f"{_tile(config, parts):9s} {tiles / gpu.sm_count:6.2f}" for config, parts, tiles in launches
+                    ]
+                    line += f"   {layer} {' + '.join(words)}"
+                lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def test_the_chosen_tiles_are_those_of_the_table() -> None:
+    assert table() == PATH.read_text()
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_chosen_tile_is_built_offline_without_spills(arch: str) -> None:
     recorded = baseline.read_baseline()["builds"]
     built = {build.key(arch) for build in offline.builds(arch)}
     whole = {"qkv": "no activation", "fc1": "gelu"}
-    for width in (768, 1024):
+    for width in WIDTHS.values():
         for batch in BATCHES:
             for layer in ("qkv", "proj", "fc1", "fc2"):
                 for config, parts, _ in chosen(Gpu(arch, SM_COUNTS[arch]), layer, TOKENS * batch, width):
@@ -123,3 +162,7 @@ def test_rows_of_two_launches_are_those_of_one(
     for one, other in zip(whole, cut, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(out8[0].float(), out8[1].float(), rtol=0.13, atol=0.01)
+
+
+if __name__ == "__main__":
+    PATH.write_text(table())
