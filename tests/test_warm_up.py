@@ -74,3 +74,8 @@ def test_what_cannot_be_warmed_up_is_refused() -> None:
 def test_the_command_refuses_what_is_no_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("kernels", "--warm-up", "vit_test", "--batch-sizes", "1,x") == 2
     assert "--batch-sizes" in capsys.readouterr().err
+
+
+def test_training_is_modelled_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("kernels", "--warm-up", "vit_test", "--training") == 2
+    assert "--training must come with --model" in capsys.readouterr().err
