@@ -108,11 +108,10 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
 
 @pytest.fixture
 def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's ceilings are measured on next to nothing."""
-    from vit_fast.benchmarks import machine
+    """Ceilings are measured on next to nothing, intervals drawn from few samples, and no garbage collected."""
+    from bench_support import shrink
 
-    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
-    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
+    shrink(monkeypatch)
 
 
 @pytest.fixture
@@ -181,6 +180,6 @@ def model() -> nn.Module:
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """ONNX files of a small model, by the names of `onnx_models.FILES`: exported("plain")."""
-    from onnx_models import Exports
+    from onnx_models import FILES, Exports, make
 
-    return Exports(tmp_path_factory.mktemp("onnx"))
+    return Exports(tmp_path_factory.mktemp("onnx"), make("vit"), FILES)

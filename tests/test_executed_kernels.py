@@ -182,6 +182,24 @@ def test_kernels_that_start_early_compute_the_same_bits(
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+# ---- memory ----
+
+
+def test_weight_gradients_use_whole_sectors_and_all_banks(emulator: Emulator) -> None:
+    """Parts in fp32 are read beside weights in bf16, and sums over rows pass through shared memory."""
+    shapes = ((128,), (128,), (256, 128), (256,), (128, 256), (128,))
+    tensors = [torch.randn(*shape).to(BF16).requires_grad_() for shape in ((40, 128), *shapes)]
+    y = layer_norm_mlp(*tensors, backend="triton")
+    emulator.profile()
+    y.backward(torch.randn_like(y))
+    found = {kernel.kernel: kernel.rows for kernel in emulator.profile()}
+    for name in ("_weight_grad_kernel", "_vector_grad_kernel"):
+        rows = found[name]
+        loads = [row for row in rows if row.opcode.startswith("ld.global")]
+        assert 32 * sum(row.sectors for row in loads) <= 1.1 * sum(row.bytes for row in loads), name
+        assert sum(row.wavefronts for row in rows) <= 2.5 * sum(row.ideal_wavefronts for row in rows), name
+
+
 # ---- precisions ----
 
 
