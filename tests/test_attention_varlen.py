@@ -293,29 +293,6 @@ def test_wrong_lengths_touch_no_other_memory() -> None:
         assert (room[:10] == 7).all() and (room[20:] == 7).all()
 
 
-<<<<<<< HEAD
-def test_key_padding_masks_of_the_stand_in_run_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks that say by their form that they are the same for every query; any other is torch's."""
-    module, calls = import_module("vit_fast.ops.attention"), []
-    monkeypatch.setattr(module, "resolve_backend", lambda backend, *_: "triton" if backend == "auto" else backend)
-    right = module.attention_kernel
-    monkeypatch.setattr(module, "attention_kernel", lambda *args: calls.append(1) or right(*args))
-    q = torch.randn(2, 2, 5, 32, device=DEVICE).to(DTYPES[0])
-    k, v = torch.randn(2, 2, 2, 9, 32, device=DEVICE).to(DTYPES[0])
-    keep = torch.rand(2, 1, 1, 9, device=DEVICE) < 0.6
-    keep[1] = False
-    ours = [keep, keep.expand(2, 2, 5, 9), keep[:1], keep[0], keep[0, 0], keep[..., :1]]
-    theirs = [keep.expand(2, 2, 5, 9).contiguous(), keep.to(DTYPES[0]), torch.ones(5, 9, dtype=torch.bool).tril(3)]
-    for mask in ours + theirs:
-        found = ops.scaled_dot_product_attention(q, k, v, mask)
-        torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, mask), **CLOSE)
-    assert len(calls) == len(ours)
-    with pytest.raises(RuntimeError):  # torch's own error
-        ops.scaled_dot_product_attention(q, k, v, keep[..., :4])
-
-
-=======
->>>>>>> main
 def test_the_policy_shrinks_tiles_for_windows() -> None:
     """Tiles follow the mean length, so that one long sequence among windows does not enlarge them."""
     q = torch.empty(1, 2, 4096, 64, dtype=torch.float16)

@@ -109,7 +109,7 @@ print(json.dumps(found))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
 @pytest.mark.skipif(KERNEL_ARCH is not None, reason="counts launches in a process without the emulator")
 def test_no_weight_of_a_block_is_cast_by_torch() -> None:
-    """A training step: of torch's own only the gradient of a block's fp32 result is cast, and nothing between halves."""
+    """A training step: of torch's own only the gradient of a block's fp32 result is cast, and nothing inside."""
     *autocast, plain, scaled = json.loads(run_python(["-c", _COUNT], environment()))
     for launches, by_torch in autocast:
         assert launches <= 21
