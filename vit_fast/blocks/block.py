@@ -10,7 +10,7 @@ x   = x + ls (h W2^T + b2)          likewise, for the next block
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -221,7 +221,7 @@ def freeze_parts(parts: BlockParts) -> None:
         parts.frozen.refresh()
 
 
-def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor | None:
+def _run_packed_blocks(blocks: Iterable[Any], x: Tensor, *rope: Tensor) -> Tensor | None:
     """Runs all blocks with packed linear layers; returns None unless all have them and support this call."""
     ready: list[Packed] = []
     first: BlockParts | None = None
@@ -289,8 +289,8 @@ def forward_block(
     return y
 
 
-def run_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
-    """Runs a Sequential of blocks, [B, N, C] -> [B, N, C].
+def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
+    """Runs consecutive blocks, [B, N, C] -> [B, N, C].
 
     If all run whole, LayerNorm statistics pass from block to block; also the last one computes them, so that it has the
     kernels and launch plan of the others. If a block is wrapped, replaced or hooked, all are called as modules.

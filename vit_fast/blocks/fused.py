@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -383,10 +383,23 @@ class FusedNormMlp(FusedModule):
         return forward_block(self, parts, x, rope=rope, keys=keys, backend=backend, attend=by_modules)
 
 
-class FusedBlocks(FusedModule):
-    """A Sequential of fused blocks, which passes LayerNorm statistics from each to the next."""
+class FusedContainer(FusedModule):
+    """A module that contains fused blocks. It has no row in the report of `fuse`."""
 
     kind = "blocks"
+
+    @classmethod
+    def fits(cls, module: Any, blocks: Collection[nn.Module]) -> bool:
+        """Returns True if the fused class can run an instance of `original`, given the blocks that are fused."""
+        raise NotImplementedError
+
+
+class FusedBlocks(FusedContainer):
+    """A Sequential of fused blocks, which passes LayerNorm statistics from each to the next."""
+
+    @classmethod
+    def fits(cls, module: Any, blocks: Collection[nn.Module]) -> bool:
+        return len(module) > 1 and all(block in blocks for block in module)
 
     def forward(self, input: Tensor, *rope: Tensor) -> Tensor:
         """Maps [B, N, C] to [B, N, C]."""
