@@ -40,9 +40,9 @@ INK, FAINT = "#1e293b", "#64748b"
 # Colours of frequent candidates; those of others are computed from their names.
 COLOURS = {
     "timm+fused+frozen": "#0f766e", "timm+fused": "#4ade80", "timm": "#4f7fdb", "timm+compile": "#7c6bd6",
-    "timm+compile:freezing": "#c2417c", "openvino": "#b42318", "onnxruntime": "#d97706", "onnxruntime-int8": "#facc15",
-    "transformers": "#96764a", "torchvision": "#64748b", "sdpa": "#38bdf8", "eager": "#cbd5e1", "triton": "#14b8a6",
-    "triton-frozen": "#065f46",
+    "timm+compile:freezing": "#c2417c", "timm+fused+compile:freezing": "#16a34a", "openvino": "#b42318",
+    "onnxruntime": "#d97706", "onnxruntime-int8": "#facc15", "transformers": "#96764a", "torchvision": "#64748b",
+    "sdpa": "#38bdf8", "eager": "#cbd5e1", "triton": "#14b8a6", "triton-frozen": "#065f46",
 }  # fmt: skip
 BAR_INCHES, TITLE_INCHES, HEAD_INCHES, LINE_INCHES, WIDTH_INCHES = 0.32, 0.55, 0.6, 0.13, 10.0
 # Characters of a line at the foot.

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..blocks.fused import FusedContainer, FusedModule
+from ..blocks.containers import FusedContainer
+from ..blocks.fused import FusedModule
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
 from . import (

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blocks.block import run_blocks
-from ..blocks.fused import Forms, FusedBlocks, FusedContainer
+from ..blocks.containers import FusedContainer
+from ..blocks.fused import Forms
 from ..blocks.plain import is_touched
 from ..ops.operators import is_exporting
 from .timm_blocks import BlockForm
@@ -35,12 +36,12 @@ class ClassifierForm(FusedContainer):
         tower: Any = self  # also a VisionTransformer
         if masks or options or not self._reads_one_token():
             timms: Any = super()
-            logits: Tensor = timms.forward(x, *masks, **options)
-            return logits
-        tokens = tower.norm_pre(tower.patch_drop(tower._pos_embed(tower.patch_embed(x))))
-        *others, last = tower.blocks
-        logits = tower.forward_head(tower.norm(_first_token(last, run_blocks(others, tokens))))
-        return logits
+            output: Tensor = timms.forward(x, *masks, **options)
+        else:
+            tokens = tower.norm_pre(tower.patch_drop(tower._pos_embed(tower.patch_embed(x))))
+            *others, last = tower.blocks
+            output = tower.forward_head(tower.norm(_first_token(last, run_blocks(others, tokens))))
+        return output
 
     def _reads_one_token(self) -> bool:
         tower: Any = self
