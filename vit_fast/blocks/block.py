@@ -221,8 +221,12 @@ def freeze_parts(parts: BlockParts) -> None:
         parts.frozen.refresh()
 
 
-def _run_packed_blocks(blocks: Iterable[Any], x: Tensor, *rope: Tensor) -> Tensor | None:
-    """Runs all blocks with packed linear layers; returns None unless all have them and support this call."""
+def run_packed_blocks(blocks: Iterable[Any], x: Tensor, *rope: Tensor, outputs: int | None = None) -> Tensor | None:
+    """Runs all blocks with packed linear layers; returns None unless all have them and support this call.
+
+    Args:
+        outputs: See `run_packed`.
+    """
     ready: list[Packed] = []
     first: BlockParts | None = None
     for block in blocks:
@@ -235,7 +239,7 @@ def _run_packed_blocks(blocks: Iterable[Any], x: Tensor, *rope: Tensor) -> Tenso
             return None
         first = first or parts
         ready.append(packed)
-    return None if first is None else run_packed(ready, x, _tables_of(first, rope), None)
+    return None if first is None else run_packed(ready, x, _tables_of(first, rope), None, outputs)
 
 
 def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
@@ -298,7 +302,7 @@ def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Te
     Args:
         rope: Rotary positions that each block is called with, if any.
     """
-    if not torch.compiler.is_compiling() and (output := _run_packed_blocks(blocks, x, *rope)) is not None:
+    if not torch.compiler.is_compiling() and (output := run_packed_blocks(blocks, x, *rope)) is not None:
         return output
     ready: list[Any] = []
     for block in blocks:

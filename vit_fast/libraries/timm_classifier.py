@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blocks.block import run_blocks
+from ..blocks.block import run_blocks, run_packed_blocks
 from ..blocks.containers import FusedContainer
 from ..blocks.fused import Forms
 from ..blocks.plain import is_touched
@@ -23,8 +23,8 @@ _METHODS = ("forward_features", "forward_head", "pool")
 class ClassifierForm(FusedContainer):
     """timm's VisionTransformer. If its head reads the first token alone, its last block computes no other.
 
-    This holds for calls of the model without gradients, with backend sdpa. `forward_features` and hooked or wrapped
-    parts get all tokens.
+    This holds for calls without gradients of a model that is frozen for the CPU, or compiled with backend sdpa.
+    `forward_features` and hooked or wrapped parts get all tokens.
     """
 
     @classmethod
@@ -39,8 +39,7 @@ class ClassifierForm(FusedContainer):
             output: Tensor = timms.forward(x, *masks, **options)
         else:
             tokens = tower.norm_pre(tower.patch_drop(tower._pos_embed(tower.patch_embed(x))))
-            *others, last = tower.blocks
-            output = tower.forward_head(tower.norm(_first_token(last, run_blocks(others, tokens))))
+            output = tower.forward_head(tower.norm(_run_for_one_token(tower.blocks, tokens)))
         return output
 
     def _reads_one_token(self) -> bool:
@@ -53,13 +52,22 @@ class ClassifierForm(FusedContainer):
         for name in _METHODS:  # not those of a user
             if name in self.__dict__ or getattr(cls, name).__module__ != cls.original.__module__:
                 return False
-        last = blocks[-1]
-        if not isinstance(last, BlockForm) or last.vit_fast_backend != "sdpa" or last.training:
-            return False
-        if any(part._forward_hooks or is_touched(part) for part in (blocks, last, tower.norm)):
-            return False
-        parts = last.ready()
-        return parts is not None and parts.attention is not None and parts.fp8 is None
+        return not any(part._forward_hooks or is_touched(part) for part in (blocks, tower.norm))
+
+
+def _run_for_one_token(blocks: Any, x: Tensor) -> Tensor:
+    """Runs blocks [B, N, C] -> [B, 1, C] for the first token; [B, N, C] if they must compute all of them."""
+    *others, last = blocks
+    if not torch.compiler.is_compiling():
+        output = run_packed_blocks(blocks, x, outputs=1)
+        return blocks(x) if output is None else output  # type: ignore[no-any-return]  # a Sequential's
+    plain = isinstance(last, BlockForm) and last.vit_fast_backend == "sdpa" and not last.training
+    if not plain or last._forward_hooks or is_touched(last):
+        return blocks(x)  # type: ignore[no-any-return]  # likewise
+    parts = last.ready()
+    if parts is None or parts.attention is None or parts.fp8 is not None:
+        return blocks(x)  # type: ignore[no-any-return]  # likewise
+    return _first_token(last, run_blocks(others, x))
 
 
 def _first_token(block: Any, x: Tensor) -> Tensor:

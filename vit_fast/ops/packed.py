@@ -178,20 +178,26 @@ class Packed(Frozen):
         return self._steps, self._settings
 
 
-def run_packed(blocks: Sequence[Packed], x: Tensor, rope: Rope | None, keys: Keys | None) -> Tensor:
+def run_packed(
+    blocks: Sequence[Packed], x: Tensor, rope: Rope | None, keys: Keys | None, outputs: int | None = None
+) -> Tensor:
     """Runs consecutive blocks on [B, N, C] or [total, C]; the first one must accept x, see `takes`.
 
     Args:
         rope, keys: Rotary positions of q and k; keys that queries attend to, or None for all keys of an image.
+        outputs: The number of first tokens that the last block computes; None means all. Needs all keys.
     """
     steps = [packed.steps() for packed in blocks]  # first: Python between operators lets threads sleep
-    for (norm1, qkv_linear, qk_norm, proj, norm2, fc1, gate, inner_norm, fc2), settings in steps:
+    for left, (step, settings) in zip(reversed(range(len(steps))), steps):
+        norm1, qkv_linear, qk_norm, proj, norm2, fc1, gate, inner_norm, fc2 = step
         qkv = qkv_linear(_normalise(x, norm1))
         qkv = qkv.view(*qkv.shape[:-1], 3, settings.heads, -1)
         if rope is not None or qk_norm is not None:
             qkv = qk_norm_rope(qkv, qk_norm=qk_norm, rope=rope, backend="sdpa")
         if keys is None:
             q, k, v = qkv.transpose(1, 3).unbind(2)
+            if outputs is not None and left == 0:
+                q, x = q[:, :, :outputs], x[:, :outputs].contiguous()
             mixed = F.scaled_dot_product_attention(q, k, v, scale=settings.attention_scale).transpose(1, 2)
         else:
             mixed = attention_among(qkv, keys, scale=settings.attention_scale, backend="sdpa")
