@@ -60,13 +60,13 @@ def _run_for_one_token(blocks: Any, x: Tensor) -> Tensor:
     *others, last = blocks
     if not torch.compiler.is_compiling():
         output = run_packed_blocks(blocks, x, outputs=1)
-        return blocks(x) if output is None else output  # type: ignore[no-any-return]  # a Sequential's
+        return blocks(x) if output is None else output
     plain = isinstance(last, BlockForm) and last.vit_fast_backend == "sdpa" and not last.training
     if not plain or last._forward_hooks or is_touched(last):
-        return blocks(x)  # type: ignore[no-any-return]  # likewise
+        return blocks(x)
     parts = last.ready()
     if parts is None or parts.attention is None or parts.fp8 is not None:
-        return blocks(x)  # type: ignore[no-any-return]  # likewise
+        return blocks(x)
     return _first_token(last, run_blocks(others, x))
 
 
