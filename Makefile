@@ -33,12 +33,14 @@ test-full: $(READY)
 test-changed: $(READY)
 	JOBS=$(JOBS) $(BIN)/python tests/changed.py $(ARGS)
 
-# Runs the kernel tests on the PTX emulator. SEED changes the random schedules; a failure prints how to repeat it.
+# Runs the kernel tests on the PTX emulator. Every architecture runs the cases of `make test` and a share of the others;
+# together they run all. SEED changes the shares and the random schedules; a failure prints how to repeat it.
+# ARGS=--slow runs all cases on every architecture.
 ARCHS ?= sm_80 sm_86 sm_89 sm_90 sm_120
 SEED  ?= 1
 test-execute: $(READY)
 	set -e; for arch in $(ARCHS); do \
-	  $(BIN)/python tests/execute.py $$arch --slow -n $(JOBS) --dist worksteal --seed $(SEED) $(ARGS); \
+	  $(BIN)/python tests/execute.py $$arch --share -n $(JOBS) --dist worksteal --seed $(SEED) $(ARGS); \
 	done
 
 # Tests the oldest versions that pyproject.toml allows, in a separate environment.

@@ -42,19 +42,12 @@ SEARCHED = {"cpu": tuple(2**i for i in range(7)), "cuda": tuple(2**i for i in ra
 
 @dataclass(frozen=True)
 class Configuration:
-    """A checked run: every model x dtype x batch size, with its candidates.
+    """A checked run: every model x dtype x batch size, with its candidates; see make_configuration.
 
     Attributes:
-        models: The models.
-        batch_sizes: Images per call.
-        dtypes: Names of dtypes, see machine.DTYPES.
         candidates: The candidates by kind of model.
-        device: The device.
         images: Images that fill the batches.
         time_budget_s: Seconds after which nothing is started; infinite without a limit.
-        protocol: Length of a measurement.
-        training: True for training steps; data: location of their batches, see rows.Group.
-        explain: True to profile every candidate; cold: True to measure its cold start.
         search: True to try larger batch sizes only while throughput grows.
         request: The arguments of make_configuration, as plain data to repeat the run.
     """
@@ -135,24 +128,13 @@ def make_configuration(
     seconds: float | None = None,
     protocol: Protocol | None = None,
 ) -> Configuration:
-    """Checks the arguments, and fills in defaults for the device.
+    """Checks the arguments, and fills in defaults for the device; `vit-fast bench --help` describes them.
 
     Args:
-        images: Image files and folders; empty means the sample image of matplotlib.
         models: Names, patterns, ids, files or functions; see models.resolve.
         batch_sizes: Images per call; "best" doubles the batch size while throughput grows.
-        dtypes: "fp32", "tf32", "fp16", "bf16".
-        candidates: See candidates.parse_candidate.
         img_size: Height and width of the images, or several pairs; None means each model's own.
-        train: Measure training steps (forward, backward, AdamW).
-        amp: Run the forward under autocast in bf16, with parameters in fp32.
-        data: "device", or "host" to include the copy of the images to the GPU.
-        explain: Also profile every candidate.
-        cold: Also measure the time from process start to the first output.
-        latency: One image per call, often enough for a 99th percentile.
-        device: "auto" (CUDA if available), or a device of torch.
         time_budget_s: Seconds; 0 means no limit, the default with `candidates` or `seconds`.
-        seconds: Seconds of timing per candidate; None means the default of the device.
         protocol: Length of a measurement, instead of the default.
     Raises:
         ValueError: an argument is unknown, out of range or unreadable. Nothing has been built.

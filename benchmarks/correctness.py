@@ -33,10 +33,7 @@ Function = Callable[[Tensor], Tensor]
 class TrainingStep:
     """Forward, cross-entropy, backward and AdamW of a model, with labels that depend on the place in the batch.
 
-    Args:
-        model: The model, whose dropout is set to zero so that gradients can be compared.
-        function: The model, or its compiled form.
-        amp: True to run the forward under autocast in bf16.
+    `function` is the model or its compiled form. Dropout is set to zero, so that gradients can be compared.
     """
 
     def __init__(self, model: nn.Module, function: Function, *, amp: bool) -> None:
@@ -54,12 +51,8 @@ class TrainingStep:
         self.optimizer.step()
 
     def gradients(self, images: Tensor, rows: Sequence[int], places: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        """Computes gradients of the summed loss of some images of a batch.
+        """Computes gradients of the summed loss of some images (rows) of a batch; their places decide the labels.
 
-        Args:
-            images: The batch [B, C, H, W].
-            rows: Indices of the images that count.
-            places: Places in a batch of all images, which decide the labels.
         Returns:
             The gradient of each image [B, C, H, W], and the norm of all parameters' gradients [1].
         """
@@ -81,12 +74,7 @@ class TrainingStep:
 
 
 class Backward:
-    """The backward alone of a part of a model; its forward runs once for each batch.
-
-    Args:
-        model: The part, whose parameters' gradients are computed.
-        function: The part, or its compiled form.
-    """
+    """The backward alone of a part of a model, or of its compiled form; its forward runs once for each batch."""
 
     def __init__(self, model: nn.Module, function: Function) -> None:
         from torch._functorch import config as functorch_config
@@ -135,12 +123,9 @@ class Expected:
 
 
 def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
-    """Computes the fp64 reference, and eager's error in the task's dtype.
+    """Computes the fp64 reference of a batch, and eager's error in the task's dtype.
 
-    Args:
-        task: The task.
-        images: The batch to check; at most MAX_CHECKED_IMAGES of it, or as many as an operator requires.
-        others: The batches after it, to measure agreement of a whole model.
+    `others` are the batches after it, to measure agreement of a whole model.
     """
     rows = checked_rows(task)
     if task.model.onnx is not None:

@@ -26,8 +26,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +53,7 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """Tests or a run configuration of `vit-fast bench`.
-
-    Attributes:
-        part: Its part of --parts.
-        name: Unique name, also of its folder.
-        limit_s: Time limit in seconds.
-        request: Arguments of make_configuration.
-        tests: Or arguments of pytest.
-    """
+    """Arguments of make_configuration (`request`) or of pytest (`tests`), with a unique name and a time limit."""
 
     part: str
     name: str
@@ -77,7 +70,7 @@ class Worker:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pool: ProcessPoolExecutor | None = None
 
     def run(self, job: Job) -> Found:
         """Runs a job within its time limit; never raises."""
@@ -86,59 +79,53 @@ class Worker:
         folder = self.out / re.sub(r"[^\w-]+", "_", job.name)
         for path in (folder, folder.with_name(folder.name + PARTIAL)):  # of an earlier run, finished or ended
             shutil.rmtree(path, ignore_errors=True)
-        end = time.monotonic() + job.limit_s
-        if self._process is None:
-            self._start()
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")  # a CUDA context cannot be forked
+            self._pool = ProcessPoolExecutor(1, context, _begin, (self.out / "log.txt",))
         try:
-            self._channel.send((job, folder))
-            if self._channel.poll(max(end - time.monotonic(), 0)):
-                found, sound = self._channel.recv()
-                if not sound:
-                    self.stop()
-                return dict(found)
+            found, sound = self._pool.submit(_outcome, perform, job, folder).result(job.limit_s)
+        except TimeoutError:
             problem = f"more than {job.limit_s:.0f} s"
-        except (EOFError, OSError):
+        except BrokenProcessPool:
             problem = "the process died; see log.txt"
+        else:
+            if not sound:
+                self.stop()
+            return found
         self.stop()
         return {"outcome": f"failed: {problem}; rows kept: {rows_kept(folder)}"}
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")  # a CUDA context cannot be forked
-        self._channel, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, self.out / "log.txt", perform))
-        self._process.start()
-        theirs.close()
-
     def stop(self) -> None:
         """Ends the process and its children; the next job gets a new one."""
-        if self._process is not None and self._process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()  # before it has its own group
-            self._process.join()
-            self._channel.close()
-            self._process = None
+        if self._pool is not None:
+            for process in multiprocessing.active_children():
+                assert process.pid is not None  # it was started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()  # before it has its own group
+            self._pool.shutdown()
+            self._pool = None
 
 
-def serve(channel: Connection, log: Path, perform: Callable[[Job, Path], Found]) -> None:
-    """Runs jobs in the child process, and sends their results and whether the GPU still works."""
+def _begin(log: Path) -> None:
     os.setsid()
     with log.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    while True:
-        job, folder = channel.recv()
-        try:
-            found = perform(job, folder)
-        except Exception as error:  # a job that fails is a result, and the others go on
-            found = {"outcome": f"failed: {type(error).__name__}: {str(error).strip()[:300]}"}
-        sound = True
+
+
+def _outcome(perform: Callable[[Job, Path], Found], job: Job, folder: Path) -> tuple[Found, bool]:
+    """Returns the result of a job, and whether the GPU still works."""
+    try:
+        found = perform(job, folder)
+    except Exception as error:  # a job that fails is a result, and the others go on
+        found = {"outcome": f"failed: {type(error).__name__}: {str(error).strip()[:300]}"}
+    try:
         if torch.cuda.is_available():
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:  # a kernel has broken the device's context, for every job after it too
-                sound = False
-        channel.send((found, sound))
+            torch.cuda.synchronize()
+    except RuntimeError:  # a kernel has broken the device's context, for every job after it too
+        return found, False
+    return found, True
 
 
 def perform(job: Job, folder: Path) -> Found:
@@ -205,13 +192,8 @@ def bench(
     part: str, name: str, limit_s: float, models: Sequence[str], candidates: str, *batches: int, train: bool = False
 ) -> Job:
     """Returns a job that measures in bf16."""
-    request = {
-        "models": list(models),
-        "candidates": candidates.split(),
-        "batch_sizes": list(batches),
-        "dtypes": ["bf16"],
-    }
-    return Job(part, name, limit_s, request | {"train": train})
+    request = {"models": list(models), "candidates": candidates.split(), "batch_sizes": list(batches)}
+    return Job(part, name, limit_s, request | {"dtypes": ["bf16"], "train": train})
 
 
 # A part of the interpreter's tests: all of them would spend the time on compiling.
@@ -335,15 +317,9 @@ def run_jobs(
     now: Callable[[], float],
     note: Callable[[list[Found], str | None], None],
 ) -> list[Found]:
-    """Runs the jobs in order, as long as their time limits fit.
+    """Runs the jobs in order, as long as their time limits fit; returns part, name, outcome and seconds of each.
 
-    Args:
-        jobs: In order.
-        run: Runs one; returns its "outcome" and figures.
-        now: Returns the time in seconds.
-        note: Called with the results so far and the name of the job that begins, and after each job with None.
-    Returns:
-        The results, with part, name, outcome and seconds.
+    `note` is called with the results so far and the name of the job that begins, and after each job with None.
     """
     end = now() + TOTAL_SECONDS
     found: list[Found] = []

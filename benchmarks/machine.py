@@ -141,8 +141,7 @@ def _device_name(device: torch.device) -> str:
 
 def _describe_gpu(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
-    query = ["nvidia-smi", f"--id={bus_id(properties)}", "--format=csv,noheader"]
-    reported = output([*query, "--query-gpu=driver_version,power.limit,clocks.max.sm"])
+    reported = _gpu_query(device, "driver_version,power.limit,clocks.max.sm")
     driver, power_limit, max_clock = (reported or "").split(", ") if (reported or "").count(", ") == 2 else (None,) * 3
     return {
         "name": properties.name,
@@ -193,14 +192,12 @@ ENERGY_SECONDS = 0.5
 
 
 class Conditions:
-    """The state of the machine while candidates are timed: load, clocks, throttling."""
+    """The state of the machine while candidates are timed: other processes, throttling."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.elapsed_s = self.others_s = self.throttled_s = 0.0
         self.processors = 0
-        self.load: list[float] = []
-        self.clock_MHz: list[float] = []
         self.gpu_slowed = False
 
     @contextlib.contextmanager
@@ -217,11 +214,7 @@ class Conditions:
 
     def _read(self) -> tuple[float, float, float]:
         """Returns busy seconds of the CPUs since boot, of this process, and seconds withheld by the quota."""
-        on_gpu = self._device.type == "cuda"
-        with contextlib.suppress(OSError):
-            self.load.append(os.getloadavg()[0])
-        self.clock_MHz += _gpu_clock(self._device) if on_gpu else _cpu_clock()
-        self.gpu_slowed |= on_gpu and _gpu_slowed(self._device)
+        self.gpu_slowed |= self._device.type == "cuda" and _gpu_slowed(self._device)
         busy_s, self.processors = _busy_seconds()
         times = os.times()
         return busy_s, times.user + times.system + times.children_user + times.children_system, _throttled_seconds()
@@ -237,13 +230,7 @@ class Conditions:
             busy.append(f"the cgroup's quota throttled this process for {throttled:.0%} of the time")
         if self.gpu_slowed:
             busy.append("the GPU throttled")
-        return {
-            "others_share": round(others, 4),
-            "throttled_share": round(throttled, 4),
-            "load_average": [round(end(self.load), 2) for end in (min, max)] if self.load else None,
-            "clock_MHz": [round(end(self.clock_MHz)) for end in (min, max)] if self.clock_MHz else None,
-            "busy": busy,
-        }
+        return {"others_share": round(others, 4), "throttled_share": round(throttled, 4), "busy": busy}
 
 
 def _busy_seconds() -> tuple[float, int]:
@@ -268,26 +255,13 @@ def _throttled_seconds() -> float:
         return 0.0
 
 
-def _cpu_clock() -> list[float]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-    return [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
-
-
-def _gpu_query(device: torch.device, field: str) -> str:
+def _gpu_query(device: torch.device, fields: str) -> str | None:
     selected = f"--id={bus_id(torch.cuda.get_device_properties(device))}"
-    return output(["nvidia-smi", selected, "--format=csv,noheader,nounits", f"--query-gpu={field}"]) or ""
-
-
-def _gpu_clock(device: torch.device) -> list[float]:
-    found = _gpu_query(device, "clocks.sm")
-    return [float(found)] if found.isdigit() else []
+    return output(["nvidia-smi", selected, "--format=csv,noheader", f"--query-gpu={fields}"])
 
 
 def _gpu_slowed(device: torch.device) -> bool:
-    found = _gpu_query(device, "clocks_event_reasons.active")
+    found = _gpu_query(device, "clocks_event_reasons.active") or ""
     return found.startswith("0x") and bool(int(found, 16) & GPU_SLOWDOWNS)
 
 

@@ -50,8 +50,7 @@ class Model:
         config: Configuration of one of our shapes, which every library can build.
         weights: Its weights under our names; None means random ones.
         make: Builds any other model, in fp32 on the CPU.
-        onnx: Path of an ONNX file.
-        precision: Precision of the file's weights, if lower than fp32.
+        onnx, precision: Path of an ONNX file, and the precision of its weights, if lower than fp32.
         block: True for the first block only.
         operator: The operator, for a single operator.
         source: The word of `--models`, if that is not the name.
@@ -95,16 +94,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Task:
-    """The task of all candidates of a group.
+    """The task of all candidates of a group: a model, and the dtype of parameters, images and logits.
 
-    Attributes:
-        model: The model.
-        weights: Its parameters under our (timm's) names in dtype on the CPU; None for a model with its own weights.
-        dtype: Dtype of parameters, images and logits.
-        device: The device.
-        batch_size: Images per call.
-        training: True for a training step.
-        amp: True for training under autocast in bf16.
+    Its weights have our (timm's) names, in dtype on the CPU; None for a model with its own weights. `amp` is training
+    under autocast in bf16.
     """
 
     model: Model
@@ -181,17 +174,12 @@ def describe_ours(name: str, config: ViTConfig, data: DataConfig, weights: Mappi
 
 def _block(model: Model) -> Model:
     config = model.config
-    if config is None or model.parts is None:
+    if config is None:
         raise ValueError(f"block: must be followed by one of our variants or weights, got {model.name}")
-    whole = model.parts
 
     def parts(batch: int, training: bool) -> dict[str, Work]:
-        of_all = whole(batch, False)
-        times = 2 if training else 1  # the backward alone
-        return {
-            part: Work(times * of_all[part].flop // config.depth, times * of_all[part].elements // config.depth)
-            for part in ("linears", "attention")
-        }
+        every = work(config.replace(depth=1), batch)
+        return {part: every[part] * (2 if training else 1) for part in ("linears", "attention")}  # the backward alone
 
     shape = (config.seqlen, config.embed_dim)
     return dataclasses.replace(model, name=f"block:{model.name}", shape=shape, data=None, parts=parts, block=True)

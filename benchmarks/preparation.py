@@ -1,9 +1,10 @@
-"""Preparation of a candidate before it is timed: build, compile, call and compare with the reference."""
+"""Preparation of a candidate before it is timed: weights, images, build, compile, call, compare with the reference."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -16,27 +17,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 
+from vit_fast.apps.data import make_transform, random_crop, read_image
+from vit_fast.config import ViTConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.clock import Call, peak_memory_of_call, synchronise, without_profiler_chatter
+from vit_fast.measure.clock import Call, cold_copies, peak_memory_of_call, synchronise, without_profiler_chatter
 from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
+from vit_fast.model import VisionTransformer
 
 from .builders import make
 from .correctness import MAX_CHECKED_IMAGES, Expected, checked_rows, expect, judge_outputs, stepper
-from .inputs import image_views, rotating_batches, weights_of
 from .machine import products_in
-from .models import MAX_VIEWS, Task
+from .models import MAX_VIEWS, Model, Task
 from .rows import PARTS, REST, Group, Row, Status, add_verdict, make_row
 
 # Time limit to build, compile and check a candidate, of a round of timing, and of a cold start.
 CANDIDATE_SECONDS = 900.0
-Result = TypeVar("Result")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 PROFILED_CALLS = 3
 
@@ -76,14 +79,7 @@ def make_task(group: Group, images: Sequence[Path], device: torch.device) -> tup
 
 @dataclass
 class Prepared:
-    """A candidate that is built, correct and warm.
-
-    Attributes:
-        candidate: The candidate.
-        call: Computes the batch with this number.
-        row: Its row so far, without figures.
-        call_s: Approximate seconds of a call.
-    """
+    """A candidate that is built, correct and warm: its call of a batch's number, its row, and seconds of a call."""
 
     candidate: Candidate
     call: Call
@@ -101,26 +97,18 @@ def prepare(
     """Builds and checks a candidate, and profiles it if explained.
 
     Returns:
-        The prepared candidate or None, and its row, which then says why.
+        The prepared candidate or None, and its row, which contains the reason.
     Raises:
         TooLarge: out of memory.
     """
 
-    def build_and_explain() -> tuple[Prepared | None, Row]:
-        ready, row = _build_and_check(candidate, group, problem)
-        if ready is not None and explained:
-            row["explained"] = profile(ready.call, problem.task.device, group)
-        return ready, row
-
-    found, why_not = _attempt(candidate, group, build_and_explain)
-    return found or (None, why_not)
-
-
-def _attempt(candidate: Candidate, group: Group, action: Callable[[], Result]) -> tuple[Result | None, Row]:
     status: Status = "failed"
     try:
         with out_of_memory_is_too_large(), at_most(CANDIDATE_SECONDS):
-            return action(), {}
+            ready, row = _build_and_check(candidate, group, problem)
+            if ready is not None and explained:
+                row["explained"] = profile(ready.call, problem.task.device, group)
+            return ready, row
     except TooLarge:
         raise
     except UnsupportedInputError as error:
@@ -161,24 +149,6 @@ def _build_and_check(candidate: Candidate, group: Group, problem: Problem) -> tu
 
 def _share_alike(outputs: Any, classes: Tensor) -> float:
     return float((outputs.argmax(-1) == classes).double().mean())
-
-
-def first_output(candidate: Candidate, group: Group, images: Sequence[Path], device: torch.device) -> Row:
-    """Builds a candidate and checks its first output; returns the time of that output, or status and reason."""
-
-    def output() -> Row:
-        if missing := candidate.missing_packages():
-            raise UnsupportedInputError(candidate.name, [f"not installed: {' '.join(missing)}"])
-        task, batches = make_task(group, images, device)
-        _, _, check = _callers(candidate, task, batches)
-        outputs = [check()]
-        synchronise(device)
-        done = time.monotonic()
-        verdict = judge_outputs(candidate, task, expect(task, batches[0].to(device)), outputs.pop())
-        return {"done": done} if verdict.passed else {"status": "incorrect", "reason": verdict.reason}
-
-    found, why_not = _attempt(candidate, group, output)
-    return found or {name: why_not[name] for name in ("status", "reason")}
 
 
 def _callers(candidate: Candidate, task: Task, batches: list[Tensor]) -> tuple[object, Call, Callable[[], object]]:
@@ -238,25 +208,16 @@ def _parameter_bytes(function: object) -> int | None:
 
 
 def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
-    """Runs one candidate of a group in a new process.
+    """Runs a candidate of a group in a new process.
 
-    Args:
-        request: The request of the configuration.
-        group: The group.
-        name: The candidate.
     Returns:
-        cold_s, seconds to the first correct output, and cold_MiB, the peak host memory of the process; or
-        cold_failed, the reason.
+        cold_s, seconds to the first correct output, and cold_MiB, peak host memory; or cold_failed, the reason.
     """
     asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
     asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
     asked |= {"dtypes": None if group.dtype_name == "amp" else [group.dtype_name], "candidates": [name]}
-    command = [
-        sys.executable,
-        "-c",
-        f"from {__name__} import print_first_output; print_first_output()",
-        json.dumps(asked),
-    ]
+    code = f"from {__name__} import print_first_output; print_first_output()"
+    command = [sys.executable, "-c", code, json.dumps(asked)]
     started = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CANDIDATE_SECONDS)
@@ -266,22 +227,29 @@ def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         return {"cold_failed": last[:500]}
     found = json.loads(done.stdout.splitlines()[-1])
-    if "done" not in found:
-        return {"cold_failed": f"{found['status']}: {found['reason']}"}
     return {"cold_s": round(found["done"] - started, 2), "cold_MiB": found["peak_MiB"]}
 
 
 def print_first_output() -> None:
-    """Prints the time of the first output, and whether it is correct, as JSON; runs in the new process."""
+    """Prints the time of the first output and the peak memory as JSON, if the output is correct; see cold_start."""
     from .configuration import make_configuration
 
     configuration = make_configuration(**json.loads(sys.argv[1]))
     (group,) = configuration.groups()
     ((candidate,),) = configuration.candidates.values()
-    with products_in(group.dtype_name):
-        found = first_output(candidate, group, configuration.images, configuration.device)
-    found["peak_MiB"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
-    print(json.dumps(found))
+    try:
+        with products_in(group.dtype_name):
+            task, batches = make_task(group, configuration.images, configuration.device)
+            _, _, check = _callers(candidate, task, batches)
+            outputs = [check()]
+            synchronise(task.device)
+            done = time.monotonic()
+            verdict = judge_outputs(candidate, task, expect(task, batches[0].to(task.device)), outputs.pop())
+    except Exception as error:  # whatever a candidate raises
+        sys.exit(describe_error(error))
+    if verdict.reason is not None:
+        sys.exit(f"incorrect: {verdict.reason}")
+    print(json.dumps({"done": done, "peak_MiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)}))
 
 
 def part_of(name: str) -> str:
@@ -292,12 +260,10 @@ def part_of(name: str) -> str:
 def profile(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
     """Profiles some calls of a warm candidate with torch's profiler.
 
-    On a GPU, kernel names decide the part, on a CPU names of operators. Eager attention's matmuls on a GPU cannot be
-    told from those of linear layers.
+    Kernel names decide the part on a GPU, operator names on a CPU. Eager attention's matmuls on a GPU count as linears.
 
     Returns:
-        Plain data for a row. kernels: [part, name, calls, ms] for one call, the longest first; least: [operations,
-        bytes] of each part.
+        kernels: [part, name, calls, ms] per call, the longest first; least: [operations, bytes] of each part.
     """
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
@@ -323,3 +289,84 @@ def release_memory(device: torch.device, forget_compiled: bool = True) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Draws parameters under our names in fp32 on the CPU, none of them zero or alike.
+
+    A fresh model has zero biases, unit norms and near-zero tokens, so a candidate that ignores one of them would pass.
+    Here every parameter changes the logits, attention is far from uniform (queries and keys are doubled), and tokens
+    and positions are small enough that the logits depend on the image: between two images they differ by about ten
+    times the allowed error in bf16.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        model = VisionTransformer(config)
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            parameter.copy_(_draw(name, parameter, owner, generator))
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def _draw(name: str, parameter: Tensor, owner: nn.Module, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(parameter.shape, generator=generator)
+    if isinstance(owner, nn.LayerNorm | nn.GroupNorm):
+        return 1 + 0.2 * noise if name.endswith("weight") else 0.2 * noise
+    if name.endswith("gamma"):
+        return 0.5 + 0.2 * noise
+    if name.endswith("bias"):
+        return 0.1 * noise
+    if isinstance(owner, nn.Linear | nn.Conv2d):
+        weight = noise / math.sqrt(parameter[0].numel())
+        if name.endswith("attn.qkv.weight"):
+            weight[: 2 * weight.shape[1]] *= 2
+        return weight
+    return 0.3 * noise
+
+
+def weights_of(model: Model, dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """Returns a model's parameters, its own or random ones, in a dtype; None for a model with weights inside."""
+    if model.operator is not None:
+        return rounded(model.operator.weights(), dtype)
+    return None if model.config is None else _of_whole(model, dtype)
+
+
+@functools.lru_cache(maxsize=2)
+def _of_whole(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
+    assert model.config is not None
+    return rounded(random_weights(model.config) if model.weights is None else model.weights, dtype)
+
+
+def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Converts weights to a dtype: every candidate and the fp64 reference start from these numbers."""
+    return {name: tensor.to(dtype) for name, tensor in weights.items()}
+
+
+def image_views(paths: Sequence[Path], model: Model, count: int, seed: int = 0) -> Tensor:
+    """Prepares views of images [count, *model.shape] in fp32 on the CPU, or random numbers for other inputs.
+
+    The first ones are the whole images, further ones random crops, so that large batches consist of different images.
+    """
+    if model.data is None:
+        return torch.randn(count, *model.shape, generator=torch.Generator().manual_seed(seed))
+    transform = make_transform(model.data, model.image_hw, model.in_chans)
+    images = [read_image(path) for path in paths[:count]]
+    generator = np.random.default_rng(seed)
+    views = []
+    for number in range(count):
+        image = images[number % len(images)]
+        views.append(transform(image if number < len(images) else random_crop(image, generator)))
+    return torch.stack(views)
+
+
+def rotating_batches(views: Tensor, batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Makes different batches of views on a device, so many that the next one is never in the cache."""
+    nbytes = batch_size * views[0].numel() * dtype.itemsize
+    on_device = views.to(device=device, dtype=dtype)
+    batches = []
+    for number in range(cold_copies(nbytes, device)):
+        rows = (torch.arange(batch_size, device=device) + number * (batch_size + 1)) % len(views)
+        batches.append(on_device[rows])
+    return batches

@@ -6,7 +6,6 @@ resumed. FOLDER appears when it is complete.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from vit_fast.files import check_new_folder
 
 from .rows import CHECKED_FIELDS, SPEED_FIELDS, Record
 
-FORMAT, BEFORE = "vit-fast-bench/3", "vit-fast-bench/2"
+FORMAT = "vit-fast-bench/3"
 RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"
 
 
@@ -52,13 +51,7 @@ def _partial(folder: Path) -> Path:
 
 
 class Journal:
-    """The findings of a run on disk, one per line; see begin and resume.
-
-    Attributes:
-        folder: The folder of the record.
-        header: Format, request and machine of the run.
-        entries: The findings, each (kind, value).
-    """
+    """The findings of a run on disk, one (kind, value) per line, below a header: format, request and machine."""
 
     def __init__(self, folder: Path, header: dict[str, Any], entries: list[tuple[str, Any]]) -> None:
         self.folder, self.header, self.entries = folder, header, entries
@@ -99,11 +92,7 @@ class Journal:
         try:
             entries = [(line["kind"], line["value"]) for line in map(json.loads, text.splitlines())]
             header = entries[0][1]
-            found = (
-                header["format"]
-                if isinstance(header["request"], dict) and isinstance(header["machine"], dict)
-                else None
-            )
+            found = header["format"] if all(isinstance(header[part], dict) for part in ("request", "machine")) else None
         except (ValueError, LookupError, TypeError):
             found = None
         if found != FORMAT:
@@ -144,7 +133,7 @@ def to_json(record: Record) -> bytes:
 
 
 def read_record(path: str | Path) -> Record:
-    """Reads a record of `vit-fast bench` from its JSON file or folder, also of the format before.
+    """Reads a record of `vit-fast bench` from its JSON file or folder.
 
     Raises:
         OSError: the file does not exist.
@@ -167,33 +156,16 @@ def read_any(path: str | Path) -> Record:
         raise ValueError(f"{path}: must be the JSON of a record: {error}") from None
     if not isinstance(record, dict) or not (is_bench(record) or isinstance(record.get("machine"), dict)):
         raise ValueError(f"{path}: must be a record of vit-fast bench, gpu-check or kernels --host --json")
-    if is_bench(record) and record["format"] not in (FORMAT, BEFORE):
+    if is_bench(record) and record["format"] != FORMAT:
         raise ValueError(f"{path}: must be of format {FORMAT}, got {record['format']}")
     try:
         if is_bench(record):
-            _upgrade(record)
             check_bench(record)
         else:
             check(record.get("rows", _MISSING), [{}], "rows")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return record
-
-
-def _upgrade(record: Record) -> None:
-    """Converts a record of the format before."""
-    record["format"] = FORMAT
-    names = {"plan": "configuration", "subjects": "candidates", "subject": "candidate", "left_out": "skipped"}
-    lists = [part for name in ("rows", "controls") if isinstance(part := record.get(name), list)]
-    rows = [row for row in itertools.chain(*lists) if isinstance(row, dict)]
-    for part in (record, record.get("configuration", record.get("plan")), *rows):
-        if isinstance(part, dict):
-            for name in names.keys() & part.keys():
-                part[names[name]] = part.pop(name)
-    for row in rows:
-        row.setdefault("data", "device")  # older rows lack it
-        if row.get("status") == "wrong":
-            row["status"] = "incorrect"
 
 
 def _finite(text: str) -> float:
@@ -220,8 +192,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "null": lambda v: v is None,
     "missing": lambda v: v is _MISSING,
 }
-_ABOUT = dict.fromkeys(("model", "dtype"), "a text") | dict.fromkeys(("batch", "requested_batch"), "a count")
-_ABOUT |= {"data": "a text or missing"}
+_ABOUT = dict.fromkeys(("model", "dtype", "data"), "a text") | dict.fromkeys(("batch", "requested_batch"), "a count")
 _ROW: dict[str, Any] = _ABOUT | dict.fromkeys(("candidate", "task", "precision", "status", "compile_mode"), "a text")
 _ROW |= {"img_size": ["a count"], "peer": "a flag"} | dict.fromkeys(("reason", "defect"), "a text or null")
 _ROW |= {"images_per_s": "a number > 0 or null"}
@@ -243,21 +214,17 @@ _CEILINGS = {"matmul_TFLOP_per_s": {"*": "a number > 0"}, "copy_GB_per_s": "a nu
 _CEILINGS |= dict.fromkeys(("copy_bytes", "matmul_size"), "a count")
 _MACHINE = dict.fromkeys(("device", "date", "float32_matmul_precision"), "a text")
 _MACHINE |= {"threads": "a count", "packages": "an object", "gpu": "an object or null", "commit": "a text or null"}
-_CONTROL = {"img_size": "a list or missing", "resolution": "a number >= 0", "between_runs": "a number >= 0 or missing"}
+_CONTROL = {"img_size": "a list", "resolution": "a number >= 0", "between_runs": "a number >= 0"}
 _CONFIGURATION = {
-    "images": ["a text"],
-    "dtypes": ["a text"],
-    "batch_sizes": "a list",
-    "img_size": "a list or null or missing",
-}
-_RECORD = {
+    "images": ["a text"], "dtypes": ["a text"], "batch_sizes": "a list", "img_size": "a list or null or missing",
+}  # fmt: skip
+_RECORD: dict[str, Any] = {
     "vit_fast": "a text",
     "busy": ["a text"],
     "configuration": _CONFIGURATION,
     "machine": _MACHINE,
-    "controls": [_ABOUT | _CONTROL],
-    "rows": [_ROW],
 }
+_RECORD |= {"controls": [_ABOUT | _CONTROL], "rows": [_ROW]}
 
 
 def check_bench(record: dict[str, Any]) -> None:

@@ -6,10 +6,8 @@ table of its rows.
 
 from __future__ import annotations
 
-import colorsys
 import io
 import textwrap
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -20,7 +18,6 @@ from vit_fast.measure.compare import SAME, UNKNOWN, format_number
 from .records import RECORD_NAME, is_bench, to_json
 from .report import (
     ceilings_line,
-    cells,
     command,
     groups,
     heading,
@@ -35,19 +32,7 @@ from .rows import Record, Row, measured
 
 REPORT_NAME = "report.html"
 _TEMPLATE = Path(__file__).with_name(REPORT_NAME)
-_SETTINGS = ("batch", "model", "dtype")
-INK, FAINT = "#1e293b", "#64748b"
-# Colours of frequent candidates; those of others are computed from their names.
-COLOURS = {
-    "timm+fused+frozen": "#0f766e", "timm+fused": "#4ade80", "timm": "#4f7fdb", "timm+compile": "#7c6bd6",
-    "timm+compile:freezing": "#c2417c", "timm+fused+compile:freezing": "#16a34a", "openvino": "#b42318",
-    "onnxruntime": "#d97706", "onnxruntime-int8": "#facc15", "transformers": "#96764a", "torchvision": "#64748b",
-    "sdpa": "#38bdf8", "eager": "#cbd5e1", "triton": "#14b8a6", "triton-frozen": "#065f46",
-}  # fmt: skip
-BAR_INCHES, TITLE_INCHES, HEAD_INCHES, LINE_INCHES, WIDTH_INCHES = 0.32, 0.55, 0.6, 0.13, 10.0
-# Characters of a line at the foot.
-FOOT_CHARACTERS = 150
-LABEL_SHARE = 0.0095  # of the width, per character of a label
+INK, FAINT, OURS, PEER = "#1e293b", "#64748b", "#0f766e", "#94a3b8"
 
 
 def files(name: str, record: Record) -> dict[str, bytes]:
@@ -74,17 +59,10 @@ def _bench(record: Record) -> Iterable[str]:
         yield f'<p class="objection" role="note">Must not be cited: {escape("; ".join(reasons))}.</p>'
     if record["controls"]:
         yield "<ul>" + "".join(f"<li>{escape(remark)}</li>" for remark in remarks(record)) + "</ul>"
-    columns = cells(record)
-    # common settings go into the caption, the others into the last columns
-    common = {title: columns.pop(title)[0] for title in _SETTINGS if len(set(columns[title])) == 1}
-    ends = {title: columns.pop(title) for title in ("model", "dtype") if title in columns}
-    columns = {"candidate": columns["candidate"]} | columns | ends
-    caption = ", ".join([*(f"{title} {value}" for title, value in common.items()), "click a heading to sort"])
-    yield _table(caption, list(columns), zip(*columns.values(), strict=True))
-    if notes := not_measured(record):
-        yield "<p>Not measured:</p><ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
     for caption, titles, lines in tables(record):
         yield _table(f"{caption}; click a heading to sort", titles, lines)
+    if notes := not_measured(record):
+        yield "<p>Not measured:</p><ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
     yield f"<p>Command:</p><pre tabindex=0>{escape(command(record))}</pre>"
 
 
@@ -132,78 +110,46 @@ def _flat(record: Mapping[str, Any], *names: str) -> list[tuple[str, str]]:
     return found
 
 
-def colour_of(name: str) -> str:
-    """Returns the colour of a candidate, the same in every plot and report."""
-    drawn = zlib.crc32(name.encode())
-    lightness, saturation = 0.35 + 0.3 * (drawn >> 16 & 255) / 255, 0.4 + 0.4 * (drawn >> 24) / 255
-    parts = colorsys.hls_to_rgb((drawn & 0xFFFF) / 2**16, lightness, saturation)
-    return COLOURS.get(name, "#" + "".join(f"{round(255 * part):02x}" for part in parts))
-
-
 def draw(record: Record) -> bytes:
     """Draws a PNG of the measured rows, fastest on top, with whiskers from the 20th to the 80th percentile."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    # A group without measured rows is named at the foot, unless there is nothing else to draw.
-    panels = {title: rows for title, rows in groups(record).items() if measured(rows)} or groups(record)
-    heights = [max(1, len(measured(rows))) * BAR_INCHES for rows in panels.values()]
-    lines = [heading(record), ceilings_line(record), *(_shortened(line) for line in not_measured(record)[:4])]
-    foot = "\n".join(part for line in lines for part in textwrap.wrap(line, FOOT_CHARACTERS))
-    foot_inches = 0.4 + LINE_INCHES * (foot.count("\n") + 1)
-    total = HEAD_INCHES + sum(height + TITLE_INCHES for height in heights) + foot_inches
-    figure = Figure(figsize=(WIDTH_INCHES, total), dpi=150, facecolor="white")
+    panels = {title: measured(rows)[::-1] for title, rows in groups(record).items() if measured(rows)}
+    panels = panels or {"nothing was measured": []}
+    lines = [heading(record), ceilings_line(record), *(line[:170] for line in not_measured(record)[:4])]
+    foot = "\n".join(part for line in lines for part in textwrap.wrap(line, 150))
+    inches = 0.8 + sum(0.6 + 0.32 * len(rows) for rows in panels.values()) + 0.13 * foot.count("\n")
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(10.0, inches), dpi=150, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
-    title = "ViT throughput, images per second"
-    figure.text(0.02, 1 - 0.3 / total, title, size=13, weight="bold", color=INK, va="center")
-    handles = [
-        Line2D([], [], linestyle="none", label="bold: vit-fast"),
-        Line2D([], [], color=INK, linewidth=1.2, label="p20 to p80"),
-    ]
-    anchor = (0.985, 1 - 0.3 / total)
-    place = {"loc": "center right", "bbox_to_anchor": anchor, "ncols": 2}
-    figure.legend(handles=handles, frameon=False, fontsize=8, labelcolor=INK, **place)
-    bottom = total - HEAD_INCHES
-    left = max(0.23, LABEL_SHARE * max((len(label(row)) for rows in panels.values() for row in rows), default=0))
-    for (name, rows), height in zip(panels.items(), heights, strict=True):
-        bottom -= height + TITLE_INCHES
-        axes = figure.add_axes((left, bottom / total, 0.8 - left, height / total))
-        _draw_panel(axes, name, rows)
-    figure.text(0.02, (foot_inches - 0.25) / total, foot, size=7, color=FAINT, va="top", parse_math=False)
+    title = "ViT throughput, images per second (green: vit-fast; lines: p20 to p80)"
+    figure.suptitle(title, x=0.02, ha="left", size=12, weight="bold", color=INK)
+    figure.supxlabel(foot, x=0.02, ha="left", size=7, color=FAINT, parse_math=False)
+    heights = [1 + len(rows) for rows in panels.values()]
+    each = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, rows) in zip(each, panels.items(), strict=True):
+        axes.set_title(name, loc="left", fontsize=10, color=INK, weight="bold")
+        axes.spines[:].set_visible(False)
+        axes.set_xticks([])
+        axes.tick_params(left=False, labelsize=9, labelcolor=INK)
+        _draw_bars(axes, rows)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def _draw_panel(axes: Any, title: str, rows: list[Row]) -> None:
-    shown = measured(rows)[::-1]
-    axes.set_title(title, loc="left", fontsize=10, color=INK, weight="bold")
-    for side in ("top", "right", "bottom", "left"):
-        axes.spines[side].set_visible(False)
-    axes.set_xticks([])
-    axes.tick_params(left=False, labelsize=9, labelcolor=INK)
-    if not shown:
-        axes.set_yticks([])
-        axes.text(0, 0.5, "nothing was measured", color=FAINT, transform=axes.transAxes, va="center")
-        return
-    longest = max(row["batch"] / row["ms_p20"] * 1e3 for row in shown)
-    for position, row in enumerate(shown):
-        rate, slow, fast = (row["batch"] / row[field] * 1e3 for field in ("ms", "ms_p80", "ms_p20"))
-        axes.barh(position, rate, color=colour_of(row["candidate"]), linewidth=0, height=0.72)
-        axes.plot([slow, fast], [position, position], color=INK, linewidth=1.2, solid_capstyle="butt")
-        texts = {1.02: format_number(rate)}
-        if row["ratio_to_best_peer"] is not None:
-            verdict = {SAME: "no difference", UNKNOWN: "not ranked"}.get(row["verdict"])
-            texts[1.14] = verdict or f"{row['ratio_to_best_peer']:.2f}x best peer"
-        for x, text in texts.items():
-            axes.text(x, position, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5, color=INK)
-    axes.set_yticks(range(len(shown)), [label(row) for row in shown])
-    for name, row in zip(axes.get_yticklabels(), shown, strict=True):
-        name.set_fontweight("normal" if row["peer"] else "bold")
-    axes.set_xlim(0, longest)
-    axes.set_ylim(-0.6, len(shown) - 0.4)
-
-
-def _shortened(text: str, most: int = 170) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
+def _draw_bars(axes: Any, rows: list[Row]) -> None:
+    slow, middle, fast = ([row["batch"] / row[field] * 1e3 for row in rows] for field in ("ms_p80", "ms", "ms_p20"))
+    whiskers = [[b - a for a, b in zip(low, high, strict=True)] for low, high in ((slow, middle), (middle, fast))]
+    colours = [PEER if row["peer"] else OURS for row in rows]
+    texts = []
+    for row, rate in zip(rows, middle, strict=True):
+        ratio = "" if row["ratio_to_best_peer"] is None else f"{row['ratio_to_best_peer']:.2f}x best peer"
+        ratio = {SAME: "no difference", UNKNOWN: "not ranked"}.get(row["verdict"], ratio)
+        texts.append(", ".join(filter(None, (format_number(rate), ratio))))
+    bars = axes.barh(range(len(rows)), middle, 0.72, color=colours, xerr=whiskers, error_kw={"ecolor": INK})
+    axes.bar_label(bars, texts, padding=4, fontsize=8.5, color=INK)
+    axes.set_yticks(range(len(rows)), [label(row) for row in rows])
+    axes.set_xlim(0, 1.3 * max(fast, default=1.0))

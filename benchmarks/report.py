@@ -36,8 +36,7 @@ class Column:
 
 def _number(row: Row, field: str, pattern: str | int = 3) -> str:
     """Formats a field by a pattern, or with so many significant digits."""
-    value = row.get(field)
-    if value is None:
+    if (value := row.get(field)) is None:
         return ""
     return pattern.format(value) if isinstance(pattern, str) else format_number(value, pattern)
 
@@ -73,55 +72,50 @@ COLUMNS = (
     Column("cold MiB", lambda row: _number(row, "cold_MiB", "{:,.0f}")),
     Column("agreement", lambda row: _number(row, "agreement", "{:.0%}"), 4),
 )
-PRECISION = Column("precision", lambda row: str(row["precision"]), 0)  # only on the screen
 _BLOCK = re.compile(r"(<!-- (record|summary): (\S+) -->\n).*?(<!-- /record -->)", re.DOTALL)
 MOST_KERNELS = 3  # kernels of each part
 MOST_ON_SCREEN = 7  # columns besides the candidate
+TableOf = tuple[str, list[str], list[list[str]]]
 
 
-def groups(record: Record, *, by_dtype: bool = True) -> dict[str, list[Row]]:
-    """Returns the rows by group, fastest first, and lower precision last.
-
-    Args:
-        record: See records.read_record.
-        by_dtype: False to put all dtypes of a batch size under one title.
-    """
+def groups(record: Record) -> dict[str, list[Row]]:
+    """Returns the rows by group, fastest first, and lower precision last."""
     grouped: dict[str, list[Row]] = {}
     for row in record["rows"]:
         size = "x".join(map(str, row["img_size"])) + (", data on the host" if row["data"] == "host" else "")
         task = "" if row["task"] == "inference" else ", training step"
-        dtype = f"{row['dtype']}, " if by_dtype else ""
-        title = f"{row['model']}{task}, {dtype}batch {row['requested_batch']}, {size}"
+        title = f"{row['model']}{task}, {row['dtype']}, batch {row['requested_batch']}, {size}"
         grouped.setdefault(title, []).append(row)
     for rows in grouped.values():
-        dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-        rows.sort(key=lambda row: (dtypes.index(row["dtype"]), is_lower(row), -(row["images_per_s"] or 0)))
+        rows.sort(key=lambda row: (is_lower(row), -(row["images_per_s"] or 0)))
     return grouped
 
 
 def closing(record: Record) -> str:
     """Returns the result in a sentence: the best of ours relative to the best peer of each group, and a next step."""
-    found, next_command = [], ""
+    found, next_command = [], command(record)
     for rows in groups(record).values():
         alike = [row for row in measured(rows) if not is_lower(row)]
-        where = f"({alike[0]['dtype']}, batch {alike[0]['requested_batch']})" if alike else ""
-        ours = next((row for row in alike if not row["peer"]), None)
-        if ours is not None and ours["best_peer"] is not None:
+        if not alike:
+            continue
+        where = f"({alike[0]['dtype']}, batch {alike[0]['requested_batch']})"
+        ours = next((row for row in alike if not row["peer"] and row["best_peer"]), None)
+        if ours is None:
+            found.append(f"{alike[0]['candidate']} is the fastest {where}")
+        else:
             ratio = f"{ours['ratio_to_best_peer']:.2f}x {ours['best_peer']}"
             verdicts = {SAME: f"equal to {ours['best_peer']}", UNKNOWN: "not ranked, the machine is too noisy"}
             found.append(f"{verdicts.get(ours['verdict'], ratio)} {where}")
-        elif alike:
-            found.append(f"{alike[0]['candidate']} is the fastest {where}")
-        if alike and alike[0]["task"] == "inference":
+        if alike[0]["task"] == "inference":
             next_command = f"vit-fast optimize {alike[0]['model']} --batch {alike[0]['requested_batch']}"
     if any(row["verdict"] == UNKNOWN for row in measured(record["rows"])):
-        longer = record | {
-            "configuration": record["configuration"] | {"seconds": 2 * (record["configuration"].get("seconds") or 5)}
-        }
+        seconds = 2 * (record["configuration"].get("seconds") or 5)
+        longer = record | {"configuration": record["configuration"] | {"seconds": seconds}}
         next_command = f"on a quiet machine, {command(longer)}"
+    if not found:
+        return f"Result: nothing was measured; next: {next_command}"
     text = "best of vit-fast relative to the best peer: " if any(row["best_peer"] for row in record["rows"]) else ""
-    result = f"Result: {text}{', '.join(found)}" if found else "Result: nothing was measured"
-    return f"{result}; next: {next_command or command(record)}"
+    return f"Result: {text}{', '.join(found)}; next: {next_command}"
 
 
 def remarks(record: Record) -> list[str]:
@@ -237,21 +231,26 @@ def filled_columns(record: Record) -> list[Column]:
     return [column for column in COLUMNS if any(map(column.cell, measured(record["rows"])))]
 
 
-def cells(record: Record) -> dict[str, list[str]]:
-    """Returns the measured rows as columns by title."""
-    rows = [row for rows in groups(record).values() for row in measured(rows)]
-    about = {"model": "model", "dtype": "dtype", "batch": "requested_batch"}
-    found = {title: [str(row[field]) for row in rows] for title, field in about.items()}
-    return found | {"candidate": [*map(label, rows)]} | {c.title: [*map(c.cell, rows)] for c in filled_columns(record)}
+def columns_in(record: Record, width: int) -> list[Column]:
+    """Returns the most important columns that fit into a terminal of `width` characters, beside the candidate."""
+    rows, columns = measured(record["rows"]), filled_columns(record)
+    shown: list[Column] = []
+    left = width - max((len(label(row)) for row in rows), default=0) - 2
+    ranked = sorted((column for column in columns if column.rank is not None), key=lambda column: column.rank or 0)
+    for column in ranked[:MOST_ON_SCREEN]:
+        left -= max(map(len, (column.title, *map(column.cell, rows)))) + 3
+        if left < 0:
+            break
+        shown.append(column)
+    return sorted(shown, key=columns.index)
 
 
 def markdown(record: Record) -> str:
-    """Returns the record as one markdown table under its heading."""
-    columns = cells(record)
-    columns["candidate"] = [f"`{name}`" for name in columns["candidate"]]
-    marks = ["---" if title in ("model", "dtype", "batch", "candidate") else "---:" for title in columns]
-    lines = [f"| {' | '.join(line)} |" for line in (columns, marks, *zip(*columns.values(), strict=True))]
-    text = "\n".join([f"Measured on {heading(record)}; {ceilings_line(record)}.", "", *lines]) + "\n"
+    """Returns the record as markdown tables under its heading."""
+    text = f"Measured on {heading(record)}; {ceilings_line(record)}.\n"
+    for caption, titles, rows in tables(record):
+        lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *([f"`{first}`", *rest] for first, *rest in rows)]
+        text += f"\n{caption}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
     if record["controls"]:
         text += "\n" + "".join(f"- {remark}\n" for remark in remarks(record))
     if notes := not_measured(record):
@@ -275,11 +274,18 @@ def summary(record: Record) -> str:
     return "\n".join([*lines, "", f"Measured on {heading(record)}."]) + "\n"
 
 
-def tables(record: Record) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Yields caption, titles and rows for every profiled group: time per part, then the longest kernels."""
-    for title, rows in groups(record).items():
-        explained = [row for row in measured(rows) if row.get("explained")]
-        if explained:
+def tables(record: Record, columns: list[Column] | None = None) -> Iterator[TableOf]:
+    """Yields caption, titles and rows of each table: the measured rows of a group, and their profiles.
+
+    `columns` are those of the measured rows; None means all.
+    """
+    columns = filled_columns(record) if columns is None else columns
+    grouped = {title: measured(rows) for title, rows in groups(record).items() if measured(rows)}
+    for title, rows in grouped.items():
+        lines = [[label(row), *(column.cell(row) for column in columns)] for row in rows]
+        yield title, ["candidate", *(column.title for column in columns)], lines
+    for title, rows in grouped.items():
+        if explained := [row for row in rows if row.get("explained")]:
             yield f"Time per part, ms per call: {title}", *_parts(record, explained)
             yield f"Longest kernels: {title}", ["kernel", "candidate", "part", "calls", "ms"], _kernels(explained)
 
@@ -288,28 +294,17 @@ def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]
     ceilings, dtype = record["ceilings"], rows[0]["dtype"]
     matmul = ceilings.get("matmul_TFLOP_per_s", {}).get("bf16" if dtype == "amp" else dtype)
     least = rows[0]["explained"]["least"] if matmul else {}
-    floors = {
-        part: Work(flop, moved).floor_ms(1, matmul, ceilings["copy_GB_per_s"]) for part, (flop, moved) in least.items()
-    }
+    floors = {part: Work(*some).floor_ms(1, matmul, ceilings["copy_GB_per_s"]) for part, some in least.items()}
     spent: list[dict[str, float]] = []
     for row in rows:
         spent.append(defaultdict(float))
         for part, _, _, ms in row["explained"]["kernels"]:
             spent[-1][part] += ms
-    sums, times, floor = [sum(parts.values()) for parts in spent], [row["ms"] for row in rows], sum(floors.values())
-    lines = [
-        _line(part, floors.get(part), [parts.get(part) for parts in spent])
-        for part in (*PARTS, REST, "all")
-        if part in floors or any(part in parts for parts in spent)
-    ]
-    lines.append(_line("sum", floor, sums))
-    lines.append(_line("measured without the profiler", None, times))
-    # host time, and what the profiler does not see, such as ONNX Runtime
-    lines.append(
-        _line("outside of kernels", None, [max(ms - known, 0.0) for ms, known in zip(times, sums, strict=True)])
-    )
-    if floors:
-        lines.append(_line("above the floor", None, [ms - floor for ms in times]))
+    parts = [part for part in (*PARTS, REST, "all") if part in floors or any(part in found for found in spent)]
+    lines = [_line(part, floors.get(part), [found.get(part) for found in spent]) for part in parts]
+    lines.append(_line("sum", sum(floors.values()), [sum(found.values()) for found in spent]))
+    # with host time, and what the profiler does not see, such as ONNX Runtime
+    lines.append(_line("measured without the profiler", None, [row["ms"] for row in rows]))
     return ["part", "floor", *map(label, rows)], lines
 
 

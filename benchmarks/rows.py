@@ -50,15 +50,10 @@ PERCENTILE_REPEATS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The candidates of one model, dtype and batch size, which are timed interleaved.
+    """The candidates of one model, dtype (see machine.DTYPES) and batch size, which are timed interleaved.
 
-    Attributes:
-        model: The model.
-        dtype_name: See machine.DTYPES.
-        batch_size: Images per call.
-        requested_batch_size: The requested batch size, which is larger if it did not fit into memory.
-        training: True for a training step.
-        data: Location of the batches: "device", or "host" (pinned memory, which each call copies to the GPU).
+    The requested batch size is larger if it did not fit into memory. `data` is the location of the batches: "device"
+    or "host" (pinned memory, which each call copies to the GPU).
     """
 
     model: Model
@@ -194,9 +189,7 @@ def is_lower(row: Row) -> bool:
 def resolution_of(row: Row, controls: Sequence[Row], *, between_runs: bool = False) -> float:
     """Returns the resolution of a row's group: the worst of its controls; infinite without one."""
     field = "between_runs" if between_runs else "resolution"
-    alike = {"img_size": row["img_size"]}  # older controls lack it
-    fields = [(field if field in c else "resolution", c) for c in controls if key_of(alike | c) == key_of(row)]
-    return max((float(control[name]) for name, control in fields), default=float("inf"))
+    return max((float(c[field]) for c in controls if key_of(c) == key_of(row)), default=float("inf"))
 
 
 def key_of(row: Row) -> tuple[Any, ...]:

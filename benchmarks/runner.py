@@ -11,14 +11,12 @@ import functools
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
-
-import torch
 
 from vit_fast.measure import clock, compare
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.clock import Call, Samples, Timing, percentile, time_interleaved
+from vit_fast.measure.clock import Call, Samples, Timing, time_interleaved
 from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 
 from . import preparation
@@ -33,8 +31,8 @@ from .rows import Group, Record, Row, Status, add_timing, finish, is_lower, key_
 AGAIN = "again"
 # A measurement that is cut short counts if it has so many repeats, or fewer repeats and so many milliseconds.
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
-# The share of a group's time for all candidates, before noise reduces them, and the rounds between checks.
-SHARE_OF_ALL, ROUNDS_BETWEEN = 0.4, 5
+# Rounds between two checks whether noise allows a ranking.
+ROUNDS_BETWEEN = 5
 
 
 class Listener(Protocol):
@@ -56,61 +54,49 @@ class Silent:
 
 
 class Watch:
-    """Decides after every round which candidates to continue with; see clock.time_interleaved.
+    """Decides after every round whether to continue; see clock.time_interleaved.
 
-    On a quiet machine, all candidates are timed until the protocol is satisfied. If noise prevents a ranking, the rest
-    of the time goes to the best of ours and the best peer, if the time until end_s is allocated to this timing. `best`
-    is the candidate that is timed twice, and `again` is called after every round.
+    The protocol decides. If noise prevents a ranking, the rest of the time until end_s is used too, if it is allocated
+    to this timing. `best` is the candidate that is timed twice, and `again` is called after every round.
     """
 
     def __init__(
         self, protocol: clock.Protocol, listener: Listener, now_s: Callable[[], float], end_s: float,
-        allocated: bool, prepared: Mapping[str, Prepared], best: str,
+        allocated: bool, best: str,
     ) -> None:  # fmt: skip
         self._protocol, self._listener, self._now_s, self._end_s = protocol, listener, now_s, end_s
-        self._allocated, self._prepared, self._best = allocated, prepared, best
-        self._start_s, self._reported = now_s(), 0.0
+        self._allocated, self._best = allocated, best
+        self._reported, self.running = 0.0, ""
         self._samples: Mapping[str, Samples] = {}
-        self._narrowed: set[str] = set()
         self.again: Callable[[], None] = lambda: None
 
     def __call__(self, number: int, samples: Mapping[str, Samples]) -> Collection[str]:
         self._samples = samples
         self.again()
-        going_on = self._decide(number)
+        going_on = self._goes_on(number)
         share = min(map(self._protocol.share_of, samples.values())) if going_on else 1.0
-        self._listener.done(share * len(self._prepared) - self._reported)
-        self._reported = share * len(self._prepared)
-        return going_on
+        self._listener.done((share - self._reported) * (len(samples) - 1))
+        self._reported = share
+        return samples if going_on else ()
 
-    def _decide(self, number: int) -> Collection[str]:
-        samples, now_s = self._samples, self._now_s()
-        long_enough = self._protocol.is_satisfied(samples)
-        if long_enough and not self._allocated:
-            return ()
-        if len(self.timings()) < len(samples):
-            return samples
-        check = long_enough or now_s >= self._start_s + (self._end_s - self._start_s) * SHARE_OF_ALL
-        if now_s >= self._end_s:
-            return ()
-        if self._narrowed:
-            return () if number % ROUNDS_BETWEEN == 0 and self._can_rank() else self._narrowed
-        if not (check and self._allocated) or (number % ROUNDS_BETWEEN and not long_enough):
-            return samples
-        if self._can_rank():
-            return () if long_enough else samples
-        self._narrowed = {self._best, AGAIN, *self._best_of_each_side()}
-        self._listener.say(f"noisy machine: continuing with {', '.join(sorted(self._narrowed - {AGAIN}))}")
-        return self._narrowed
+    def _goes_on(self, number: int) -> bool:
+        long_enough = self._protocol.is_satisfied(self._samples)
+        if long_enough and not (self._allocated and (number % ROUNDS_BETWEEN or not self._can_rank())):
+            return False
+        return len(self.timings()) < len(self._samples) or self._now_s() < self._end_s
 
     def _can_rank(self) -> bool:
         resolution = compare.control(self._samples[self._best], self._samples[AGAIN])["resolution"]
         return bool(resolution <= compare.UNRANKABLE)
 
-    def _best_of_each_side(self) -> Iterator[str]:
-        for side in (True, False):
-            names = [name for name, ready in self._prepared.items() if ready.row["peer"] == side]
-            yield from sorted(names, key=lambda name: percentile(self._samples[name], 0.5))[:1]
+    def tracked(self, name: str, call: Call) -> Call:
+        """Returns the call of a candidate, which sets `running` to its name."""
+
+        def run_it(number: int) -> object:
+            self.running = name
+            return call(number)
+
+        return run_it
 
     def timings(self) -> dict[str, Timing]:
         """Returns the timings of candidates with enough repeats."""
@@ -159,6 +145,10 @@ class _Findings:
         found[kind].append(value)
         if self._journal is not None and value.get("status") not in ("skipped", "interrupted"):
             self._journal.add(kind, value)
+
+    def refuse(self, group: Group, candidates: Sequence[Candidate], status: Status, reason: str) -> None:
+        for candidate in candidates:
+            self.add("row", make_row(group, candidate, status, reason))
 
     def remaining(self, group: Group, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Returns the candidates without a row in this group."""
@@ -235,8 +225,7 @@ class _Run:
         names = ", ".join(candidate.name for candidate in too_large)
         if group.batch_size == 1:
             self.listener.say(f"{group}: out of memory: {names}")
-            for candidate in too_large:
-                self.found.add("row", make_row(group, candidate, "out of memory", "batch 1 does not fit"))
+            self.found.refuse(group, too_large, "out of memory", "batch 1 does not fit")
             return
         half = dataclasses.replace(group, batch_size=group.batch_size // 2)
         self.listener.say(f"{group}: out of memory, retrying with batch {half.batch_size}: {names}")
@@ -252,8 +241,7 @@ class _Run:
             raise
         except Exception as error:  # e.g. a dtype that an operator does not support
             self.listener.say(f"{group}: the reference FAILED: {describe_error(error)}")
-            for candidate in candidates:
-                self.found.add("row", make_row(group, candidate, "failed", f"reference: {describe_error(error)}"))
+            self.found.refuse(group, candidates, "failed", f"reference: {describe_error(error)}")
             return []
         prepared: dict[str, Prepared] = {}
         too_large = []
@@ -284,7 +272,7 @@ class _Run:
         elif self.found.has_ended(group, candidate):
             why_not = "failed", "the process ended twice while this was prepared"
         if why_not:
-            self.found.add("row", make_row(group, candidate, *why_not))
+            self.found.refuse(group, [candidate], *why_not)
             return None
         self.found.begin(group, candidate)
         ready, row = prepare(candidate, group, problem, explained=self.configuration.explain)
@@ -300,36 +288,23 @@ class _Run:
         too_large: list[Candidate] = []
         while prepared:
             self.listener.now(f"{group}: timing {len(prepared)} candidates, interleaved")
-            running = ""
-
-            def tracked(name: str, call: Call) -> Call:
-                def run_it(number: int) -> object:
-                    nonlocal running
-                    running = name
-                    return call(number)
-
-                return run_it
-
             # at full precision, as ratios are
             alike = [name for name, ready in prepared.items() if not is_lower(ready.row)] or list(prepared)
             best = min(alike, key=lambda name: prepared[name].call_s)
             end_s, conditions = self._end_of_timing_s(group), Conditions(self.configuration.device)
-            clock = self.elapsed_s, end_s, self.configuration.is_default
-            watch = Watch(self.configuration.protocol, self.listener, *clock, prepared, best)
-            add = functools.partial(
-                _add_timed, self.found, self.configuration.device, group, prepared, best, conditions
-            )
-            calls = {name: tracked(name, ready.call) for name, ready in prepared.items()}
-            calls[AGAIN] = tracked(best, prepared[best].call)
+            protocol = dataclasses.replace(self.configuration.protocol, launch=group.launch)
+            watch = Watch(protocol, self.listener, self.elapsed_s, end_s, self.configuration.is_default, best)
+            add = functools.partial(self._add_timed, group, prepared, best, conditions)
+            calls = {name: watch.tracked(name, ready.call) for name, ready in prepared.items()}
+            calls[AGAIN] = watch.tracked(best, prepared[best].call)
             try:
                 with conditions.watch(), at_most(preparation.CANDIDATE_SECONDS) as watch.again:
-                    protocol = dataclasses.replace(self.configuration.protocol, launch=group.launch)
                     timings = time_interleaved(calls, self.configuration.device, protocol, on_round=watch)
             except KeyboardInterrupt:
                 add(watch.timings(), "interrupted")
                 raise
             except Exception as error:
-                broken = prepared.pop(running)
+                broken = prepared.pop(watch.running)
                 if is_out_of_memory(error):
                     too_large.append(broken.candidate)
                 else:
@@ -341,6 +316,23 @@ class _Run:
             # Outside of the handler, in which the exception keeps tensors alive.
             release_memory(self.configuration.device, forget_compiled=False)
         return too_large
+
+    def _add_timed(
+        self, group: Group, prepared: Mapping[str, Prepared], best: str, conditions: Conditions,
+        timings: Mapping[str, Timing], otherwise: Status,
+    ) -> None:  # fmt: skip
+        if best in timings and AGAIN in timings:
+            control = make_control(group, best, timings[best], timings[AGAIN], conditions.summary())
+            self.found.add("control", control)
+        for name, ready in prepared.items():
+            if name in timings:
+                add_timing(ready.row, timings[name], group)
+                joules = joules_of(ready.call, timings[name].ms, self.configuration.device)
+                if joules is not None and group.model.data is not None:
+                    ready.row["J_per_image"] = joules / group.batch_size
+            else:
+                ready.row.update(status=otherwise, reason="too few repeats")
+            self.found.add("row", ready.row)
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
@@ -359,25 +351,7 @@ class _Run:
     def _add_the_rest(self, planned: Planned, interrupted: bool) -> None:
         why_not: tuple[Status, str] = ("interrupted", "not started") if interrupted else ("skipped", "out of time")
         for group, candidates in planned.items():
-            for candidate in self.found.remaining(group, candidates):
-                self.found.add("row", make_row(group, candidate, *why_not))
-
-
-def _add_timed(
-    found: _Findings, device: torch.device, group: Group, prepared: Mapping[str, Prepared], best: str,
-    conditions: Conditions, timings: Mapping[str, Timing], otherwise: Status,
-) -> None:  # fmt: skip
-    if best in timings and AGAIN in timings:
-        found.add("control", make_control(group, best, timings[best], timings[AGAIN], conditions.summary()))
-    for name, ready in prepared.items():
-        if name in timings:
-            add_timing(ready.row, timings[name], group)
-            whole = group.model.data is not None
-            if whole and (joules := joules_of(ready.call, timings[name].ms, device)) is not None:
-                ready.row["J_per_image"] = joules / group.batch_size
-        else:
-            ready.row.update(status=otherwise, reason="too few repeats")
-        found.add("row", ready.row)
+            self.found.refuse(group, self.found.remaining(group, candidates), *why_not)
 
 
 def _finished(configuration: Configuration, machine: dict[str, Any], found: _Findings) -> Record:

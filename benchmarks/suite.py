@@ -24,6 +24,7 @@ from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.preparation import Problem, cold_start, make_problem, prepare
 from vit_fast.benchmarks.rows import Group
+from vit_fast.benchmarks.towers import SIZES, tower_calls
 from vit_fast.measure.device_clock import Instant
 from vit_fast.work import total
 
@@ -81,6 +82,19 @@ def test_candidate(benchmark: Any, word: str, training: bool, batch: int, label:
         seconds = benchmark.stats.stats.median
         benchmark.extra_info["images_per_s"] = batch / seconds
         benchmark.extra_info["TFLOP_per_s"] = total(group.least().values()).flop / seconds / 1e12
+
+
+tower_calls_on = functools.cache(tower_calls)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU; vit-fast kernels --host counts launches without one")
+@pytest.mark.parametrize("candidate", ["eager", "graph"])
+@pytest.mark.parametrize("size", SIZES)
+def test_tower(benchmark: Any, size: str, candidate: str) -> None:
+    """Times a call of Qwen2.5-VL's tower with an image or a video."""
+    pytest.importorskip("transformers.vision_utils")
+    benchmark.group = f"tower of Qwen2.5-VL, bf16, {size}, {DEVICE}"
+    benchmark(tower_calls_on("cuda")[size][candidate])
 
 
 @ON_THE_HOST

@@ -20,6 +20,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_GRID_0 = 2**31 - 1
 
+# Held while triton may parse, compile and load a kernel. Otherwise several threads compile the same kernel, and
+# `ast.parse` of Python 3.11 may raise "AST constructor recursion depth mismatch".
+compiling = threading.RLock()
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -83,7 +87,8 @@ class Launch:
             listening.listener(self, ready)
 
     def _run_by_triton(self) -> Any:
-        return self.kernel[self.grid](**self.args, **self.constants, **self.options())
+        with compiling:
+            return self.kernel[self.grid](**self.args, **self.constants, **self.options())
 
     def _specialisation(self, device: int) -> tuple[Any, ...]:
         """Returns a key that is at least as specific as triton's own: integers count by value."""

@@ -26,6 +26,8 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
+from .launch import compiling
+
 Progress = Callable[[int, int], None]
 
 # Fewer are not worth the start of a process, which imports torch and triton.
@@ -51,11 +53,12 @@ class Request:
         def listen(*, cache_hit: bool, **_: Any) -> None:
             compiled.append(not cache_hit)
 
-        before, triton.knobs.compilation.listener = triton.knobs.compilation.listener, listen
-        try:
-            function.preload(self.data)
-        finally:
-            triton.knobs.compilation.listener = before
+        with compiling:
+            before, triton.knobs.compilation.listener = triton.knobs.compilation.listener, listen
+            try:
+                function.preload(self.data)
+            finally:
+                triton.knobs.compilation.listener = before
         return any(compiled)
 
 

@@ -6,17 +6,27 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
-from vit_fast.benchmarks import builders
+from vit_fast.benchmarks import builders, machine, runner
 from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.configuration import Configuration, make_configuration
 from vit_fast.benchmarks.models import Task
 from vit_fast.benchmarks.rows import SPEED_FIELDS
+from vit_fast.measure import compare
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
 
 QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
+
+
+def shrink(patch: pytest.MonkeyPatch) -> None:
+    """What the fixture `small_ceilings` does."""
+    patch.setitem(machine.MATMUL_SIZE, "cpu", 64)
+    patch.setitem(machine.COPY_BYTES, "cpu", 2**16)
+    patch.setattr(runner, "release_memory", lambda *_, **__: None)
+    patch.setattr(compare, "RESAMPLES", 200)
 
 
 def named(name: str, build: Callable[[Task], Any], **fields: Any) -> Candidate:

@@ -70,18 +70,13 @@ def _of_oldest(items: list[pytest.Item]) -> list[pytest.Item]:
     return kept
 
 
-def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--oldest"):
-        _keep(config, items, set(_of_oldest(items)))
+        tiers.keep(config, items, set(_of_oldest(items)))
     elif config.getoption("--only-slow"):
-        _keep(config, items, {item for item in tiers.left_out(items) if not tiers.takes_minutes(item)})
-    elif not config.getoption("--slow"):
-        _keep(config, items, set(items) - tiers.left_out(items, cases=KERNEL_ARCH is None))
+        tiers.keep(config, items, {item for item in tiers.left_out(items) if not tiers.takes_minutes(item)})
+    elif KERNEL_ARCH is None and not config.getoption("--slow"):  # emulator/plugin.py chooses its own
+        tiers.keep(config, items, set(items) - tiers.left_out(items))
     no_gpu = pytest.mark.skip(reason="needs a CUDA device of capability 8.0 or newer")
     not_executed = pytest.mark.skip(reason="needs the PTX emulator: make test-execute")
     for item in items:
@@ -113,11 +108,10 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
 
 @pytest.fixture
 def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's ceilings are measured on next to nothing."""
-    from vit_fast.benchmarks import machine
+    """Ceilings are measured on next to nothing, intervals drawn from few samples, and no garbage collected."""
+    from bench_support import shrink
 
-    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
-    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
+    shrink(monkeypatch)
 
 
 @pytest.fixture
@@ -186,6 +180,6 @@ def model() -> nn.Module:
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """ONNX files of a small model, by the names of `onnx_models.FILES`: exported("plain")."""
-    from onnx_models import Exports
+    from onnx_models import FILES, Exports, make
 
-    return Exports(tmp_path_factory.mktemp("onnx"))
+    return Exports(tmp_path_factory.mktemp("onnx"), make("vit"), FILES)

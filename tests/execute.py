@@ -2,7 +2,12 @@
 
     python tests/execute.py sm_90 [arguments of pytest]
 
-Without a file, all tests of kernels run. Needs g++; see tests/emulator/README.md.
+Without a file, all tests of kernels run. Needs g++; see tests/emulator/README.md. Arguments that choose cases:
+
+    (none)     all but tests that are marked slow
+    --share    the cases of `make test`, and of the others every fifth: the architectures of ARCHS run all of them;
+               --seed S deals them out differently
+    --slow     all of them
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from pathlib import Path
 
 from emulator import build
 
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 TESTS = Path(__file__).resolve().parent
 # The tests that hold kernels against references. What checks the host alone, or whole libraries, stays with make test.
 KERNEL_TESTS = (

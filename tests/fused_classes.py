@@ -33,8 +33,9 @@ Look up what `vit_fast.fuse` does with each class of timm and transformers that 
 - **fused**: all attention and all norm + MLP modules are fused.
 - **partly**: some are fused. The reasons for the others follow.
 - **skipped**: none is fused, for the reasons that follow.
-- **token budgets**: `GraphRunner(tower, budgets=...)` captures it for [images of any size](howto/towers.md). The other
-  fused classes take images of one size: `GraphRunner(model, example)`.
+- **token budgets**: `GraphRunner(tower, budgets=...)` captures it for [images of any size](howto/towers.md); with
+  **one size**, for any number of images. `GraphRunner(model, example)` captures the other fused classes, unless they
+  read a mask or sizes on the host.
 
 A class of timm is tested with the model that is named, a class of transformers with its default configuration. Models
 of images and text are tested with their vision tower. `make classes` writes this page.
@@ -74,7 +75,7 @@ def outcome(model: nn.Module) -> str | None:
     if said:
         return f"{'partly' if report.fused else 'skipped'}: {'; '.join(said)}"
     tower = packed_tower(model)
-    return "fused; token budgets" if tower is not None and tower.needs_fused else "fused"
+    return "fused" if tower is None else f"fused; token budgets{'' if tower.needs_fused else ', one size'}"
 
 
 def timm_groups() -> dict[tuple[str, str], list[str]]:

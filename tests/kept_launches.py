@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 
 import torch
 import triton
@@ -83,8 +84,29 @@ def threads(driver: stand_in_driver.StandInDriver) -> None:
     assert driver.counters().launches == before + 400
 
 
+def first_calls() -> None:
+    """Of several threads that launch a new kernel, one compiles it, and no two compile at once."""
+    compiling: list[int] = []
+    together: list[list[int]] = []
+
+    def hook(**_: object) -> None:
+        compiling.append(threading.get_ident())
+        time.sleep(0.1)  # the others arrive
+        together.append(compiling.copy())
+
+    triton.knobs.runtime.jit_cache_hook = hook
+    workers = [threading.Thread(target=a_launch(size=16).run) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    triton.knobs.runtime.jit_cache_hook = None
+    assert list(map(len, together)) == [1]
+
+
 def main() -> None:
     driver = stand_in_driver.install("sm_90")
+    first_calls()
     kernels()
     hooks(driver)
     bounded()

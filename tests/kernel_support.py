@@ -52,6 +52,16 @@ def nan_output(q: Tensor) -> tuple[Tensor, Tensor]:
     return o, torch.full((batch, heads, tokens), float("nan"), device=q.device)
 
 
+def check_outputs(found: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> None:
+    """Holds outputs of attention, by name, against fp64."""
+    names = ("o", "dq", "dk", "dv")
+    exact = dict(zip(names, attention_with_gradients(q, k, v, do, scale, torch.float64)))
+    eager = dict(zip(names, attention_with_gradients(q, k, v, do, scale, q.dtype)))
+    for name, value in found.items():
+        factor = FORWARD_FACTOR if name == "o" else GRADIENT_FACTOR
+        assert_as_exact_as_eager(name, value, eager[name], exact[name], factor)
+
+
 def check_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> None:
     """Run the kernels forward and backward and hold every output against fp64."""
     from vit_fast.kernels.attention.attention import attention_backward, attention_forward
@@ -60,11 +70,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -
     attention_forward(q, k, v, o, lse, scale)
     dq, dk, dv = nan_like(q.contiguous(), k.contiguous(), v.contiguous())
     attention_backward(q, k, v, o, do, lse, dq, dk, dv, scale)
-    exact = attention_with_gradients(q, k, v, do, scale, torch.float64)
-    eager = attention_with_gradients(q, k, v, do, scale, q.dtype)
-    assert_as_exact_as_eager("o", o, eager[0], exact[0], FORWARD_FACTOR)
-    for name, value, usual, right in zip(("dq", "dk", "dv"), (dq, dk, dv), eager[1:], exact[1:]):
-        assert_as_exact_as_eager(name, value, usual, right, GRADIENT_FACTOR)
+    check_outputs({"o": o, "dq": dq, "dk": dk, "dv": dv}, q, k, v, do, scale)
     if lse.numel() == 0:
         return
     scores = q.double() * scale @ k.double().transpose(-1, -2)

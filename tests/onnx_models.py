@@ -146,15 +146,15 @@ FILES: dict[str, dict[str, Any]] = {
 
 
 class Exports:
-    """Files of make("vit"), each exported when it is first asked for; not verified."""
+    """Files of a model, each exported when it is first asked for; not verified."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.model = folder, make("vit")
+    def __init__(self, folder: Path, model: nn.Module, files: dict[str, dict[str, Any]]) -> None:
+        self.folder, self.model, self.files = folder, model, files
 
     def __call__(self, name: str) -> Path:
         path = self.folder / f"{name}.onnx"
         if not path.exists():
-            vit_fast.export.export_onnx(self.model, path, verify=False, **FILES[name])
+            vit_fast.export.export_onnx(self.model, path, verify=False, **self.files[name])
         return path
 
 

@@ -9,15 +9,14 @@ from itertools import cycle
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from kernel_execution import DTYPES, KERNEL_ARCH
 from kernel_support import (
     DEVICE,
-    FORWARD_FACTOR,
-    GRADIENT_FACTOR,
     LAYOUTS,
-    assert_as_exact_as_eager,
-    attention_with_gradients,
     check_attention,
+    check_outputs,
     nan_like,
     nan_output,
     packed_inputs,
@@ -31,14 +30,32 @@ from vit_fast.kernels.attention.attention_backward import backward_launches
 from vit_fast.kernels.attention.attention_forward import forward_launch
 from vit_fast.kernels.attention.attention_policy import BackwardConfig, ForwardConfig
 
-# Every length and every head size of the grid; each length meets one (head size, heads, dtype) in turn.
-LENGTHS = (1, 2, 8, 9, 16, 17, 49, 50, 64, 65, 127, 128, 129, 196, 197, 198, 200, 201, 233, 240, 255, 256, 257, 577)
+HALF = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (16, 32, 48, 64, 72, 80, 88, 96, 128)
-_turn = zip(cycle((64, 16, 80, 32, 72, 48, 96)), cycle((1, 3)), cycle((torch.float16, torch.bfloat16)))
-LENGTH_CASES = [(n, d, h, dtype) for n, (d, h, dtype) in zip(LENGTHS, _turn)]
-LENGTH_CASES += [(1025, 16, 1, torch.float16)]
-LENGTH_CASES += [(n, 64, 1, DTYPES[0]) for n in (1, 17, 64, 129)]
 FAST_LENGTHS = (1, 9, 17, 50, 65, 128, 129, 197)  # on and off the sizes of tiles
+SLOW_LENGTHS = (2, 8, 16, 49, 64, 127, 196, 198, 200, 201, 233, 240, 255, 256, 257, 577)
+
+
+def _in_turn(lengths: tuple[int, ...]) -> list[tuple[object, ...]]:
+    """A shape for each length, which meets a number of heads, a head size and a dtype in turn."""
+    turn = zip(lengths, cycle((1, 3)), cycle((64, 16, 80, 32, 72, 48, 96)), cycle(HALF))
+    return [(1, n, n, heads, head_dim, dtype) for n, heads, head_dim, dtype in turn]
+
+
+# batch, queries, keys, heads, head_dim, dtype
+SHAPES = [
+    *_in_turn(FAST_LENGTHS),
+    *((1, n, n, 1, 64, DTYPES[0]) for n in (1, 17, 129)),
+    *((2, 20, 20, 2, d, dtype) for d, dtype in zip(HEAD_DIMS, cycle(DTYPES))),
+    *((2, 5, 5, heads, 16, torch.float16) for heads in (12, 16)),
+    (1, 1, 196, 2, 72, torch.float16), (1, 3, 300, 2, 64, torch.float16), (1, 70, 5, 2, 32, torch.float16),
+    (0, 197, 197, 3, 64, torch.float16),
+]  # fmt: skip
+SLOW_SHAPES = [
+    *_in_turn(SLOW_LENGTHS),
+    (1, 1025, 1025, 1, 16, torch.float16),
+    *((2, 20, 20, 2, head_dim, dtype) for head_dim in HEAD_DIMS for dtype in DTYPES),
+]
 
 
 def _gradient_of(q: torch.Tensor) -> torch.Tensor:
@@ -47,33 +64,39 @@ def _gradient_of(q: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "head_dim", "heads", "dtype"),
-    [pytest.param(*case, marks=[] if case[0] in FAST_LENGTHS else [pytest.mark.slow]) for case in LENGTH_CASES],
+    ("batch", "n_q", "n_kv", "heads", "head_dim", "dtype"),
+    [*SHAPES, *(pytest.param(*shape, marks=pytest.mark.slow) for shape in SLOW_SHAPES if shape not in SHAPES)],
 )
-def test_every_length(tokens: int, head_dim: int, heads: int, dtype: torch.dtype) -> None:
-    q, k, v = packed_inputs(1, tokens, heads, head_dim, dtype)
+def test_every_shape(batch: int, n_q: int, n_kv: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    q = packed_inputs(batch, n_q, heads, head_dim, dtype)[0]
+    _, k, v = packed_inputs(batch, n_kv, heads, head_dim, dtype)
     check_attention(q, k, v, _gradient_of(q), head_dim**-0.5)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_head_size_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
-    q, k, v = packed_inputs(2, 20, 2, head_dim, dtype)
-    check_attention(q, k, v, _gradient_of(q), head_dim**-0.5)
+@given(
+    data=st.data(),
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 2),
+    lengths=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    head_dim=st.integers(16, 128),
+    dtype=st.sampled_from(HALF),
+    sharpness=st.floats(0.1, 1.5),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_drawn_shapes_and_layouts(data, batch, heads, lengths, head_dim, dtype, sharpness, seed) -> None:
+    torch.manual_seed(seed)
+    kinds = st.sampled_from(tuple(LAYOUTS))
+    q, do, k, v = (
+        strided(data.draw(kinds), (batch, heads, tokens, head_dim), dtype)
+        for tokens in (lengths[0], lengths[0], lengths[1], lengths[1])
+    )
+    # in units of D**-0.5: a softmax that saturates shows what delta, summed from the rounded o, costs every kernel
+    check_attention(q, k, v, do, sharpness * head_dim**-0.5)
 
 
-@pytest.mark.parametrize("heads", [12, 16])
-def test_many_heads(heads: int) -> None:
-    q, k, v = packed_inputs(2, 5, heads, 16, torch.float16)
-    check_attention(q, k, v, _gradient_of(q), 0.25)
-
-
-@pytest.mark.parametrize(("n_q", "n_kv", "head_dim"), [(1, 196, 72), (3, 300, 64), (70, 5, 32)])
-def test_queries_and_keys_of_different_number(n_q: int, n_kv: int, head_dim: int) -> None:
-    q = torch.randn(1, 2, n_q, head_dim, device=DEVICE).half()
-    k, v = torch.randn(2, 1, 2, n_kv, head_dim, device=DEVICE).half()
-    check_attention(q, k, v, torch.randn_like(q), head_dim**-0.5)
+def _skip_without_tma(tma: bool) -> None:
+    if tma and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no TMA before capability 9.0")
 
 
 FORWARD_CONFIGS = [
@@ -92,24 +115,20 @@ FORWARD_CONFIGS = [
 @pytest.mark.parametrize("head_dim", [64, 80], ids=["whole", "split"])
 @pytest.mark.parametrize("config", FORWARD_CONFIGS, ids=str)
 def test_every_forward_path(config: ForwardConfig, head_dim: int, tma: bool) -> None:
-    if tma and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("no TMA before capability 9.0")
+    _skip_without_tma(tma)
     q, k, v = packed_inputs(1, 100, 2, head_dim, torch.float16)
     o, lse = nan_output(q)
     launch = forward_launch(q, k, v, o, lse, 0.2, dataclasses.replace(config, tma=tma))
     assert launch.constants["TMA"] is tma
     launch.run()
-    exact = attention_with_gradients(q, k, v, o.nan_to_num(0.0), 0.2, torch.float64)[0]
-    eager = attention_with_gradients(q, k, v, o.nan_to_num(0.0), 0.2, torch.float16)[0]
-    assert_as_exact_as_eager("o", o, eager, exact, FORWARD_FACTOR)
+    check_outputs({"o": o}, q, k, v, torch.zeros_like(q), 0.2)
     assert lse.isfinite().all()
 
 
 @pytest.mark.parametrize("tma", [True, False], ids=["tma", "pointers"])
 @pytest.mark.parametrize(("head_dim", "block_m", "block_n"), [(64, 64, 32), (80, 32, 64)])
 def test_every_backward_path(head_dim: int, block_m: int, block_n: int, tma: bool) -> None:
-    if tma and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("no TMA before capability 9.0")
+    _skip_without_tma(tma)
     config = BackwardConfig(block_m, block_n, num_stages=1, tma=tma)
     q, k, v = packed_inputs(1, 100, 2, head_dim, torch.float16)
     do = _gradient_of(q)
@@ -121,10 +140,7 @@ def test_every_backward_path(head_dim: int, block_m: int, block_n: int, tma: boo
     assert first.constants["TMA"] is second.constants["TMA"] is tma
     first.run()
     second.run()
-    exact = attention_with_gradients(q, k, v, do, 0.2, torch.float64)[1:]
-    eager = attention_with_gradients(q, k, v, do, 0.2, torch.float16)[1:]
-    for name, value, usual, right in zip(("dq", "dk", "dv"), (dq, dk, dv), eager, exact):
-        assert_as_exact_as_eager(name, value, usual, right, GRADIENT_FACTOR)
+    check_outputs({"dq": dq, "dk": dk, "dv": dv}, q, k, v, do, 0.2)
 
 
 @pytest.mark.parametrize(("kind", "expected"), LAYOUTS.items())
@@ -161,7 +177,7 @@ def test_scores_far_below_zero(n_kv: int) -> None:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("size", [1, 30, 300, 1000])
 @pytest.mark.parametrize("kind", ["saturated", "shared"])
 def test_large_scores(kind: str, size: int, dtype: torch.dtype) -> None:
@@ -194,11 +210,6 @@ def test_nan_stays_in_its_image() -> None:
     assert o[1, 0].isnan().any() and o[1, 1, 2].isnan().all()
 
 
-def test_empty_batch() -> None:
-    q, k, v = packed_inputs(0, 197, 3, 64, torch.float16)
-    check_attention(q, k, v, q, 0.125)
-
-
 _BEYOND_32_BITS = """
 import sys
 sys.path.insert(0, "tests")
@@ -229,17 +240,12 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert run.returncode == 0 and "right" in run.stdout, run.stderr[-2000:]
 
 
-def test_a_grid_that_no_gpu_takes_is_refused() -> None:
-    q, k, v = packed_inputs(1, 2, 1, 16, torch.float16)
+def test_launches_that_cannot_run_are_refused() -> None:
+    q, k, v = packed_inputs(1, 70, 1, 16, torch.float16)
     o, lse = nan_output(q)
     launch = forward_launch(q, k, v, o, lse, 0.25, ForwardConfig("looped", 32, 32))
     with pytest.raises(ValueError, match="too large"):
         dataclasses.replace(launch, grid=(2**31,)).run()
-
-
-def test_more_keys_than_a_row_holds_are_refused() -> None:
-    q, k, v = packed_inputs(1, 70, 1, 16, torch.float16)
-    o, lse = nan_output(q)
     with pytest.raises(ValueError, match=r"n_kv must be at most 64 .* got 70"):
         forward_launch(q, k, v, o, lse, 0.25, ForwardConfig("row", 16, 64, chunks=1))
 

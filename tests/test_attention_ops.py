@@ -51,6 +51,7 @@ def test_every_reason_is_listed() -> None:
         (lambda q, k, v: (q[:1], k, v), "B, H and D of q and k must be equal"),
         (lambda q, k, v: (q.long(), k.long(), v.long()), "int64"),
         (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), "must have tokens"),
+        (lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]), "head_dim must be between 16 and 128, got 0"),
     ],
 )
 def test_bad_inputs_are_named(change: Callable[..., tuple[Tensor, Tensor, Tensor]], message: str) -> None:
@@ -58,7 +59,7 @@ def test_bad_inputs_are_named(change: Callable[..., tuple[Tensor, Tensor, Tensor
         ops.attention(*change(*_separate()), backend="triton")
 
 
-def test_packed_input_of_the_wrong_shape() -> None:
+def test_packed_input_of_the_wrong_shape_is_named() -> None:
     with pytest.raises(ValueError, match=r"qkv must have shape \[B, N, 3, H, D\]"):
         ops.attention_qkvpacked(torch.randn(2, 17, 2, 2, 16, device=DEVICE), backend="triton")
 
@@ -97,6 +98,10 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+class Marked(torch.Tensor):
+    """A subclass, which is torch's to dispatch."""
+
+
 def test_the_stand_in_uses_the_kernel_where_it_can(kernel_calls: list[str]) -> None:
     q, k, v = _separate()
     torch.testing.assert_close(ops.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
@@ -108,6 +113,7 @@ def test_the_stand_in_uses_the_kernel_where_it_can(kernel_calls: list[str]) -> N
         ((q, k, v), {"is_causal": True}),
         ((q, k, v), {"scale": -0.5}),
         ((q[..., :8], k[..., :8], v[..., :8]), {}),
+        ((q[..., :0], k[..., :0], v[..., :0]), {}),
         ((q[0], k[0], v[0]), {}),
         ((q, k, v[..., :16]), {}),
         ((wide, k, v), {"enable_gqa": True}),
@@ -120,7 +126,24 @@ def test_the_stand_in_uses_the_kernel_where_it_can(kernel_calls: list[str]) -> N
     dropped = ops.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
     torch.manual_seed(3)
     torch.testing.assert_close(dropped, F.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
+    marked = ops.scaled_dot_product_attention(*(tensor.as_subclass(Marked) for tensor in (q, k, v)))
+    torch.testing.assert_close(marked.as_subclass(Tensor), F.scaled_dot_product_attention(q, k, v))
     assert kernel_calls == ["kernel"]
+
+
+def test_key_padding_masks_run_the_kernel(kernel_calls: list[str]) -> None:
+    """Masks that say by their form that they are the same for every query; any other is torch's."""
+    q, k, v = _separate()
+    keep = torch.rand(2, 1, 1, 9, device=DEVICE) < 0.6
+    keep[1] = False
+    ours = [keep, keep.expand(2, 2, 5, 9), keep[:1], keep[0], keep[0, 0], keep[..., :1]]
+    theirs = [keep.expand(2, 2, 5, 9).contiguous(), keep.float(), torch.ones(5, 9, dtype=torch.bool).tril(3)]
+    for mask in ours + theirs:
+        found = ops.scaled_dot_product_attention(q, k, v, mask)
+        torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, mask))
+    assert len(kernel_calls) == len(ours)
+    with pytest.raises(RuntimeError):  # torch's own error
+        ops.scaled_dot_product_attention(q, k, v, keep[..., :4])
 
 
 def _close(value: Any, right: Any) -> None:
@@ -182,13 +205,6 @@ def test_the_stand_in_under_fx(kernel_calls: list[str]) -> None:
         _close(traced(q, k, v, *extra), F.scaled_dot_product_attention(q, k, v))
 
 
-def test_the_stand_in_without_channels(kernel_calls: list[str]) -> None:
-    q, k, v = _qkv(0)
-    _close(ops.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    with pytest.raises(UnsupportedInputError, match="head_dim must be between 16 and 128, got 0"):
-        ops.attention(q, k, v, backend="triton")
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_stand_in_obeys_a_restriction_to_the_formula(compiled: bool, kernel_calls: list[str]) -> None:
     q, k, v = _qkv()
@@ -209,14 +225,3 @@ def test_the_stand_in_obeys_a_restriction_to_the_formula(compiled: bool, kernel_
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
         ops.scaled_dot_product_attention(q, k, v)
     assert kernel_calls == ["kernel"]
-
-
-class Marked(torch.Tensor):
-    pass
-
-
-def test_the_stand_in_gives_subclasses_to_torch(kernel_calls: list[str]) -> None:
-    q, k, v = _qkv()
-    marked = ops.scaled_dot_product_attention(*(tensor.as_subclass(Marked) for tensor in (q, k, v)))
-    _close(marked.as_subclass(Tensor), F.scaled_dot_product_attention(q, k, v))
-    assert kernel_calls == []

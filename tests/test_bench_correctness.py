@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ from vit_fast.apps.data import sample_image
 from vit_fast.benchmarks.builders import make
 from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.correctness import Expected, expect, judge_outputs
-from vit_fast.benchmarks.inputs import image_views, random_weights, rotating_batches, rounded
 from vit_fast.benchmarks.models import Task, describe_ours, resolve
+from vit_fast.benchmarks.preparation import image_views, random_weights, rotating_batches, rounded
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.candidate import Candidate
 from vit_fast.variants import get_variant
 
 CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2}
 
 
@@ -44,17 +46,19 @@ def verdict_of(candidate: Candidate, task: Task, images: Tensor, expected: Expec
         return judge_outputs(candidate, task, expected, make(candidate, task)(images)).reason
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["eager", "sdpa", "timm", "transformers", "torchvision"])
 def test_every_implementation_passes_with_the_same_weights(name: str, dtype: torch.dtype) -> None:
     task, images = make_task(get_variant("vit_test").config, dtype)
     assert verdict_of(get_candidate(name), task, images, expect(task, images)) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_identical_images_are_no_matter_of_luck(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 10), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_identical_images_are_no_matter_of_luck(dtype: torch.dtype, seeds: range) -> None:
     """One image is few outputs, and eager may be right on it by luck: its error elsewhere is the yardstick too."""
-    for seed in range(10):
+    for seed in seeds:
         weights = rounded(random_weights(get_variant("vit_test").config, seed), dtype)
         task = dataclasses.replace(make_task(get_variant("vit_test").config, dtype)[0], weights=weights)
         images = torch.full((4, 3, 32, 32), 0.1 * seed).to(dtype)
@@ -63,6 +67,7 @@ def test_identical_images_are_no_matter_of_luck(dtype: torch.dtype) -> None:
             assert verdict_of(get_candidate(name), task, images, expected) is None, (seed, name)
 
 
+@pytest.mark.fast_cases("deit_tiny_distilled_patch16_224", "vit_small_patch14_reg4_dinov2")
 @pytest.mark.parametrize(
     "name",
     [
@@ -79,18 +84,19 @@ def test_timm_takes_the_weights_of_every_family(name: str) -> None:
     assert verdict_of(get_candidate("timm"), task, images, expect(task, images)) is None
 
 
-def test_a_changed_parameter_is_noticed_whichever_it_is() -> None:
+@pytest.mark.fast_cases("vit_test")
+@pytest.mark.parametrize("name", ["vit_test", "vit_small_patch14_reg4_dinov2"])
+def test_a_changed_parameter_is_noticed_whichever_it_is(name: str) -> None:
     """A check behind which a parameter can hide is none: each, a tenth off, must be seen."""
-    for config in (get_variant("vit_test").config, shrunk("vit_small_patch14_reg4_dinov2", num_classes=10)):
-        task, images = make_task(config)
-        expected = expect(task, images)
-        hidden = []
-        for name, tensor in task.weights.items():
-            changed = dataclasses.replace(task, weights={**task.weights, name: tensor * 1.1})
-            with torch.inference_mode():
-                if judge_outputs(get_candidate("sdpa"), task, expected, build("sdpa", changed)(images)).passed:
-                    hidden.append(name)
-        assert hidden == []
+    task, images = make_task(get_variant(name).config if name == "vit_test" else shrunk(name, num_classes=10))
+    expected = expect(task, images)
+    hidden = []
+    for parameter, tensor in task.weights.items():
+        changed = dataclasses.replace(task, weights={**task.weights, parameter: tensor * 1.1})
+        with torch.inference_mode():
+            if judge_outputs(get_candidate("sdpa"), task, expected, build("sdpa", changed)(images)).passed:
+                hidden.append(parameter)
+    assert hidden == []
 
 
 def ignores_the_image(task: Task) -> object:
@@ -126,23 +132,20 @@ def forgets_a_block(task: Task) -> object:
     return build("sdpa", dataclasses.replace(reshaped(task, depth=1), weights=weights))
 
 
-@pytest.mark.parametrize("mistake", [ignores_the_image, forgets_positions, attends_uniformly, forgets_a_block])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_mistake_is_noticed_also_in_bf16(mistake, dtype: torch.dtype) -> None:
-    assert_noticed(mistake, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_another_activation_is_noticed(dtype: torch.dtype) -> None:
-    """quick_gelu for gelu: too alike for bf16's eight bits in so small a model."""
-    assert_noticed(uses_another_gelu, dtype)
-
-
-def assert_noticed(mistake, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("mistake", "dtype"),
+    [
+        *itertools.product(
+            (ignores_the_image, forgets_positions, attends_uniformly, forgets_a_block), (torch.float32, torch.bfloat16)
+        ),
+        (uses_another_gelu, torch.float32),
+        (uses_another_gelu, torch.float16),  # too alike for bf16's eight bits in so small a model
+    ],
+)
+def test_a_mistake_is_noticed_also_in_half_precision(mistake, dtype: torch.dtype) -> None:
     task, images = make_task(get_variant("vit_test").config, dtype)
     reason = verdict_of(named("mistake", mistake), task, images, expect(task, images))
-    assert reason is not None
-    assert "error must be at most" in reason
+    assert reason is not None and "error must be at most" in reason
 
 
 def test_nan_and_other_shapes_are_refused() -> None:

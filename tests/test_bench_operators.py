@@ -6,19 +6,18 @@ import dataclasses
 
 import pytest
 import torch
+from bench_support import QUICK
 
-from vit_fast.benchmarks import machine, operators, runner
+from vit_fast.benchmarks import operators, runner
 from vit_fast.benchmarks.builders import make
 from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.correctness import expect, judge_outputs, stepper
-from vit_fast.benchmarks.inputs import weights_of
 from vit_fast.benchmarks.models import Task, resolve
+from vit_fast.benchmarks.preparation import weights_of
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.measure.clock import Protocol
 from vit_fast.work import Work
 
-QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
 SMALL = ("attention:20x2x16", "mlp:14x32x64", "matmul:14x32x64", "block:vit_test")
 
 
@@ -53,11 +52,10 @@ def test_a_block_is_a_share_of_its_model() -> None:
     assert block.shape == (17, 64) and block.data is None
 
 
+@pytest.mark.usefixtures("small_ceilings")
 @pytest.mark.fast_cases("False")
 @pytest.mark.parametrize("training", [False, True])
-def test_all_that_can_run_here_is_right_and_measured(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
-    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
+def test_all_that_can_run_here_is_right_and_measured(training: bool) -> None:
     labels = ["eager", "sdpa", "timm", "timm+fused"]
     plan = make_configuration(
         models=SMALL, batch_sizes=[3], dtypes=["fp32"], candidates=labels, device="cpu", train=training, protocol=QUICK
@@ -91,16 +89,15 @@ def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: 
 
     def passes() -> bool:
         if training:
-            return judge_outputs(
-                candidate, task, expected, stepper(task, right, faulty).gradients(images, range(5), range(5))
-            ).passed
+            found = stepper(task, right, faulty).gradients(images, range(5), range(5))
+            return judge_outputs(candidate, task, expected, found).passed
         with torch.no_grad():
             return judge_outputs(candidate, task, expected, faulty(images)).passed
 
     if training:  # all rows that the definition was asked for
-        assert judge_outputs(
-            candidate, task, expected, stepper(task, right, right).gradients(images, expected.reference.rows, range(5))
-        ).passed
+        step = stepper(task, right, right)
+        found = step.gradients(images, expected.reference.rows, range(5))
+        assert judge_outputs(candidate, task, expected, found).passed
     else:
         assert passes()
     factor[-1] = 1.1
@@ -126,7 +123,5 @@ def test_a_peer_is_two_lines_and_is_measured_like_any_other(monkeypatch: pytest.
     task = make_task("attention:20x2x16")
     images = torch.randn(5, 20, 3, 2, 16)
     candidate = dataclasses.replace(get_candidate("flex"), base="mine")
-    assert (
-        "error must be at most"
-        in judge_outputs(candidate, task, expect(task, images), make(candidate, task)(images)).reason
-    )
+    found = judge_outputs(candidate, task, expect(task, images), make(candidate, task)(images))
+    assert "error must be at most" in found.reason

@@ -41,11 +41,11 @@ BAD = [None, -1, "x", [1, 2], "removed"]
 
 @pytest.mark.parametrize("sampled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_any_value_of_another_kind_is_refused_or_does_no_harm(sampled, record, tmp_path, monkeypatch):
-    """Puts one bad value at each place in turn; with --slow every bad value."""
+    """Puts one bad value at every fourth place; with --slow every bad value at each."""
     monkeypatch.setattr(compare, "RESAMPLES", 10)
     path, refused = tmp_path / "record.json", 0
     cases = [(at, bad) for at in paths(record) for bad in BAD]
-    for at, bad in cases[:: len(BAD) + 1] if sampled else cases:
+    for at, bad in cases[:: 4 * len(BAD) + 1] if sampled else cases:
         damaged = copy.deepcopy(record)
         inner = damaged
         for name in at[:-1]:
@@ -63,7 +63,7 @@ def test_any_value_of_another_kind_is_refused_or_does_no_harm(sampled, record, t
         if records.is_bench(read):
             rows.compare_records(read, records.read_record(COMMITTED))
         rendering.render({"damaged": read})
-    assert refused > 40
+    assert refused > 10
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,3 @@ def test_deeply_nested_input_is_one_line(levels, tmp_path, capsys):
     assert run("report", str(path), "--out", str(tmp_path / "r.html")) == 2
     error = capsys.readouterr().err
     assert f"{path}: " in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("line", ["1", '{"kind": "header"}', '{"kind": "header", "value": 3}', "{"])
-def test_a_damaged_journal_is_one_line(line, tmp_path, capsys):
-    (tmp_path / "run.partial").mkdir()
-    (tmp_path / "run.partial" / "rows.jsonl").write_text(line + "\n")
-    assert run("bench", "--resume", str(tmp_path / "run")) == 2
-    error = capsys.readouterr().err
-    assert "rows.jsonl: must be a journal" in error and error.count("\n") == 1

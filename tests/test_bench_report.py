@@ -21,7 +21,6 @@ import pytest
 from PIL import Image
 
 from vit_fast.benchmarks import records, rendering, report
-from vit_fast.benchmarks.candidates import CANDIDATES, COMPILE_MODES
 from vit_fast.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,24 +80,22 @@ def table_of(page: Page, title: str) -> list[list[str]]:
     return next(table for table in page.tables if title in table[0])
 
 
-def test_every_measured_row_and_its_figures_are_in_the_table(record):
-    page = Page(rendering.render({"run": record}))
-    head, *lines = table_of(page, "images/s")
-    measured = [row for row in record["rows"] if row["status"] == "measured"]
-    assert len(lines) == len(measured)
-    for row in measured:
-        (line,) = [x for x in lines if x[0] == report.label(row) and x[1] == str(row["batch"])]
-        for column in report.filled_columns(record):
-            assert line[head.index(column.title)] == column.cell(row)
-
-
-def test_the_environment_contains_machine_and_configuration(record):
-    (environment,) = (
-        t for t in Page(rendering.render({"run": record})).tables if ["machine.device"] in [x[:1] for x in t]
-    )
+def test_rows_machine_and_configuration_are_in_tables_and_nothing_is_loaded(record):
+    text = rendering.render({"run": record})
+    page = Page(text)
+    for (title, *_), (head, *lines) in zip(report.tables(record), page.tables, strict=False):
+        rows = {report.label(row): row for row in report.groups(record)[title] if row["status"] == "measured"}
+        assert [line[0] for line in lines] == list(rows) != []
+        for name, *cells in lines:
+            assert cells == [column.cell(rows[name]) for column in report.filled_columns(record)]
+        assert head == ["candidate", *(column.title for column in report.filled_columns(record))]
+    (environment,) = (table for table in page.tables if ["machine.device"] in [line[:1] for line in table])
     found = dict(environment[1:])
     assert found["machine.device"] == record["machine"]["device"]
     assert found["configuration.dtypes"] == ", ".join(record["configuration"]["dtypes"])
+    assert not re.search(r"""(src|href)\s*=|@import|url\(|fetch\(|import\(""", text), "it needs no network"
+    policy = next(a["content"] for tag, a in page.attributes if a.get("http-equiv"))
+    assert policy.startswith("default-src 'none'")
 
 
 def test_names_of_strangers_stay_text(record):
@@ -113,19 +110,10 @@ def test_names_of_strangers_stay_text(record):
     assert any(hostile in text for text in page.texts["li"])
 
 
-def test_every_candidate_has_its_own_colour_in_the_plot(record):
-    names = [
-        candidate.compiled_in(mode).name
-        for candidate in CANDIDATES.values()
-        for mode in COMPILE_MODES[: 1 + 4 * candidate.compilable]
-    ]
-    colours = [rendering.colour_of(name) for name in names]
-    assert len(set(colours)) == len(names) > 60 and all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)
-    (red, green, blue), pixels = (
-        bytes.fromhex(rendering.colour_of("timm")[1:]),
-        Image.open(io.BytesIO(rendering.draw(record))),
-    )
-    assert (red, green, blue) in {colour for _, colour in pixels.convert("RGB").getcolors(2**24)}
+def test_the_plot_colours_ours_and_the_peers(record):
+    pixels = Image.open(io.BytesIO(rendering.draw(record))).convert("RGB").getcolors(2**24)
+    wanted = {tuple(bytes.fromhex(colour[1:])) for colour in (rendering.OURS, rendering.PEER)}
+    assert wanted <= {colour for _, colour in pixels}
 
 
 def told(record: records.Record, **changes: object) -> str:
@@ -156,14 +144,7 @@ def test_what_was_skipped_is_named_with_the_way_to_get_it(record):
     assert "- skipped for lack of time; --time-budget 0 measures all: sdpa (bf16), eager\n" in text
 
 
-def test_needs_no_network(record):
-    text = rendering.render({"run": record})
-    assert not re.search(r"""(src|href)\s*=|@import|url\(|fetch\(|import\(""", text)
-    policy = next(a["content"] for tag, a in Page(text).attributes if a.get("http-equiv"))
-    assert policy.startswith("default-src 'none'")
-
-
-def test_a_record_that_nobody_should_cite_says_so(record):
+def test_a_record_that_nobody_should_cite_says_so_and_fills_no_document(record, tmp_path):
     assert report.objections(record) == []
     assert "Must not be cited" not in rendering.render({"run": record})
     busy, above, cut = (copy.deepcopy(record) for _ in range(3))
@@ -173,6 +154,9 @@ def test_a_record_that_nobody_should_cite_says_so(record):
     for spoilt, word in ((busy, "load 7.5"), (above, "ceiling"), (cut, "interrupted")):
         (reason,) = report.objections(spoilt)
         assert word in reason
+        (tmp_path / "r.json").write_bytes(records.to_json(spoilt))
+        with pytest.raises(ValueError, match="must not be cited"):
+            report.fill("<!-- record: r.json -->\n<!-- /record -->\n", tmp_path)
         assert word in "".join(Page(rendering.render({"run": spoilt})).texts["p"])
 
 
@@ -210,7 +194,7 @@ def browser() -> str | None:
     return os.environ.get("CHROME_BIN") or next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
-def run_in_browser(page: str, script: str, folder: Path, *flags: str) -> tuple[dict, str]:
+def run_in_browser(page: str, script: str, folder: Path) -> tuple[list, str]:
     """Returns the result of a script in the page, and all messages of the browser's console."""
     if browser() is None:
         pytest.skip("no Chromium on the path, and CHROME_BIN is not set")
@@ -218,7 +202,7 @@ def run_in_browser(page: str, script: str, folder: Path, *flags: str) -> tuple[d
     (folder / "page.html").write_text(page.replace("</body>", probe))
     done = subprocess.run(
         [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
-         f"--user-data-dir={folder / 'profile'}", *flags, (folder / "page.html").as_uri()],
+         "--window-size=400,900", f"--user-data-dir={folder / 'profile'}", (folder / "page.html").as_uri()],
         capture_output=True, text=True,
     )  # fmt: skip
     body = re.search(r"<body>(.*)</body>", done.stdout, re.DOTALL)
@@ -227,7 +211,7 @@ def run_in_browser(page: str, script: str, folder: Path, *flags: str) -> tuple[d
     return json.loads(html.unescape(body[1])), console
 
 
-def test_titles_sort_in_a_browser_and_nothing_is_on_its_console(record, tmp_path):
+def test_titles_sort_in_the_browser_of_a_phone_and_nothing_is_on_its_console(record, tmp_path):
     record["rows"][0]["images_per_s"] = 1234.0  # is written 1,234
     record["rows"][3]["TFLOP_per_s"] = None
     script = """
@@ -241,10 +225,11 @@ def test_titles_sort_in_a_browser_and_nothing_is_on_its_console(record, tmp_path
             head.querySelector("button").click();
             found[title].push(read(head.cellIndex), head.ariaSort, heads.filter(h => h.ariaSort !== "none").length);
         }
-        return found;
+        const box = document.documentElement;
+        return [found, box.scrollWidth - box.clientWidth];
     """
-    found, console = run_in_browser(rendering.render({"run": record}), script, tmp_path)
-    assert console == ""
+    (found, beyond), console = run_in_browser(rendering.render({"run": record}), script, tmp_path)
+    assert (beyond, console) == (0, ""), "a phone does not scroll sideways"
 
     def key(text: str) -> tuple[bool, float | str]:
         """Numbers first, of an interval its start; then text."""
@@ -260,9 +245,3 @@ def test_titles_sort_in_a_browser_and_nothing_is_on_its_console(record, tmp_path
         assert [text for text in falling if text] == sorted(filled, key=key, reverse=True)
         assert not any(falling[len(filled) :])
         assert (first, second, marked) == ("ascending", "descending", 1)
-
-
-def test_a_phone_does_not_scroll_sideways(record, tmp_path):
-    script = "const box = document.documentElement; return box.scrollWidth - box.clientWidth;"
-    wide, console = run_in_browser(rendering.render({"run": record}), script, tmp_path, "--window-size=400,900")
-    assert (wide, console) == (0, "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -36,17 +38,28 @@ class Machine:
         self.now_ms += ms
 
 
-def measure(
-    machine: Machine, times_ms: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> dict[str, tuple[float, ...]]:
+Samples = dict[str, tuple[float, ...]]
+
+
+def measure(machine: Machine, times_ms: dict[str, float]) -> Samples:
     """The candidates' samples as time_interleaved takes them by that machine's clock."""
-    monkeypatch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(machine.now_ms * 1e6))
     calls = {name: (lambda _, ms=ms: machine.spend(ms)) for name, ms in times_ms.items()}
-    timings = time_interleaved(calls, CPU, Protocol(repeats=50, seconds=1e9, warmup_repeats=1, warmup_seconds=0))
-    return {name: timing.samples_ms for name, timing in timings.items()}
+    protocol = Protocol(repeats=50, seconds=1e9, warmup_repeats=1, warmup_seconds=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(machine.now_ms * 1e6))
+        return {name: timing.samples_ms for name, timing in time_interleaved(calls, CPU, protocol).items()}
 
 
-def verdict(samples: dict[str, tuple[float, ...]], base: str, other: str) -> str:
+SAME = dict.fromkeys(("first", "again", "a", "b"), 10.0)
+
+
+@pytest.fixture(scope="module")
+def noisy() -> list[Samples]:
+    """Twenty noisy machines, on which identical code and code that takes 30 % longer were timed."""
+    return [measure(Machine(seed, noisy=True), SAME | {"longer": 13.0}) for seed in range(20)]
+
+
+def verdict(samples: Samples, base: str, other: str) -> str:
     within = compare.control(samples["first"], samples["again"])["resolution"]
     rows = {
         name: {"samples_ms": taken, "images_per_s": 1 / np.median(taken), "batch": 1} for name, taken in samples.items()
@@ -54,26 +67,20 @@ def verdict(samples: dict[str, tuple[float, ...]], base: str, other: str) -> str
     return str(compare.compare_rows(rows[base], rows[other], within, paired=True)["verdict"])
 
 
-def test_identical_candidates_are_never_told_apart_on_noisy_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = dict.fromkeys(("first", "again", "a", "b"), 10.0)
-    told = [verdict(measure(Machine(seed, noisy=True), times, monkeypatch), "a", "b") for seed in range(20)]
-    assert told == 20 * ["no difference"]
+def test_identical_candidates_are_never_told_apart_on_noisy_machines(noisy: list[Samples]) -> None:
+    assert [verdict(samples, "a", "b") for samples in noisy] == 20 * ["no difference"]
 
 
-def test_noise_that_moves_medians_does_not_hide_a_large_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_that_moves_medians_does_not_hide_a_large_difference(noisy: list[Samples]) -> None:
     """Each turn is its own yardstick: on machines whose medians of identical code differ by half, 30 % are found."""
-    times = dict.fromkeys(("first", "again", "a"), 10.0) | {"b": 13.0}
-    taken = [measure(Machine(seed, noisy=True), times, monkeypatch) for seed in range(20)]
-    intervals = [compare.ratio_interval(samples["first"], samples["again"], paired=False) for samples in taken]
+    intervals = [compare.ratio_interval(samples["first"], samples["again"], paired=False) for samples in noisy]
     assert max(high for _, high in intervals) > 1.1
-    assert [verdict(samples, "b", "a") for samples in taken].count("faster") >= 19
+    assert [verdict(samples, "longer", "a") for samples in noisy].count("faster") >= 19
 
 
-def test_between_runs_nothing_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_runs_nothing_cancels(noisy: list[Samples]) -> None:
     """Two runs are compared by their medians, however well the rounds within each run agree."""
-    times = dict.fromkeys(("first", "again"), 10.0)
-    samples = [measure(Machine(seed, noisy=True), times, monkeypatch) for seed in range(20)]
-    controls = [compare.control(taken["first"], taken["again"]) for taken in samples]
+    controls = [compare.control(samples["first"], samples["again"]) for samples in noisy]
     assert all(found["between_runs"] >= found["resolution"] for found in controls)
     assert max(found["resolution"] for found in controls) < compare.UNRANKABLE
     assert sum(found["between_runs"] > compare.UNRANKABLE for found in controls) > 5
@@ -99,18 +106,13 @@ def test_a_ratio_is_of_turns_only_where_they_were_shared() -> None:
     assert compare.ratio([1.0, 2.0, 8.0], [1.0, 1.0, 2.0], paired=True, share=1.0) == pytest.approx(4.0)
 
 
-def test_five_per_cent_are_found_on_a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = dict.fromkeys(("first", "again", "a"), 10.0) | {"b": 10.5}
-    told = [verdict(measure(Machine(seed, noisy=False), times, monkeypatch), "b", "a") for seed in range(20)]
-    assert told.count("faster") >= 19
-    told = [verdict(measure(Machine(seed, noisy=False), times, monkeypatch), "a", "b") for seed in range(20)]
-    assert told.count("slower") >= 19
-
-
-def test_a_candidate_of_known_duration_is_measured_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = measure(Machine(0, noisy=False), {"first": 7.0, "other": 21.0}, monkeypatch)
-    assert np.median(samples["first"]) == pytest.approx(7.0, rel=0.01)
-    low, high = compare.ratio_interval(samples["other"], samples["first"], paired=True)
+def test_a_quiet_machine_finds_five_per_cent_and_the_duration() -> None:
+    times = SAME | {"longer": 10.5, "thrice": 30.0}
+    quiet = [measure(Machine(seed, noisy=False), times) for seed in range(20)]
+    assert [verdict(samples, "longer", "a") for samples in quiet].count("faster") >= 19
+    assert [verdict(samples, "a", "longer") for samples in quiet].count("slower") >= 19
+    assert np.median(quiet[0]["a"]) == pytest.approx(10.0, rel=0.01)
+    low, high = compare.ratio_interval(quiet[0]["thrice"], quiet[0]["a"], paired=True)
     assert low < 3.0 < high < low * 1.02
 
 
@@ -127,16 +129,12 @@ def test_the_resolution_is_the_far_end_of_what_identical_code_did() -> None:
 
 def test_what_others_take_is_told_from_what_we_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processors for ten seconds: we work 8 of the 20 seconds, others 6, and the quota stops us for one."""
-    readings = iter([((100.0, 2), 3.0), ((114.0, 2), 4.0)])
-    now, own = iter([50.0, 60.0]), iter([(1.0, 0, 0, 0), (9.0, 0, 0, 0)])
-    busy, throttled = [], []
-    for taken in readings:
-        busy.append(taken[0])
-        throttled.append(taken[1])
-    monkeypatch.setattr(machine_state, "_busy_seconds", iter(busy).__next__)
-    monkeypatch.setattr(machine_state, "_throttled_seconds", iter(throttled).__next__)
-    monkeypatch.setattr(machine_state.time, "perf_counter", now.__next__)
-    monkeypatch.setattr(machine_state.os, "times", lambda: type("Times", (), dict(zip(FIELDS, next(own), strict=True))))
+    own = iter([(1.0, 0, 0, 0), (9.0, 0, 0, 0)])
+    fields = ("user", "system", "children_user", "children_system")
+    monkeypatch.setattr(machine_state, "_busy_seconds", iter([(100.0, 2), (114.0, 2)]).__next__)
+    monkeypatch.setattr(machine_state, "_throttled_seconds", iter([3.0, 4.0]).__next__)
+    monkeypatch.setattr(machine_state.time, "perf_counter", iter([50.0, 60.0]).__next__)
+    monkeypatch.setattr(machine_state.os, "times", lambda: SimpleNamespace(**dict(zip(fields, next(own), strict=True))))
     found = Conditions(CPU)
     with found.watch():
         pass
@@ -144,6 +142,3 @@ def test_what_others_take_is_told_from_what_we_take(monkeypatch: pytest.MonkeyPa
     assert (told["others_share"], told["throttled_share"]) == (0.3, 0.1)
     assert [share in reason for reason, share in zip(told["busy"], ("30%", "10%"), strict=True)] == [True, True]
     assert Conditions(CPU).summary()["busy"] == []
-
-
-FIELDS = ("user", "system", "children_user", "children_system")

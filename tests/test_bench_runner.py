@@ -38,9 +38,8 @@ def test_a_record_holds_every_figure_and_they_agree() -> None:
             assert row["ceiling_share"] == pytest.approx(row["TFLOP_per_s"] / ceiling)
         assert row["max_error"] <= row["allowed_error"] < 1e-3
         assert 0.3 < row["peak_MiB"] < 20
-        rivals = [
-            r for r in record["rows"] if r["batch"] == row["batch"] and r["candidate"] in ("timm", "transformers")
-        ]
+        peers = [each for each in record["rows"] if each["candidate"] in ("timm", "transformers")]
+        rivals = [each for each in peers if each["batch"] == row["batch"]]
         best = max(rivals, key=lambda rival: rival["images_per_s"])
         assert row["best_peer"] == best["candidate"]
         assert len(row["samples_ms"]) == 4
@@ -52,43 +51,54 @@ def test_a_record_holds_every_figure_and_they_agree() -> None:
     assert notes.steps == pytest.approx(notes.total)
     assert not record["interrupted"]
     assert [(control["batch"], len(control["ms"])) for control in record["controls"]] == [(1, 2), (4, 2)]
-    assert all(
-        control["resolution"] >= 0 and control["conditions"]["busy"] is not None for control in record["controls"]
-    )
+    for control in record["controls"]:
+        assert control["resolution"] >= 0 and control["conditions"]["busy"] is not None
     assert record["ceilings"]["taken"] == 3  # before, between and after
 
 
-def test_a_wrong_candidate_gets_no_speed_and_the_right_ones_keep_theirs(add) -> None:
-    def zero_bias(task: Task) -> object:
-        weights = {**task.weights, "head.bias": torch.zeros_like(task.weights["head.bias"])}
-        return build("sdpa", dataclasses.replace(task, weights=weights))
+def zero_bias(task: Task) -> object:
+    weights = {**task.weights, "head.bias": torch.zeros_like(task.weights["head.bias"])}
+    return build("sdpa", dataclasses.replace(task, weights=weights))
 
-    add("incorrect", zero_bias)
+
+def stale(task: Task) -> object:
+    """Simulates a graph that replays stale inputs: right at first, then the same output for every input."""
+    model, kept = build("sdpa", task), []
+
+    def answer(images: torch.Tensor) -> torch.Tensor:
+        kept.append(model(images))
+        return kept[0] if len(kept) == 1 else kept[1]
+
+    return answer
+
+
+def refuse(task: Task) -> object:
+    raise UnsupportedInputError("this library", ["one reason", "another reason"])
+
+
+def break_down(task: Task | None = None) -> object:
+    raise RuntimeError("it broke\nin two lines")
+
+
+def test_what_is_wrong_with_one_candidate_is_said_in_its_row_and_the_others_are_timed(add) -> None:
+    bad = {
+        "incorrect": (zero_bias, "incorrect", "error must be at most"),
+        "stale": (stale, "incorrect", ""),
+        "missing": (build, "not installed", "pip install a_package_that_is_not_there"),
+        "refused": (refuse, "unsupported", "one reason; another reason"),
+        "broken": (break_down, "failed", "RuntimeError: it broke in two lines"),
+        "later": (breaking(break_down), "failed", "it broke in two lines"),  # while it is timed
+    }
+    for name, (make, _, _) in bad.items():
+        add(name, make, packages=("a_package_that_is_not_there",) if name == "missing" else ())
     notes = Notes()
-    rows = rows_by_candidate(runner.run(plan("incorrect", "sdpa"), notes))
-    assert rows["incorrect"]["status"] == "incorrect"
+    rows = rows_by_candidate(runner.run(plan(*bad, "eager"), notes))
+    for name, (_, status, reason) in bad.items():
+        assert rows[name]["status"] == status and reason in rows[name]["reason"], name
+        assert_no_speed(rows[name])
     assert rows["incorrect"]["max_error"] > rows["incorrect"]["allowed_error"]
-    assert_no_speed(rows["incorrect"])
-    assert rows["sdpa"]["status"] == "measured"
     assert any("incorrect is INCORRECT" in text for text in notes.said)
-
-
-def test_a_candidate_that_is_right_only_at_first_is_wrong(add) -> None:
-    """Simulates a graph that replays stale inputs: the same output for every input."""
-
-    def stale(task: Task) -> object:
-        model, kept = build("sdpa", task), []
-
-        def answer(images: torch.Tensor) -> torch.Tensor:
-            kept.append(model(images))
-            return kept[0] if len(kept) == 1 else kept[1]
-
-        return answer
-
-    add("stale", stale)
-    row = rows_by_candidate(runner.run(plan("stale")))["stale"]
-    assert row["status"] == "incorrect"
-    assert_no_speed(row)
+    assert rows["eager"]["status"] == "measured" and rows["eager"]["ratio_to_best_peer"] is None
 
 
 def test_agreement_is_of_eight_images_at_any_batch(add) -> None:
@@ -109,42 +119,6 @@ def test_agreement_is_of_eight_images_at_any_batch(add) -> None:
     add("partly", partly, precision="int8", tolerance=1e9)
     rows = rows_by_candidate(runner.run(plan("sdpa", "partly", batch_sizes=(1,))))
     assert (rows["sdpa"]["agreement"], rows["partly"]["agreement"]) == (1.0, 7 / 8)
-
-
-def test_missing_refused_and_broken_candidates_are_rows_with_reasons(add) -> None:
-    def refuse(task: Task) -> object:
-        raise UnsupportedInputError("this library", ["one reason", "another reason"])
-
-    def break_down(task: Task) -> object:
-        raise RuntimeError("it broke\nin two lines")
-
-    add("missing", build, packages=("a_package_that_is_not_there",))
-    add("refused", refuse)
-    add("broken", break_down)
-    rows = rows_by_candidate(runner.run(plan("missing", "refused", "broken", "eager")))
-    assert (rows["missing"]["status"], rows["missing"]["reason"]) == (
-        "not installed",
-        "pip install a_package_that_is_not_there",
-    )
-    assert rows["refused"]["status"] == "unsupported"
-    assert "one reason; another reason" in rows["refused"]["reason"]
-    assert (rows["broken"]["status"], rows["broken"]["reason"]) == ("failed", "RuntimeError: it broke in two lines")
-    for name in ("missing", "refused", "broken"):
-        assert_no_speed(rows[name])
-    assert rows["eager"]["status"] == "measured"
-    assert rows["eager"]["ratio_to_best_peer"] is None
-
-
-def test_a_candidate_that_breaks_while_it_is_timed_is_failed_and_the_others_are_timed(add) -> None:
-    def wear_out() -> None:
-        raise RuntimeError("worn out")
-
-    add("later", breaking(wear_out))
-    rows = rows_by_candidate(runner.run(plan("later", "eager")))
-    assert rows["later"]["status"] == "failed"
-    assert "worn out" in rows["later"]["reason"]
-    assert_no_speed(rows["later"])
-    assert rows["eager"]["status"] == "measured"
 
 
 @pytest.mark.slow

@@ -98,6 +98,7 @@ def test_peak_memory_counts_what_is_alive_at_once() -> None:
     assert in_turn == pytest.approx(2**20, rel=0.01)
 
 
+@pytest.mark.usefixtures("small_ceilings")
 def test_the_machine_says_what_it_is_and_its_ceilings_name_their_sizes() -> None:
     facts = machine.describe(CPU)
     assert facts["packages"]["torch"] == torch.__version__

@@ -25,8 +25,8 @@ from vit_fast.quantization.fp8_agreement import IMAGES
 from vit_fast.quantization.fp8_emulation import emulate
 
 LIBRARIES = [
-    "ours", "timm-vit", "timm-qk-norm", "timm-dinov3", "timm-gated", "transformers-vit", "transformers-dinov2",
-    "torchvision-vit",
+    "ours", "timm-vit", "timm-qk-norm", "timm-dinov3", "timm-gated", "timm-dinov3-gated", "transformers-vit",
+    "transformers-dinov2", "transformers-dinov3", "torchvision-vit",
 ]  # fmt: skip
 
 
@@ -39,32 +39,17 @@ def scales_in(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if PLACE in name}
 
 
+def same_scales(model: nn.Module, expected: dict[str, Tensor]) -> bool:
+    """Returns True if the model has these scales, rounded to its own dtype."""
+    found = scales_in(model)
+    return found.keys() == expected.keys() and all(
+        torch.equal(scale, expected[name].to(scale.dtype)) for name, scale in found.items()
+    )
+
+
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_every_linear_layer_of_every_library_by_its_name(name: str) -> None:
-    subject = SUBJECTS[name]
-    model, given = subject.build().eval(), subject.inputs()
-    classes = [type(module) for module in model.modules()]
-    names = dict(model.named_modules())
-    with torch.no_grad():
-        before = subject.run(model, given)
-    found = vit_fast.calibrate(model, next(iter(given.values())))
-    assert found.images == 2 and len(found.linears) == 2 * len(LINEARS)
-    for linear in found.linears:
-        assert isinstance(names[linear.name.removesuffix(".in_proj")], nn.Linear | nn.MultiheadAttention)
-        assert 1e-4 < linear.error < 0.1 and linear.name in str(found)
-    blocks = [module for module in model.modules() if scales_of(module) is not None]
-    assert len(blocks) == 2
-    for block in blocks:
-        for scale in scales_of(block).all():  # type: ignore[union-attr]  # just asked for
-            assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5)), "powers of two"
-    assert [type(module) for module in model.modules() if type(module) is not Fp8Scales] == classes
-    with torch.no_grad():
-        assert torch.equal(subject.run(model, given), before), "nothing but buffers is added"
-
-
-@pytest.mark.parametrize("name", [*LIBRARIES, "timm-dinov3-gated", "transformers-dinov3"])
-def test_what_is_looked_at_is_the_model(name: str) -> None:
-    """A copy whose blocks run by the definition, unrounded, gives what the model gives."""
+    """A copy whose blocks run by the definition, unrounded, is what calibration looks into."""
     subject = SUBJECTS[name]
     model, given = subject.build().eval(), subject.inputs()
     copied = sharing_copy(model)
@@ -74,9 +59,24 @@ def test_what_is_looked_at_is_the_model(name: str) -> None:
     for block in blocks:
         block.look = lambda linear, x: seen.append(linear)
     with torch.no_grad():
-        torch.testing.assert_close(subject.run(copied, given), subject.run(model, given), rtol=1e-3, atol=1e-3)
+        before = subject.run(model, given)
+        torch.testing.assert_close(subject.run(copied, given), before, rtol=1e-3, atol=1e-3)
     assert set(seen) == set(LINEARS)
     assert all(a is b for a, b in zip(model.parameters(), copied.parameters(), strict=True)), "no weight is copied"
+
+    names, classes = dict(model.named_modules()), [type(module) for module in model.modules()]
+    found = vit_fast.calibrate(model, next(iter(given.values())))
+    assert found.images == 2 and len(found.linears) == 2 * len(LINEARS)
+    for linear in found.linears:
+        assert isinstance(names[linear.name.removesuffix(".in_proj")], nn.Linear | nn.MultiheadAttention)
+        assert 1e-4 < linear.error < 0.1 and linear.name in str(found)
+    scales = [scales_of(module) for module in model.modules() if scales_of(module) is not None]
+    assert len(scales) == 2
+    for scale in (scale for of_block in scales for scale in of_block.all()):
+        assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5)), "powers of two"
+    assert [type(module) for module in model.modules() if type(module) is not Fp8Scales] == classes
+    with torch.no_grad():
+        assert torch.equal(subject.run(model, given), before), "nothing but buffers is added"
 
 
 @pytest.mark.fast_cases("torch.float16")
@@ -86,21 +86,16 @@ def test_scales_are_the_same_after_every_way_that_weights_go(dtype: torch.dtype,
     expected = scales_in(model)
     assert len(expected) == 3 * (len(LINEARS) + 1)
 
-    def same(found: nn.Module) -> bool:
-        state = scales_in(found)
-        return state.keys() == expected.keys() and all(
-            torch.equal(state[k].to(v.dtype), v) for k, v in expected.items()
-        )
-
-    assert same(copy.deepcopy(model)) and same(pickle.loads(pickle.dumps(model)))
-    assert same(copy.deepcopy(model).to(dtype).float())
+    assert same_scales(copy.deepcopy(model), expected)
+    assert same_scales(pickle.loads(pickle.dumps(model)), expected)
+    assert same_scales(copy.deepcopy(model).to(dtype).float(), expected)
     fresh = vit_fast.VisionTransformer(model.config)
     vit_fast.fuse(fresh)
     fresh.load_state_dict(model.state_dict())
-    assert same(fresh)
-    assert same(vit_fast.load(vit_fast.save(model, tmp_path / "model.safetensors")))
+    assert same_scales(fresh, expected)
+    assert same_scales(vit_fast.load(vit_fast.save(model, tmp_path / "model.safetensors")), expected)
     vit_fast.load_weights(fresh, vit_fast.save(copy.deepcopy(model).to(dtype), tmp_path / "half.safetensors"))
-    assert same(fresh)
+    assert same_scales(fresh, expected)
     with pytest.raises(RuntimeError, match=rf"Missing key.*blocks.0.{PLACE}.qkv"):
         model.load_state_dict(digits_vit().state_dict())
     vit_fast.unfuse(model)
@@ -117,19 +112,22 @@ def test_scales_of_another_library_are_loaded_into_a_fused_model() -> None:
         fresh.load_state_dict(model.state_dict())
     vit_fast.fuse(fresh)
     fresh.load_state_dict(model.state_dict())
-    assert all(torch.equal(scales_in(fresh)[name], scale) for name, scale in scales_in(model).items())
+    assert same_scales(fresh, scales_in(model))
     vit_fast.unfuse(fresh)
     assert fresh.state_dict().keys() == keys
 
 
 def test_a_fused_model_is_calibrated_as_it_is_and_again() -> None:
     model, _ = calibrated()
-    first = scales_in(model)
-    plain = copy.deepcopy(first)
+    plain = copy.deepcopy(scales_in(model))
     vit_fast.fuse(model, "sdpa")
     vit_fast.calibrate(model, inputs()[:8])
-    assert all(torch.equal(scales_in(model)[name], scale) for name, scale in plain.items())
+    assert same_scales(model, plain)
+    scales = scales_of(model.blocks[0])
+    assert scales is not None and scales.names_kept() == []
+    scales.keep(["proj", "fc2"])
     vit_fast.calibrate(model, 64 * inputs()[:8])
+    assert scales_of(model.blocks[0]) is scales and scales.names_kept() == ["proj", "fc2"]
     assert scales_in(model)["blocks.0.vit_fast_fp8.qkv"].mean() > 4 * plain["blocks.0.vit_fast_fp8.qkv"].mean()
     assert model.blocks[0].vit_fast_backend == "sdpa"
 
@@ -180,7 +178,7 @@ def test_batches_as_loaders_give_them() -> None:
     for given in (images.double(), [(images, labels)]):
         model = digits_vit()
         assert vit_fast.calibrate(model, given).images == 10
-        assert all(torch.equal(scale, scales_in(expected)[name]) for name, scale in scales_in(model).items())
+        assert same_scales(model, scales_in(expected))
     for given in ([images[:4], images[4:], images[:0]], ([x[None]] for x in images)):
         assert vit_fast.calibrate(digits_vit(), given).images == 10
 
@@ -191,19 +189,10 @@ def test_a_loader_may_write_every_batch_into_the_same_memory() -> None:
     model, expected = digits_vit(), digits_vit()
     vit_fast.calibrate(model, (one.copy_(batch) for batch in images.split(4)))
     vit_fast.calibrate(expected, images.split(4))
-    assert all(torch.equal(scale, scales_in(expected)[name]) for name, scale in scales_in(model).items())
+    assert same_scales(model, scales_in(expected))
     held = [batch.clone() for batch in IMAGES[expected]]
     images.zero_()
     assert all(torch.equal(a, b) for a, b in zip(IMAGES[expected], held, strict=True)), "min_agreement asks them later"
-
-
-def test_layers_that_are_kept_are_still_when_calibrated_again() -> None:
-    model, _ = calibrated()
-    scales = scales_of(model.blocks[0])
-    assert scales is not None and scales.names_kept() == []
-    scales.keep(["proj", "fc2"])
-    vit_fast.calibrate(model, 64 * inputs()[:8])
-    assert scales_of(model.blocks[0]) is scales and scales.names_kept() == ["proj", "fc2"]
 
 
 def test_weights_that_bring_scales_are_rounded_by_these(tmp_path: Path) -> None:
@@ -268,17 +257,17 @@ def test_images_that_cannot_be_used(images: object, error: type[Exception], mess
     assert not scales_in(model)
 
 
-def test_models_that_cannot_be_calibrated() -> None:
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got 3"):
-        vit_fast.calibrate(3, inputs()[:1])  # type: ignore[arg-type]  # that is the point
-    with pytest.raises(ValueError, match=r"evaluation mode: call eval\(\)"):
-        vit_fast.calibrate(digits_vit().train(), inputs()[:1])
-    with pytest.raises(ValueError, match="model must have weights, got the meta device"):
-        vit_fast.calibrate(digits_vit().to("meta"), inputs()[:1])
-    with pytest.raises(ValueError, match=r"before torch\.compile"):
-        vit_fast.calibrate(torch.compile(digits_vit()), inputs()[:1])  # type: ignore[arg-type]  # a module
-    with pytest.raises(vit_fast.UnsupportedInputError, match="no attention and MLP"):
-        vit_fast.calibrate(nn.Linear(3, 3).eval(), torch.randn(2, 3))
-    subject = SUBJECTS["timm-norm-inside"]
-    with pytest.raises(vit_fast.UnsupportedInputError, match=r"blocks.0: .*norm"):
-        vit_fast.calibrate(subject.build().eval(), subject.inputs()["x"])
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: 3, TypeError, r"model must be a torch\.nn\.Module, got 3"),
+        (lambda: digits_vit().train(), ValueError, r"evaluation mode: call eval\(\)"),
+        (lambda: digits_vit().to("meta"), ValueError, "model must have weights, got the meta device"),
+        (lambda: torch.compile(digits_vit()), ValueError, r"before torch\.compile"),
+        (lambda: nn.Linear(3, 3).eval(), vit_fast.UnsupportedInputError, "no attention and MLP"),
+        (lambda: SUBJECTS["timm-norm-inside"].build().eval(), vit_fast.UnsupportedInputError, r"blocks.0: .*norm"),
+    ],
+)
+def test_models_that_cannot_be_calibrated(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        vit_fast.calibrate(make(), inputs()[:1])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import typer
+from children import environment, run_python
 
 import vit_fast
 from vit_fast import cli
@@ -21,6 +19,10 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     return int(exit_.value.code or 0), captured.out, captured.err
 
 
+def python(code: str, **variables: str) -> str:
+    return run_python(["-c", code], environment() | variables)
+
+
 def test_info(capsys):
     status, out, _ = run(capsys, "info", "--json")
     facts = json.loads(out)
@@ -30,8 +32,7 @@ def test_info(capsys):
     assert {row["backend"] for row in facts["backends"]} == {"eager", "sdpa", "triton"}
     assert all(row["available"] or row["reasons"] for row in facts["backends"])
     status, out, _ = run(capsys, "info")
-    assert status == 0
-    assert "backends" in out
+    assert status == 0 and "backends" in out
 
 
 def test_models(capsys):
@@ -44,15 +45,9 @@ def test_models(capsys):
     assert "vit_test" in run(capsys, "models", "vit_t*")[1]
 
 
-def test_unknown_model_ends_in_one_line(capsys):
+def test_bad_input_ends_in_one_line_and_in_a_traceback_on_request(capsys):
     status, out, err = run(capsys, "models", "vit_bse_patch16_224")
-    assert status == 2
-    assert out == ""
-    assert err.count("\n") == 1
-    assert "vit_base_patch16_224" in err
-
-
-def test_traceback_on_request():
+    assert (status, out, err.count("\n")) == (2, "", 1) and "vit_base_patch16_224" in err
     with pytest.raises(ValueError, match="unknown model"):
         cli.main(["--traceback", "models", "nothing_like_it"])
 
@@ -62,11 +57,8 @@ def test_every_command_has_help(capsys):
     for command in cli.COMMANDS:
         assert command.replace("_", "-") in out
         assert run(capsys, command.replace("_", "-"), "--help")[0] == 0
-
-
-def test_help_has_no_line_breaks_within_a_paragraph():
-    for command in cli.make_app().registered_commands:
-        assert command.help and "\n" not in command.help.replace("\n\n", "")
+    for registered in cli.make_app().registered_commands:
+        assert registered.help and "\n" not in registered.help.replace("\n\n", ""), "no break within a paragraph"
 
 
 def test_a_defect_of_ours_is_not_dressed_as_bad_input(monkeypatch):
@@ -78,40 +70,35 @@ def test_a_defect_of_ours_is_not_dressed_as_bad_input(monkeypatch):
         cli.main(["info"])
 
 
-def test_version(capsys):
-    status, out, _ = run(capsys, "--version")
-    assert (status, out) == (0, f"vit-fast {vit_fast.__version__}\n")
+def test_help_does_not_wait_for_torch() -> None:
+    code = """
+import sys
+from vit_fast import cli
+for arguments in (["--help"], ["bench", "--help"], ["--version"]):
+    try:
+        cli.main(arguments)
+    except SystemExit:
+        pass
+assert not {"torch", "numpy", "triton", "timm"} & set(sys.modules)
+"""
+    assert vit_fast.__version__ in python(code)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["--version"]])
-def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
-    code = (
-        "import sys; from vit_fast import cli\n"
-        f"try: cli.main({arguments!r})\n"
-        "finally: print(sorted({'torch', 'numpy', 'triton', 'timm'} & set(sys.modules)))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines()[-1] == "[]"
+def test_export_is_imported_without_the_libraries_that_it_needs_later() -> None:
+    libraries = {"onnx", "onnxscript", "onnxruntime", "timm", "transformers"}
+    python(f"import sys, vit_fast.export; assert vit_fast.export.__all__; assert not {libraries} & set(sys.modules)")
 
 
 @pytest.mark.slow
-def test_the_package_is_whole_whether_torch_came_before_it_or_not() -> None:
+@pytest.mark.parametrize("first", ["import vit_fast", "import torch, vit_fast; torch.ops.vit_fast.attention"])
+def test_the_package_is_whole_whether_torch_came_before_it_or_not(first: str) -> None:
     """Every public name; the operators are registered where torch is there already."""
-    everything = "assert all(hasattr(vit_fast, name) for name in vit_fast.__all__)"
-    for code in (
-        f"import vit_fast; {everything}",
-        f"import torch, vit_fast; torch.ops.vit_fast.attention; {everything}",
-    ):
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert found.returncode == 0, found.stderr
+    python(f"{first}; assert all(hasattr(vit_fast, name) for name in vit_fast.__all__)")
 
 
 def test_the_shell_completes_commands() -> None:
-    environment = {**os.environ, "_VIT_FAST_COMPLETE": "complete_bash", "COMP_WORDS": "vit-fast be", "COMP_CWORD": "1"}
-    code = "from vit_fast import cli; cli.main([])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert found.stdout.split() == ["bench"], found.stderr
+    asked = {"_VIT_FAST_COMPLETE": "complete_bash", "COMP_WORDS": "vit-fast be", "COMP_CWORD": "1"}
+    assert python("from vit_fast import cli; cli.main([])", **asked).split() == ["bench"]
 
 
 def test_a_thing_has_one_name_in_all_commands() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from digits import DATA_CONFIG, digits, digits_vit, inputs
-from onnx_models import with_metadata
+from onnx_models import Exports, with_metadata
 from PIL import Image
 from triton_server import read_config, schema, serving
 
@@ -31,14 +31,17 @@ ROOT = Path(__file__).resolve().parents[1]
 CLASSES = [f"class {i}" for i in range(4)]  # as the clients call those that have no names
 
 
+FILES: dict[str, dict[str, Any]] = {
+    "pixels": {"preprocess": True, "output": "probabilities"},
+    "half": {"precision": "fp16", "target": "tensorrt"},
+    "any size": {"dynamic_size": True, "target": "tensorrt"},
+}
+
+
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits' model for several targets; "pixels.onnx" prepares its images itself."""
-    place = tmp_path_factory.mktemp("files")
-    model = digits_vit()
-    export_onnx(model, place / "pixels.onnx", preprocess=True, output="probabilities", verify=False)
-    export_onnx(model, place / "half.onnx", precision="fp16", target="tensorrt", verify=False)
-    return place
+def file(tmp_path_factory: pytest.TempPathFactory) -> Exports:
+    """The digits' model by the names of FILES."""
+    return Exports(tmp_path_factory.mktemp("files"), digits_vit(), FILES)
 
 
 def saying(path: Path, to: Path, key: str, value: Any) -> Path:
@@ -46,20 +49,21 @@ def saying(path: Path, to: Path, key: str, value: Any) -> Path:
 
 
 @pytest.mark.slow
-def test_a_client_over_http(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_a_client_over_http(
+    file: Exports, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     """The example, run against a server that reads the configuration as the real one does."""
     spec = importlib.util.spec_from_file_location("triton_client", ROOT / "examples" / "triton_client.py")
     assert spec is not None and spec.loader is not None
     client = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(client)
-    write_triton_repository(files / "pixels.onnx", tmp_path / "models", name="digits", device="cpu")
-    write_triton_repository(files / "half.onnx", tmp_path / "models", name="half", device="cpu")
+    write_triton_repository(file("pixels"), tmp_path / "models", name="digits", device="cpu")
+    write_triton_repository(file("half"), tmp_path / "models", name="half", device="cpu")
     with serving(tmp_path / "models") as (address, models):
         assert models["digits"].warm_ups == 2, "one image, and a full batch"
-        for image, label in list(zip(*digits()))[:5]:
-            with torch.inference_mode():
-                planes = inputs()[:5][[i is image for i in digits()[0][:5]]]
-                expected = digits_vit()(planes).softmax(-1)[0]
+        with torch.inference_mode():
+            shares = digits_vit()(inputs()[:5]).softmax(-1)
+        for image, label, expected in zip(*digits(), shares):
             best = client.ask(address, "digits", np.asarray(image)[..., None], top=3)
             assert [int(name) for name, _ in best] == expected.topk(3).indices.tolist() and label == int(best[0][0])
             np.testing.assert_allclose([value for _, value in best], expected.topk(3).values, atol=1e-3)
@@ -93,10 +97,10 @@ def cpp_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_client_in_cpp(files: Path, cpp_client: Path, tmp_path: Path) -> None:
+def test_a_client_in_cpp(cpp_client: Path, file: Exports, tmp_path: Path) -> None:
     """The example's answers are the runner's: of pixels, and of what was prepared before."""
     names = ("null", 'a "quoted" one', "back\\slash", "a/b", "tab\tbed", "f\u00fcnf", "\u516d", "\U0001f986", "8", "9")
-    pixels = saying(files / "pixels.onnx", tmp_path / "pixels.onnx", "class_names", names)
+    pixels = saying(file("pixels"), tmp_path / "pixels.onnx", "class_names", names)
     images = digits()[0][:3]
     for number, image in enumerate(images):
         image.save(tmp_path / f"{number}.pgm")
@@ -107,7 +111,7 @@ def test_a_client_in_cpp(files: Path, cpp_client: Path, tmp_path: Path) -> None:
     photograph.save(tmp_path / "0.ppm")
     for model, suffix, shown in (
         (pixels, "pgm", images),
-        (files / "half.onnx", "raw", images),
+        (file("half"), "raw", images),
         (tmp_path / "colours.onnx", "ppm", [photograph]),
     ):
         runner = OnnxRunner(model, "cpu")
@@ -123,19 +127,19 @@ def test_a_client_in_cpp(files: Path, cpp_client: Path, tmp_path: Path) -> None:
         assert lines == [""]
 
 
-def test_what_the_client_in_cpp_refuses(files: Path, cpp_client: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_what_the_client_in_cpp_refuses(cpp_client: Path, file: Exports, tmp_path: Path) -> None:
     (tmp_path / "short.pgm").write_bytes(b"P5\n# by hand\n8 8\n255\n" + bytes(63))
     (tmp_path / "colours.ppm").write_bytes(b"P6 8 8 255\n" + bytes(192))
     (tmp_path / "short.raw").write_bytes(bytes(252))
-    features = saying(files / "half.onnx", tmp_path / "features.onnx", "output", "features")
-    export_onnx(digits_vit(), tmp_path / "any size.onnx", dynamic_size=True, verify=False)
+    features = saying(file("half"), tmp_path / "features.onnx", "output", "features")
     for model, image, message in (
-        (files / "pixels.onnx", "short.pgm", "short.pgm: ends before its last pixel"),
-        (files / "pixels.onnx", "colours.ppm", "colours.ppm: must be a binary 8-bit PGM file (P5)"),
-        (files / "pixels.onnx", "none.pgm", "none.pgm: must be"),
-        (files / "half.onnx", "short.raw", "short.raw: must have 256 bytes"),
-        (files / "half.onnx", "none.raw", "none.raw: cannot open file"),
-        (tmp_path / "any size.onnx", "short.raw", "must have a fixed image size"),
+        (file("pixels"), "short.pgm", "short.pgm: ends before its last pixel"),
+        (file("pixels"), "colours.ppm", "colours.ppm: must be a binary 8-bit PGM file (P5)"),
+        (file("pixels"), "none.pgm", "none.pgm: must be"),
+        (file("half"), "short.raw", "short.raw: must have 256 bytes"),
+        (file("half"), "none.raw", "none.raw: cannot open file"),
+        (file("any size"), "short.raw", "must have a fixed image size"),
         (features, "short.raw", "the model must output classes, got features"),
         (tmp_path / "none.onnx", "short.raw", "none.onnx"),
     ):
@@ -149,9 +153,9 @@ def _asked(client: Path, *arguments: Path | str) -> str:
 
 
 def test_the_server_builds_engines_for_a_tensorrt_file(
-    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: Exports, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_triton_repository(files / "half.onnx", tmp_path / "models", max_batch=4)
+    folder = write_triton_repository(file("half"), tmp_path / "models", max_batch=4)
     config = read_config(folder)
     (accelerator,) = config.optimization.execution_accelerators.gpu_execution_accelerator
     assert accelerator.name == "tensorrt" and dict(accelerator.parameters) == {"precision_mode": "FP16"}
@@ -162,15 +166,13 @@ def test_the_server_builds_engines_for_a_tensorrt_file(
     assert config.output[0].label_filename == "labels.txt"
     assert (folder / "labels.txt").read_text().splitlines() == [str(i) for i in range(10)]
     for target, kind in (("generic", "KIND_AUTO"), ("ort-cpu", "KIND_CPU"), ("ort-cuda", "KIND_GPU")):
-        file = saying(files / "half.onnx", tmp_path / "for.onnx", "target", target)
-        (group,) = read_config(write_triton_repository(file, tmp_path / target, name=target)).instance_group
+        other = saying(file("half"), tmp_path / "for.onnx", "target", target)
+        (group,) = read_config(write_triton_repository(other, tmp_path / target, name=target)).instance_group
         assert group.Kind.Name(group.kind) == kind
-    on_cpu = read_config(write_triton_repository(files / "half.onnx", tmp_path / "models", name="c", device="cpu"))
+    on_cpu = read_config(write_triton_repository(file("half"), tmp_path / "models", name="c", device="cpu"))
     assert not on_cpu.HasField("optimization")
     with pytest.raises(UnsupportedInputError, match=r"one of fp32, fp16, int8, got fp8\n.*build an engine"):
-        write_triton_repository(
-            saying(files / "half.onnx", tmp_path / "fp8.onnx", "precision", "fp8"), tmp_path / "models"
-        )
+        write_triton_repository(saying(file("half"), tmp_path / "fp8.onnx", "precision", "fp8"), tmp_path / "models")
     assert sorted(p.name for p in (tmp_path / "models").iterdir()) == ["c", "half"]
     with pytest.raises(SystemExit, match="2"):  # before anything is computed
         main(
@@ -199,23 +201,23 @@ def test_a_repository_of_a_file_with_a_fixed_batch(exported: Any, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_shapes_for_tensorrt(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = shape_profile(inspect_onnx(files / "half.onnx"))
+def test_shapes_for_tensorrt(file: Exports, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = shape_profile(inspect_onnx(file("half")))
     assert profile == {"min": (1, 1, 8, 8), "opt": (8, 1, 8, 8), "max": (64, 1, 8, 8)}
-    export_onnx(digits_vit(), tmp_path / "any size.onnx", dynamic_size=True, target="tensorrt", verify=False)
-    profile = shape_profile(inspect_onnx(tmp_path / "any size.onnx"), (1, 2, 4))
+    any_size = file("any size")
+    profile = shape_profile(inspect_onnx(any_size), (1, 2, 4))
     assert profile == {"min": (1, 1, 4, 4), "opt": (2, 1, 8, 8), "max": (4, 1, 16, 16)}
     images = torch.randn(4, 1, 16, 16)
-    assert OnnxRunner(tmp_path / "any size.onnx", "cpu")(images).shape == (4, 10), "the largest is one that it takes"
-    words = shlex.split(trtexec_line(inspect_onnx(tmp_path / "any size.onnx")))
-    assert words[0] == "trtexec" and f"--onnx={tmp_path / 'any size.onnx'}" in words
+    assert OnnxRunner(any_size, "cpu")(images).shape == (4, 10), "the largest is one that it takes"
+    words = shlex.split(trtexec_line(inspect_onnx(any_size)))
+    assert words[0] == "trtexec" and f"--onnx={any_size}" in words
     assert "--maxShapes=images:64x1x16x16" in words and "--stronglyTyped" in words
     report = export_onnx(digits_vit(), tmp_path / "one.onnx", dynamic_batch=False, target="tensorrt", verify=False)
     assert report.trtexec is not None and "Shapes" not in report.trtexec and report.trtexec.startswith("trtexec")
 
 
 @pytest.mark.slow
-def test_a_model_card(files: Path, tmp_path: Path) -> None:
+def test_a_model_card(file: Exports, tmp_path: Path) -> None:
     """The card contains the metadata of the file, and the hashes of the files on disk."""
     report = export_onnx(digits_vit(), tmp_path / "m.onnx", external_data=True, target="tensorrt", source="a test")
     text = write_card(tmp_path / "m.onnx", "cc-by-4.0").read_text()
@@ -226,21 +228,21 @@ def test_a_model_card(files: Path, tmp_path: Path) -> None:
     assert json.dumps(DATA_CONFIG.to_dict()) in text and "| precision | fp32 |" in text
     assert "Compared with eager fp64" in text and f"{report.checks[-1].max_error:.1e}" in text
     assert "    trtexec --onnx=m.onnx --saveEngine=m.plan --stronglyTyped" in text and str(tmp_path) not in text
-    text = write_card(files / "pixels.onnx").read_text()
+    text = write_card(file("pixels")).read_text()
     assert "| preprocessing | in the file, of uint8 pixels |" in text and "Not verified." in text
     assert "license: unknown" in text and "trtexec" not in text
 
 
-def test_openvino_is_a_device_where_it_is_installed(files: Path) -> None:
+def test_openvino_is_a_device_where_it_is_installed(file: Exports) -> None:
     import onnxruntime
 
     if "OpenVINOExecutionProvider" in onnxruntime.get_available_providers():
         images = inputs()[:3]
         with torch.inference_mode():
             expected = digits_vit()(images)
-        np.testing.assert_allclose(OnnxRunner(files / "half.onnx", "openvino")(images), expected, atol=0.1)
+        np.testing.assert_allclose(OnnxRunner(file("half"), "openvino")(images), expected, atol=0.1)
     else:
         with pytest.raises(ProviderError, match="pip install onnxruntime-openvino"):
-            OnnxRunner(files / "half.onnx", "openvino")
+            OnnxRunner(file("half"), "openvino")
     with pytest.raises(ValueError, match="device must be"):
-        OnnxRunner(files / "half.onnx", "openvino:1")
+        OnnxRunner(file("half"), "openvino:1")

@@ -24,12 +24,12 @@ from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.kernels.inspect.device_model import model_launch
 from vit_fast.kernels.inspect.sass import Loops
 stand_in_driver.install("sm_90")
-counted = {"identity": 1130, "gelu": 2411, "residual": 2381}
+counted = {"identity": 1130, "gelu": 2411, "residual": 2381, "activation_grad": 4782, "layer_norm_grad": 1804}
 stats = SimpleNamespace(registers=184, ctas_per_sm=3, warps=4)
 found = {}
-for batch in (1, 64, 256):
+for batch in (1, 64, 256, -128):
     rows = []
-    for launch in record_layer("vit_base_patch16_224", batch):
+    for launch in record_layer("vit_base_patch16_224", abs(batch), training=batch < 0):
         c = launch.constants
         loops = Loops(823, 0, 600)
         if "EPILOGUE" in c:
@@ -61,6 +61,18 @@ def test_a_layer_of_vit_b_at_batch_256(modelled: dict[str, list[dict[str, Any]]]
 
 
 @pytest.mark.slow
+def test_a_training_step_has_three_times_the_products_of_the_forward(
+    modelled: dict[str, list[dict[str, Any]]],
+) -> None:
+    """A negative batch: in training. The attention's backward has seven products for the two of its forward."""
+    layers, attention = 2 * 128 * 197 * 12 * 768**2, 4 * 128 * 12 * 197**2 * 64
+    rows = modelled["-128"]
+    assert sum(row["GFLOP"] for row in rows) == pytest.approx((3 * layers + 4.5 * attention) / 1e9, rel=1e-3)
+    (products,) = (row for row in rows if row["kernel"] == "weight_products")
+    assert products["tile"].startswith("128x256x64/") and products["GFLOP"] == pytest.approx(layers / 1e9, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_nothing_is_modelled_below_its_floor(modelled: dict[str, list[dict[str, Any]]]) -> None:
     for rows in modelled.values():
         assert all(row["modelled_us"] >= row["floor_us"] > 0 for row in rows)
@@ -73,6 +85,7 @@ def test_the_text_says_that_it_is_modelled(modelled: dict[str, list[dict[str, An
     report = {
         "note": NOTE, "arch": "sm_90", "gpu": "H100 SXM", "clock_GHz": 1.755, "DRAM_GB_per_s": 3350,
         "multiprocessors": 132, "model": "vit_base_patch16_224", "batch": 256, "layers": 12,
+        "training": False,
         "launches": modelled["256"], "layer": {"issue_us": 1.0, "floor_us": 2.0, "modelled_us": 3.0},
     }  # fmt: skip
     text = render(report)

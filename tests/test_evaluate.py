@@ -97,12 +97,6 @@ def test_folders_become_classes(tmp_path: Path) -> None:
         evaluate([(Path("x"), 5)], [[0.1, 0.9]])
 
 
-def test_ties_and_few_classes() -> None:
-    """Two classes have no fifth output; of two equal ones the first is the answer."""
-    found = evaluate([(Path("x"), 1), (Path("y"), 0)], [[0.5, 0.5], [1, 0]])
-    assert found.right.tolist() == [False, True] and found.top5 == 1.0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -119,8 +113,10 @@ def test_what_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_confusion_picture_of_many_classes(tmp_path: Path) -> None:
-    """Without numbers in the squares, which would not be legible."""
+def test_ties_few_classes_and_many(tmp_path: Path) -> None:
+    """Two classes have no fifth output; of two equal ones the first is the answer; 200 have no legible numbers."""
+    found = evaluate([(Path("x"), 1), (Path("y"), 0)], [[0.5, 0.5], [1, 0]])
+    assert found.right.tolist() == [False, True] and found.top5 == 1.0
     found = evaluate([(Path(str(i)), i) for i in range(200)], np.eye(200))
     draw_confusion(found, [str(i) for i in range(200)], tmp_path / "c.png")
     assert Image.open(tmp_path / "c.png").size[0] < 2500

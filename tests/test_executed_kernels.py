@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import test_fp8_block
 import torch
 from emulator.library import Emulator
+from emulator.process import SAME_PTX
 from kernel_execution import KERNEL_ARCH
 from our_operators import each_tensor
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from vit_fast.blocks.block import run_blocks
 from vit_fast.kernels import plan
 from vit_fast.kernels.attention import attention_policy
 from vit_fast.kernels.device import starts_early
+from vit_fast.kernels.inspect import offline
 from vit_fast.kernels.linear import linear
 from vit_fast.kernels.matmul import matmul_policy
 from vit_fast.ops import attention_qkvpacked, layer_norm_mlp, reference
@@ -61,6 +64,19 @@ def test_a_replayed_plan_computes_the_same_bits(cases: str, monkeypatch: pytest.
         for one in zip(*map(planned_launches.leaves, results), strict=True):
             ordinary, *planned = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in one)
             assert all(torch.equal(ordinary, bits) for bits in planned), operator
+
+
+# ---- architectures ----
+
+
+@pytest.mark.skipif(KERNEL_ARCH not in SAME_PTX, reason="compiled for the architecture that is executed")
+def test_architectures_that_share_their_ptx_have_the_same() -> None:
+    """Compiles a build of every kernel for this architecture and for the one whose PTX is executed."""
+    builds = {build.kernel: build for build in offline.builds(KERNEL_ARCH)}
+    for kernel, build in builds.items():
+        compiled = (offline.compile_launch(build.launch, arch) for arch in (KERNEL_ARCH, SAME_PTX[KERNEL_ARCH]))
+        own, executed = (re.sub(r"\.target sm_\d+", "", one.asm["ptx"]) for one in compiled)
+        assert own == executed, kernel
 
 
 # ---- whole models ----
@@ -164,6 +180,24 @@ def test_kernels_that_start_early_compute_the_same_bits(
         waits = sum(found.executed for found in emulator.find("griddepcontrol.wait"))
         assert (waits > 0) == (early and starts_early(KERNEL_ARCH))
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+# ---- memory ----
+
+
+def test_weight_gradients_use_whole_sectors_and_all_banks(emulator: Emulator) -> None:
+    """Parts in fp32 are read beside weights in bf16, and sums over rows pass through shared memory."""
+    shapes = ((128,), (128,), (256, 128), (256,), (128, 256), (128,))
+    tensors = [torch.randn(*shape).to(BF16).requires_grad_() for shape in ((40, 128), *shapes)]
+    y = layer_norm_mlp(*tensors, backend="triton")
+    emulator.profile()
+    y.backward(torch.randn_like(y))
+    found = {kernel.kernel: kernel.rows for kernel in emulator.profile()}
+    for name in ("_weight_grad_kernel", "_vector_grad_kernel"):
+        rows = found[name]
+        loads = [row for row in rows if row.opcode.startswith("ld.global")]
+        assert 32 * sum(row.sectors for row in loads) <= 1.1 * sum(row.bytes for row in loads), name
+        assert sum(row.wavefronts for row in rows) <= 2.5 * sum(row.ideal_wavefronts for row in rows), name
 
 
 # ---- precisions ----

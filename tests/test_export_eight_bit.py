@@ -40,7 +40,7 @@ from vit_fast.quantization.schemes import Scheme, fewest_kept
 
 LAYOUTS = [
     ("int8", "generic"), ("int8", "ort-cpu"), ("int8", "tensorrt"), ("int8-dynamic", "ort-cpu"), ("fp8", "tensorrt"),
-    pytest.param("int8-dynamic", "generic", marks=pytest.mark.slow),  # see test_accuracy_on_labelled_images
+    ("int8-dynamic", "generic"),
 ]  # fmt: skip
 POINTS = 0.006  # of accuracy, that a file may lose
 
@@ -63,9 +63,7 @@ def accuracy_of_model() -> float:
 
 
 @pytest.mark.fast_cases("int8-ort-cpu-300.0")
-@pytest.mark.parametrize(
-    "outlier", [pytest.param(1.0, marks=pytest.mark.slow), pytest.param(100.0, marks=pytest.mark.slow), 300.0]
-)
+@pytest.mark.parametrize("outlier", [1.0, 100.0, 300.0])
 @pytest.mark.parametrize(("precision", "target"), LAYOUTS)
 def test_accuracy_is_kept(precision: Any, target: Any, outlier: float, folder: Path, tmp_path: Path) -> None:
     """Tests 597 images that were not used before, with one channel 300 times as large as the rest."""

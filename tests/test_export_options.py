@@ -24,13 +24,15 @@ from vit_fast.export import OnnxRunner, export_onnx, graphs, inspect_onnx, verif
 from vit_fast.export.exported_blocks import exportable_copy
 from vit_fast.export.options import ExportOptions
 from vit_fast.export.preprocessing import preprocessing_model
+from vit_fast.libraries.known import recognise
 
 SIZES = [(32, 32), (32, 64), (64, 32), (40, 48), (96, 96), (8, 8)]
 CENTRE = DataConfig(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), crop_pct=0.875, interpolation="bilinear")
 
 
-def session_of(path: Path) -> Any:
-    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+def session_of(file: Path | bytes) -> Any:
+    source = file if isinstance(file, bytes) else str(file)
+    return onnxruntime.InferenceSession(source, providers=["CPUExecutionProvider"])
 
 
 def run(path: Path, images: np.ndarray) -> np.ndarray:
@@ -47,9 +49,11 @@ def photograph() -> Any:
 @pytest.mark.parametrize("family", ["vit", "dinov2_registers", "sincos", "timm", "transformers_vit"])
 def test_dynamic_size_and_batch(family: str, tmp_path: Path) -> None:
     """Six sizes x three batches from one file, positions interpolated inside the graph."""
-    model = make(family)
+    model: Any = make(family)
+    config = model.config if family == "vit" else None
     report = export_onnx(model, tmp_path / "m.onnx", dynamic_size=True, target="ort-cpu")
     assert report.verified and len({check.image_hw for check in report.checks}) == 3
+    assert config is None or (model.config is config and model.patch_embed.config is config)
     reference = _any_size(family, model)
     session = session_of(tmp_path / "m.onnx")
     assert session.get_inputs()[0].shape == ["batch", 3, "8*rows", "8*columns"]
@@ -62,12 +66,13 @@ def test_dynamic_size_and_batch(family: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(got, expected[:batch], rtol=0, atol=1e-5 * max(1, np.abs(expected).max()))
 
 
-def _any_size(family: str, model: nn.Module) -> Any:
+def _any_size(family: str, model: Any) -> Any:
     if family == "transformers_vit":
         return lambda images: model(pixel_values=images, interpolate_pos_encoding=True).logits
-    remade = timm_vit(dynamic_img_size=True) if family == "timm" else vit_fast.VisionTransformer(
-        model.config.replace(dynamic_img_size=True)  # type: ignore[union-attr, operator]
-    )  # fmt: skip
+    if family == "timm":
+        remade = timm_vit(dynamic_img_size=True)
+    else:
+        remade = vit_fast.VisionTransformer(model.config.replace(dynamic_img_size=True))
     remade.load_state_dict(model.state_dict())
     return remade.eval()
 
@@ -117,29 +122,10 @@ def test_preprocessing_equals_pillow_to_one_grey_level(interpolation: Any, crop_
         data_config = DataConfig(interpolation=interpolation, crop_mode=crop_mode, crop_pct=crop_pct)
         image = photograph().resize(size)
         graph = preprocessing_model(data_config, image_hw, 3, opset=18, batch=None)
-        session = onnxruntime.InferenceSession(
-            ir.serde.serialize_model(graph).SerializeToString(), providers=["CPUExecutionProvider"]
-        )
+        session = session_of(ir.serde.serialize_model(graph).SerializeToString())
         got = session.run(None, {"pixels": np.asarray(image)[None]})[0][0]
         levels = np.abs(got - make_transform(data_config, image_hw)(image).numpy()) * 127.5
         assert levels.max() < 1.01 and (levels > 0.5).mean() < 0.01
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"class_names": "0123456789"},
-        {"dynamic_batch": "no"},
-        {"preprocess": None},
-        {"external_data": 1},
-        {"validation": 5},
-        {"calibration_cache": 5},
-    ],
-)
-def test_arguments_of_other_types(wrong: dict[str, Any], model: nn.Module, tmp_path: Path) -> None:
-    """A text is no list of names, and "no" is not False."""
-    with pytest.raises(TypeError, match=f"{next(iter(wrong))} must be"):
-        export_onnx(model, tmp_path / "m.onnx", **wrong)
 
 
 def test_calibration_is_spread_over_all_files(tmp_path: Path) -> None:
@@ -184,7 +170,9 @@ def test_probabilities_are_held_to_the_same_standard_as_logits(precision: Any) -
     def passes(other: torch.Tensor) -> bool:
         return verification._compare(other.softmax(-1).float().numpy(), expected, 8, (32, 32), options).passed
 
-    assert passes(logits)
+    broken = logits.clone()
+    broken[3, 5] = torch.nan
+    assert passes(logits) and not passes(broken)
     assert not passes(unrelated) and not passes(3 * unrelated)
     if precision == "fp16":
         assert not passes(1.05 * logits) and passes(logits.half().double())
@@ -209,16 +197,6 @@ def test_gate_and_up_stay_one_product() -> None:
     with torch.no_grad():
         graph = torch.export.export(model, (torch.randn(1, 3, 32, 32),), strict=False).graph
     assert sum(node.target is torch.ops.aten.linear.default for node in graph.nodes) == 4 * len(model.blocks) + 1
-
-
-def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
-    model: Any = make("vit").half().train()
-    before = {name: (id(p), p.dtype) for name, p in model.named_parameters()}
-    config = model.config
-    export_onnx(model, tmp_path / "m.onnx", dynamic_size=True, precision="fp16", target="ort-cuda")
-    assert {name: (id(p), p.dtype) for name, p in model.named_parameters()} == before
-    assert model.training and model.config is config and model.patch_embed.config is config
-    assert model.blocks[0].vit_fast_backend == "eager"
 
 
 @pytest.mark.slow
@@ -246,9 +224,15 @@ def test_a_model_over_two_gigabytes(tmp_path: Path) -> None:
     assert report.verified and report.external_data == "huge.onnx.data" and report.bytes > 2**31
 
 
-def test_report_and_metadata(tmp_path: Path) -> None:
+def test_report_and_metadata_and_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     names = [f"class {i}" for i in range(10)]
-    report = export_onnx(make("vit"), tmp_path / "m.onnx", class_names=names, source="a test")
+    model: Any = make("vit").half().train()
+    before = {name: (id(p), p.dtype) for name, p in model.named_parameters()}
+    report = export_onnx(
+        model, tmp_path / "m.onnx", class_names=names, source="a test", precision="fp16", target="ort-cuda"
+    )
+    assert {name: (id(p), p.dtype) for name, p in model.named_parameters()} == before
+    assert model.training and model.blocks[0].vit_fast_backend == "eager"
     content = json.loads(report.to_json())
     assert content["verified"] and content["nodes"]["MatMul"] and content["seconds"]["verify"] > 0
     assert content["bytes"] == (tmp_path / "m.onnx").stat().st_size
@@ -283,10 +267,8 @@ def test_bf16_that_cannot_be_verified_here_is_refused_before_the_capture(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.fast_cases("deit_base_patch16_224")
-@pytest.mark.parametrize("name", ["vit_base_patch16_224", "deit_base_patch16_224", "vit_test"])
-def test_a_model_of_ours_is_called_by_its_own_name(name):
+def test_a_model_of_ours_is_called_by_its_own_name():
     """ViT-B and DeiT-B have one shape; their images are prepared differently."""
-    from vit_fast.libraries.known import recognise
-
-    assert recognise(vit_fast.create_model(name)).name == name
+    for name in ("vit_base_patch16_224", "deit_base_patch16_224", "vit_test"):
+        model = vit_fast.create_model(name, device="meta").to_empty(device="cpu")
+        assert recognise(model).name == name

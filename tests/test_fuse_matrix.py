@@ -45,10 +45,12 @@ def test_inference_mode(library: str) -> None:
         torch.testing.assert_close(subject.run(model, inputs), expected)
 
 
-@pytest.mark.fast_cases("torchvision")
+@pytest.mark.fast_cases("torchvision-sdpa", "timm-eager", "ours-auto")
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
 @every_library
-def test_compile_without_a_graph_break(library: str) -> None:
+def test_compile_without_a_graph_break(library: str, backend: str) -> None:
     subject, model, inputs, expected = fused(library)
+    vit_fast.fuse(model, backend)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(subject.run(compiled, inputs), expected)

@@ -20,7 +20,7 @@ from vit_fast.libraries import transformers_blocks, transformers_packed
 
 transformers = pytest.importorskip("transformers")
 
-PACKED = ("pixtral", "siglip2", "qwen2_5_vl", "idefics3", "llama4")
+PACKED = ("pixtral", "siglip2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "llama4")
 NAMES = (*(name for name in SUBJECTS if name.startswith("transformers-")), *PACKED)
 HIDDEN, WEIGHTS = "output_hidden_states", "output_attentions"
 

@@ -103,8 +103,8 @@ def test_padding_never_reaches_a_token(name: str) -> None:
     inputs = family.call(MIXED[:2])
     expected = family.real(runner(**inputs), MIXED[:2])
     call = runner._tower.read(**inputs)
-    for graph in runner._graphs.values():
-        for buffer in graph.buffers.values():
+    for buffers, _ in runner._graphs.values():
+        for buffer in buffers.values():
             if buffer.is_floating_point():
                 buffer[(2 if name == "internvl" else sum(call.lengths)) :] = math.nan
     assert_equal(family.real(runner(**inputs), MIXED[:2]), expected, rtol=0, atol=0)
@@ -126,6 +126,15 @@ def test_what_changed_after_the_capture_is_an_error() -> None:
     def hook(tower: Any) -> None:
         tower.blocks[0].mlp.register_forward_hook(lambda *given: None)
 
+    def replace_forward(tower: Any) -> None:
+        tower.merger.mlp.forward = lambda x: x
+
+    def replace_own_forward(tower: Any) -> None:
+        tower.forward = lambda *given: None
+
+    def replace_setting(tower: Any) -> None:
+        tower.blocks[0].norm1.eps = 1.0
+
     def replace_buffer(tower: Any) -> None:
         tower.rotary_pos_emb.inv_freq = tower.rotary_pos_emb.inv_freq.clone()
 
@@ -133,9 +142,12 @@ def test_what_changed_after_the_capture_is_an_error() -> None:
         (lambda tower: tower.train(), "must be in evaluation mode"),
         (lambda tower: tower.double(), "must not be replaced or moved"),
         (replace_buffer, "must not be replaced or moved"),
-        (replace, "modules must not be replaced"),
-        (vit_fast.unfuse, "must not be replaced or unfused"),
-        (hook, "hooks on a .* would not run"),
+        (replace, "modules and settings must not be replaced"),
+        (vit_fast.unfuse, "must not be replaced after the capture, or unfused"),
+        (hook, r"blocks\.0\.mlp has hooks, which would no longer run: undo this"),
+        (replace_forward, r"merger\.mlp\.forward was replaced on the instance: undo this"),
+        (replace_own_forward, "the model's forward was replaced on the instance"),
+        (replace_setting, "modules and settings must not be replaced"),
     ):
         with pytest.raises(vit_fast.UnsupportedInputError, match=message):
             use(change)
@@ -219,8 +231,8 @@ def test_what_a_runner_refuses() -> None:
 
 
 def test_images_are_packed_by_first_fit_decreasing() -> None:
-    assert pack([8, 60, 8, 30, 34], [1] * 5, (16, 64), 4) == [(64, (1,)), (64, (3, 4)), (16, (0, 2))]
-    assert pack([4, 4, 4], [1, 2, 1], (16,), 2) == [(16, (0, 2)), (16, (1,))]
+    assert pack([8, 60, 8, 30, 34], [1] * 5, (16, 64), 4) == [(64, [1]), (64, [3, 4]), (16, [0, 2])]
+    assert pack([4, 4, 4], [1, 2, 1], (16,), 2) == [(16, [0, 2]), (16, [1])]
     for batch, pieces in {1: [1], 2: [8], 9: [32], 33: [32, 1], 70: [32, 32, 8], 0: []}.items():
         bins = pack([1] * batch, [1] * batch, (1, 8, 32), 32)
         assert [size for size, _ in bins] == pieces

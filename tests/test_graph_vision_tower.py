@@ -59,6 +59,15 @@ def internvl() -> tuple[nn.Module, Inputs]:
     return transformers.InternVLForConditionalGeneration(config), inputs
 
 
+def deepseek(name: str, **towers: Any) -> tuple[nn.Module, Inputs]:
+    vision = transformers.SiglipVisionConfig(**ENCODER, image_size=16, patch_size=4)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=transformers.LlamaConfig(**TEXT), vision_config=vision, image_token_id=IMAGE, **towers
+    )
+    inputs = prompt(*[IMAGE] * 16, 7, *[IMAGE] * 16) | {"pixel_values": torch.randn(2, 3, 16, 16)}
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config), inputs
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "qwen2_vl": lambda: qwen("Qwen2VL", embed_dim=64, hidden_size=32, mlp_ratio=2),
     "qwen2_5_vl": lambda: qwen("Qwen2_5_VL", window_size=16, fullatt_block_indexes=[1]),
@@ -66,6 +75,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "mistral3": lambda: pixtral("Mistral3", (6, 4), spatial_merge_size=2),
     "llava": lambda: pixtral("Llava", (24, 16), vision_feature_select_strategy="full", vision_feature_layer=-1),
     "internvl": internvl,
+    "deepseek_vl": lambda: deepseek("DeepseekVL"),
 }
 
 

@@ -23,36 +23,18 @@ def test_a_limit_leaves_the_time_of_others_as_it_was() -> None:
     before = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
     timer = signal.setitimer(signal.ITIMER_REAL, 1000.0, 7.0)
     try:
-        with at_most(500.0):
-            with pytest.raises(TimeoutError, match=r"more than 0\.01 s"), at_most(0.01):
-                time.sleep(1000)
-            assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
+        with pytest.raises(TimeoutError, match=r"more than 0\.01 s"), at_most(0.01):
+            time.sleep(1000)
         left, every = signal.getitimer(signal.ITIMER_REAL)
         assert 500 < left <= 1000 and every == 7 and not heard
         signal.setitimer(signal.ITIMER_REAL, 0.01)
         with at_most(1000.0):
-            while not heard:
-                time.sleep(0.001)
-        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+            time.sleep(0.02)
+        while not heard:
+            time.sleep(0.001)
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_shorter_of_two_limits_ends_the_inner_block() -> None:
-    steps: list[str] = []
-    with pytest.raises(TimeoutError, match=r"more than 0\.01 s"), at_most(0.01):
-        with at_most(1000.0) as again:
-            again()
-            try:
-                _in_del(lambda: time.sleep(1000))
-                time.sleep(1000)
-            except TimeoutError:
-                steps.append("in the inner block")
-                raise
-        steps.append("not reached")
-    assert steps == ["in the inner block"] and signal.getitimer(signal.ITIMER_REAL)[1] == 0
 
 
 def _in_a_weakref(action: Callable[[], None]) -> None:

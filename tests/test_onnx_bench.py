@@ -14,9 +14,8 @@ from vit_fast.benchmarks.builders import make
 from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.correctness import expect, judge_outputs
-from vit_fast.benchmarks.inputs import random_weights, weights_of
 from vit_fast.benchmarks.models import Task, resolve
-from vit_fast.benchmarks.preparation import cold_start
+from vit_fast.benchmarks.preparation import cold_start, random_weights, weights_of
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.candidate import AS_FILE, Candidate
 from vit_fast.measure.clock import Protocol

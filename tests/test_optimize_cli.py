@@ -12,7 +12,7 @@ from command_line import run
 
 import vit_fast
 from vit_fast.benchmarks import runner
-from vit_fast.benchmarks.inputs import open_model
+from vit_fast.commands.words import open_model
 from vit_fast.measure import cache, candidate, deployable
 from vit_fast.measure.candidate import Candidate
 

@@ -11,6 +11,7 @@ import torch
 from fused_models import SUBJECTS
 from graph_tapes import install
 from kernel_support import DEVICE
+from packed_towers import TOWERS
 from torch import nn
 from torch._inductor import config as inductor
 
@@ -170,6 +171,34 @@ def test_outputs_that_are_not_cut_by_image_are_refused(monkeypatch: pytest.Monke
     for packs in (nn.Flatten(0, 1), nn.MSELoss()):
         with pytest.raises(vit_fast.UnsupportedInputError, match=r"first axis of each output .*4 images"):
             vit_fast.GraphRunner(_Packs(packs), torch.zeros(1, 3, 8), batch_sizes=(4,))
+
+
+def test_a_graph_of_images_is_refused_where_it_would_differ_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast, which the capture did not see, and after a forward was replaced."""
+    install(monkeypatch)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    runner = vit_fast.GraphRunner(model, torch.zeros(1, 4), batch_sizes=(2,))
+    images = torch.randn(3, 4)
+    torch.testing.assert_close(runner(images), model(images))
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in (lambda: runner(images), lambda: vit_fast.GraphRunner(model, images)):
+            with pytest.raises(vit_fast.UnsupportedInputError, match="autocast must be off"):
+                call()
+        eager = vit_fast.GraphRunner(model, images, fallback="eager")
+        assert eager(images).dtype is torch.bfloat16
+    model[1].forward = lambda x: -x  # type: ignore[method-assign]  # as users do
+    with pytest.raises(vit_fast.UnsupportedInputError, match=r"1\.forward was replaced on the instance"):
+        runner(images)
+
+
+def test_a_mask_that_is_read_on_the_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idefics 2 and 3 and SmolVLM, fused or not."""
+    install(monkeypatch)
+    tower = TOWERS["idefics3"].build().eval()
+    for _ in range(2):
+        with pytest.raises(vit_fast.UnsupportedInputError, match="reads its mask of patches on the host"):
+            vit_fast.GraphRunner(tower, torch.zeros(1, 3, 16, 16, device=DEVICE))
+        vit_fast.fuse(tower)
 
 
 class _Packs(nn.Module):

@@ -182,6 +182,14 @@ def test_spills_are_kept_in_the_baseline(tmp_path: Path) -> None:
     assert baseline.read_baseline(path)["builds"]["a"]["spills"] == 3
 
 
+def test_builds_that_no_longer_exist_leave_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, build = tmp_path / "baseline.json", next(offline.builds("sm_90"))
+    monkeypatch.setattr(baseline, "builds", lambda arch: [build] if arch == "sm_90" else [])
+    baseline.write_baseline({build.key("sm_90"): STATS, "sm_90/removed/bf16": STATS}, path)
+    baseline.write_baseline({"sm_90/new/bf16": STATS}, path)
+    assert baseline.read_baseline(path)["builds"].keys() == {build.key("sm_90"), "sm_90/new/bf16"}
+
+
 # What left to itself, or with the tiles of its neighbours, moved registers to memory and back.
 _ONCE_SPILLED = {
     "sm_80": ("vector_grad of a block/fp32", "vector_grad before a residual/fp32"),
@@ -191,6 +199,7 @@ _ONCE_SPILLED = {
         "attention_varlen_fwd/bf16 N64 D128 B256 tma packed",
     ),
     "sm_100": (
+        "finish_residual/bf16",
         "matmul_layer_norm/half 64x64x64 pointers gelu",
         "matmul_layer_norm/half 128x128x64 TMA gelu to e4m3",
         "matmul_activation_grad/half 64x64x64 TMA gelu with a factor",

@@ -6,10 +6,12 @@ import re
 import subprocess
 from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import changed
 import pytest
-from tiers import covering
+from tiers import covering, left_out, share
 
 AXES = {"dtype": ("fp32", "fp16", "bf16"), "head_dim": (16, 64, 75, 128), "length": (1, 17, 197), "packed": (0, 1)}
 CASES = [dict(zip(AXES, values)) for values in product(*AXES.values())]
@@ -28,6 +30,45 @@ def test_the_other_values_take_turns() -> None:
     cases = [{"kind": kind, "dtype": dtype} for kind, dtype in product(range(6), ("fp32", "fp16", "bf16"))]
     chosen = [cases[position]["dtype"] for position in covering(cases, 1)]
     assert sorted(chosen) == ["bf16"] * 2 + ["fp16"] * 2 + ["fp32"] * 2
+
+
+class Item(SimpleNamespace):
+    """A test, as far as the tiers read it."""
+
+    __hash__ = object.__hash__
+
+
+def executed(marker: str, *arguments: str) -> list[Any]:
+    """Seven cases as the PTX emulator collects them."""
+    return [
+        Item(
+            path=Path(__file__), name="test", get_closest_marker={marker: SimpleNamespace(args=arguments)}.get,
+            config=SimpleNamespace(args=[]),
+            callspec=SimpleNamespace(id=f"{schedule}-{case}", params={"schedule": schedule, "case": case}),
+        )
+        for schedule, case in product(("fixed", "random"), range(7))
+    ]  # fmt: skip
+
+
+def ids(items: set[Any], schedule: str) -> set[str]:
+    return {item.callspec.id.removeprefix(f"{schedule}-") for item in items if item.callspec.id.startswith(schedule)}
+
+
+@pytest.mark.parametrize(
+    ("marker", "expected"), [(("each_value",), set()), (("fast_cases", "2", "3"), {"0", "1", "4", "5", "6"})]
+)
+def test_schedules_of_the_emulator_are_no_values_of_a_case(marker: tuple[str, ...], expected: set[str]) -> None:
+    left = left_out(executed(*marker))
+    assert ids(left, "fixed") == ids(left, "random") == expected
+
+
+def test_shares_hold_every_case_once_with_all_its_schedules() -> None:
+    items = executed("slow")
+    shares = [share(items, number, 5) for number in range(5)]
+    assert sorted(item.callspec.id for one in shares for item in one) == sorted(item.callspec.id for item in items)
+    assert all(ids(one, "fixed") == ids(one, "random") for one in shares)
+    assert sorted(map(len, shares)) == [2, 2, 2, 4, 4]
+    assert share(items, 6, 5) == shares[1]
 
 
 def test_every_folder_requires_tests_that_exist() -> None:

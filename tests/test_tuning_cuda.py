@@ -24,7 +24,7 @@ from vit_fast.measure.cache import CachedResult
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.search import Refused
 from vit_fast.measure.trials import Expected, Rule, Trials
-from vit_fast.run import budgets, graph_runner
+from vit_fast.run import graph_runner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 
@@ -40,27 +40,24 @@ class Graph:
     made: ClassVar[list[Graph]] = []
 
     def __init__(self, run: Any) -> None:
-        (self.input,) = run.__self__.buffers.values()
+        (self.input,) = run.args[0].values()
         self.run, self.replays = run, 0
         self.output = run()
         Graph.made.append(self)
 
-    def replay(self) -> None:
+    def __call__(self) -> Any:
         self.replays += 1
         pytree.tree_map(lambda kept, new: kept.copy_(new), self.output, self.run())
+        return self.output
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """Lets GraphRunner capture and replay; where, is all that is not its own."""
 
-    def capture(run: Any, device: object, pool: object) -> tuple[Callable[[], None], Any]:
-        graph = Graph(run)
-        return graph.replay, graph.output
-
     Graph.made.clear()
     monkeypatch.setattr(graph_runner, "_no_graph_reasons", lambda model, like: [])
-    monkeypatch.setattr(budgets, "capture", capture)
+    monkeypatch.setattr(graph_runner, "capture", lambda run, device, pool: Graph(run))
     return Graph.made
 
 

@@ -20,7 +20,7 @@ from fused_models import assert_within
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.benchmarks.inputs import open_model
+from vit_fast.commands.words import open_model
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError, export_onnx
 from vit_fast.measure import cache, candidate, deployable

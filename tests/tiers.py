@@ -6,6 +6,8 @@ Of the cases of a parametrized test, three markers leave out all but some:
     pairwise           the fewest cases in which every pair of parameter values occurs
     each_value         the fewest cases in which every parameter value occurs
     fast_cases(*ids)   the cases with these ids
+
+On the PTX emulator a case runs under several schedules, which are no values of the test: all run, or none.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from itertools import combinations, groupby
 import pytest
 import torch
 
+SCHEDULE = "schedule"  # the emulator's plugin parametrizes each test by it
 PLAIN = (str, int, float, bool, type(None), torch.dtype)
 
 
@@ -44,8 +47,18 @@ def covering(cases: Sequence[dict[str, Hashable]], strength: int) -> list[int]:
 def _values(item: pytest.Function) -> dict[str, Hashable]:
     """A case's parameters: what they print where that tells values apart, otherwise which objects they are."""
     return {
-        name: repr(value) if isinstance(value, PLAIN) else id(value) for name, value in item.callspec.params.items()
+        name: repr(value) if isinstance(value, PLAIN) else id(value)
+        for name, value in item.callspec.params.items()
+        if name != SCHEDULE
     }
+
+
+def _id(item: pytest.Item) -> str:
+    """The id of a case as without the emulator; of a test without cases nothing."""
+    if not hasattr(item, "callspec"):
+        return ""
+    id_: str = item.callspec.id
+    return id_.removeprefix(str(item.callspec.params.get(SCHEDULE))).removeprefix("-")
 
 
 def _left_out(cases: Sequence[pytest.Function]) -> Iterator[pytest.Item]:
@@ -54,15 +67,17 @@ def _left_out(cases: Sequence[pytest.Function]) -> Iterator[pytest.Item]:
         return
     first = cases[0]
     if named := first.get_closest_marker("fast_cases"):
-        unknown = set(named.args) - {item.callspec.id for item in cases}
+        unknown = set(named.args) - {_id(item) for item in cases}
         if unknown and not any("::" in argument for argument in first.config.args):  # which may name one case alone
             raise pytest.UsageError(f"{first.nodeid}: fast_cases must be ids of cases, got {sorted(unknown)}")
-        yield from (item for item in cases if item.callspec.id not in named.args)
+        yield from (item for item in cases if _id(item) not in named.args)
         return
     strength = 2 if first.get_closest_marker("pairwise") else 1 if first.get_closest_marker("each_value") else 0
     if strength:
-        chosen = set(covering([_values(item) for item in cases], strength))
-        yield from (item for position, item in enumerate(cases) if position not in chosen)
+        values = [frozenset(_values(item).items()) for item in cases]
+        several = list(dict.fromkeys(values))
+        chosen = {several[position] for position in covering([dict(case) for case in several], strength)}
+        yield from (item for item, case in zip(cases, values, strict=True) if case not in chosen)
 
 
 def left_out(items: Sequence[pytest.Item], *, cases: bool = True) -> set[pytest.Item]:
@@ -72,6 +87,19 @@ def left_out(items: Sequence[pytest.Item], *, cases: bool = True) -> set[pytest.
         if cases:
             found.update(_left_out([item for item in group if item not in found]))
     return found
+
+
+def share(items: Sequence[pytest.Item], number: int, of: int) -> set[pytest.Item]:
+    """Returns a share of tests, dealt out one after another; a case with all its schedules is one."""
+    names = [(item.path, getattr(item, "originalname", item.name), _id(item)) for item in items]
+    places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    return {item for item, name in zip(items, names, strict=True) if places[name] % of == number % of}
+
+
+def keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
+    """Deselects the other tests."""
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def takes_minutes(item: pytest.Item) -> bool:

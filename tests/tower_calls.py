@@ -41,6 +41,11 @@ def pictures(sizes: Sizes) -> dict[str, Any]:
     return {"pixel_values": torch.randn(len(sizes), 3, height, width, device=DEVICE), "image_sizes": pixels}
 
 
+def squares(sizes: Sizes) -> dict[str, Any]:
+    """Images of one size, which these towers take."""
+    return {"pixel_values": torch.randn(len(sizes), 3, 16, 16, device=DEVICE)}
+
+
 def padded(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     """Patches, shapes and mask, with one patch of padding at least."""
     shapes = torch.tensor(sizes, dtype=torch.int64, device=DEVICE).reshape(-1, 2)
@@ -107,6 +112,9 @@ INTERNVL = made(
     "internvl.modeling_internvl.InternVLVisionModel", "InternVLVisionConfig", **ENCODER, image_size=[16, 16],
     patch_size=[4, 4],
 )  # fmt: skip
+DEEPSEEK_VL = made(  # its tower is SigLIP's
+    "siglip.modeling_siglip.SiglipVisionModel", "SiglipVisionConfig", **ENCODER, image_size=16, patch_size=4
+)
 FAMILIES = {
     "qwen2_vl": of_subject(TOWERS["qwen2_vl"], grids),
     **{family: like_qwen(family) for family in LIKE_QWEN},
@@ -118,8 +126,7 @@ FAMILIES = {
         naflexvit("naflexvit_base_patch16_gap", rope_type="axial", reg_tokens=2, class_token=True), naflex
     ),
     "naflexvit, mixed": Family(naflexvit("naflexvit_base_patch16_gap", rope_type="mixed"), naflex),
-    "internvl": of_subject(
-        Subject(INTERNVL, grids), lambda sizes: {"pixel_values": torch.randn(len(sizes), 3, 16, 16, device=DEVICE)}
-    ),
+    "internvl": of_subject(Subject(INTERNVL, grids), squares),
+    "deepseek_vl": of_subject(Subject(DEEPSEEK_VL, grids), squares),
 }
 EVERY_CODE = ("qwen2_5_vl", "qwen3_vl", "glm4v", "pixtral", "siglip2", "naflexvit, mixed", "internvl")

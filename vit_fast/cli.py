@@ -13,9 +13,9 @@ from .errors import VitFastError
 from .version import __version__
 
 COMMANDS = {
-    "info": "info", "models": "models", "bench": "bench", "compare": "compare", "report": "report", "verify": "verify",
+    "info": "info", "models": "info", "bench": "bench", "compare": "records", "report": "records", "verify": "verify",
     "kernels": "kernels", "predict": "predict", "train": "train", "evaluate": "evaluate", "export": "export",
-    "optimize": "optimize", "cache": "optimize", "show": "show", "hf-kernel": "hf_kernel",
+    "optimize": "optimize", "cache": "optimize", "show": "show", "hf-kernel": "export",
 }  # fmt: skip
 """The module of each command, in which a function has the command's name."""
 

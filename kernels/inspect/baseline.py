@@ -13,7 +13,7 @@ from typing import Any
 import triton
 
 from ..device import REFERENCE_GPU
-from .offline import Build, Stats
+from .offline import ARCHS, Build, Stats, builds
 
 BASELINE_PATH = Path(__file__).with_name("baseline.json")
 ALLOWED_GROWTH = 1.10
@@ -58,11 +58,13 @@ def _kept(stats: Stats) -> dict[str, int]:
 
 
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
-    """Replaces the counts of the builds in `found`; keeps others of the same version of triton."""
-    old = read_baseline(path) if path.exists() else {"triton": None, "builds": {}}
-    builds = dict(old["builds"]) if old["triton"] == triton.__version__ else {}
-    builds |= {key: _kept(stats) for key, stats in found.items()}
-    lines = [f"  {json.dumps(key)}: {json.dumps(builds[key])}" for key in sorted(builds)]
+    """Replaces the counts of the builds in `found`; keeps others that exist, of the same version of triton."""
+    kept: dict[str, Any] = {}
+    if path.exists() and is_comparable(old := read_baseline(path)):
+        existing = {build.key(arch) for arch in ARCHS for build in builds(arch) if is_recorded(build, arch)}
+        kept = {key: counts for key, counts in old["builds"].items() if key in existing}
+    kept |= {key: _kept(stats) for key, stats in found.items()}
+    lines = [f"  {json.dumps(key)}: {json.dumps(kept[key])}" for key in sorted(kept)]
     text = f'{{"triton": {json.dumps(triton.__version__)}, "builds": {{\n' + ",\n".join(lines) + "\n}}\n"
     beside = path.with_suffix(".tmp")
     beside.write_text(text)

@@ -5,8 +5,8 @@
     rows = model_launches(launches, "sm_90")
 
 Matmuls are modelled as in `matmul_model.py`, with the epilogue's instructions counted in SASS; other kernels by their
-instructions, waves and bytes. A launch takes at least the time of reading and writing its tensors once. The floor is
-the longer of operations and bytes at rates that a GPU sustains.
+instructions (of loops without matrix products those of one step), waves and bytes. A launch takes at least the time of
+reading and writing its tensors once. The floor is the longer of operations and bytes at rates that a GPU sustains.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..device import gpu_of
+from ..device import Gpu, gpu_of
 from ..launch import Launch, ceil_div, listening
 from ..matmul.matmul_launch import MatmulConfig
 from ..matmul.matmul_model import DRAIN, ISSUE, OVERHEAD, PRODUCTS, launch_cycles
@@ -35,6 +36,9 @@ GPUS = {
 }  # fmt: skip
 _SUSTAINED = 0.832  # of the tensor cores' rate: 790 of 949 TFLOP/s, bf16, H100
 _STREAMED = 0.92  # of the DRAM's
+_EARLY = 1750  # cycles of OVERHEAD that a launch overlaps with the previous one (dependent.py)
+
+_ATTENTION_PRODUCTS = {"_attention_bwd_dq_kernel": 3, "_attention_bwd_dkdv_kernel": 4}
 
 
 @contextmanager
@@ -64,16 +68,17 @@ def model_launch(launch: Launch, arch: str, loops: Loops, stats: Stats) -> dict[
     clock, streamed = GPUS[arch][1] * 1e3, GPUS[arch][2] * 1e3 * _STREAMED  # cycles and bytes a microsecond
     gpu = gpu_of(launch.device)
     moved = _bytes(launch)
-    is_matmul = "EPILOGUE" in launch.constants
-    flop, itemsize = _matmul_work(launch) if is_matmul else (_attention_flop(launch), 2)
+    product = _product(launch)
+    flop, itemsize = (product.flop, product.itemsize) if product else (_attention_flop(launch), 2)
     sustained = 2 * PRODUCTS[arch] * gpu.sm_count * clock * _SUSTAINED * 2 / itemsize
-    if is_matmul:
-        tile, waves, issue, cycles = _matmul(launch, loops, itemsize)
+    if product:
+        tile, waves, issue, cycles = _matmul(product, loops, gpu)
     else:
         tile, issue, cycles = "", *_other(launch, loops, stats)
         waves = math.prod(launch.grid) / gpu.sm_count / stats.ctas_per_sm
     cycles["DRAM"] = moved / streamed * clock
-    us = max(cycles.pop("total"), cycles["DRAM"] + OVERHEAD) / clock
+    early = _EARLY if launch.constants.get("DEPENDENT") else 0
+    us = (max(cycles.pop("total"), cycles["DRAM"] + OVERHEAD) - early) / clock
     return {
         "kernel": _name(launch), "tile": tile, "programs": math.prod(launch.grid), "waves": round(waves, 2),
         "MB": round(moved / 1e6, 2), "GFLOP": round(flop / 1e9, 3), "registers": stats.registers,
@@ -90,18 +95,45 @@ def _name(launch: Launch) -> str:
     return ", ".join([launch.kernel.__name__.strip("_").removesuffix("_kernel"), *filter(None, parts)])
 
 
-def _matmul(launch: Launch, loops: Loops, itemsize: int) -> tuple[str, float, float, dict[str, float]]:
-    """Tile as text, waves, cycles to issue its instructions and products, and cycles of each resource."""
-    gpu, c, args = gpu_of(launch.device), launch.constants, launch.args
-    ctas = ceil_div(math.prod(launch.grid), gpu.sm_count)
+@dataclass(frozen=True)
+class _Product:
+    """A launch of matmuls as one of `sizes` M, N, K."""
+
+    config: MatmulConfig
+    sizes: tuple[int, int, int]
+    splits: int
+    flop: float
+    itemsize: int
+
+
+def _product(launch: Launch) -> _Product | None:
+    c, args = launch.constants, launch.args
+    if "EPILOGUE" in c:
+        tile = (c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"], c["SUB_TILES"])
+    elif "BLOCK_P" in c:
+        tile = (c["BLOCK_P"], c["BLOCK_Q"], c["BLOCK_M"], 1)
+    else:
+        return None
     config = MatmulConfig(
-        c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"], c["SUB_TILES"], launch.num_warps, launch.num_stages,
-        tma=c["TMA"], flatten=c["FLATTEN"], ctas_per_sm=ctas,
+        *tile, launch.num_warps, launch.num_stages, tma=c["TMA"], flatten=c.get("FLATTEN", False),
+        ctas_per_sm=ceil_div(math.prod(launch.grid), gpu_of(launch.device).sm_count),
     )  # fmt: skip
-    splits = args["splits"]
-    sizes = (args["M"], args["N"], args["K"])
-    issued = loops.tile * launch.num_warps / 4
-    found = launch_cycles(config, sizes, itemsize, gpu, issued * 4 / ISSUE + DRAIN, splits)
+    if "EPILOGUE" in c:
+        sizes = (args["M"], args["N"], args["K"])
+        flop = 2.0 * math.prod(sizes)
+    else:  # those of all weights, one below the other
+        pairs = [(args[f"P{suffix}"], args[f"Q{suffix}"]) for suffix in ("", "2", "3", "4")]
+        sizes = (sum(config.tiles(P, Q) for P, Q in pairs) * config.block_m, config.block_n, args["M"])
+        flop = 2.0 * args["M"] * sum(P * Q for P, Q in pairs)
+    a = args["a"].base if isinstance(args["a"], TensorDescriptor) else args["a"]
+    return _Product(config, sizes, args["splits"], flop, a.element_size())
+
+
+def _matmul(product: _Product, loops: Loops, gpu: Gpu) -> tuple[str, float, float, dict[str, float]]:
+    """Tile as text, waves, cycles to issue its instructions and products, and cycles of each resource."""
+    config, sizes, splits = product.config, product.sizes, product.splits
+    issued = loops.tile * config.num_warps / 4
+    found = launch_cycles(config, sizes, product.itemsize, gpu, issued * 4 / ISSUE + DRAIN, splits)
     tiles = config.tiles(sizes[0], sizes[1]) * splits
     busiest = ceil_div(tiles, gpu.sm_count)
     words = f"{config.block_m}x{config.block_n}x{config.block_k}" + (f"/{splits}" if splits > 1 else "")
@@ -122,18 +154,13 @@ def _other(launch: Launch, loops: Loops, stats: Stats) -> tuple[float, dict[str,
     return issue, {"issue": issue * 4 / ISSUE, "total": issue * 4 / ISSUE + rounds * DRAIN + OVERHEAD}
 
 
-def _matmul_work(launch: Launch) -> tuple[float, int]:
-    a = launch.args["a"]
-    a = a.base if isinstance(a, TensorDescriptor) else a
-    return 2.0 * launch.args["M"] * launch.args["N"] * launch.args["K"], a.element_size()
-
-
 def _attention_flop(launch: Launch) -> float:
     args = launch.args
     if "n_kv" not in args:
         return 0.0
     batch_heads = args["lse_ptr"].numel() // args["n_q"]
-    return 4.0 * batch_heads * args["n_q"] * args["n_kv"] * launch.constants["D"]
+    products = _ATTENTION_PRODUCTS.get(launch.kernel.__name__, 2)
+    return 2.0 * products * batch_heads * args["n_q"] * args["n_kv"] * launch.constants["D"]
 
 
 def _bytes(launch: Launch) -> int:

@@ -39,13 +39,30 @@ from torch import Tensor
 
 from ..launch import Launch, ceil_div
 from ..layer_norm import RowStatistics, chunk
-from ..matmul.matmul_tiles import load_tile
+from ..matmul.matmul_tiles import READ_AT_ONCE, tile_mask, tile_offsets
 from .folding import load_columns
 
 SUM_ROWS = 256  # rows that are summed to one part
 _SUM_ROWS = tl.constexpr(SUM_ROWS)
 _SUM_COLS = tl.constexpr(128)
 _AT_ONCE = tl.constexpr(64)  # parts under way
+
+
+@triton.jit
+def sum_rows(tile):
+    """[COLS] sums over the rows of a tile [ROWS, COLS] of four warps, of 32 or 128 columns.
+
+    A thread adds its own rows of four columns. Their sums pass through shared memory, where tl.sum has bank conflicts.
+    """
+    COLS: tl.constexpr = tile.shape[1]
+    HALVINGS: tl.constexpr = 2 if COLS == 128 else 4
+    THREADS: tl.constexpr = 2**HALVINGS  # of a column
+    tl.static_assert(COLS * THREADS == 512, "a tile has 32 or 128 columns")
+    few = tl.sum(tile.reshape(tile.shape[0] // THREADS, THREADS, COLS), 0).trans()
+    for i in tl.static_range(HALVINGS):
+        left, right = tl.split(few.reshape(COLS, THREADS >> (i + 1), 2))
+        few = left + right
+    return few.reshape(COLS)
 
 
 @triton.jit
@@ -63,13 +80,14 @@ def store_column_sums(source_ptr, part_ptr, program, M, N):
     cols = col + tl.arange(0, _SUM_COLS)
     total = tl.zeros((16, _SUM_COLS), tl.float32)
     for row in tl.range(part * _SUM_ROWS, min(M, part * _SUM_ROWS + _SUM_ROWS), 16):
-        total += load_tile(source_ptr, row, col, M, N, 16, _SUM_COLS, False).to(tl.float32)
-    tl.store(part_ptr + part.to(tl.int64) * N + cols, tl.sum(total, 0), mask=cols < N)
+        offsets = tile_offsets(row, col, N, 16, _SUM_COLS, READ_AT_ONCE)
+        total += tl.load(source_ptr + offsets, mask=tile_mask(row, col, M, N, 16, _SUM_COLS), other=0.0).to(tl.float32)
+    tl.store(part_ptr + part.to(tl.int64) * N + cols, sum_rows(total), mask=cols < N)
 
 
 @triton.jit
-def sum_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
-    """[COLS] sums over fp32 parts, `stride` elements apart, each of at least N columns.
+def add_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
+    """A tile of COLS columns whose rows add up to the sum of fp32 parts, `stride` elements apart, of N columns or more.
 
     Threads add what they load; only their sums pass through shared memory.
     """
@@ -80,7 +98,7 @@ def sum_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
         mask = (part < parts)[:, None] & (cols < N)[None, :]
         pointers = part_ptr + (part.to(tl.int64)[:, None] * stride + cols[None, :])
         total += tl.load(pointers, mask=mask, other=0.0)
-    return tl.sum(total, 0)
+    return total
 
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["rstd_ptr"])

@@ -16,10 +16,12 @@ from ..dependent import wait_for_previous
 from ..fp8 import divided_columns
 from ..launch import Launch, ceil_div
 from ..layer_norm import piece_statistics, store_statistics
+from ..matmul.matmul_tiles import READ_AT_ONCE
 from ..row_parts import PIECE, row_parts
 from .folding import load_columns
 
 _ROWS = 16  # many small programs, because there are few rows
+_REGISTERS = 40  # on blackwell it spills with the 32 of full occupancy, which its few programs do not reach
 _PIECE = tl.constexpr(PIECE)
 
 
@@ -40,7 +42,7 @@ def _finish_residual_kernel(
     row = tl.program_id(0) // PARTS * ROWS
     col = tl.program_id(0) % PARTS * _PIECE
     rows = row + tl.arange(0, ROWS)
-    cols = col + tl.arange(0, _PIECE)
+    cols = tl.max_contiguous(col + tl.arange(0, _PIECE), READ_AT_ONCE)
     mask = (rows < M)[:, None] & (cols < C)[None, :]
     offsets = rows.to(tl.int64)[:, None] * C + cols[None, :]
     value = tl.zeros((ROWS, _PIECE), tl.float32)
@@ -75,4 +77,6 @@ def finish_residual_launch(
     }  # fmt: skip
     constants = {"ROWS": _ROWS, "PARTS": row_parts(C), "DEPENDENT": dependent}
     programs = ceil_div(M, _ROWS) * row_parts(C)
-    return Launch(_finish_residual_kernel, (programs,), args, constants, num_warps=4, device=out.device)
+    return Launch(
+        _finish_residual_kernel, (programs,), args, constants, num_warps=4, maxnreg=_REGISTERS, device=out.device
+    )

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..launch import Launch, ceil_div
 from .folding import load_columns
-from .gradients import sum_column_parts
+from .gradients import add_column_parts, sum_rows
 from .weight_gradients import (
     COLS,
     ROWS,
@@ -41,10 +41,10 @@ def _affine_columns(
     cols = col + tl.arange(0, COLS)
     parts = tl.cdiv(F, WEIGHT_ROWS)
     if gamma_grad_ptr is not None:
-        total = sum_column_parts(vector_part_ptr, parts, 2 * C, col, C, COLS)
+        total = sum_rows(add_column_parts(vector_part_ptr, parts, 2 * C, col, C, COLS))
         tl.store(gamma_grad_ptr + cols, total.to(gamma_grad_ptr.dtype.element_ty), mask=cols < C)
     if beta_grad_ptr is not None:
-        total = sum_column_parts(vector_part_ptr + C, parts, 2 * C, col, C, COLS)
+        total = sum_rows(add_column_parts(vector_part_ptr + C, parts, 2 * C, col, C, COLS))
         tl.store(beta_grad_ptr + cols, total.to(beta_grad_ptr.dtype.element_ty), mask=cols < C)
 
 
@@ -57,12 +57,12 @@ def _branch_columns(
     cols = col + tl.arange(0, COLS)
     total = tl.zeros((COLS,), tl.float32)
     if grad_part_ptr is not None:
-        total = sum_column_parts(grad_part_ptr, sums, C, col, C, COLS)
+        total = sum_rows(add_column_parts(grad_part_ptr, sums, C, col, C, COLS))
     if bias_grad_ptr is not None:
         bias_grad = total * load_columns(scale_ptr, cols, C, 1.0)
         tl.store(bias_grad_ptr + cols, bias_grad.to(bias_grad_ptr.dtype.element_ty), mask=cols < C)
     if scale_grad_ptr is not None:
-        scale_grad = sum_column_parts(scale_part_ptr, tl.cdiv(F, WEIGHT_COLS), C, col, C, COLS)
+        scale_grad = sum_rows(add_column_parts(scale_part_ptr, tl.cdiv(F, WEIGHT_COLS), C, col, C, COLS))
         scale_grad += total * load_columns(bias_ptr, cols, C, 0.0)
         tl.store(scale_grad_ptr + cols, scale_grad.to(scale_grad_ptr.dtype.element_ty), mask=cols < C)
 

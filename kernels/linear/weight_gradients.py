@@ -18,19 +18,24 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launch, ceil_div
-from ..matmul.matmul_tiles import load_tile, store_tile, tile_mask, tile_offsets
+from ..matmul.matmul_tiles import READ_AT_ONCE, tile_mask, tile_offsets
 from .folding import NormedLinear, load_columns, row_pointers
-from .gradients import column_sum_programs, column_sum_tiles, new_column_sums, store_column_sums, sum_column_parts
+from .gradients import (
+    add_column_parts,
+    column_sum_programs,
+    column_sum_tiles,
+    new_column_sums,
+    store_column_sums,
+    sum_rows,
+)
 
 ROWS, COLS = 32, 128  # of a tile
 
 
 @triton.jit
-def _sum_splits(part_ptr, splits, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """A tile [ROWS, COLS] of the sum of fp32 parts [splits, M, N]."""
-    offsets = tile_offsets(row, col, N, ROWS, COLS)
-    mask = tile_mask(row, col, M, N, ROWS, COLS)
-    total = tl.zeros((ROWS, COLS), tl.float32)
+def _sum_splits(part_ptr, splits, offsets, mask, M, N):
+    """A tile of the sum of fp32 parts [splits, M, N]."""
+    total = tl.zeros(offsets.shape, tl.float32)
     for split in tl.range(0, splits):
         total += tl.load(part_ptr + tl.cast(split, tl.int64) * M * N + offsets, mask=mask, other=0.0)
     return total
@@ -46,21 +51,21 @@ def _folded_tile(
     row = tile_f * ROWS
     col = program % tiles_c * COLS
     rows = row + tl.arange(0, ROWS)
-    cols = col + tl.arange(0, COLS)
+    cols = tl.max_contiguous(col + tl.arange(0, COLS), READ_AT_ONCE)
     stride = F if shift_ptr is None else 2 * F
-    grad_sum = sum_column_parts(sum_ptr, sums, stride, row, F, ROWS)
-    u = _sum_splits(part_ptr, splits, row, col, F, C, ROWS, COLS)
+    grad_sum = tl.sum(add_column_parts(sum_ptr, sums, stride, row, F, ROWS), 0)
+    inside = tile_mask(row, col, F, C, ROWS, COLS)
+    u = _sum_splits(part_ptr, splits, tile_offsets(row, col, C, ROWS, COLS), inside, F, C)
     if shift_ptr is not None:
-        u -= sum_column_parts(shift_ptr, sums, stride, row, F, ROWS)[:, None]
+        u -= tl.sum(add_column_parts(shift_ptr, sums, stride, row, F, ROWS), 0)[:, None]
     if bias_grad_ptr is not None:
         bias_grads = row_pointers(bias_grad_ptr, gate_bias_grad_ptr, rows, 1)
         tl.store(bias_grads, grad_sum.to(bias_grad_ptr.dtype.element_ty), mask=(rows < F) & (col == 0))
-    inside = tile_mask(row, col, F, C, ROWS, COLS)
     pointers = row_pointers(weight_ptr, gate_ptr, rows, C)[:, None] + cols[None, :]
     weight = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     vectors = vector_part_ptr + tile_f * 2 * C + cols
-    tl.store(vectors, tl.sum(u * weight, 0), mask=cols < C)
-    tl.store(vectors + C, tl.sum(grad_sum[:, None] * weight, 0), mask=cols < C)
+    tl.store(vectors, sum_rows(u * weight), mask=cols < C)
+    tl.store(vectors + C, sum_rows(grad_sum[:, None] * weight), mask=cols < C)
     u *= load_columns(gamma_ptr, cols, C, 1.0)[None, :]
     u += grad_sum[:, None] * load_columns(beta_ptr, cols, C, 0.0)[None, :]
     pointers = row_pointers(out_ptr, gate_out_ptr, rows, C)[:, None] + cols[None, :]
@@ -79,13 +84,15 @@ def _residual_tile(
         tile_f = program % tiles_f
         col = tile_f * COLS
         rows = row + tl.arange(0, ROWS)
-        v = _sum_splits(part_ptr, splits, row, col, C, F, ROWS, COLS)
+        offsets = tile_offsets(row, col, F, ROWS, COLS, READ_AT_ONCE)
+        inside = tile_mask(row, col, C, F, ROWS, COLS)
+        v = _sum_splits(part_ptr, splits, offsets, inside, C, F)
         if scale_part_ptr is not None:
-            weight = load_tile(weight_ptr, row, col, C, F, ROWS, COLS, False).to(tl.float32)
+            weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
             tl.store(scale_part_ptr + tile_f * C + rows, tl.sum(v * weight, 1), mask=rows < C)
         if scale_ptr is not None:
             v *= tl.load(scale_ptr + rows, mask=rows < C, other=0.0).to(tl.float32)[:, None]
-        store_tile(out_ptr, v.to(out_ptr.dtype.element_ty), row, col, C, F, ROWS, COLS, False)
+        tl.store(out_ptr + offsets, v.to(out_ptr.dtype.element_ty), mask=inside)
     elif grad_part_ptr is not None:
         store_column_sums(grad_ptr, grad_part_ptr, program - tiles, M, C)
 

@@ -12,6 +12,9 @@ import triton.language as tl
 from ..launch import is_interpreted
 
 _INTERPRETED = tl.constexpr(is_interpreted())
+# Columns of a thread where fp32 is read beside half precision: with the 8 of 16 bytes of the latter, each load of fp32
+# would use half of every sector.
+READ_AT_ONCE = tl.constexpr(4)
 
 
 @triton.jit
@@ -25,10 +28,16 @@ def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def tile_offsets(row, col, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Element offsets of a tile of a row-major [*, columns] tensor: int64 up to the tile, int32 inside it."""
+def tile_offsets(row, col, columns, ROWS: tl.constexpr, COLS: tl.constexpr, AT_ONCE: tl.constexpr = 0):
+    """Element offsets of a tile of a row-major [*, columns] tensor: int64 up to the tile, int32 inside it.
+
+    AT_ONCE: unless 0, the most columns that a thread reads at once.
+    """
     base = tl.cast(row, tl.int64) * columns + col
-    return base + (tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLS)[None, :])
+    cols = tl.arange(0, COLS)
+    if AT_ONCE:
+        cols = tl.max_contiguous(cols, AT_ONCE)
+    return base + (tl.arange(0, ROWS)[:, None] * columns + cols[None, :])
 
 
 @triton.jit

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Iterator
 
 import pytest
+import tiers
+from execute import ARCHS
 
 from .library import Emulator, Profile, Schedule
 from .process import start
@@ -21,6 +23,7 @@ _emulator = pytest.StashKey[Emulator]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=1, help="of the random schedules of the PTX emulator")
     parser.addoption("--schedules", default="fixed,random", help="of the PTX emulator: fixed, random or both")
+    parser.addoption("--share", action="store_true", help="run this architecture's share of the cases; see execute.py")
     parser.addoption("--profile", action="store_true", help="figures of every kernel that the PTX emulator executed")
 
 
@@ -36,6 +39,17 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "schedule" in metafunc.fixturenames:
         metafunc.parametrize("schedule", metafunc.config.getoption("schedules").split(","), indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("slow"):
+        return
+    left_out = tiers.left_out(items, cases=config.getoption("share"))
+    kept = set(items) - left_out
+    if config.getoption("share"):
+        number = ARCHS.index(os.environ["VIT_FAST_EXECUTE"]) + config.getoption("seed")
+        kept |= tiers.share([item for item in items if item in left_out], number, len(ARCHS))
+    tiers.keep(config, items, kept)
 
 
 @pytest.fixture

@@ -8,6 +8,10 @@ from typing import Any
 from .build import build
 from .library import Emulator
 
+# Of the same launch Triton emits the same PTX for these but for the name of the target, so it is compiled once.
+# test_executed_kernels.py compares a build of every kernel.
+SAME_PTX = {"sm_80": "sm_89", "sm_86": "sm_89"}
+
 
 def start(arch: str) -> Emulator:
     """Starts the emulator in a process that tests/execute.py made and that has not launched a kernel.
@@ -16,6 +20,8 @@ def start(arch: str) -> Emulator:
     """
     if not hasattr(ctypes.CDLL(None), "emulator_find_allocation"):
         raise RuntimeError("the emulator must know all memory from the start: use tests/execute.py")
+    import triton
+    from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
 
     from vit_fast.kernels.inspect import stand_in_driver
@@ -26,4 +32,7 @@ def start(arch: str) -> Emulator:
     CUDABackend.make_cubin = keep_ptx
     library = build() / "libcuda.so.1"
     stand_in_driver.install(arch, library)
+    if arch in SAME_PTX:
+        target = GPUTarget("cuda", int(SAME_PTX[arch].removeprefix("sm_")), 32)
+        triton.runtime.driver.active.get_current_target = lambda: target
     return Emulator(library)

@@ -60,8 +60,7 @@ def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Ro
     state = _read(path)
     told = {"the config": (state["config"], asdict(trainer.config))}
     told |= {f"the {name}": (state["about"].get(name), value) for name, value in about.items()}
-    differences = [f"{name} ({_difference(old, new)})" for name, (old, new) in told.items() if old != new]
-    if differences:
+    if differences := [f"{name} ({_difference(old, new)})" for name, (old, new) in told.items() if old != new]:
         raise TrainingError(
             f"{path}: belongs to a run that differs in {'; '.join(differences)}: repeat them, or use another folder"
         )

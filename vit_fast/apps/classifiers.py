@@ -117,34 +117,15 @@ def schema() -> Any:
     """Returns the columns: path, label, index, probability, probabilities, embedding, error."""
     import pyarrow as pa
 
-    return pa.schema(
-        [
-            ("path", pa.string()),
-            ("label", pa.string()),
-            ("index", pa.int32()),
-            ("probability", pa.float64()),
-            ("probabilities", pa.list_(pa.float32())),
-            ("embedding", pa.list_(pa.float32())),
-            ("error", pa.string()),
-        ]
-    )
+    text, vector = pa.string(), pa.list_(pa.float32())
+    kinds = {"path": text, "label": text, "index": pa.int32(), "probability": pa.float64()}
+    return pa.schema(kinds | {"probabilities": vector, "embedding": vector, "error": text})
 
 
 def tables(
     model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], size: int, workers: int = 0
 ) -> Generator[Any]:
-    """Yields the rows of files, in their order, as tables of `size` rows; the last one may be shorter.
-
-    Args:
-        model: A model in evaluation mode, on its device.
-        files: Image files.
-        class_names: Names of the model's outputs.
-        size: Rows per table.
-        workers: Additional processes that read images.
-    Raises:
-        ValueError: the logits of an image are not finite.
-        ReaderLostError: such a process ended early.
-    """
+    """Yields the rows of files, in their order, as tables of `size` rows; the last one may be shorter. See rows."""
     import pyarrow as pa
 
     with contextlib.closing(rows(model, files, class_names, workers)) as stream:
@@ -161,7 +142,11 @@ def rows(
     model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int = 0
 ) -> Generator[dict[str, Any]]:
     """Yields a row per file, in their order: path and error; or path, label, index, probability, and as arrays
-    `probabilities` (softmax in fp64) and `embedding`, the input of the head. See `tables`.
+    `probabilities` (softmax in fp64) and `embedding`, the input of the head. `workers` more processes read images.
+
+    Raises:
+        ValueError: the logits of an image are not finite.
+        ReaderLostError: such a process ended early.
     """
     parameter = next(model.parameters())
     order = iter(files)

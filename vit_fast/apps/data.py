@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import multiprocessing
-import multiprocessing.connection
-import multiprocessing.process
 import os
 import signal
 import struct
@@ -62,12 +60,8 @@ def sample_image() -> Path:
 
 
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
-    """Finds image files: a file is returned as given, a folder is searched recursively by suffix.
+    """Finds image files: a file is returned as given, a folder is searched recursively by suffix and sorted.
 
-    Args:
-        paths: Files or folders.
-    Returns:
-        Files in the order of paths, each folder's sorted.
     Raises:
         ImageError: a path does not exist or is a pipe or a device, or a folder holds no image; names all of them.
         TypeError: paths is a single path.
@@ -129,15 +123,12 @@ def read_image(path: str | Path) -> Image.Image:
 def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -> Callable[[Image.Image], Tensor]:
     """Makes timm's evaluation transform: resize, centre crop, scale to [0, 1], normalise.
 
-    Args:
-        data_config: Interpolation, crop and normalisation. For one input channel, three-channel means and standard
-            deviations are averaged.
-        image_hw: Height and width of the result, in pixels.
-        in_chans: 3 (RGB) or 1 (grey).
+    For one input channel, three-channel means and standard deviations are averaged.
+
     Returns:
-        A function of a PIL image that gives a float32 tensor [in_chans, height, width].
+        A function of a PIL image that gives a float32 tensor [in_chans, *image_hw].
     Raises:
-        ValueError: in_chans is neither, or mean and std have another number of channels.
+        ValueError: in_chans is neither 3 (RGB) nor 1 (grey), or mean and std have another number of channels.
     """
     if in_chans not in (1, 3):
         raise ValueError(f"in_chans must be 1 (grey) or 3 (RGB) for image files, got {in_chans}")
@@ -167,8 +158,6 @@ def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -
 class ImageFolder:
     """Labelled images of a folder, whose subfolders are the classes, in alphabetical order.
 
-    Args:
-        folder: Holds at least two subfolders with images.
     Raises:
         ImageError: no such folder, fewer than two classes, or one without images.
     """
@@ -216,12 +205,8 @@ def load_images(paths: Sequence[str | Path], model: VisionTransformer) -> Tensor
 def read_images(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -> list[Image.Image]:
     """Returns `count` images: evenly spread over more files, or with random crops if there are fewer files.
 
-    Files are often sorted by class, so the first ones would be of one class.
+    Files are often sorted by class, so the first ones would be of one class. None means the sample image of matplotlib.
 
-    Args:
-        paths: Image files and folders; None means the sample image of matplotlib.
-        count: Number of images.
-        seed: Seed of the crops.
     Raises:
         ImageError: a file is missing or is no image, or there is none.
     """
@@ -230,7 +215,7 @@ def read_images(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -
         raise ImageError("calibration and images must contain at least one image file or folder, got none")
     whole = [read_image(file) for file in _spread(files, count)]
     generator = np.random.default_rng(seed)
-    return whole + [_random_crop(whole[i % len(whole)], generator) for i in range(count - len(whole))]
+    return whole + [random_crop(whole[i % len(whole)], generator) for i in range(count - len(whole))]
 
 
 def left_over(files: Sequence[Path], count: int) -> list[Path]:
@@ -244,7 +229,8 @@ def _spread(files: Sequence[Path], count: int) -> list[Path]:
     return [files[i * len(files) // taken] for i in range(taken)]
 
 
-def _random_crop(image: Image.Image, generator: np.random.Generator) -> Image.Image:
+def random_crop(image: Image.Image, generator: np.random.Generator) -> Image.Image:
+    """Returns a crop of 40 to 100 % of each side, mirrored half of the time."""
     width, height = (max(1, int(side * generator.uniform(MIN_CROP_SHARE, 1))) for side in image.size)
     left = int(generator.integers(0, image.width - width + 1))
     top = int(generator.integers(0, image.height - height + 1))
@@ -286,31 +272,23 @@ def batches_of(loader: DataLoader[Any]) -> Generator[Any]:
     """
     others = set(multiprocessing.active_children())
     batches = iter(loader)
-    readers = [process for process in multiprocessing.active_children() if process not in others]
+    readers = set(multiprocessing.active_children()) - others
     handled = bool(readers) and threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if handled else None
-    ended: list[multiprocessing.process.BaseProcess] = []
     try:
-        while not ended:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except Exception:  # torch's for a lost process, or an error of its connection
-                gone = multiprocessing.connection.wait([process.sentinel for process in readers], timeout=1.0)
-                for process in readers:
-                    if process.sentinel in gone:
-                        process.join()  # its end of the pipe closes a moment before it has an exit code
-                ended = [process for process in readers if process.exitcode]
-                if not ended:
-                    raise
-            else:
-                yield batch
+        yield from batches
+    except Exception:
+        for process in readers:
+            process.join(0.1)  # its end of the pipe closes a moment before it has an exit code
+        ended = [process.exitcode for process in readers if process.exitcode]
+        if not ended:
+            raise
+        reason = f"a process that reads images has ended, with exit code {ended[0]}; resume the run"
+        raise ReaderLostError(reason) from None
     finally:
         del batches  # ends the others, and waits for them
         if handled:
             signal.signal(signal.SIGCHLD, before)
-    raise ReaderLostError(f"a process that reads images has ended, with exit code {ended[0].exitcode}")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

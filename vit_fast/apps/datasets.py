@@ -41,13 +41,10 @@ class LabelledImages(Protocol):
 
 
 class SmallImages:
-    """Images in memory.
+    """Images in memory: pixels [n, height, width] grey or [n, height, width, 3] RGB, and labels [n].
 
-    Args:
-        pixels: [n, height, width] grey or [n, height, width, 3] RGB.
-        labels: [n].
-        class_names: Of the labels.
-        mirrored: True if a mirrored image shows the same class, as no digit does.
+    `mirrored`: a mirrored image shows the same class, as no digit does.
+
     Raises:
         ImageError: there is no image, or pixels, labels and names do not match.
     """
@@ -148,13 +145,9 @@ def _of_torchvision(path: Path) -> TrainingData | None:
 class PreparedImages(Dataset[tuple[Tensor, int]]):
     """Labelled images as inputs of a model, with augmentation that depends only on seed, epoch and index.
 
-    Args:
-        source: The images.
-        model: Defines size and preprocessing.
-        augment: Photos are cropped and mirrored at random as by torchvision's RandomResizedCrop: 35 to 100 percent
-            of the area, 3:4 to 4:3. Small images are shifted by up to an eighth of the side, and mirrored if that
-            shows the same class.
-        seed: Of the augmentation.
+    With `augment`, photos are cropped and mirrored at random as by torchvision's RandomResizedCrop: 35 to 100 percent
+    of the area, 3:4 to 4:3. Small images are shifted by up to an eighth of the side, and mirrored if that shows the
+    same class.
     """
 
     def __init__(

@@ -50,12 +50,7 @@ def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | Non
 class Evaluation:
     """Outputs of a classifier for labelled images.
 
-    Attributes:
-        files: The images.
-        labels: Their classes [N].
-        answers: The most probable classes, the best first [N, min(5, classes)].
-        probabilities: Probabilities of these classes [N, min(5, classes)].
-        classes: Number of classes.
+    For each image its class [N], and the most probable classes, best first, with probabilities [N, min(5, classes)].
     """
 
     files: list[Path]
@@ -93,10 +88,8 @@ class Evaluation:
             if total := int(counts.sum()):
                 others = counts.copy()
                 others[index] = 0
-                taken_for = names[int(others.argmax())] if others.any() else None
-                rows.append(
-                    {"class": names[index], "images": total, "top1": counts[index] / total, "taken for": taken_for}
-                )
+                row: dict[str, Any] = {"class": names[index], "images": total, "top1": counts[index] / total}
+                rows.append(row | {"taken for": names[int(others.argmax())] if others.any() else None})
         return rows
 
     def disagreements(self, other: Evaluation) -> list[int]:
@@ -110,8 +103,6 @@ def evaluate(labelled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float
     Args:
         labelled: Images, each with the index of its class.
         rows: For each image, in order, the probabilities (or logits) of all classes.
-    Raises:
-        ValueError: a label is no class of the classifier.
     """
     answers, probabilities, classes = [], [], 0
     for row in rows:
@@ -129,10 +120,8 @@ def evaluate(labelled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float
 def draw_confusion(evaluation: Evaluation, names: Sequence[str], path: Path) -> None:
     """Draws the confusion matrix: each row's share by colour, with counts for up to 40 classes.
 
-    Args:
-        path: What matplotlib can write, by suffix: .png, .svg, .pdf.
     Raises:
-        ValueError: another suffix.
+        ValueError: matplotlib cannot write a file with this suffix; .png, .svg and .pdf are possible.
     """
     from matplotlib.figure import Figure
 

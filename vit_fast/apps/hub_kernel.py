@@ -66,10 +66,8 @@ mixed = kernel.attention_qkvpacked(qkv)  # [8, 197, 12, 64]
 
 
 def build_hf_kernel(folder: str | Path) -> Path:
-    """Writes the repository of a Hub kernel: upload the folder as it is.
+    """Writes the repository of a Hub kernel into a new or empty folder: upload the folder as it is.
 
-    Args:
-        folder: A new or empty folder.
     Returns:
         The folder of the one build variant, which `kernels.get_local_kernel` also takes.
     Raises:

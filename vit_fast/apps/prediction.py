@@ -23,7 +23,6 @@ from ..files import check_replaceable, file_aside
 from ..model import VisionTransformer
 from ..weights.source import weights_digest
 from .classifiers import PredictionError, schema, tables
-from .data import ReaderLostError
 from .prediction_ray import joined_cluster
 
 __all__ = ["ENGINES", "Predicted", "PredictionError", "predict_to_parquet"]
@@ -35,19 +34,11 @@ _TASK = "task.json"
 
 @dataclass(frozen=True)
 class Predicted:
-    """Summary of a prediction.
-
-    Attributes:
-        images: Rows of the file.
-        bad: Images that could not be read, with the reason.
-        taken: Images that an earlier run had processed.
-        lost: A message per process that was lost and replaced.
-    """
+    """The rows of the file, the unreadable images with reasons, and the images that an earlier run had processed."""
 
     images: int
     bad: tuple[tuple[str, str], ...]
     taken: int
-    lost: tuple[str, ...]
 
 
 def predict_to_parquet(
@@ -79,8 +70,8 @@ def predict_to_parquet(
         A summary.
     Raises:
         MissingPackageError: pyarrow, or ray for its engine, is not installed.
-        PredictionError: OUT.parts belongs to another run, processes ended repeatedly at the same images, or a ray
-            worker failed. Finished parts remain.
+        PredictionError: OUT.parts belongs to another run, or a ray worker failed. Finished parts remain.
+        ReaderLostError: a process that reads images ended early. Finished parts remain.
         ValueError: the logits of an image are not finite, a file is given twice, or engine, device or workers are not
             available.
         OSError: the file cannot be written.
@@ -95,7 +86,6 @@ def predict_to_parquet(
     parts = out.with_name(f"{out.name}.parts")
     chunks = [files[start : start + PART] for start in range(0, len(files), PART)]
     names = [parts / f"{i:08}.parquet" for i in range(len(chunks))]
-    lost: list[str] = []
     here = contextlib.nullcontext(functools.partial(tables, workers=workers or 0))
     with joined_cluster(workers, device) if engine == "ray" else here as rows_of:
 
@@ -104,7 +94,7 @@ def predict_to_parquet(
 
         _begin(parts, _task(model, files, class_names))
         try:
-            taken = _compute(rows, chunks, names, on_part, lost)
+            taken = _compute(rows, chunks, names, on_part)
         finally:
             if not any(name.is_file() for name in names):
                 shutil.rmtree(parts, ignore_errors=True)  # no part is worth resuming
@@ -112,7 +102,7 @@ def predict_to_parquet(
     for path in (*names, parts / _TASK):  # the task last: it describes the parts
         path.unlink()
     shutil.rmtree(parts)
-    return Predicted(len(files), bad, taken, tuple(lost))
+    return Predicted(len(files), bad, taken)
 
 
 def _compute(
@@ -120,40 +110,22 @@ def _compute(
     chunks: Sequence[Sequence[Path]],
     names: Sequence[Path],
     on_part: Callable[[int], None],
-    lost: list[str],
 ) -> int:
-    """Writes the missing parts, and returns the number of images that an earlier run had processed.
-
-    Args:
-        rows: Computes a table per part.
-        chunks: The images of each part.
-        names: The file of each part.
-        on_part: See predict_to_parquet.
-        lost: Gets a message per lost process.
-    """
-    missing = [i for i, name in enumerate(names) if not name.is_file()]
-    done = taken = sum(map(len, chunks)) - sum(len(chunks[i]) for i in missing)
-    last_lost_at = -1
+    """Writes the missing parts, and returns the number of images that an earlier run had processed."""
     import pyarrow.parquet as pq
 
-    while missing:
-        try:
-            with contextlib.closing(rows([file for i in missing for file in chunks[i]])) as stream:
-                for table in stream:
-                    if table.column("path").to_pylist() != list(map(str, chunks[missing[0]])):
-                        raise PredictionError(f"the rows of part {missing[0]} are not those of its images")
-                    with file_aside(names[missing[0]]) as aside:
-                        pq.write_table(table, aside)
-                    done += len(chunks[missing.pop(0)])
-                    on_part(done)
-        except ReaderLostError as error:
-            if done == last_lost_at:
-                chunk = chunks[missing[0]]
-                raise PredictionError(
-                    f"{error}; for the second time between {chunk[0]} and {chunk[-1]}; re-run the command to resume"
-                ) from None
-            last_lost_at = done
-            lost.append(str(error))
+    missing = [i for i, name in enumerate(names) if not name.is_file()]
+    if not missing:
+        return sum(map(len, chunks))
+    done = taken = sum(map(len, chunks)) - sum(len(chunks[i]) for i in missing)
+    with contextlib.closing(rows([file for i in missing for file in chunks[i]])) as stream:
+        for i, table in zip(missing, stream, strict=True):
+            if table.column("path").to_pylist() != list(map(str, chunks[i])):
+                raise PredictionError(f"the rows of part {i} are not those of its images")
+            with file_aside(names[i]) as aside:
+                pq.write_table(table, aside)
+            done += len(chunks[i])
+            on_part(done)
     return taken
 
 

@@ -61,13 +61,10 @@ class _Worker:
 def joined_cluster(workers: int | None, device: str) -> Iterator[Callable[..., Generator[Any]]]:
     """Joins the cluster that `ray.init()` finds, or starts Ray on this machine, and yields classifiers.tables for it.
 
-    The nodes of a cluster need this package, and the files under the same paths. Its function takes model, files,
-    class_names and size, with the model on the CPU, and raises PredictionError if workers died repeatedly at the same
-    images, the cluster failed, or logits are not finite.
+    The nodes of a cluster need this package, and the files under the same paths. Each worker gets a core and an equal
+    share of the GPUs; None means one worker per core. The function takes a model on the CPU, and raises PredictionError
+    if workers died repeatedly at the same images, the cluster failed, or logits are not finite.
 
-    Args:
-        workers: Processes in the whole cluster, each with a core and an equal share of the GPUs; None: one per core.
-        device: "cpu", "cuda", or "auto": the cluster's GPUs, if any.
     Raises:
         MissingPackageError: ray is not installed.
         ValueError: no such device in this cluster, or fewer cores than workers.

@@ -21,13 +21,9 @@ Strategy = Literal["ddp", "fsdp"]
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that train together, seen from this one.
+    """The processes that train together, seen from this one; `mesh` are the processes, if there are several.
 
-    Attributes:
-        rank: Number of this process.
-        world: Number of processes.
-        strategy: "ddp": each has all parameters; "fsdp": parameters are sharded (FSDP2).
-        mesh: The processes, if there are several.
+    With the strategy "ddp" each has all parameters, with "fsdp" parameters are sharded (FSDP2).
     """
 
     rank: int = 0

@@ -23,13 +23,7 @@ class TrainingError(VitFastError, RuntimeError):
 
 
 class Measure(NamedTuple):
-    """Loss and accuracy over images.
-
-    Attributes:
-        loss: The mean cross entropy.
-        right: Number of images that were classified correctly.
-        seen: Number of images.
-    """
+    """The mean cross entropy over images, how many were classified correctly, and how many were seen."""
 
     loss: float
     right: int
@@ -37,14 +31,9 @@ class Measure(NamedTuple):
 
 
 class Trainer:
-    """Optimizer, schedule and averages of a model.
+    """Optimizer, schedule and averages of a model, which is trained in place on its device.
 
-    Args:
-        model: The model, trained in place on its device.
-        config: Settings.
-        total_steps: Steps of the whole run, for the learning rate.
-        warmup_steps: Steps in which the learning rate rises.
-        processes: Processes that take each step together; each has a copy of the model with equal parameters.
+    `processes` take each step together, each with a copy of the model with equal parameters.
     """
 
     def __init__(
@@ -67,11 +56,7 @@ class Trainer:
         self.step_count = 0
 
     def step(self, images: Tensor, labels: Tensor) -> Measure:
-        """Updates the parameters; returns the measure of all processes before the update.
-
-        Args:
-            images: [B, C, H, W] of this process.
-            labels: [B].
+        """Updates the parameters by images [B, C, H, W] of this process; returns the measure of all of them before it.
 
         Raises:
             TrainingError: the loss is not finite; nothing was updated.

@@ -18,13 +18,8 @@ from ..weights.factory import create_model
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SMALL_MODEL: dict[str, Any] = {
-    "img_size": 32,
-    "patch_size": 8,
-    "embed_dim": 64,
-    "depth": 2,
-    "num_heads": 2,
-    "num_classes": 10,
-}
+    "img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,11 +113,8 @@ def _operators(device: torch.device, small: bool) -> Iterator[tuple[str, Operato
     for batch, n, heads, head_dim in shapes:
         name = f"attention_qkvpacked B{batch} N{n} H{heads} D{head_dim}"
         yield name, ops.attention_qkvpacked, [draw(batch, n, 3, heads, head_dim)]
-    yield (
-        "attention B2 N_q1 N_kv196 H2 D64",
-        ops.attention,
-        [draw(2, 2, 1, 64), draw(2, 2, 196, 64), draw(2, 2, 196, 64)],
-    )
+    q, k, v = draw(2, 2, 1, 64), draw(2, 2, 196, 64), draw(2, 2, 196, 64)
+    yield "attention B2 N_q1 N_kv196 H2 D64", ops.attention, [q, k, v]
     width, hidden = (64, 128) if small else (768, 3072)
     rows = 40 if small else 394
     parameters = [

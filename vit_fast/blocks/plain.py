@@ -152,7 +152,11 @@ class Watch:
         classes = {type(child) for child in self.modules}
         classes |= {getattr(cls, "original", cls) for cls in classes}
         self._forwards = tuple((cls, cls.forward) for cls in classes)
-        self._touched = tuple((*edge, type(edge[2])) for edge in edges if is_touched(edge[2]))
+        self._touched = tuple(
+            (*edge, type(edge[2]), is_hooked(edge[2]), vars(edge[2]).get("forward"))
+            for edge in edges
+            if is_touched(edge[2])
+        )
         self._plain = tuple(
             (parent, parent._modules, name, child, type(child), child.__dict__, child._parameters)
             for parent, name, child in edges
@@ -182,8 +186,10 @@ class Watch:
                 for parameter in parameters.values():
                     if parameter.__class__ is not plain and parameter.__class__ not in PLAIN:
                         return False
-        for parent, name, child, cls in self._touched:
+        for parent, name, child, cls, hooked, own_forward in self._touched:
             if parent._modules.get(name) is not child or type(child) is not cls or not is_touched(child):
+                return False
+            if is_hooked(child) is not hooked or child.__dict__.get("forward") is not own_forward:
                 return False
         for attributes, name, value in self._own:
             now = attributes.get(name)
@@ -206,7 +212,7 @@ class Watch:
         for parent, _, name, child, *_ in self._plain:
             if parent._modules.get(name) is not child or is_touched(child):
                 return
-        for parent, name, child, _ in self._touched:
+        for parent, name, child, *_ in self._touched:
             if parent._modules.get(name) is not child:
                 return
         for owner, name, value in self.values:

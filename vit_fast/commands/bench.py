@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import signal
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,11 +12,9 @@ from .words import integers, split_words, table, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from ..benchmarks.configuration import Configuration
     from ..benchmarks.records import Journal
-    from ..benchmarks.report import Column
 
 
 def bench(
@@ -84,6 +77,7 @@ def bench(
     from ..benchmarks.rendering import files
     from ..benchmarks.report import closing
     from ..benchmarks.runner import run
+    from ..measure.limits import patient_interrupt
 
     console = wide_console(stderr=as_json)
     if list_candidates:
@@ -121,7 +115,7 @@ def bench(
         journal = Journal.resume(resume)
         configuration = _repeat(journal)
         journal.check_machine(describe(configuration.device))
-    with patient_interrupt():
+    with patient_interrupt(signal.SIGINT, signal.SIGTERM):
         with _Progress(console) as progress:
             record = run(configuration, progress, journal)
         _print_record(console, record)
@@ -149,31 +143,6 @@ def _repeat(journal: Journal) -> Configuration:
         ) from None
 
 
-@contextlib.contextmanager
-def patient_interrupt() -> Iterator[None]:
-    """Ends the measurement at the first Ctrl-C or SIGTERM and ignores the second, so that results are still written.
-
-    The third one ends the process, in case a library swallowed the first.
-    """
-    pressed = 0
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed += 1
-        if pressed != 2:
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals only arrive in the main thread
-        return
-    before = {which: signal.signal(which, handle) for which in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
-
-
 def _print_candidates(console: Console) -> None:
     from ..benchmarks.candidates import CANDIDATES, COMPILE_MODES
 
@@ -187,53 +156,14 @@ def _print_candidates(console: Console) -> None:
 
 
 def _print_record(console: Console, record: dict[str, Any]) -> None:
-    from ..benchmarks.report import ceilings_line, heading, not_measured, remarks, tables
+    from ..benchmarks.report import ceilings_line, columns_in, heading, not_measured, remarks, tables
 
     for line in (heading(record), ceilings_line(record), *remarks(record)):
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
-    for made in rich_tables(record, console.width):
-        console.print(made)
-    for caption, titles, cells in tables(record):
-        console.print(table(caption, titles, cells))
+    for caption, titles, rows in tables(record, columns_in(record, console.width)):
+        console.print(table(caption, titles, rows))
     for line in not_measured(record):
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
-
-
-def screen_columns(record: dict[str, Any], width: int) -> list[Column]:
-    """Returns the most important columns that fit into a terminal of `width` characters, beside the candidate."""
-    from ..benchmarks.report import MOST_ON_SCREEN, PRECISION, filled_columns, label
-    from ..benchmarks.rows import measured
-
-    rows, columns = measured(record["rows"]), [PRECISION, *filled_columns(record)]
-    shown: list[Column] = []
-    left = width - max((len(label(row, precision=False)) for row in rows), default=0) - 2
-    ranked = sorted((column.rank, place) for place, column in enumerate(columns) if column.rank is not None)
-    for _, place in ranked[:MOST_ON_SCREEN]:
-        left -= max(map(len, (columns[place].title, *map(columns[place].cell, rows)))) + 3
-        if left < 0:
-            break
-        shown.append(columns[place])
-    return sorted(shown, key=columns.index)
-
-
-def rich_tables(record: dict[str, Any], width: int) -> list[Table]:
-    """Returns a table of the measured rows per model and batch size; a narrow one omits columns."""
-    from rich.markup import escape
-
-    from ..benchmarks.report import groups, label
-    from ..benchmarks.rows import measured
-
-    columns = screen_columns(record, width)
-    tables = []
-    for title, rows in groups(record, by_dtype=False).items():
-        made = table(title, ["candidate", *(column.title for column in columns)])
-        for _, same in itertools.groupby(measured(rows), lambda row: row["precision"]):
-            made.add_section()
-            for row in same:
-                made.add_row(*map(escape, (label(row, precision=False), *(column.cell(row) for column in columns))))
-        if made.row_count:
-            tables.append(made)
-    return tables
 
 
 class _Progress:

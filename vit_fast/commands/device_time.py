@@ -29,8 +29,8 @@ _COLUMNS = {
 }  # fmt: skip
 
 
-def model_layer(name: str, batch: int, arch: str) -> dict[str, Any]:
-    """Returns a row for each launch of a frozen layer in bf16, and their sums in microseconds.
+def model_layer(name: str, batch: int, arch: str, training: bool = False) -> dict[str, Any]:
+    """Returns a row for each launch of a layer in bf16, frozen or in training, and their sums in microseconds.
 
     Raises:
         ValueError: the model or the architecture is unknown.
@@ -41,29 +41,42 @@ def model_layer(name: str, batch: int, arch: str) -> dict[str, Any]:
 
     layers = get_variant(name).config.depth
     driver = stand_in_driver.install(arch)
-    rows = model_launches(record_layer(name, batch), arch)
+    rows = model_launches(record_layer(name, batch, training), arch)
     gpu, clock, dram = GPUS[arch]
     return {
         "note": NOTE, "arch": arch, "gpu": gpu, "clock_GHz": clock, "DRAM_GB_per_s": dram,
         "multiprocessors": driver.gpu.sm_count, "model": name, "batch": batch, "dtype": "bf16", "layers": layers,
+        "training": training,
         "launches": rows,
         "layer": {key: round(sum(row[key] for row in rows), 2) for key in ("issue_us", "floor_us", "modelled_us")},
     }  # fmt: skip
 
 
-def record_layer(name: str, batch: int) -> list[Launch]:
-    """Returns the launches of a layer that reuses the LayerNorm statistics of the layer before."""
+def record_layer(name: str, batch: int, training: bool = False) -> list[Launch]:
+    """Returns the launches of a layer that reuses the LayerNorm statistics of the layer before.
+
+    Args:
+        name: A model of `vit_fast.variants`.
+        batch: Images.
+        training: Forward and backward, instead of the forward with frozen weights.
+    """
     from ..kernels.inspect.device_model import recorded
 
     model = create_model(name, backend="triton", depth=2).bfloat16()
     config = model.config
-    x = torch.empty(batch, config.seqlen, config.embed_dim, dtype=torch.bfloat16)
+    x = torch.empty(batch, config.seqlen, config.embed_dim, dtype=torch.bfloat16, requires_grad=training)
     rope = model.rope(torch.empty(1, config.in_chans, *config.image_hw), x)
-    with torch.no_grad(), recorded() as launches:
-        freeze(model.blocks)
-        launches.clear()
-        run_blocks(model.blocks, x, *rope)
-    return launches[-(len(launches) // 2) :]
+    with torch.set_grad_enabled(training), recorded() as launches:
+        if not training:
+            freeze(model.blocks)
+            launches.clear()
+        y = run_blocks(model.blocks, x, *rope)
+        found = launches[-(len(launches) // 2) :]
+        if training:
+            launches.clear()
+            y.backward(torch.empty_like(y))
+            found += launches[: len(launches) // 2]
+    return found
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -72,7 +85,8 @@ def render(report: Mapping[str, Any]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     layers, sums = report["layers"], report["layer"]
     lines = [
-        f"{report['model']}, batch {report['batch']}, bf16, frozen, one of {layers} layers",
+        f"{report['model']}, batch {report['batch']}, bf16, {'training' if report['training'] else 'frozen'}, "
+        f"one of {layers} layers",
         f"{report['arch']}: {report['gpu']}, {report['multiprocessors']} multiprocessors, {report['clock_GHz']} GHz, "
         f"{report['DRAM_GB_per_s']} GB/s",
         report["note"] + " Instructions of a warp: in a step along K, and in the rest of a tile.",

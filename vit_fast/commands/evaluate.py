@@ -57,12 +57,7 @@ def evaluate(
 
 
 def _evaluate(
-    folder: Path,
-    weights: str,
-    given: Sequence[str] | None,
-    model: str | None,
-    backend: str,
-    data_config: Path | None,
+    folder: Path, weights: str, given: Sequence[str] | None, model: str | None, backend: str, data_config: Path | None
 ) -> tuple[Sequence[str], Evaluation]:
     from ..apps.classifiers import class_names_for
     from ..apps.data import ImageFolder

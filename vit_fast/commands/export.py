@@ -1,4 +1,4 @@
-"""`vit-fast export`: exports a model to a verified ONNX file, or prints the metadata of an ONNX file."""
+"""`vit-fast export`: exports a model to ONNX; `vit-fast hf-kernel`: the operators to a repository of the Hub."""
 
 from __future__ import annotations
 
@@ -103,3 +103,13 @@ def _show(result: Any, as_json: bool) -> None:
     from rich.console import Console
 
     Console().print(result.to_table())
+
+
+def hf_kernel(folder: Annotated[Path, typer.Argument(help="Folder to write; must be new or empty.")]) -> None:
+    """Write the operators as a kernel of the Hugging Face Hub, ready to upload."""
+    from ..apps.hub_kernel import NAME, build_hf_kernel
+
+    variant = build_hf_kernel(folder)
+    files = sum(1 for path in variant.rglob("*") if path.is_file())
+    typer.echo(f"{NAME}: {files} files in {variant}")
+    typer.echo(f"load it here: kernels.get_local_kernel(pathlib.Path({str(folder)!r}))")

@@ -36,6 +36,9 @@ def kernels(
         str | None,
         typer.Option("--model", help="Without a GPU: model the device time of a layer (default: sm_90)."),
     ] = None,
+    training: Annotated[
+        bool, typer.Option("--training", help="With --model: forward and backward, not a frozen layer.")
+    ] = False,
     host: Annotated[
         bool,
         typer.Option("--host", help="Without a GPU: measure the host's launch time of a block (default: sm_90)."),
@@ -50,6 +53,8 @@ def kernels(
     mode = chosen[0] if chosen else None
     if sizes is not None and mode not in ("--warm-up", "--model"):
         raise ValueError(f"--batch-sizes must come with --warm-up or --model, got {batch_sizes}")
+    if training and mode != "--model":
+        raise ValueError("--training must come with --model")
     given = {"--arch": arch is not None, "--json": as_json, "--update-baseline": update_baseline}
     for option, is_given in given.items():
         if is_given and (mode in ("--warm-up", "--tune") or (mode and option == "--update-baseline")):
@@ -70,7 +75,7 @@ def kernels(
     if model is not None:
         if sizes is not None and (len(sizes) != 1 or sizes[0] < 1):
             raise ValueError(f"--batch-sizes must be one integer >= 1 with --model, got {batch_sizes}")
-        _print_device_time(model, sizes[0] if sizes else 256, arch or "sm_90", as_json=as_json)
+        _print_device_time(model, sizes[0] if sizes else 256, arch or "sm_90", training, as_json=as_json)
         return
     if tune:
         from ..kernels.inspect.attention_tuning import tune as search
@@ -134,11 +139,11 @@ def _print_host_time(arch: str, *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _print_device_time(name: str, batch: int, arch: str, *, as_json: bool) -> None:
+def _print_device_time(name: str, batch: int, arch: str, training: bool = False, *, as_json: bool) -> None:
     from .device_time import model_layer, render
 
     try:
-        report = model_layer(name, batch, arch)
+        report = model_layer(name, batch, arch, training)
     except (RuntimeError, ValueError, ImportError) as error:
         typer.echo(f"vit-fast kernels --model: {error}", err=True)
         raise typer.Exit(2) from error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import AsJson, integers, table, wide_console
+from .words import AsJson, integers, open_model, table, wide_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,7 +61,6 @@ def optimize(
     from rich.console import Console
     from rich.markup import escape
 
-    from ..benchmarks.inputs import open_model
     from ..files import check_new_folder, check_replaceable
     from ..measure import deployable
     from ..measure.optimization import optimize as run

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .words import integers
+from .words import integers, open_model
 
 FIGURES = ("patches", "filters", "positions", "attention", "rollout", "attention_distance", "features")
 
@@ -34,7 +34,6 @@ def show(
     Prints and skips figures that do not apply, e.g. learned positions of a model with rotary positions.
     """
     from .. import figures as drawn
-    from ..benchmarks.inputs import open_model
     from ..errors import UnsupportedInputError
     from ..files import check_replaceable, file_aside
 

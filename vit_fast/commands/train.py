@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +17,8 @@ from .words import Backend, Side, model_name
 if TYPE_CHECKING:
     from ..apps.train_config import TrainConfig
     from ..apps.trainer import Measure
+
+TRAINED, HELD_OUT, INK, FAINT = "#94a3b8", "#0f766e", "#1e293b", "#64748b"
 
 
 def train(
@@ -52,7 +56,6 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue after the last finished epoch in --out.")] = False,
 ) -> None:
     """Train a model on labelled images, print loss and accuracy after each epoch, and draw their curve."""
-    from ..apps.curves import tensorboard_rows
     from ..apps.datasets import open_data
     from ..apps.processes import joined
     from ..apps.train_config import config_for
@@ -63,7 +66,7 @@ def train(
         first = processes.rank == 0
         with (
             _progress(first, config.epochs) as on_step,
-            tensorboard_rows(out if first and tensorboard else None) as keep,
+            _tensorboard_rows(out if first and tensorboard else None) as keep,
         ):
 
             def on_epoch(row: dict[str, Any]) -> None:
@@ -103,7 +106,6 @@ def _tell(row: dict[str, Any], epochs: int) -> None:
 
 def _tell_the_end(out: Path, rows: list[dict[str, Any]], config: TrainConfig) -> None:
     from ..apps.checkpoints import WEIGHTS
-    from ..apps.curves import draw_curve
     from ..apps.training import kept_row
     from ..files import file_aside
 
@@ -112,7 +114,7 @@ def _tell_the_end(out: Path, rows: list[dict[str, Any]], config: TrainConfig) ->
         typer.echo(f"test loss: {row['held_out_loss']:.2f}")
         typer.echo(f"test accuracy: {row['accuracy']:.2%}")
     with file_aside(out / "curve.png") as curve:
-        curve.write_bytes(draw_curve(rows))
+        curve.write_bytes(_draw_curve(rows))
     typer.echo(f"wrote {out / WEIGHTS}, {out / 'curve.png'}")
 
 
@@ -141,3 +143,63 @@ def _progress(shown: bool, epochs: int) -> Iterator[Callable[[int, int, int, Mea
                 progress.update(task, completed=step + 1, description=f"{text}  {rate:,.0f} images/s")
 
         yield on_step
+
+
+def _draw_curve(rows: Sequence[dict[str, Any]]) -> bytes:
+    """Draws loss and accuracy by epoch, of training and held-out images, as a PNG; from at least one row of the log."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.0, 3.8), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    epochs = [row["epoch"] + 1 for row in rows]
+    for axes, title, fields, scale in zip(
+        figure.subplots(1, 2),
+        ("loss", "accuracy, percent"),
+        (("loss", "held_out_loss"), ("train_accuracy", "accuracy")),
+        (1, 100),
+        strict=True,
+    ):
+        axes.set_title(title, loc="left", fontsize=10, color=INK, weight="bold")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(FAINT)
+        axes.tick_params(left=False, labelsize=9, labelcolor=INK, color=FAINT)
+        axes.grid(axis="y", color=FAINT, alpha=0.2)
+        axes.set_xlabel("epoch", fontsize=9, color=FAINT)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        for field, color, name in zip(fields, (TRAINED, HELD_OUT), ("training", "held out"), strict=True):
+            if rows[-1][field] is not None:
+                values = [scale * row[field] for row in rows]
+                marker = "o" if len(rows) == 1 else None
+                axes.plot(epochs, values, color=color, linewidth=2, marker=marker, label=f"{name}: {values[-1]:.4g}")
+        axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+@contextmanager
+def _tensorboard_rows(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields a function that writes a row of the log to out/tensorboard, or does nothing if out is None.
+
+    Raises:
+        MissingPackageError: TensorBoard is not installed.
+    """
+    if out is None:
+        yield lambda row: None
+        return
+    from ..errors import MissingPackageError
+
+    if importlib.util.find_spec("tensorboard") is None:
+        raise MissingPackageError("tensorboard not installed: pip install 'vit-fast[train]'")
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: Any = SummaryWriter(str(out / "tensorboard"))
+    with writer:
+
+        def keep(row: dict[str, Any]) -> None:
+            for name, value in row.items():
+                if name != "epoch" and value is not None:
+                    writer.add_scalar(name, value, row["epoch"])
+
+        yield keep

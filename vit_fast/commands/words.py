@@ -1,16 +1,20 @@
-"""Options that several commands have, options with several values, and tables on the screen."""
+"""Parts of several commands: options, models with images, and tables on the screen."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from torch import Tensor, nn
+
+    from ..benchmarks.models import Model
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Backend = Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")]
@@ -70,3 +74,63 @@ def table(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]] = (),
     for row in rows:
         made.add_row(*map(escape, row))
     return made
+
+
+OTHER_BATCHES = 3  # to measure agreement
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with images: its description, the module in fp32 on its device, a batch, more batches, and the files."""
+
+    model: Model
+    module: nn.Module
+    example: Tensor
+    others: list[Tensor]
+    image_files: tuple[Path, ...]
+
+
+def open_model(
+    name: str, batch: int, images: Sequence[Path], device: str = "auto", img_size: Sequence[int] | None = None
+) -> Opened:
+    """Opens a model that `vit-fast bench` takes, with images; see make_configuration.
+
+    Raises:
+        ValueError: an argument is unknown, out of range or unreadable, or the name means several models.
+    """
+    import numpy as np
+    import torch
+
+    from ..apps.data import as_pixels, read_image
+    from ..benchmarks.builders import define
+    from ..benchmarks.configuration import make_configuration
+    from ..benchmarks.models import MAX_VIEWS, Task
+    from ..benchmarks.preparation import image_views, random_weights
+    from ..measure.runtimes import OnnxFile
+
+    configuration = make_configuration(
+        images, models=[name], batch_sizes=[batch], dtypes=["fp32"], img_size=img_size, device=device
+    )
+    on, paths = configuration.device, configuration.images
+    if len(configuration.models) > 1:
+        names = ", ".join(model.name for model in configuration.models)
+        raise ValueError(f"the model must be one of {names}, got {name!r}")
+    (model,) = configuration.models
+    if model.onnx is not None:
+        module: Any = OnnxFile(model.onnx, on, img_size if img_size is None else model.image_hw)
+    elif model.kind not in ("ours", "given"):
+        raise ValueError(f"the model must be a whole model, got {name}")
+    else:
+        weights = model.weights if model.config is None or model.weights else random_weights(model.config)
+        task = Task(model, weights, torch.float32, on, batch)
+        module = define(task)
+    count = max(batch, min(MAX_VIEWS, batch * (1 + OTHER_BATCHES)))
+    if model.onnx is None:
+        views = image_views(paths, model, count)
+    elif module.runner.takes_pixels:
+        views = torch.from_numpy(as_pixels(read_image(paths[0]), count, module.runner.in_chans))
+    else:
+        one = torch.from_numpy(module.runner.example(1, np.random.default_rng(0)))
+        views = image_views(paths, model, count).to(one.dtype)
+    batches = [part for part in views.to(on).split(batch) if len(part) == batch]
+    return Opened(model, module, batches[0], batches[1:], paths)

@@ -90,13 +90,7 @@ class Activations:
 
 
 class _Watcher(TorchFunctionMode):
-    """Records attention weights, output shapes of convolutions, and tokens.
-
-    Attributes:
-        attention: Weights [B, H, N_q, N_kv].
-        convolutions: [B, C, rows, columns].
-        tokens: By their number and width, the last tensor [B, N, C].
-    """
+    """Records attention weights [B, H, N_q, N_kv], shapes of convolutions, and the last tokens of each N and C."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,11 +121,11 @@ def _weights(
         return reference.attention_weights(query.float(), key.float(), scale=scale).cpu()
     scores = query.float() @ key.float().transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
-    if attn_mask is not None:
-        added = torch.zeros_like(scores)
-        scores += added.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else attn_mask
-    return scores.softmax(-1).cpu()
+        attn_mask = torch.ones_like(scores, dtype=torch.bool).tril()
+    assert attn_mask is not None
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(scores).masked_fill(~attn_mask, -math.inf)
+    return (scores + attn_mask).softmax(-1).cpu()
 
 
 @torch.no_grad()
@@ -178,14 +172,12 @@ def open_image(
     image_hw: Size | None = None,
     in_chans: int | None = None,
 ) -> ModelImage:
-    """Opens an image and prepares it for a model.
+    """Opens an image and prepares it for a model, whose library defines what is None.
 
     Args:
-        model: Defines size, channels and preprocessing if its library is known.
+        model: The model.
         image: A file, or Pillow's image; None means the sample image of matplotlib.
-        data_config: How to prepare it; None means the model's, else DataConfig's defaults.
-        image_hw: Height and width in pixels; None means the model's own.
-        in_chans: 3 (RGB) or 1 (grey); None means the model's own.
+        data_config, image_hw, in_chans: Preprocessing, height and width in pixels, and 3 (RGB) or 1 (grey).
     Raises:
         ImageError: the file is missing or no image.
         UnsupportedInputError: one of the last three is None, and the model's library is not known.
@@ -203,11 +195,8 @@ def open_image(
 
 
 def position_embedding(model: nn.Module, patches: int) -> Tensor:
-    """Returns the position embedding of the patches, [patches, C], without the tokens before them.
+    """Returns the position embedding [patches, C] of a model for images of so many patches, without other tokens.
 
-    Args:
-        model: Any.
-        patches: How many there are in the images that the model was made for.
     Raises:
         UnsupportedInputError: the model learns none, as with rotary positions.
     """

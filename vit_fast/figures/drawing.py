@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vit_fast.arguments import check_integer
-from vit_fast.benchmarks.rendering import FAINT, INK, colour_of
+from vit_fast.benchmarks.rendering import FAINT, INK, OURS
 
 from .activations import (
     Activations,
@@ -28,7 +28,7 @@ from .activations import (
     record_activations,
 )
 
-PANEL_INCHES, TITLE_INCHES = 1.6, 0.4
+PANEL_INCHES, TITLE_INCHES, MIN_INCHES = 1.6, 0.4, 4.8
 HEAT, MAP = "inferno", "viridis"
 
 Given = str | Path | Image.Image | ModelImage | None
@@ -43,11 +43,11 @@ def patches(model: nn.Module, image: Given = None) -> Figure:
     """
     image = _opened(model, image)
     rows, columns = record_activations(model, image.images).grid
-    figure = _figure(5.0 * columns / max(rows, columns), 5.0 * rows / max(rows, columns))
     height, width = (side // count for side, count in zip(image.shown.shape[:2], (rows, columns)))
     shown = image.shown[: rows * height, : columns * width]
-    _show(figure, (0, 0, 1, 1), _tiled(shown.reshape(rows, height, columns, width, 3).swapaxes(1, 2)))
-    _title(figure, f"{rows} x {columns} = {rows * columns} patches of {height} x {width} pixels")
+    title = f"{rows} x {columns} = {rows * columns} patches of {height} x {width} pixels"
+    figure, axes = _figure(title, 5.0 * columns / max(rows, columns), 5.0 * rows / max(rows, columns))
+    _show(axes[0, 0], _tiled(shown.reshape(rows, height, columns, width, 3).swapaxes(1, 2)))
     return figure
 
 
@@ -64,9 +64,9 @@ def positions(model: nn.Module, image: Given = None) -> Figure:
     similarity = (found @ found.T).reshape(*grid, *grid)
     # every row of a small grid; of a larger one as many as can be seen
     rows, columns = (np.unique(np.linspace(0, count - 1, min(count, 14)).round().astype(int)) for count in grid)
-    figure = _figure(6.0, 6.0 * len(rows) / len(columns))
-    _show(figure, (0, 0, 1, 1), _tiled(similarity[rows][:, columns].numpy()), cmap=MAP, vmin=-1, vmax=1)
-    _title(figure, "cosine similarity of each position embedding with all others, -1 dark to 1 light")
+    title = "cosine similarity of each position embedding with all others, -1 dark to 1 light"
+    figure, axes = _figure(title, 6.0, 6.0 * len(rows) / len(columns))
+    _show(axes[0, 0], _tiled(similarity[rows][:, columns].numpy()), cmap=MAP, vmin=-1, vmax=1)
     return figure
 
 
@@ -83,11 +83,11 @@ def filters(model: nn.Module, count: int = 28) -> Figure:
     shown = found.unflatten(1, weight.shape[1:]).permute(0, 2, 3, 1)
     columns = min(7, len(shown))
     rows = math.ceil(len(shown) / columns)
-    figure = _figure(columns * 0.8, rows * 0.8)
+    title = f"patch embedding: {len(shown)} principal components of {len(weight)} filters"
+    figure, axes = _figure(title, columns * 0.8, rows * 0.8)
     tiles = np.ones((rows * columns, *shown.shape[1:3], 3), np.float32)
     tiles[: len(shown)] = torch.stack([_stretched(component) for component in shown]).numpy()
-    _show(figure, (0, 0, 1, 1), _tiled(tiles.reshape(rows, columns, *tiles.shape[1:])))
-    _title(figure, f"patch embedding: {len(shown)} principal components of {len(weight)} filters")
+    _show(axes[0, 0], _tiled(tiles.reshape(rows, columns, *tiles.shape[1:])))
     return figure
 
 
@@ -144,20 +144,17 @@ def attention_distance(model: nn.Module, image: Given = None) -> Figure:
     activations = record_activations(model, image.images)
     sides = [side / count for side, count in zip(image.shown.shape[:2], activations.grid)]
     found = activations.distances(sides).numpy()
-    figure = _figure(5.5, 3.6)
-    axes = figure.add_axes((0.12, 0.16, 0.84, 0.74))
     depth, heads = found.shape
+    figure, ((axes,),) = _figure(f"{heads} heads per block, and their mean", 5.5, 3.6)
     for head in range(heads):
-        axes.scatter(range(depth), found[:, head], s=18, color=colour_of("triton"), alpha=0.75, linewidths=0)
+        axes.scatter(range(depth), found[:, head], s=18, color=OURS, alpha=0.75, linewidths=0)
     axes.plot(range(depth), found.mean(1), color=FAINT, linewidth=1)
     axes.set_xlabel("block", color=INK)
     axes.set_ylabel("mean attention distance, pixels", color=INK)
     axes.set_ylim(0, 1.1 * found.max())
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=FAINT)
-    _title(figure, f"{heads} heads per block, and their mean")
     return figure
 
 
@@ -171,13 +168,10 @@ def features(model: nn.Module, image: Given = None) -> Figure:
     found = record_activations(model, image.images).features[0]
     _, coordinates = components(found.flatten(0, 1), min(3, *found.flatten(0, 1).shape))
     colours = _stretched(coordinates.unflatten(0, found.shape[:2]), by_channel=True)
-    height, width = image.shown.shape[:2]
-    figure = _figure(
-        2 * PANEL_INCHES * 1.6 * width / max(height, width), PANEL_INCHES * 1.6 * height / max(height, width)
-    )
-    _show(figure, (0, 0, 0.49, 1), image.shown)
-    _show(figure, (0.51, 0, 0.49, 1), colours.numpy())
-    _title(figure, "patch features: three principal components as colors")
+    height, width = (2.6 * side / max(image.shown.shape[:2]) for side in image.shown.shape[:2])
+    figure, axes = _figure("patch features: three principal components as colors", 2 * width, height, columns=2)
+    _show(axes[0, 0], image.shown)
+    _show(axes[0, 1], colours.numpy())
     return figure
 
 
@@ -197,43 +191,29 @@ def _over(image: ModelImage, maps: Mapping[tuple[str, str], Tensor | None], colu
         raise ValueError("blocks and heads must contain at least one each")
     rows = math.ceil(len(maps) / columns)
     height, width = image.shown.shape[:2]
-    panel_h = PANEL_INCHES * height / max(height, width)
-    figure = _figure(columns * PANEL_INCHES, rows * (panel_h + 0.25))
-    for number, ((block, head), values) in enumerate(maps.items()):
-        row, column = divmod(number, columns)
-        box = (column / columns, 1 - (row + 1) / rows, 0.96 / columns, 0.96 / rows * panel_h / (panel_h + 0.25))
-        axes = _show(figure, box, image.shown if values is None else image.shown.mean(-1), cmap="gray", vmin=0, vmax=1)
+    panel_inches = PANEL_INCHES * height / max(height, width) + 0.25
+    figure, axes = _figure(title, columns * PANEL_INCHES, rows * panel_inches, rows, columns)
+    for place, ((block, head), values) in zip(axes.flat, maps.items(), strict=True):
+        _show(place, image.shown if values is None else image.shown.mean(-1), cmap="gray", vmin=0, vmax=1)
         if values is not None:
-            axes.imshow(values.numpy(), cmap=HEAT, alpha=0.65, interpolation="bilinear", extent=(0, width, height, 0))
-        axes.set_title(", ".join(word for word in (block, head) if word), fontsize=7, color=FAINT, pad=2)
-    _title(figure, title)
+            place.imshow(values.numpy(), cmap=HEAT, alpha=0.65, interpolation="bilinear", extent=(0, width, height, 0))
+        place.set_title(", ".join(word for word in (block, head) if word), fontsize=7, color=FAINT, pad=2)
     return figure
 
 
-def _figure(width: float, height: float) -> Figure:
-    """Makes a figure with `width` x `height` inches below its title."""
-    figure = Figure(figsize=(max(width, 3.2), height + TITLE_INCHES), dpi=150, facecolor="white")
+def _figure(title: str, width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
+    """Makes a figure with axes [rows, columns], together of `width` x `height` inches, below a title."""
+    size = (max(width, MIN_INCHES), height + TITLE_INCHES)
+    figure = Figure(figsize=size, dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
+    figure.suptitle(title, x=0.02, ha="left", size=8.5, color=INK, weight="bold")
+    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _title(figure: Figure, text: str) -> None:
-    """Writes one line, smaller if it would not fit."""
-    width, height = figure.get_size_inches()
-    title = figure.text(0.02, 1 - TITLE_INCHES / 2 / height, text, size=9.0, color=INK, va="center", weight="bold")
-    written = title.get_window_extent().width / figure.dpi
-    title.set_fontsize(9.0 * min(1.0, 0.96 * width / written))
-
-
-def _show(figure: Figure, box: tuple[float, float, float, float], pixels: Any, **how: Any) -> Any:
-    """Draws pixels into a box, given in shares of the area below the title."""
-    left, bottom, width, height = box
-    share = 1 - TITLE_INCHES / figure.get_size_inches()[1]
-    axes = figure.add_axes((0.02 + 0.96 * left, 0.02 + (share - 0.02) * bottom, 0.96 * width, (share - 0.02) * height))
+def _show(axes: Any, pixels: Any, **how: Any) -> None:
     axes.set_axis_off()
     rows, columns = np.asarray(pixels).shape[:2]
     axes.imshow(pixels, extent=(0, columns, rows, 0), **how)
-    return axes
 
 
 def _tiled(tiles: np.ndarray) -> np.ndarray:

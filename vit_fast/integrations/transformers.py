@@ -7,7 +7,6 @@ runner = graph_vision_tower(model)
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -163,7 +162,7 @@ def graph_vision_tower(
         reason = f"the model must have a vision tower that docs/classes.md marks, got a {type(model).__name__}"
         raise UnsupportedInputError("graph_vision_tower", [reason])
     runner = GraphRunner(tower, budgets=budgets, max_images=max_images, fallback=fallback)
-    tower.forward = _GraphedForward(runner)
+    tower.forward = runner
     return runner
 
 
@@ -171,22 +170,5 @@ def ungraph_vision_tower(model: nn.Module) -> None:
     """Undoes `graph_vision_tower`; other models do not change."""
     check_type("model", model, nn.Module)
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), _GraphedForward):
+        if isinstance(vars(module).get("forward"), GraphRunner):
             del module.forward
-
-
-class _GraphedForward:
-    """The forward of a tower that runs by graphs; copies and pickles of the tower have their own."""
-
-    def __init__(self, runner: GraphRunner) -> None:
-        self._runner = runner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._runner(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _own_forward, (self._runner.model,)
-
-
-def _own_forward(tower: nn.Module) -> types.MethodType:
-    return types.MethodType(type(tower).forward, tower)

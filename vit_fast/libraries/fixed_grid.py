@@ -17,7 +17,7 @@ from ..blocks.fused import FusedModule
 from ..config import Size
 from .image_model import Head, ImageModel, comes_from, pair
 from .peers import refuse
-from .transformers_towers import grid_layout, version_reasons
+from .transformers_towers import cut, grid_layout, resized_positions, resizing_of, version_reasons
 
 QWEN = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel")
 TOWERS = (*QWEN, "Siglip2VisionModel", "NaFlexVit")
@@ -41,20 +41,13 @@ class FixedGrid(nn.Module):
     def __init__(self, tower: nn.Module, image_hw: int | Size) -> None:
         super().__init__()
         refuse("FixedGrid", _reasons(tower))
-        config: Any = getattr(tower, "config", None)
-        embeds: Any = getattr(tower, "embeds", None)  # of NaFlexVit
         self.tower: Any = tower
-        self.image_hw, self.merge = pair(image_hw), 1
-        if is_qwen := any(comes_from("transformers", tower, name) for name in QWEN):
-            self.merge, self.frames, channels = (
-                config.spatial_merge_size,
-                config.temporal_patch_size,
-                config.in_channels,
-            )
-        else:
-            channels = embeds.in_chans if config is None else config.num_channels
-        self.channels = int(channels)
-        self.patch_hw = pair(embeds.patch_size if config is None else config.patch_size)
+        facts: Any = getattr(tower, "config", None) or tower.embeds  # NaFlexVit has no configuration
+        self.is_qwen = any(comes_from("transformers", tower, name) for name in QWEN)
+        self.merge = facts.spatial_merge_size if self.is_qwen else 1
+        names = ("in_channels", "num_channels", "in_chans")
+        self.channels = int(next(getattr(facts, name) for name in names if hasattr(facts, name)))
+        self.image_hw, self.patch_hw = pair(image_hw), pair(facts.patch_size)
         cell = tuple(side * self.merge for side in self.patch_hw)
         if any(pixels < side or pixels % side for pixels, side in zip(self.image_hw, cell)):
             wanted = f"{cell[0]}" if cell[0] == cell[1] else f"{cell}"
@@ -62,10 +55,10 @@ class FixedGrid(nn.Module):
         rows, columns = (pixels // side for pixels, side in zip(self.image_hw, self.patch_hw))
         self.tokens = rows * columns
         layout: dict[str, Tensor] = {}
-        if is_qwen:
+        if self.is_qwen:
             layout = grid_layout(tower, torch.tensor([[1, rows, columns]]))
-        elif config is not None:
-            layout = {"resizing": _resizing(self.tower.embeddings, (rows, columns))}
+        elif hasattr(tower, "config"):
+            layout = {"resizing": resizing_of(self.tower.embeddings, rows, columns)}
         for name, tensor in layout.items():
             self.register_buffer(name, tensor.to(next(tower.parameters()).device), persistent=False)
         self.given = list(layout)
@@ -95,18 +88,15 @@ class FixedGrid(nn.Module):
 
     def patches(self, images: Tensor) -> Tensor:
         """Cuts images [B, channels, height, width] like Qwen's processor: [B N, channels frames patch patch]."""
-        height, width = self.patch_hw
-        cells = images.unflatten(3, (-1, self.merge, width)).unflatten(2, (-1, self.merge, height))
-        by_patch = cells.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)  # [B, rows, columns, merge, merge, channels, ...]
-        return by_patch.expand(*(-1,) * 6, self.frames, -1, -1).flatten(5).flatten(0, 4)
+        cells = cut(images, self.patch_hw).unflatten(2, (-1, self.merge)).unflatten(1, (-1, self.merge))
+        by_cell = cells.transpose(2, 3).unsqueeze(6)  # [B, rows, columns, merge, merge, channels, 1, height, width]
+        frames = self.tower.config.temporal_patch_size
+        return by_cell.expand(*(-1,) * 6, frames, -1, -1).flatten(5).flatten(0, 4)
 
     def _siglip2(self, images: Tensor) -> Tensor:
-        height, width = self.patch_hw
-        cells = images.unflatten(3, (-1, width)).unflatten(2, (-1, height)).permute(0, 2, 4, 3, 5, 1)
         embeddings = self.tower.embeddings
-        table = embeddings.position_embedding.weight
-        positions = (self.get_buffer("resizing").float() @ table.float()).to(table.dtype)
-        tokens = embeddings.patch_embedding(cells.flatten(3).flatten(1, 2)) + positions
+        patches = cut(images, self.patch_hw).movedim(3, -1).flatten(3).flatten(1, 2)
+        tokens = embeddings.patch_embedding(patches) + resized_positions(embeddings, self.get_buffer("resizing"))
         tokens = self.tower.post_layernorm(self.tower.encoder(inputs_embeds=tokens).last_hidden_state)
         return self.tower.head(tokens) if self.tower.use_head else tokens
 
@@ -146,7 +136,7 @@ def recognise(model: nn.Module) -> ImageModel | None:
     unfused = [
         f"blocks.{i}.attn must be fused: call vit_fast.fuse(tower) first, with any backend"
         for i, block in enumerate(blocks)
-        if hasattr(model, "frames") and not isinstance(block.attn, FusedModule)
+        if model.is_qwen and not isinstance(block.attn, FusedModule)
     ]
     refuse("export of a FixedGrid", unfused[:1])
     config = getattr(tower, "config", None)
@@ -170,10 +160,3 @@ def _reasons(tower: nn.Module) -> list[str]:
     if not any(comes_from(package, tower, name) for name in TOWERS):
         return [f"the tower must be one of {', '.join(TOWERS)}, got a {type(tower).__name__}"]
     return version_reasons() if package == "transformers" else []
-
-
-def _resizing(embeddings: Any, grid: Size) -> Tensor:
-    """Returns the matrix [patches, positions] by which SigLIP 2 resizes its positions to a grid."""
-    side = embeddings.position_embedding_size
-    unit = torch.eye(side * side).view(1, side * side, side, side)
-    return F.interpolate(unit, grid, mode="bilinear", align_corners=False, antialias=True).flatten(2)[0].T.contiguous()

@@ -100,9 +100,11 @@ def recognise(model: nn.Module) -> ImageModel:
 
 
 def packed_tower(tower: nn.Module) -> PackedTower | None:
-    """Recognises a tower whose calls can be packed; None for another model."""
+    """Recognises a tower whose calls can be packed, and with layers that `fuse` supports; None for another model."""
     found = (find(tower) for find in (transformers_towers.packed_tower, timm_towers.packed_tower, image_tower))
-    return next((one for one in found if one is not None), None)
+    packed = next((one for one in found if one is not None), None)
+    known = packed and any(isinstance(each, FusedModule) or fused_form(type(each)) for each in tower.modules())
+    return packed if known else None
 
 
 _SKIPPED = {

@@ -1,7 +1,7 @@
 """Packed calls of vision towers: how images of any size are laid out in buffers of a fixed number of tokens.
 
 `GraphRunner` packs the images of a call into such buffers, whose unused tokens form a sequence of their own. A class
-here knows one family: what its calls contain, which metadata its tower needs, and how outputs are split by image.
+per family reads its calls, computes the metadata of images on the host, and runs the tower on buffers.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import abc
 import inspect
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..blocks.plain import forward_is_replaced
 from ..errors import UnsupportedInputError
 from .image_model import comes_from, pair
 
@@ -26,6 +25,7 @@ OUTPUT_OPTIONS = ("output_hidden_states", "output_attentions", "return_dict")
 NO_OPTIONS = ("use_cache", "interpolate_pos_encoding")  # generate() passes them; these towers ignore them
 
 Options = tuple[tuple[str, Any], ...]
+Part = tuple[Sequence[int], int, Any]  # images that ran together, the size of their buffers, and the outputs in these
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Call:
     Attributes:
         lengths: Tokens of each image.
         sequences: Attention sequences of each image: 1, or the frames of a video.
-        inputs: What the family's `fill` and `join` need.
+        inputs: What the family's other methods need.
         options: Keyword arguments that change the outputs.
         reasons: Why it cannot be packed.
     """
@@ -47,27 +47,23 @@ class Call:
     reasons: Sequence[str] = ()
 
 
-class Part(NamedTuple):
-    """Images that ran together: their numbers in the call, the size of the buffers, and the outputs in them."""
-
-    images: Sequence[int]
-    budget: int
-    outputs: Any
-
-
 class PackedTower(abc.ABC):
     """A tower, and how its calls are packed.
 
     Args:
         tower: The module; not copied.
+        shapes: Shape of a token in each input of the tower that holds tokens, by name.
+        like: A tensor with the dtype and device of these inputs; None for a parameter.
     """
 
     axis = 0  # of the tokens in the outputs
     unit = 1  # tokens that are merged to one: budgets are multiples of it
     needs_fused = True  # the library's own attention reads lengths on the host
 
-    def __init__(self, tower: nn.Module) -> None:
+    def __init__(self, tower: nn.Module, shapes: Mapping[str, tuple[int, ...]], like: Tensor | None = None) -> None:
         self.tower: Any = tower
+        self.shapes = shapes
+        self.like = next(tower.parameters()) if like is None else like
 
     @abc.abstractmethod
     def read(self, *args: Any, **kwargs: Any) -> Call:
@@ -78,60 +74,68 @@ class PackedTower(abc.ABC):
         """
 
     @abc.abstractmethod
-    def buffers(self, tokens: int, sequences: int) -> dict[str, Tensor]:
-        """Allocates everything that changes between calls."""
+    def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
+        """Returns the tokens of some images, one behind the other, under the names of `shapes`."""
 
-    @abc.abstractmethod
-    def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
-        """Writes some images of a call into the buffers."""
+    def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
+        """Computes the other inputs of the tower on the host, as long as those of any images of so many tokens."""
+        frames = ([call.lengths[image] // call.sequences[image]] * call.sequences[image] for image in images)
+        ends = itertools.accumulate(itertools.chain.from_iterable(frames))
+        return {"cu_seqlens": fitted(torch.tensor([0, *ends], dtype=torch.int32), sequences + 2, budget)}
 
     @abc.abstractmethod
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         """Runs the tower on the buffers, without reading anything on the host."""
 
+    def fill(self, buffers: dict[str, Tensor], budget: int, sequences: int, call: Call, images: Sequence[int]) -> None:
+        """Writes images into the buffers, which the first call allocates; never waits for the device."""
+        metadata = self.metadata(call, images, budget, sequences)
+        if not buffers:
+            for name, shape in self.shapes.items():
+                buffers[name] = self.like.new_zeros((self.room(budget, sequences), *shape))
+            for name, values in metadata.items():
+                buffers[name] = torch.empty_like(values, device=self.like.device)
+        for name, pieces in self.tokens(call, images).items():
+            whole, buffer = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)), buffers[name]
+            if whole.shape[1:] != buffer.shape[1:]:  # copy_ would broadcast it
+                raise ValueError(f"each token must have shape {list(buffer.shape[1:])}, got {list(whole.shape[1:])}")
+            buffer[: len(whole)].copy_(whole)
+        for name, values in metadata.items():
+            pinned = values.pin_memory() if self.like.is_cuda else values
+            buffers[name].copy_(pinned, non_blocking=True)
+
+    def room(self, budget: int, sequences: int) -> int:
+        """Length of the buffers of tokens."""
+        return budget
+
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the tower; its own forward, without hooks, if `graph_vision_tower` replaced it."""
-        if forward_is_replaced(self.tower):
-            return type(self.tower).forward(self.tower, *args, **kwargs)
-        return self.tower(*args, **kwargs)
+        return getattr(self.tower.forward, "original", self.tower)(*args, **kwargs)
 
     def join(self, call: Call, parts: Iterable[Part]) -> Any:
         """Copies the outputs of all parts into one, in the order of the images of the call."""
-        pieces: dict[int, list[Any]] = {}
+        pieces: dict[int, Sequence[Any]] = {}
         outputs: Any = None
         for images, budget, outputs in parts:
-            used = sum(call.lengths[image] for image in images)
-            leaves = [self._rows(leaf, budget, 0, used, copy=True) for leaf in pytree.tree_leaves(outputs)]
-            if len(images) == len(call.lengths):
-                return rebuilt(outputs, leaves)
-            start = 0
-            for image in images:
-                pieces[image] = [self._rows(leaf, used, start, call.lengths[image]) for leaf in leaves]
-                start += call.lengths[image]
-        ordered = zip(*(pieces[image] for image in range(len(call.lengths))))
-        return rebuilt(
-            outputs, [torch.cat(one, self.axis) if isinstance(one[0], Tensor) else one[0] for one in ordered]
-        )
+            lengths = [call.lengths[image] for image in images]
+            if len(images) == len(call.lengths):  # in order already
+                images, lengths = (0,), [sum(lengths)]
+            split = [self._copied(leaf, budget, lengths) for leaf in pytree.tree_leaves(outputs)]
+            pieces.update(zip(images, zip(*split)))
+        ordered = zip(*(pieces[image] for image in sorted(pieces)))
+        leaves = [torch.cat(one, self.axis) if isinstance(one[0], Tensor) and one[1:] else one[0] for one in ordered]
+        return rebuilt(outputs, leaves)
+
+    def _copied(self, leaf: Any, budget: int, lengths: Sequence[int]) -> Sequence[Any]:
+        """Copies the rows of images in an output, split by image."""
+        if not isinstance(leaf, Tensor):
+            return [leaf] * len(lengths)
+        rows = [length // self.tokens_per_row(leaf, budget) for length in lengths]
+        return leaf.narrow(self.axis, 0, sum(rows)).clone().split(rows, self.axis)
 
     def tokens_per_row(self, leaf: Tensor, budget: int) -> int:
         """Tokens behind one row of an output."""
         return budget // leaf.shape[self.axis]
-
-    def _rows(self, leaf: Any, budget: int, start: int, length: int, *, copy: bool = False) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        each = self.tokens_per_row(leaf, budget)
-        rows = leaf.narrow(self.axis, start // each, length // each)
-        return rows.clone() if copy else rows
-
-    @property
-    def like(self) -> Tensor:
-        """A parameter, for dtype and device."""
-        return next(self.tower.parameters())
-
-    def bounds(self, sequences: int) -> Tensor:
-        """Allocates cu_seqlens of that many sequences and of the padding."""
-        return torch.zeros(sequences + 2, dtype=torch.int32, device=self.like.device)
 
     def options_of(self, kwargs: dict[str, Any]) -> tuple[Options, list[str]]:
         """Returns the options among keyword arguments, and a reason per argument that is none."""
@@ -163,28 +167,27 @@ class ImageTower(PackedTower):
     needs_fused = False
 
     def __init__(self, tower: nn.Module, shape: Sequence[int], tokens: int, like: Tensor) -> None:
-        super().__init__(tower)
-        self.shape, self.tokens, self._like = tuple(shape), tokens, like.new_empty(0)
-
-    @property
-    def like(self) -> Tensor:
-        return self._like
+        super().__init__(tower, {"images": tuple(shape)}, like.new_empty(0))
+        self.tokens_per_image = tokens
 
     def read(self, pixel_values: Tensor, **kwargs: Any) -> Call:
         """Images [B, channels, height, width]."""
         options, reasons = self.options_of(kwargs)
         if pixel_values.dim() != 4 or not len(pixel_values):
             raise ValueError(f"pixel_values must contain images [B, C, H, W], got {tuple(pixel_values.shape)}")
-        if tuple(pixel_values.shape[1:]) != self.shape:
-            reasons.append(f"images must have shape {self.shape}, got {tuple(pixel_values.shape[1:])}")
-        batch = len(pixel_values)
-        return Call([self.tokens] * batch, [1] * batch, pixel_values, options, reasons)
+        shape, batch = self.shapes["images"], len(pixel_values)
+        if tuple(pixel_values.shape[1:]) != shape:
+            reasons.append(f"images must have shape {shape}, got {tuple(pixel_values.shape[1:])}")
+        return Call([self.tokens_per_image] * batch, [1] * batch, pixel_values, options, reasons)
 
-    def buffers(self, tokens: int, sequences: int) -> dict[str, Tensor]:
-        return {"images": self._like.new_zeros((min(tokens // self.tokens, sequences), *self.shape))}
+    def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
+        return {"images": [call.inputs[images[0] : images[-1] + 1]]}  # of one size: packed in order
 
-    def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
-        buffers["images"][: len(images)].copy_(call.inputs[images[0] : images[-1] + 1])  # of one size: packed in order
+    def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
+        return {}
+
+    def room(self, budget: int, sequences: int) -> int:
+        return min(budget // self.tokens_per_image, sequences)
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         outputs = self.eager(buffers["images"], **options)
@@ -196,7 +199,7 @@ class ImageTower(PackedTower):
         return outputs
 
     def tokens_per_row(self, leaf: Tensor, budget: int) -> int:
-        return self.tokens
+        return self.tokens_per_image
 
 
 def image_tower(tower: Any) -> ImageTower | None:
@@ -223,87 +226,37 @@ class PaddedTower(PackedTower):
     axis = 1
     prefix = 0  # class tokens and registers in front of the patches of an image
 
-    def copy_tokens(self, buffer: Tensor, padded: Tensor, call: Call, images: Sequence[int]) -> None:
-        """Copies the tokens of some images, [images, N, ...], one behind the other to the buffer."""
-        index = self._index(call, images, range(len(images)), padded.shape[1])
-        put(buffer, padded.flatten(0, 1)[index])
-
     def join(self, call: Call, parts: Iterable[Part]) -> Any:
+        packed = super().join(call, parts)
         batch, width = len(call.lengths), self.prefix + call.inputs[0].shape[1]
-        leaves: list[Any] = []
-        outputs: Any = None
+        real = torch.arange(width) < torch.tensor(call.lengths)[:, None]
+        places = real.flatten().nonzero()[:, 0]
+        if self.like.is_cuda:
+            places = places.pin_memory().to(self.like.device, non_blocking=True)
 
         def padded(leaf: Any) -> Any:
-            return leaf if leaf is None else leaf.new_zeros((batch * width, *leaf.shape[2:]))
+            if leaf is None:
+                return None
+            whole = leaf.new_zeros((batch * width, *leaf.shape[2:]))
+            return whole.index_copy_(0, places, leaf[0]).unflatten(0, (batch, width))
 
-        for images, _, outputs in parts:
-            found = pytree.tree_leaves(outputs)
-            index = self._index(call, images, images, width)
-            leaves = leaves or [padded(leaf) for leaf in found]
-            for whole, leaf in zip(leaves, found):
-                if leaf is not None:
-                    whole.index_copy_(0, index, leaf[0, : len(index)])
-        leaves = [leaf if leaf is None else leaf.unflatten(0, (batch, width)) for leaf in leaves]
-        return self.finish(call, rebuilt(outputs, leaves))
+        return self.finish(call, rebuilt(packed, [padded(leaf) for leaf in pytree.tree_leaves(packed)]))
 
     @abc.abstractmethod
     def finish(self, call: Call, outputs: Any) -> Any:
         """Runs the tower's head on padded outputs."""
 
-    def _index(self, call: Call, images: Sequence[int], places: Sequence[int], width: int) -> Tensor:
-        """Numbers of the images' tokens among padded ones, where image i is at places[i]."""
-        rows = [place * width + row for image, place in zip(images, places) for row in range(call.lengths[image])]
-        return on_device(rows, self.like.device)
 
-
-def read_padding(there: Tensor, shapes: Tensor) -> tuple[list[Any], list[int], bool]:
+def read_padding(there: Tensor, shapes: Tensor) -> tuple[Tensor, list[int], bool]:
     """Reads grids [B, 2] on the host, with their numbers of patches, and whether `there` [B, N] is their mask."""
-    shapes = shapes.to(there.device)
-    first = torch.arange(there.shape[1], device=there.device) < shapes.prod(1, keepdim=True)
-    fits = (there.bool() == first).all(1, keepdim=True)
-    read = torch.cat([shapes, fits], 1).tolist()
-    return [row[:2] for row in read], [row[0] * row[1] for row in read], all(row[2] for row in read)
+    there, shapes = there.cpu(), shapes.cpu()
+    patches = shapes.prod(1)
+    return shapes, patches.tolist(), torch.equal(there.bool(), torch.arange(there.shape[1]) < patches[:, None])
 
 
-def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Returns numbers as an int64 tensor, without waiting for the device."""
-    found = torch.tensor(numbers)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
-
-
-def images_of(tensor: Tensor, images: Sequence[int]) -> Tensor:
-    """Returns some rows of a tensor with a row per image."""
-    return tensor if len(images) == len(tensor) else tensor[on_device(images, tensor.device)]
-
-
-def write_bounds(bounds: Tensor, call: Call, images: Sequence[int], budget: int) -> None:
-    """Writes cu_seqlens of some images, and of the padding behind them."""
-    ends = itertools.accumulate(call.lengths[image] for image in images)
-    upload(bounds, torch.tensor([0, *ends]), budget)
-
-
-def copy_rows(buffer: Tensor, rows: Tensor, call: Call, images: Sequence[int]) -> None:
-    """Copies the tokens of some images, which follow each other in `rows`, to the buffer."""
-    starts = [0, *itertools.accumulate(call.lengths)]
-    done = 0
-    for first, last in _runs(images):
-        chosen = rows[starts[first] : starts[last + 1]]
-        put(buffer[done:], chosen)
-        done += len(chosen)
-
-
-def put(buffer: Tensor, tokens: Tensor) -> None:
-    """Copies tokens to the start of a buffer; raises ValueError where `copy_` would broadcast."""
-    if tokens.shape[1:] != buffer.shape[1:]:
-        raise ValueError(f"each token must have shape {list(buffer.shape[1:])}, got {list(tokens.shape[1:])}")
-    buffer[: len(tokens)].copy_(tokens)
-
-
-def upload(buffer: Tensor, values: Tensor, rest: int | float = 0) -> None:
-    """Copies values from the host to the start of a buffer, and fills the rest of it; never waits for the device."""
-    whole = torch.full(buffer.shape, rest, dtype=buffer.dtype)
-    whole[: len(values)] = values
-    buffer.copy_(whole.pin_memory() if buffer.is_cuda else whole, non_blocking=True)
+def fitted(values: Tensor, length: int, rest: int = 0) -> Tensor:
+    """Returns values with a longer first axis, which ends in `rest`."""
+    return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), rest)])
 
 
 def rebuilt(outputs: Any, leaves: list[Any]) -> Any:
@@ -313,14 +266,3 @@ def rebuilt(outputs: Any, leaves: list[Any]) -> Any:
         for name in outputs:
             found.move_to_end(name)
     return found
-
-
-def _runs(images: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last numbers of runs of consecutive images."""
-    runs: list[tuple[int, int]] = []
-    for image in images:
-        if runs and runs[-1][1] == image - 1:
-            runs[-1] = (runs[-1][0], image)
-        else:
-            runs.append((image, image))
-    return runs

@@ -10,15 +10,19 @@ from torch import Tensor, nn
 
 from ..ops.descriptions import Keys
 from .image_model import comes_from
-from .packed_tower import Call, PaddedTower, images_of, read_padding, write_bounds
+from .packed_tower import Call, PaddedTower, read_padding
 
 
 class NaFlexTower(PaddedTower):
     """timm's NaFlexVit. Its positions are computed before the graph, by timm's own code."""
 
-    def __init__(self, tower: nn.Module) -> None:
-        super().__init__(tower)
-        self.prefix = self.tower.num_prefix_tokens
+    def __init__(self, tower: Any) -> None:
+        shapes: dict[str, tuple[int, ...]] = {"tokens": (tower.embed_dim,)}
+        if (rope := tower.rope) is not None:
+            depth, heads = (rope.depth, rope.num_heads) if tower.rope_is_mixed else (1, 1)
+            shapes["rope"] = (depth, heads, 2 * rope.dim // heads)
+        super().__init__(tower, shapes)
+        self.prefix = tower.num_prefix_tokens
 
     def read(
         self,
@@ -37,34 +41,25 @@ class NaFlexTower(PaddedTower):
         if patch_coord is None or patch_valid is None:
             reason = "patch_coord and patch_valid must be given: GraphRunner(model, example) takes images of one size"
             return Call([1] * len(x), [1] * len(x), (x,), (), [*reasons, reason])
-        shapes = (patch_coord * patch_valid[..., None]).amax(1) + 1
-        _, lengths, fits = read_padding(patch_valid, shapes)
+        _, lengths, fits = read_padding(patch_valid, (patch_coord * patch_valid[..., None]).amax(1) + 1)
         if not fits:
             reasons.append("patch_valid must be true for the first height * width patches of each image alone")
         lengths = [self.prefix + length for length in lengths]
         return Call(lengths, [1] * len(x), (x, patch_coord, patch_valid), (), reasons)
 
-    def buffers(self, tokens: int, sequences: int) -> dict[str, Tensor]:
-        like, rope = self.like, self.tower.rope
-        found = {"tokens": like.new_zeros((tokens, self.tower.embed_dim)), "cu_seqlens": self.bounds(sequences)}
-        if rope is not None:
-            mixed = self.tower.rope_is_mixed
-            depth, heads = (rope.depth, rope.num_heads) if mixed else (1, 1)
-            found["rope"] = like.new_zeros((tokens, depth, heads, 2 * rope.dim // heads))
-        return found
-
-    def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
-        inputs = (images_of(given, images) for given in call.inputs)
+    def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
+        inputs = (given if len(images) == len(given) else given[list(images)] for given in call.inputs)
         embeds = self.tower._forward_embeds(*inputs, attn_mask=False)  # False: none is built
-        self.copy_tokens(buffers["tokens"], embeds["patches"], call, images)
-        if "rope" in buffers:
+        found = {"tokens": embeds["patches"]}
+        if "rope" in self.shapes:
             ropes = embeds["rope_embeds"]
             tables = torch.stack(list(ropes) if self.tower.rope_is_mixed else [ropes])
             tables = tables.permute(1, 3, 0, 2, 4)  # [B, N, depth, heads, sin and cos]
             unturned = tables.new_zeros((len(images), self.prefix, *tables.shape[2:]))
             unturned.chunk(2, -1)[1].fill_(1)
-            self.copy_tokens(buffers["rope"], torch.cat([unturned, tables], 1), call, images)
-        write_bounds(buffers["cu_seqlens"], call, images, len(buffers["tokens"]))
+            found["rope"] = torch.cat([unturned, tables], 1)
+        lengths = [call.lengths[image] for image in images]
+        return {name: [one[:length] for one, length in zip(padded, lengths)] for name, padded in found.items()}
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         x = buffers["tokens"][None]

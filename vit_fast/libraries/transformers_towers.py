@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..config import Size
 from ..ops.descriptions import Keys
 from .image_model import comes_from
-from .packed_tower import Call, PackedTower, PaddedTower, copy_rows, images_of, read_padding, upload, write_bounds
+from .packed_tower import Call, PackedTower, PaddedTower, fitted, read_padding
 from .peers import refuse
 from .transformers_packed import KEYS, LIKE_QWEN
 
@@ -24,9 +27,9 @@ class GridTower(PackedTower):
     transformers computes the metadata from grids on the host, and its towers take it as arguments.
     """
 
-    def __init__(self, tower: nn.Module) -> None:
-        super().__init__(tower)
-        self.unit = self.tower.spatial_merge_size**2
+    def __init__(self, tower: Any) -> None:
+        super().__init__(tower, {"hidden_states": (tower.patch_embed.proj.weight[0].numel(),)})
+        self.unit = tower.spatial_merge_size**2
 
     def read(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Call:
         """Patches [tokens, P], and frames, height and width of each image in patches, [images, 3]."""
@@ -41,34 +44,26 @@ class GridTower(PackedTower):
         lengths = [frames * height * width for frames, height, width in grids]
         if sum(lengths) != len(hidden_states):
             raise ValueError(f"hidden_states must have {sum(lengths)} rows, as grid_thw says, got {len(hidden_states)}")
-        return Call(lengths, [grid[0] for grid in grids], (hidden_states, grids), options, reasons)
+        inputs = hidden_states.split(lengths), torch.tensor(grids)
+        return Call(lengths, [grid[0] for grid in grids], inputs, options, reasons)
 
-    def buffers(self, tokens: int, sequences: int) -> dict[str, Tensor]:
-        """Patches, and metadata as long as that of any images can be."""
-        like, tower = self.like, self.tower
-        merge = tower.spatial_merge_size
-        sample = grid_layout(tower, torch.tensor([[1, merge, merge]]))
-        long = {"position_ids": tokens, "interp_indices": tokens, "interp_weights": tokens, "cu_seqlens": sequences + 2}
-        if "window_index" in sample:
-            long["window_index"] = tokens // merge**2
-            side = tower.window_size // merge // tower.patch_size
-            long["cu_window_seqlens"] = long["window_index"] // side + sequences + 2  # ceil(a/s) ceil(b/s) < ab/s + 1
-        found = {name: one.new_zeros((long[name], *one.shape[1:]), device=like.device) for name, one in sample.items()}
-        found["grid_thw"] = torch.ones((sequences + 1, 3), dtype=torch.int64, device=like.device)
-        found["hidden_states"] = like.new_zeros((tokens, tower.patch_embed.proj.weight[0].numel()))
+    def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
+        return {"hidden_states": [call.inputs[0][image] for image in images]}
+
+    def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
+        grids, tower, merged = call.inputs[1][list(images)], self.tower, budget // self.unit
+        frames = grids.repeat_interleave(grids[:, 0], 0).index_fill_(1, torch.tensor(0), 1)
+        found = {"grid_thw": fitted(frames, sequences + 1, 1)} | super().metadata(call, images, budget, sequences)
+        for name, values in grid_layout(tower, grids).items():
+            if name == "window_index":  # a permutation: padding is not moved
+                found[name] = torch.cat([values, torch.arange(len(values), merged)])
+            elif name == "cu_window_seqlens":
+                side = tower.window_size // tower.spatial_merge_size // tower.patch_size
+                # of a frame of a by b merged tokens: ceil(a/side) ceil(b/side) < ab/side + 1
+                found[name] = fitted(values, merged // side + sequences + 2, budget)
+            elif name != "cu_seqlens":
+                found[name] = fitted(values, budget)
         return found
-
-    def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
-        patches, grids = call.inputs
-        copy_rows(buffers["hidden_states"], patches, call, images)
-        chosen = torch.tensor([grids[image] for image in images])
-        budget = len(buffers["hidden_states"])
-        for name, values in grid_layout(self.tower, chosen).items():
-            if name == "window_index":
-                values = torch.cat([values, torch.arange(len(values), len(buffers[name]))])
-            upload(buffers[name], values, budget if name.startswith("cu_") else 0)
-        frames = chosen.repeat_interleave(chosen[:, 0], 0).index_fill_(1, torch.tensor(0), 1)
-        upload(buffers["grid_thw"], frames, 1)
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         longest = {"max_seqlen": len(buffers["hidden_states"])}
@@ -102,6 +97,9 @@ class PixtralTower(PackedTower):
 
     axis = 1
 
+    def __init__(self, tower: Any) -> None:
+        super().__init__(tower, {"patches": tuple(tower.patch_conv.weight.shape[1:])})
+
     def read(self, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any) -> Call:
         """Images [B, C, H, W], and (height, width) of each in pixels; None if none is padded."""
         options, reasons = self.options_of(kwargs)
@@ -121,27 +119,14 @@ class PixtralTower(PackedTower):
         lengths = [rows * columns for rows, columns in grids]
         return Call(lengths, [1] * batch, (pixel_values, grids), options, reasons)
 
-    def buffers(self, tokens: int, sequences: int) -> dict[str, Tensor]:
-        weight = self.tower.patch_conv.weight
-        return {
-            "patches": weight.new_zeros((tokens, *weight.shape[1:])),
-            "position_ids": torch.zeros((tokens, 2), dtype=torch.int64, device=weight.device),
-            "cu_seqlens": self.bounds(sequences),
-        }
+    def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
+        (pixels, grids), patch = call.inputs, self.tower.patch_size
+        used = [pixels[image, :, : patch * grids[image][0], : patch * grids[image][1]] for image in images]
+        return {"patches": [cut(pixels[None], (patch, patch)).flatten(0, 2) for pixels in used]}
 
-    def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
-        pixels, grids = call.inputs
-        patch, start = self.tower.patch_size, 0
-        for image in images:
-            rows, columns = grids[image]
-            cut = pixels[image, :, : rows * patch, : columns * patch]
-            cells = cut.unflatten(2, (columns, patch)).unflatten(1, (rows, patch)).permute(1, 3, 0, 2, 4)
-            end = start + rows * columns
-            buffers["patches"][start:end].unflatten(0, (rows, columns)).copy_(cells)
-            start = end
-        positions = [torch.cartesian_prod(*map(torch.arange, grids[image])) for image in images]
-        upload(buffers["position_ids"], torch.cat(positions))
-        write_bounds(buffers["cu_seqlens"], call, images, len(buffers["patches"]))
+    def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
+        positions = torch.cat([torch.cartesian_prod(*map(torch.arange, call.inputs[1][image])) for image in images])
+        return super().metadata(call, images, budget, sequences) | {"position_ids": fitted(positions, budget)}
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         from transformers.utils.output_capturing import capture_outputs
@@ -159,6 +144,9 @@ def _run_pixtral(tower: Any, patches: Tensor, position_ids: Tensor, cu_seqlens: 
 class Siglip2Tower(PaddedTower):
     """SigLIP 2's tower (NaFlex): patches padded to one number, a mask, and the grid of each image."""
 
+    def __init__(self, tower: Any) -> None:
+        super().__init__(tower, {"patches": (tower.embeddings.patch_embedding.in_features,)})
+
     def read(
         self, pixel_values: Tensor, pixel_attention_mask: Tensor | None, spatial_shapes: Tensor, **kwargs: Any
     ) -> Call:
@@ -173,28 +161,17 @@ class Siglip2Tower(PaddedTower):
         there = pixel_values.new_ones((batch, width)) if pixel_attention_mask is None else pixel_attention_mask
         shapes, lengths, fits = read_padding(there, spatial_shapes)
         if any(length < 1 or length > width for length in lengths):
-            raise ValueError(f"spatial_shapes must name 1 to {width} patches per image, got {shapes}")
+            raise ValueError(f"spatial_shapes must name 1 to {width} patches per image, got {shapes.tolist()}")
         if not fits:
             reasons.append("pixel_attention_mask must be 1 for the first height * width patches of each image alone")
-        return Call(lengths, [1] * batch, (pixel_values, there, torch.tensor(shapes)), options, reasons)
+        return Call(lengths, [1] * batch, (pixel_values, there, shapes.tolist()), options, reasons)
 
-    def buffers(self, tokens: int, sequences: int) -> dict[str, Tensor]:
-        weight = self.tower.embeddings.patch_embedding.weight
-        return {
-            "patches": weight.new_zeros((tokens, weight.shape[1])),
-            "positions": weight.new_zeros((tokens, weight.shape[0])),
-            "cu_seqlens": self.bounds(sequences),
-        }
+    def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
+        return {"patches": [call.inputs[0][image, : call.lengths[image]] for image in images]}
 
-    def fill(self, buffers: dict[str, Tensor], call: Call, images: Sequence[int]) -> None:
-        patches, _, shapes = call.inputs
-        embeddings, side = self.tower.embeddings, self.tower.embeddings.position_embedding_size
-        table = embeddings.position_embedding.weight.reshape(side, side, -1)
-        longest = max(call.lengths[image] for image in images)
-        positions = embeddings.resize_positional_embeddings(table, shapes[list(images)], max_length=longest)
-        self.copy_tokens(buffers["patches"], images_of(patches, images), call, images)
-        self.copy_tokens(buffers["positions"], positions, call, images)
-        write_bounds(buffers["cu_seqlens"], call, images, len(buffers["patches"]))
+    def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
+        resizing = torch.cat([resizing_of(self.tower.embeddings, *call.inputs[2][image]) for image in images])
+        return super().metadata(call, images, budget, sequences) | {"resizing": fitted(resizing, budget)}
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         from transformers.utils.output_capturing import capture_outputs
@@ -212,12 +189,39 @@ class Siglip2Tower(PaddedTower):
         return found.to_tuple() if dict(call.options).get("return_dict") is False else found
 
 
-def _run_siglip2(tower: Any, patches: Tensor, positions: Tensor, cu_seqlens: Tensor, **options: Any) -> Any:
+def _run_siglip2(tower: Any, patches: Tensor, resizing: Tensor, cu_seqlens: Tensor, **options: Any) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-    tokens = (tower.embeddings.patch_embedding(patches) + positions)[None]
+    tokens = (tower.embeddings.patch_embedding(patches) + resized_positions(tower.embeddings, resizing))[None]
     encoded = tower.encoder(inputs_embeds=tokens, attention_mask=Keys(cu_seqlens, len(patches)), **options)
     return BaseModelOutputWithPooling(last_hidden_state=tower.post_layernorm(encoded.last_hidden_state))
+
+
+def resizing_of(embeddings: Any, height: int, width: int) -> Tensor:
+    """Returns the weights [patches, 2, side] by which SigLIP 2 resizes the rows and columns of its positions."""
+    side = embeddings.position_embedding_size
+    rows, columns = _resized_axis(side, height), _resized_axis(side, width)
+    whole = torch.stack([rows[:, None].expand(-1, width, -1), columns.expand(height, -1, -1)], 2)
+    return whole.flatten(0, 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _resized_axis(side: int, length: int) -> Tensor:
+    unit = torch.eye(side, device="cpu")[None, :, None]  # [1, channels, 1, side]
+    return F.interpolate(unit, (1, length), mode="bilinear", align_corners=False, antialias=True)[0, :, 0].T
+
+
+def resized_positions(embeddings: Any, resizing: Tensor) -> Tensor:
+    """Resizes the positions of SigLIP 2 as its own code does, without reading sizes: [patches, C]."""
+    table = embeddings.position_embedding.weight
+    rows, columns = resizing.float().unbind(1)
+    return ((rows[:, :, None] * columns[:, None]).flatten(1) @ table.float()).to(table.dtype)
+
+
+def cut(images: Tensor, patch_hw: Size) -> Tensor:
+    """Cuts images [B, C, H, W] into patches [B, rows, columns, C, height, width]."""
+    height, width = patch_hw
+    return images.unflatten(3, (-1, width)).unflatten(2, (-1, height)).permute(0, 2, 4, 1, 3, 5)
 
 
 def packed_tower(tower: nn.Module) -> PackedTower | None:

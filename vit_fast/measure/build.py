@@ -44,13 +44,11 @@ def build(
     image_files: Sequence[str | Path],
     min_agreement: float = 0.0,
 ) -> Optimized:
-    """Builds a candidate for a model, which is not changed.
+    """Builds a candidate for a model in evaluation mode, which is not changed; the result may share its weights.
 
     Args:
-        candidate: What to build.
-        model: In evaluation mode. The result may share its weights, so pass a copy.
-        example: Input: a tensor, a tuple of arguments, or a mapping of keyword arguments.
-        output: The model's output for it.
+        candidate, model, example: What to build; the example is a tensor, a tuple of arguments, or a mapping of them.
+        output: The model's output for the example.
         image_files: Image files to calibrate int8 and fp8 with; empty means the sample image of matplotlib.
         min_agreement: Top-1 agreement of a classifier in fp8 on these images; sensitive layers stay in bf16.
     Raises:
@@ -75,8 +73,6 @@ def changed_copy(
 ) -> nn.Module:
     """Returns a copy of the model in the candidate's precision, fused and frozen; it shares parameters if possible.
 
-    Args:
-        candidate, model, example, image_files, min_agreement: See build.
     Raises:
         UnsupportedInputError: nothing can be fused, the backend is unavailable, or min_agreement cannot be reached.
     """

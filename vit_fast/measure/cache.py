@@ -30,20 +30,12 @@ FORMAT = 2
 # Required fields.
 KEY = ("machine", "model", "example", "request")
 FIGURES = ("speedup", "speedup_over_compile", "resolution", "ms", "images_per_s", "agreement")
-# Names of fields in format 1.
-BEFORE = {"candidate": "choice", "request": "asked", "speedup": "gain", "speedup_over_compile": "over_compile"}
 PACKAGES = ("torch", "triton", "onnxruntime", "onnxruntime-gpu", "openvino", "timm", "transformers")
 
 
 @dataclass(frozen=True)
 class CachedResult:
-    """A cached result.
-
-    Attributes:
-        key: Machine, model, shapes and request, as plain data; see key_of.
-        candidate: The fastest candidate.
-        figures: Its measurements, as plain data.
-    """
+    """The fastest candidate and its measurements, for a machine, model, shapes and request; see key_of."""
 
     key: dict[str, Any]
     candidate: Candidate
@@ -51,29 +43,25 @@ class CachedResult:
 
     def suffices(self, budget_s: float) -> bool:
         """True if the search finished, or had at least this budget."""
-        figures = self.figures
-        return figures.get("finish_s", 0.0) is None or budget_s <= figures.get("budget_s", 0.0)
+        return bool(self.figures.get("finished")) or budget_s <= self.figures.get("budget_s", 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, "key": self.key, "candidate": self.candidate.to_dict(), "figures": self.figures}
 
     @classmethod
     def from_dict(cls, data: Any) -> CachedResult:
-        """Reads the output of to_dict, also of format 1.
+        """Reads the output of to_dict.
 
         Raises:
             ValueError: it is not a result of a known format.
         """
         version = data.get("format") if isinstance(data, dict) else None
-        if version not in (1, FORMAT):
+        if version != FORMAT:
             raise ValueError(f"must be a result of vit_fast.optimize of format {FORMAT}, got format {version!r}")
-        parts: dict[str, dict[str, Any]] = {}
-        for name in ("key", "candidate", "figures"):
-            part = data.get(BEFORE.get(name, name) if version == 1 else name)
+        parts = {name: data.get(name) for name in ("key", "candidate", "figures")}
+        for name, part in parts.items():
             if not isinstance(part, dict):
                 raise ValueError(f"{name} must be an object, got {type(part).__name__}")
-            names = {old: new for new, old in BEFORE.items()} if version == 1 and name != "candidate" else {}
-            parts[name] = {names.get(str(old), str(old)): value for old, value in part.items()}
         lacking = [name for name in KEY if name not in parts["key"]]
         lacking += [name for name in FIGURES if name not in parts["figures"]]
         if lacking:

@@ -49,8 +49,7 @@ class Candidate:
 
     Attributes:
         engine: torch, a mode of torch.compile ("compile" is the default mode), or a runtime that loads a file.
-        attention: Backend of `vit_fast.fuse` for attention; None does not fuse it.
-        mlp: Backend for LayerNorm + MLP, likewise.
+        attention, mlp: Backends of `vit_fast.fuse` for attention, and for LayerNorm + MLP; None does not fuse them.
         precision: Number format of the computation, if it is lower than the model's.
         frozen: True to prepare weights once, by `vit_fast.freeze` or by torch.compile's freezing.
         graphs: True to replay CUDA graphs.

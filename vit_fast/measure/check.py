@@ -66,12 +66,8 @@ def judge(
 ) -> Verdict:
     """Compares the outputs of a whole batch with the reference.
 
-    Args:
-        leaves: The output tensors.
-        reference: The expected outputs.
-        factor: FORWARD_FACTOR or GRADIENT_FACTOR.
-        tolerance: The largest error as a share of the largest output, for lower precision; None means the accuracy
-            rule.
+    `factor` is FORWARD_FACTOR or GRADIENT_FACTOR. `tolerance` is the largest error as a share of the largest output,
+    for lower precision; None means the accuracy rule.
     """
     limits = reference.limits(factor, tolerance)
     limit = max(each["largest"] for each in limits)

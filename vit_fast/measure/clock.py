@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from .device_clock import DeviceClock, open_queue
@@ -83,14 +84,10 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Timing:
-    """The durations of one call, in milliseconds.
+    """The durations of one call in milliseconds: median, percentiles, and all calls in the order of their rounds.
 
-    Attributes:
-        ms: Median; ms_p20 and ms_p80 are percentiles.
-        repeats: Timed calls.
-        host_ms: Median of the host's time to queue a call; None on a CPU.
-        host_bound: True if launches were to be hidden but could not be: ms then includes host time.
-        samples_ms: All calls in the order of their rounds.
+    `host_ms` is the median of the host's time to queue a call, None on a CPU. `host_bound`: launches were to be hidden
+    but could not be, so ms includes host time.
     """
 
     ms: float
@@ -115,11 +112,7 @@ class Timing:
 
 def percentile(samples: Sequence[float], share: float) -> float:
     """Returns a quantile of the samples, with linear interpolation."""
-    ordered = sorted(samples)
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+    return float(np.quantile(samples, share))
 
 
 class Samples(list[float]):
@@ -157,7 +150,6 @@ def time_interleaved(
         device: The device that computes.
         protocol: None means Protocol().
         on_round: Called after every round with its number and the samples so far; returns the names to continue with.
-            None continues until the protocol is satisfied.
     Returns:
         A Timing for each call that was timed at least once. Exceptions of a call are not caught.
     """

@@ -100,13 +100,10 @@ class Instant:
 
 
 class DeviceClock:
-    """Times one call by device events.
+    """Times one call, a function of the round's number, by device events.
 
-    Args:
-        queue: The device.
-        call: The function to time; takes the round's number.
-        hide: True to hide the host's time and to empty the cache first, so that only device time counts. False starts
-            the call on an idle device, so that the host's time to launch it counts.
+    `hide` hides the host's time and empties the cache first, so that only device time counts. Otherwise the call starts
+    on an idle device, so that the host's time to launch it counts.
     """
 
     def __init__(self, queue: CudaQueue, call: Callable[[int], object], *, hide: bool) -> None:

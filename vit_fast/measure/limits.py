@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -33,8 +32,8 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
     """Raises TimeoutError in a block after so many seconds, and ends the compilers that the block started.
 
     The alarm repeats until the block ends, because a weakref callback, a `__del__` or a handler may swallow the error.
-    While it unwinds, cleanup gets CLEANUP_S. Limits nest: the shorter one applies. Code that never returns to Python is
-    not interrupted, nor is code outside the main thread.
+    While it unwinds, cleanup gets CLEANUP_S. An alarm of the caller is delayed until the block ends. Code that never
+    returns to Python is not interrupted, nor is code outside the main thread.
 
     Yields:
         A function that restarts the limit.
@@ -43,16 +42,9 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     raised: list[_Alarm] = []
-    deadline = outer_deadline = math.inf
 
     def end(number: int, frame: FrameType | None) -> None:
-        nonlocal outer_deadline
         now, handled = time.monotonic(), sys.exception()
-        if now >= outer_deadline and callable(outer):
-            outer_deadline = now + every if every else math.inf
-            start_timer()
-            outer(number, frame)
-            return
         while handled is not None:
             if isinstance(handled, _Alarm) and now < handled.when + CLEANUP_S:
                 return
@@ -60,18 +52,10 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
         raised.append(_Alarm(seconds, now))
         raise raised[-1]
 
-    def start_timer() -> None:
-        left = max(min(deadline, outer_deadline) - time.monotonic(), 1e-3)
-        signal.setitimer(signal.ITIMER_REAL, left, REPEAT_S)
-
     def again() -> None:
-        nonlocal deadline
-        deadline = time.monotonic() + seconds
-        start_timer()
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), REPEAT_S)
 
     (left, every), start = signal.setitimer(signal.ITIMER_REAL, 0), time.monotonic()
-    if left:
-        outer_deadline = start + left
     outer, children = signal.signal(signal.SIGALRM, end), _descendants()
     again()
     try:
@@ -87,8 +71,8 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
             signal.signal(signal.SIGALRM, outer)
             if raised:
                 _end_compilers(children)
-            if outer_deadline < math.inf:
-                signal.setitimer(signal.ITIMER_REAL, max(outer_deadline - time.monotonic(), 1e-3), every)
+            if left:
+                signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), every)
 
 
 def _descendants(pid: int | str = "self", thread: int | str | None = "*") -> set[int]:
@@ -138,33 +122,36 @@ def describe_error(error: Exception) -> str:
 
 
 class Interruption:
-    """Stores in `asked` that Ctrl-C was pressed."""
+    """Counts how often Ctrl-C was pressed."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.pressed = 0
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if Ctrl-C was pressed, in case other code has swallowed it."""
-        if self.asked:
+        if self.pressed:
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def remembered() -> Iterator[Interruption]:
-    """Stores Ctrl-C during the block before the usual handler runs; does nothing outside the main thread."""
+def patient_interrupt(*signals: signal.Signals) -> Iterator[Interruption]:
+    """Raises KeyboardInterrupt at the first of these signals and ignores the second, so that results are still written.
+
+    The third one raises again, in case a library swallowed the first. Does nothing outside the main thread, nor for a
+    signal that this process ignores.
+    """
     seen = Interruption()
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield seen
-        return
-    handle = before
 
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.asked = True
-        handle(number, frame)
+    def handle(number: int, frame: FrameType | None) -> None:
+        seen.pressed += 1
+        if seen.pressed != 2:
+            raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, note)
+    is_main = threading.current_thread() is threading.main_thread()
+    heard = [which for which in signals if is_main and signal.getsignal(which) not in (signal.SIG_IGN, None)]
+    before = {which: signal.signal(which, handle) for which in heard}
     try:
         yield seen
     finally:
-        signal.signal(signal.SIGINT, before)
+        for which, handler in before.items():
+            signal.signal(which, handler)

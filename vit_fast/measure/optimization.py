@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -28,7 +29,7 @@ from .cache import CachedResult
 from .candidate import ORIGINAL, PRECISIONS, Candidate, Precision, candidates, candidates_of_file
 from .clock import percentile
 from .compare import format_number
-from .limits import describe_error, remembered
+from .limits import describe_error, patient_interrupt
 from .optimized import Optimized, first_batch, only_images
 from .runtimes import OnnxFile
 from .search import SHARE, Found, Objective, Refused, Trial, paired, search
@@ -105,8 +106,8 @@ class Optimization:
         if "candidates" in figures:  # older results lack it
             budget = format_number(figures["budget_s"])
             notes.append(f"{figures['tried']} of {figures['candidates']} candidates tried in {budget} s")
-        if figures.get("finish_s") is not None:
-            notes.append(f"about {format_number(figures['finish_s'], 2)} s would finish the search")
+        if not figures.get("finished", True):
+            notes.append("a larger budget continues the search")
         return f"{'; '.join(facts)} ({'; '.join(notes)})."
 
     def save(self, path: str | Path) -> None:
@@ -184,7 +185,7 @@ def optimize(
         "min_agreement": min_agreement if allowed else None,
         "memory_limit": memory_limit,
     }
-    with remembered() as interruption:
+    with patient_interrupt(signal.SIGINT) as interruption:
         key = cache.key_of(model, example, request)
         if progress is not None:
             progress("the reference in fp64", time.perf_counter() - start)
@@ -304,9 +305,7 @@ def _rebuilt(result: CachedResult, trials: Trials) -> Optimization:
     )  # fmt: skip
 
 
-def _result(
-    found: Found[Candidate], trials: Trials, key: dict[str, Any], objective: Objective, budget_s: float
-) -> Optimization:
+def _result(found: Found, trials: Trials, key: dict[str, Any], objective: Objective, budget_s: float) -> Optimization:
     original, share = found.of(ORIGINAL), SHARE[objective]
     rows = tuple(_row(trial, original, trials, share) for trial in found.trials)
     chosen = next(row for row in rows if row.candidate == found.chosen)
@@ -322,7 +321,7 @@ def _result(
         "tried": found.tried,
         "candidates": len(found.trials),
         "budget_s": budget_s,
-        "finish_s": found.finish_s,
+        "finished": found.finished,
         **vars(trials.checked[found.chosen]),
     }
     result = CachedResult(key, found.chosen, figures)
@@ -343,7 +342,7 @@ def _is_compile_alone(candidate: Candidate) -> bool:
     ]
 
 
-def _row(trial: Trial[Candidate], original: Trial[Candidate], trials: Trials, share: float) -> Row:
+def _row(trial: Trial, original: Trial, trials: Trials, share: float) -> Row:
     batch = first_batch(trials.example)
     ms = ratio = rate = interval = None
     if trial.samples_ms:

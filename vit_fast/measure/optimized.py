@@ -234,11 +234,7 @@ def only_images(example: Any) -> Tensor | None:
 def of_images(function: Callable[[Tensor], Any], model: nn.Module, example: Any, what: str) -> Function:
     """Makes a function of images callable as the model is: by position, or by the name of its argument or example.
 
-    Args:
-        function: A function of one tensor.
-        model: The model.
-        example: Its example, which may use another name.
-        what: Description for an error.
+    `what` is the description for an error.
     """
     names = {*arguments(example)[1], *list(inspect.signature(model.forward).parameters)[:1]}
 

@@ -29,10 +29,8 @@ Run = Callable[[Tensor], Tensor]
 class OnnxFile(nn.Module):
     """An ONNX file as a module, run by ONNX Runtime with its default settings and torch's number of threads.
 
-    Args:
-        path: A file that takes images, see vit_fast.export.OnnxRunner.
-        device: Device of the images: the CPU or a CUDA device.
-        image_hw: Height and width of the images, if they are dynamic in the file.
+    `image_hw` is height and width of the images, if they are dynamic in the file.
+
     Raises:
         ModelFileError: the file is missing, damaged, unsafe, or takes no images.
         ProviderError: ONNX Runtime cannot run on the device.
@@ -155,12 +153,7 @@ def open_file(
 ) -> Run:
     """Loads a file into the candidate's runtime; the file may be removed afterwards.
 
-    Args:
-        candidate: The runtime and its settings.
-        path: The file.
-        images: An example.
-        image_hw: Height and width, if they are dynamic in the file.
-        io_binding: See OnnxRunner.
+    `images` is an example; `image_hw` is height and width, if they are dynamic in the file.
     """
     on_cpu = images.device.type == "cpu"
     threads = (candidate.threads or torch.get_num_threads()) if on_cpu else None
@@ -190,13 +183,7 @@ def _digest(path: Path) -> str:
 
 
 class _Openvino:
-    """Runs an ONNX file in OpenVINO on the CPU; `precision` is that of the matrix products of a file in fp32.
-
-    Raises:
-        ImportError: openvino is not installed.
-        UnsupportedInputError: this CPU has no products in bf16.
-        RuntimeError: OpenVINO cannot load the file.
-    """
+    """Runs an ONNX file in OpenVINO on the CPU; `precision` is that of the matrix products of a file in fp32."""
 
     def __init__(self, path: Path, threads: int | None, precision: str) -> None:
         import openvino

@@ -20,7 +20,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 from .clock import percentile
 from .compare import control, format_number, ratio_interval
@@ -41,17 +41,6 @@ FAR_BEHIND, BEHIND = 1.5, 1.05
 SCOUTING_SHARE, VARYING_SHARE = 0.6, 0.75
 
 
-class Comparable(Protocol):
-    """A hashable candidate of the search."""
-
-    @property
-    def plainness(self) -> int:
-        """The number of changes to the original."""
-
-
-C = TypeVar("C", bound=Comparable)
-
-
 class Refused(Exception):
     """A candidate is not available, or fails the check; the message is the reason."""
 
@@ -60,61 +49,31 @@ class OutOfTime(Refused):
     """A candidate was not prepared within its time limit."""
 
 
-class Bench(Protocol[C]):
-    """Prepares candidates and times them."""
-
-    def elapsed_s(self) -> float:
-        """Seconds since the search began."""
-
-    def seconds(self, candidate: C) -> float:
-        """The estimated seconds to prepare a candidate."""
-
-    def prepare(self, candidate: C, seconds: float) -> None:
-        """Builds and checks a candidate; raises Refused, or OutOfTime after so many seconds."""
-
-    def call_ms(self, candidate: C, number: int) -> float:
-        """Times one call of a prepared candidate in a round; raises Refused if it fails."""
-
-    def compare(self, candidates: Sequence[C]) -> None:
-        """Called with the remaining candidates before they are timed interleaved."""
-
-    def release(self, candidate: C) -> None:
-        """Frees a prepared candidate."""
-
-    def variations(self, candidate: C) -> Sequence[C]:
-        """Returns variations of a candidate."""
-
-
 @dataclass
-class Trial(Generic[C]):
+class Trial:
     """The outcome of a candidate: its samples (the last ones of all trials are of the same rounds), and its status."""
 
-    candidate: C
+    candidate: Any
     samples_ms: list[float] = field(default_factory=list)
     reason: str | None = None
 
 
 @dataclass(frozen=True)
-class Found(Generic[C]):
-    """The result of a search.
+class Found:
+    """The result of a search: the fastest candidate, and all of them, the original first.
 
-    Attributes:
-        chosen: The fastest candidate.
-        trials: All candidates, the original first.
-        resolution: The smallest difference that can be measured; None if there was no time for it.
-        interrupted: True after Ctrl-C.
-        tried: The number of candidates that were tried.
-        finish_s: The estimated budget that finishes the search; None if it is finished.
+    `resolution` is the smallest difference that can be measured, None if there was no time for it. `tried` is the
+    number of candidates that were tried. `finished`: the budget was large enough for all candidates and rounds.
     """
 
-    chosen: C
-    trials: tuple[Trial[C], ...]
+    chosen: Any
+    trials: tuple[Trial, ...]
     resolution: float | None
     interrupted: bool
     tried: int
-    finish_s: float | None
+    finished: bool
 
-    def of(self, candidate: C) -> Trial[C]:
+    def of(self, candidate: Any) -> Trial:
         return next(trial for trial in self.trials if trial.candidate == candidate)
 
 
@@ -125,14 +84,14 @@ def paired(one: Sequence[float], other: Sequence[float]) -> tuple[Sequence[float
 
 
 def search(
-    bench: Bench[C], original: C, candidates: Sequence[C], *, budget_s: float, objective: Objective = "throughput"
-) -> Found[C]:
+    bench: Any, original: Any, candidates: Sequence[Any], *, budget_s: float, objective: Objective = "throughput"
+) -> Found:
     """Finds the fastest candidate within a budget.
 
     Args:
-        bench: Prepares, times and releases candidates; has a clock.
+        bench: Prepares, times and releases candidates, and has the clock; see trials.Trials.
         original: The candidate that the others are compared to. It is prepared first, and its errors are raised.
-        candidates: In the order in which to try them.
+        candidates: In the order in which to try them; hashable, with their number of changes as `plainness`.
         budget_s: Seconds. A candidate or a round that does not fit is not started.
         objective: "throughput" compares medians, "latency" 90th percentiles.
     Returns:
@@ -141,18 +100,18 @@ def search(
     return _Search(bench, original, budget_s, SHARE[objective]).run(candidates)
 
 
-class _Search(Generic[C]):
-    def __init__(self, bench: Bench[C], original: C, budget_s: float, share: float) -> None:
+class _Search:
+    def __init__(self, bench: Any, original: Any, budget_s: float, share: float) -> None:
         self.bench, self.budget_s, self.share = bench, budget_s, share
-        self.original: Trial[C] = Trial(original)
+        self.original: Trial = Trial(original)
         self.trials = [self.original]
         self.leader = self.original
         self.again: list[float] = []  # samples of the leader under its second name
-        self.running: list[Trial[C]] = []  # prepared and not dropped
+        self.running: list[Trial] = []  # prepared and not dropped
         self.rounds = 0
-        self.untried, self.lacking_s = 0, 0.0  # untried candidates, and the seconds that are missing
+        self.untried, self.finished = 0, True
 
-    def run(self, candidates: Sequence[C]) -> Found[C]:
+    def run(self, candidates: Sequence[Any]) -> Found:
         interrupted = False
         self._prepare(self.original, self.budget_s)
         try:
@@ -163,16 +122,16 @@ class _Search(Generic[C]):
             interrupted = True
         return self._verdict(interrupted)
 
-    def _cost(self, trial: Trial[C]) -> float:
+    def _cost(self, trial: Trial) -> float:
         return percentile(trial.samples_ms, self.share)
 
-    def _best(self) -> Trial[C]:
+    def _best(self) -> Trial:
         return min((trial for trial in self.running if trial.samples_ms), key=self._cost, default=self.original)
 
     def _left_s(self, share: float = 1.0) -> float:
         return self.budget_s * share - self.bench.elapsed_s()
 
-    def _prepare(self, trial: Trial[C], seconds: float) -> None:
+    def _prepare(self, trial: Trial, seconds: float) -> None:
         self.bench.prepare(trial.candidate, seconds)
         self.running.append(trial)
         for number in range(SCOUTING_CALLS):
@@ -180,13 +139,13 @@ class _Search(Generic[C]):
             if self._left_s() < trial.samples_ms[-1] / 1e3:
                 return
 
-    def _drop(self, trial: Trial[C], reason: str) -> None:
+    def _drop(self, trial: Trial, reason: str) -> None:
         trial.reason = reason
         if trial in self.running:
             self.running.remove(trial)
             self.bench.release(trial.candidate)
 
-    def _scout(self, candidates: Sequence[C], share: float) -> None:
+    def _scout(self, candidates: Sequence[Any], share: float) -> None:
         known = {trial.candidate for trial in self.trials}
         for candidate in candidates:
             if candidate in known:
@@ -197,26 +156,23 @@ class _Search(Generic[C]):
             needed, left = self.bench.seconds(candidate), self._left_s(share)
             if needed > left:
                 trial.reason = f"skipped: needs about {format_number(needed, 2)} s, budget exceeded"
-                self._lack(needed)
+                self.untried, self.finished = self.untried + 1, False
                 continue
             try:
                 self._prepare(trial, left)
             except Refused as error:
                 if isinstance(error, OutOfTime):
-                    self._lack(left)  # besides the time that it has taken
+                    self.untried, self.finished = self.untried + 1, False
                 self._drop(trial, str(error))
                 continue
             self._drop_far_behind()
-
-    def _lack(self, seconds: float) -> None:
-        self.untried, self.lacking_s = self.untried + 1, self.lacking_s + seconds
 
     def _vary(self) -> None:
         """Tries variations of the fastest candidate, then of the fastest variation, and so on.
 
         While the original is the fastest, the next cheap candidate is varied as well: two changes may be faster.
         """
-        varied: list[Trial[C]] = []
+        varied: list[Trial] = []
         for _ in range(MOST_VARIED):
             best, original_s = self._best(), self.bench.seconds(self.original.candidate)
             chosen = [best]
@@ -228,7 +184,7 @@ class _Search(Generic[C]):
             if not chosen:
                 return
             if self._left_s(VARYING_SHARE) <= 0:
-                self.lacking_s += self.bench.seconds(chosen[0].candidate)  # for one variation, at least
+                self.finished = False
                 return
             for trial in chosen:
                 varied.append(trial)
@@ -252,8 +208,7 @@ class _Search(Generic[C]):
             for _ in range(rounds):
                 round_s = sum(trial.samples_ms[-1] for trial in (*self.running, self.leader)) / 1e3
                 if self._left_s() < round_s:
-                    if len(self.running) > 1:
-                        self.lacking_s += round_s * max(ENOUGH_ROUNDS - self.rounds, 0)
+                    self.finished &= len(self.running) == 1 or self.rounds >= ENOUGH_ROUNDS
                     return
                 self._round()
             self._drop_the_slower()
@@ -261,7 +216,7 @@ class _Search(Generic[C]):
 
     def _round(self) -> None:
         """Times each candidate once, and the leader twice, in random order."""
-        turns: list[Trial[C] | None] = [*self.running, None]
+        turns: list[Trial | None] = [*self.running, None]
         random.Random(self.rounds).shuffle(turns)
         for trial in turns:
             timed = self.leader if trial is None else trial
@@ -292,7 +247,7 @@ class _Search(Generic[C]):
         found: float = control(*paired(self.leader.samples_ms, self.again), share=self.share)["resolution"]
         return found
 
-    def _verdict(self, interrupted: bool) -> Found[C]:
+    def _verdict(self, interrupted: bool) -> Found:
         best, chosen = self._best(), self.original
         resolution = self._resolution()
         needed = 1 + (resolution or 0.0)
@@ -308,12 +263,10 @@ class _Search(Generic[C]):
         for trial in self.trials:
             if trial is not chosen and trial.reason is None:
                 trial.reason = "interrupted"
-        # the last candidate has to fit into the share of scouting
-        finish_s = (self.bench.elapsed_s() + self.lacking_s) / SCOUTING_SHARE if self.lacking_s else None
         tried = len(self.trials) - self.untried
-        return Found(chosen.candidate, tuple(self.trials), resolution, interrupted, tried, finish_s)
+        return Found(chosen.candidate, tuple(self.trials), resolution, interrupted, tried, self.finished)
 
-    def _lead(self, one: Trial[C], other: Trial[C]) -> float:
+    def _lead(self, one: Trial, other: Trial) -> float:
         if not one.samples_ms or not other.samples_ms:
             return 0.0
         first, second = paired(other.samples_ms, one.samples_ms)

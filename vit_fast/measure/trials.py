@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,8 @@ class Rule:
 
 
 class Expected:
-    """The expected outputs of the candidates.
+    """The outputs of a model for the timed example, and for more batches to measure agreement.
 
-    Args:
-        model: In evaluation mode.
-        example: The input that is timed.
-        others: More batches, to measure agreement.
     Raises:
         ValueError: the model writes into its inputs or its own tensors, is random, or returns no finite floating
             outputs.
@@ -156,26 +152,26 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 def _exact(model: nn.Module) -> tuple[Callable[..., Any], float]:
     if isinstance(model, OnnxFile):
         return open_reference(model.path, model.image_hw), FILE_ROUNDING
-    try:
+    with _naming_fp64():
         exact = copy.deepcopy(model)
         unfuse(exact)
         exact = exact.double()
-    except Exception as error:
-        raise _no_fp64(error) from None
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         some, named = pytree.tree_map(_double, (args, kwargs))
-        try:
+        with _naming_fp64():
             return exact(*some, **named)
-        except Exception as error:
-            raise _no_fp64(error) from None
 
     return computed, 0.0
 
 
-def _no_fp64(error: Exception) -> UnsupportedInputError:
-    reason = f"the fp64 reference fails: {describe_error(error)[:200]}"
-    return UnsupportedInputError("optimizing this model", [reason])
+@contextlib.contextmanager
+def _naming_fp64() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever the model raises
+        reason = f"the fp64 reference fails: {describe_error(error)[:200]}"
+        raise UnsupportedInputError("optimizing this model", [reason]) from None
 
 
 def _double(value: Any) -> Any:
@@ -202,16 +198,9 @@ class Checked:
 
 
 class Trials:
-    """Builds, checks and times candidates for a model; see search.Bench.
+    """Builds, checks and times candidates for a model in evaluation mode; the bench of search.search.
 
-    Args:
-        model: The original, in evaluation mode.
-        example: Its input.
-        expected: Its outputs.
-        image_files: Image files for calibration.
-        rule: Limits.
-        tell: Called with the current step and the seconds since the start.
-        interruption: Ends the search.
+    `tell` is called with the current step and the seconds since the start; `interruption` ends the search.
     """
 
     def __init__(
@@ -252,6 +241,7 @@ class Trials:
         return checks_s + candidate.seconds * max([1.0, *slow])
 
     def prepare(self, candidate: Candidate, seconds: float) -> None:
+        """Builds and checks a candidate; raises Refused, or OutOfTime after so many seconds."""
         self.interruption.check()
         self._tell(candidate.name)
         start = time.perf_counter()
@@ -290,6 +280,7 @@ class Trials:
         return optimized, Checked(error, allowed, agreement, first_call_s, peak)
 
     def call_ms(self, candidate: Candidate, number: int) -> float:
+        """Times one call of a prepared candidate in a round; raises Refused if it fails."""
         self.interruption.check()
         samples = self.prepared[candidate][1]
         try:

@@ -1,31 +1,27 @@
-"""Token budgets: buffers of one size with a graph over them, and how images are packed into them."""
+"""Token budgets: how images are packed into them, and the capture of graphs that a model must not outgrow."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..arguments import check_integer
-from ..blocks.plain import is_hooked
+from ..blocks.block import parts_of
+from ..blocks.fused import FusedNormMlp
+from ..blocks.plain import Watch, is_hooked, touch_reasons
 from ..errors import check_type
-from ..libraries.packed_tower import Options, PackedTower
 
 WARM_UP_RUNS = 3  # compile and autotune kernels and allocate their workspaces before the capture
 
 
-class Bin(NamedTuple):
-    """Images that run together, in the order of the call, and the budget that holds them."""
-
-    budget: int
-    images: tuple[int, ...]
-
-
-def pack(lengths: Sequence[int], sequences: Sequence[int], budgets: Sequence[int], max_sequences: int) -> list[Bin]:
+def pack(
+    lengths: Sequence[int], sequences: Sequence[int], budgets: Sequence[int], max_sequences: int
+) -> list[tuple[int, list[int]]]:
     """Packs images by first-fit decreasing into the largest budget; each bin takes the smallest budget that fits.
 
     Args:
@@ -33,6 +29,8 @@ def pack(lengths: Sequence[int], sequences: Sequence[int], budgets: Sequence[int
         sequences: Attention sequences of each image, none above `max_sequences`.
         budgets: Tokens of the buffers.
         max_sequences: Sequences of the buffers.
+    Returns:
+        The budget of each bin, and its images in the order of the call.
     """
     largest = max(budgets)
     bins: list[tuple[list[int], list[int]]] = []  # what is free, and images
@@ -45,7 +43,7 @@ def pack(lengths: Sequence[int], sequences: Sequence[int], budgets: Sequence[int
         found[0][0] -= length
         found[0][1] -= number
         found[1].append(image)
-    return [Bin(min(b for b in budgets if b >= largest - free[0]), tuple(sorted(images))) for free, images in bins]
+    return [(min(b for b in budgets if b >= largest - free[0]), sorted(images)) for free, images in bins]
 
 
 def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int = 4) -> tuple[int, ...]:
@@ -112,40 +110,8 @@ class GraphStats:
         return self.padding / max(self.padding + self.tokens, 1)
 
 
-class TokenBudget:
-    """Static buffers of one size, and on a GPU the graph that was captured over them.
-
-    Args:
-        tower: The tower, with its way to pack calls.
-        tokens, sequences: Size of the buffers.
-        options: Keyword arguments of the tower.
-    """
-
-    def __init__(self, tower: PackedTower, tokens: int, sequences: int, options: Options) -> None:
-        self.tokens, self._tower, self._options = tokens, tower, dict(options)
-        with torch.inference_mode(False):  # calls outside of inference mode write into them, too
-            self.buffers = tower.buffers(tokens, sequences)
-        self._replay: Callable[[], Any] | None = None
-
-    @torch.no_grad()
-    def capture(self, pool: Any) -> None:
-        """Captures a graph of the buffers as they are."""
-        device = next(iter(self.buffers.values())).device
-        self._replay, self._output = capture(self._run, device, pool)
-
-    def __call__(self) -> Any:
-        """Returns the outputs; with a graph, the next call overwrites them."""
-        if self._replay is None:
-            return self._run()
-        self._replay()
-        return self._output
-
-    def _run(self) -> Any:
-        return self._tower.run(self.buffers, self._options)
-
-
-def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Callable[[], Any], Any]:
-    """Captures a CUDA graph; returns what replays it, and the outputs that a replay overwrites."""
+def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Callable[[], Any]:
+    """Captures a CUDA graph; returns what replays it and returns its outputs, which the next replay overwrites."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -156,38 +122,55 @@ def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Ca
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             output = run()
-    return graph.replay, output
+
+    def replay() -> Any:
+        graph.replay()
+        return output
+
+    return replay
 
 
 class Watched:
-    """Modules, parameters and buffers that graphs were captured with."""
+    """A model as graphs were captured: its modules, parameters, buffers, and settings of its fused blocks."""
 
     def __init__(self, model: nn.Module) -> None:
-        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        self._modules = [
-            (module, type(module), one, one["_modules"], list(module._modules.values()), [one[name] for name in hooks])
-            for module in model.modules()
-            for one in (module.__dict__,)  # in place of attributes, which nn.Module looks up in Python
-        ]
-        self._hooked = {module for module in model.modules() if is_hooked(module)}
+        self._model, self._modules = model, list(model.modules())
+        edges, values = [], [(model, "__class__", type(model)), (type(model), "forward", type(model).forward)]
+        for module in self._modules:
+            edges += [(module, name, child) for name, child in module._modules.items() if child is not None]
+            values += parts_of(module).watch.values if isinstance(module, FusedNormMlp) else ()
+        self._watch = Watch(model, edges, values)
+        self._forward, self._known = vars(model).get("forward"), self._touched()
         self._tensors = [
             (place, name, tensor, tensor.data_ptr())
-            for module in model.modules()
+            for module in self._modules
             for place in (module._parameters, module._buffers)
             for name, tensor in place.items()
             if tensor is not None
         ]
 
-    def change(self) -> str | None:
-        """Returns what changed since, and no graph knows of; called before every replay."""
+    def change(self, runner: object) -> str | None:
+        """Returns what changed since, and no graph knows of; called before every replay.
+
+        Args:
+            runner: May have replaced the model's own forward.
+        """
         for place, name, tensor, address in self._tensors:
             if place.get(name) is not tensor or tensor.data_ptr() != address:
                 return "tensors must not be replaced or moved after the capture: build another GraphRunner"
-        for module, cls, own, now, children, (after, before, backward, pre_backward) in self._modules:
-            if own["training"]:
-                return "the model must be in evaluation mode: call eval()"
-            if module.__class__ is not cls or (now and [*now.values()] != children):
-                return "modules must not be replaced or unfused after the capture: build another GraphRunner"
-            if (after or before or backward or pre_backward) and is_hooked(module) and module not in self._hooked:
-                return f"hooks on a {type(module).__name__} would not run: remove them"
-        return None
+        if any(module.training for module in self._modules):
+            return "the model must be in evaluation mode: call eval()"
+        forward = vars(self._model).get("forward")
+        if forward is not self._forward and forward is not runner:
+            return "the model's forward was replaced on the instance: remove what replaced it"
+        if self._watch.holds(self._model) and not is_hooked(self._model):
+            return None
+        if new := [reason for reason in self._touched() if reason not in self._known]:
+            return f"{new[0]}: undo this, or build another GraphRunner"
+        if self._watch.holds(self._model):  # the model has the hooks that it was captured with
+            return None
+        return "modules and settings must not be replaced after the capture, or unfused: build another GraphRunner"
+
+    def _touched(self) -> list[str]:
+        own = ["the model has hooks, which would no longer run"] if is_hooked(self._model) else []
+        return own + touch_reasons([named for named in self._model.named_modules() if named[0]])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import threading
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,8 +22,8 @@ from ..errors import UnsupportedInputError, check_type
 from ..fusion.freezing import freeze, frozen_of
 from ..libraries.image_model import needs_more
 from ..libraries.known import fused_form, packed_tower
-from ..libraries.packed_tower import Call, ImageTower, PackedTower, Part
-from .budgets import GraphStats, Options, TokenBudget, Watched, pack
+from ..libraries.packed_tower import Call, ImageTower, Options, PackedTower, Part
+from .budgets import GraphStats, Watched, capture, pack
 
 Fallback = Literal["error", "eager"]
 
@@ -38,8 +41,8 @@ class GraphRunner:
 
     The model is frozen (`vit_fast.freeze`), so that no graph folds weights, and captured in evaluation mode without
     gradients. In-place updates of its parameters take effect at the next call if torch tracks them, and after
-    refresh() in any case. A call raises an error if modules, parameters or buffers were replaced or moved, or if hooks
-    were added. FP8 scales must not change.
+    refresh() in any case. A call raises an error under autocast, and if modules, forwards, parameters, buffers or
+    settings of fused blocks were replaced or moved, or hooks were added. FP8 scales must not change.
 
     Args:
         model: On one CUDA device. A model compiled with mode "reduce-overhead" or "max-autotune" makes its own CUDA
@@ -81,39 +84,38 @@ class GraphRunner:
             raise ValueError(f"{name} must not be given with {mode}, got {other!r}")
         self.model, self._fallback = model.eval(), fallback
         self._tower: PackedTower
-        if budgets is None:
-            batch_sizes = (1, 8, 32) if batch_sizes is None else batch_sizes
+        if example is not None:
+            sizes = (1, 8, 32) if batch_sizes is None else batch_sizes
             check_type("example", example, Tensor)
-            check_batch_sizes(batch_sizes)
-            assert example is not None
+            check_batch_sizes(sizes)
             if example.dim() < 2:
                 raise ValueError(f"example must have shape [B, channels, height, width], got {tuple(example.shape)}")
-            reasons = _no_graph_reasons(model, example) + needs_more(model) + _host_reads(model)
+            self._tower, self._sequences = _Batches(model, example.shape[1:], 1, example), max(sizes)
+        else:
+            sizes, self._sequences = budgets or (), 64 if max_images is None else max_images
+            check_batch_sizes(sizes, "budgets")
+            check_integer("max_images", self._sequences, 1)
+            self._tower = _fit_tower(model)
+            if wrong := [budget for budget in sizes if budget % self._tower.unit]:
+                raise ValueError(f"budgets must be multiples of {self._tower.unit} tokens, got {wrong[0]}")
+        self.budgets, self._device = tuple(sorted(set(sizes))), self._tower.like.device
+        reasons = _no_graph_reasons(model, self._tower.like)
+        if example is not None:
+            reasons += needs_more(model) + _host_reads(model) + _autocast(self._device)
             if reasons and fallback == "error":
                 raise UnsupportedInputError("GraphRunner", [*reasons, "fallback='eager' runs the model without graphs"])
-            self.budgets, self._sequences = tuple(sorted(set(batch_sizes))), max(batch_sizes)
-            self._tower = _Batches(model, example.shape[1:], 1, example)
-        else:
-            max_images = 64 if max_images is None else max_images
-            check_batch_sizes(budgets, "budgets")
-            check_integer("max_images", max_images, 1)
-            self.budgets, self._sequences = tuple(sorted(set(budgets))), max_images
-            self._tower = _fit_tower(model)
-            if wrong := [budget for budget in budgets if budget % self._tower.unit]:
-                raise ValueError(f"budgets must be multiples of {self._tower.unit} tokens, got {wrong[0]}")
-            reasons = _no_graph_reasons(model, self._tower.like)
-        self.captured, self._eager = not reasons, bool(reasons) and budgets is None
+        self.captured, self._eager = not reasons, bool(reasons) and example is not None
         if self.captured:
             freeze(self.model)
-        self._device = self._tower.like.device
         self._frozen = frozen_of(self.model)  # the graphs read their memory, even after the model drops them
         self._watched, self._lock, self._stats = Watched(model), threading.Lock(), GraphStats()
-        self._graphs: dict[tuple[int, Options, Options], TokenBudget] = {}
+        self._graphs: dict[tuple[int, Options, Options], tuple[dict[str, Tensor], Callable[[], Any]]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.captured and self._device.type == "cuda" else None
         self._last_done: torch.cuda.Event | None = None
-        if self.captured and budgets is None:
+        if self.captured and example is not None:
+            one = self._tower.read(example.new_zeros((1, *example.shape[1:])))
             for size in self.budgets:
-                self._graph(size, ())
+                self._graph(size, one, [0])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of calling the model, e.g. with images [B, channels, height, width].
@@ -137,6 +139,14 @@ class GraphRunner:
                 frozen.ensure_current()
             return self._tower.join(call, self._parts(call))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles as the model's own forward, which `graph_vision_tower` replaces, because graphs cannot."""
+        return own_forward, (self.model,)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        return own_forward(self.model)
+
     def stats(self) -> GraphStats:
         """Returns the counts so far."""
         with self._lock:
@@ -148,7 +158,7 @@ class GraphRunner:
         Raises:
             RuntimeError: parameters were replaced or moved after the capture.
         """
-        if self.captured and (change := self._watched.change()):
+        if self.captured and (change := self._watched.change(self)):
             raise RuntimeError(change)
         with self._turn():
             for frozen in self._frozen:
@@ -173,42 +183,47 @@ class GraphRunner:
             yield f"an image must have at most {largest} tokens, the largest budget, got {max(call.lengths)}"
         if max(call.sequences) > self._sequences:
             yield f"a video must have at most {self._sequences} frames, max_images, got {max(call.sequences)}"
-        if change := self._watched.change():
+        if change := self._watched.change(self):
             yield change
         leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
         if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
             yield "images must not require gradients: call detach()"
         if strange := {leaf.device for leaf in leaves if leaf.is_cuda} - {self._device}:
             yield f"inputs must be on {self._device} or the CPU, got {', '.join(map(str, strange))}"
-        if torch.is_autocast_enabled(self._device.type) and not isinstance(self._tower, _Batches):
-            yield "autocast must be off: convert the model to half precision"
+        yield from _autocast(self._device)
         if torch.compiler.is_compiling():
             yield "the call must not be compiled or exported"
 
     def _parts(self, call: Call) -> Iterator[Part]:
         """Runs the images of a call, some at a time. The next part overwrites the outputs of the previous one."""
         for budget, images in pack(call.lengths, call.sequences, self.budgets, self._sequences):
-            graph = self._graph(budget, call.options, (call, images))
+            run = self._graph(budget, call, images)
             used = sum(call.lengths[image] for image in images)
             self._stats.hits[budget] = self._stats.hits.get(budget, 0) + 1
             self._stats.tokens += used
             self._stats.padding += budget - used
-            yield Part(images, budget, graph())
+            yield images, budget, run()
 
-    def _graph(self, budget: int, options: Options, filling: tuple[Call, Sequence[int]] | None = None) -> TokenBudget:
-        """Returns the buffers of a budget, filled, with their graph."""
-        key = budget, options, self._tower.settings()
-        known = self._graphs.get(key)
-        graph = known or TokenBudget(self._tower, budget, self._sequences, options)
-        if filling is not None:
-            self._tower.fill(graph.buffers, *filling)
-        if known is None and self.captured:
-            graph.capture(self._pool)
-            # weights that were frozen again since the last capture
-            self._frozen += [each for each in frozen_of(self.model) if each not in self._frozen]
-            self._stats.graphs += 1
-        self._graphs[key] = graph
-        return graph
+    @torch.inference_mode(False)  # calls of any mode write into the buffers
+    @torch.no_grad()
+    def _graph(self, budget: int, call: Call, images: Sequence[int]) -> Callable[[], Any]:
+        """Writes images into the buffers of a budget; returns what replays their graph, or runs the tower on them."""
+        key = budget, call.options, self._tower.settings()
+        buffers, run = self._graphs.get(key, ({}, None))
+        self._tower.fill(buffers, budget, self._sequences, call, images)
+        if run is None:
+            run = partial(self._tower.run, buffers, dict(call.options))
+            if self.captured:
+                run = capture(run, self._device, self._pool)
+                # weights that were frozen again since the last capture
+                self._frozen += [each for each in frozen_of(self.model) if each not in self._frozen]
+                self._stats.graphs += 1
+            self._graphs[key] = buffers, run
+        return run
+
+
+def own_forward(model: nn.Module) -> Callable[..., Any]:
+    return types.MethodType(type(model).forward, model)
 
 
 class _Batches(ImageTower):
@@ -216,16 +231,13 @@ class _Batches(ImageTower):
 
     def read(self, images: Tensor) -> Call:  # type: ignore[override]  # by the name that callers use
         check_type("images", images, Tensor)
-        like = self._like
-        if images.shape[1:] != self.shape or images.dtype != like.dtype or images.device != like.device:
+        like, shape = self.like, self.shapes["images"]
+        if images.shape[1:] != shape or images.dtype != like.dtype or images.device != like.device:
             raise ValueError(
-                f"images must be [B, {', '.join(map(str, self.shape))}] {like.dtype} on {like.device} like "
+                f"images must be [B, {', '.join(map(str, shape))}] {like.dtype} on {like.device} like "
                 f"the example, got {tuple(images.shape)} {images.dtype} on {images.device}"
             )
         return Call([1] * len(images), [1] * len(images), images)
-
-    def eager(self, images: Tensor) -> Any:
-        return self.tower(images)
 
 
 def _no_graph_reasons(model: nn.Module, like: Tensor) -> list[str]:
@@ -240,7 +252,20 @@ def _no_graph_reasons(model: nn.Module, like: Tensor) -> list[str]:
 
 
 def _host_reads(model: nn.Module) -> list[str]:
-    return [reason for module in model.modules() if (reason := getattr(type(module), "host_reads", ""))]
+    reasons = []
+    for cls in dict.fromkeys(type(module) for module in model.modules()):
+        if reason := getattr(cls, "host_reads", ""):
+            reasons.append(reason)
+        elif "patch_attention_mask" in inspect.signature(cls.forward).parameters:
+            reasons.append(f"{cls.__name__} reads its mask of patches on the host, which no graph repeats")
+    return reasons[:1]
+
+
+def _autocast(device: torch.device) -> list[str]:
+    """Returns that a graph would ignore autocast, or reuse weights that it cast during the capture."""
+    if torch.is_autocast_enabled(device.type):
+        return ["autocast must be off: convert the model to half precision"]
+    return []
 
 
 def _fit_tower(model: nn.Module) -> PackedTower:

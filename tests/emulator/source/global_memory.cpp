@@ -121,14 +121,18 @@ u64 store_value(Warp& w, const Instruction& I, int operand, int lane) {
   return o.constant || o.cls == B64 ? longs(w, o)[lane] : words(w, o)[lane];
 }
 
-void load_parameter(Warp& w, Instruction& I, u32 mask) {
-  each_lane(mask, [&](int lane) {
-    for (int i = 0; i < I.vector; i++) load_element(w, I, i, lane, w.cta->launch->parameters + I.offset + i * I.bytes);
-  });
-}
 static bool is_parameter(Warp& w, u64 address, u32 bytes) {
   const u64 first = (u64)w.cta->launch->parameters;
   return address >= first && address + bytes <= first + w.cta->launch->kernel->parameter_bytes;
+}
+void load_parameter(Warp& w, Instruction& I, u32 mask) {
+  const Operand& base = I.operands[I.destinations];  // a register holds an address, as where one of two is selected
+  each_lane(mask, [&](int lane) {
+    const u64 address = (base.constant ? (u64)w.cta->launch->parameters : longs(w, base)[lane]) + I.offset;
+    if (!is_parameter(w, address, I.vector * I.bytes))
+      return report(w, I, "parameter-out-of-bounds", "load of %d bytes at %#llx", I.vector * I.bytes, (unsigned long long)address);
+    for (int i = 0; i < I.vector; i++) load_element(w, I, i, lane, (const u8*)address + i * I.bytes);
+  });
 }
 void load_global(Warp& w, Instruction& I, u32 mask) {
   static const std::vector<u8> refused(64, 0xEE);
