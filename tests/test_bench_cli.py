@@ -61,7 +61,7 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(finished: tuple[P
     assert sorted(path.name for path in folder.iterdir()) == ["plot.png", "record.json", "report.html", "table.md"]
     assert [path.name for path in folder.parent.iterdir()] == ["run"]
     assert str(folder) in printed.replace("\n", "")
-    for title in ("candidate", "images/s", "ms", "x best peer", "max error", "agreement"):
+    for title in ("candidate", "precision", "images/s", "ms", "x best peer", "max error", "agreement"):
         assert title in printed
     assert "[p20, p80]" not in printed and "[p20, p80]" in (folder / "table.md").read_text()
     assert record["configuration"]["images"] == ["0.png", "1.png"]
@@ -380,5 +380,5 @@ def test_a_table_shows_whole_words_in_any_terminal(width: int, record: dict) -> 
     text = console.file.getvalue()
     assert "…" not in text and max(map(len, text.splitlines())) <= width
     assert text.splitlines()[2].split() == " ".join(titles).split()
-    assert titles[:2] == ["candidate", "images/s"] and "x best peer" in titles
+    assert titles[:3] == ["candidate", "precision", "images/s"] and "x best peer" in titles
     assert len(kept) <= report.MOST_ON_SCREEN
