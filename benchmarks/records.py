@@ -178,8 +178,9 @@ def _upgrade(record: Record) -> None:
     lists = [part for name in ("rows", "controls") if isinstance(part := record.get(name), list)]
     rows = [row for row in itertools.chain(*lists) if isinstance(row, dict)]
     for part in (record, record.get("plan"), *rows):
-        for name in names.keys() & part.keys() if isinstance(part, dict) else ():
-            part[names[name]] = part.pop(name)
+        if isinstance(part, dict):
+            for name in names.keys() & part.keys():
+                part[names[name]] = part.pop(name)
     sizes = {str(row.get("model")): row["img_size"] for row in rows if "img_size" in row}
     for row in rows:
         row.setdefault("data", "device")
