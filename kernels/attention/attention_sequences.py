@@ -7,8 +7,8 @@ Inputs come in three forms:
   of the last. The host does not know the lengths. Sequence i has the tile slots from sequences[i] // BLOCK + i on,
   which are enough for any start. So total // BLOCK + S + 1 programs per head suffice, and each program searches for its
   sequence. Rows after the last sequence have no keys; their results are 0.
-- masked: like fixed, with `keep` bool [B, N_kv], the keys of each image. The loop ends with the last unmasked key. A row
-  without keys has the output 0, as in torch's attention.
+- masked: like fixed, with `keep` bool [B, N_kv], the keys of each image. The loop ends with the last unmasked key. The
+  output of a row without keys is 0, as in torch's attention.
 """
 
 from __future__ import annotations
