@@ -25,8 +25,8 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
 
     A forward in another dtype, in training mode, or with gradients uses the original weights.
 
-    The copies are used until unfreeze(model), train(), load_state_dict(), or a move to another device or dtype. They are
-    updated after changes that torch tracks: steps of its optimizers, in-place writes that increment the version
+    The copies are used until unfreeze(model), train(), load_state_dict(), or a move to another device or dtype. They
+    are updated after changes that torch tracks: steps of its optimizers, in-place writes that increment the version
     counter, and replaced parameters. Call freeze again after other changes: writes through `.data`, collectives of
     torch.distributed, replays of a captured training step, and other libraries (e.g. merging LoRA weights by peft).
     Copies and pickles of the model are not frozen. Blocks in FP8 always cache their quantised weights, by the same
