@@ -28,7 +28,7 @@ LIBRARIES = ("timm", "transformers")
 HEADER = """# Supported classes
 
 Look up what `vit_fast.fuse` does with each class of timm and transformers that contains attention. Tested with
-{versions}:
+{versions}. The outcome is one of:
 
 - **fused**: `fuse` replaces all attention and all norm + MLP modules.
 - **partly**: `fuse` replaces some of these modules. The reasons for the others follow.
