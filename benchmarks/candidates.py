@@ -17,8 +17,8 @@ from .builders import CANDIDATES
 # The most important ones first: the last ones are skipped if time runs out.
 DEFAULT_NAMES = {
     "cpu": (
-        "timm", "timm+fused+frozen", "openvino", "onnxruntime", "timm+compile:freezing", "timm+compile", "timm+fused",
-        "transformers", "torchvision", "sdpa", "eager", "onnxruntime-int8",
+        "timm", "timm+fused+frozen", "openvino", "onnxruntime", "timm+compile:freezing", "timm+fused+compile:freezing",
+        "timm+compile", "timm+fused", "transformers", "torchvision", "sdpa", "eager", "onnxruntime-int8",
     ),
     "cuda": (
         "eager", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "triton", "triton-frozen", "triton-graphs",
@@ -36,8 +36,8 @@ _SDPA = ("sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 # For other models than our variants, and for parts of models.
 NAMES = {
     "given": (
-        "given", "given+fused+frozen", "openvino", "onnxruntime", "given+compile:freezing", "given+compile",
-        "given+fused", "given+fused+compile",
+        "given", "given+fused+frozen", "openvino", "onnxruntime", "given+compile:freezing",
+        "given+fused+compile:freezing", "given+compile", "given+fused", "given+fused+compile",
     ),
     "onnx": ("onnxruntime", "onnxruntime-nobinding", "openvino"),
     "block": ("eager", "sdpa", "triton", "timm", "timm+fused"),

@@ -203,9 +203,9 @@ _ATTENTION_TESTS = (
     " or (every_head_size and float16)"
 )
 _MLP_TESTS = (
-    "(row_counts and not float32) or (activations and bfloat16) or (residual_and_layer_scale and float16)"
+    "(row_counts and not float32) or (activations and bfloat16)"
     " or absent_parameters or layouts or handed_in or no_rows or nan_stays"
-    " or (model_against_fp64 and bfloat16) or (test_training_follows_eager and bf16)"
+    " or (model_against_fp64 and bfloat16)"
     " or kernels_round or (a_block_is_its_definition and bfloat16) or what_a_block_hands_on or kernels_take_the_same"
 )
 _MLP_FILES = (

@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 KERNELS = (
     "attention_*", "matmul_*", "mlp_*", "modern_blocks", "rotary*",
-    "weight_gradients", "scaled_weights", "block_operator", "operators", "fp8_block", "gated_mlp",
+    "weight_gradients", "scaled_weights", "block_operator", "operators", "fp8_block",
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up", "device_model")
 FUSED = (
-    "fuse*", "gated_mlp", "traced_parts", "handed_statistics", "freeze", "kept_weights", "weight_changes",
+    "fuse*", "traced_parts", "handed_statistics", "freeze", "kept_weights", "weight_changes",
     "transformers_attention", "unfuse", "packed", "graph_*",
 )  # fmt: skip
 FP8 = ("fp8_*", "calibrate")

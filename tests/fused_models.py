@@ -112,13 +112,13 @@ def vitpose_subject(**overrides: Any) -> Subject:
     return dataclasses.replace(subject, output=lambda result: result.feature_maps[-1])
 
 
-def _torchvision(depth: int = 2) -> nn.Module:
+def torchvision_vit(depth: int = 2, **dropout: float) -> nn.Module:
     models = pytest.importorskip("torchvision").models
-    return models.VisionTransformer(IMAGE, 16, depth, num_heads=2, hidden_dim=64, mlp_dim=128, num_classes=5)
+    return models.VisionTransformer(IMAGE, 16, depth, 2, hidden_dim=64, mlp_dim=128, num_classes=5, **dropout)
 
 
-def _encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(64, 2, 128, norm_first=True, activation="gelu", dropout=0.0, batch_first=True)
+def torch_encoder(dropout: float = 0.0) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 2, 128, dropout, "gelu", norm_first=True, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
@@ -206,8 +206,8 @@ SUBJECTS: dict[str, Subject] = {
     "transformers-ovis2": transformers_subject(
         "ovis2.modeling_ovis2.Ovis2VisionModel", "Ovis2VisionConfig", "pooler_output", vocab_size=32
     ),
-    "torchvision-vit": Subject(_torchvision, images("x")),
-    "torch-encoder": Subject(_encoder, lambda: {"src": torch.randn(2, 5, 64)}),
+    "torchvision-vit": Subject(torchvision_vit, images("x")),
+    "torch-encoder": Subject(torch_encoder, lambda: {"src": torch.randn(2, 5, 64)}),
     "ours": Subject(plain_vit, images("images")),
 }
 
@@ -219,7 +219,7 @@ def of_depth(depth: int) -> dict[str, Subject]:
         "transformers": transformers_subject(
             "ViTForImageClassification", "ViTConfig", "logits", num_hidden_layers=depth
         ),
-        "torchvision": Subject(functools.partial(_torchvision, depth), images("x")),
+        "torchvision": Subject(functools.partial(torchvision_vit, depth), images("x")),
         "ours": Subject(functools.partial(plain_vit, depth=depth), images("images")),
     }
 

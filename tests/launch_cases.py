@@ -1,6 +1,6 @@
 """Run operators over a grid of shapes against the stand-in driver, and print what it made of each as JSON lines.
 
-    python tests/launch_cases.py sm_90 [attention|mlp|full]
+    python tests/launch_cases.py sm_90
 
 A child of test_stand_in_driver.py: the stand-in needs a process of its own.
 """
@@ -78,24 +78,7 @@ def mlp(rows: int, width: int, hidden: int, dtype: torch.dtype = BF16, *, scaled
     return f"mlp M{rows} C{width} F{hidden} {dtype}{' scaled' if scaled else ''}", run
 
 
-def attention_cases() -> Iterator[Case]:
-    """The shapes at which something changes: a tile, a layout, a specialised integer."""
-    yield packed(197, 64)
-    yield packed(1, 72)
-    yield packed(50, 64, offset=1)
-    yield packed(577, 80)
-    yield "pooling", pooling
-    yield "expanded query", expanded_query
-
-
-def mlp_cases() -> Iterator[Case]:
-    """Likewise."""
-    yield mlp(1, 64, 128)
-    yield mlp(17, 72, 200, scaled=True)
-    yield mlp(16, 70, 201)
-
-
-def full() -> Iterator[Case]:
+def cases() -> Iterator[Case]:
     """Every head dimension with every length, every number of rows with every width."""
     for head_dim in (16, 32, 64, 72, 80, 96, 128):
         for tokens in (1, 50, 197, 577):
@@ -130,12 +113,12 @@ def hold_against_triton() -> None:
     Launch.run = run_twice  # type: ignore[method-assign]
 
 
-def main(arch: str, which: str) -> None:
+def main(arch: str) -> None:
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     hold_against_triton()
     driver = stand_in_driver.install(arch)
-    for name, run in {"attention": attention_cases, "mlp": mlp_cases, "full": full}[which]():
+    for name, run in cases():
         driver.reset()
         problems = []
         try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_execution import DTYPES, KERNEL_ARCH
+from kernel_execution import DTYPES, INTERPRETED, KERNEL_ARCH
 from kernel_support import (
     DEVICE,
     FORWARD_FACTOR,
@@ -37,6 +37,8 @@ from vit_fast.kernels.attention.attention_policy import forward_config
 
 BACKENDS = ("eager", "sdpa", "triton")
 NAMES = ("o", "dq", "dk", "dv")
+# Compiled kernels run in fp16, where torch and they round the probabilities, of at most 1, at different points.
+CLOSE: dict[str, float] = {} if INTERPRETED else {"rtol": 2**-10, "atol": 2**-9}
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, **which: Any) -> dict[str, Tensor]:
@@ -197,8 +199,8 @@ def test_backends_agree_with_the_padded_definition_and_with_gradients(backend: s
     apart = ops.attention_varlen(*qkv.unbind(1), bounds, 11, scale=0.3, backend=backend)
     for value in (out, apart):
         (grad,) = torch.autograd.grad(value.sin().sum(), qkv)
-        torch.testing.assert_close(value[:total], right)
-        torch.testing.assert_close(grad, right_grad)
+        torch.testing.assert_close(value[:total], right, **CLOSE)
+        torch.testing.assert_close(grad, right_grad, **CLOSE)
         assert not value[total:].any()
     assert out.is_contiguous()
 
@@ -241,7 +243,7 @@ def test_an_exported_program_holds_torchs_attention() -> None:
     assert not any("vit_fast" in str(node.target) for node in program.graph.nodes)
     for lengths in ([5, 0, 9], [2, 2, 7]):
         bounds = sequences_of(lengths)
-        torch.testing.assert_close(program.module()(qkv, bounds), _Packed()(qkv, bounds))
+        torch.testing.assert_close(program.module()(qkv, bounds), _Packed()(qkv, bounds), **CLOSE)
 
 
 class _Called(TorchDispatchMode):

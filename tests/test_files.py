@@ -35,8 +35,8 @@ def command(*arguments):
 
 def program():
     with folder_aside(Path("new/program")) as aside:
-        choice = SimpleNamespace(choice=Candidate(attention="sdpa"))
-        _write_program(torch.nn.Linear(4, 4), choice, torch.zeros(1, 4), aside / "model.pt2")
+        result = SimpleNamespace(candidate=Candidate(attention="sdpa"))
+        _write_program(torch.nn.Linear(4, 4), result, torch.zeros(1, 4), aside / "model.pt2")
 
 writers = {
     "new/m.safetensors": lambda: save(create_model("vit_test"), "new/m.safetensors"),

@@ -155,10 +155,12 @@ def test_kept_layers_by_name() -> None:
 
 
 def test_what_fails_midway_leaves_the_choice_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = calibrated("timm-vit")
+    model, given = calibrated("timm-vit")
     places = [module for module in model.modules() if isinstance(module, fp8_scales.Fp8Scales)]
     assert len(places) == 2
     vit_fast.fuse(model, precision="fp8", keep=("*.mlp.fc2",))
+    with torch.no_grad():
+        before = model(**given)
     cached_of = fp8_scales.Fp8Scales.cached_of
 
     def failing(self: fp8_scales.Fp8Scales, parts: Any) -> Quantised:
@@ -169,12 +171,9 @@ def test_what_fails_midway_leaves_the_choice_as_it_was(monkeypatch: pytest.Monke
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
         patched.setattr(fp8_scales.Fp8Scales, "cached_of", failing)
         vit_fast.fuse(model, precision="fp8", keep=("*.attn.qkv",))
-    assert [place.names_kept() for place in places] == [["fc2"], ["fc2"]] and all(place.active for place in places)
-    for block in model.blocks:  # type: ignore[union-attr]  # it has
-        parts = parts_of(block)
-        assert (
-            parts is not None and isinstance(parts.frozen, Quantised) and parts.frozen.layers.fc2.operand_factor is None
-        )
+    assert [place.names_kept() for place in places] == [["fc2"], ["fc2"]]
+    with torch.no_grad():
+        assert torch.equal(model(**given), before)
 
 
 def test_what_cannot_be_done_is_refused_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

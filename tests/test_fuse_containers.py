@@ -13,7 +13,7 @@ from fused_models import IMAGE, SUBJECTS, Subject, of_depth, rotary_of_depth
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.blocks.fused import FusedBlocks
+from vit_fast.blocks.containers import FusedBlocks
 
 X = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
 Operation = Callable[[Any], nn.Module]
@@ -80,6 +80,7 @@ CASES = [(library, operation) for library in MODELS for operation in OPERATIONS]
 CASES = [case for case in CASES if case not in BY_NUMBER]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("library", "operation"), CASES)
 def test_containers_do_what_they_do_without_fuse(library: str, operation: str) -> None:
     subject, path = MODELS[library]

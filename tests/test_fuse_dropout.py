@@ -7,26 +7,24 @@ import functools
 
 import pytest
 import torch
-from fused_models import IMAGE, SUBJECTS, Subject, images, plain_vit, timm_subject, transformers_subject
+from fused_models import (
+    SUBJECTS,
+    Subject,
+    images,
+    plain_vit,
+    timm_subject,
+    torch_encoder,
+    torchvision_vit,
+    transformers_subject,
+)  # fmt: skip
 from kernel_support import DEVICE
 from torch import nn
 
 import vit_fast
-from vit_fast.blocks.fused import FusedModule, FusedNormMlp
+from vit_fast.blocks.fused import FusedModule
 from vit_fast.ops import attention_op, checks
 
 P = 0.25
-
-
-def torchvision_vit() -> nn.Module:
-    models = pytest.importorskip("torchvision").models
-    sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 64, "mlp_dim": 128, "num_classes": 5}
-    return models.VisionTransformer(IMAGE, 16, dropout=P, attention_dropout=P, **sizes)
-
-
-def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(64, 2, 128, norm_first=True, dropout=P, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 tokens, logits = SUBJECTS["torch-encoder"].inputs, SUBJECTS["torch-encoder"].output
@@ -38,9 +36,9 @@ DROPPING: dict[str, Subject] = {
     "transformers, pooling": transformers_subject(
         "SiglipVisionModel", "SiglipVisionConfig", "pooler_output", attention_dropout=P
     ),
-    "torchvision": Subject(torchvision_vit, images("x"), logits),
-    "torch": Subject(encoder, tokens, logits),
-    "ours": Subject(functools.partial(plain_vit, proj_drop_rate=P), images("images"), logits),
+    "torchvision": Subject(functools.partial(torchvision_vit, dropout=P, attention_dropout=P), images("x"), logits),
+    "torch": Subject(functools.partial(torch_encoder, P), tokens, logits),
+    "ours": Subject(functools.partial(plain_vit, proj_drop_rate=P, attn_drop_rate=P), images("images"), logits),
 }
 
 
@@ -66,37 +64,6 @@ def test_fusing_in_training_and_in_evaluation_is_the_same(case: str) -> None:
     torch.testing.assert_close(outputs[0], outputs[1])
     torch.testing.assert_close(outputs[2], outputs[1])
     torch.testing.assert_close(subject.run(model.eval(), inputs), subject.run(twin.eval(), inputs))
-
-
-@pytest.mark.parametrize(
-    ("rate", "part"), [("attn_drop_rate", "attn"), ("proj_drop_rate", "attn"), ("proj_drop_rate", "")]
-)
-def test_the_report_of_our_own_model_names_what_training_runs_as_modules(rate: str, part: str) -> None:
-    model = vit_fast.create_model("vit_test", backend="triton", device=DEVICE, **{rate: P})
-    report = vit_fast.set_backend(model, "triton").require_all()
-    rows = [row for row in report.modules if row.name == f"blocks.0.{part}".rstrip(".")]
-    assert any(note.startswith("in training") and str(P) in note for row in rows for note in row.notes)
-
-
-def test_only_the_part_that_drops_runs_as_it_was() -> None:
-    for case, whole in (("timm, attention", False), ("timm, MLP", True)):
-        model = DROPPING[case].build().train()
-        vit_fast.fuse(model, "sdpa").require_all()
-        assert {part.ready() is None for part in model.modules() if isinstance(part, FusedNormMlp)} == {whole}
-
-
-def test_the_kernels_run_in_evaluation_though_fused_in_training() -> None:
-    subject = DROPPING["timm, MLP"]
-    model = subject.build().to(DEVICE).train()
-    inputs = {name: tensor.to(DEVICE) for name, tensor in subject.inputs().items()}
-    twin = copy.deepcopy(model)
-    vit_fast.fuse(model, "triton").require_all()
-    assert model.blocks[0].whole() is None
-    assert model.blocks[0].ready() is None
-    model.eval()
-    assert model.blocks[0].whole() is not None
-    assert model.blocks[0].ready() is not None
-    torch.testing.assert_close(subject.run(model, inputs), subject.run(twin.eval(), inputs), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("library", ["timm-vit", "transformers-vit", "torchvision-vit", "ours"])

@@ -28,21 +28,16 @@ from vit_fast.blocks import fused as common
 every_library = pytest.mark.parametrize("library", LIBRARIES)
 
 
-def fused(library: str) -> tuple[Subject, nn.Module, dict[str, Tensor], Tensor]:
+def fused(library: str, backend: str = "sdpa") -> tuple[Subject, nn.Module, dict[str, Tensor], Tensor]:
     """A fused model in evaluation mode, its inputs, and what it gave before it was fused."""
     subject = SUBJECTS[LIBRARIES[library]]
     model, inputs = subject.build().eval(), subject.inputs()
     with torch.no_grad():
         expected = subject.run(model, inputs)
-    vit_fast.fuse(model, backend="sdpa").require_all()
+    if backend == "triton":
+        model, inputs = model.to(DEVICE), {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
+    vit_fast.fuse(model, backend).require_all()
     return subject, model, inputs, expected
-
-
-@every_library
-def test_inference_mode(library: str) -> None:
-    subject, model, inputs, expected = fused(library)
-    with torch.inference_mode():
-        torch.testing.assert_close(subject.run(model, inputs), expected)
 
 
 @pytest.mark.fast_cases("torchvision-sdpa", "timm-eager", "ours-auto")
@@ -58,12 +53,9 @@ def test_compile_without_a_graph_break(library: str, backend: str) -> None:
 
 @pytest.mark.fast_cases("transformers")
 @every_library
-def test_the_kernels_compile_without_a_graph_break_and_export_without_themselves(library: str) -> None:
+def test_the_kernels_compile_without_a_graph_break(library: str) -> None:
     """One operator per block, also when frozen."""
-    subject, model, inputs, expected = fused(library)
-    model.to(DEVICE)
-    inputs = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
-    vit_fast.fuse(model, backend="triton")
+    subject, model, inputs, expected = fused(library, "triton")
     for frozen in (False, True):
         if frozen:
             assert len(vit_fast.freeze(model)) == 2
@@ -72,10 +64,16 @@ def test_the_kernels_compile_without_a_graph_break_and_export_without_themselves
             found = subject.run(torch.compile(model, backend=seen, fullgraph=True), inputs)
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
         assert (seen, seen.graphs) == (["block"] * 2, 1)
-    for strict in (False, True):
-        program = torch.export.export(model, (), inputs, strict=strict)
-        assert "vit_fast" not in str(program.graph)
-        torch.testing.assert_close(subject.output(program.module()(**inputs)).cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.fast_cases("timm-False")
+@pytest.mark.parametrize("strict", [False, True])
+@every_library
+def test_the_kernels_export_without_themselves(library: str, strict: bool) -> None:
+    subject, model, inputs, expected = fused(library, "triton")
+    program = torch.export.export(model, (), inputs, strict=strict)
+    assert "vit_fast" not in str(program.graph)
+    torch.testing.assert_close(subject.output(program.module()(**inputs)).cpu(), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow

@@ -126,8 +126,7 @@ def on_device(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.fast_cases(
-    "timm-dinov2-registers", "timm-gated", "timm-dinov3-gated", "transformers-dinov3", "transformers-internvl-6b",
-    "torchvision-vit", "ours",
+    "timm-dinov2-registers", "timm-dinov3-gated", "transformers-internvl-6b", "torchvision-vit", "ours",
 )  # fmt: skip
 @pytest.mark.parametrize(
     "name",

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.blocks.fused import FusedModule
 
-peft = pytest.importorskip("peft")
-
 # Projections of attention and both linears of the MLP, by library.
 TARGETS = {
     "timm-vit": ".*blocks.*(qkv|proj|fc1|fc2)",
@@ -26,6 +24,7 @@ every_case = pytest.mark.parametrize(("name", "backend"), [(name, backend) for n
 
 def with_lora(name: str, model: nn.Module) -> nn.Module:
     """The model with an adapter whose effect is not zero, as it is when peft makes it."""
+    peft = pytest.importorskip("peft")  # here: its import takes seconds
     torch.manual_seed(1)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS[name]))
     with torch.no_grad():

@@ -15,8 +15,6 @@ from fused_models import SUBJECTS
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.blocks.fused import fused_form_of
-from vit_fast.libraries import transformers_blocks, transformers_packed
 
 transformers = pytest.importorskip("transformers")
 
@@ -76,24 +74,6 @@ def test_a_fused_model_records_what_it_recorded(name: str) -> None:
         for asked in (HIDDEN, WEIGHTS):
             setattr(model.config, asked, True)
         torch.testing.assert_close(outputs(model, inputs), weights, rtol=1e-3, atol=1e-3)
-
-
-def test_a_fused_tower_has_the_name_of_its_original() -> None:
-    """transformers keys what a model records by its class's text, and takes a class of another package for custom."""
-    towers = []
-    for file in (transformers_blocks, transformers_packed):
-        for path in file.FORMS.mixins:
-            module, _, name = path.rpartition(".")
-            if name.endswith(("Layer", "Block", "Attention", "Head")):
-                continue
-            try:
-                original = getattr(importlib.import_module(module), name)
-            except (ImportError, AttributeError):
-                continue  # of another version
-            if issubclass(original, transformers.PreTrainedModel):
-                towers.append(name)
-                assert str(file.FORMS.of(original)) == str(original)
-    assert towers == ["PixtralVisionModel", "Siglip2VisionModel"]
 
 
 def test_a_tower_that_was_wrapped_is_not_pickled_as_its_original() -> None:
@@ -166,33 +146,6 @@ def test_a_user_model_records_the_parts_of_layers(container: type[nn.Module], ba
         right = outputs(plain, inputs, asked)
         assert len(right) == count
         torch.testing.assert_close(outputs(fused, inputs, asked), right, rtol=1e-3, atol=1e-3)
-
-
-def test_a_layer_called_by_position_that_returns_a_tuple() -> None:
-    """Layers of transformers 4.53 to 5.5 show this by a parameter: their annotations are missing or wrong."""
-    pytest.importorskip("transformers", minversion="5.6")
-    dpt = importlib.import_module("transformers.models.dpt.modeling_dpt")
-
-    class Older(dpt.DPTViTLayer):
-        __module__ = dpt.__name__
-
-        def forward(self, hidden_states, head_mask=None, output_attentions=False):  # type: ignore[no-untyped-def]
-            (out, *_) = tensors(super().forward(hidden_states)).values()
-            return (out, "weights") if output_attentions else (out,)
-
-    config = transformers.DPTConfig(hidden_size=64, num_attention_heads=2, intermediate_size=96)
-    config._attn_implementation = "sdpa"
-    torch.manual_seed(0)
-    layer, x = Older(config).eval(), torch.randn(2, 5, 64)
-    (right,) = layer(x, None, False)
-    vit_fast.fuse(layer, "sdpa")
-    spec = transformers_blocks.layer_of(transformers_blocks.VIT)
-    layer.__class__ = fused_form_of(Older)(type("FusedOlder", (spec, Older), {}))
-    layer.set_up()
-    assert layer.read().attention is not None
-    (found,) = layer(x, None, False)
-    torch.testing.assert_close(found, right)
-    assert layer(x, None, True)[1] == layer(x, output_attentions=True)[1] == "weights"
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import re
 import warnings
@@ -35,6 +34,7 @@ def _close(value: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(value, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.fast_cases("timm-vit", "timm-eva02", "timm-gated", "torchvision-vit")
 @pytest.mark.parametrize("name", TRACEABLE)
 def test_symbolic_trace(name: str) -> None:
     model, inputs, expected = _fused(name)
@@ -92,23 +92,6 @@ def test_features_are_extracted_as_before(name: str) -> None:
     assert list(found) == list(expected)
     for node in found:
         _close(found[node], expected[node])
-
-
-@pytest.mark.slow
-def test_a_fused_block_by_itself() -> None:
-    model, _, _ = _fused("timm-vit")
-    block, x = model.blocks[0], torch.randn(2, 5, 64)
-    with torch.no_grad():
-        expected = block(x)
-        _close(torch.fx.symbolic_trace(block, {"attn_mask": None, "is_causal": False})(x), expected)
-        _close(torch.export.export(block, (x,)).module()(x), expected)
-        _close(torch.compile(block, backend="eager", fullgraph=True)(x), expected)
-
-
-def test_the_signature_is_the_originals() -> None:
-    model, _, _ = _fused("timm-vit")
-    for part in (model.blocks[0], model.blocks[0].attn):
-        assert inspect.signature(type(part).forward) == inspect.signature(type(part).original.forward)
 
 
 def test_a_folded_normalisation_is_traced_and_never_lost() -> None:

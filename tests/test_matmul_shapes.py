@@ -148,13 +148,6 @@ def test_the_model_orders_what_is_certain() -> None:
     assert predicted_cycles(config, (1280, 1280, 768), 2, Gpu("sm_90", 50), 7) > base
 
 
-def test_nothing_overlaps_the_epilogue_of_one_program_a_multiprocessor() -> None:
-    """fc1 of ViT-B at batch 256: 36 tiles of 12 steps with 1,024 tensor-core cycles each, and epilogues of 2,411
-    instructions by 8 warps on 4 schedulers. A model that hides epilogues behind the next tile predicts fewer cycles."""
-    wide = config_table("sm_90", "half", "layer_norm", True)[0]
-    assert predicted_cycles(wide, (197 * 256, 3072, 768), 2, REFERENCE_GPU, 17) > 36 * (12 * 1024 + 2411 * 8 / 4)
-
-
 @pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_120"])
 def test_few_rows_are_cut_along_k(arch: str) -> None:
     """fc2 of ViT-B at batch 1 has 48 of the smallest tiles, a third of the multiprocessors."""

@@ -122,15 +122,6 @@ def test_no_descriptors_before_hopper() -> None:
         assert not any(c.tma for c in matmul_policy.config_table(arch, "half", "layer_norm", True))
 
 
-def test_pieces_cover_the_result() -> None:
-    config = MatmulConfig(128, 256, 64, sub_tiles=4)
-    assert config.piece == 64
-    assert config.row_parts(768) * config.piece == 768
-    assert config.row_parts(769) * config.piece >= 769
-    assert config.column_parts(129) == 2
-    assert config.tiles(129, 257) == 4
-
-
 @pytest.mark.parametrize("arch", offline.ARCHS)
 @pytest.mark.parametrize("tma", [True, False])
 def test_a_piece_of_a_tile_can_be_a_head_of_each_size(arch: str, tma: bool) -> None:

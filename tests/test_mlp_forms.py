@@ -1,4 +1,4 @@
-"""The MLP behind an RMSNorm, gated, and with a norm of its hidden layer: forward and gradients against fp64."""
+"""The MLP behind each norm, gated, and with a norm of its hidden layer: forward and gradients against fp64."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from vit_fast.ops.reference import ACTIVATIONS
 
 GATED: dict[str, Any] = {"gated": True, "activation": "silu"}
 FORMS: dict[str, dict[str, Any]] = {
+    "LayerNorm": {},
     "RMSNorm": {"norm": "rms_norm"},
     "gated": GATED,
     "RMSNorm, gated": GATED | {"norm": "rms_norm"},
@@ -36,10 +37,12 @@ any_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.mark.pairwise
 @any_dtype
+@pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("residual", [True, False])
 @any_form
-def test_forms(form: str, residual: bool, dtype: torch.dtype) -> None:
-    check_case(make_case(37, 72, 96, dtype, residual=residual, **FORMS[form]))
+def test_forms(form: str, residual: bool, scaled: bool, dtype: torch.dtype) -> None:
+    case = make_case(37, 72, 96, dtype, residual=residual, **FORMS[form])
+    check_case(case if scaled else replace(case, layer_scale=None))
 
 
 @pytest.mark.each_value
@@ -178,11 +181,3 @@ def test_no_matmul_takes_tiles_that_are_not_compiled_offline(gated: bool, monkey
     make_case(9, 64, 48, torch.bfloat16, gated=gated, inner_norm="layer_norm").run("triton")
     of_gate = {"gated", "gated_grad"} if gated else {"layer_norm", "activation_grad"}
     assert usable.keys() >= {*of_gate, "residual"} and all(usable.values()), usable
-
-
-def test_an_unknown_norm() -> None:
-    case = make_case(4, 8, 8, torch.float16)
-    with pytest.raises(ValueError, match="norm must be one of 'layer_norm', 'rms_norm', got 'rms'"):
-        fused_layer_norm_mlp(
-            case.x, None, *case.parameters, eps=1e-6, norm="rms", activation="gelu", layer_scale=None, residual=True
-        )

@@ -95,6 +95,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_choice_gives_timms_outputs(choice, backend):

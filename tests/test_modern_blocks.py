@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,7 @@ from mlp_support import DEVICE, assert_rule
 from torch import Tensor
 
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.kernels.launch import Launch, listening
-from vit_fast.kernels.linear import scaled_weights
-from vit_fast.kernels.linear.scaled_weights import ScaledWeight
+from vit_fast.kernels.launch import listening
 from vit_fast.kernels.matmul.matmul_policy import NORMED_HEADS
 from vit_fast.ops import Norm, QkNorm, Rope, layer_norm_mlp, qk_norm_rope
 from vit_fast.ops.attention import attention_among
@@ -174,7 +172,7 @@ def test_forward_and_every_gradient(kind: str, dtype: torch.dtype) -> None:
     _hold(KINDS[kind], dtype)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("half-72", "interleaved-128")
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_heads_of_all_sizes(head_dim: int, layout: str) -> None:
@@ -198,7 +196,11 @@ def _repeated(rope: Rope) -> Rope:
     return rope._replace(cos=torch.cat([rope.cos] * 2, -1), sin=torch.cat([rope.sin] * 2, -1))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases(
+    "DINOv3-together, from repeated tables", "EVA, a norm inside-apart", "RMSNorm, SwiGLU-together",
+    "qk-norm, rotated-apart", "qk-norm in the matmul, rotated-together", "qk-norm in the matmul, interleaved-apart",
+    "packed-together", "padded, rotated-together", "over the width-apart", "RMS qk-norm-together",
+)  # fmt: skip
 @pytest.mark.parametrize("together", ["apart", "together", "together, from repeated tables"])
 @pytest.mark.parametrize("name", FOLDED)
 def test_folded_beforehand(name: str, together: str, launched: list[str]) -> None:
@@ -234,26 +236,6 @@ def launched() -> Iterator[list[str]]:
     listening.listener = lambda launch, ready: names.append(launch.kernel.__name__)
     yield names
     listening.listener = None
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_a_weight_that_is_folded_is_not_cast_as_well(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp32 parameters beside bf16 rows, as under autocast: of fc2 behind a norm only the folded weight is read."""
-    cast: set[int] = set()
-    launch = scaled_weights.scaled_weights_launch
-
-    def watched(pairs: Sequence[tuple[Tensor, Tensor | None]], into: Sequence[ScaledWeight]) -> Launch:
-        cast.update(weight.data_ptr() for weight, _ in pairs)
-        return launch(pairs, into)
-
-    monkeypatch.setattr(scaled_weights, "scaled_weights_launch", watched)
-    kind = KINDS["EVA, a norm inside"]
-    leaves, names, rope = _make(kind)
-    t = {name: leaf.detach().float() for name, leaf in zip(names, leaves)}
-    with torch.set_grad_enabled(training):
-        x = t.pop("x").bfloat16().requires_grad_(training)
-        _fused(kind, x, _tensors(t), _qk_norm(kind, t), rope)
-    assert t["proj_weight"].data_ptr() in cast and t["fc2_weight"].data_ptr() not in cast
 
 
 def test_refuses_keys_and_positions_of_another_size() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,9 +12,8 @@ from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.correctness import expect, judge_outputs
 from vit_fast.benchmarks.models import Task, resolve
-from vit_fast.benchmarks.preparation import cold_start, random_weights, weights_of
+from vit_fast.benchmarks.preparation import cold_start, random_weights
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.measure.candidate import AS_FILE, Candidate
 from vit_fast.measure.clock import Protocol
 
 QUICK = Protocol(repeats=3, least_repeats=3, warmup_repeats=1)
@@ -60,21 +56,6 @@ def test_what_a_runtime_cannot_run_is_refused_before_it_is_exported(monkeypatch:
     for name, (dtype, reason) in (reasons | {"openvino": (torch.float16, "it needs a CPU, and fp32 or bf16")}).items():
         with pytest.raises(UnsupportedInputError, match=reason):
             make(get_candidate(name), make_task(dtype))
-
-
-def test_a_model_is_exported_once_for_all_batches_and_again_with_other_weights(monkeypatch, tmp_path) -> None:
-    written: list[Path] = []
-    monkeypatch.setattr("vit_fast.export.export_onnx", lambda model, path, **_: written.append(path))
-    task = make_task()
-    same = [dataclasses.replace(task, batch_size=size) for size in (1, 8)]
-    paths = [builders._exported(AS_FILE, each) for each in same]
-    assert paths == written[:1] * 2 and paths[0].parent.is_dir()
-    other = dataclasses.replace(task, weights=dict(task.weights))
-    int8, openvino = Candidate("onnxruntime", precision="int8"), Candidate("openvino")
-    others = (AS_FILE, other), (int8, other), (openvino, other), (AS_FILE, make_task())
-    assert len({*paths, *(builders._exported(*each) for each in others)}) == 5 == len(written)
-    weights = [weights_of(task.model, FP32) for _ in range(2)]
-    assert weights[0] is weights[1] is not weights_of(task.model, BF16)
 
 
 @pytest.mark.slow

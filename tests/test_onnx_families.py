@@ -21,7 +21,7 @@ from vit_fast.libraries.known import recognise
 OPSETS = tuple(dict.fromkeys((18, 20, 23, newest_opset_to_run())))
 ATTENTIONS = {"siglip": 3, "timm_siglip": 3}
 # These are others but for a few nodes.
-LIKE = {"vit_avg_pool", "sincos", "timm_siglip", "transformers_dinov2", "transformers_siglip"}
+LIKE = {"vit_avg_pool", "clip_quickgelu", "sincos", "timm_siglip", "transformers_dinov2", "transformers_siglip"}
 OTHER_ACTIVATIONS = {"clip_quickgelu", "siglip", "transformers_clip", "transformers_siglip"}
 FP32, FP16 = 2e-5, 2e-2
 

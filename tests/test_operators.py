@@ -133,7 +133,7 @@ CALLS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.fast_cases("attention, apart", "block, bf16")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(name: str) -> None:
     def run() -> None:

@@ -75,17 +75,6 @@ def test_a_graph_break_is_an_error_unless_allowed() -> None:
     assert vit_fast.compile(Breaking(), fullgraph=False)(torch.zeros(2, 3)).sum() == 6
 
 
-@pytest.mark.slow
-def test_inductor_computes_what_the_model_does() -> None:
-    timm = pytest.importorskip("timm")
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=32, num_heads=2, num_classes=3)
-    vit_fast.fuse(model.eval())
-    compiled = vit_fast.compile(model, mode="default")
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(images), model(images))
-
-
 def test_freezing_makes_constants_of_the_weights_and_holds_during_a_call_alone() -> None:
     model, x = torch.nn.Linear(8, 8).eval().requires_grad_(False), torch.randn(2, 8)
     run = compile_frozen(model)
@@ -209,13 +198,6 @@ class _Packs(nn.Module):
     def forward(self, images: torch.Tensor) -> object:
         whole = images * self.scale
         return whole, self.packs(whole) if isinstance(self.packs, nn.Flatten) else self.packs(whole, images)
-
-
-@pytest.mark.gpu
-def test_a_model_that_packs_its_images_is_not_captured() -> None:
-    packs = torch.nn.Flatten(0, 1).cuda()
-    with pytest.raises(vit_fast.UnsupportedInputError, match="first axis is the batch"):
-        vit_fast.GraphRunner(packs, torch.zeros(4, 3, 8, 8, device="cuda"), batch_sizes=(4,))
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from children import environment, run_python
+from kernel_execution import KERNEL_ARCH
 from mlp_support import DEVICE
 from torch import Tensor
 
@@ -106,11 +107,12 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
+@pytest.mark.skipif(KERNEL_ARCH is not None, reason="counts launches in a process without the emulator")
 def test_no_weight_of_a_block_is_cast_by_torch() -> None:
-    """A training step: of torch's own only the gradients of an fp32 residual stream are cast, once in each half."""
+    """A training step: of torch's own only the gradient of a block's fp32 result is cast, and nothing inside."""
     *autocast, plain, scaled = json.loads(run_python(["-c", _COUNT], environment()))
     for launches, by_torch in autocast:
         assert launches <= 21
-        assert by_torch == {"aten::_to_copy": 2}
+        assert by_torch == {"aten::_to_copy": 1}
     assert plain[1] == scaled[1] == {}
     assert scaled[0] == plain[0] + 1 <= 19

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.kernels.attention.attention_policy import MIN_BLOCK, Problem, cover, forward_config, split_head_dim
+from vit_fast.kernels.attention.attention_policy import Problem, forward_config
 from vit_fast.kernels.inspect import baseline, offline
 
 STATS = offline.Stats(
@@ -91,23 +89,12 @@ def test_core_builds(arch: str) -> None:
     assert {row["arch"] for row in rows} == {arch}
     assert not [f"{row['kernel']} {row['case']}: {row['problems']}" for row in rows if row["problems"]]
 
-    # F2F rounds one number, at a quarter of the rate of the instruction that rounds two
-    rounding = ("residual, statistics", "keeping z", "gelu")
-    read_again = [row for row in rows if row["case"].startswith("half") and row["case"].endswith(rounding)]
-    read_again_there = {"matmul_residual", "matmul_layer_norm", "matmul_activation_grad"} if arch == "sm_90" else set()
-    assert {row["kernel"] for row in read_again} >= read_again_there
-    assert not [(row["kernel"], row["case"]) for row in read_again if row["single_conversions"]]
-
     eight_bit = [row for row in rows if row["case"].startswith("fp8")]
     for row in eight_bit:
         assert row["case"].startswith("fp8 128x256x128 TMA")
         assert row["e4m3"] and row["tma_loads"] and row["tma_stores"]
     if arch == "sm_90":
         assert {row["kernel"] for row in eight_bit} == {"matmul_layer_norm", "matmul_residual"}
-        # two descriptors before the loop and one in it, of A and of B; x and the residual come by pointers
-        kernels = ("matmul_activation_grad", "matmul_gated_grad", "matmul_layer_norm_grad")
-        loads = {row["kernel"]: row["tma_loads"] for row in rows if row["kernel"] in kernels}
-        assert loads == dict.fromkeys(kernels, 6)
 
 
 @pytest.mark.parametrize(
@@ -167,19 +154,15 @@ def test_unknown_architecture() -> None:
 
 def test_no_build_of_the_baseline_spills_or_waits_for_every_wgmma() -> None:
     """The committed baseline contains the recorded builds and no others."""
-    builds = baseline.read_baseline()["builds"]
+    recorded = baseline.read_baseline()["builds"]
+    builds = {key: counts for key, counts in recorded.items() if key.startswith(offline.ARCHS)}  # of this triton
+    assert {key.partition("/")[0] for key in recorded} <= {*offline.ARCHS, "sm_103"}
     both = ((arch, build) for arch in offline.ARCHS for build in offline.builds(arch))
     assert builds.keys() == {build.key(arch) for arch, build in both if baseline.is_recorded(build, arch)}
     assert not {key: counts["spills"] for key, counts in builds.items() if counts["spills"]}
     # two instructions may wait once each without being serialised; `problems` compares with PTX
     waits = [counts for counts in builds.values() if counts["hgmma"] > 2]
     assert not [counts for counts in waits if not 0 < counts["wgmma_waits"] < counts["hgmma"]]
-
-
-def test_spills_are_kept_in_the_baseline(tmp_path: Path) -> None:
-    path = tmp_path / "baseline.json"
-    baseline.write_baseline({"a": replace(STATS, spill_loads=2, spill_stores=1)}, path)
-    assert baseline.read_baseline(path)["builds"]["a"]["spills"] == 3
 
 
 def test_builds_that_no_longer_exist_leave_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,42 +197,6 @@ _ONCE_SPILLED = {
 def test_what_spilled_once_does_not_again() -> None:
     found = compile_builds(_ONCE_SPILLED)
     assert not {key: row["problems"] for key, row in found.items() if row["problems"]}
-
-
-@given(length=st.integers(1, 256), largest=st.sampled_from((64, 128, 256)), pieces=st.integers(1, 3))
-def test_cover(length: int, largest: int, pieces: int) -> None:
-    found = cover(length, largest, pieces)
-    if largest * pieces < length:
-        assert found == ()
-        return
-    assert 1 <= len(found) <= pieces and sum(found) >= length > sum(found[:-1])
-    assert all(size in (16, 32, 64, 128, 256) and size <= largest for size in found)
-    assert list(found) == sorted(found, reverse=True)
-
-
-@given(st.integers(1, 128))
-def test_split_head_dim(head_dim: int) -> None:
-    lo, hi = split_head_dim(head_dim)
-    whole = max(MIN_BLOCK, 1 << (head_dim - 1).bit_length())
-    assert head_dim <= lo + hi <= whole
-    assert all(size & (size - 1) == 0 for size in (lo, hi)) and (hi == 0 or hi >= MIN_BLOCK)
-
-
-def test_small_batches_spread_over_the_chip() -> None:
-    problem = Problem("sm_90", 132, "half", 64, 197, 197, batch_heads=3072, access="tma")
-    large, small = forward_config(problem), forward_config(replace(problem, batch_heads=12))
-    assert (large.tiles, large.dependent, small.tiles, small.dependent) == (4, False, 1, True)
-    assert not forward_config(replace(problem, arch="sm_89", batch_heads=12)).dependent
-
-
-@pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_120"])
-def test_rows_leave_room_for_a_second_program(arch: str) -> None:
-    """100 KB of shared memory hold the keys and values of one head of 197 tokens, or of two of 160."""
-    problem = Problem(arch, 84, "half", 64, 197, 197, batch_heads=3072, access="tma")
-    schemes = [forward_config(replace(problem, n_q=n, n_kv=n)).scheme for n in (160, 161, 197)]
-    assert schemes == ["row", "looped", "looped"]
-    assert forward_config(replace(problem, head_dim=32)).scheme == "row"
-    assert forward_config(replace(problem, arch="sm_80")).scheme == "row"
 
 
 def test_measured_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,11 +86,9 @@ def other_parameter(block: Any) -> None:
 @pytest.mark.parametrize(
     "change", [larger_eps, other_heads, other_layer, pytest.param(other_class, marks=sees_classes), other_parameter]
 )
-@pytest.mark.parametrize("library", ["timm", "ours", "no outline"])
-def test_a_compiled_block_follows(library: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if library == "no outline":  # as of parts that refer to more than modules of the block and literals
-        monkeypatch.setattr("vit_fast.blocks.block.outline", lambda *_: None)
-    model = fused("ours" if library == "no outline" else library)
+@pytest.mark.parametrize("library", ["timm", "ours"])
+def test_a_compiled_block_follows(library: str, change: Any) -> None:
+    model = fused(library)
     images = torch.randn(1, 3, fused_models.IMAGE, fused_models.IMAGE)
     run = compiled(model)
     with torch.no_grad():

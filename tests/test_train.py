@@ -226,15 +226,6 @@ def test_patience_stops_and_keeps_the_best_weights(
         train(small_model(), open_data(folder), tmp_path / "new", settings(patience=2))
 
 
-@pytest.mark.slow
-def test_weights_of_another_resolution_and_head_are_a_start(folder: Path, tmp_path: Path) -> None:
-    weights = save(small_model(num_classes=10), tmp_path / "start.safetensors")
-    model = create_model("vit_test", weights=weights, img_size=48, num_classes=2)
-    rows = train(model, open_data(folder, folder), tmp_path / "out", settings(epochs=4, layer_decay=0.8, augment=False))
-    assert rows[-1]["loss"] < rows[0]["loss"]
-    assert load(tmp_path / "out" / "model.safetensors").config.image_hw == (48, 48)
-
-
 def test_what_cannot_go_on_says_so(folder: Path, tmp_path: Path) -> None:
     data, out = open_data(folder), tmp_path / "out"
     with pytest.raises(TrainingError, match="nothing to resume"):

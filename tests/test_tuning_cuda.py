@@ -8,23 +8,21 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from fused_models import assert_within
-from kernel_support import DEVICE  # with it the interpreter computes bf16 as a GPU does
+from graph_tapes import Tape, install
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import vit_fast
-from vit_fast.measure import candidate, deployable
+from vit_fast.measure import deployable
 from vit_fast.measure.build import build
 from vit_fast.measure.cache import CachedResult
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.search import Refused
 from vit_fast.measure.trials import Expected, Rule, Trials
-from vit_fast.run import graph_runner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 
@@ -34,31 +32,9 @@ def images() -> Tensor:
     return torch.randn(6, 3, 32, 32)
 
 
-class Graph:
-    """A captured graph: fixed outputs, which a replay overwrites."""
-
-    made: ClassVar[list[Graph]] = []
-
-    def __init__(self, run: Any) -> None:
-        (self.input,) = run.args[0].values()
-        self.run, self.replays = run, 0
-        self.output = run()
-        Graph.made.append(self)
-
-    def __call__(self) -> Any:
-        self.replays += 1
-        pytree.tree_map(lambda kept, new: kept.copy_(new), self.output, self.run())
-        return self.output
-
-
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """Lets GraphRunner capture and replay; where, is all that is not its own."""
-
-    Graph.made.clear()
-    monkeypatch.setattr(graph_runner, "_no_graph_reasons", lambda model, like: [])
-    monkeypatch.setattr(graph_runner, "capture", lambda run, device, pool: Graph(run))
-    return Graph.made
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
+    return install(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +47,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     ],
     ids=lambda choice: choice.name,
 )
-def test_graphs_are_a_drop_in(model, images, graphs: list[Graph], choice: Candidate) -> None:
+def test_graphs_are_a_drop_in(model, images, graphs: list[Tape], choice: Candidate) -> None:
     expected = Expected(model, images)
     trials = Trials(model, images, expected, (), Rule(0.0))
     trials.prepare(choice, 600)
     optimized = trials.prepared[choice][0]
     (graph,) = graphs
-    assert len(graph.input) == (choice.split or 6) and graph.replays >= 2
-    assert graph.input.dtype == (torch.bfloat16 if choice.precision else torch.float32)
+    assert graph.replays >= 2
     first = optimized(images)
     kept = first.clone()
     optimized(images + 1)
@@ -88,7 +63,7 @@ def test_graphs_are_a_drop_in(model, images, graphs: list[Graph], choice: Candid
         optimized(images[:, :, :16])
 
 
-def test_graphs_are_called_as_the_model_is(images, graphs: list[Graph]) -> None:
+def test_graphs_are_called_as_the_model_is(images, graphs: list[Tape]) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.ViTConfig(image_size=32, patch_size=16, num_labels=5, **sizes)
@@ -103,7 +78,7 @@ def test_graphs_are_called_as_the_model_is(images, graphs: list[Graph]) -> None:
         optimized(images, output_attentions=True)
 
 
-def test_graphs_want_one_tensor(model, images, graphs: list[Graph]) -> None:
+def test_graphs_want_one_tensor(model, images, graphs: list[Tape]) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -181,18 +156,6 @@ def test_where_memory_runs_out_or_a_driver_fails_the_others_are_tried(model, ima
     trials.prepare(Candidate(), 60)
 
 
-@pytest.mark.slow
-def test_every_candidate_of_cuda_says_why_it_is_not_here(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them fails in another way than by a reason, where there is no GPU at all."""
-    monkeypatch.setattr(candidate, "triton_unavailable_reasons", lambda device: ())
-    wanted = [choice for choice in candidate.candidates(torch.device("cuda"), ["fp16"]) if choice.graphs]
-    assert {choice.engine for choice in wanted} == {"torch", "onnxruntime"}
-    trials = Trials(model, images, Expected(model, images), (), Rule(0.99))
-    for choice in wanted:
-        with pytest.raises(Refused, match="no CUDA device" if choice.engine == "torch" else "must be cuda"):
-            trials.prepare(choice, 60)
-
-
 @pytest.mark.parametrize("engine", ["compile", "max-autotune"])
 def test_what_is_compiled_is_exported_as_a_package(model, images, engine, tmp_path: Path, monkeypatch) -> None:
     """Up to the compiler, which is handed a program that computes what the model does."""
@@ -212,7 +175,7 @@ def test_what_is_compiled_is_exported_as_a_package(model, images, engine, tmp_pa
     torch.testing.assert_close(output.float(), model(images), atol=0.3, rtol=0.1)
 
 
-def test_fp8_is_calibrated_and_computes(images, graphs: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_calibrated_and_computes(images, graphs: list[Tape], monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the interpreter: on photographs, and on the example where no library says how those are prepared."""
     torch.manual_seed(0)
     model = vit_fast.create_model("vit_test", backend="eager", depth=1).eval()
@@ -239,46 +202,17 @@ def test_fp8_is_calibrated_and_computes(images, graphs: list[Graph], monkeypatch
 
 
 @pytest.mark.slow
-def test_fp8_keeps_layers_for_the_agreement_that_was_asked_for(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Applies to classifiers; optimize checks other outputs itself."""
+def test_fp8_keeps_layers_for_the_agreement_of_classifiers(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
+    """optimize checks other outputs itself."""
     asked, fuse = [], vit_fast.measure.build.fuse
 
     def asking(work: nn.Module, **given: Any) -> Any:
-        report = fuse(work, **given)
-        asked.append((given["min_agreement"], [note for note in report.precision_notes if "top-1 agreement" in note]))
-        return report
+        asked.append(given["min_agreement"])
+        return fuse(work, **given)
 
-    class Tokens(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, pictures: Tensor) -> Tensor:
-            return self.model.forward_features(pictures)
-
-    trials = Trials(model, images, Expected(model, images), (), Rule(0.75))
     monkeypatch.setattr("vit_fast.measure.build.fuse", asking)
+    tokens = vit_fast.create_model("vit_test", backend="eager", global_pool="", num_classes=0)
     choice = Candidate(attention="triton", mlp="triton", precision="fp8")
-    for given, output, wanted in ((model, model(images), 0.5), (model, model(images), 0.0), (Tokens(), images, 0.5)):
-        build(choice, given, images, output, (), wanted)
-    assert [share for share, _ in asked] == [0.5, None, None]
-    assert [len(notes) for _, notes in asked] == [1, 0, 0]
-
-    def failing(work: nn.Module, **given: Any) -> Any:
-        raise vit_fast.UnsupportedInputError("fuse", [f"asked for {given['min_agreement']}"])
-
-    monkeypatch.setattr("vit_fast.measure.build.fuse", failing)
-    with pytest.raises(Refused, match=r"asked for 0\.75"):
-        trials.prepare(choice, 60)
-
-
-@pytest.mark.slow
-def test_fp8_says_why_it_is_not_here(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vit_fast.measure.build.fp8_reasons", lambda device: [f"{device} has no e4m3"])
-    (wanted,) = (choice for choice in candidate.candidates(torch.device(DEVICE), ["fp8"]) if choice.precision == "fp8")
-    trials = Trials(model, images, Expected(model, images), (), Rule(0.0))
-    with pytest.raises(Refused, match="cpu has no e4m3"):
-        trials.prepare(wanted, 60)
-    on_cuda = [choice for choice in candidate.candidates(torch.device("cuda"), ["fp8"]) if choice.precision == "fp8"]
-    assert {choice.graphs for choice in on_cuda} == {False, True}
-    assert not any(choice.precision == "fp8" for choice in candidate.candidates(torch.device("cuda"), ["bf16"]))
+    for given, wanted in ((model, 0.75), (model, 0.0), (tokens, 0.5)):
+        Trials(given, images, Expected(given, images), (), Rule(wanted)).prepare(choice, 600)
+    assert asked == [0.75, None, None]

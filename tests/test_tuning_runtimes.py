@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.commands.words import open_model
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import OnnxRunner, ProviderError, export_onnx
+from vit_fast.export import OnnxRunner, export_onnx
 from vit_fast.measure import cache, candidate, deployable
 from vit_fast.measure.build import build
 from vit_fast.measure.candidate import AS_FILE, Candidate, candidates_of_file
@@ -139,23 +139,12 @@ def test_the_command_takes_files(files: Path, name: str, capsys: pytest.CaptureF
     assert opened.example.dtype == {"plain": torch.float32, "pixels": torch.uint8, "half": torch.float16}[name]
 
 
-class Named(nn.Module):
-    """Has the interface of transformers' models: pixel_values, options, and an output class."""
-
-    def __init__(self, fields: int) -> None:
-        super().__init__()
-        transformers = pytest.importorskip("transformers")
-        config = transformers.ViTConfig(
-            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=32,
-            patch_size=16, num_labels=5,
-        )  # fmt: skip
-        kind = transformers.ViTForImageClassification if fields == 1 else transformers.ViTModel
-        self.made = kind(config).eval()
-
-
 @pytest.mark.slow
 def test_outputs_are_of_the_models_own_class(images) -> None:
-    model = Named(1).made
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ViTConfig(image_size=32, patch_size=16, num_labels=5, **sizes)
+    model = transformers.ViTForImageClassification(config).eval()
     expected = model(pixel_values=images)
     optimized = build(AS_FILE, model, {"pixel_values": images}, expected, ())
     for output in (optimized(pixel_values=images), optimized(images), optimized(images, output_attentions=None)):
@@ -165,24 +154,9 @@ def test_outputs_are_of_the_models_own_class(images) -> None:
         optimized(images, output_attentions=True)
     with pytest.raises(UnsupportedInputError, match="got nothing"):
         optimized()
-    base = Named(2).made
+    base = transformers.ViTModel(config).eval()
     with pytest.raises(UnsupportedInputError, match="one tensor"):
         build(AS_FILE, base, images, base(images), ())
-
-
-@pytest.mark.slow
-def test_a_mapping_is_optimized_and_kept(images, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "vit_fast.measure.optimization.candidates", lambda *_: [Candidate(attention="sdpa", mlp="sdpa")]
-    )
-    model = Named(1).made
-    example = {"pixel_values": images, "output_hidden_states": True}
-    found = vit_fast.optimize(model, example, budget_s=2)
-    assert all(row.checked is not None for row in found.table if row.candidate.engine == "torch" and row.ms)
-    output = found.model(**example)
-    assert len(output.hidden_states) == 2
-    torch.testing.assert_close(output.logits, model(**example).logits, atol=1e-4, rtol=1e-4)
-    assert vit_fast.optimize(model, example, budget_s=2).from_cache
 
 
 def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,39 +197,6 @@ def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatc
         assert asked == {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1, "device": "CPU"}
         trials.prepare(fewer, 60)
         assert asked["INFERENCE_PRECISION_HINT"] == "bf16"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
-def test_cuda_runtimes_say_why_they_are_not_here(files: Path, images, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their own code as far as it goes: the candidates, the export for the target, what ONNX Runtime is asked for."""
-    for choice in candidate.candidates(torch.device("cuda"), ["fp16"]):
-        assert choice.engine != "openvino" and choice.precision != "int8"
-    runtimes = candidates_of_file(torch.device("cuda"), ["int8"])
-    assert runtimes == [Candidate("onnxruntime", graphs=True), Candidate("tensorrt")]
-    asked: list[Any] = []
-
-    def refuse(path: str, settings: Any, providers: list[Any]) -> Any:
-        assert Path(path).stat().st_size > 0
-        asked.append((providers[0][0], dict(providers[0][1])))
-        raise RuntimeError("there is no CUDA")
-
-    class OnCuda(torch.Tensor):
-        """A tensor of the CPU that says it is on CUDA."""
-
-        device = torch.device("cuda", 1)
-
-    monkeypatch.setattr("vit_fast.export.runtime.runner.reasons_against", lambda kind: [])
-    monkeypatch.setattr("onnxruntime.InferenceSession", refuse)
-    monkeypatch.setattr("vit_fast.export.runtime.providers._preload", lambda: None)
-    model = vit_fast.create_model("vit_test", backend="sdpa").eval()
-    fake = images.as_subclass(OnCuda)
-    for choice in [*runtimes, Candidate("onnxruntime", precision="fp16"), Candidate("tensorrt", precision="fp16")]:
-        with pytest.raises(ProviderError, match="there is no CUDA"):
-            build(choice, model, fake, model(images), ())
-    cuda, trt = "CUDAExecutionProvider", "TensorrtExecutionProvider"
-    assert [wanted for wanted, _ in asked] == [cuda, trt, cuda, trt]
-    assert asked[0][1] == {"device_id": 1, "enable_cuda_graph": "1", "use_tf32": "0"}
 
 
 def test_the_answer_for_a_file_names_what_is_in_it(files: Path, images) -> None:

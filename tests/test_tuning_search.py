@@ -216,17 +216,6 @@ def test_a_search_knows_whether_it_finished() -> None:
     assert cut > 8
 
 
-def test_trouble_of_one_leaves_the_others() -> None:
-    field = [
-        Simulated("incorrect", 1.0, trouble="incorrect"),
-        Simulated("memory", 1.0, trouble="memory"),
-        Simulated("fast", 50.0),
-    ]
-    found = search(Machine(noise=0.01), ORIGINAL, field, budget_s=60)
-    assert found.chosen.name == "fast"
-    assert names(found)["incorrect"] == "off by 1" and names(found)["memory"] == "out of memory"
-
-
 def test_given_that_cannot_run_is_the_callers() -> None:
     with pytest.raises(Refused, match="off by 1"):
         search(Machine(), Simulated("given", 1.0, 0, trouble="incorrect"), [], budget_s=10)

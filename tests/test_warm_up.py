@@ -59,19 +59,14 @@ def test_without_a_gpu_there_is_nothing_to_compile(capsys: pytest.CaptureFixture
     assert "nothing to compile: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("batch_sizes", [[], [0], [1, -2], [1.5], ["8"]])
-def test_batch_sizes_that_are_none(batch_sizes: list[int]) -> None:
-    with pytest.raises(ValueError, match="batch_sizes must be"):
-        vit_fast.warm_up(vit_fast.create_model("vit_test"), batch_sizes)
-
-
-@pytest.mark.parametrize("shape", [(0, 3, 32, 32), (3,)])
-def test_examples_that_are_none(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="example must have shape"):
-        vit_fast.warm_up(vit_fast.create_model("vit_test"), [1], example=torch.zeros(shape))
-
-
-def test_a_model_of_unknown_input_needs_an_example() -> None:
+def test_what_cannot_be_warmed_up_is_refused() -> None:
+    model = vit_fast.create_model("vit_test")
+    for batch_sizes in ([], [0], [1, -2], [1.5], ["8"]):
+        with pytest.raises(ValueError, match="batch_sizes must be"):
+            vit_fast.warm_up(model, batch_sizes)
+    for shape in ((0, 3, 32, 32), (3,)):
+        with pytest.raises(ValueError, match="example must have shape"):
+            vit_fast.warm_up(model, [1], example=torch.zeros(shape))
     with pytest.raises(ValueError, match="example must be given for a Linear"):
         vit_fast.warm_up(nn.Linear(2, 2), [1])
 
@@ -79,3 +74,8 @@ def test_a_model_of_unknown_input_needs_an_example() -> None:
 def test_the_command_refuses_what_is_no_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("kernels", "--warm-up", "vit_test", "--batch-sizes", "1,x") == 2
     assert "--batch-sizes" in capsys.readouterr().err
+
+
+def test_training_is_modelled_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("kernels", "--warm-up", "vit_test", "--training") == 2
+    assert "--training must come with --model" in capsys.readouterr().err

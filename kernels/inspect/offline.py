@@ -119,7 +119,6 @@ class Stats:
     e4m3: int = 0
     wgmma_waits: int = 0
     wgmma_waits_in_ptx: int = 0
-    single_conversions: int = 0
     grid_waits: int = 0
     grid_starts: int = 0
     early_accesses: int = 0
@@ -308,7 +307,6 @@ def read_stats(compiled: Any, arch: str, seconds: float) -> Stats:
         async_copies=mix["LDGSTS"],
         seconds=round(seconds, 3),
         e4m3=mix["QGMMA"] + mix["QMMA"] + mix["UTCQMMA"],
-        single_conversions=mix["F2F"],
         grid_waits=mix["ACQBULK"],
         grid_starts=mix["PREEXIT"],
         early_accesses=early_accesses(sass),

@@ -10,7 +10,7 @@ x   = x + ls (h W2^T + b2)          likewise, for the next block
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -221,8 +221,12 @@ def freeze_parts(parts: BlockParts) -> None:
         parts.frozen.refresh()
 
 
-def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor | None:
-    """Runs all blocks with packed linear layers; returns None unless all have them and support this call."""
+def run_packed_blocks(blocks: Iterable[Any], x: Tensor, *rope: Tensor, outputs: int | None = None) -> Tensor | None:
+    """Runs all blocks with packed linear layers; returns None unless all have them and support this call.
+
+    Args:
+        outputs: See `run_packed`.
+    """
     ready: list[Packed] = []
     first: BlockParts | None = None
     for block in blocks:
@@ -235,7 +239,7 @@ def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tenso
             return None
         first = first or parts
         ready.append(packed)
-    return None if first is None else run_packed(ready, x, _tables_of(first, rope), None)
+    return None if first is None else run_packed(ready, x, _tables_of(first, rope), None, outputs)
 
 
 def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
@@ -289,8 +293,8 @@ def forward_block(
     return y
 
 
-def run_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
-    """Runs a Sequential of blocks, [B, N, C] -> [B, N, C].
+def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
+    """Runs consecutive blocks, [B, N, C] -> [B, N, C].
 
     If all run whole, LayerNorm statistics pass from block to block; also the last one computes them, so that it has the
     kernels and launch plan of the others. If a block is wrapped, replaced or hooked, all are called as modules.
@@ -298,7 +302,7 @@ def run_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
     Args:
         rope: Rotary positions that each block is called with, if any.
     """
-    if not torch.compiler.is_compiling() and (output := _run_packed_blocks(blocks, x, *rope)) is not None:
+    if not torch.compiler.is_compiling() and (output := run_packed_blocks(blocks, x, *rope)) is not None:
         return output
     ready: list[Any] = []
     for block in blocks:

@@ -22,7 +22,7 @@ from torch.fx import Proxy
 from ..ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..ops.backends import resolve_backend
 from ..ops.descriptions import Keys, Rope
-from .block import forward_block, parts_of, run_blocks, run_mlp, runs_whole
+from .block import forward_block, parts_of, run_mlp, runs_whole
 from .fp8_scales import PLACE, make_room
 from .packing import is_packable, run_packed_block
 from .parts import AttentionParts, BlockParts, MlpParts, drops
@@ -381,14 +381,3 @@ class FusedNormMlp(FusedModule):
         backend = self.vit_fast_backend
         by_modules = None if ordinary and runs_whole(parts, backend) else attend
         return forward_block(self, parts, x, rope=rope, keys=keys, backend=backend, attend=by_modules)
-
-
-class FusedBlocks(FusedModule):
-    """A Sequential of fused blocks, which passes LayerNorm statistics from each to the next."""
-
-    kind = "blocks"
-
-    def forward(self, input: Tensor, *rope: Tensor) -> Tensor:
-        """Maps [B, N, C] to [B, N, C]."""
-        blocks: Any = self  # also a Sequential
-        return run_blocks(blocks, input, *rope)

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from ..blocks.containers import FusedContainer
 from ..blocks.fp8_scales import take_scales_away
-from ..blocks.fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of
+from ..blocks.fused import Finding, FusedModule, FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import FusionReport, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
 from ..errors import UnsupportedInputError, check_type, type_name
@@ -169,7 +170,7 @@ class _Walk:
         self._spoken_for[module] = True
         if isinstance(module, FusedPatchConv):
             return True
-        if isinstance(module, FusedBlocks):
+        if isinstance(module, FusedContainer):
             return self._children(name, module, inside_unknown)
         if isinstance(module, FusedModule):
             left = self._fused(name, module)
@@ -177,8 +178,8 @@ class _Walk:
             form, reason = form_or_reason(type(module))
             if form is None:
                 return self._other(name, module, reason, inside_unknown)
-            if issubclass(form, FusedBlocks):
-                return self._sequence(name, module, form, inside_unknown)
+            if issubclass(form, FusedContainer):
+                return self._container(name, module, form, inside_unknown)
             left = self._fusable(name, module, form)
         self._children(name, module, inside_unknown=left)
         return True
@@ -210,10 +211,10 @@ class _Walk:
         self._spoken_for[module] = found
         return found
 
-    def _sequence(self, name: str, module: Any, form: type[FusedBlocks], inside_unknown: bool) -> bool:
-        """Fuses a Sequential if it contains nothing but fused blocks."""
+    def _container(self, name: str, module: nn.Module, form: type[FusedContainer], inside_unknown: bool) -> bool:
+        """Fuses a container if all its blocks are fused."""
         found = self._children(name, module, inside_unknown)
-        if len(module) > 1 and all(block in self._blocks for block in module):
+        if form.fits(module, self._blocks) and not _instance_reasons(module, form):
             self.changes.append(([module], lambda: _give_class(module, form, self.requested)))
         self._spoken_for[module] = found
         return found

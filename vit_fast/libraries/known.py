@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..blocks.containers import FusedContainer
 from ..blocks.fused import FusedModule
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
@@ -21,6 +22,7 @@ from . import (
     ours,
     timm,
     timm_blocks,
+    timm_classifier,
     timm_towers,
     torch_nn,
     torchvision,
@@ -42,7 +44,7 @@ PEERS = (timm, transformers, torchvision)
 IMAGE_MODELS = (ours, fixed_grid, timm, transformers, torchvision)
 FUSABLE = {
     "vit_fast": (ours,),
-    "timm": (timm_blocks,),
+    "timm": (timm_blocks, timm_classifier),
     "transformers": (transformers_packed, transformers_blocks),
     "torchvision": (torchvision,),
     "torch": (torch_nn,),
@@ -132,7 +134,7 @@ def form_or_reason(cls: type[nn.Module]) -> tuple[type[FusedModule] | None, str 
     if reason := next((reason for pattern, reason in skipped.items() if re.fullmatch(pattern, cls.__name__)), None):
         return None, f"{cls.__qualname__}: {reason}"
     for base in cls.__mro__[1:]:
-        if not issubclass(base, nn.Module) or (form := fused_form(base)) is None:
+        if not issubclass(base, nn.Module) or (form := fused_form(base)) is None or issubclass(form, FusedContainer):
             continue
         if cls.__name__.startswith("FSDP") and any(parent.__name__ == "FSDPModule" for parent in cls.__mro__):
             return None, "fully_shard has wrapped it: call fuse before fully_shard"

@@ -7,7 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blocks.fused import Finding, Forms, FusedBlocks, FusedModule, FusedNormMlp
+from ..blocks.containers import FusedBlocks
+from ..blocks.fused import Finding, Forms, FusedModule, FusedNormMlp
 from ..blocks.parts import MlpParts
 from ..blocks.plain import is_touched, tensor_reasons, touch_reasons
 from ..blocks.reading import Reader, dropout_notes

@@ -207,8 +207,9 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Can
             found += [fused, graphed] if on_cuda else [frozen, fused]
         compiled = Candidate("compile", precision=precision)
         # on a CPU, freezing packs weights for its matmuls; on CUDA, our kernels are part of the compiled graph
-        other: dict[str, Any] = {"attention": backends[0], "mlp": backends[0]} if on_cuda else {"frozen": True}
+        other: dict[str, Any] = {"attention": backends[0], "mlp": backends[0], "frozen": not on_cuda}
         found += [dataclasses.replace(compiled, **other), compiled]
+        found += [] if on_cuda else [dataclasses.replace(compiled, frozen=True)]  # for a model that cannot be fused
         found += [dataclasses.replace(compiled, engine="max-autotune", **other)] if on_cuda else []
     if "fp8" in allowed:  # if it is unavailable, the table says why
         eight_bit = Candidate(attention="triton", mlp="triton", precision="fp8")
