@@ -53,7 +53,7 @@ def test_command_and_its_options_exist(command, app):
     subcommand = app.get_command(context, name)
     assert subcommand is not None
     known = {option for parameter in subcommand.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    assert {argument for argument in arguments if argument.startswith("-")} <= known | {"--help"}
+    assert {argument for argument in arguments if argument.startswith("-")} <= known
 
 
 def test_make_targets_exist():
