@@ -81,6 +81,19 @@ def test_a_runner_returns_what_the_tower_returns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY_CODE)
+def test_outputs_belong_to_the_caller(name: str) -> None:
+    """Later calls leave them, and they can be changed in place, also by tensors with gradients."""
+    family = FAMILIES[name]
+    tower, _ = build(family)
+    runner = vit_fast.GraphRunner(tower, budgets=BUDGETS)
+    found = pytree.tree_leaves(runner(**family.call(MIXED[:1])))
+    before = copy.deepcopy(found)
+    runner(**family.call(MIXED[:1]))
+    assert_equal(found, before, rtol=0, atol=0)
+    found[0] += torch.ones((), device=DEVICE, requires_grad=True)
+
+
+@pytest.mark.parametrize("name", EVERY_CODE)
 def test_what_no_graph_can_run_is_an_error_or_runs_eagerly(name: str) -> None:
     family = FAMILIES[name]
     tower, plain = build(family)

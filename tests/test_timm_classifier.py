@@ -102,6 +102,14 @@ def test_heads_that_read_more_than_one_token(pool: str) -> None:
         torch.testing.assert_close(model.forward_features(IMAGES), plain.forward_features(IMAGES), rtol=1e-5, atol=1e-5)
 
 
+def test_a_model_whose_blocks_were_removed() -> None:
+    model = build()
+    vit_fast.fuse(model, "sdpa")
+    model.blocks = torch.nn.Sequential()
+    with torch.no_grad():
+        torch.testing.assert_close(model(IMAGES), model.forward_head(model.forward_features(IMAGES)))
+
+
 def test_a_subclass_is_left_alone() -> None:
     model = timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=2, num_classes=5).eval()
     before = type(model)

@@ -131,7 +131,9 @@ class PackedTower(abc.ABC):
         if not isinstance(leaf, Tensor):
             return [leaf] * len(lengths)
         rows = [length // self.tokens_per_row(leaf, budget) for length in lengths]
-        return leaf.narrow(self.axis, 0, sum(rows)).clone().split(rows, self.axis)
+        copied = leaf.narrow(self.axis, 0, sum(rows)).clone()
+        # the caller gets no view: outside of no_grad, torch forbids to change it in place
+        return copied.split(rows, self.axis) if len(rows) > 1 else [copied]
 
     def tokens_per_row(self, leaf: Tensor, budget: int) -> int:
         """Returns the number of tokens per row of an output."""
@@ -237,8 +239,9 @@ class PaddedTower(PackedTower):
         def padded(leaf: Any) -> Any:
             if leaf is None:
                 return None
-            whole = leaf.new_zeros((batch * width, *leaf.shape[2:]))
-            return whole.index_copy_(0, places, leaf[0]).unflatten(0, (batch, width))
+            whole = leaf.new_zeros((batch, width, *leaf.shape[2:]))
+            whole.flatten(0, 1).index_copy_(0, places, leaf[0])
+            return whole
 
         return self.finish(call, rebuilt(packed, [padded(leaf) for leaf in pytree.tree_leaves(packed)]))
 

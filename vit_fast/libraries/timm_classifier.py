@@ -47,7 +47,7 @@ class ClassifierForm(FusedContainer):
         if torch.is_grad_enabled() or tower.training or tower.global_pool != "token" or tower.attn_pool is not None:
             return False
         blocks, cls = tower.blocks, type(tower)
-        if not isinstance(blocks, nn.Sequential) or is_exporting():
+        if not isinstance(blocks, nn.Sequential) or not len(blocks) or is_exporting():
             return False
         for name in _METHODS:  # a user may have replaced them
             if name in self.__dict__ or getattr(cls, name).__module__ != cls.original.__module__:
