@@ -128,7 +128,7 @@ def make_configuration(
     seconds: float | None = None,
     protocol: Protocol | None = None,
 ) -> Configuration:
-    """Checks the arguments, and fills in defaults for the device; `vit-fast bench --help` describes them.
+    """Checks the arguments, and fills in defaults for the device; see the options of `vit-fast bench`.
 
     Args:
         models: Names, patterns, ids, files or functions; see models.resolve.

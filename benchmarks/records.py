@@ -6,6 +6,7 @@ resumed. FOLDER appears when it is complete.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from vit_fast.files import check_new_folder
 
 from .rows import CHECKED_FIELDS, SPEED_FIELDS, Record
 
-FORMAT = "vit-fast-bench/3"
+FORMAT, BEFORE = "vit-fast-bench/3", "vit-fast-bench/2"
 RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"
 
 
@@ -133,7 +134,7 @@ def to_json(record: Record) -> bytes:
 
 
 def read_record(path: str | Path) -> Record:
-    """Reads a record of `vit-fast bench` from its JSON file or folder.
+    """Reads a record of `vit-fast bench` from its JSON file or folder, also of the format before.
 
     Raises:
         OSError: the file does not exist.
@@ -156,6 +157,8 @@ def read_any(path: str | Path) -> Record:
         raise ValueError(f"{path}: must be the JSON of a record: {error}") from None
     if not isinstance(record, dict) or not (is_bench(record) or isinstance(record.get("machine"), dict)):
         raise ValueError(f"{path}: must be a record of vit-fast bench, gpu-check or kernels --host --json")
+    if record.get("format") == BEFORE:
+        _upgrade(record)
     if is_bench(record) and record["format"] != FORMAT:
         raise ValueError(f"{path}: must be of format {FORMAT}, got {record['format']}")
     try:
@@ -166,6 +169,26 @@ def read_any(path: str | Path) -> Record:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return record
+
+
+def _upgrade(record: Record) -> None:
+    """Converts a record of the format before, whose oldest rows and controls lack fields."""
+    record["format"] = FORMAT
+    names = {"plan": "configuration", "subjects": "candidates", "subject": "candidate", "left_out": "skipped"}
+    lists = [part for name in ("rows", "controls") if isinstance(part := record.get(name), list)]
+    rows = [row for row in itertools.chain(*lists) if isinstance(row, dict)]
+    for part in (record, record.get("plan"), *rows):
+        if isinstance(part, dict):
+            for name in names.keys() & part.keys():
+                part[names[name]] = part.pop(name)
+    sizes = {str(row.get("model")): row["img_size"] for row in rows if "img_size" in row}
+    for row in rows:
+        row.setdefault("data", "device")
+        row.setdefault("img_size", sizes.get(str(row.get("model"))))
+        if "resolution" in row:
+            row.setdefault("between_runs", row["resolution"])
+        if row.get("status") == "wrong":
+            row["status"] = "incorrect"
 
 
 def _finite(text: str) -> float:

@@ -6,6 +6,7 @@ table of its rows.
 
 from __future__ import annotations
 
+import colorsys
 import io
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +14,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from vit_fast.measure.candidate import COMPILE_MODES
 from vit_fast.measure.compare import SAME, UNKNOWN, format_number
 
+from .candidates import CANDIDATES, DEFAULT_NAMES
 from .records import RECORD_NAME, is_bench, to_json
 from .report import (
     ceilings_line,
@@ -32,7 +35,11 @@ from .rows import Record, Row, measured
 
 REPORT_NAME = "report.html"
 _TEMPLATE = Path(__file__).with_name(REPORT_NAME)
-INK, FAINT, OURS, PEER = "#1e293b", "#64748b", "#0f766e", "#94a3b8"
+INK, FAINT, OURS = "#1e293b", "#64748b", "#0f766e"
+GOLDEN = 0.618034  # steps of the hue that keep any number of consecutive colours apart
+_MODES = [one.compiled_in(mode).name for one in CANDIDATES.values() for mode in COMPILE_MODES[: 1 + 4 * one.compilable]]
+# All names, the most frequent first; their order decides the colours.
+NAMES = list(dict.fromkeys((*DEFAULT_NAMES["cpu"], *DEFAULT_NAMES["cuda"], *_MODES)))
 
 
 def files(name: str, record: Record) -> dict[str, bytes]:
@@ -84,11 +91,12 @@ def _plain(value: object) -> object:
 
 def _table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table that scrolls; the first cell of a row is its heading."""
+    colour = '<th scope=row style="border-left: .4rem solid {}">' if titles[0] == "candidate" else "<th scope=row>"
     head = "".join(f'<th scope=col aria-sort="none">{escape(title)}</th>' for title in titles)
     lines = []
     for first, *others in rows:
         cells = "".join(f"<td>{escape(str(cell))}</td>" for cell in others)
-        lines.append(f"<tr><th scope=row>{escape(str(first))}</th>{cells}</tr>\n")
+        lines.append(f"<tr>{colour.format(colour_of(str(first)))}{escape(str(first))}</th>{cells}</tr>\n")
     return (
         f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex=0><table><caption>{escape(caption)}'
         f"</caption><thead><tr>{head}</tr></thead><tbody>\n{''.join(lines)}</tbody></table></div>"
@@ -110,6 +118,17 @@ def _flat(record: Mapping[str, Any], *names: str) -> list[tuple[str, str]]:
     return found
 
 
+def colour_of(name: str) -> str:
+    """Returns the colour of a candidate, the same in every plot and report: strong for ours, pale for peers."""
+    name = name.partition(" (")[0]  # the notes of a label
+    if name not in NAMES:
+        return FAINT
+    saturation, value = (0.4, 0.85) if CANDIDATES[name.partition("+compile")[0]].peer else (0.9, 0.6)
+    place = NAMES.index(name)
+    parts = colorsys.hsv_to_rgb((0.862 + GOLDEN * place) % 1, saturation, value - 0.1 * (place % 3))
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+
+
 def draw(record: Record) -> bytes:
     """Draws a PNG of the measured rows, fastest on top, with whiskers from the 20th to the 80th percentile."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -124,7 +143,7 @@ def draw(record: Record) -> bytes:
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     figure = Figure(figsize=(10.0, inches), dpi=150, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
-    title = "ViT throughput, images per second (green: vit-fast; lines: p20 to p80)"
+    title = "ViT throughput, images per second (bold and strong: vit-fast; lines: p20 to p80)"
     figure.suptitle(title, x=0.02, ha="left", size=12, weight="bold", color=INK)
     figure.supxlabel(foot, x=0.02, ha="left", size=7, color=FAINT, parse_math=False)
     heights = [1 + len(rows) for rows in panels.values()]
@@ -143,7 +162,7 @@ def draw(record: Record) -> bytes:
 def _draw_bars(axes: Any, rows: list[Row]) -> None:
     slow, middle, fast = ([row["batch"] / row[field] * 1e3 for row in rows] for field in ("ms_p80", "ms", "ms_p20"))
     whiskers = [[b - a for a, b in zip(low, high, strict=True)] for low, high in ((slow, middle), (middle, fast))]
-    colours = [PEER if row["peer"] else OURS for row in rows]
+    colours = [colour_of(row["candidate"]) for row in rows]
     texts = []
     for row, rate in zip(rows, middle, strict=True):
         ratio = "" if row["ratio_to_best_peer"] is None else f"{row['ratio_to_best_peer']:.2f}x best peer"
@@ -152,4 +171,6 @@ def _draw_bars(axes: Any, rows: list[Row]) -> None:
     bars = axes.barh(range(len(rows)), middle, 0.72, color=colours, xerr=whiskers, error_kw={"ecolor": INK})
     axes.bar_label(bars, texts, padding=4, fontsize=8.5, color=INK)
     axes.set_yticks(range(len(rows)), [label(row) for row in rows])
+    for name, row in zip(axes.get_yticklabels(), rows, strict=True):
+        name.set_fontweight("normal" if row["peer"] else "bold")
     axes.set_xlim(0, 1.3 * max(fast, default=1.0))

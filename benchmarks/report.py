@@ -54,6 +54,7 @@ def _ratio(row: Row) -> str:
 
 
 COLUMNS = (
+    Column("precision", lambda row: str(row["precision"]), 0),
     Column("images/s", lambda row: format_number(row["images_per_s"]), 0),
     Column("ms", lambda row: _number(row, "ms", 4), 2),
     Column("[p20, p80]", lambda row: f"[{_number(row, 'ms_p20', 4)}, {_number(row, 'ms_p80', 4)}]"),
@@ -235,7 +236,7 @@ def columns_in(record: Record, width: int) -> list[Column]:
     """Returns the most important columns that fit into a terminal of `width` characters, beside the candidate."""
     rows, columns = measured(record["rows"]), filled_columns(record)
     shown: list[Column] = []
-    left = width - max((len(label(row)) for row in rows), default=0) - 2
+    left = width - max((len(label(row, precision=False)) for row in rows), default=0) - 2
     ranked = sorted((column for column in columns if column.rank is not None), key=lambda column: column.rank or 0)
     for column in ranked[:MOST_ON_SCREEN]:
         left -= max(map(len, (column.title, *map(column.cell, rows)))) + 3
@@ -282,7 +283,7 @@ def tables(record: Record, columns: list[Column] | None = None) -> Iterator[Tabl
     columns = filled_columns(record) if columns is None else columns
     grouped = {title: measured(rows) for title, rows in groups(record).items() if measured(rows)}
     for title, rows in grouped.items():
-        lines = [[label(row), *(column.cell(row) for column in columns)] for row in rows]
+        lines = [[label(row, precision=False), *(column.cell(row) for column in columns)] for row in rows]
         yield title, ["candidate", *(column.title for column in columns)], lines
     for title, rows in grouped.items():
         if explained := [row for row in rows if row.get("explained")]:

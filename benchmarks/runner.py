@@ -11,12 +11,12 @@ import functools
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from vit_fast.measure import clock, compare
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.clock import Call, Samples, Timing, time_interleaved
+from vit_fast.measure.clock import Call, Samples, Timing, percentile, time_interleaved
 from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 
 from . import preparation
@@ -31,8 +31,8 @@ from .rows import Group, Record, Row, Status, add_timing, finish, is_lower, key_
 AGAIN = "again"
 # A measurement that is cut short counts if it has so many repeats, or fewer repeats and so many milliseconds.
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
-# Rounds between two checks whether noise allows a ranking.
-ROUNDS_BETWEEN = 5
+# The share of a group's time for all candidates, before noise reduces them, and the rounds between checks.
+SHARE_OF_ALL, ROUNDS_BETWEEN = 0.4, 5
 
 
 class Listener(Protocol):
@@ -54,36 +54,59 @@ class Silent:
 
 
 class Watch:
-    """Decides after every round whether to continue; see clock.time_interleaved.
+    """Decides after every round which candidates to continue with; see clock.time_interleaved.
 
-    The protocol decides. If noise prevents a ranking, the rest of the time until end_s is used too, if it is allocated
-    to this timing. `best` is the candidate that is timed twice, and `again` is called after every round.
+    On a quiet machine, all candidates are timed until the protocol is satisfied. If noise prevents a ranking, the rest
+    of the time until end_s goes to the best candidate of vit-fast and the best peer, if it is allocated to this timing.
+    `best` is the candidate that is timed twice, and `again` is called after every round. `peers` contains the
+    candidates at full precision, True for a peer.
     """
 
     def __init__(
         self, protocol: clock.Protocol, listener: Listener, now_s: Callable[[], float], end_s: float,
-        allocated: bool, best: str,
+        allocated: bool, best: str, peers: Mapping[str, bool],
     ) -> None:  # fmt: skip
         self._protocol, self._listener, self._now_s, self._end_s = protocol, listener, now_s, end_s
-        self._allocated, self._best = allocated, best
-        self._reported, self.running = 0.0, ""
+        self._allocated, self._best, self._peers = allocated, best, peers
+        self._start_s, self._reported, self.running = now_s(), 0.0, ""
+        self._remaining: Collection[str] = ()
         self._samples: Mapping[str, Samples] = {}
         self.again: Callable[[], None] = lambda: None
 
     def __call__(self, number: int, samples: Mapping[str, Samples]) -> Collection[str]:
         self._samples = samples
         self.again()
-        going_on = self._goes_on(number)
+        self._remaining = self._remaining or list(samples)
+        going_on = self._decide(number)
         share = min(map(self._protocol.share_of, samples.values())) if going_on else 1.0
         self._listener.done((share - self._reported) * (len(samples) - 1))
         self._reported = share
-        return samples if going_on else ()
+        return going_on
 
-    def _goes_on(self, number: int) -> bool:
-        long_enough = self._protocol.is_satisfied(self._samples)
-        if long_enough and not (self._allocated and (number % ROUNDS_BETWEEN or not self._can_rank())):
-            return False
-        return len(self.timings()) < len(self._samples) or self._now_s() < self._end_s
+    def _decide(self, number: int) -> Collection[str]:
+        now_s, long_enough = self._now_s(), self._protocol.is_satisfied(self._samples)
+        narrowed = len(self._remaining) < len(self._samples)
+        if long_enough and not self._allocated:
+            return ()
+        if len(self.timings()) < len(self._samples):
+            return self._remaining
+        if now_s >= self._end_s:
+            return ()
+        late = now_s >= self._start_s + SHARE_OF_ALL * (self._end_s - self._start_s)
+        if number % ROUNDS_BETWEEN or not (self._allocated and (long_enough or late)):
+            return self._remaining
+        if self._can_rank():
+            return () if long_enough or narrowed else self._remaining
+        fewer = {self._best, AGAIN, *self._best_of_each_side()}
+        if not narrowed and len(fewer) < len(self._samples):
+            self._remaining = fewer
+            self._listener.say(f"noisy machine: continuing with {', '.join(sorted(fewer - {AGAIN}))}")
+        return self._remaining
+
+    def _best_of_each_side(self) -> Iterator[str]:
+        for side in set(self._peers.values()):
+            names = [name for name, peer in self._peers.items() if peer == side]
+            yield min(names, key=lambda name: percentile(self._samples[name], 0.5))
 
     def _can_rank(self) -> bool:
         resolution = compare.control(self._samples[self._best], self._samples[AGAIN])["resolution"]
@@ -293,7 +316,8 @@ class _Run:
             best = min(alike, key=lambda name: prepared[name].call_s)
             end_s, conditions = self._end_of_timing_s(group), Conditions(self.configuration.device)
             protocol = dataclasses.replace(self.configuration.protocol, launch=group.launch)
-            watch = Watch(protocol, self.listener, self.elapsed_s, end_s, self.configuration.is_default, best)
+            peers = {name: bool(prepared[name].row["peer"]) for name in alike}
+            watch = Watch(protocol, self.listener, self.elapsed_s, end_s, self.configuration.is_default, best, peers)
             add = functools.partial(self._add_timed, group, prepared, best, conditions)
             calls = {name: watch.tracked(name, ready.call) for name, ready in prepared.items()}
             calls[AGAIN] = watch.tracked(best, prepared[best].call)

@@ -88,7 +88,7 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
             density = 0.3989422804014327 * tl.math.exp2(x * x * -0.7213475204444817)
             slope = gate + x * density
         elif ACTIVATION == "gelu_tanh":
-            # bounded, because the factor before it is then 0, and 0 times infinity is NaN
+            # clamped, because the other factor is 0 there, and 0 times infinity is NaN
             square = tl.minimum(x * x, 1e4)
             slope = gate + value * (1.0 - gate) * (1.5957691216057308 + 0.2140644488 * square)
         elif ACTIVATION == "quick_gelu":

@@ -5,8 +5,8 @@ kernel with DEPENDENT may start as soon as all programs of the previous one are 
 prefetches weights into L2, and then waits for the end of the previous kernel, whose results it sees from then on. Until
 then it neither reads nor writes memory: a prefetch into L2 is correct even of weights that are being written.
 
-Every kernel that is launched so waits. When one has waited, all launches before its predecessor have therefore ended,
-and it lets the next one start.
+Every kernel that is launched this way waits. After its wait, all earlier launches have therefore ended, and it lets the
+next one start.
 
 Source: CUDA C++ Programming Guide, Programmatic Dependent Launch; PTX ISA, griddepcontrol (sm_90 and newer).
 """
@@ -23,7 +23,7 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Waits for the previous launch, and lets the next one start; nothing without DEPENDENT."""
+    """Waits for the previous launch, and lets the next one start; does nothing without DEPENDENT."""
     if DEPENDENT and not _INTERPRETED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -31,7 +31,7 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(pointer, row, first, last, rows, columns, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """Prefetches columns first .. last of ROWS rows of [rows, columns] into L2, by one address per STEP."""
+    """Prefetches columns first .. last of ROWS rows of [rows, columns] into L2, with one prefetch per STEP."""
     if _INTERPRETED:
         return
     index = tl.minimum(row + tl.arange(0, ROWS), rows - 1)

@@ -1,4 +1,4 @@
-"""Properties of GPUs for the launch policies: architecture, generation of tiles, and number formats of products."""
+"""Properties of GPUs for the launch policies: architecture, tile generation, and number formats of matmuls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Gpu:
     sm_count: int
 
 
-# An H200, for the interpreter and the offline compiler.
+# The H200, used by the interpreter and the offline compiler.
 REFERENCE_GPU = Gpu("sm_90", 132)
 _stand_in: Gpu | None = None
 
@@ -51,13 +51,13 @@ def _real_gpu(index: int) -> Gpu:
 
 
 def generation(arch: str) -> str:
-    """Returns the generation of tiles: "ampere" (mma.sync: sm_80, 86, 89 and 120), "hopper" or "blackwell"."""
+    """Returns the tile generation: "ampere" (mma.sync: sm_80, 86, 89 and 120), "hopper" or "blackwell"."""
     number = int(arch.removeprefix("sm_"))
     return "hopper" if 90 <= number < 100 else "blackwell" if 100 <= number < 120 else "ampere"
 
 
 def has_fp8(arch: str) -> bool:
-    """True for architectures with products of e4m3."""
+    """True for architectures with e4m3 tensor cores."""
     return int(arch.removeprefix("sm_")) >= 89
 
 
@@ -72,12 +72,12 @@ def reads_descriptors(arch: str) -> bool:
 
 
 def matrix_instruction(arch: str) -> str:
-    """Returns the instruction of half-precision and TF32 products, named as in `offline.Stats.has`."""
+    """Returns the matrix instruction for half precision and TF32, named as in `offline.Stats.has`."""
     return {"ampere": "HMMA", "hopper": "HGMMA", "blackwell": "TCGEN05"}[generation(arch)]
 
 
 def product_kind(dtype: torch.dtype) -> str:
-    """Returns the number format of products of this dtype: "half", "fp8" (e4m3), or "tf32" for fp32."""
+    """Returns the number format of matmuls with operands of this dtype: "half", "fp8" (e4m3), or "tf32" for fp32."""
     if dtype == torch.float8_e4m3fn:
         return "fp8"
     return "half" if dtype.itemsize == 2 else "tf32"

@@ -19,7 +19,7 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def to_e4m3(value):
-    """fp32 rounded to e4m3, ties to even; 448 for what is larger, NaN for NaN.
+    """Rounds fp32 to e4m3, ties to even; saturates at 448 and preserves NaN.
 
     Uses the instruction directly: on sm_89 the compiler's conversion goes through fp16, rounded to zero, and its
     documentation does not state whether it saturates.
@@ -42,7 +42,7 @@ def to_e4m3(value):
 
 @triton.jit
 def divided(value, scale_ptr):
-    """fp32 times the reciprocal of a scale in memory, in e4m3; the value itself if there is none."""
+    """Multiplies fp32 by the reciprocal scale in memory and rounds to e4m3; returns the value if there is none."""
     if scale_ptr is None:
         return value
     else:
@@ -51,6 +51,6 @@ def divided(value, scale_ptr):
 
 @triton.jit
 def divided_columns(value, scale_ptr, col, N, COLS: tl.constexpr):
-    """A tile [ROWS, COLS], columns col .. col + COLS of N, times reciprocals of scales, fp32 [N], in e4m3."""
+    """Multiplies a tile [ROWS, COLS], columns col .. col + COLS of N, by reciprocal scales fp32 [N]; rounds to e4m3."""
     cols = col + tl.arange(0, COLS)
     return to_e4m3(value.to(tl.float32) * tl.load(scale_ptr + cols, mask=cols < N, other=1.0)[None, :])

@@ -35,8 +35,8 @@ class Launch:
         args: Runtime arguments by name: tensors, tensor descriptors, numbers, or None for an absent one.
         constants: Compile-time arguments (`tl.constexpr`) by name.
         num_warps: Warps per program.
-        num_stages: Default depth of software pipelining.
-        maxnreg: Registers per thread; None: the compiler chooses.
+        num_stages: Number of software-pipelining stages.
+        maxnreg: Maximum registers per thread; None lets the compiler choose.
     """
 
     kernel: Any
@@ -91,7 +91,7 @@ class Launch:
             return self.kernel[self.grid](**self.args, **self.constants, **self.options())
 
     def _specialisation(self, device: int) -> tuple[Any, ...]:
-        """Returns a key that is at least as specific as triton's own: integers count by value."""
+        """Returns a key that is at least as specific as triton's own: it contains the values of integers."""
         constants = tuple(self.constants.values())
         return (
             id(self.kernel), device, self.num_warps, self.num_stages, self.maxnreg,
@@ -103,7 +103,7 @@ class Launch:
 class Ready:
     """A compiled kernel and the order of its arguments."""
 
-    kernel: Any  # keeps the id of the key unique
+    kernel: Any  # a reference, so that no other kernel gets its id
     compiled: Any
     names: tuple[str, ...]
 
@@ -123,7 +123,7 @@ MAX_READY = 4096
 
 
 class _Listening(threading.local):
-    """The callback for launches of this thread; called with each launch and its compiled kernel or None."""
+    """This thread's callback for launches; called with each launch and its compiled kernel or None."""
 
     listener: Callable[[Launch, Ready | None], None] | None = None
 
@@ -173,7 +173,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes `device` current, on which triton launches."""
+    """Makes `device` current, because triton launches on the current device."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)

@@ -1,18 +1,18 @@
-"""The rows of a LayerNorm that is folded into the linear layer after it (`folding.py`), and their statistics.
+"""LayerNorm statistics, and the input rows of a linear layer with the LayerNorm folded in (`folding.py`).
 
 The kernel that writes x also writes statistics of pieces of its columns (`row_parts.py`); the kernel that reads x
-combines them (Chan, Golub and LeVeque, 1983). They need a launch only if x comes from elsewhere.
+combines them (Chan, Golub and LeVeque, 1983). A separate launch computes them only if another operator wrote x.
 
 Two cases need care:
-- fp32 rows: everything is fp32, or autocast keeps the residual stream in fp32 beside half-precision matmuls. A product
-  of the folded weight W'' with x itself would lose precision where the mean exceeds the spread, and fp16 cannot hold
-  every x. So the rows are normalised first, n = (x - mean) rstd in the dtype of the matmuls, and z = n W''^T + c.
-- Constant rows of fp16 or bf16: rstd is 1 / sqrt(eps) and would multiply the rounding noise of mean s - x W''. Their
+- fp32 rows: everything is fp32, or autocast keeps the residual stream in fp32 with half-precision matmuls. Multiplying
+  x itself by the folded weight W'' would lose precision if the mean exceeds the spread, and fp16 cannot represent every
+  x. So the rows are normalised first, n = (x - mean) rstd in the dtype of the matmuls, and z = n W''^T + c.
+- Constant rows of fp16 or bf16: rstd is 1 / sqrt(eps) and would amplify the rounding error of mean s - x W''. Their
   rstd is stored negative. The forward takes max(rstd, 0) and so returns c, as LayerNorm does. The backward, whose
   gradient through a constant row is not zero, applies the magnitude where nothing cancels (`gradient_epilogues.py`).
 
-RMSNorm is the same with mean 0: rstd is 1 / sqrt(mean square + eps), from the same statistics. A row of zeros takes
-the part of the constant row.
+RMSNorm is the same with mean 0: rstd is 1 / sqrt(mean square + eps), from the same statistics. A row of zeros is
+treated like a constant row.
 
 Source: LayerNorm, arXiv 1607.06450; RMSNorm, arXiv 1910.07467.
 """
@@ -30,7 +30,7 @@ from .fp8 import divided_columns
 from .launch import Launch, ceil_div
 from .row_parts import PIECE, row_parts
 
-# A row of fp16 or bf16 is constant or has a spread of at least 2^-11 / sqrt(C) of its mean: far above this.
+# A row of fp16 or bf16 that is not constant has a spread of at least 2^-11 / sqrt(C) of its mean, far above this.
 _CONSTANT_ROW = tl.constexpr(1e-6)
 _MAX_CHUNK = 2048
 _PIECE = tl.constexpr(PIECE)
@@ -86,10 +86,10 @@ def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr
 def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr):
     """(mean, rstd) [ROWS] of rows of C columns; rstd is negative for a constant row.
 
-    For RMSNorm (0, 1 / root mean square), which is negative for a row of zeros.
+    For RMSNorm, (0, 1 / root mean square); the latter is negative for a row of zeros.
 
     Pieces are summed along the first axis: along the second, the compiler would use the layout of these loads for the
-    matmul's tile too.
+    tile of the matmul too.
     """
     step = tl.arange(0, ROWS)
     inside = (row + step < M)[None, :]
@@ -283,8 +283,8 @@ def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, r
     Args:
         x: [M, C], contiguous.
         eps: Added to the variance.
-        part: Statistics of half-precision rows, if the kernel that wrote x also wrote them.
-        dtype: Dtype of the matmuls: that of x, or a half precision beside fp32 x.
+        part: LayerNorm statistics of half-precision x, if the kernel that wrote x also wrote them.
+        dtype: Dtype of the matmuls: that of x, or fp16 or bf16 for fp32 x.
         rms: True for an RMSNorm.
     """
     M, C = x.shape

@@ -8,12 +8,12 @@ plan holds the compiled kernels with their grids and arguments, and every addres
 buffer. A replay allocates the buffers and launches the kernels on the current stream. Tensor maps are cached by
 address.
 
-A function may allocate, take views, launch, and call torch operators on such tensors, which a replay calls again.
-Anything else (a tensor from elsewhere, a result that is no tensor) cannot be planned; the function then runs each time.
-Buffers that only kernels use share one allocation and overlap if they are never needed at the same time, so a kernel
-must not read what was not written.
+A function may allocate, take views, launch, and call torch operators on these tensors, which a replay calls again.
+Anything else (a tensor from elsewhere, a result that is not a tensor) cannot be planned; every call then runs the
+function. Buffers that only kernels use share one allocation and overlap if they are never needed at the same time. A
+kernel must therefore not read memory that no kernel wrote.
 
-Under Triton's interpreter, and with launch hooks, functions simply run.
+Under Triton's interpreter and with launch hooks, functions run without plans.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Function = Callable[..., Any]
 
 MAX_PLANS = 2048
 MAX_SEEN = 16384
-_plans: dict[tuple[Any, ...], LaunchPlan | None] = {}  # None: it cannot be planned
+_plans: dict[tuple[Any, ...], LaunchPlan | None] = {}  # None: cannot be planned
 _seen: set[int] = set()  # hashes of the signatures that ran once; a collision only records one call early
 _UNSEEN: Any = object()
 _INTERPRETED = is_interpreted()
 
 
 def run(function: Function, arguments: Sequence[Any]) -> Any:
-    """Returns function(*arguments), replayed if its plan is known.
+    """Returns function(*arguments); replays its plan if there is one.
 
     Args:
         arguments: Tensors, None, and hashable values. Results must not share memory with the tensors.
@@ -57,12 +57,12 @@ def run(function: Function, arguments: Sequence[Any]) -> Any:
             key += (value.shape, value.stride(), value.dtype, value.get_device(), address & 15)
         else:
             key.append(value)
-    found = tuple(key)
-    plan = _plans.get(found, _UNSEEN)
+    signature = tuple(key)
+    plan = _plans.get(signature, _UNSEEN)
     if plan is _UNSEEN:
-        if is_watched() or _is_first(found):
+        if is_watched() or _is_first(signature):
             return function(*arguments)
-        return _record(found, function, arguments)
+        return _record(signature, function, arguments)
     if plan is None or is_watched(*plan.kernels):
         return function(*arguments)
     return plan.replay(tensors, addresses)

@@ -1,6 +1,6 @@
 """Records launch plans: runs a function once, with its allocations, views, torch operators and launches.
 
-Tensors are tracked by identity: a view belongs to the value that it was made of, even if others share the memory.
+Tensors are tracked by identity: a view belongs to the value from which it was created, even if others share the memory.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class _UnplannableError(Exception):
-    """A plan cannot repeat the function; the message is the reason."""
+    """Raised if a plan cannot repeat the function; the message is the reason."""
 
 
 def record(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, bool, LaunchPlan | None]:
-    """Returns function(*arguments), True if all of it was seen, and its plan or None."""
+    """Returns function(*arguments), True if all its launches were recorded, and its plan or None."""
     # aliases, because a tensor that is passed twice must count as two inputs
     own = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
     recorder = _Recorder([value for value in own if isinstance(value, Tensor)])
@@ -68,7 +68,7 @@ class _Value:
     bytes: int
 
     def is_all_of(self, view: View) -> bool:
-        """True if a view is all of this memory, perhaps in another shape."""
+        """True if a view covers all of this memory, possibly in another shape."""
         return not view.at.offset and view.shape.numel() * view.dtype.itemsize == self.bytes
 
 
@@ -77,7 +77,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.complete = True  # False if a kernel was not compiled yet
+        self.complete = True  # False if a kernel was not compiled yet; the plan is then recorded later
         self._device = inputs[0].device if inputs else torch.device("cpu")
         self._values: list[_Value] = []
         self._steps: list[Step] = []
@@ -86,7 +86,7 @@ class _Recorder(TorchDispatchMode):
         self._where: Any = WeakIdKeyDictionary()  # tensor -> number of its value, address at which that starts
         self._reason = "" if inputs else "no argument is a tensor"
         if any(tensor.device != self._device for tensor in inputs):
-            self._reason = "arguments on several devices"
+            self._reason = "the arguments are on several devices"
             return
         for tensor in inputs:
             self._add(tensor, "input")
@@ -105,16 +105,16 @@ class _Recorder(TorchDispatchMode):
             return
         flat = pytree.tree_leaves((args, kwargs))
         own = {tensor.untyped_storage()._cdata: tensor for tensor in flat if isinstance(tensor, Tensor)}
-        made = pytree.tree_leaves(result)
-        if not all(isinstance(tensor, Tensor) for tensor in made) or _UNREPEATABLE & set(func.tags):
-            raise _UnplannableError(f"{func} returns other values than tensors of known shapes")
-        fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in own]
+        outputs = pytree.tree_leaves(result)
+        if not all(isinstance(tensor, Tensor) for tensor in outputs) or _UNREPEATABLE & set(func.tags):
+            raise _UnplannableError(f"{func} must return tensors of fixed shapes only")
+        fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in own]
         if not fresh and not func._schema.is_mutable:
-            for tensor in made:
+            for tensor in outputs:
                 self._where[tensor] = self._place(own[tensor.untyped_storage()._cdata])
             return
-        if fresh and len(fresh) < len(made):
-            raise _UnplannableError(f"{func} returns views beside new tensors")
+        if fresh and len(fresh) < len(outputs):
+            raise _UnplannableError(f"{func} returns both views and new tensors")
         positional = tuple(map(self._argument, args))
         named = {name: self._argument(value) for name, value in kwargs.items()}
         for tensor in fresh:
@@ -132,11 +132,11 @@ class _Recorder(TorchDispatchMode):
         if ready is None:
             self.complete = False
             raise _UnplannableError("a kernel was not compiled yet")
-        from triton.backends.nvidia.driver import CudaLauncher  # not everywhere, but where it has just launched
+        from triton.backends.nvidia.driver import CudaLauncher  # importable here, because triton just launched a kernel
 
         launcher = ready.compiled.run
         if not isinstance(launcher, CudaLauncher) or launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise _UnplannableError("a launcher that asks for memory of its own")
+            raise _UnplannableError("the launcher needs scratch memory")
         self._kernels[id(launch.kernel)] = launch.kernel
         everything = {**launch.constants, **launch.args}
         values = [self._planned_value(everything[name]) for name in ready.names]
@@ -157,7 +157,7 @@ class _Recorder(TorchDispatchMode):
 
     def _add(self, tensor: Tensor, kind: str) -> None:
         if tensor.device != self._device:
-            raise _UnplannableError(f"a tensor on {tensor.device} beside those on {self._device}")
+            raise _UnplannableError(f"all tensors must be on {self._device}, got one on {tensor.device}")
         self._where[tensor] = (len(self._values), tensor.data_ptr())
         size = tensor.untyped_storage().nbytes()
         self._values.append(_Value(kind, tensor.shape, tensor.stride(), tensor.dtype, size))
@@ -165,7 +165,7 @@ class _Recorder(TorchDispatchMode):
     def _place(self, tensor: Tensor) -> tuple[int, int]:
         place: tuple[int, int] | None = self._where.get(tensor)
         if place is None:
-            raise _UnplannableError("a tensor that is neither an argument nor made here")
+            raise _UnplannableError("a tensor is neither an argument nor created by the function")
         return place
 
     def _at(self, tensor: Tensor) -> At:
@@ -182,7 +182,7 @@ class _Recorder(TorchDispatchMode):
     def _view(self, tensor: Tensor) -> View:
         at = self._at(tensor)
         if tensor.dtype != self._values[at.value].dtype:
-            raise _UnplannableError("memory read as another dtype")
+            raise _UnplannableError("memory is read with another dtype")
         return View(at, tensor.shape, tensor.stride(), tensor.dtype)
 
     def plan(self, result: Any) -> LaunchPlan:
@@ -192,7 +192,7 @@ class _Recorder(TorchDispatchMode):
         single = isinstance(result, Tensor)
         flat = [result] if single else result
         if not all(isinstance(value, Tensor) for value in flat):
-            raise _UnplannableError("a result is no tensor")
+            raise _UnplannableError("a result is not a tensor")
         outputs = tuple(self._view(tensor) for tensor in flat)
         if any(self._values[view.at.value].kind == "input" for view in outputs):
             raise _UnplannableError("a result is a view of an argument")
@@ -242,12 +242,12 @@ class _Recorder(TorchDispatchMode):
 
 def _uses(steps: Sequence[Step], kind: type) -> dict[int, tuple[int, int]]:
     """Returns the first and the last of these steps that use each value."""
-    found: dict[int, tuple[int, int]] = {}
+    uses: dict[int, tuple[int, int]] = {}
     for position, step in enumerate(steps):
         if isinstance(step, kind):
             for value in step.uses():
-                found[value] = (found.get(value, (position, 0))[0], position)
-    return found
+                uses[value] = (uses.get(value, (position, 0))[0], position)
+    return uses
 
 
 def _last_uses(steps: Sequence[Step], kept: set[int], inputs: int) -> list[tuple[int, ...]]:

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .launch import Ready
 
 Values = list[Any]  # the tensors of a replay by number; None once dropped
-MAX_MAPS = 256  # addresses for which a tensor map is kept
+MAX_MAPS = 256  # cached tensor maps per descriptor
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class View:
     dtype: torch.dtype
 
     def of(self, values: Values) -> Tensor:
-        """The tensor, in a replay."""
+        """Returns the tensor, given the values of a replay."""
         base: Tensor = values[self.at.value]
         if not self.at.offset and base.shape == self.shape and base.stride() == self.stride:
             return base
@@ -58,30 +58,30 @@ class PlannedLaunch:
         values: In the order of the kernel's parameters, constants included; in place of a tensor an `At`, in place of a
             tensor descriptor one whose base is a `Base`.
     Raises:
-        LookupError: this version of Triton launches in another way.
+        LookupError: this version of Triton has another launch interface.
     """
 
     def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
         self.ready, self.grid = ready, grid
         compiled = ready.compiled
         self._launch, arguments, encoders = _intercept(compiled, grid, values)
-        self._nested = isinstance(arguments[-1], list | tuple)  # triton 3.7 hands the kernel's own over as one
+        self._nested = isinstance(arguments[-1], list | tuple)  # triton 3.7 passes the kernel's arguments as one
         self._front = tuple(arguments[4:-1]) if self._nested else ()
         self.arguments = list(arguments[-1] if self._nested else arguments[4:])
         self.pointers = {place: at for place, at in enumerate(self.arguments) if isinstance(at, At)}
         places = [place for place, value in enumerate(self.arguments) if type(value).__name__ == "PyCUtensorMap"]
         if len(places) != len(encoders):
-            raise LookupError("a tensor descriptor that did not become a tensor map")
+            raise LookupError("a tensor descriptor was not converted to a tensor map")
         self.maps = dict(zip(places, encoders))
 
     def prepare(self) -> None:
-        """Collects the places of addresses among the arguments; to be called after the last renumbering."""
+        """Collects the positions of addresses among the arguments; must be called after the last renumbering."""
         self._at_pointers = [(place, at.value, at.offset) for place, at in self.pointers.items()]
-        self._at_maps = [(place, made.at.value, made.at.offset, made) for place, made in self.maps.items()]
+        self._at_maps = [(place, maps.at.value, maps.at.offset, maps) for place, maps in self.maps.items()]
 
     def uses(self) -> list[int]:
         """Numbers of the values it reads or writes."""
-        return [at.value for at in (*self.pointers.values(), *(made.at for made in self.maps.values()))]
+        return [at.value for at in (*self.pointers.values(), *(maps.at for maps in self.maps.values()))]
 
     def __call__(self, stream: int, values: Values, addresses: list[int]) -> None:
         arguments = self.arguments.copy()
@@ -112,7 +112,7 @@ class TensorMaps:
 
     Args:
         descriptor: The descriptor; `encode` replaces its base.
-        at: The start of its tensor.
+        at: Start of its tensor.
         make: Triton's function that encodes a descriptor; returns a list that starts with the map.
     """
 
@@ -124,11 +124,11 @@ class TensorMaps:
         """Returns the map for an address, and caches it."""
         descriptor = copy.copy(self.descriptor)
         descriptor.base = Base(address, self.at)
-        made = self.make(descriptor)[0]
+        tensor_map = self.make(descriptor)[0]
         if len(self.kept) >= MAX_MAPS:
             self.kept.clear()
-        self.kept[address] = made
-        return made
+        self.kept[address] = tensor_map
+        return tensor_map
 
 
 def _intercept(
@@ -173,10 +173,10 @@ class TorchCall:
     results: int
 
     def __call__(self, stream: int, values: Values, addresses: list[int]) -> None:
-        named = {name: _given(value, values) for name, value in self.named.items()}
-        made = self.operator(*[_given(value, values) for value in self.positional], **named)
+        named = {name: _resolved(value, values) for name, value in self.named.items()}
+        output = self.operator(*[_resolved(value, values) for value in self.positional], **named)
         if self.results:
-            for tensor in [made] if isinstance(made, Tensor) else made:
+            for tensor in [output] if isinstance(output, Tensor) else output:
                 values.append(tensor)
                 addresses.append(tensor.data_ptr())
 
@@ -186,10 +186,10 @@ class TorchCall:
         return [item.at.value for item in flat if isinstance(item, View)]
 
 
-def _given(value: Any, values: Values) -> Any:
+def _resolved(value: Any, values: Values) -> Any:
     if isinstance(value, View):
         return value.of(values)
-    return [_given(item, values) for item in value] if isinstance(value, list) else value
+    return [_resolved(item, values) for item in value] if isinstance(value, list) else value
 
 
 def _flat(value: Any) -> list[Any]:
@@ -204,7 +204,7 @@ class LaunchPlan:
     """The steps of one call, for any addresses.
 
     Args:
-        device: Of all tensors.
+        device: Device of all tensors.
         buffers: Arguments of `torch.empty_strided`: shape, strides, dtype; numbered behind the inputs.
         steps: The steps in order, each with the values that no later step uses. Results of torch operators are
             numbered in order.
@@ -238,7 +238,7 @@ class LaunchPlan:
                 values[value] = None
         if self.single:
             return self.outputs[0].of(values)
-        made = []
+        outputs = []
         for view in self.outputs:
-            made.append(view.of(values))  # a comprehension is one more function in every call
-        return made
+            outputs.append(view.of(values))  # a comprehension would be one more function call
+        return outputs

@@ -30,7 +30,7 @@ from .launch import compiling
 
 Progress = Callable[[int, int], None]
 
-# Fewer are not worth the start of a process, which imports torch and triton.
+# Fewer kernels are not worth another process, which has to import torch and triton.
 KERNELS_A_PROCESS = 4
 
 
@@ -71,7 +71,7 @@ def collect() -> Iterator[list[Request]]:
     """
     runtime, thread = triton.knobs.runtime, threading.get_ident()
     before = runtime.jit_cache_hook
-    found: dict[Request, None] = {}
+    collected: dict[Request, None] = {}
     requests: list[Request] = []
 
     def hook(*, fn: Any, compile: dict[str, Any], **rest: Any) -> bool | None:
@@ -79,7 +79,7 @@ def collect() -> Iterator[list[Request]]:
             return before(fn=fn, compile=compile, **rest) if before is not None else None
         target = triton.runtime.driver.active.get_current_target()
         data = compile["specialization_data"]
-        found[Request(fn.module, fn.name, data, target.backend, target.arch, target.warp_size)] = None
+        collected[Request(fn.module, fn.name, data, target.backend, target.arch, target.warp_size)] = None
         return True
 
     runtime.jit_cache_hook = hook
@@ -89,7 +89,7 @@ def collect() -> Iterator[list[Request]]:
     finally:
         runtime.launch_enter_hook.remove(_listen)
         runtime.jit_cache_hook = before
-        requests += found
+        requests += collected
 
 
 def _listen(*_: Any) -> None:
@@ -97,7 +97,7 @@ def _listen(*_: Any) -> None:
 
 
 def compile_all(requests: Sequence[Request], progress: Progress | None = None) -> int:
-    """Compiles kernels, in several processes if there are enough; returns the number that triton's cache lacked.
+    """Compiles kernels, in several processes if there are many; returns the number that were not in triton's cache.
 
     Args:
         requests: The result of `collect`.
@@ -107,7 +107,7 @@ def compile_all(requests: Sequence[Request], progress: Progress | None = None) -
     """
     total, compiled, here = len(requests), 0, 0
     tell = progress if progress is not None else lambda done, total: None
-    for request in requests:  # here, as long as they come from the cache
+    for request in requests:  # in this process, until the first one that is not in the cache
         if compiled and _processes(total - here) > 1:
             break
         compiled += _compile_here(request)
@@ -129,7 +129,7 @@ def _processes(kernels: int) -> int:
 def _compile_here(request: Request) -> bool:
     try:
         return request.compile()
-    except Exception as error:  # whatever the compiler raises
+    except Exception as error:  # compilers raise any type
         raise RuntimeError(_failure(request, error)) from error
 
 
@@ -178,10 +178,10 @@ def _feed(left: SimpleQueue[Request], results: SimpleQueue[bool | RuntimeError])
             try:
                 process.stdin.write(json.dumps(asdict(request)) + "\n")
                 process.stdin.flush()
-                answer = json.loads(process.stdout.readline())
+                reply = json.loads(process.stdout.readline())
             except (OSError, ValueError):
-                answer = f"{request.name} was not compiled: its process ended"
-            results.put(answer if isinstance(answer, bool) else RuntimeError(answer))
+                reply = f"{request.name} was not compiled: its process ended"
+            results.put(reply if isinstance(reply, bool) else RuntimeError(reply))
         process.stdin.close()
 
 
@@ -200,15 +200,15 @@ class _Driver:
 
 def serve() -> None:
     """Compiles the requests on stdin, one per line; prints true, false (cached) or an error for each, as JSON."""
-    answers = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a compiler may print to stdout
     for line in sys.stdin:
         request = Request(**json.loads(line))
         target = GPUTarget(request.backend, request.arch, request.warp_size)
         triton.runtime.driver.set_active(_Driver(target))
         try:
-            answer: bool | str = request.compile()
+            reply: bool | str = request.compile()
         except Exception as error:  # whatever the compiler raises
-            answer = _failure(request, error)
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+            reply = _failure(request, error)
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()

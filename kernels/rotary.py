@@ -11,9 +11,9 @@ the opposite angle, dy = R^T dout, and then, with dn = dy w and means over the c
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 
 without mean(dn) for RMSNorm. n is recomputed from x. Each program sums over its own tokens in a fixed order, and the
-programs' sums are added afterwards: the same bits each run.
+programs' sums are added afterwards, so results are deterministic.
 
-A program works on ROWS heads, of one token or of several, as two tiles [ROWS, BLOCK]: the first and the second member
+A program processes ROWS heads of one or more tokens as two tiles [ROWS, BLOCK]: the first and the second member
 of each pair. v is copied unless the kernel works in place.
 
 Source: arXiv 2104.09864, 2302.05442; differentiation of the formulas above; the tests compare with fp64 autograd.
@@ -37,7 +37,7 @@ _TILE = 1024  # elements of each of a program's two tiles; more if a norm spans 
 
 @triton.jit
 def _load_pairs(pointer, offsets, pairs, inside, D: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both members of pairs in fp32, from rows of D channels that start at `offsets`."""
+    """Loads both members of pairs in fp32 from rows of D channels that start at `offsets`."""
     if INTERLEAVED:
         first = tl.load(pointer + (offsets + 2 * pairs), mask=inside, other=0.0)
         second = tl.load(pointer + (offsets + 2 * pairs + 1), mask=inside, other=0.0)
@@ -77,7 +77,7 @@ def _load_angles(
     cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows,
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin [ROWS, BLOCK] of the pairs; 1 and 0 of tokens that are not rotated."""
+    """Loads cos and sin [ROWS, BLOCK] of the pairs; 1 and 0 for tokens that are not rotated."""
     position = token % N - prefix
     row = (token // N).to(tl.int64) * image_rows + head * head_rows + position
     offsets = row * ROW_STEP + pairs * PAIR_STEP
@@ -99,7 +99,7 @@ def _mean(first, second, H, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _normalise(first, second, inside, eps, H, D: tl.constexpr, RMS: tl.constexpr, WIDE: tl.constexpr):
-    """The normalised pairs, zeros outside, and rstd."""
+    """Returns the normalised pairs, zeros outside, and rstd."""
     if not RMS:
         mean = _mean(first, second, H, D, WIDE)
         first = tl.where(inside, first - mean, 0.0)
@@ -113,7 +113,7 @@ def normed_pairs(
     first, second, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, which, head, pairs, inside, eps, H,
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Pairs of q (which = 0) or of k through their norm; INTERLEAVED says where its vectors have them."""
+    """Applies the norm of q (which = 0) or of k to pairs; INTERLEAVED is the pair layout of its weight and bias."""
     first, second, _ = _normalise(first, second, inside, eps, H, D, NORM == "rms_norm", WIDE)
     if q_weight_ptr is not None:
         weight1, weight2 = _load_affine(q_weight_ptr, k_weight_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED)
@@ -128,7 +128,7 @@ def normed_pairs(
 
 @triton.jit
 def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Token and head of each row of the `block`-th tile, and whether there is such a row; all [ROWS, 1]."""
+    """Returns token and head of each row of the `block`-th tile, and True if the row exists; all [ROWS, 1]."""
     step = tl.arange(0, ROWS)[:, None]
     if WIDE:
         return block + step * 0, step, (step < H) & (block < M)
@@ -141,15 +141,15 @@ def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
 def _qk_norm_rope_kernel(
     x_ptr,  # [M, 3, H, D]
     out_ptr,  # likewise, or x itself
-    q_weight_ptr, k_weight_ptr,  # [D], or where WIDE [H D]; both None: ones
+    q_weight_ptr, k_weight_ptr,  # [D], or if WIDE [H D]; both None: ones
     q_bias_ptr, k_bias_ptr,  # likewise; both None: zeros
     cos_ptr, sin_ptr,  # [B or 1, H or 1, N - prefix, D / 2]; None: nothing is rotated
     M, N, H, prefix, eps,
-    image_rows, head_rows,  # rows of the tables from image to image and from head to head; 0 where shared
-    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # elements of the tables from row to row and from pair to pair
+    image_rows, head_rows,  # table rows between images and between heads; 0 if shared
+    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # table elements between rows and between pairs
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr,
     SEPARATE: tl.constexpr,  # pairs are adjacent in x, and D / 2 apart in out
-    INVERSE: tl.constexpr,  # by the opposite angle
+    INVERSE: tl.constexpr,  # rotate by the opposite angle
     PARTS: tl.constexpr,  # 2: q and k; 3: v is copied too
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +175,7 @@ def _qk_norm_rope_kernel(
             turned = second * cos + first * sin
             first = first * cos - second * sin
             second = turned
-    if SEPARATE:  # a head is written by other threads than those that read it
+    if SEPARATE:  # other threads write a head than read it
         tl.debug_barrier()
     _store_pairs(out_ptr, first, second, offsets, pairs, inside, D, INTERLEAVED and not SEPARATE)
 
@@ -186,7 +186,7 @@ def _qk_norm_rope_grad_kernel(
     x_ptr,  # likewise, before norm and rotation
     out_ptr,  # likewise, or grad itself
     q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,  # as in the forward
-    part_ptr,  # fp32 [programs of a part, 2, 2, D or H D]: of q and k the sums for weight and bias, by program
+    part_ptr,  # fp32 [programs of a part, 2, 2, D or H D]: per program, sums for weight and bias of q and k
     M, N, H, prefix, eps, image_rows, head_rows,
     blocks,  # tiles of q, of k
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
@@ -313,7 +313,7 @@ def qk_norm_rope_launch(
 
     Args:
         inverse: Rotate by the opposite angle: the gradient of a rotation without norms.
-        separate: Write pairs, adjacent in the result of a "rotary" matmul, D/2 apart.
+        separate: Write pairs D/2 apart; they are adjacent in the output of a "rotary" matmul.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     biases = settings.biases
@@ -329,7 +329,7 @@ def qk_norm_rope_grad_launch(
     """Returns the launch that writes the gradient of x [B, N, 3, H, D], with norms, to `out`, which may be `grad`.
 
     Args:
-        part: Written: sums for weight and bias of q and k, fp32 [programs, 2, 2, D or H D]; or None.
+        part: Output: sums for weight and bias of q and k, fp32 [programs, 2, 2, D or H D]; or None.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     parts = 2 if out is grad else 3
@@ -358,7 +358,7 @@ def qk_norm_rope_gradients(
     Args:
         grad: [B, N, 3, H, D], contiguous.
         x: Input of the forward, contiguous; None without norms.
-        out: Written: the gradient of x; may be `grad`. None: a new tensor.
+        out: Output: the gradient of x; may be `grad`. None allocates a tensor.
     """
     out = torch.empty_like(grad) if out is None else out
     if x is None:

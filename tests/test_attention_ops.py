@@ -50,7 +50,7 @@ def test_every_reason_is_listed() -> None:
         (lambda q, k, v: (q[0], k, v), "q must have shape"),
         (lambda q, k, v: (q[:1], k, v), "B, H and D of q and k must be equal"),
         (lambda q, k, v: (q.long(), k.long(), v.long()), "int64"),
-        (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), "must have tokens"),
+        (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), "must have at least one token"),
         (lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]), "head_dim must be between 16 and 128, got 0"),
     ],
 )

@@ -84,7 +84,11 @@ def test_rows_machine_and_configuration_are_in_tables_and_nothing_is_loaded(reco
     text = rendering.render({"run": record})
     page = Page(text)
     for (title, *_), (head, *lines) in zip(report.tables(record), page.tables, strict=False):
-        rows = {report.label(row): row for row in report.groups(record)[title] if row["status"] == "measured"}
+        rows = {
+            report.label(row, precision=False): row
+            for row in report.groups(record)[title]
+            if row["status"] == "measured"
+        }
         assert [line[0] for line in lines] == list(rows) != []
         for name, *cells in lines:
             assert cells == [column.cell(rows[name]) for column in report.filled_columns(record)]
@@ -110,10 +114,17 @@ def test_names_of_strangers_stay_text(record):
     assert any(hostile in text for text in page.texts["li"])
 
 
-def test_the_plot_colours_ours_and_the_peers(record):
+def test_every_candidate_has_its_own_colour_in_plot_and_report(record):
+    """Ours are strong, peers pale."""
+    names = {row["candidate"]: row["peer"] for row in record["rows"] if row["status"] == "measured"}
+    assert len({*map(rendering.colour_of, rendering.NAMES)}) == len(rendering.NAMES) > 60
+    page = rendering.render({"run": record})
     pixels = Image.open(io.BytesIO(rendering.draw(record))).convert("RGB").getcolors(2**24)
-    wanted = {tuple(bytes.fromhex(colour[1:])) for colour in (rendering.OURS, rendering.PEER)}
-    assert wanted <= {colour for _, colour in pixels}
+    for name, peer in names.items():
+        colour = tuple(bytes.fromhex(rendering.colour_of(name)[1:]))
+        assert colour in {seen for _, seen in pixels}
+        assert f'solid {rendering.colour_of(name)}">{name}</th>' in page
+        assert (max(colour) - min(colour) < 0.5 * max(colour)) == peer
 
 
 def told(record: records.Record, **changes: object) -> str:

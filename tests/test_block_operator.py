@@ -147,7 +147,7 @@ def test_no_rows(shape: tuple[int, ...]) -> None:
     _, tensors = make(torch.float16)
     x = torch.randn(*shape, WIDTH, device=DEVICE, dtype=torch.float16, requires_grad=True)
     if 0 in shape[1:]:
-        with pytest.raises(UnsupportedInputError, match="must have tokens"):
+        with pytest.raises(UnsupportedInputError, match="must have at least one token"):
             by_one(x, None, tensors)
         return
     y, _ = by_one(x, None, tensors)

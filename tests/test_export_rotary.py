@@ -51,5 +51,7 @@ def test_a_model_of_ours_is_exported_with_every_norm_it_has(name: str, tmp_path:
 
 def test_positions_that_no_graph_leaves_open_are_refused(tmp_path: Path) -> None:
     model = timm_subject("vit_small_patch16_rope_mixed_ape_224").build().eval()
-    with pytest.raises(vit_fast.UnsupportedInputError, match="RotaryEmbeddingMixed, would be those of one size"):
+    with pytest.raises(
+        vit_fast.UnsupportedInputError, match=r"\(RotaryEmbeddingMixed\) are computed for one size only"
+    ):
         export_onnx(model, tmp_path / "m.onnx", dynamic_size=True)

@@ -62,8 +62,8 @@ def test_as_many_layers_are_kept_as_the_agreement_takes(outlier: float) -> None:
     assert 0.99 <= same < WANTED, "there is something to keep"
     choice = fp8.choose(model, sharing_copy(model), ("blocks.0.mlp.fc2",), WANTED)
     reasons = [why for layers in choice.kept.values() for why in layers.values()]
-    assert choice.kept["blocks.0"]["fc2"] == "asked for by keep"
-    assert 1 <= reasons.count("min_agreement asks for it") <= 8
+    assert choice.kept["blocks.0"]["fc2"] == "requested by keep"
+    assert 1 <= reasons.count("required by min_agreement") <= 8
     eight = rounded(model, choice)
     with torch.inference_mode():
         share = float((model(images).argmax(1) == eight(images).argmax(1)).float().mean())

@@ -118,7 +118,7 @@ def test_a_model_in_fp8_is_copied_pickled_saved_and_loaded(tmp_path: Path) -> No
         loaded = vit_fast.load(path, backend="triton", device=DEVICE)
         assert not torch.equal(loaded(x), expected), "how it runs is not among the weights"
         report = vit_fast.fuse(loaded, precision="fp8")
-        assert "fc2 stays in bfloat16: as its scales say" in str(report) and torch.equal(loaded(x), expected)
+        assert "fc2 stays in bfloat16: selected by its scales" in str(report) and torch.equal(loaded(x), expected)
         made = vit_fast.create_model(
             "vit_tiny_patch16_224", weights=path, precision="fp8", device=DEVICE, dtype=torch.bfloat16, img_size=32,
             depth=2, embed_dim=64, num_heads=2,
@@ -137,7 +137,7 @@ def test_kept_layers_by_name() -> None:
         report = vit_fast.fuse(model, precision="fp8", keep=(queries[0], "*.o_proj", "*.mlp.fc2"))
         some = model(**given).logits
     text = str(report)
-    assert "qkv stays in bfloat16: asked for by keep" in text and not torch.equal(some, everything)
+    assert "qkv stays in bfloat16: requested by keep" in text and not torch.equal(some, everything)
     kept = [scales_of(module).names_kept() for module in model.modules() if scales_of(module) is not None]  # type: ignore[union-attr]  # those that have some
     assert kept == [["qkv", "proj", "fc2"], ["proj", "fc2"]]
     with pytest.raises(ValueError, match=rf"keep must match .* such as {re.escape(queries[0])}.*, got '\*.fc7'"):

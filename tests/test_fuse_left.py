@@ -106,7 +106,9 @@ def test_text_towers_keep_their_causal_attention() -> None:
     }
     expected = model(**inputs).logits_per_image
     report = vit_fast.fuse(model)
-    assert [module.reasons for module in report.skipped] == [("it belongs to a text model: causal and padding masks",)]
+    assert [module.reasons for module in report.skipped] == [
+        ("it belongs to a text model, which needs causal and padding masks",)
+    ]
     torch.testing.assert_close(model(**inputs).logits_per_image, expected)
 
 

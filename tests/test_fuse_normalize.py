@@ -99,7 +99,7 @@ def test_it_compiles_pickles_and_may_be_given_again() -> None:
         (((0.5,) * 3, (0.5, 0.5, 0.0)), "with std > 0"),
         ((0.5, 0.5), "one number per channel"),
         ("imagenet", "one number per channel"),
-        (((0.5,), (0.5,)), "takes 3 channels: normalize has 1"),
+        (((0.5,), (0.5,)), "normalize must have one number per input channel, 3, got 1"),
     ],
 )
 def test_normalisations_that_do_not_fit_change_nothing(normalize: object, message: str) -> None:
@@ -114,8 +114,8 @@ def test_normalisations_that_do_not_fit_change_nothing(normalize: object, messag
     ("model", "message"),
     [
         (nn.Linear(3, 3), "no convolution that could be its patch embedding"),
-        (nn.Conv2d(3, 8, 3, padding=1), r"it must not pad, got \(1, 1\)"),
-        (nn.Conv2d(3, 6, 2, stride=2, groups=3), "it must have 1 group, got 3"),
+        (nn.Conv2d(3, 8, 3, padding=1), r"padding must be 0, got \(1, 1\)"),
+        (nn.Conv2d(3, 6, 2, stride=2, groups=3), "groups must be 1, got 3"),
     ],
 )
 def test_models_whose_first_layer_cannot_take_it(model: nn.Module, message: str) -> None:

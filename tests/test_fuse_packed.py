@@ -31,7 +31,7 @@ def test_a_tower_is_fused_and_agrees(name: str, monkeypatch: pytest.MonkeyPatch)
         inputs = tower.inputs(batch)
         expected = gradients(tower, plain.train(batch != 1), inputs)
         with monkeypatch.context() as patched:
-            patched.setattr("vit_fast.libraries.timm_blocks.AttentionLayer.as_it_was", None)
+            patched.setattr("vit_fast.libraries.timm_blocks.AttentionLayer.run_original", None)
             assert_same_results(gradients(tower, model.train(batch != 1), inputs), expected)
     vit_fast.unfuse(model)
     assert classes_of(model) == classes_of(plain)
@@ -186,7 +186,7 @@ def test_what_takes_images_alone_says_why_it_does_not_take_a_tower(name: str, tm
     model = tower.build().eval()
     vit_fast.fuse(model, "sdpa")
     first = next(iter(tower.inputs().values()))
-    reason = rf"its forward must take images alone, but also needs {NEEDS.get(name)}"
+    reason = rf"its forward must require only images, but also requires {NEEDS.get(name)}"
     exported = {"pixtral": "torch.export", "llama4": r"positions are complex numbers \(rotary_embedding"}.get(
         name, reason
     )

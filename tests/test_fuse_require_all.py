@@ -40,7 +40,9 @@ def test_a_decoder_is_not_asked_for() -> None:
     text = {name: value for name, value in TEXT.items() if name not in ("model_type", "num_key_value_heads")}
     settings = {"vision_config": VISION, "text_config": text, "extract_layers": [0]}
     report = vit_fast.fuse(transformers_model("CLIPSegForImageSegmentation", **settings), "sdpa")
-    assert {module.reasons for module in report.skipped} == {("it belongs to a text model: causal and padding masks",)}
+    assert {module.reasons for module in report.skipped} == {
+        ("it belongs to a text model, which needs causal and padding masks",)
+    }
     assert "decoder (CLIPSegDecoder)" in report.elsewhere
     assert "decoder (CLIPSegDecoder): a language model or decoder, not reported" in str(report)
 

@@ -156,9 +156,9 @@ def test_what_changed_after_the_capture_is_an_error() -> None:
         (lambda tower: tower.double(), "must not be replaced or moved"),
         (replace_buffer, "must not be replaced or moved"),
         (replace, "modules and settings must not be replaced"),
-        (vit_fast.unfuse, "must not be replaced after the capture, or unfused"),
-        (hook, r"blocks\.0\.mlp has hooks, which would no longer run: undo this"),
-        (replace_forward, r"merger\.mlp\.forward was replaced on the instance: undo this"),
+        (vit_fast.unfuse, "must not be replaced or unfused after the capture"),
+        (hook, r"blocks\.0\.mlp has hooks, which would no longer run: revert this"),
+        (replace_forward, r"merger\.mlp\.forward was replaced on the instance: revert this"),
         (replace_own_forward, "the model's forward was replaced on the instance"),
         (replace_setting, "modules and settings must not be replaced"),
     ):
@@ -208,7 +208,7 @@ def test_what_a_call_may_not_ask_for() -> None:
         runner(**inputs)
     for changed, message in (
         ({"grid_thw": torch.tensor([[1, 3, 2]])}, "must be multiples of 2 patches, got"),
-        ({"grid_thw": torch.tensor([[1, 4, 4]])}, r"hidden_states must have 16 rows, as grid_thw says, got 68"),
+        ({"grid_thw": torch.tensor([[1, 4, 4]])}, r"hidden_states must have 16 tokens, as in grid_thw, got 68"),
         ({"grid_thw": torch.tensor([1, 4, 4])}, r"grid_thw must have shape \[images, 3\]"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -234,7 +234,7 @@ def test_what_a_runner_refuses() -> None:
             vit_fast.GraphRunner(tower, **arguments)
     for model, message in (
         (plain, r"blocks\.0 must be fused: call vit_fast\.fuse first"),
-        (nn.Identity(), "must be a tower that docs/classes.md marks, got a Identity"),
+        (nn.Identity(), "must be a tower marked in docs/classes.md, got Identity"),
     ):
         with pytest.raises(vit_fast.UnsupportedInputError, match=message):
             vit_fast.GraphRunner(model, budgets=(8,))

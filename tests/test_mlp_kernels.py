@@ -154,10 +154,12 @@ def test_every_shipped_configuration(dtype: torch.dtype, config: MatmulConfig, o
     check_case(make_case(140, 40, 264, dtype))
 
 
-# From 16 wide: the error of a few elements may be near zero in eager by luck, and is no yardstick then.
+# From 8 x 16 elements: eager's error of fewer may be near zero by chance, and is no yardstick then. Without relu, whose
+# derivative jumps at 0: rounding decides which side an element is on.
 @given(
-    M=st.integers(1, 150), C=st.integers(16, 90), F=st.integers(16, 140), dtype=st.sampled_from(DTYPES),
-    activation=st.sampled_from(ACTIVATIONS), residual=st.booleans(), seed=st.integers(0, 2**16),
+    M=st.integers(8, 150), C=st.integers(16, 90), F=st.integers(16, 140), dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from([name for name in ACTIVATIONS if name != "relu"]), residual=st.booleans(),
+    seed=st.integers(0, 2**16),
 )  # fmt: skip
 def test_any_shape(M: int, C: int, F: int, dtype: torch.dtype, activation: str, residual: bool, seed: int) -> None:
     check_case(make_case(M, C, F, dtype, activation=activation, residual=residual, seed=seed))

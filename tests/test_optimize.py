@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -218,6 +219,12 @@ def test_save_and_load(model, images, one_engine, tmp_path) -> None:
     found = vit_fast.optimize(model, images, budget_s=2)
     found.save(tmp_path / "fast.json")
     loaded = vit_fast.load_optimized(tmp_path / "fast.json", model)
+    old = json.loads((tmp_path / "fast.json").read_text())  # as format 1 named its fields
+    names = {"speedup": "gain", "speedup_over_compile": "over_compile"}
+    old["figures"] = {names.get(name, name): value for name, value in old["figures"].items()}
+    old["key"]["asked"] = old["key"].pop("request")
+    (tmp_path / "old.json").write_text(json.dumps(old | {"format": 1, "choice": old.pop("candidate")}))
+    assert vit_fast.load_optimized(tmp_path / "old.json", model).candidate == found.candidate
     assert loaded.candidate == found.candidate
     torch.testing.assert_close(loaded(images), model(images), atol=1e-4, rtol=1e-4)
     other = vit_fast.create_model("vit_test", depth=1)

@@ -192,7 +192,24 @@ def test_killed_for_good(folder: Path, weights: Path, tmp_path: Path, capsys: py
     _check(load(weights), folder, out)
 
 
-def test_a_killed_reader_ends_in_one_line_and_costs_a_part_at_most(
+def test_a_killed_reader_costs_a_part_at_most(folder: Path, weights: Path, tmp_path: Path) -> None:
+    model, out = load(weights), tmp_path / "out.parquet"
+
+    def kill(images: int) -> None:
+        if images == 4:
+            for process in multiprocessing.active_children():
+                process.kill()
+
+    parts: list[int] = []
+    done = predict(model, folder, out, workers=2, on_part=lambda images: (kill(images), parts.append(images)))
+    assert (done.images, done.taken) == (COUNT, 0)
+    assert len(done.lost) == 1 and "a process that reads images has ended, with exit code -9" in done.lost[0]
+    assert parts == [*range(4, COUNT, 4), COUNT], "what was done is not done again"
+    _check(model, folder, out)
+    assert not multiprocessing.active_children()
+
+
+def test_readers_that_always_die_end_in_one_line(
     folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(prediction, "PART", 12)
@@ -211,7 +228,8 @@ def test_a_killed_reader_ends_in_one_line_and_costs_a_part_at_most(
         patch.setattr(VisionTransformer, "forward_features", killing)
         assert run(*arguments, "--workers", "1") == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "a process that reads images has ended, with exit code -9; resume the run" in error
+    assert "a process that reads images has ended" in error and "for the second time between" in error
+    assert str(folder / "12.png") in error and str(folder / "22.png") in error
     assert run(*arguments, "--workers", "0") == 0 and "12 of them by an earlier run" in capsys.readouterr().out
     _check(load(weights), folder, tmp_path / "out.parquet")
 

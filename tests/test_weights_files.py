@@ -151,8 +151,8 @@ def test_a_refusal_lists_everything_and_leaves_the_model_untouched() -> None:
     for part in (
         "missing: blocks.1.attn.qkv.weight, norm.bias",
         "unexpected: blocks.2.norm1.weight, surprise",
-        "shape of blocks.0.mlp.fc1.weight: 3x64 in the source, 256x64 here",
-        "shape of pos_embed: 1x15x64 in the source, 1x17x64 here",
+        "shape of blocks.0.mlp.fc1.weight: 3x64 in the source, 256x64 in the model",
+        "shape of pos_embed: 1x15x64 in the source, 1x17x64 in the model",
         "dtype of cls_token: must be floating, got torch.int64",
     ):
         assert part in str(caught.value)
@@ -168,8 +168,8 @@ def test_a_head_of_another_size_is_replaced_only_when_asked() -> None:
     report = load_weights(model, state, replace_head=True)
     assert torch.equal(model.head.weight, head) and torch.equal(model.norm.weight, state["norm.weight"])
     assert report.replaced == [
-        "head.weight: is 10x64 in the source, the model's 4x64 is kept",
-        "head.bias: is 10 in the source, the model's 4 is kept",
+        "head.weight: 10x64 in the source, the model keeps its 4x64",
+        "head.bias: 10 in the source, the model keeps its 4",
     ]
     fitting = create_model("vit_test")
     assert load_weights(fitting, state, replace_head=True).replaced == []
@@ -295,4 +295,4 @@ def test_facts_that_no_shape_shows(tmp_path: Path) -> None:
         create_model("vit_test", weights=path, num_heads=4)
     assert create_model("vit_test", weights=path).config.act_layer == "relu"
     report = load_weights(create_model("vit_test"), path)
-    assert report.notes == ["act_layer: the source was made with 'relu', the model has 'gelu'"]
+    assert report.notes == ["act_layer: the source has 'relu', the model 'gelu'"]

@@ -5,9 +5,9 @@
 Errors are measured against the eager reference in fp64 on the same inputs. The factor is 2, and 3 for gradients. Kernel
 tests, `vit-fast verify`, the benchmark's gate, `make gpu-check` and the probe of `backend="auto"` all use this rule.
 
-The largest error has an additional tolerance, NOISE: sums of terms of order one that cancel have this error in fp32,
-where eager may be exact by chance. The root mean square needs none, because it averages over many elements. It is the
-stricter measure, and the one for outputs of any scale.
+The largest error has an additional tolerance, NOISE. In fp32, terms of order one that cancel leave an error of this
+size, and eager may be exact there by chance. The root mean square averages over many elements and needs no such
+tolerance. It is the stricter measure and works for outputs of any scale.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Accuracy:
         return self.error / self.allowed if self.allowed else (0.0 if self.passed else float("inf"))
 
     def __str__(self) -> str:
-        return f"off by {self.error:.3g}, must be at most {self.allowed:.3g} (eager: {self.eager_error:.3g})"
+        return f"error {self.error:.3g}, must be at most {self.allowed:.3g} (eager: {self.eager_error:.3g})"
 
 
 def judge(
@@ -91,7 +91,7 @@ def allowed_error(
 
 
 def error_of(result: Tensor, exact: Tensor, measure: Measure = "largest") -> float:
-    """Returns the error of a result against the exact one; infinite if it holds NaN or infinity."""
+    """Returns the error of a result against the exact output; infinite if the result contains NaN or infinity."""
     difference = result.detach().double().cpu() - exact.detach().double().cpu()
     return size_of(difference, measure) if bool(difference.isfinite().all()) else float("inf")
 

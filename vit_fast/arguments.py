@@ -1,4 +1,4 @@
-"""Checks of arguments: each error names the argument, what it must be, and what came."""
+"""Argument checks: each error names the argument, the requirement, and the value that was passed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from .errors import check_type
 
-MAX_SIZE = 2**31 - 1  # torch indexes with 32 bits in places
+MAX_SIZE = 2**31 - 1  # some torch operators index with 32 bits
 
 
 def check_integer(name: str, value: object, minimum: int, maximum: int = MAX_SIZE) -> None:
@@ -40,7 +40,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 
 
 def pair(name: str, value: object) -> tuple[int, int]:
-    """Returns (height, width) as positive integers; one number stands for both."""
+    """Returns (height, width) as positive integers; one number sets both."""
     sides = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
     if len(sides) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in sides):
         raise ValueError(f"{name} must be a positive integer or a (height, width) pair of them, got {value!r}")

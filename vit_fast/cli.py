@@ -17,13 +17,13 @@ COMMANDS = {
     "kernels": "kernels", "predict": "predict", "train": "train", "evaluate": "evaluate", "export": "export",
     "optimize": "optimize", "cache": "optimize", "show": "show", "hf-kernel": "export",
 }  # fmt: skip
-"""The module of each command, in which a function has the command's name."""
+"""Maps each command to its module, which contains a function with the command's name."""
 
 USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
 
 
 def make_app(wanted: str = "") -> typer.Typer:
-    """Returns the typer application with the wanted command or, if no command has that name, with every command."""
+    """Returns the typer application with one command, or with all commands if none has that name."""
     app = typer.Typer(
         name="vit-fast",
         no_args_is_help=True,
@@ -54,7 +54,7 @@ def _before_every_command(
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line. Bad input prints one line and exits with status 2; `--traceback` raises instead."""
+    """Runs the command line. Invalid input prints one line and exits with status 2; `--traceback` raises instead."""
     args = list(sys.argv[1:] if args is None else args)
     traceback_wanted = args[:1] == ["--traceback"]
     if traceback_wanted:

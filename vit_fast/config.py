@@ -23,7 +23,7 @@ CropMode = Literal["center", "squash"]
 Size = tuple[int, int]
 
 MAX_DEPTH, MAX_PARAMETERS = 1024, 10**12
-"""Far above published models: the deepest transformer has 1,000 layers, the largest ViT 22 billion parameters."""
+"""Limits far above published models, which have up to 1,000 layers or, as ViTs, 22 billion parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class DataConfig:
         mean: Mean per channel, of pixel values in [0, 1].
         std: Standard deviation per channel.
         interpolation: Resize filter.
-        crop_pct: Side of the centre crop over the shorter side of the resized image, in (0, 1].
+        crop_pct: Side of the centre crop divided by the shorter side of the resized image, in (0, 1].
         crop_mode: "center" preserves the aspect ratio and crops; "squash" resizes both sides.
     """
 
@@ -74,10 +74,10 @@ class RopeConfig:
 
     Attributes:
         coordinates: "centred": patch centres in (-1, 1), times 2 pi (DINOv3); "index": 0, 1, 2 ... (EVA-02).
-        temperature: Ratio of the longest and shortest period.
+        temperature: Ratio of the longest to the shortest period.
         layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
         reference_grid: (rows, columns) of the grid that indices are scaled to; None does not scale them.
-        offset: Added to indices.
+        offset: Number added to the indices.
         columns_first: True if the first half of the pairs encodes the column.
     """
 
@@ -106,21 +106,22 @@ class ViTConfig:
     Attributes:
         img_size: Input height and width, in pixels; one number means a square.
         patch_size: Patch height and width: in pixels, or in feature-map cells behind a convolutional stem.
-        in_chans: Channels of the input image.
-        num_classes: Outputs of the linear head; 0 means no head.
+        in_chans: Number of channels of the input image.
+        num_classes: Number of outputs of the linear head; 0 means no head.
         embed_dim: Width C of a token; a multiple of num_heads.
-        depth: Encoder blocks.
-        num_heads: Attention heads H.
-        mlp_ratio: Hidden width of the MLP over embed_dim.
+        depth: Number of encoder blocks.
+        num_heads: Number of attention heads H.
+        mlp_ratio: Hidden width of the MLP divided by embed_dim.
         qkv_bias: Whether the qkv linear has a bias.
         proj_bias: Whether the attention's output linear and the MLP's linears have biases.
-        init_values: Initial LayerScale; None means no LayerScale.
+        init_values: Initial value of LayerScale; None means no LayerScale.
         class_token: Whether a learned class token precedes the patches.
         distilled: Whether the model has DeiT's distillation token and second head (needs class_token).
-        reg_tokens: Register tokens behind the class token ("Vision Transformers Need Registers", arXiv 2309.16588).
-        pos_embed: "learn"ed, or fixed: "sincos1d" (arXiv 1706.03762, patches in reading order), "sincos2d"; or "none".
+        reg_tokens: Register tokens after the class token ("Vision Transformers Need Registers", arXiv 2309.16588).
+        pos_embed: "learn" (learned), "sincos1d" (fixed, arXiv 1706.03762, patches in reading order), "sincos2d"
+            (fixed) or "none".
         no_embed_class: Whether the position embedding covers the patches only.
-        pre_norm: LayerNorm before the blocks and a patch embedding without bias (CLIP).
+        pre_norm: Whether a norm precedes the blocks and the patch embedding has no bias (CLIP).
         embed_norm: Whether a norm follows the patch embedding (AIMv2).
         global_pool: "token" (class token), "avg" (mean of the patches), "map" (SigLIP's attention pooling), "" (none).
         pool_include_prefix: Whether global_pool="map" also pools class and register tokens.
@@ -128,20 +129,19 @@ class ViTConfig:
         pool_mlp_ratio: mlp_ratio of the attention pooling; None means mlp_ratio.
         final_norm: Whether a norm follows the blocks.
         fc_norm: Whether the final norm follows pooling; None means only for global_pool="avg".
-        act_layer: Activation of the MLP, "gelu" is exact; "gelu_tanh", "quick_gelu",
-            "relu", "silu".
+        act_layer: Activation of the MLP: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
         norm_layer: Type of all norms: "layer_norm" or "rms_norm".
         norm_eps: Epsilon of all norms.
         mlp_layer: "mlp", fc2(act(fc1(x))), or "swiglu", fc2(act(gate(x)) * up(x)), gate and up packed in fc1.
         scale_attn_norm: Whether a norm precedes the attention's output linear (EVA-02 CLIP).
         scale_mlp_norm: Whether a norm precedes fc2 (EVA-02).
         qk_norm: Whether q and k are normalised per head.
-        rope: Rotary positions of the patches; None means none.
+        rope: Rotary position embedding of the patches; None means none.
         dynamic_img_size: Accept other image sizes than img_size by interpolating the position embedding.
-        stem_channels: Output channels of the hybrid's convolutional stem; each layer halves the image. () means none.
+        stem_channels: Output channels of the hybrid's convolutional stem, each at half the resolution. () means none.
         drop_rate: Dropout before the head.
-        pos_drop_rate: Dropout behind the position embedding.
-        proj_drop_rate: Dropout behind the attention projection and both MLP linears.
+        pos_drop_rate: Dropout after the position embedding.
+        proj_drop_rate: Dropout after the attention projection and both linear layers of the MLP.
         attn_drop_rate: Dropout on the attention weights.
         drop_path_rate: Stochastic depth of the last block; grows linearly from 0.
 
@@ -213,7 +213,7 @@ class ViTConfig:
 
     @property
     def patch_pixels(self) -> Size:
-        """Height and width of the image region behind one token."""
+        """Height and width of the image region that one token covers."""
         return self.patch_hw[0] * self.stem_stride, self.patch_hw[1] * self.stem_stride
 
     @property
@@ -232,7 +232,7 @@ class ViTConfig:
 
     @property
     def pos_embed_covers_prefix(self) -> bool:
-        """True if class and register tokens have learned positions, too."""
+        """True if class and register tokens also have learned positions."""
         return self.pos_embed == "learn" and not self.no_embed_class
 
     @property

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 
 class VitFastError(Exception):
-    """Base of the exceptions that only this package raises."""
+    """Base class of this package's exceptions."""
 
 
 class UnsupportedInputError(VitFastError, ValueError):
     """A requested backend, precision or format does not support the input.
 
     Attributes:
-        what: The request.
-        reasons: All reasons.
+        what: The request that failed.
+        reasons: All reasons why it is not supported.
     """
 
     def __init__(self, what: str, reasons: Sequence[str]) -> None:
@@ -27,7 +27,7 @@ class UnsupportedInputError(VitFastError, ValueError):
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:
-    """Raises TypeError unless an argument is of one of these kinds."""
+    """Raises TypeError unless an argument has one of these types."""
     if not isinstance(value, kinds):
         known = {"Module": "torch.nn.Module", "Tensor": "torch.Tensor", "dtype": "torch.dtype"}
         names = [known.get(kind.__name__, kind.__name__) for kind in kinds if kind is not type(None)]
@@ -38,7 +38,7 @@ def check_type(name: str, value: object, *kinds: type) -> None:
 
 
 def type_name(value: object) -> str:
-    """Returns the full name of an object's class, e.g. "numpy.ndarray"; of Python's own classes the name alone."""
+    """Returns the qualified name of an object's class, e.g. "numpy.ndarray"; built-in classes have no module prefix."""
     cls = type(value)
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 

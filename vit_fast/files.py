@@ -12,20 +12,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-if sys.platform != "win32":  # there the folders of killed processes stay
+if sys.platform != "win32":  # on Windows, folders of killed processes are not removed
     import fcntl
 
-_PREFIX = ".vit-fast-partial-"  # without the name of the file, which may have the maximal length
+_PREFIX = ".vit-fast-partial-"  # without the name of the file, which may already have the maximum length
 _SECONDS_TO_LOCK = 60.0  # the process that created a younger folder may not have locked it yet
 
 
 @contextlib.contextmanager
 def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """Yields a place to write `path` and files beside it, which are moved to their final names if the block succeeds.
+    """Yields a temporary path. If the block succeeds, the file and those beside it are moved to their final names.
 
     Args:
         path: The final name. Missing folders are created, and removed again if the block fails.
-        errors: Exceptions by which a library reports a failed write.
+        errors: Exceptions that a library raises for a failed write.
     Yields:
         The same file name in a new, hidden folder.
     Raises:
@@ -34,8 +34,8 @@ def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
     check_replaceable(path)
     with _hidden_folder(path, *errors) as aside:
         yield aside / path.name
-        # `path` last, so that it never exists beside files of another version.
-        # In the folder of `path` itself, not of a link's target: a link is replaced.
+        # Move `path` last, so that it never exists beside files of another version.
+        # Use the folder of `path`, not that of a link's target: a link is replaced.
         parts = sorted(aside.iterdir(), key=lambda part: part.name == path.name)
         for part in parts:
             check_replaceable(aside.parent / part.name)
@@ -52,13 +52,13 @@ def folder_aside(path: Path) -> Iterator[Path]:
     Args:
         path: A new name or an empty folder; a symbolic link is followed.
     Raises:
-        OSError: it cannot be written. Nothing is left behind.
+        OSError: the folder cannot be written. Nothing is left behind.
     """
     if path.is_symlink():
         path = Path(os.path.realpath(path))
     with _hidden_folder(path) as aside:
         yield aside
-        aside.chmod(0o755)  # mkdtemp's folder is for its owner only
+        aside.chmod(0o755)  # mkdtemp allows access for the owner only
         aside.replace(path)
 
 
@@ -93,13 +93,13 @@ def check_replaceable(path: Path) -> None:
 def _kind(path: Path) -> str:
     mode = path.stat().st_mode
     kinds = {stat.S_ISCHR: "a device", stat.S_ISBLK: "a device", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
-    return next((kind for test, kind in kinds.items() if test(mode)), "no regular file")
+    return next((kind for test, kind in kinds.items() if test(mode)), "not a regular file")
 
 
 @contextlib.contextmanager
 def _hidden_folder(path: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """Yields a new folder beside `path`, removed at the end together with those of killed processes."""
-    parent = Path(os.path.realpath(path.parent))  # Path.resolve raises RuntimeError for links in a circle
+    """Yields a new folder beside `path` and removes it at the end. Also removes folders of killed processes."""
+    parent = Path(os.path.realpath(path.parent))  # Path.resolve raises RuntimeError for circular links
     created = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     aside = None
     try:
@@ -117,12 +117,12 @@ def _hidden_folder(path: Path, *errors: type[Exception]) -> Iterator[Path]:
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
         for folder in created:
-            with contextlib.suppress(OSError):  # not empty: the file is there
+            with contextlib.suppress(OSError):  # not empty: the write succeeded
                 folder.rmdir()
 
 
 def _is_about(error: OSError, aside: Path | None) -> bool:
-    """True if the system refused to write into `aside`, or to create it; False for another file's error."""
+    """True if creating `aside` or writing into it failed; False for an error of another file."""
     names = [Path(os.fsdecode(name)) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
     return error.errno is not None and (aside is None or not names or any(n.is_relative_to(aside) for n in names))
 
@@ -138,7 +138,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """True if the folder could be locked; the system unlocks it when the process ends, however it does."""
+    """Yields True if the folder is locked. The system releases the lock when the process ends, even if it is killed."""
     if sys.platform == "win32":
         yield False
         return
@@ -146,7 +146,7 @@ def _locked(folder: Path) -> Iterator[bool]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # another process has it, or the file system knows no locks
+        except OSError:  # another process has locked it, or the file system does not support locks
             yield False
         else:
             yield True

@@ -1,4 +1,4 @@
-"""Layers of the model beside attention: patch embedding, MLP, LayerScale, drop path, attention pooling."""
+"""Layers of the model other than attention: patch embedding, MLP, LayerScale, drop path, attention pooling."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PatchEmbed(nn.Module):
             raise ValueError(f"images must have shape [B, {config.in_chans}, height, width], got {tuple(images.shape)}")
         if not images.is_floating_point():
             raise ValueError(f"images must have a floating dtype, got {images.dtype}: scale and normalize them first")
-        dtype = getattr(self.proj, "weight", images).dtype  # a wrapper of the convolution may hide it
+        dtype = getattr(self.proj, "weight", images).dtype  # a wrapper of the convolution may have no weight attribute
         if images.dtype != dtype and not torch.is_autocast_enabled(images.device.type):
             raise ValueError(f"images must have the dtype of the weights, {dtype}, got {images.dtype}")
         height, width = images.shape[2], images.shape[3]
@@ -95,7 +95,7 @@ def conv_stem(in_chans: int, channels: tuple[int, ...]) -> nn.Sequential:
 
 
 class LayerScale(nn.Module):
-    """Multiplies a residual branch by a learned vector; CaiT, arXiv 2103.17239."""
+    """Multiplies a residual branch by a learned vector (CaiT, arXiv 2103.17239)."""
 
     def __init__(self, dim: int, init_values: float) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ MLPS: dict[str, type[Mlp]] = {"mlp": Mlp, "swiglu": GatedMlp}
 
 
 class AttentionPool(nn.Module):
-    """SigLIP's head: one learned query attends to every patch, then an MLP with a residual; arXiv 2303.15343."""
+    """SigLIP's attention pooling (arXiv 2303.15343): a learned query attends to all patches; then an MLP."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()

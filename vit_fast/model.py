@@ -105,7 +105,7 @@ class Blocks(nn.Sequential):
 
 
 class VisionTransformer(nn.Module):
-    """Patch and position embedding, blocks, pooling and linear head, made of torch's own layers.
+    """Patch and position embedding, blocks, pooling and linear head, built from torch's own layers.
 
     `create_model` builds it and selects a backend for its blocks.
 
@@ -221,7 +221,7 @@ class VisionTransformer(nn.Module):
             images: [B, in_chans, height, width].
             blocks: Block indices, negative ones counted from the end; None means all.
         Returns:
-            By block index, weights [B, H, N, N]; row i is the attention of token i, and sums to one.
+            By block index, the weights [B, H, N, N]; row i holds the weights of query token i and sums to one.
         Raises:
             ValueError: a block does not exist, or was replaced.
         """
@@ -245,11 +245,11 @@ class VisionTransformer(nn.Module):
         return maps
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Sets whether training recomputes each block in the backward pass instead of storing its activations."""
+        """Enables or disables activation checkpointing: training recomputes each block in the backward pass."""
         self.grad_checkpointing = enable
 
     def set_distilled_training(self, enable: bool = True) -> None:
-        """Sets whether training mode returns class and distillation logits separately (DeiT), not their mean."""
+        """Makes training mode return class and distillation logits separately (DeiT) instead of their mean."""
         self.distilled_training = enable
 
     def no_weight_decay(self) -> set[str]:

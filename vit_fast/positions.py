@@ -29,7 +29,7 @@ def pos_embed_for(config: ViTConfig, learned: Tensor | None, grid: Size, patches
 def sincos_1d(positions: Tensor, dim: int) -> Tensor:
     """Returns sines and cosines of positions [P] at dim/2 frequencies: [P, dim]; arXiv 1706.03762, section 3.5."""
     angles = positions[:, None] * frequencies(dim // 2, 10000.0, positions)
-    cosines = (angles + math.pi / 2).sin()  # ONNX Runtime 1.23 has no Cos of doubles
+    cosines = (angles + math.pi / 2).sin()  # ONNX Runtime 1.23 has no fp64 Cos
     return torch.cat([angles.sin(), cosines], dim=1)
 
 
@@ -59,7 +59,7 @@ def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_pr
 
     The first num_prefix_tokens positions stay unchanged. For an equal grid, returns the same tensor.
     """
-    is_known = all(type(size) is int for size in new_grid)  # comparing a symbolic size would fix it in the graph
+    is_known = all(type(size) is int for size in new_grid)  # comparing a symbolic size would specialize the graph
     if is_known and old_grid == new_grid:
         return pos_embed
     prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
@@ -116,5 +116,5 @@ def _rope_tables(
 def _cached_tables(
     config: RopeConfig, grid: Size, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):  # they may be used where gradients are recorded later
+    with torch.inference_mode(False):  # later calls may record gradients
         return _rope_tables(config, grid, head_dim, device, dtype)

@@ -99,7 +99,7 @@ OPENAI_SQUASHED = DataConfig(mean=OPENAI.mean, std=OPENAI.std, crop_pct=1.0, cro
 
 @dataclass(frozen=True)
 class Variant:
-    """A named model: its shape and how its images are prepared."""
+    """Config and preprocessing of a named model."""
 
     config: ViTConfig
     data: DataConfig
@@ -107,7 +107,7 @@ class Variant:
 
 _VARIANTS: dict[str, Variant] = {}
 
-# Of timm's names, what no config here does.
+# Names of timm's models that ViTConfig cannot represent, with the reason.
 NOT_HERE = {
     "eva02_enormous_patch14_clip_224": "its blocks normalize the outputs of attention and MLP, not their inputs",
     "vit_*_rope_mixed*_224": "each of its blocks learns its own rotary angles",
@@ -216,7 +216,7 @@ for _size, _shape, _patch, _img, _data, _projection in (
 
 
 def _add_pe(kind: str, size: str, patch: int, img: int, *shapes: Shape, **fields: Any) -> None:
-    """Adds a Perception Encoder; patches count from one if there is a class token."""
+    """Adds a Perception Encoder; patch indices start at one if there is a class token."""
     rope = RopeConfig(
         coordinates="index",
         temperature=10000.0,
@@ -273,12 +273,12 @@ for _size, _shape in (
 _add("vit_small_hybrid_patch1_224", INCEPTION, SMALL, patch_size=1, stem_channels=(48, 96, 192, 384))
 _add("vit_base_hybrid_patch4_224", INCEPTION, BASE, patch_size=4, stem_channels=(64, 128))
 
-# For tests: every code path of a real model in well under a millisecond of GPU time.
+# For tests: every code path of a real model in less than a millisecond of GPU time.
 _add("vit_test", INCEPTION, embed_dim=64, depth=2, num_heads=2, img_size=32, patch_size=8, num_classes=10)
 
 # The model of tutorials that build a ViT from scratch, and one that is large enough for digits.
 MNIST = {"img_size": 28, "patch_size": 4, "in_chans": 1, "num_classes": 10}
-GREY = DataConfig(mean=(0.1307,), std=(0.3081,), crop_pct=1.0)  # MNIST's own
+GREY = DataConfig(mean=(0.1307,), std=(0.3081,), crop_pct=1.0)  # mean and std of MNIST
 _add("vit_mnist", GREY, MNIST, embed_dim=8, depth=2, num_heads=2, pos_embed="sincos1d")
 SMALL_DATA = {"pos_embed": "sincos2d", "class_token": False, "global_pool": "avg"}  # fewer learned parameters
 _add("vit_micro_patch7_28", GREY, MNIST, SMALL_DATA, patch_size=7, embed_dim=64, depth=4, num_heads=4)
@@ -297,7 +297,7 @@ def get_variant(name: str) -> Variant:
     """Returns the variant of this name.
 
     Raises:
-        ValueError: it is unknown; the message has similar names, or the reason why timm's model is not supported.
+        ValueError: the name is unknown; the message lists similar names, or says why timm's model is not supported.
     """
     if name not in _VARIANTS:
         for pattern, reason in NOT_HERE.items():

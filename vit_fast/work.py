@@ -1,8 +1,8 @@
-"""Lower bound on the work of a model: operations and memory traffic of its products, and their time.
+"""Lower bounds on operations, memory traffic and time of a model, from its matrix products.
 
 Counts matrix products, convolutions and attention: 2 operations per multiply-add, and each operand and output once.
-Norms, activations and residuals can be fused into them and are not counted. So the floor is the time of a model whose
-products all run at the machine's peak and read nothing twice.
+Norms, activations and residuals can be fused into them and are not counted. The time is that of a model whose matrix
+products run at the machine's peak and read nothing twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .config import ViTConfig
 
 @dataclass(frozen=True)
 class Work:
-    """Operations, and elements moved (not bytes, so that it is equal for all dtypes)."""
+    """Operations and moved elements (not bytes, so that one count holds for all dtypes)."""
 
     flop: int = 0
     elements: int = 0
@@ -97,7 +97,7 @@ class Counter(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # it runs a whole layer as one operator without a formula
+        torch.backends.mha.set_fastpath_enabled(False)  # it runs a layer as one operator without a FLOP formula
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
     def __exit__(self, *reason: object) -> None:

@@ -1,8 +1,8 @@
 """Fused softmax attention, forward and backward: the functions that the operators call.
 
-Inputs are fixed, packed or masked (attention_sequences.py). Tensors are views [B, H, N, D] of any strides, the last one
-1: the qkv linear's output is read in place, and the gradients are written into one packed tensor. No [N, N] matrix is
-stored.
+Inputs are fixed, packed or masked (attention_sequences.py). Tensors are views [B, H, N, D] with
+arbitrary strides and last stride 1, so the qkv layer's output is read in place and the gradients are written into one
+packed tensor. No [N, N] matrix is stored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def problem_of(
 ) -> Problem:  # fmt: skip
     """Returns the launch policy's inputs for a call: device, shape, and memory access.
 
-    Packed sequences count by their mean length, because one outlier decides the longest.
+    Packed sequences are represented by their mean length, because one outlier determines the maximum.
     """
     batch, heads, n_q, head_dim = q.shape
     gpu = gpu_of(q.device)
@@ -62,13 +62,13 @@ def attention_forward(
         q: Queries [B, H, N_q, D], D from 16 to 128; fp32, fp16 or bf16; last stride 1. B is 1 if packed.
         k: Keys [B, H, N_kv, D], N_kv at least 1.
         v: Values [B, H, N_kv, D].
-        o: Written: [B, H, N_q, D] of q's dtype, with o_scale of e4m3; last stride 1.
-        lse: Written: fp32 [B, H, N_q], contiguous, base 2; inf of a row without keys.
+        o: Output [B, H, N_q, D] in q's dtype, or in e4m3 with o_scale; last stride 1.
+        lse: Output, fp32 [B, H, N_q], contiguous, base 2; inf for a row without keys.
         scale: Multiplier of q k^T; positive and finite.
         o_scale: fp32 [1]; None: o is not scaled.
         sequences: Packed inputs: int32 [S + 1], contiguous, on the device, see attention_sequences.py.
-        keep: Masked inputs: bool [B, N_kv], last stride 1.
-        longest: Tokens of the longest sequence. It decides tiles, never what is computed.
+        keep: Key mask of masked inputs: bool [B, N_kv], last stride 1.
+        longest: Length of the longest sequence. It selects tiles and does not change results.
     """
     form: dict[str, Any] = {"sequences": sequences, "keep": keep}
     config = forward_config(problem_of(q, k, v, o, **form, longest=longest))
@@ -93,10 +93,10 @@ def attention_backward(
     """Writes dq, dk and dv for the gradient `do` of o.
 
     Args:
-        q, k, v: As given to `attention_forward`; so are scale, sequences, keep and longest.
-        o, lse: As `attention_forward` wrote them.
-        do: Gradient of o [B, H, N_q, D] of q's dtype, last stride 1.
-        dq: Written: [B, H, N_q, D] of q's dtype, last stride 1; dk and dv [B, H, N_kv, D] likewise.
+        q, k, v, scale, sequences, keep, longest: See `attention_forward`.
+        o, lse: Outputs of `attention_forward`.
+        do: Gradient of o [B, H, N_q, D] in q's dtype, last stride 1.
+        dq, dk, dv: Outputs [B, H, N_q, D] and [B, H, N_kv, D] in q's dtype, last stride 1.
     """
     form: dict[str, Any] = {"sequences": sequences, "keep": keep}
     for_dq = dq_config(problem_of(q, k, v, o, do, dq, **form, longest=longest))

@@ -5,12 +5,12 @@ With p = 2^(scale log2(e) q k^T - lse) recomputed tile by tile:
     delta = sum_D do * o            ds = p * (do v^T - delta)
     dq = scale ds k                 dk = scale ds^T q                 dv = p^T do
 
-Two kernels, so that one program sums each gradient element in a fixed order: no atomics, the same bits each run. The
+Two kernels, so that one program sums each gradient element in a fixed order: no atomics, deterministic results. The
 first has a program per query tile and computes delta and dq; the second has one per key tile and computes dk and dv.
-Both stream the other side as the looped forward streams keys. Rows past the end are read as 0 and their lse as +inf, so
-that their p is 0. Source: FlashAttention-2, arXiv 2307.08691.
+Both stream the other side as the looped forward streams keys. Rows past the end are read as 0 and their lse as +inf,
+which makes their p 0. Source: FlashAttention-2, arXiv 2307.08691.
 
-fp32 tiles wider than 64 columns spill in TF32: their products are computed in fp32.
+fp32 tiles wider than 64 columns spill in TF32, so their matmuls run in fp32.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _dq_step(
     scores = dot_transposed(qt, kt, PRECISION)  # [BLOCK_M, KEYS]
     p = tl.math.exp2(scores * qk_scale - lse[:, None])
     if MASKED or keep is not None:
-        # an absent key has score 0, and its p may overflow if every real score is far below
+        # a masked key has score 0, and its p may overflow if all real scores are much lower
         p = tl.where(real_keys(keep, start, n_kv, KEYS)[None, :], p, 0.0)
     dp = dot_transposed(dot, vt, PRECISION)
     return dot_add(p * (dp - delta[:, None]), kt, dq, PRECISION)
@@ -58,7 +58,7 @@ def _query_tile(
     queries, gradients, outputs, lse_ptr, delta_ptr, row_offset, start, n_q,
     ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """q, do, lse and delta of queries start .. start + ROWS; stores delta. `row_offset` is that of row 0."""
+    """Loads q, do and lse of queries start .. start + ROWS; stores and returns delta. `row_offset` is that of row 0."""
     do_early = load_tile(gradients, start, n_q, ROWS, FORM, TMA, True)
     ot = load_tile(outputs, start, n_q, ROWS, FORM, TMA, True)
     delta = tl.sum(do_early[0].to(tl.float32) * ot[0].to(tl.float32), 1)
@@ -67,7 +67,7 @@ def _query_tile(
     rows = start + tl.arange(0, ROWS)
     row_offset += rows
     tl.store(delta_ptr + row_offset, delta, mask=rows < n_q)
-    # Reads do and delta again: a tile for both uses would stay in registers in the layout of the sum, and spill.
+    # Reloads do and delta: one tile for both uses would stay in registers in the layout of the sum, and spill.
     tl.debug_barrier()
     delta = tl.load(delta_ptr + row_offset, mask=rows < n_q, other=0.0)
     qt = load_tile(queries, start, n_q, ROWS, FORM, TMA, True)
@@ -228,7 +228,7 @@ def _attention_bwd_dkdv_kernel(
                 BLOCK_M, FORM, False, True,
             )  # fmt: skip
     if keep is not None:
-        # rows of masked keys contain gradients too, which reach no other row
+        # the accumulators of masked keys are not 0, but do not affect other rows
         here = real_keys(kept, start, end, BLOCK_N)[:, None]
         dkt = chosen(dkt, here)
         dvt = chosen(dvt, here)

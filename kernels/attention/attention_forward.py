@@ -2,7 +2,7 @@
 
 Two kernels:
 - row: all keys of a head (at most 256) stay on chip in up to three power-of-two chunks (197 -> 128 + 64 + 16), so that
-  a query tile has its whole row of scores at once: one maximum, one exponential per score, no rescaling. A program
+  a query tile has its full row of scores at once: one maximum, one exponential per score, no rescaling. A program
   reuses K and V for TILES query tiles.
 - looped: keys stream through in BLOCK_N tiles with the running maximum and sum of online softmax (Milakov and
   Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Full tiles need no mask. For fixed inputs at most
@@ -36,9 +36,9 @@ LENGTH_CLASS = tl.constexpr(8)
 
 @triton.jit
 def _masked_row(scores, n_kv, START: tl.constexpr, KEYS: tl.constexpr, SURE: tl.constexpr):
-    """Scores [ROWS, KEYS] of keys from START on, with -inf for keys past the last.
+    """Sets the scores [ROWS, KEYS] of keys past the last one to -inf; the first key is START.
 
-    SURE < n_kv <= SURE + LENGTH_CLASS: only LENGTH_CLASS columns need a comparison.
+    SURE < n_kv <= SURE + LENGTH_CLASS, so only LENGTH_CLASS columns need a comparison.
     """
     key = START + tl.arange(0, KEYS)
     real = (key < SURE) | ((key < SURE + LENGTH_CLASS) & (key < n_kv))
@@ -130,7 +130,7 @@ def _online_step(
 ):  # fmt: skip
     """Adds keys start .. start + KEYS to the running maximum, sum and weighted values of a query tile.
 
-    With `keep`, a row may have no key yet: its maximum is then -inf. FIRST: acc is zero.
+    With `keep`, a row may have no key so far; its maximum is then -inf. FIRST: acc is zero.
     """
     kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
     vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
@@ -218,7 +218,7 @@ def _attention_fwd_looped_kernel(
             )
 
     lse = row_max + tl.math.log2(total)
-    if not FIXED:  # inf makes every p of the backward 0
+    if not FIXED:  # lse = inf makes every p of the backward 0
         lse = tl.where(total == 0.0, float("inf"), lse)
         total = tl.where(total == 0.0, 1.0, total)
     rows = start + tl.arange(0, BLOCK_M)
@@ -238,7 +238,7 @@ def forward_launch(
     sequences: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
 ) -> Launch:
-    """Returns the forward's launch with a configuration; for other arguments see `attention.attention_forward`."""
+    """Returns the launch of the forward with a configuration; for other arguments see `attention.attention_forward`."""
     n_q, n_kv = q.shape[2], k.shape[2]
     args = {"lse_ptr": lse, "o_scale_ptr": o_scale, "qk_scale": scale * LOG2_E}
     constants = {"BLOCK_M": config.block_m, "STAGES": config.num_stages, "DEPENDENT": config.dependent}

@@ -13,7 +13,7 @@ from ..launch import Launch
 from .attention_policy import BackwardConfig, ForwardConfig, split_head_dim
 
 LOG2_E = 1.4426950408889634
-# Integers by which kernels are not specialised: lengths, and strides, whose alignment is the constant ALIGN.
+# Integers that do not specialise kernels: lengths, and strides, whose alignment is the constant ALIGN.
 UNSPECIALISED = ["n_sequences", "n_heads", "n_q", "n_kv", "keep_stride_b"] + [
     f"{name}_stride_{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bhn"
 ]
@@ -26,7 +26,7 @@ _MAX_TILE_ROWS = 256
 def access_of(*tensors: torch.Tensor) -> str:
     """Returns the access that the layout of these tensors [B, H, N, D] allows, see `Problem.access`.
 
-    Rows in e4m3, which are only written, need half the alignment: with 72 channels q, k and v have no more.
+    Rows in e4m3, which are only written, need only the element alignment of half precision, e.g. with 72 channels.
     """
     if tma_allows(*tensors):
         return "tma"
@@ -56,14 +56,14 @@ def _tma_allows(tensor: torch.Tensor) -> bool:
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A TMA descriptor of [B, H, N, D] for boxes of `rows` by `columns` of one head."""
+    """Returns a TMA descriptor of [B, H, N, D] for boxes of `rows` by `columns` of one head."""
     legal = _TMA_ALIGNMENT // tensor.element_size()
     strides = [stride if length > 1 else legal for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1])]
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns])
 
 
 def _tile_arguments(name: str, tensor: torch.Tensor, rows: int, tma: bool) -> dict[str, Any]:
-    """The arguments `name` and `name`_hi for the two blocks of tiles of `rows` rows; None if absent."""
+    """Returns the arguments `name` and `name`_hi for both blocks of tiles of `rows` rows; None if absent."""
     lo, hi = split_head_dim(tensor.shape[-1])
     if rows == 0:
         return {name: None, f"{name}_hi": None}
@@ -78,7 +78,7 @@ def needs_wide_offsets(*tensors: torch.Tensor) -> bool:
 
 
 def _common_alignment(*tensors: torch.Tensor) -> int:
-    """The largest power of two up to 16 that divides every used stride of rows, heads and images."""
+    """Returns the largest power of two up to 16 that divides every used stride of rows, heads and images."""
     used = (stride for tensor in tensors for length, stride in zip(tensor.shape[:3], tensor.stride()[:3]) if length > 1)
     return math.gcd(16, *used)
 
@@ -112,7 +112,7 @@ def tiled_launch(
 
     Args:
         own: Tensors [B, H, N, D] by argument name, of which a program reads and writes one tile.
-        streamed: Tensors of which it reads all rows of a head, or of a sequence.
+        streamed: Tensors of which a program reads all rows of a head or of a sequence.
         block: Rows of a program's tile.
         pieces: Rows of the tiles of `streamed`, which the kernel names a, b and c; 0 for an absent one.
         tiles: Programs per head, unless packed.
@@ -125,24 +125,24 @@ def tiled_launch(
     tma = config.tma and tma_allows(*(tensors if fixed else streamed).values())
     lo, hi = split_head_dim(rows.shape[-1])
     align = _common_alignment(*tensors.values())
-    found: dict[str, Any] = {**args, "n_heads": q.shape[1], "n_q": q.shape[2], "n_kv": k.shape[2]}
+    arguments: dict[str, Any] = {**args, "n_heads": q.shape[1], "n_q": q.shape[2], "n_kv": k.shape[2]}
     for name, tensor in own.items():
-        found |= _tile_arguments(name, tensor, block, tma and fixed)
+        arguments |= _tile_arguments(name, tensor, block, tma and fixed)
     for name, tensor in streamed.items():
         for letter, piece in zip("abc", pieces):
             if letter == "b" and not fixed:  # the last tile of a sequence is read by pointers
-                found |= _tile_arguments(f"{name}_b", tensor, block, tma=False)
+                arguments |= _tile_arguments(f"{name}_b", tensor, block, tma=False)
             else:
-                found |= _tile_arguments(f"{name}_{letter}", tensor, piece, tma)
+                arguments |= _tile_arguments(f"{name}_{letter}", tensor, piece, tma)
     for name, tensor in tensors.items():
-        found |= {f"{name}_stride_{axis}": tensor.stride(i) // align for i, axis in enumerate("bhn")}
+        arguments |= {f"{name}_stride_{axis}": tensor.stride(i) // align for i, axis in enumerate("bhn")}
     programs = rows.shape[0] * rows.shape[1] * tiles
     if sequences is not None:
         programs = rows.shape[1] * (rows.shape[2] // block + sequences.shape[0])
     return Launch(
         kernel=kernel,
         grid=(programs,),
-        args=found,
+        args=arguments,
         constants={
             "D": rows.shape[-1],
             "LO": lo,

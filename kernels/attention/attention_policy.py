@@ -1,4 +1,4 @@
-"""Configurations of the attention kernels, chosen by rules and a table of tuned ones, never by timing at a call."""
+"""Configurations of the attention kernels, from rules and a table of tuned entries; calls are never timed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ForwardConfig:
 
     Args:
         scheme: "row" (all keys on chip, at most 256) or "looped".
-        block_m: Query rows per tile.
+        block_m: Queries per tile.
         block_n: Keys per tile of the looped scheme; the largest chunk of the row scheme.
-        chunks: Most chunks of keys of the row scheme, 1 to 3. 197 keys are (128, 64, 16) in three, 256 in one.
-        tiles: Most query tiles per program of the row scheme.
-        tma: Read and write through TMA descriptors where the layout allows.
+        chunks: Maximum chunks of keys in the row scheme, 1 to 3. 197 keys are (128, 64, 16) in three, 256 in one.
+        tiles: Maximum query tiles per program in the row scheme.
+        tma: Read and write through TMA descriptors if the layout allows.
         dependent: Start before the previous launch has ended (dependent.py).
     """
 
@@ -97,7 +97,7 @@ def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Problem:
-    """The inputs of the launch policy.
+    """Inputs of the launch policy.
 
     Args:
         arch: Architecture, e.g. "sm_90".
@@ -121,7 +121,7 @@ class Problem:
 
     @property
     def of_one_long(self) -> Problem:
-        """The problem with one sequence that is too long for the row scheme."""
+        """Returns the problem with one sequence that is too long for the row scheme."""
         longest = MAX_ROW_KEYS + 1
         return replace(self, n_q=max(self.n_q, longest), n_kv=max(self.n_kv, longest), form="fixed")
 
@@ -148,7 +148,7 @@ class Problem:
         return f"{self.element}/{self.width}/{length}/{access}"
 
 
-# The most columns and (padded) keys with which the row scheme holds a head without spilling, by generation and TMA.
+# Maximum columns and (padded) keys of a head for which the row scheme does not spill, by generation and TMA.
 _ROW_LIMITS = {
     ("hopper", True): (80, 256),
     ("hopper", False): (64, 256),
@@ -187,7 +187,7 @@ def dkdv_config(problem: Problem) -> BackwardConfig:
 
 
 def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
-    """The tiles of one long sequence, made smaller where its masked last tile, of equal size, would spill."""
+    """Returns the tiles of one long sequence, smaller if its masked last tile, of equal size, would spill."""
     width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
     if problem.n_q <= SHORT or (blackwell and width == 128):
         config = replace(config, block_m=min(config.block_m, SHORT))
@@ -304,7 +304,7 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
 
 @cache
 def _table() -> dict[str, dict[str, dict[str, Any]]]:
-    """The tuned table beside this file: architecture -> shape class -> kernel -> configuration."""
+    """Returns the tuned table next to this file: architecture -> shape class -> kernel -> configuration."""
     table: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE_PATH.read_text())["architectures"]
     return table
 

@@ -5,10 +5,10 @@ Inputs come in three forms:
 - fixed: q [B, H, N_q, D], k and v [B, H, N_kv, D]. Every query attends to every key of its head.
 - packed: q, k, v [1, H, total, D], and `sequences` int32 [S + 1] on the device: the start of each sequence and the end
   of the last. The host does not know the lengths. Sequence i has the tile slots from sequences[i] // BLOCK + i on,
-  enough for any start. So total // BLOCK + S + 1 programs per head suffice, and a program searches for its sequence.
-  Rows behind the last sequence have no keys; their results are 0.
-- masked: as fixed, and `keep` bool [B, N_kv], the keys of each image. The loop ends with the last kept key. A row
-  without keys has the output 0, as in torch's attention.
+  which are enough for any start. So total // BLOCK + S + 1 programs per head suffice, and each program searches for its
+  sequence. Rows after the last sequence have no keys; their results are 0.
+- masked: like fixed, with `keep` bool [B, N_kv], the keys of each image. The loop ends with the last unmasked key. The
+  output of a row without keys is 0, as in torch's attention.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _KEYS_AT_ONCE = tl.constexpr(1024)
 
 @triton.jit
 def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
-    """The number of sequences of `index` whose first slot is not behind this one."""
+    """Counts the sequences in `index` whose first slot is at or before `slot`."""
     first = tl.load(sequences + index, mask=inside, other=0) // BLOCK + index
     return tl.sum((inside & (first <= slot)).to(tl.int32), 0)
 
 
 @triton.jit
 def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
-    """First row of a slot's tile; begin and end of its sequence, and its end on the other side.
+    """Returns the first row of a slot's tile, begin and end of its sequence, and the end on the other side.
 
-    The two ends differ only for rows behind all sequences.
+    The two ends differ only for rows after the last sequence.
     """
     stride = tl.cdiv(n_sequences + 1, _WAYS)
     index = tl.arange(0, _WAYS) * stride
@@ -54,7 +54,7 @@ def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
 
 @triton.jit
 def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl.constexpr):
-    """Image, head, index of the head in the batch, first row, begin and end of its sequence, end on the other side.
+    """Returns image, head, head index in the batch, first row, begin and end of its sequence, end on the other side.
 
     Tiles of one head are adjacent on the grid, so that its K and V are read from L2.
     """
@@ -78,7 +78,7 @@ def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl
 
 @triton.jit
 def real_keys(keep, start, n_kv, KEYS: tl.constexpr):
-    """True for keys start .. start + KEYS before n_kv that are kept; `keep` is a row of bool or None."""
+    """True for keys start .. start + KEYS before n_kv that are not masked; `keep` is a row of bool or None."""
     key = start + tl.arange(0, KEYS)
     real = key < n_kv
     if keep is not None:
@@ -88,7 +88,7 @@ def real_keys(keep, start, n_kv, KEYS: tl.constexpr):
 
 @triton.jit
 def last_kept(kept, n_keys):
-    """One more than the last kept key; 0 without any."""
+    """Returns one more than the last unmasked key; 0 if all are masked."""
     end = 0
     for first in range(0, n_keys, _KEYS_AT_ONCE):
         key = first + tl.arange(0, _KEYS_AT_ONCE)

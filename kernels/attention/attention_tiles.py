@@ -3,7 +3,7 @@
 A tile is rows of one head, [ROWS, D]. Triton's blocks are powers of two, so a tile is a tuple of one or two blocks, LO
 columns and HI columns (80 = 64 + 16), which costs less than padding to the next power of two (128).
 
-Tensors [B, H, N, D] of any strides, the last one 1, are accessed through TMA descriptors or by pointers. Related
+Tensors [B, H, N, D] with arbitrary strides and last stride 1 are accessed through TMA descriptors or pointers. Related
 arguments are grouped:
 
 - source, target: (first block's descriptor or pointer, second's, image, head, strides of images, heads and rows)
@@ -21,7 +21,7 @@ _TF32 = tl.constexpr("tf32")  # triton 3.6 does not accept a string as default
 
 @triton.jit
 def _pointers(source, start, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FORM: tl.constexpr):
-    """Pointers [ROWS, COLS] to a block; offsets of images and heads are in 64 bits."""
+    """Returns pointers [ROWS, COLS] to a block; offsets of images and heads are in 64 bits."""
     pointer, _, b, h, stride_b, stride_h, stride_n = source
     WIDE: tl.constexpr = FORM[3]
     ALIGN: tl.constexpr = FORM[4]
@@ -47,7 +47,7 @@ def _load_block(
     source, start, n_rows, INDEX: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, COLS] from row `start`; zeros outside the tensor (TMA fills them itself)."""
+    """Loads [ROWS, COLS] from row `start`; zeros outside the tensor, which TMA fills itself."""
     D: tl.constexpr = FORM[0]
     COLS: tl.constexpr = FORM[1 + INDEX]
     COLUMN: tl.constexpr = INDEX * FORM[1]
@@ -66,7 +66,7 @@ def _load_block(
 
 @triton.jit
 def load_tile(source, start, n_rows, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr):
-    """Rows start .. start + ROWS of one head; MASKED if they may pass its end."""
+    """Loads rows start .. start + ROWS of one head; MASKED if they may pass its end."""
     lo = _load_block(source, start, n_rows, 0, ROWS, FORM, TMA, MASKED)
     if FORM[2] > 0:
         return lo, _load_block(source, start, n_rows, 1, ROWS, FORM, TMA, MASKED)
@@ -100,7 +100,7 @@ def store_tile(target, tile, start, n_rows, ROWS: tl.constexpr, FORM: tl.constex
 
 @triton.jit
 def zero_tile(ROWS: tl.constexpr, FORM: tl.constexpr):
-    """An accumulator in fp32."""
+    """Returns a zero accumulator in fp32."""
     lo = tl.zeros((ROWS, FORM[1]), tl.float32)
     if FORM[2] > 0:
         return lo, tl.zeros((ROWS, FORM[2]), tl.float32)
@@ -110,7 +110,7 @@ def zero_tile(ROWS: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def scaled(tile, factor):
-    """A tile times a scalar or factors of its rows [ROWS, 1]."""
+    """Multiplies a tile by a scalar or by factors of its rows [ROWS, 1]."""
     if len(tile) > 1:
         return tile[0] * factor, tile[1] * factor
     else:
@@ -119,7 +119,7 @@ def scaled(tile, factor):
 
 @triton.jit
 def chosen(tile, rows):
-    """A tile with zeros in rows for which `rows` [ROWS, 1] is False."""
+    """Sets the rows of a tile to zero for which `rows` [ROWS, 1] is False."""
     if len(tile) > 1:
         return tl.where(rows, tile[0], 0.0), tl.where(rows, tile[1], 0.0)
     else:
@@ -128,7 +128,7 @@ def chosen(tile, rows):
 
 @triton.jit
 def dot_transposed(a, b, PRECISION: tl.constexpr = _TF32):
-    """a b^T over head_dim: [ROWS_A, ROWS_B] in fp32."""
+    """Computes a b^T over head_dim, [ROWS_A, ROWS_B] in fp32."""
     product = tl.dot(a[0], b[0].T, input_precision=PRECISION)
     if len(a) > 1:
         product = tl.dot(a[1], b[1].T, product, input_precision=PRECISION)
@@ -137,7 +137,7 @@ def dot_transposed(a, b, PRECISION: tl.constexpr = _TF32):
 
 @triton.jit
 def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
-    """[acc +] weights @ tile; weights [ROWS, KEYS] in fp32 are rounded to the tile's dtype."""
+    """Computes [acc +] weights @ tile; weights [ROWS, KEYS] in fp32 are rounded to the tile's dtype."""
     weights = weights.to(tile[0].dtype)
     if acc is None:
         lo = tl.dot(weights, tile[0], input_precision=PRECISION)
@@ -157,8 +157,8 @@ def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
 def assume_a_tile(n_full, TMA: tl.constexpr):
     """Tells the compiler that a loop over n_full rows runs at least once.
 
-    A loop that may run zero times merges accumulators of wgmma in flight with zeros, and ptxas then waits for every
-    product (C7515). Loads by pointers are not affected.
+    If the loop may run zero times, wgmma accumulators in flight are merged with zeros, and ptxas then waits for every
+    product (warning C7515). Loads by pointers are not affected.
     """
     if TMA:
         tl.assume(n_full > 0)

@@ -283,8 +283,7 @@ def batches_of(loader: DataLoader[Any]) -> Generator[Any]:
         ended = [process.exitcode for process in readers if process.exitcode]
         if not ended:
             raise
-        reason = f"a process that reads images has ended, with exit code {ended[0]}; resume the run"
-        raise ReaderLostError(reason) from None
+        raise ReaderLostError(f"a process that reads images has ended, with exit code {ended[0]}") from None
     finally:
         del batches  # ends the others, and waits for them
         if handled:

@@ -23,6 +23,7 @@ from ..files import check_replaceable, file_aside
 from ..model import VisionTransformer
 from ..weights.source import weights_digest
 from .classifiers import PredictionError, schema, tables
+from .data import ReaderLostError
 from .prediction_ray import joined_cluster
 
 __all__ = ["ENGINES", "Predicted", "PredictionError", "predict_to_parquet"]
@@ -34,11 +35,15 @@ _TASK = "task.json"
 
 @dataclass(frozen=True)
 class Predicted:
-    """The rows of the file, the unreadable images with reasons, and the images that an earlier run had processed."""
+    """The rows of the file, the unreadable images with reasons, and the images that an earlier run had processed.
+
+    `lost` is a message per process that was lost and replaced.
+    """
 
     images: int
     bad: tuple[tuple[str, str], ...]
     taken: int
+    lost: tuple[str, ...]
 
 
 def predict_to_parquet(
@@ -70,8 +75,8 @@ def predict_to_parquet(
         A summary.
     Raises:
         MissingPackageError: pyarrow, or ray for its engine, is not installed.
-        PredictionError: OUT.parts belongs to another run, or a ray worker failed. Finished parts remain.
-        ReaderLostError: a process that reads images ended early. Finished parts remain.
+        PredictionError: OUT.parts belongs to another run, processes ended twice at the same images, or a ray worker
+            failed. Finished parts remain.
         ValueError: the logits of an image are not finite, a file is given twice, or engine, device or workers are not
             available.
         OSError: the file cannot be written.
@@ -94,7 +99,7 @@ def predict_to_parquet(
 
         _begin(parts, _task(model, files, class_names))
         try:
-            taken = _compute(rows, chunks, names, on_part)
+            taken, lost = _compute(rows, chunks, names, on_part)
         finally:
             if not any(name.is_file() for name in names):
                 shutil.rmtree(parts, ignore_errors=True)  # no part is worth resuming
@@ -102,7 +107,7 @@ def predict_to_parquet(
     for path in (*names, parts / _TASK):  # the task last: it describes the parts
         path.unlink()
     shutil.rmtree(parts)
-    return Predicted(len(files), bad, taken)
+    return Predicted(len(files), bad, taken, tuple(lost))
 
 
 def _compute(
@@ -110,23 +115,31 @@ def _compute(
     chunks: Sequence[Sequence[Path]],
     names: Sequence[Path],
     on_part: Callable[[int], None],
-) -> int:
-    """Writes the missing parts, and returns the number of images that an earlier run had processed."""
+) -> tuple[int, list[str]]:
+    """Writes the missing parts; returns the number of images of an earlier run, and a message per lost process."""
     import pyarrow.parquet as pq
 
     missing = [i for i, name in enumerate(names) if not name.is_file()]
-    if not missing:
-        return sum(map(len, chunks))
     done = taken = sum(map(len, chunks)) - sum(len(chunks[i]) for i in missing)
-    with contextlib.closing(rows([file for i in missing for file in chunks[i]])) as stream:
-        for i, table in zip(missing, stream, strict=True):
-            if table.column("path").to_pylist() != list(map(str, chunks[i])):
-                raise PredictionError(f"the rows of part {i} are not those of its images")
-            with file_aside(names[i]) as aside:
-                pq.write_table(table, aside)
-            done += len(chunks[i])
-            on_part(done)
-    return taken
+    lost: list[str] = []
+    lost_at = None  # the part that the last lost process was reading
+    while missing:
+        try:
+            with contextlib.closing(rows([file for i in missing for file in chunks[i]])) as stream:
+                for i, table in zip(list(missing), stream, strict=True):
+                    if table.column("path").to_pylist() != list(map(str, chunks[i])):
+                        raise PredictionError(f"the rows of part {i} are not those of its images")
+                    with file_aside(names[i]) as aside:
+                        pq.write_table(table, aside)
+                    done += len(chunks[missing.pop(0)])
+                    on_part(done)
+        except ReaderLostError as error:
+            if missing[:1] == [lost_at]:
+                between = f"between {chunks[missing[0]][0]} and {chunks[missing[0]][-1]}"
+                raise PredictionError(f"{error}, for the second time {between}; re-run the command to resume") from None
+            lost_at = missing[0] if missing else None
+            lost.append(str(error))
+    return taken, lost
 
 
 def _task(model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str]) -> str:

@@ -47,9 +47,9 @@ from .traced_parts import Outline, built, outline
 def parts_of(block: Any) -> BlockParts:
     """Returns the block's cached parts, and re-reads the block if it changed."""
     if torch.compiler.is_compiling():
-        found = _outline(id(block))
-        if found is not None:
-            return built(block, found)
+        traced = _outline(id(block))
+        if traced is not None:
+            return built(block, traced)
         compiled: BlockParts = block.vit_fast_parts
         compiled.watch.guard()
         return compiled
@@ -61,16 +61,16 @@ def parts_of(block: Any) -> BlockParts:
 
 @constant_to_compiler
 def _outline(address: int) -> Outline | None:
-    """Reads the block with this id: torch 2.11 accepts no module as an argument of a constant.
+    """Returns the outline of the block with this id.
 
-    torch.compile calls this while it traces, and guards the id.
+    torch.compile calls this while it traces, and guards the id. torch 2.11 does not accept a module as argument here.
     """
     block: Any = ctypes.cast(address, ctypes.py_object).value
     parts = block.__dict__.get("vit_fast_parts")
     if parts is None or not parts.watch.holds(block):
         parts = _read(block)
     if parts.fp8 is not None and runs_whole(parts):
-        parts.fp8.reader(parts)  # quantises outside of the graph
+        parts.fp8.reader(parts)  # quantizes outside of the graph
     return outline(block, parts)
 
 
@@ -87,16 +87,16 @@ def _read(block: Any) -> BlockParts:
 
 
 def runs_whole(parts: BlockParts, backend: str | None = None) -> bool:
-    """True if one operator runs the block now: no half stays modules, drops elements, or is being exported.
+    """True if one operator can run the block now: no half runs as modules, has active dropout, or is being exported.
 
     Args:
-        backend: That of the block; None asks whether "triton" could.
+        backend: Backend that the block must have; None skips this check.
     """
     attention, mlp = parts.attention, parts.mlp
     if attention is None or mlp is None or attention.norm.kind != mlp.norm.kind:
         return False
     if backend is not None:
-        emulated = parts.fp8 is not None and parts.fp8.emulated  # which any device can do
+        emulated = parts.fp8 is not None and parts.fp8.emulated  # runs on any device
         if attention.module.vit_fast_backend != backend or (backend != "triton" and not emulated):
             return False
     return not (is_exporting() or drops(attention.dropouts) or drops(mlp.dropouts))
@@ -116,21 +116,21 @@ def run_block(
     """Runs a block whose MLP has parts, [B, N, C] or packed [total, C].
 
     Args:
-        parts: Neither half drops elements now.
+        parts: Dropout must be inactive in both halves.
         statistics: LayerNorm statistics of x from the previous block; None computes them.
-        rope, keys: Of the attention, unless `attend` runs it.
-        backend: "triton", unless `attend` runs the attention.
-        attend: x -> x + attention by modules; None runs it by the kernels.
+        rope, keys: Arguments of the attention; not used with `attend`.
+        backend: Must be "triton" unless `attend` runs the attention.
+        attend: Computes x + attention(x) with the modules; None runs the kernels.
         next_statistics: True if a LayerNorm follows that reuses the statistics of the output.
     Returns:
-        The output, and its statistics; None where they were not wanted, of fp32, and after drop path.
+        The output and its LayerNorm statistics; None if not requested, for fp32, and after drop path.
     """
     attention, mlp = parts.attention, parts.mlp
-    assert mlp is not None, "else the original forward runs"
+    assert mlp is not None, "a block without MLP parts runs its original forward"
     if attend is not None:
         x, statistics = attend(x), None
     else:
-        assert attention is not None, "attend runs it otherwise"
+        assert attention is not None, "attend must run an attention without parts"
         if not drops_path(attention.drop_path) and not drops_path(mlp.drop_path):
             tensors, rope = _tensors_for(parts, x, rope)
             return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)
@@ -156,7 +156,7 @@ def _run_fused(
     attention: AttentionParts | None, mlp: MlpParts | None, tensors: BlockTensors, x: Tensor, statistics: Tensor | None,
     rope: Rope | None, keys: Keys | None, next_statistics: bool, residual: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """A block, or the half that is given, as one operator."""
+    """Runs a block, or the half that is not None, as one operator."""
     options: dict[str, Any] = {"residual": residual, "next_statistics": next_statistics}
     eps1 = eps2 = 0.0
     if attention is not None:
@@ -192,11 +192,11 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not its subclass for FP8
-    # without positions nothing restores the order of channels that the weights of q's and k's norms have
+    # without rotary positions, q and k keep the folded channel order, which the weights of their norms do not have
     apart = rope is None and attention.qk_norm is not None and attention.rope_head
     if frozen is not None and frozen.dtype == matmul_dtype(x) and not apart:
         proj, fc2 = (*tensors_of(attention.proj), scale_of(attention)), (*tensors_of(mlp.fc2), scale_of(mlp))
-        # only if gradients are possible at all: this runs in every forward
+        # read the weights only if gradients are possible, because this runs in every forward
         if not (torch.is_grad_enabled() or in_transform()) or not needs_gradient(
             x, *proj, *fc2, *(tensor_of(*slot) for slot in frozen_sources(attention, mlp))
         ):
@@ -207,7 +207,7 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
 
 
 def freeze_parts(parts: BlockParts) -> None:
-    """Folds the LayerNorms of a block that runs whole, and caches the result; if it is cached, in the same memory."""
+    """Folds the LayerNorms of a block that runs as one operator, and caches the result; refreshes a cache in place."""
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     dtype = matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
@@ -249,7 +249,7 @@ def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
 
 
 def _still_fits(frozen: Any, parts: BlockParts) -> bool:
-    """True if cached weights are those of the block, or may be once a hook that forbids the kernels is removed."""
+    """True if cached weights match the block, or may match again once a hook that forbids the kernels is removed."""
     if parts.attention is None or parts.mlp is None:
         return True
     if type(frozen) is Packed:
@@ -278,18 +278,18 @@ def forward_block(
             y: Tensor = parts.fp8.run(parts, x, NOTHING, rope)[0]
             return y
         return run_block(parts, x, rope=rope, keys=keys, backend=backend, attend=attend)[0]
-    known = recall(x) if attend is None else NOTHING
+    facts = recall(x) if attend is None else NOTHING
     with VersionsCounted():
         if in_fp8:
-            if known.maker is not None:
-                known.maker.reader = parts.fp8.reader(parts)  # from now on the previous block writes e4m3 for this one
-            y, made = parts.fp8.run(parts, x, known, rope, parts.reader)
+            if facts.maker is not None:
+                facts.maker.reader = parts.fp8.reader(parts)  # from now on the previous block writes e4m3 for this one
+            y, new_facts = parts.fp8.run(parts, x, facts, rope, parts.reader)
         else:
             y, emitted = run_block(
-                parts, x, known.statistics, rope=rope, keys=keys, backend=backend, attend=attend, next_statistics=True
+                parts, x, facts.statistics, rope=rope, keys=keys, backend=backend, attend=attend, next_statistics=True
             )
-            made = NOTHING if emitted is None else RowFacts(emitted)
-    remember(y, made)
+            new_facts = NOTHING if emitted is None else RowFacts(emitted)
+    remember(y, new_facts)
     return y
 
 
@@ -306,9 +306,9 @@ def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Te
         return output
     ready: list[Any] = []
     for block in blocks:
-        touched = block._forward_hooks or is_touched(block)  # the former for hooks of transformers
-        known: Any = block if hasattr(block, "whole") and not touched else None
-        ready.append(known and known.whole())
+        touched = block._forward_hooks or is_touched(block)  # also the output recorders that is_touched ignores
+        fused: Any = block if hasattr(block, "whole") and not touched else None
+        ready.append(fused and fused.whole())
         if ready[-1] is None:
             break
     if None in ready or not ready:

@@ -114,7 +114,7 @@ class Fp8Scales(nn.Module):
             reason = "e4m3 does not support gradients: call it within torch.no_grad()"
             raise UnsupportedInputError("a block in FP8", [reason, BACK])
         cached = self.cached_of(parts)
-        if cached.rope_head and not _turned_alike(rope):
+        if cached.rope_head and not _matmul_can_rotate(rope):
             parts.frozen = cached = self._quantised(parts, 0)
         y, y8, statistics = fused_block_fp8(
             x, rows.x8 if rows.reader is cached else None, rows.statistics, cached.layers,
@@ -126,7 +126,7 @@ class Fp8Scales(nn.Module):
         return y, RowFacts(statistics, y8, reader, parts)
 
     def reader(self, parts: BlockParts) -> Quantised | None:
-        """Returns the cached weights of a block whose first layer reads e4m3; None if that is in half precision."""
+        """Returns a block's cached weights if its first layer reads e4m3, else None."""
         cached = self.cached_of(parts)
         return None if cached.layers.qkv.operand_factor is None else cached
 
@@ -146,7 +146,7 @@ class Fp8Scales(nn.Module):
         return Quantised(sources, tensors, self.now(), dtype, mlp.norm.kind, rope_head)
 
 
-def _turned_alike(rope: Rope | None) -> bool:
+def _matmul_can_rotate(rope: Rope | None) -> bool:
     """True if the qkv matmul can apply the rotary positions itself: half layout, shared by all heads."""
     return rope is not None and rope.layout == "half" and (rope.cos.dim() < 4 or rope.cos.shape[1] == 1)
 
@@ -154,13 +154,13 @@ def _turned_alike(rope: Rope | None) -> bool:
 def scales_of(block: nn.Module) -> Fp8Scales | None:
     """Returns the scales of a block; None if it is not calibrated."""
     held = block._modules
-    found = held[PLACE] if PLACE in held else None  # noqa: SIM401  # a traced module has no get
-    return found if isinstance(found, Fp8Scales) else None
+    scales = held[PLACE] if PLACE in held else None  # noqa: SIM401  # a traced module has no get
+    return scales if isinstance(scales, Fp8Scales) else None
 
 
 def give_scales(block: nn.Module, scales: BlockScales) -> None:
     """Stores scales in a block and drops weights cached for other scales."""
-    width = scales.qkv.shape[0]  # type: ignore[union-attr]  # which is there
+    width = scales.qkv.shape[0]  # type: ignore[union-attr]  # calibration sets it
     _place(block, width).set(scales)
     block.__dict__.pop("vit_fast_parts", None)
 
@@ -172,12 +172,12 @@ def runs_in_fp8(model: nn.Module) -> bool:
 
 def _place(block: nn.Module, width: int) -> Fp8Scales:
     """Returns the scales of a block, and creates them if it has none of this width."""
-    found = scales_of(block)
-    if found is None or found.qkv.shape[0] != width:
+    scales = scales_of(block)
+    if scales is None or scales.qkv.shape[0] != width:
         device = next((parameter.device for parameter in block.parameters()), None)
-        found = Fp8Scales(width, device)
-        block.add_module(PLACE, found)
-    return found
+        scales = Fp8Scales(width, device)
+        block.add_module(PLACE, scales)
+    return scales
 
 
 def take_scales_away(model: nn.Module) -> None:

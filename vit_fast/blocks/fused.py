@@ -28,7 +28,7 @@ from .packing import is_packable, run_packed_block
 from .parts import AttentionParts, BlockParts, MlpParts, drops
 from .reading import Reader, read_block
 
-_LEAVES = ("torch.nn.", "torch.ao.nn.")  # modules that torch.fx never looks into, by the module of their class
+_LEAVES = ("torch.nn.", "torch.ao.nn.")  # torch.fx never traces into modules whose class is in these packages
 FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
 
 
@@ -39,7 +39,7 @@ class Finding:
     Attributes:
         reasons: Reasons why it cannot be fused.
         notes: Notes for the report.
-        bypassed: Modules inside whose forward will no longer be called.
+        bypassed: Submodules whose forward will no longer be called.
     """
 
     reasons: Sequence[str] = ()
@@ -53,8 +53,8 @@ class FusedModule(nn.Module):
     Attributes:
         original: The class that it replaces.
         kind: The part that the operators compute, for the report.
-        host_reads: What forward reads on the host, which a CUDA graph would not repeat; "" for nothing.
-        passes_for_original: True for a class with the original's module and name, by which its library finds it.
+        host_reads: Values that forward reads on the host, which a CUDA graph would not repeat; "" if there are none.
+        passes_for_original: True for a class with the original's module and name, because its library looks these up.
         vit_fast_request: The requested backend, e.g. "auto".
         vit_fast_backend: The resolved backend.
     """
@@ -115,7 +115,7 @@ class FusedModule(nn.Module):
             self.vit_fast_backend = "sdpa" if unable else resolve_backend("auto", device_of(self), dtype_of(self))
 
     def is_idle(self) -> bool:
-        """True if the original's forward is as fast; asked with backend "sdpa" only."""
+        """True if the original's forward is as fast; called for backend "sdpa" only."""
         return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
@@ -154,15 +154,15 @@ def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Call
 def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
     """Wraps the forward of a fused class, so that torch.fx and torch.jit.script see that of `original`.
 
-    Neither can trace ours, which inspects children and calls custom operators. torch.fx calls forward with Proxies;
-    torch.jit.script reads source and annotations. If the two are not equivalent, torch.fx keeps the module as a leaf,
-    and torch.jit.script fails.
+    Neither can trace our forward, which inspects children and calls custom operators. torch.fx calls forward with
+    Proxies; torch.jit.script reads source and annotations. If the two are not equivalent, torch.fx keeps the module as
+    a leaf, and torch.jit.script fails.
 
-    A bound forward of a fused module runs the original's after `unfuse`. A forward that a user sets on `original` runs
-    in fused modules, too.
+    After `unfuse`, a bound forward taken from the fused module runs the original's. A forward that a user sets on
+    `original` runs in fused modules, too.
     """
     if original.__module__.startswith("transformers."):
-        return  # its layers' own wrapper of forward has to stay the outermost; neither tracer takes its models anyway
+        return  # its wrapper of forward must stay outermost; neither tracer supports its models anyway
     fused_forward, original_forward = cls.forward, original.forward
     leaf = original.__module__.startswith(_LEAVES) and not issubclass(original, nn.Sequential)
     proxies, stays_whole = Proxy, not equivalent or leaf
@@ -189,14 +189,14 @@ def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivale
     # torch.jit.script unwraps to the original's source, and resolves the names there in the globals of this function
     shown = FunctionType(forward.__code__, original_forward.__globals__, "forward", None, forward.__closure__)
     cls.forward = functools.update_wrapper(shown, original_forward)
-    # the first class that has any is where it looks for the types of attributes: nn.Module at the latest
+    # torch.jit.script reads attribute types from the first class that has annotations: nn.Module at the latest
     cls.__annotations__ = dict(next(filter(None, map(inspect.get_annotations, original.__mro__))))
 
 
 def show_original_to_unfused(cls: type[Any], original: type[nn.Module]) -> None:
     """Wraps the forward of a fused class of transformers, before transformers wraps it for gradient checkpointing.
 
-    A bound forward of a fused module runs the original's after `unfuse`.
+    After `unfuse`, a bound forward taken from the fused module runs the original's.
     """
     fused_forward, original_forward = cls.forward, original.forward
 
@@ -209,20 +209,20 @@ def show_original_to_unfused(cls: type[Any], original: type[nn.Module]) -> None:
 
 
 def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
-    """Returns the class of a module if `fuse` made it of this mixin, and nothing wrapped it since; else ()."""
+    """Returns (class,) of a module if `fuse` built it from this mixin and nothing wrapped it since; else ()."""
     cls = type(module)
     return (cls,) if issubclass(cls, mixin) and "original" in vars(cls) else ()
 
 
 class Forms:
-    """The fused classes of one library's file.
+    """The fused classes of one library, which our file for this library defines.
 
     Each is created when its original is first seen, because the library may be absent and is slow to import. It becomes
-    a global of the file, e.g. "FusedBlock", by which pickle finds it.
+    a global of the file, e.g. "FusedBlock", so that pickle finds it.
 
     Args:
         file: The file's globals.
-        mixins: Mixins that make a fused class of an original, by the original's dotted path.
+        mixins: Mixins of the fused classes, by the dotted path of the original class.
     """
 
     def __init__(self, file: dict[str, Any], mixins: Mapping[str, type[FusedModule]]) -> None:
@@ -234,19 +234,19 @@ class Forms:
         if mixin is None:
             return None
         name = f"Fused{original.__name__}"
-        made: type[FusedModule] | None = self._file.get(name)
-        if made is None or made.original is not original:
+        fused: type[FusedModule] | None = self._file.get(name)
+        if fused is None or fused.original is not original:
             about = {"__module__": self._file["__name__"], "__qualname__": name, "__doc__": mixin.__doc__}
-            made = fused_form_of(original)(type(name, (mixin, original), about))
-            self._file[name] = made
-        return made
+            fused = fused_form_of(original)(type(name, (mixin, original), about))
+            self._file[name] = fused
+        return fused
 
     def named(self, name: str) -> type[FusedModule]:
-        """Returns the fused class of this name, and imports its library; raises AttributeError if there is none."""
+        """Imports the library and returns the fused class of this name; raises AttributeError if there is none."""
         for path in self.mixins:
             module, _, original = path.rpartition(".")
-            if name == f"Fused{original}" and (made := self.of(getattr(importlib.import_module(module), original))):
-                return made
+            if name == f"Fused{original}" and (fused := self.of(getattr(importlib.import_module(module), original))):
+                return fused
         raise AttributeError(f"module {self._file['__name__']!r} has no attribute {name!r}")
 
 
@@ -275,7 +275,7 @@ def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[st
 
 
 class FusedNormMlp(FusedModule):
-    """A module whose norm and MLP are one operator, e.g. a block, which runs as one operator where possible.
+    """A module whose norm and MLP run as one operator; a block runs as one operator if possible.
 
     If a child gets a hook, a wrapper or another class after fuse, the part that contains it runs as modules.
     """
@@ -369,8 +369,8 @@ class FusedNormMlp(FusedModule):
 
         Args:
             parts: From ready().
-            attend: x -> x + attention by the modules.
-            ordinary: False if the attention has to run as modules in this call.
+            attend: Computes x + attention(x) with the modules.
+            ordinary: False if the attention must run as modules in this call.
             rope: Rotary positions, if any.
             keys: The keys that queries attend to; None means all.
         """

@@ -1,4 +1,4 @@
-"""Packs the linear layers of blocks for the CPU if possible, and runs the calls that can use them."""
+"""Packs the linear layers of blocks for the CPU if possible, and runs calls that support packed layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .parts import BlockParts, Slot, block_tensors, drops, drops_path, linear_so
 
 def pack_parts(parts: BlockParts) -> None:
     """Packs the linear layers of a block that `is_packable`."""
-    dtype = tensor_of(*parts.mlp.fc1.weights[0]).dtype  # type: ignore[union-attr]  # it has both halves
+    dtype = tensor_of(*parts.mlp.fc1.weights[0]).dtype  # type: ignore[union-attr]  # a packable block has both halves
     if type(parts.frozen) is Packed and parts.frozen.dtype is dtype:
         parts.frozen.refresh()
         return
@@ -53,8 +53,8 @@ def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
     for half in (parts.attention, parts.mlp):  # a block that must run as modules has no parts
         if half is None or drops(half.dropouts) or drops_path(half.drop_path):
             return None
-    wanted = torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters())
-    return None if wanted else packed
+    needs_grad = torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters())
+    return None if needs_grad else packed
 
 
 def packing_of(attention: Any, mlp: Any) -> tuple[list[Slot], Settings]:

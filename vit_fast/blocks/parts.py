@@ -60,7 +60,7 @@ class LinearParts:
     chunk: int | None = None
 
     def tensors(self) -> tuple[Any, Any]:
-        """Returns weight and bias, or None."""
+        """Returns weight and bias, each a tensor or None."""
         if self.chunk is not None:
             packed = tensor_of(*self.weights[0]), tensor_of(*self.biases[0])
             weight, bias = (None if each is None else each.chunk(2)[self.chunk] for each in packed)
@@ -92,7 +92,7 @@ class QkNormParts:
 
 @dataclass(frozen=True, eq=False)
 class AttentionParts:
-    """x + drop_path(layer_scale * proj(attention(qkv(norm(x))))).
+    """The attention half, x + drop_path(layer_scale * proj(attention(qkv(norm(x))))).
 
     Attributes:
         module: The attention layer.
@@ -126,12 +126,14 @@ class AttentionParts:
 
 @dataclass(frozen=True, eq=False)
 class MlpParts:
-    """x + drop_path(layer_scale * fc2(inner_norm(hidden))); see AttentionParts for the other attributes.
+    """The MLP half, x + drop_path(layer_scale * fc2(inner_norm(hidden))).
+
+    See AttentionParts for the other attributes.
 
     Attributes:
         fc1: hidden = activation(fc1(norm(x))); with a gate activation(gate(norm(x))) * fc1(norm(x)).
-        activation: Its name for the operators.
-        inner_norm: EVA-02's, or None.
+        activation: Name of the activation for the operators.
+        inner_norm: Norm before fc2, as in EVA-02, or None.
         fc2: A linear layer.
     """
 
@@ -146,7 +148,7 @@ class MlpParts:
     inner_norm: NormParts | None = None
 
     def tensors(self) -> tuple[Any, ...]:
-        """norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias."""
+        """Returns norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias."""
         return (*self.norm.tensors(), *self.fc1.tensors(), *tensors_of(self.fc2))
 
     def options(self) -> dict[str, Any]:
@@ -167,8 +169,8 @@ class BlockParts:
 
     Attributes:
         attention, mlp: The halves; None for a half that runs as modules.
-        attention_reasons, mlp_reasons: Why it does.
-        watch: Checks that the block is unchanged.
+        attention_reasons, mlp_reasons: Reasons why a half runs as modules.
+        watch: Checks that the block did not change.
         frozen: Cached weights of `vit_fast.freeze`.
         fp8: Runs the block in e4m3 (`fp8_scales.py`).
         reader: Cached weights of the next block if that reads e4m3.
@@ -205,7 +207,7 @@ def drops_path(drop_path: Any) -> bool:
 
 
 def block_tensors(attention: AttentionParts | None, mlp: MlpParts | None) -> BlockTensors:
-    """The parameters of a block or of a half as they are now; separate linear layers of q, k and v joined."""
+    """Returns the current parameters of a block or of a half; concatenates separate linear layers of q, k and v."""
     first: tuple[Any, ...] = (None,) * 7
     second: tuple[Any, ...] = (None,) * 7
     gate = inner = (None, None)
@@ -219,7 +221,7 @@ def block_tensors(attention: AttentionParts | None, mlp: MlpParts | None) -> Blo
 
 
 def frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
-    """The parameters that folded weights depend on: all but LayerScale and the biases of proj and fc2."""
+    """Returns the parameters that folded weights depend on: all but LayerScale and the biases of proj and fc2."""
     norms = [norm for norm in (attention.norm, mlp.norm, mlp.inner_norm) if norm is not None]
     unread = [(attention.proj, "bias")] if mlp.inner_norm is not None else [(attention.proj, "bias"), (mlp.fc2, "bias")]
     linears = [slot for slot in linear_sources(attention, mlp) if slot not in unread]

@@ -1,4 +1,4 @@
-"""Decides whether a module may be bypassed: its parameters used and its forward not called.
+"""Decides whether a module may be bypassed: its parameters are used, but its forward is not called.
 
 Hooks, a forward set on the instance or the class, and parameters of a tensor subclass (torchao, DTensor) forbid it. A
 module is inspected when its block is read; `Watch` then checks in every forward that nothing changed.
@@ -16,7 +16,8 @@ from ..errors import type_name
 from ..ops.frozen import PLAIN
 
 _RECORDERS = "transformers.utils.output_capturing"
-# By key and index into the output: a layer is called whatever records it, and without weights attention returns none.
+# (key, index into the output) of recorders that do not prevent fusion: layers are still called, and
+# attention returns no weights unless they are requested.
 _HARMLESS = (("hidden_states", 0), ("attentions", 1))
 _FORWARDS: dict[type, Any] = {}  # forward of each inspected class, as defined by its library
 
@@ -36,8 +37,8 @@ def _records_nothing_else(hook: Any) -> bool:
     if torch.compiler.is_compiling():  # torch.compile cannot trace the rest; parts are read before it traces
         return True
     held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
-    found = tuple(held[name].cell_contents for name in ("key", "index") if name in held)
-    return found in _HARMLESS
+    recorded = tuple(held[name].cell_contents for name in ("key", "index") if name in held)
+    return recorded in _HARMLESS
 
 
 def forward_is_replaced(module: nn.Module) -> bool:
@@ -53,18 +54,18 @@ def forward_is_replaced(module: nn.Module) -> bool:
 
 
 def class_is_patched(cls: type) -> bool:
-    """True if somebody replaced the forward of a class, or of the class that it is the fused form of."""
-    known: Any
-    for known in (cls, getattr(cls, "original", None)):
-        if not isinstance(known, type):
+    """True if the forward of a class was replaced, or that of the class from which it was fused."""
+    each: Any
+    for each in (cls, getattr(cls, "original", None)):
+        if not isinstance(each, type):
             continue
-        if _FORWARDS.get(known) is not known.forward and _forward_is_foreign(known):  # type: ignore[attr-defined]
+        if _FORWARDS.get(each) is not each.forward and _forward_is_foreign(each):  # type: ignore[attr-defined]
             return True
     return False
 
 
 def _forward_is_foreign(cls: Any) -> bool:
-    """True unless forward is named after its class when first seen, and the same from then on."""
+    """True if forward was not defined in its class when first seen, or changed since then."""
     forward = cls.forward
     if cls not in _FORWARDS:
         owner = next(base for base in cls.__mro__ if "forward" in vars(base))
@@ -76,8 +77,8 @@ def _forward_is_foreign(cls: Any) -> bool:
 
 
 def is_touched(module: nn.Module) -> bool:
-    """True if a module has to be called, whatever its class."""
-    # the functions are called only where there is something to decide: this runs in every forward
+    """True if a module must be called, because it has hooks, a replaced forward or unusual parameters."""
+    # avoid function calls, because this runs in every forward
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     if module._forward_hooks and is_hooked(module):
@@ -97,7 +98,7 @@ def is_touched(module: nn.Module) -> bool:
 
 
 def touch_reasons(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Returns why modules, each with its name, have to be called; see `is_touched`."""
+    """Returns the reasons why (name, module) pairs must be called; see `is_touched`."""
     reasons = []
     for name, module in modules:
         if is_hooked(module):
@@ -126,11 +127,11 @@ def tensor_reasons(name: str, tensor: Tensor | None) -> list[str]:
 
 
 class Watch:
-    """Checks that a block is as it was when it was read.
+    """Checks that a block did not change since it was read.
 
     Args:
         owner: The block.
-        edges: (parent, name, child) of every bypassed module, and of those that cannot be.
+        edges: (parent, name, child) of every bypassed module, and of modules that cannot be bypassed.
         values: (owner, attribute, value) of all other attributes that were read.
     Attributes:
         modules: The children of the edges.
@@ -205,7 +206,7 @@ class Watch:
         return True
 
     def guard(self) -> None:
-        """Reads the same attributes in a way that torch.compile can trace, and so guards.
+        """Reads the same attributes in code that torch.compile traces and therefore guards.
 
         It guards classes by itself, and hooks with `torch._dynamo.config.skip_nnmodule_hook_guards = False`.
         """

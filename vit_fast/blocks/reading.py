@@ -1,4 +1,4 @@
-"""Readers of blocks: a library names the paths of its parts; collects all reasons against bypassing a module."""
+"""Reads the parts of a block from paths that its library lists; collects all reasons against fusing it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Classes = tuple[type, ...]
 class Inspector:
     """Inspects one module and all modules in it.
 
-    The forward of every module on the way to a part will be bypassed, so all of them are judged and watched.
+    The forward of every module on the path to a part will be bypassed, so all of them are checked and watched.
 
     Args:
         owner: The module. Its own hooks do not matter here.
@@ -46,12 +46,12 @@ class Inspector:
 
     def at(self, path: str) -> Any:
         """Returns the attribute at a dotted path; None if part of the path is missing."""
-        found: Any = self.owner
+        value: Any = self.owner
         for name in path.split("."):
-            found = getattr(found, name, None)
-            if found is None:
+            value = getattr(value, name, None)
+            if value is None:
                 return None
-        return found
+        return value
 
     def reach(self, path: str) -> Any:
         """Returns `at`, and watches every module on the path and at its end."""
@@ -77,27 +77,27 @@ class Inspector:
         return value
 
     def inside(self, path: str, classes: Classes) -> bool:
-        """Checks that a module between the parts is of a known class."""
+        """Checks the class of a module that contains parts."""
         module = self.reach(path)
         if type(module) in classes:
             return True
-        known = " or ".join(dict.fromkeys(_class_name(cls) for cls in classes)) or "absent"
-        self.reasons.append(f"{path} must be {known}, got {describe(module)}")
+        expected = " or ".join(dict.fromkeys(_class_name(cls) for cls in classes)) or "absent"
+        self.reasons.append(f"{path} must be {expected}, got {describe(module)}")
         return False
 
     def _all_inside(self, inside: Mapping[str, Classes]) -> bool:
-        known = [self.inside(path, classes) for path, classes in inside.items()]
-        return all(known)
+        fits = [self.inside(path, classes) for path, classes in inside.items()]  # a list collects all reasons
+        return all(fits)
 
     def judge(self) -> bool:
-        """Returns True if everything inspected, and all modules below it, may be bypassed; must be called last."""
+        """Returns True if all inspected modules and their submodules may be bypassed; must be called last."""
         if not self.reasons:
             self.claim({path.partition(".")[0] for path in self.edges})
         self.reasons += touch_reasons([(path, child) for path, (_, _, child) in self.edges.items()])
         return not self.reasons
 
     def claim(self, children: Collection[str]) -> None:
-        """Watches these children of the owner and all modules below them, so that no reader can forget one."""
+        """Watches these children of the owner and all their submodules, so that no reader can miss one."""
         for path, module in self.owner.named_modules(remove_duplicate=False):
             parent, _, name = path.rpartition(".")
             if path.partition(".")[0] in children and path not in self.edges:
@@ -155,8 +155,8 @@ class PartReader(Inspector):
             self.value(f"{path}.approximate")
         name = self._activation_name(activation)
         if name is None:
-            known = ", ".join(reference.ACTIVATIONS)
-            self.reasons.append(f"{path} must be one of {known}, got {describe(activation)}")
+            names = ", ".join(reference.ACTIVATIONS)
+            self.reasons.append(f"{path} must be one of {names}, got {describe(activation)}")
         return name or ""
 
     def _activation_name(self, activation: Any) -> str | None:
@@ -210,7 +210,7 @@ class PartReader(Inspector):
         return None
 
     def _joined(self, paths: tuple[str, ...], chunk: int | None = None) -> LinearParts:
-        """Concatenates linear layers with one input; a MultiheadAttention stands for its own projection."""
+        """Concatenates linear layers with one input; of a MultiheadAttention, uses its in_proj."""
         weights, biases = [], []
         for path in paths:
             holds_it = isinstance(self.at(path), nn.MultiheadAttention)
@@ -255,13 +255,13 @@ class Reader(PartReader):
         layer_scale: str | None = None,
         drop_path: str | None = None,
     ) -> MlpParts | None:
-        """Reads the second half of a block by the paths of its parts; returns None and adds `reasons` if it must stay.
+        """Reads the second half of a block by the paths of its parts; returns None and adds `reasons` if not fusible.
 
         Args:
-            gate: Path of the gate's linear layer, if it has its own.
+            gate: Path of the gate's linear layer, if it is separate.
             gate_chunk: Half of fc1 that is the gate, 0 or 1, if one layer packs both.
             inner_norm: Path of a possible norm before fc2.
-            inside: Modules that contain the parts, or one path, and their supported classes.
+            inside: Supported classes of modules that contain parts, by path.
             empty: Paths that must be absent or an Identity.
             dropouts, layer_scale, drop_path: See MlpParts.
         """
@@ -302,7 +302,7 @@ class Reader(PartReader):
         layer_scale: str | None = None,
         drop_path: str | None = None,
     ) -> AttentionParts | None:
-        """Reads the first half of a block by the paths of its parts; returns None, and adds `reasons`, if it must stay.
+        """Reads the first half of a block by the paths of its parts; returns None and adds `reasons` if not fusible.
 
         Args:
             module: The attention layer.

@@ -1,8 +1,8 @@
 """Passes LayerNorm statistics and e4m3 tokens from block to block if a library's own loop calls the blocks.
 
 Per thread, a block stores facts about the tensor that it returned. The next block uses them if its input is that
-tensor: the same object and memory, the same version counter, the same stream. Nothing is stored where changes have no
-version counter or a call is repeated: in transforms, CUDA-graph capture and checkpointed forwards.
+tensor: the same object and memory, the same version counter, the same stream. Nothing is stored if changes have no
+version counter or the call will be repeated: in transforms, CUDA-graph capture and checkpointed forwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..ops.operators import in_transform
 
 
 class RowFacts(NamedTuple):
-    """Facts about the tokens of a tensor.
+    """Facts about a tensor of tokens.
 
     Attributes:
         statistics: LayerNorm statistics as the operators return them, or None.
@@ -75,7 +75,7 @@ def recall(x: Tensor) -> RowFacts:
 
 
 class VersionsCounted:
-    """Leaves inference mode, in which tensors have no version counter, and records no gradients there.
+    """Leaves inference mode, whose tensors have no version counter, and keeps gradients disabled.
 
     `torch.inference_mode(False)` and `torch.no_grad()` take four times as long.
     """
@@ -90,11 +90,11 @@ class VersionsCounted:
 
     def __exit__(self, *raised: object) -> None:
         if self._guard is not None:
-            self._guard.__exit__(*raised)  # which also restores whether gradients are recorded
+            self._guard.__exit__(*raised)  # also restores grad mode
 
 
 def _key(tensor: Tensor) -> tuple[int, ...] | None:
-    """Identity and state of a tensor; None where a change could go unnoticed."""
+    """Returns identity and state of a tensor; None if a change could not be detected."""
     if type(tensor) is not Tensor or tensor.is_inference() or tensor.is_meta or in_transform():
         return None
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:

@@ -1,8 +1,8 @@
 """The parts of a block for torch.compile: every module by its path from the block.
 
-`BlockParts` refer to modules of the block. A graph that reads both would guard, in Python and one by one, that they are
-the same. So while torch.compile traces, parts are rebuilt from the block's own modules, by an outline of names and
-numbers that is a constant of the graph.
+`BlockParts` refer to modules of the block. A graph that reads both would need one Python guard per module to check that
+they are the same. So while torch.compile traces, parts are rebuilt from the block's own modules and an outline: names
+and numbers that are a constant of the graph.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
         values = tuple(
             (path(owner), name, literal(value))
             for owner, name, value in parts.watch.values
-            if type(owner) is not nn.Identity  # which has none; its class is guarded
+            if type(owner) is not nn.Identity  # an Identity has no values; its class is guarded
         )
         return node(parts.attention), node(parts.mlp), tuple(map(path, parts.watch.modules)), values
     except _NoOutlineError:
         return None
 
 
-def built(block: Any, found: Outline) -> BlockParts:
-    """Rebuilds the parts; reads, so that torch.compile guards it, everything that they depend on."""
-    attention, mlp, modules, values = found
-    for path in modules:  # their classes; hooks where torch is told to; parameters are inputs, and guarded as such
+def built(block: Any, traced: Outline) -> BlockParts:
+    """Rebuilds the parts, and reads everything that they depend on, so that torch.compile guards it."""
+    attention, mlp, modules, values = traced
+    for path in modules:  # guards classes, and hooks if configured; parameters are guarded as inputs
         is_hooked(_at(block, path))
         forward_is_replaced(_at(block, path))
     for path, name, value in values:
         if getattr(_at(block, path), name, None) != value:
             break
-    known: BlockParts = block.vit_fast_parts
-    return BlockParts(_built(block, attention), _built(block, mlp), (), (), known.watch, known.frozen, known.fp8)
+    parts: BlockParts = block.vit_fast_parts
+    return BlockParts(_built(block, attention), _built(block, mlp), (), (), parts.watch, parts.frozen, parts.fp8)
 
 
 def _built(block: Any, node: Node) -> Any:

@@ -97,6 +97,8 @@ def _to_parquet(
         workers=os.cpu_count() if workers is None and engine == "local" else workers,
         on_part=lambda images: typer.echo(f"{images} of {len(files)} images", err=True),
     )  # fmt: skip
+    for reason in done.lost:
+        typer.echo(f"resumed after the last complete part: {reason}", err=True)
     for path, reason in done.bad:
         typer.echo(f"not an image: {reason if path in reason else f'{path}: {reason}'}", err=True)
     taken = f", {done.taken} of them by an earlier run" if done.taken else ""

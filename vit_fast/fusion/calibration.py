@@ -32,7 +32,7 @@ class LinearCalibration:
 
     Attributes:
         name: The layer's name in the model; the first name if several layers read one operand.
-        method: Method that chose the operand's range: "largest", "percentile ..." or "mean square".
+        method: Method that gave the operand's range: "largest", "percentile ..." or "mean square".
         smoothed: True if large channels of the operand were moved into the weight.
         error: Relative root mean square error of its output in e4m3.
     """
@@ -67,9 +67,9 @@ class Calibration:
 def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
     """Finds the scales that `fuse(model, precision="fp8")` needs, and stores them in the model.
 
-    Runs the model once on the images. For the operand of each linear layer in each block that the kernels run as a
-    whole, tries ranges by largest magnitude, percentiles and mean square, with and without moving large channels into
-    the weight (SmoothQuant). Selects the range with the smallest error of the layer's output.
+    Runs the model once on the images and observes the input of each linear layer, in all blocks that the kernels run
+    as a whole. Tries ranges by largest magnitude, percentiles and mean square, with and without moving large channels
+    into the weight (SmoothQuant). Selects the range with the smallest error of the layer's output.
 
     The scales are buffers of the blocks (`blocks.0.vit_fast_fp8.qkv` and so on), saved and loaded with the weights, and
     valid for these weights only. `vit_fast.unfuse` removes them. Calibrating again replaces them; the choice of layers
@@ -77,9 +77,9 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
 
     Args:
         model: A model that `fuse` supports, fused or not, in evaluation mode, on any device and in any dtype.
-        images: Inputs of the model [B, ...], or batches of them, alone or first in a tuple as from a DataLoader. They
-            are moved to the model's device and, if floating, to its dtype. Some dozens of typical images suffice. They
-            stay in memory as long as the model, for `fuse(..., min_agreement=...)`.
+        images: Inputs of the model [B, ...], or an iterable of batches such as a DataLoader; of a tuple, the first
+            element is used. They are moved to the model's device and, if floating, to its dtype. A few dozen typical
+            images suffice. They stay in memory as long as the model, for `fuse(..., min_agreement=...)`.
     Returns:
         The choice for each layer.
     Raises:
@@ -90,11 +90,11 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
     _check(model)
     batches = _batches(model, images)
     copied = sharing_copy(model)
-    blocks, left = emulate(copied)
+    blocks, skipped = emulate(copied)
     if not blocks:
         raise UnsupportedInputError(
             "calibrate",
-            [f"{name}: {why}" for name, why in left.items()]
+            [f"{name}: {why}" for name, why in skipped.items()]
             or ["the model has no attention and MLP that vit_fast supports"],
         )
     observers = _observe(copied, blocks, batches)
@@ -131,7 +131,7 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
         if not isinstance(batch, Tensor) or batch.dim() < 2:
             what = f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type_name(batch)
             raise TypeError(
-                f"batch {number} of images must be a tensor [B, ...], or a tuple with one first, got {what}"
+                f"batch {number} of images must be a tensor [B, ...] or a tuple that starts with one, got {what}"
             )
         if len(batch):
             batches.append(as_taken(model, batch.clone()))  # a loader may reuse the memory of the batch
@@ -143,7 +143,7 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
 def _observe(copied: nn.Module, blocks: list[EmulatedBlock], batches: list[Tensor]) -> dict[str, dict[str, Observer]]:
     observers = {block.name: {linear: Observer(np.random.default_rng(0)) for linear in LINEARS} for block in blocks}
 
-    def looking(block: EmulatedBlock) -> Look:
+    def observer_of(block: EmulatedBlock) -> Look:
         def look(linear: str, x: Tensor) -> None:
             for rows in x.flatten(1, -2).cpu().numpy():
                 if not observers[block.name][linear].add(rows):
@@ -153,7 +153,7 @@ def _observe(copied: nn.Module, blocks: list[EmulatedBlock], batches: list[Tenso
 
     undefined: list[str] = []
     for block in blocks:
-        block.look = looking(block)
+        block.look = observer_of(block)
     with torch.inference_mode():
         for batch in batches:
             try:
@@ -189,7 +189,7 @@ def _choose(block: EmulatedBlock, linear: str, seen: Observation) -> tuple[Tenso
 
 
 def _layer(block: EmulatedBlock, linear: str) -> tuple[Tensor, Norm | None]:
-    """Returns the weight of a linear layer (with its gate's) and the norm before it, without bias."""
+    """Returns the weight of a linear layer, joined with that of its gate, and the norm before it without its bias."""
     t, (eps1, eps2), kind = block.tensors(), block.eps, block.norm
     if linear == "qkv":
         return t.qkv_weight, Norm(t.norm1_weight, None, eps1, kind)

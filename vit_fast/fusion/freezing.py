@@ -18,15 +18,15 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
     five launches: qkv, attention, proj, fc1, fc2. This needs memory for a second copy of the qkv and fc1 weights, in
     the dtype of the matmuls (autocast's dtype if called under autocast).
 
-    On a CPU (backend sdpa), packs the linear layers by MKL in fp32 and by oneDNN in bf16 and fp16, folds LayerScale in,
+    On a CPU (backend sdpa), packs the linear layers with MKL (fp32) or oneDNN (bf16, fp16), folds LayerScale in,
     and applies activation and residual in place. This needs memory for a second copy of the weights of all linear
-    layers in the blocks. Under autocast, torch.compile, torch.export, tracing and torch.func, a forward uses the
-    modules.
+    layers in the blocks. Under autocast, torch.compile, torch.export, tracing and torch.func, a forward runs the
+    original modules.
 
     A forward in another dtype, in training mode, or with gradients uses the original weights.
 
-    The copies last until unfreeze(model), train(), load_state_dict(), or a move to another device or dtype. They are
-    updated after changes that torch tracks: steps of its optimizers, in-place writes that increment the version
+    The copies are used until unfreeze(model), train(), load_state_dict(), or a move to another device or dtype. They
+    are updated after changes that torch tracks: steps of its optimizers, in-place writes that increment the version
     counter, and replaced parameters. Call freeze again after other changes: writes through `.data`, collectives of
     torch.distributed, replays of a captured training step, and other libraries (e.g. merging LoRA weights by peft).
     Copies and pickles of the model are not frozen. Blocks in FP8 always cache their quantised weights, by the same

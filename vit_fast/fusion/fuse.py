@@ -1,4 +1,4 @@
-"""fuse(model) and unfuse(model): run models of other libraries by fused operators, in place and reversibly."""
+"""fuse(model) and unfuse(model): run models of other libraries with fused operators, in place and reversibly."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ def fuse(
     Args:
         model: Any module; all its submodules are inspected.
         backend: "triton", "sdpa", "eager", or "auto": triton if available on a CUDA device, for fp16, bf16, and fp32
-            with TF32 or under autocast; else sdpa. "auto" is resolved now, and again when the model is moved or
-            converted.
+            with TF32 or under autocast; else sdpa. "auto" is resolved in this call, and again when the model is
+            moved or converted.
         normalize: (mean, std) of images in 0..1, one number per channel. The patch embedding then takes images in
             0..255, uint8 or floating, and normalises them inside its convolution.
         precision: None keeps the model's precision. "fp8" runs the linear layers of blocks with e4m3 operands and
             weights, and attention in half precision. It supports inference only, on GPUs with compute capability 8.9
             or newer, for fp16 and bf16 models after `vit_fast.calibrate`. Training mode and gradients raise an error.
-            Original forwards and packed sequences run in half precision. Fusing again without it restores the
-            precision.
+            Original forwards and packed sequences run in half precision. Fusing again with None restores the
+            model's precision.
         keep: With "fp8", names or patterns of linear layers that stay in half precision, e.g. `("*.mlp.fc2",)`. If
             neither keep nor min_agreement is given, the last choice applies, which is saved with the scales.
-        min_agreement: With "fp8", the minimal top-1 agreement on the calibration images, in (0, 1]. The most sensitive
-            linear layers stay in half precision, as many as needed in emulated FP8.
+        min_agreement: With "fp8", the minimal top-1 agreement on the calibration images, in (0, 1]. Emulated
+            FP8 determines how many of the most sensitive linear layers stay in half precision for that.
     Returns:
         A report by module; print it, or call require_all() on it.
     Raises:
-        ValueError: the backend or precision is unknown, normalize or keep does not fit the model, or min_agreement
-            has no images.
+        ValueError: the backend or precision is unknown, normalize or keep does not fit the model, or there are
+            no calibration images for min_agreement.
         UnsupportedInputError: the requested backend cannot run here; lists all reasons. Nothing is changed. A model on
-            meta accepts every backend; its forward raises if the backend cannot run on the later device.
+            the meta device accepts every backend; its forward raises if the backend cannot run on the final device.
     """
     check_type("model", model, nn.Module)
     choice = None
@@ -103,10 +103,10 @@ def unfuse(model: nn.Module) -> None:
     wrapped = [name for name, module in fused if "original" not in vars(type(module))]
     if wrapped:
         raise UnsupportedInputError(
-            "unfuse", [f"{name} has been given another class since ({_class_name(model, name)})" for name in wrapped]
+            "unfuse", [f"{name} must have the class set by fuse, got {_class_name(model, name)}" for name in wrapped]
         )
     for _, module in fused:
-        _give_class_back(module)
+        _restore_class(module)
     take_scales_away(model)
 
 
@@ -117,7 +117,7 @@ def set_backend(model: nn.Module, backend: str) -> FusionReport:
         model: A VisionTransformer, or a module that contains some.
         backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto"; see fuse.
     Returns:
-        The report of fuse: what runs otherwise, e.g. dropout in training, with all reasons.
+        The report of fuse, which lists with all reasons what does not run fused, e.g. dropout in training.
     Raises:
         ValueError: the backend is unknown, or the model has no blocks of vit_fast.
         UnsupportedInputError: "triton" cannot run the model; lists all reasons. Nothing is changed.
@@ -143,115 +143,115 @@ def sharing_copy(model: nn.Module) -> nn.Module:
     return copied
 
 
-Change = tuple[Sequence[nn.Module], Callable[[], None]]  # the modules whose class or attributes fuse changes
+Change = tuple[Sequence[nn.Module], Callable[[], None]]  # modules and a function that changes them
 
 
 class _Walk:
-    """Walks over a model and collects a report row for everything that may be fused, and the changes to make."""
+    """Walks over a model and collects report rows and the changes to make."""
 
     def __init__(self, model: nn.Module, requested: str, resolved: str) -> None:
         self.model, self.requested, self.resolved = model, requested, resolved
         self.rows: list[ModuleReport] = []
         self.elsewhere: list[str] = []
         self.changes: list[Change] = []
-        self._spoken_for: dict[nn.Module, bool] = {}
-        self._blocks: set[nn.Module] = set()  # their norm and MLP are fused from now on
+        self._has_row: dict[nn.Module, bool] = {}
+        self._blocks: set[nn.Module] = set()  # blocks whose norm and MLP will be fused
         self.visit("", model)
 
     def visit(self, name: str, module: nn.Module, inside_unknown: bool = False) -> bool:
         """Adds the rows of a module and all modules inside it; returns True if there are any.
 
         Args:
-            inside_unknown: True if a module around it has or gets a row; a class that only looks like attention or an
-                MLP then gets none.
+            inside_unknown: True if an enclosing module is skipped or looks fusable. A class that only has a name like
+                attention or MLP then gets no row.
         """
-        if module in self._spoken_for:
-            return self._spoken_for[module]
-        self._spoken_for[module] = True
+        if module in self._has_row:
+            return self._has_row[module]
+        self._has_row[module] = True
         if isinstance(module, FusedPatchConv):
             return True
         if isinstance(module, FusedContainer):
-            return self._children(name, module, inside_unknown)
+            return self._visit_children(name, module, inside_unknown)
         if isinstance(module, FusedModule):
-            left = self._fused(name, module)
+            left = self._visit_fused(name, module)
         else:
             form, reason = form_or_reason(type(module))
             if form is None:
-                return self._other(name, module, reason, inside_unknown)
+                return self._visit_other(name, module, reason, inside_unknown)
             if issubclass(form, FusedContainer):
-                return self._container(name, module, form, inside_unknown)
-            left = self._fusable(name, module, form)
-        self._children(name, module, inside_unknown=left)
+                return self._visit_container(name, module, form, inside_unknown)
+            left = self._visit_fusable(name, module, form)
+        self._visit_children(name, module, inside_unknown=left)
         return True
 
-    def _children(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
+    def _visit_children(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
         prefix = f"{name}." if name else ""
         found = [self.visit(prefix + own, child, inside_unknown) for own, child in module.named_children()]
         return any(found)
 
-    def _other(self, name: str, module: nn.Module, reason: str | None, inside_unknown: bool) -> bool:
+    def _visit_other(self, name: str, module: nn.Module, reason: str | None, inside_unknown: bool) -> bool:
         """Adds a row for a module without a fused form if a reason is known or it looks fusable."""
         if reason:
             part = "norm + MLP" if "Block" in type(module).__name__ else "attention"
             self.rows.append(_row(name, module, part, [reason]))
-            self._children(name, module, inside_unknown=True)
+            self._visit_children(name, module, inside_unknown=True)
             return True
         is_elsewhere = bool(name) and _reads_text_or_decodes(module)
         if is_elsewhere and not inside_unknown:
             self.elsewhere.append(f"{name} ({type(module).__qualname__})")
         inside_unknown = inside_unknown or is_elsewhere
         looks_fusable = LOOKS_FUSABLE.search(type(module).__name__) is not None
-        found = self._children(name, module, inside_unknown or looks_fusable)
+        found = self._visit_children(name, module, inside_unknown or looks_fusable)
         part = "attention" if "Att" in type(module).__name__ else "norm + MLP"
         looks_fusable = looks_fusable and (part == "attention" or stands_in_block(self.model, name))
         if looks_fusable and not (found or inside_unknown) and next(module.parameters(), None) is not None:
             reason = f"{type(module).__qualname__} is not a supported class"
             self.rows.append(_row(name, module, part, [reason]))
             found = True
-        self._spoken_for[module] = found
+        self._has_row[module] = found
         return found
 
-    def _container(self, name: str, module: nn.Module, form: type[FusedContainer], inside_unknown: bool) -> bool:
+    def _visit_container(self, name: str, module: nn.Module, form: type[FusedContainer], inside_unknown: bool) -> bool:
         """Fuses a container if all its blocks are fused."""
-        found = self._children(name, module, inside_unknown)
+        found = self._visit_children(name, module, inside_unknown)
         if form.fits(module, self._blocks) and not _instance_reasons(module, form):
-            self.changes.append(([module], lambda: _give_class(module, form, self.requested)))
-        self._spoken_for[module] = found
+            self.changes.append(([module], lambda: _set_fused_class(module, form, self.requested)))
+        self._has_row[module] = found
         return found
 
-    def _fusable(self, name: str, module: nn.Module, form: type[FusedModule]) -> bool:
+    def _visit_fusable(self, name: str, module: nn.Module, form: type[FusedModule]) -> bool:
         """Handles a module whose class has a fused form; returns True if it is skipped."""
         finding = form.examine(module)
         reasons: Sequence[str] = _instance_reasons(module, form) or finding.reasons
         notes: list[str] = []
         if not reasons:
-            reasons, notes = self._about_triton(module, form)
+            reasons, notes = self._backend_reasons(module, form)
         self.rows.append(_row(name, module, form.kind, reasons, () if reasons else [*finding.notes, *notes]))
         if reasons:
             return True
-        self._spoken_for.update(dict.fromkeys(finding.bypassed, True))
+        self._has_row.update(dict.fromkeys(finding.bypassed, True))
         if issubclass(form, FusedNormMlp):
             self._blocks.add(module)
-        self.changes.append(([module], lambda: _give_class(module, form, self.requested)))
+        self.changes.append(([module], lambda: _set_fused_class(module, form, self.requested)))
         return False
 
-    def _fused(self, name: str, module: FusedModule) -> bool:
+    def _visit_fused(self, name: str, module: FusedModule) -> bool:
         """Handles a module that was fused earlier; returns True if it can no longer be fused."""
         form = type(module)
         finding = form.examine(module)
         reasons = _reasons_now(module, finding)
         notes: list[str] = []
         if not reasons:
-            reasons, notes = self._about_triton(module, form)
+            reasons, notes = self._backend_reasons(module, form)
         self.rows.append(
             _row(name, module, form.kind, reasons, () if reasons else ("already fused", *finding.notes, *notes))
         )
         if not reasons:
-            self._spoken_for.update(dict.fromkeys(finding.bypassed, True))
+            self._has_row.update(dict.fromkeys(finding.bypassed, True))
             self.changes.append(([module], lambda: module.prepare(self.requested)))
         elif "original" in vars(form) and not forward_is_replaced(module):
-            self.changes.append(([module], lambda: _give_class_back(module)))
-        else:  # fully_shard changed its class, or a forward set on it may call the old one, which must still work
+            self.changes.append(([module], lambda: _restore_class(module)))
+        else:  # keep the class: fully_shard changed it, or a forward set on the instance may call its forward
             self.changes.append(([module], lambda: module.set_fused_backend("sdpa")))
         return bool(reasons)
 
@@ -268,14 +268,14 @@ class _Walk:
             finding = FusedPatchConv.examine(conv)
             reasons = list(finding.reasons)
             if conv.in_channels != len(mean):
-                reasons.append(f"{name} takes {conv.in_channels} channels: normalize has {len(mean)}")
+                reasons.append(f"normalize must have one number per input channel, {conv.in_channels}, got {len(mean)}")
         if found is None or reasons:
             raise ValueError("normalize cannot be folded into this model: " + "; ".join(reasons))
         self.rows.append(_row(name, conv, FusedPatchConv.kind, notes=finding.notes))
-        self.changes.append(([conv], lambda: _give_class(conv, FusedPatchConv, "auto", **folded)))
+        self.changes.append(([conv], lambda: _set_fused_class(conv, FusedPatchConv, "auto", **folded)))
         for owner in model.modules():
             if type(owner) is PatchEmbed and any(part is conv for part in owner.modules()):
-                self.changes.append(([owner], functools.partial(_give_class, owner, FusedPatchEmbed, "auto")))
+                self.changes.append(([owner], functools.partial(_set_fused_class, owner, FusedPatchEmbed, "auto")))
 
     def apply(self) -> None:
         """Applies all changes; if one fails, undoes the others."""
@@ -290,8 +290,8 @@ class _Walk:
                 module.__dict__.update(attributes)
             raise
 
-    def _about_triton(self, module: nn.Module, form: type[FusedModule]) -> tuple[list[str], list[str]]:
-        """Returns why the kernels cannot run this module: reasons to skip it, or a note."""
+    def _backend_reasons(self, module: nn.Module, form: type[FusedModule]) -> tuple[list[str], list[str]]:
+        """Returns reasons to skip the module, and notes, if the kernels cannot run it."""
         unable = form.triton_reasons(module) if self.resolved == "triton" else []
         if self.requested != "auto":
             return unable, []
@@ -331,14 +331,13 @@ def _reasons_now(module: FusedModule, finding: Finding) -> list[str]:
 
 
 def _reads_text_or_decodes(module: nn.Module) -> bool:
-    """Returns True for a language model of transformers, and for a decoder behind an encoder."""
+    """Returns True for a language model of transformers, or for a decoder."""
     name = type(module).__name__
     decodes = "Decoder" in name and "Encoder" not in name
     return decodes or getattr(module, "input_modalities", None) in ("text", ("text",))
 
 
-def _give_class(module: nn.Module, form: type[FusedModule], backend: str, **attributes: Any) -> None:
-    """Changes the class of the module to its fused class."""
+def _set_fused_class(module: nn.Module, form: type[FusedModule], backend: str, **attributes: Any) -> None:
     # transformers 4 leaves the class's forward on the instance, which would override the fused one
     module.__dict__.pop("forward", None)
     module.__class__ = form
@@ -347,9 +346,9 @@ def _give_class(module: nn.Module, form: type[FusedModule], backend: str, **attr
     fused.prepare(backend)
 
 
-def _give_class_back(module: FusedModule) -> None:
+def _restore_class(module: FusedModule) -> None:
     if not forward_is_replaced(module):
-        module.__dict__.pop("forward", None)  # as above; a forward set by the user stays
+        module.__dict__.pop("forward", None)  # left by transformers 4; a forward set by the user stays
     for name in [name for name in module.__dict__ if name.startswith("vit_fast_")]:
         del module.__dict__[name]
     module.__class__ = type(module).original  # type: ignore[assignment]  # a class of another library

@@ -2,7 +2,7 @@
 
     conv((x / 255 - mean) / std) = conv'(x - 128),  W' = W / (255 std),  b' = b + sum W (128 / 255 - mean) / std
 
-A byte minus 128 is exact in fp16 and bf16, a normalized value is not. A power of two keeps W' in fp16's normal range.
+A byte minus 128 is exact in fp16 and bf16, a normalized value is not. POWER keeps W' in fp16's normal range.
 Every forward computes W' and b' from the Parameters in fp32, so that gradients reach the Parameters.
 """
 
@@ -37,16 +37,16 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
             return Finding([f"the patch embedding must be torch.nn.Conv2d, got {describe(module)}"])
         reasons = []
         if any(module.padding) if isinstance(module.padding, tuple) else module.padding != "valid":
-            reasons.append(f"it must not pad, got {module.padding}: zero is not black before normalization")
+            reasons.append(f"padding must be 0, got {module.padding}: the model pads normalized images")
         if module.groups != 1:
-            reasons.append(f"it must have 1 group, got {module.groups}")
+            reasons.append(f"groups must be 1, got {module.groups}")
         return Finding(reasons, ["the model now takes images in 0..255, uint8 or floating, not normalized ones"])
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps bytes [B, channels, height, width] to [B, C, rows, columns]."""
         scale = [POWER / (255.0 * std) for std in self.vit_fast_std]
         shift = [(CENTRE / 255.0 - mean) / std for mean, std in zip(self.vit_fast_mean, self.vit_fast_std)]
-        channels = self.weight.float().split(1, dim=1)  # one scalar per channel, to create no tensor on the host
+        channels = self.weight.float().split(1, dim=1)  # scalars per channel need no tensor on the host
         weight = torch.cat([channel * factor for channel, factor in zip(channels, scale)], dim=1)
         bias = sum(channel.sum(dim=(1, 2, 3)) * offset for channel, offset in zip(channels, shift))
         if self.bias is not None:

@@ -1,4 +1,4 @@
-"""Attention function for transformers, which importing this file registers as "vit_fast", and graphs of towers.
+"""Attention function "vit_fast" for transformers, registered by importing this file, and CUDA graphs of towers.
 
 AutoModel.from_pretrained(name, attn_implementation="vit_fast")
 runner = graph_vision_tower(model)
@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ..errors import UnsupportedInputError, check_type
 from ..libraries.known import packed_tower
-from ..libraries.transformers_attention import given, says_more
+from ..libraries.transformers_attention import given, changes_attention
 from ..ops import attention, attention_varlen
 from ..ops.attention import key_mask_of
 from ..run.graph_runner import Fallback, GraphRunner
@@ -25,7 +25,7 @@ from ..run.graph_runner import Fallback, GraphRunner
 try:
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
-except ImportError:  # such a version creates no masks for vision models either
+except ImportError:  # such a version creates no masks for vision models
     AttentionMaskInterface = None
 try:
     from transformers.masking_utils import bidirectional_mask_function
@@ -34,10 +34,10 @@ except ImportError:  # transformers 4
 
 ATTENTION_NAME = "vit_fast"
 
-# Keywords that change attention, and that transformers' sdpa function drops:
+# Keywords that change attention and that transformers' sdpa function ignores:
 REFUSED = {
     "block_indices": "sparse attention",
-    "head_mask": "a factor a head",
+    "head_mask": "a factor per head",
     "indices": "sparse attention",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -45,8 +45,8 @@ REFUSED = {
 }
 if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:  # transformers 4
     REFUSED["position_bias"] = "a bias on the logits"
-# Everything else is passed on to it: is_causal, position_bias, cache, output_attentions, sliding_window, position_ids
-# and unknown keywords. These describe packed sequences, which our operator supports:
+# It gets all other keywords: is_causal, position_bias, cache, output_attentions, sliding_window, position_ids and
+# unknown ones. These describe packed sequences, which our operator supports:
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -60,18 +60,18 @@ def attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function "vit_fast" of transformers: the fused operator, or torch's if it does not apply.
+    """Attention function "vit_fast" of transformers: runs the fused operator, or transformers' sdpa function.
 
     Args:
         module: The calling attention layer.
         query: [B, H, N, D].
         key: [B, H or a divisor of it, N, D].
-        value: Shaped as key.
-        attention_mask: With any but one of padding, causality, grouped heads, dropout or a keyword that is not NEUTRAL,
-            transformers' sdpa function runs.
+        value: Same shape as key.
+        attention_mask: None or a padding mask for the fused operator. transformers' sdpa function runs for other masks,
+            and with causality, grouped heads, dropout, or keywords that are not NEUTRAL.
         scaling: Multiplier of q k^T; None means D**-0.5.
-        dropout: Probability.
-        **kwargs: Other keywords of the model; None and False count as not given. With cu_seq_lens_q and B = 1, each
+        dropout: Dropout probability.
+        **kwargs: Other keywords of the model; None and False have no effect. With cu_seq_lens_q and B = 1, each
             packed sequence attends to itself.
     Returns:
         [B, N, H, D] contiguous, and None instead of weights.
@@ -79,17 +79,19 @@ def attention_forward(
         UnsupportedInputError: a keyword requests a feature that transformers' sdpa function would ignore.
     """
     if refused := [name for name in REFUSED if given(kwargs.get(name))]:
-        advice = "it is not supported, build the model with attn_implementation='eager'"
+        advice = "build the model with attn_implementation='eager'"
         raise UnsupportedInputError(
             f"attn_implementation={ATTENTION_NAME!r} in {type(module).__name__}",
-            [f"{name} ({REFUSED[name]}) is given: {advice}" for name in refused],
+            [f"{name} ({REFUSED[name]}) is not supported: {advice}" for name in refused],
         )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal  # True as in transformers' sdpa function
     bounds = _packed_by(query, key, kwargs) if attention_mask is None else None
     rest = kwargs if bounds is None else {name: value for name, value in kwargs.items() if name not in PACKED}
     key_mask = None if attention_mask is None else key_mask_of(attention_mask, query, key)
-    plain = (attention_mask is None or key_mask is not None) and not dropout and not causal and not says_more(rest)
+    plain = (
+        (attention_mask is None or key_mask is not None) and not dropout and not causal and not changes_attention(rest)
+    )
     if not plain or key.shape != value.shape or key.shape[:2] != query.shape[:2]:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
@@ -110,10 +112,10 @@ def _packed_by(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Tensor | N
 def padding_mask(
     batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """Builds the mask for "vit_fast": padding masks are expanded, so that their strides identify them.
+    """Builds the mask for "vit_fast": padding masks are expanded, and identified by their strides.
 
-    Then the kernel can run without inspecting the values of the mask, for which transformers would synchronize with
-    the device. Other masks are as for sdpa.
+    So the kernel runs without inspecting the values of the mask, for which transformers would synchronize with the
+    device. Other masks are built as for sdpa.
     """
     others = ("q_offset", "kv_offset", "local_size", "use_vmap")
     alone = kwargs.get("mask_function") is bidirectional_mask_function and not any(map(kwargs.get, others))
@@ -144,22 +146,23 @@ def graph_vision_tower(
     *,
     fallback: Fallback = "eager",
 ) -> GraphRunner:
-    """Runs the vision tower of a model by CUDA graphs, also in generate(); `ungraph_vision_tower` undoes it.
+    """Makes a model run its vision tower by CUDA graphs, also in generate(); `ungraph_vision_tower` undoes it.
 
     Copies and pickles of the model run without graphs. In training mode the tower runs as before.
 
     Args:
-        model: A model of transformers with a fused tower that docs/classes.md marks, or such a tower.
+        model: A model of transformers with a fused tower marked in docs/classes.md, or such a tower.
         budgets: See `GraphRunner`, also for max_images and fallback.
     Returns:
         The runner, for `stats()` and `refresh()`.
     Raises:
-        UnsupportedInputError: there is no such tower, it has a runner, or the runner refuses it; lists all reasons.
+        UnsupportedInputError: there is no such tower, it already has a runner, or GraphRunner does not support it;
+            lists all reasons.
     """
     check_type("model", model, nn.Module)
     tower: Any = next((module for module in model.modules() if packed_tower(module) is not None), None)
     if tower is None:
-        reason = f"the model must have a vision tower that docs/classes.md marks, got a {type(model).__name__}"
+        reason = f"the model must have a vision tower marked in docs/classes.md, got {type(model).__name__}"
         raise UnsupportedInputError("graph_vision_tower", [reason])
     runner = GraphRunner(tower, budgets=budgets, max_images=max_images, fallback=fallback)
     tower.forward = runner

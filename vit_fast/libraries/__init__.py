@@ -7,6 +7,6 @@ The file of a library contains what is specific to it:
 - `wrote` and `read_config`, for the configuration files of its repositories (transformers': transformers_config.py);
 - PEER, the name of its model with our architecture, and `build_peer`, which builds it;
 - `recognise`, which describes a model for export: its inputs and outputs;
-- FORMS, the fused class of each of its classes, and SKIPPED, why other classes are never fused (timm_blocks.py,
+- FORMS, the fused class of each of its classes, and SKIPPED, reasons why other classes are never fused (timm_blocks.py,
   transformers_blocks.py and transformers_packed.py).
 """

@@ -1,7 +1,7 @@
 """Wraps packed and padded towers as models of images of one size, which ONNX and CUDA graphs can represent.
 
-Such a tower takes patches of any number of images and their grids. It reads the grids on the host to compute positions
-and windows. For one grid these are known beforehand.
+Such a tower takes the patches of any number of images and their grids. It reads the grids on the host to compute
+positions and windows. For one fixed grid, they are constants.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ TOWERS = (*QWEN, "Siglip2VisionModel", "NaFlexVit")
 class FixedGrid(nn.Module):
     """A vision tower of Qwen2-VL, Qwen2.5-VL or SigLIP 2, or timm's NaFlexVit, for images of one size.
 
-    Its forward reads nothing on the host, so `GraphRunner` captures it, `compile` traces it whole, and `export_onnx`
-    exports it, Qwen's towers once they are fused. For images of several sizes, give `GraphRunner` budgets.
+    Its forward reads nothing on the host, so `GraphRunner` captures it, `compile` traces it as one graph, and
+    `export_onnx` exports it. Fuse Qwen's towers first. For images of several sizes, give `GraphRunner` budgets.
 
     Args:
         tower: The tower, e.g. `model.visual`, fused or not; it is not copied.
         image_hw: Height and width of the images in pixels after the processor's resizing, or one number for both. Must
             be multiples of the patch size; for Qwen of the patch size times the merge size, 28 in the published models.
     Raises:
-        ValueError: image_hw is not such a multiple.
+        ValueError: image_hw is not a multiple.
         UnsupportedInputError: the model has another class, or transformers is too old.
     """
 
@@ -42,7 +42,7 @@ class FixedGrid(nn.Module):
         super().__init__()
         refuse("FixedGrid", _reasons(tower))
         self.tower: Any = tower
-        facts: Any = getattr(tower, "config", None) or tower.embeds  # NaFlexVit has no configuration
+        facts: Any = getattr(tower, "config", None) or tower.embeds  # NaFlexVit has no config
         self.is_qwen = any(comes_from("transformers", tower, name) for name in QWEN)
         self.merge = facts.spatial_merge_size if self.is_qwen else 1
         names = ("in_channels", "num_channels", "in_chans")
@@ -68,7 +68,7 @@ class FixedGrid(nn.Module):
 
         Args:
             images: The images.
-            features: Returns what a NaFlexVit gives its classifier, instead of logits.
+            features: True returns the input of NaFlexVit's classifier instead of logits.
         Returns:
             For Qwen, the input of the language model [B, tokens, C]. For SigLIP 2, the pooled output [B, C], or the
             tokens [B, N, C] if the tower has no head. For NaFlexVit, logits or features [B, C].
@@ -82,12 +82,12 @@ class FixedGrid(nn.Module):
         elif "resizing" in self.given:
             output = self._siglip2(images)
         else:
-            layout = {name: self._of_all(name, images.shape[0]) for name in self.given}
+            layout = {name: self._repeated(name, images.shape[0]) for name in self.given}
             output = self.tower(self.patches(images), None, **layout).pooler_output.unflatten(0, (images.shape[0], -1))
         return output
 
     def patches(self, images: Tensor) -> Tensor:
-        """Cuts images [B, channels, height, width] like Qwen's processor: [B N, channels frames patch patch]."""
+        """Cuts images [B, channels, height, width] like Qwen's processor: [B * N, channels * frames * patch**2]."""
         cells = cut(images, self.patch_hw).unflatten(2, (-1, self.merge)).unflatten(1, (-1, self.merge))
         by_cell = cells.transpose(2, 3).unsqueeze(6)  # [B, rows, columns, merge, merge, channels, 1, height, width]
         frames = self.tower.config.temporal_patch_size
@@ -100,8 +100,8 @@ class FixedGrid(nn.Module):
         tokens = self.tower.post_layernorm(self.tower.encoder(inputs_embeds=tokens).last_hidden_state)
         return self.tower.head(tokens) if self.tower.use_head else tokens
 
-    def _of_all(self, name: str, batch: int) -> Tensor:
-        """Repeats the facts about one image for all images of a batch."""
+    def _repeated(self, name: str, batch: int) -> Tensor:
+        """Repeats the metadata of one image for all images of a batch."""
         one = self.get_buffer(name)
         if name == "position_ids":
             return one.repeat(batch, 1)
@@ -112,7 +112,7 @@ class FixedGrid(nn.Module):
 
 
 class FixedGridModel(ImageModel):
-    """A FixedGrid to be exported."""
+    """A FixedGrid for export."""
 
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         """Does nothing, because fused layers can be exported."""

@@ -30,7 +30,7 @@ class ImageModel(abc.ABC):
         name: Name of the model if it stores one, otherwise its class.
         image_hw: Height and width of its images.
         in_chans: Channels of the input.
-        patch_hw: Height and width of the image region behind one token.
+        patch_hw: Height and width of the image region that one token covers.
         depth: Number of encoder blocks.
         attentions: Number of attention layers, including pooling heads.
         num_classes: Outputs of the head; 0 if there is none.
@@ -80,14 +80,14 @@ class ImageModel(abc.ABC):
         return result.softmax(-1) if output == "probabilities" else result
 
     def copy_in(self, dtype: torch.dtype) -> ImageModel:
-        """Returns the same with a copy of the model in another dtype."""
+        """Returns this description with a copy of the model in another dtype."""
         return dataclasses.replace(self, model=copy.deepcopy(self.model).to(dtype))
 
     @contextlib.contextmanager
     def exporting(self, backend: str, dynamic_size: bool) -> Iterator[None]:
-        """Switches the model to a backend and, if requested, to any image size.
+        """Switches the model, in place, to a backend and, if requested, to any image size.
 
-        Copies nothing, and restores it at the end.
+        Restores the model at the end.
         """
         with contextlib.ExitStack() as undo:
             for module in self.model.modules():
@@ -101,10 +101,10 @@ class ImageModel(abc.ABC):
 
 @dataclass(kw_only=True)
 class Facts:
-    """Facts in the configuration files beside weights; None for unknown ones.
+    """Contents of the configuration files beside weights; None if unknown.
 
     Attributes:
-        config: Config of the model of these weights.
+        config: Config of the model.
         data_config: Preprocessing.
         class_names: Names of the head's outputs.
         notes: Notes for the report.
@@ -130,7 +130,7 @@ class TimmInterface(ImageModel):
 
 
 def needs_more(model: nn.Module) -> list[str]:
-    """Returns the reason why a model cannot be called with images alone: required arguments of its forward."""
+    """Returns a reason if the forward of a model requires more arguments than images."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     takes = [each for each in inspect.signature(model.forward).parameters.values() if each.kind in kinds]
     names = [each.name for each in takes[1:] if each.default is inspect.Parameter.empty]
@@ -138,11 +138,11 @@ def needs_more(model: nn.Module) -> list[str]:
         return []
     packed = {"grid_thw", "spatial_shapes"} & set(names)
     advice = ": give GraphRunner budgets; to export, use vit_fast.FixedGrid" if packed else ""
-    return [f"its forward must take images alone, but also needs {' and '.join(names)}{advice}"]
+    return [f"its forward must require only images, but also requires {' and '.join(names)}{advice}"]
 
 
 def comes_from(package: str, model: nn.Module, class_name: str | None = None) -> bool:
-    """Returns True if a model's class, or one of its bases, is from a package (and has this name)."""
+    """Returns True if a model's class or one of its bases is from a package and, if given, has this name."""
     return any(
         cls.__module__.partition(".")[0] == package and class_name in (None, cls.__name__)
         for cls in type(model).__mro__
@@ -156,7 +156,7 @@ def switch(undo: contextlib.ExitStack, owner: Any, attribute: str, value: Any) -
 
 
 def pair(value: Any) -> Size:
-    """Returns height and width; one number stands for both."""
+    """Returns height and width; one number sets both."""
     if isinstance(value, int):
         return value, value
     height, width = value

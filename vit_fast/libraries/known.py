@@ -1,4 +1,4 @@
-"""Lists every supported library, and finds the one that weights, a configuration or a model come from."""
+"""Lists every supported library, and detects the library of weights, a configuration or a model."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def recognise(model: nn.Module) -> ImageModel:
     Returns:
         The model in evaluation mode, in fp32 on the CPU, copied if needed, with facts from its library.
     Raises:
-        UnsupportedInputError: its library is not supported, or it is not a model of images.
+        UnsupportedInputError: its library is not supported, or it is not an image model.
     """
     found = next((found for library in IMAGE_MODELS if (found := library.recognise(model)) is not None), None)
     if found is None:
@@ -100,7 +100,7 @@ def recognise(model: nn.Module) -> ImageModel:
 
 
 def packed_tower(tower: nn.Module) -> PackedTower | None:
-    """Recognises a tower whose calls can be packed, and with layers that `fuse` supports; None for another model."""
+    """Returns the PackedTower of a tower with layers that `fuse` supports; None for other models."""
     found = (find(tower) for find in (transformers_towers.packed_tower, timm_towers.packed_tower, image_tower))
     packed = next((one for one in found if one is not None), None)
     known = packed and any(isinstance(each, FusedModule) or fused_form(type(each)) for each in tower.modules())
@@ -120,14 +120,14 @@ def _cached(function: Function) -> Function:
 
 @_cached
 def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
-    """Returns the fused class that instances of exactly this class can be given, or None."""
+    """Returns the fused class for instances of exactly this class, or None."""
     forms = _FORMS.get(f"{cls.__module__}.{cls.__qualname__}")
     return None if forms is None else forms.of(cls)
 
 
 @_cached
 def form_or_reason(cls: type[nn.Module]) -> tuple[type[FusedModule] | None, str | None]:
-    """Returns the fused class that instances of exactly this class can be given; else why they have none, if known."""
+    """Returns the fused class for instances of exactly this class, or the reason why there is none, if known."""
     if (form := fused_form(cls)) is not None:
         return form, None
     skipped = _SKIPPED.get(cls.__module__.partition(".")[0], {})
@@ -144,9 +144,9 @@ def form_or_reason(cls: type[nn.Module]) -> tuple[type[FusedModule] | None, str 
 
 
 def stands_in_block(model: nn.Module, name: str) -> bool:
-    """Returns True if a module is near attention, as in an encoder block, unlike heads, projectors and connectors.
+    """Returns True if a module is near attention, as in an encoder block, and unlike in heads and projectors.
 
-    Checks the two modules around it and their children, except in lists of layers.
+    Searches the children of the two enclosing modules, except lists of layers.
     """
     for _ in range(2):
         if not name:

@@ -33,7 +33,7 @@ RULES: tuple[Rule, ...] = (
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     """Converts CLIP's names to timm's.
 
-    The projection is transposed and has no bias; class token and positions lack a batch axis.
+    Transposes the projection, adds zeros as its bias, and adds a batch axis to class token and positions.
     """
     converted = rename(state, NAME, RULES)
     for name, tensor in list(converted.tensors.items()):

@@ -1,4 +1,4 @@
-"""Our own VisionTransformer, as one library among the others. Its names are timm's."""
+"""vit-fast's own VisionTransformer, described like those of other libraries. Its weight names are timm's."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class AttentionForm(AttentionLayer):
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
         """Maps [B, N, C] and rotary positions to [B, N, C]."""
-        if self.vit_fast_backend == "sdpa" or self.runs_as_it_was(None, False):
+        if self.vit_fast_backend == "sdpa" or self.needs_original_forward(None, False):
             return super().forward(x, *rope)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         return self.project_out(self.mix(qkv, None, self.rope_of(*rope)), x)

@@ -1,7 +1,7 @@
-"""Packed calls of vision towers: how images of any size are laid out in buffers of a fixed number of tokens.
+"""Packs the images of vision-tower calls into buffers with a fixed number of tokens.
 
-`GraphRunner` packs the images of a call into such buffers, whose unused tokens form a sequence of their own. A class
-per family reads its calls, computes the metadata of images on the host, and runs the tower on buffers.
+`GraphRunner` uses these buffers; their unused tokens form a separate sequence. One class per model family reads calls,
+computes the metadata of images on the host, and runs the tower on the buffers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OUTPUT_OPTIONS = ("output_hidden_states", "output_attentions", "return_dict")
 NO_OPTIONS = ("use_cache", "interpolate_pos_encoding")  # generate() passes them; these towers ignore them
 
 Options = tuple[tuple[str, Any], ...]
-Part = tuple[Sequence[int], int, Any]  # images that ran together, the size of their buffers, and the outputs in these
+Part = tuple[Sequence[int], int, Any]  # images that ran together, the size of their buffers, and the outputs
 
 
 @dataclass
@@ -35,9 +35,9 @@ class Call:
     Attributes:
         lengths: Tokens of each image.
         sequences: Attention sequences of each image: 1, or the frames of a video.
-        inputs: What the family's other methods need.
+        inputs: Inputs of the other methods of the PackedTower.
         options: Keyword arguments that change the outputs.
-        reasons: Why it cannot be packed.
+        reasons: Reasons why the call cannot be packed.
     """
 
     lengths: Sequence[int]
@@ -48,16 +48,16 @@ class Call:
 
 
 class PackedTower(abc.ABC):
-    """A tower, and how its calls are packed.
+    """Packs the calls of a tower.
 
     Args:
         tower: The module; not copied.
-        shapes: Shape of a token in each input of the tower that holds tokens, by name.
+        shapes: By name of each input with tokens, the shape of one token.
         like: A tensor with the dtype and device of these inputs; None for a parameter.
     """
 
-    axis = 0  # of the tokens in the outputs
-    unit = 1  # tokens that are merged to one: budgets are multiples of it
+    axis = 0  # token axis of the outputs
+    unit = 1  # tokens that are merged into one; budgets are multiples of it
     needs_fused = True  # the library's own attention reads lengths on the host
 
     def __init__(self, tower: nn.Module, shapes: Mapping[str, tuple[int, ...]], like: Tensor | None = None) -> None:
@@ -75,10 +75,10 @@ class PackedTower(abc.ABC):
 
     @abc.abstractmethod
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
-        """Returns the tokens of some images, one behind the other, under the names of `shapes`."""
+        """Returns the tokens of some images, in order, under the names of `shapes`."""
 
     def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
-        """Computes the other inputs of the tower on the host, as long as those of any images of so many tokens."""
+        """Computes the other inputs of the tower on the host. Their shapes depend only on budget and sequences."""
         frames = ([call.lengths[image] // call.sequences[image]] * call.sequences[image] for image in images)
         ends = itertools.accumulate(itertools.chain.from_iterable(frames))
         return {"cu_seqlens": fitted(torch.tensor([0, *ends], dtype=torch.int32), sequences + 2, budget)}
@@ -88,7 +88,7 @@ class PackedTower(abc.ABC):
         """Runs the tower on the buffers, without reading anything on the host."""
 
     def fill(self, buffers: dict[str, Tensor], budget: int, sequences: int, call: Call, images: Sequence[int]) -> None:
-        """Writes images into the buffers, which the first call allocates; never waits for the device."""
+        """Writes images into the buffers without waiting for the device; the first call allocates the buffers."""
         metadata = self.metadata(call, images, budget, sequences)
         if not buffers:
             for name, shape in self.shapes.items():
@@ -105,11 +105,11 @@ class PackedTower(abc.ABC):
             buffers[name].copy_(pinned, non_blocking=True)
 
     def room(self, budget: int, sequences: int) -> int:
-        """Length of the buffers of tokens."""
+        """Returns the length of the token buffers."""
         return budget
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the tower; its own forward, without hooks, if `graph_vision_tower` replaced it."""
+        """Calls the tower, or its original forward without hooks if `graph_vision_tower` replaced it."""
         return getattr(self.tower.forward, "original", self.tower)(*args, **kwargs)
 
     def join(self, call: Call, parts: Iterable[Part]) -> Any:
@@ -127,7 +127,7 @@ class PackedTower(abc.ABC):
         return rebuilt(outputs, leaves)
 
     def _copied(self, leaf: Any, budget: int, lengths: Sequence[int]) -> Sequence[Any]:
-        """Copies the rows of images in an output, split by image."""
+        """Copies an output without padding and splits it by image."""
         if not isinstance(leaf, Tensor):
             return [leaf] * len(lengths)
         rows = [length // self.tokens_per_row(leaf, budget) for length in lengths]
@@ -136,33 +136,33 @@ class PackedTower(abc.ABC):
         return copied.split(rows, self.axis) if len(rows) > 1 else [copied]
 
     def tokens_per_row(self, leaf: Tensor, budget: int) -> int:
-        """Tokens behind one row of an output."""
+        """Returns the number of tokens per row of an output."""
         return budget // leaf.shape[self.axis]
 
     def options_of(self, kwargs: dict[str, Any]) -> tuple[Options, list[str]]:
-        """Returns the options among keyword arguments, and a reason per argument that is none."""
+        """Returns the options among keyword arguments, and a reason for each unsupported argument."""
         found = {name: kwargs[name] for name in OUTPUT_OPTIONS if kwargs.get(name) is not None}
         found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
         others = [name for name in kwargs if name not in (*OUTPUT_OPTIONS, *NO_OPTIONS)]
         reasons = [f"{name} must not be given" for name in others if kwargs[name] is not None]
         if self.needs_fused and (kwargs.get("output_attentions") or self.tower.config._attn_implementation == "eager"):
-            # for these, layers run the library's own attention, and it does not know the lengths of the images
+            # these run the library's own attention, which does not get the lengths of the images
             reasons.append("output_attentions must not be set, and attn_implementation must not be 'eager'")
         return tuple(found.items()), reasons
 
     def settings(self) -> Options:
-        """Returns what the outputs depend on beside the options."""
+        """Returns the settings of the tower that affect its outputs, besides the options."""
         config = getattr(self.tower, "config", None)
         return tuple((name, repr(getattr(config, name, None))) for name in (*OUTPUT_OPTIONS, "_attn_implementation"))
 
 
 class ImageTower(PackedTower):
-    """A tower for images of one size, the rows of a batch.
+    """A tower for batches of images of one size.
 
     Args:
         tower: The module.
-        shape: Of an image, [channels, height, width].
-        tokens: Of an image.
+        shape: Shape of an image, [channels, height, width].
+        tokens: Number of tokens of an image.
         like: A tensor with the dtype and device of the images.
     """
 
@@ -173,7 +173,7 @@ class ImageTower(PackedTower):
         self.tokens_per_image = tokens
 
     def read(self, pixel_values: Tensor, **kwargs: Any) -> Call:
-        """Images [B, channels, height, width]."""
+        """Reads images [B, channels, height, width]."""
         options, reasons = self.options_of(kwargs)
         if pixel_values.dim() != 4 or not len(pixel_values):
             raise ValueError(f"pixel_values must contain images [B, C, H, W], got {tuple(pixel_values.shape)}")
@@ -183,7 +183,7 @@ class ImageTower(PackedTower):
         return Call([self.tokens_per_image] * batch, [1] * batch, pixel_values, options, reasons)
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
-        return {"images": [call.inputs[images[0] : images[-1] + 1]]}  # of one size: packed in order
+        return {"images": [call.inputs[images[0] : images[-1] + 1]]}  # images of one size are packed in order
 
     def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
         return {}
@@ -205,7 +205,7 @@ class ImageTower(PackedTower):
 
 
 def image_tower(tower: Any) -> ImageTower | None:
-    """Packs a tower of transformers for images of the size in its configuration; None for another model."""
+    """Returns the ImageTower of a transformers model, for the image size in its config; None for other models."""
     config = getattr(tower, "config", None)
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     if not comes_from("transformers", tower) or not size or not patch:
@@ -220,13 +220,13 @@ def image_tower(tower: Any) -> ImageTower | None:
 
 
 class PaddedTower(PackedTower):
-    """A tower whose images are padded to one number of tokens: packs those that are not padding.
+    """A tower whose images are padded to one number of tokens. Packs the tokens without the padding.
 
-    The first of a call's inputs is [B, N, ...]. Padding is 0 in the outputs.
+    The first input of a call is [B, N, ...]. Padding is 0 in the outputs.
     """
 
     axis = 1
-    prefix = 0  # class tokens and registers in front of the patches of an image
+    prefix = 0  # class and register tokens before the patches of an image
 
     def join(self, call: Call, parts: Iterable[Part]) -> Any:
         packed = super().join(call, parts)
@@ -250,22 +250,22 @@ class PaddedTower(PackedTower):
         """Runs the tower's head on padded outputs."""
 
 
-def read_padding(there: Tensor, shapes: Tensor) -> tuple[Tensor, list[int], bool]:
-    """Reads grids [B, 2] on the host, with their numbers of patches, and whether `there` [B, N] is their mask."""
-    there, shapes = there.cpu(), shapes.cpu()
+def read_padding(mask: Tensor, shapes: Tensor) -> tuple[Tensor, list[int], bool]:
+    """Copies grids [B, 2] to the host; returns them, their patch counts, and True if `mask` [B, N] matches them."""
+    mask, shapes = mask.cpu(), shapes.cpu()
     patches = shapes.prod(1)
-    return shapes, patches.tolist(), torch.equal(there.bool(), torch.arange(there.shape[1]) < patches[:, None])
+    return shapes, patches.tolist(), torch.equal(mask.bool(), torch.arange(mask.shape[1]) < patches[:, None])
 
 
 def fitted(values: Tensor, length: int, rest: int = 0) -> Tensor:
-    """Returns values with a longer first axis, which ends in `rest`."""
+    """Pads values along the first axis with `rest`."""
     return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), rest)])
 
 
 def rebuilt(outputs: Any, leaves: list[Any]) -> Any:
-    """Returns outputs of the same structure with other leaves."""
+    """Returns outputs with the same structure and other leaves."""
     found = pytree.tree_unflatten(leaves, pytree.tree_structure(outputs))
-    if isinstance(outputs, OrderedDict):  # of transformers: build a new one, it has the order of its fields
+    if isinstance(outputs, OrderedDict):  # transformers' ModelOutput: restore the order of the fields
         for name in outputs:
             found.move_to_end(name)
     return found

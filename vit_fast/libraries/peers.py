@@ -26,8 +26,8 @@ def take_weights(
             tests/test_libraries.py.
         config: Shape of both models.
     Raises:
-        UnsupportedInputError: one of the two has a parameter that the other lacks; nothing was changed.
-        RuntimeError: a parameter has another shape.
+        UnsupportedInputError: a parameter exists in one of the two only; nothing was changed.
+        RuntimeError: shapes of a parameter differ.
     """
     theirs = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
     converted = convert(theirs, config)
@@ -38,12 +38,12 @@ def take_weights(
         for their_name, part in zip(their_names, weights[our_name].chunk(len(their_names)))
     }
     problems = [f"its parameter {name} has no counterpart" for name in theirs if name not in found]
-    problems += [f"it has no counterpart of our {name}" for name in weights if name not in converted.origins]
+    problems += [f"it has no counterpart for our {name}" for name in weights if name not in converted.origins]
     refuse(type(model).__name__, problems)
     model.load_state_dict(found)
 
 
-# The fields and properties of a config that are ViTConfig's defaults in the plain ViT of the paper.
+# Fields and properties that have ViTConfig's defaults in the plain ViT of the paper.
 _PLAIN = (
     "class_token", "distilled", "reg_tokens", "pos_embed", "no_embed_class", "pre_norm", "global_pool",
     "norm_after_pool", "final_norm", "init_values", "stem_channels", "norm_layer", "mlp_layer", "scale_attn_norm",
@@ -52,21 +52,21 @@ _PLAIN = (
 
 
 def plain_vit_reasons(config: ViTConfig) -> list[str]:
-    """Returns why a config is not the plain ViT of the paper."""
+    """Returns the reasons why a config is not the plain ViT of the paper."""
     plain = ViTConfig()
     return reasons(config, **{name: (getattr(plain, name),) for name in _PLAIN})
 
 
-def reasons(config: ViTConfig, **accepted: Iterable[object]) -> list[str]:
-    """Returns all config fields whose value is not among the given ones."""
+def reasons(config: ViTConfig, **supported: Iterable[object]) -> list[str]:
+    """Returns an error message for each config field whose value is not supported."""
     return [
         f"{name} must be {' or '.join(map(repr, values))}, got {getattr(config, name)!r}"
-        for name, values in accepted.items()
+        for name, values in supported.items()
         if getattr(config, name) not in values
     ]
 
 
 def refuse(what: str, problems: list[str]) -> None:
-    """Raises UnsupportedInputError with every problem, if there is one."""
+    """Raises UnsupportedInputError with all problems, if there are any."""
     if problems:
         raise UnsupportedInputError(what, problems)

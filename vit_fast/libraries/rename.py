@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import ViTConfig
 
 Rule = tuple[str, str | None]
-"""A pattern that a whole name must match, and its replacement; None drops the tensor, and the report names it.
+"""A pattern that must match the whole name, and its replacement; None drops the tensor and lists it in the report.
 
 A replacement `name@0of3` makes the tensor the first of three parts of `name`, concatenated along the first axis.
 """
@@ -27,8 +27,8 @@ class Converted:
         tensors: Tensors by timm's names; names without a rule stay unchanged.
         origins: By new name, the original names.
         ignored: Original names that a rule drops, such as a text tower or a mask token.
-        head_problem: Returns why the head of this file would give other results in a model with a given config; None if
-            it would not.
+        head_problem: Returns the reason why a model with a given config would use the head of this file incorrectly, or
+            None.
     """
 
     layout: str
@@ -101,7 +101,7 @@ def _join_parts(converted: Converted) -> None:
         if len(parts) == int(parts[0].rpartition("of")[2]) and len(widths) == 1:
             converted.tensors[whole] = torch.cat(tensors)
             converted.origins[whole] = tuple(converted.origins[part][0] for part in parts)
-        else:  # keeps the file's own names, so that the error shows them
+        else:  # keep the file's names, which the error shows
             for part, tensor in zip(parts, tensors):
                 converted.tensors[converted.origins[part][0]] = tensor
                 converted.origins[converted.origins[part][0]] = converted.origins[part]

@@ -69,7 +69,7 @@ def _area(config: ViTConfig) -> int:
     return config.patch_hw[0] * config.patch_hw[1]
 
 
-# --- config.json --------------------------------------------------------------------------------------------
+# --- config.json ----------------------------------------------------------------------------------------------
 
 
 def wrote(config: Mapping[str, Any]) -> bool:
@@ -117,7 +117,7 @@ def _class_names(config: Mapping[str, Any]) -> tuple[str, ...] | None:
     return tuple(str(descriptions.get(name, name)) if isinstance(descriptions, dict) else str(name) for name in names)
 
 
-# --- the same architecture ----------------------------------------------------------------------------------
+# --- timm's model with our weights ----------------------------------------------------------------------------
 
 
 def build_peer(config: ViTConfig) -> nn.Module:
@@ -158,7 +158,7 @@ _SHARED_FIELDS = (
 )  # fmt: skip
 
 
-# --- a model to export --------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------------------
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
@@ -211,7 +211,7 @@ class TimmModel(TimmInterface):
         if (rope := getattr(model, "rope", None)) is not None:
             config = rope_config(rope)
             if config is None:
-                reason = f"its rotary positions, {type(rope).__name__}, would be those of one size"
+                reason = f"its rotary positions ({type(rope).__name__}) are computed for one size only"
                 raise UnsupportedInputError(f"dynamic_size with timm's {type(model).__name__}", [reason])
             rope.get_embed = functools.partial(_positions_in_graph, config, rope)
             undo.callback(delattr, rope, "get_embed")
@@ -228,7 +228,7 @@ class TimmModel(TimmInterface):
 
 
 def rope_config(rope: Any) -> RopeConfig | None:
-    """Describes timm's module of rotary positions; None if no RopeConfig can. timm 1.0.20 lacks some attributes."""
+    """Describes timm's module of rotary positions; None if RopeConfig cannot. timm 1.0.20 lacks some attributes."""
     kind = type(rope).__name__
     if kind not in ("RotaryEmbeddingDinoV3", "RotaryEmbeddingCat"):
         return None
@@ -247,7 +247,7 @@ def rope_config(rope: Any) -> RopeConfig | None:
 
 
 def _positions_in_graph(config: RopeConfig, rope: Any, shape: Size) -> Tensor:
-    """Computes timm's sines and cosines, [rows * columns, 2 D], for a dynamic size; timm would compute constants."""
+    """Computes timm's sines and cosines, [rows * columns, 2 D], in the graph, where timm would insert constants."""
     cos, sin = rope_of(config, shape, rope.dim, like=next(rope.buffers()))
     half = config.layout == "half"
     sin, cos = (torch.cat([t, t], -1) if half else t.repeat_interleave(2, -1) for t in (sin, cos))

@@ -45,9 +45,7 @@ class AttentionLayer(FusedModule):
         reader.dropout("attn_drop")
         reader.judge()
         if p := getattr(module.proj_drop, "p", 0.0):
-            note = (
-                f"in training the linear layers around it run as modules, because proj_drop drops with probability {p}"
-            )
+            note = f"in training, the linear layers around it run as modules, because proj_drop has p={p}"
             reader.notes.append(note)
         return Finding(reader.reasons, reader.notes)
 
@@ -56,30 +54,30 @@ class AttentionLayer(FusedModule):
         # EvaAttention of timm 1.0.20 has no head_dim
         return int(getattr(module, "head_dim", 0) or module.proj.in_features // module.num_heads)
 
-    def runs_as_it_was(self, attn_mask: Tensor | None, is_causal: bool) -> bool:
-        """Returns True if timm's own forward must run this call."""
-        drop, q_norm, k_norm = self._read_past()
+    def needs_original_forward(self, attn_mask: Tensor | None, is_causal: bool) -> bool:
+        """Returns True if this call needs timm's own forward."""
+        drop, q_norm, k_norm = self._bypassed()
         changed = type(drop) is not nn.Dropout or is_touched(drop) or is_touched(q_norm) or is_touched(k_norm)
         masked = attn_mask is not None and not names_keys(attn_mask)
-        return masked or is_causal or changed or self.scales_by_its_own() or bool(self.training and drop.p)
+        return masked or is_causal or changed or self.uses_changed_scale() or bool(self.training and drop.p)
 
-    def scales_by_its_own(self) -> bool:
-        """Returns True for a changed scale, if timm uses it: only without its fused attention."""
+    def uses_changed_scale(self) -> bool:
+        """Returns True if the scale was changed and timm uses it, which is without its fused attention."""
         own = vars(self)
         return not own.get("fused_attn", True) and own["scale"] != type(self).head_width(self) ** -0.5
 
-    def _read_past(self) -> tuple[Any, Any, Any]:
-        """Returns the bypassed modules from a dictionary, because nn.Module looks up attributes in Python."""
+    def _bypassed(self) -> tuple[Any, Any, Any]:
+        """Reads the modules from a dictionary, because nn.Module looks up attributes in Python."""
         children = self._modules
         return children["attn_drop"], children["q_norm"], children["k_norm"]
 
-    def as_it_was(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rest: Any) -> Tensor:
+    def run_original(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rest: Any) -> Tensor:
         """Runs timm's own forward."""
         return super().forward(x, attn_mask=added(attn_mask, x.dtype), **_causal(is_causal), **rest)
 
     def mix(self, qkv: Tensor, attn_mask: Tensor | None, rope: Rope | None = None) -> Tensor:
         """Computes attention of packed projections [B, N, 3, H, D] after norms and rotation -> [B, N, H, D]."""
-        _, q_norm, k_norm = self._read_past()
+        _, q_norm, k_norm = self._bypassed()
         if not (type(q_norm) is nn.Identity and type(k_norm) is nn.Identity):
             q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # [B, H, N, D], as timm calls the norms
             parts = (q_norm(q).to(v.dtype), k_norm(k).to(v.dtype), v)
@@ -89,7 +87,7 @@ class AttentionLayer(FusedModule):
         return attention_among(qkv, keys_of(attn_mask, qkv), backend=self.vit_fast_backend)
 
     def project_out(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """Runs what follows attention: heads [B, N, H, D] and the layer's input [B, N, C] -> [B, N, dim_out]."""
+        """Runs the part after attention: heads [B, N, H, D] and the layer's input [B, N, C] -> [B, N, dim_out]."""
         mixed = self.norm(mixed.flatten(2))
         if getattr(self, "gate", None) is not None:
             mixed = mixed * self.gate(x).sigmoid()
@@ -103,8 +101,8 @@ class AttentionForm(AttentionLayer):
         """Maps [B, N, C] to [B, N, dim_out]."""
         if self.vit_fast_backend == "sdpa" and self.fused_attn and attn_mask is None and not is_causal:
             return super().forward(x)
-        if self.runs_as_it_was(attn_mask, is_causal):
-            return self.as_it_was(x, attn_mask, is_causal)
+        if self.needs_original_forward(attn_mask, is_causal):
+            return self.run_original(x, attn_mask, is_causal)
         return self.project_out(self.mix(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), attn_mask), x)
 
 
@@ -115,8 +113,8 @@ class RotaryAttentionForm(AttentionLayer):
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """Maps [B, N, C], with sines and cosines as in `rope_of`, to [B, N, dim_out]."""
-        if self.runs_as_it_was(attn_mask, is_causal):
-            return self.as_it_was(x, attn_mask, is_causal, rope=rope)
+        if self.needs_original_forward(attn_mask, is_causal):
+            return self.run_original(x, attn_mask, is_causal, rope=rope)
         return self.project_out(self.mix(self._packed(x), attn_mask, self.rope_of(rope)), x)
 
     def rope_of(self, rope: Tensor | Rope | None) -> Rope | None:
@@ -127,7 +125,7 @@ class RotaryAttentionForm(AttentionLayer):
         return Rope(cos, sin, self.num_prefix_tokens, "half" if getattr(self, "rotate_half", False) else "interleaved")
 
     def _packed(self, x: Tensor) -> Tensor:
-        """[B, N, C] -> [B, N, 3, H, D]; fewer heads of k and v are repeated."""
+        """Projects [B, N, C] to [B, N, 3, H, D]; repeats the heads of k and v if there are fewer."""
         if self.qkv is None:
             q, k, v = (
                 linear(x).unflatten(-1, (-1, self.head_width(self)))
@@ -239,7 +237,7 @@ class AttentionPoolLatentForm(FusedNormMlp):
         return int(module.head_dim)
 
     def is_idle(self) -> bool:
-        return False  # it supports our form of padding masks
+        return False  # it supports padding masks
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Maps tokens [B, N, C] to pooled [B, C]."""
@@ -262,21 +260,21 @@ class AttentionPoolLatentForm(FusedNormMlp):
 
 
 class PaddedTowerForm(FusedModule):
-    """timm's NaFlexVit, which passes a padding mask to its layers that is recognizable by its strides.
+    """timm's NaFlexVit. Its layers get a padding mask that they recognize by its strides.
 
-    timm's mask contains every query and key, and padding tokens attend to nothing in particular. Here they attend to
-    the tokens of their image. This changes no other token, because none attends to them and no pooling reads them.
+    timm masks pairs of queries and keys. This mask covers the keys only, so padding tokens attend to the tokens of
+    their image. Other tokens do not change, because no token attends to padding and pooling skips it.
     """
 
     kind = "padding mask"
 
     def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> dict[str, Any]:
         """Returns tokens and the arguments of the blocks for images or patches, with a mask of valid patches."""
-        told = attn_mask is None and patch_valid is not None and not is_exporting() and self._layers_know()
-        # do not replace a given mask; patch dropout in training determines the valid patches later
+        use_keys = attn_mask is None and patch_valid is not None and not is_exporting() and self._layers_are_fused()
+        # a given mask is not replaced; in training, patch dropout determines the valid patches later
         timms: Any = super()
-        embeds: dict[str, Any] = timms._forward_embeds(x, patch_coord, patch_valid, False if told else attn_mask)
-        if told:
+        embeds: dict[str, Any] = timms._forward_embeds(x, patch_coord, patch_valid, False if use_keys else attn_mask)
+        if use_keys:
             embeds["attn_mask"] = padding_mask(embeds["patch_valid"], self.num_prefix_tokens)
         return embeds
 
@@ -288,8 +286,8 @@ class PaddedTowerForm(FusedModule):
         prefix = self.num_prefix_tokens if self.pool_include_prefix else 0
         return self.attn_pool(x[:, self.num_prefix_tokens - prefix :], attn_mask=padding_mask(patch_valid, prefix))
 
-    def _layers_know(self) -> bool:
-        """Returns True if every attention layer supports such a mask; timm's own may add it to the scores."""
+    def _layers_are_fused(self) -> bool:
+        """Returns True if all attention layers are fused; timm's own may add a mask to the scores."""
         return all(isinstance(block.attn, AttentionLayer) for block in self.blocks)
 
 
@@ -300,12 +298,12 @@ def padding_mask(valid: Tensor, prefix: int) -> Tensor:
 
 
 def keys_of(mask: Tensor | Keys | None, x: Tensor) -> Keys | None:
-    """Returns the keys that a padding mask leaves for the tokens of x [B, N, ...]; None means all keys."""
+    """Converts a padding mask to the keys that the tokens of x [B, N, ...] attend to; None means all keys."""
     return mask if mask is None or isinstance(mask, Keys) else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
 
 
 def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Converts a padding mask to timm's additive form if timm computes attention without torch's function."""
+    """Converts a padding mask to an additive mask, because timm may add it to the scores; other masks stay the same."""
     if mask is None or not is_padding(mask):
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
@@ -323,7 +321,7 @@ def read_attention(
     block.nothing("attn.gate")
     attention = block.at("attn")
     watched = block.value("attn.scale"), block.value("attn.fused_attn")
-    if all(value is not None for value in watched) and fused_class(attention, form) and attention.scales_by_its_own():
+    if all(value is not None for value in watched) and fused_class(attention, form) and attention.uses_changed_scale():
         block.reasons.append("attn.scale was changed, and attn.fused_attn is False")
     return block.attention(
         "attn",
@@ -355,7 +353,7 @@ def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], *
 
 
 def learns(rope: Rope) -> bool:
-    """Returns True if the tables require gradients, as those of RoPE-Mixed in training; torch must rotate then."""
+    """Returns True if the tables require gradients, as in RoPE-Mixed; then torch's operators rotate."""
     return rope.cos.requires_grad and torch.is_grad_enabled()
 
 

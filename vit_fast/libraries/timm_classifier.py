@@ -16,15 +16,15 @@ from ..blocks.plain import is_touched
 from ..ops.operators import is_exporting
 from .timm_blocks import BlockForm
 
-# The methods of timm through which the tokens go.
+# timm's methods that process the tokens.
 _METHODS = ("forward_features", "forward_head", "pool")
 
 
 class ClassifierForm(FusedContainer):
-    """timm's VisionTransformer. If its head reads the first token alone, its last block computes no other.
+    """timm's VisionTransformer. If its head reads only the first token, its last block computes only that token.
 
-    This holds for calls without gradients of a model that is frozen for the CPU, or compiled with backend sdpa.
-    `forward_features` and hooked or wrapped parts get all tokens.
+    This applies to calls without gradients, of a model that is frozen for the CPU or compiled with backend sdpa.
+    `forward_features` and hooked or wrapped parts still get all tokens.
     """
 
     @classmethod
@@ -49,14 +49,14 @@ class ClassifierForm(FusedContainer):
         blocks, cls = tower.blocks, type(tower)
         if not isinstance(blocks, nn.Sequential) or not len(blocks) or is_exporting():
             return False
-        for name in _METHODS:  # not those of a user
+        for name in _METHODS:  # a user may have replaced them
             if name in self.__dict__ or getattr(cls, name).__module__ != cls.original.__module__:
                 return False
         return not any(part._forward_hooks or is_touched(part) for part in (blocks, tower.norm))
 
 
 def _run_for_one_token(blocks: Any, x: Tensor) -> Tensor:
-    """Runs blocks [B, N, C] -> [B, 1, C] for the first token; [B, N, C] if they must compute all of them."""
+    """Runs blocks [B, N, C] -> [B, 1, C], the first token; or [B, N, C] if all tokens are needed."""
     *others, last = blocks
     if not torch.compiler.is_compiling():
         output = run_packed_blocks(blocks, x, outputs=1)
@@ -71,7 +71,7 @@ def _run_for_one_token(blocks: Any, x: Tensor) -> Tensor:
 
 
 def _first_token(block: Any, x: Tensor) -> Tensor:
-    """Runs a block [B, N, C] -> [B, 1, C] for the first token, which attends to all of them."""
+    """Runs a block [B, N, C] -> [B, 1, C] for the first token, which attends to all tokens."""
     attn = block.attn
     normed = block.norm1(x)
     weight, bias, width = attn.qkv.weight, attn.qkv.bias, attn.qkv.weight.shape[0] // 3

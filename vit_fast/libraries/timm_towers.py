@@ -1,4 +1,4 @@
-"""Packed calls of timm's NaFlexVit: patches padded to one number, with coordinates and a mask."""
+"""Packs calls of timm's NaFlexVit: patches padded to one length, with coordinates and a mask."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NaFlexTower(PaddedTower):
         patch_valid: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Call:
-        """Patches [B, N, P] with coordinates [B, N, 2] and a mask [B, N], or a dictionary of them."""
+        """Reads patches [B, N, P], coordinates [B, N, 2] and a mask [B, N], or a dictionary of them."""
         if isinstance(x, dict):
             patch_coord, patch_valid = x.get("patch_coord", patch_coord), x.get("patch_valid", patch_valid)
             attn_mask, x = x.get("attn_mask", attn_mask), x["patches"]
@@ -43,7 +43,7 @@ class NaFlexTower(PaddedTower):
             return Call([1] * len(x), [1] * len(x), (x,), (), [*reasons, reason])
         _, lengths, fits = read_padding(patch_valid, (patch_coord * patch_valid[..., None]).amax(1) + 1)
         if not fits:
-            reasons.append("patch_valid must be true for the first height * width patches of each image alone")
+            reasons.append("patch_valid must be true for exactly the first height * width patches of each image")
         lengths = [self.prefix + length for length in lengths]
         return Call(lengths, [1] * len(x), (x, patch_coord, patch_valid), (), reasons)
 

@@ -41,11 +41,11 @@ RULES: tuple[Rule, ...] = (
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """Renames only: the packed projection of MultiheadAttention equals timm's qkv."""
+    """Converts names only, because the packed projection of MultiheadAttention equals timm's qkv."""
     return rename(state, NAME, RULES)
 
 
-# --- the same architecture ----------------------------------------------------------------------------------
+# --- torchvision's model with our weights ---------------------------------------------------------------------
 
 
 def build_peer(config: ViTConfig) -> nn.Module:
@@ -76,7 +76,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
     return model
 
 
-# --- a model to export --------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------------------
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
@@ -110,7 +110,7 @@ class TorchvisionModel(ImageModel):
                 "dynamic_size with torchvision's VisionTransformer",
                 ["it supports one image size only"],
             )
-        # The fast path of nn.MultiheadAttention is one fused operator that has no ONNX form; it depends on this switch.
+        # The fast path of nn.MultiheadAttention is one fused operator that ONNX cannot represent. This disables it.
         enabled = torch.backends.mha.get_fastpath_enabled()
         undo.callback(torch.backends.mha.set_fastpath_enabled, enabled)
         torch.backends.mha.set_fastpath_enabled(False)
@@ -126,7 +126,7 @@ class TorchvisionModel(ImageModel):
         return features
 
 
-# --- fusing -------------------------------------------------------------------------------------------------
+# --- fusing ---------------------------------------------------------------------------------------------------
 
 
 class EncoderBlockForm(FusedNormMlp):

@@ -104,7 +104,7 @@ TOWER_RULES: tuple[Rule, ...] = (
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """Concatenates separate query, key and value to timm's qkv.
+    """Concatenates query, key and value to timm's qkv.
 
     Adds a batch axis to positions from an embedding table.
     """
@@ -152,7 +152,7 @@ def _split_pool_projection(converted: Converted, name: str, packed: Tensor) -> N
 def _token_head_problem(config: ViTConfig) -> str | None:
     if config.global_pool == "token":
         return None
-    return f"it reads the class token, this model pools by global_pool={config.global_pool!r}"
+    return f"it reads the class token, but the model has global_pool={config.global_pool!r}"
 
 
 def _siglip_head_problem(config: ViTConfig) -> str | None:
@@ -171,7 +171,7 @@ def _dinov2_head_problem(config: ViTConfig) -> str:
     return "DINOv2's classifier reads class token and mean patch (2 * embed_dim), which ViTConfig does not support"
 
 
-# --- the same architecture ----------------------------------------------------------------------------------
+# --- transformers' model with our weights ---------------------------------------------------------------------
 
 
 def build_peer(config: ViTConfig) -> nn.Module:
@@ -205,7 +205,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
     return model
 
 
-# --- a model to export --------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------------------
 
 _ATTENTION_NAME = "vit_fast_export"
 
@@ -227,8 +227,10 @@ def _describe(model: Any) -> ImageModel:
     names = tuple(labels[i] for i in sorted(labels, key=int)) if labels else None
     if names and all(re.fullmatch(r"LABEL_\d+", name) for name in names):
         names = None
-    turns = [f"its positions are complex numbers ({name})" for name, each in model.named_buffers() if each.is_complex()]
-    refuse(f"export of transformers' {type(model).__name__}", needs_more(model) + turns)
+    complex_positions = [
+        f"its positions are complex numbers ({name})" for name, each in model.named_buffers() if each.is_complex()
+    ]
+    refuse(f"export of transformers' {type(model).__name__}", needs_more(model) + complex_positions)
     classifies = "ForImageClassification" in type(model).__name__
     depth = int(config.num_hidden_layers)
     pooling = any("MultiheadAttentionPoolingHead" in type(module).__name__ for module in model.modules())

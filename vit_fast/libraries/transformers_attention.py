@@ -34,7 +34,7 @@ def given(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def says_more(kwargs: dict[str, Any]) -> bool:
+def changes_attention(kwargs: dict[str, Any]) -> bool:
     """Returns True if a keyword argument may change attention."""
     return any(name not in NEUTRAL and given(value) for name, value in kwargs.items())
 
@@ -55,9 +55,9 @@ PROJECTIONS = (
     Projections("q_proj", "k_proj", "v_proj", "projection_layer"),
     Projections("query", "key", "value", None),
 )
-QK_NORMS = ("q_norm", "k_norm")  # over the whole width, before it is split into heads
-AFTERWARDS = ("projection_dropout",)  # behind the output linear
-DROPOUT_RATES = ("attention_dropout", "dropout_prob", "dropout")  # the first that an attention layer has
+QK_NORMS = ("q_norm", "k_norm")  # over the whole width, before the split into heads
+AFTERWARDS = ("projection_dropout",)  # after the output linear layer
+DROPOUT_RATES = ("attention_dropout", "dropout_prob", "dropout")  # the first existing one applies
 
 
 def projections_of(module: nn.Module) -> Projections | None:
@@ -99,7 +99,7 @@ class FusedSelfAttention(FusedModule):
             reasons.append("it adds a relative position bias")
         # SigLIP's text tower attends in both directions, mostly without a mask
         if "Text" in type(module.config).__name__ and not type(module).__name__.startswith("Siglip"):
-            reasons.append("it belongs to a text model: causal and padding masks")
+            reasons.append("it belongs to a text model, which needs causal and padding masks")
         if module.config._attn_implementation == "eager":
             advice = "build the model with attn_implementation='sdpa'"
             reasons.append(f"attn_implementation='eager' returns attention weights: {advice}")
@@ -117,7 +117,7 @@ class FusedSelfAttention(FusedModule):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Maps [B, N, C] to [B, N, C], and returns None as weights."""
-        if self.runs_as_it_was(args, kwargs):
+        if self.needs_original_forward(args, kwargs):
             return super().forward(hidden_states, *args, **kwargs)
         positions, keys = self.rope_of(hidden_states, kwargs), self.keys_of(hidden_states, kwargs)
         mixed, out = self.mixed_heads(hidden_states, positions, keys), self.vit_fast_names.out
@@ -138,11 +138,11 @@ class FusedSelfAttention(FusedModule):
         tokens = hidden_states.shape[:2]
         return Keys(mask=mask[:, 0, 0].expand(tokens))
 
-    def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns True if transformers' own forward must run this call."""
+    def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Returns True if this call needs transformers' own forward."""
         if names_keys(kwargs.get("attention_mask")):
             kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
-        unusual = any(map(given, args)) or says_more(kwargs)
+        unusual = any(map(given, args)) or changes_attention(kwargs)
         eager = self.config._attn_implementation == "eager"
         children: Any = self._modules
         unusual = unusual or any(name in children and is_touched(children[name]) for name in QK_NORMS)
@@ -166,11 +166,11 @@ class FusedSelfAttention(FusedModule):
 
 
 class FusedRotarySelfAttention(FusedSelfAttention):
-    """Fused self-attention with cosines and sines from its caller, which rotate all but the first tokens."""
+    """Fused self-attention whose caller passes cosines and sines. They rotate all tokens except the prefix."""
 
-    def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         rest = {name: value for name, value in kwargs.items() if name != "position_embeddings"}
-        return kwargs.get("position_embeddings") is None or super().runs_as_it_was(args, rest)
+        return kwargs.get("position_embeddings") is None or super().needs_original_forward(args, rest)
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
         cos, sin = kwargs["position_embeddings"]
@@ -183,7 +183,7 @@ def _dropout(module: nn.Module) -> float:
 
 
 def container_classes_beside(original: type[nn.Module]) -> tuple[type, ...]:
-    """Returns the classes around attention and in MLPs that the module of a model defines."""
+    """Returns the container classes of attention and MLPs in the Python module that defines `original`."""
     return tuple(
         thing
         for name, thing in vars(sys.modules[original.__module__]).items()
@@ -223,14 +223,14 @@ class FusedPoolingHead(FusedNormMlp):
         return int(module.attention.head_dim)
 
     def is_idle(self) -> bool:
-        return False  # it supports our form of padding masks
+        return False  # it supports padding masks
 
     def forward(self, hidden_state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Maps tokens [B, N, C] to pooled [B, C]."""
         mha = self.attention
         key_mask = None
         if is_padding(attention_mask):
-            key_mask = attention_mask[:, 0, 0]  # type: ignore[index]  # a tensor, then
+            key_mask = attention_mask[:, 0, 0]  # type: ignore[index]  # is_padding checked that
             attention_mask = key_mask
         elif attention_mask is not None:
             return super().forward(hidden_state, attention_mask)
@@ -238,7 +238,7 @@ class FusedPoolingHead(FusedNormMlp):
         changed = changed or (self.training and mha.dropout)
         parts = self.ready()
         if changed or parts is None:
-            # without a mask, because the heads of other models do not accept one
+            # omit a mask of None, because the heads of other models accept no mask
             return super().forward(hidden_state, *(() if attention_mask is None else (attention_mask,)))
         C = mha.embed_dim
         weight, bias = mha.in_proj_weight, mha.in_proj_bias

@@ -35,11 +35,11 @@ class Layer:
     Attributes:
         norms: The two LayerNorms.
         attention: The attention layer.
-        after: Modules to call and Parameters to multiply after it, in order.
+        after: Modules to call and Parameters to multiply after the attention layer, in order.
         mlp: The MLP.
-        dropouts, drop_path: Modules of either half.
-        layer_scales: Parameters, or dotted paths to them.
-        scale_modules: Modules that contain them.
+        dropouts, drop_path: Modules after attention and after the MLP.
+        layer_scales: The LayerScale Parameters, or dotted paths to them.
+        scale_modules: Modules that contain these Parameters.
     """
 
     norms: tuple[str, str]
@@ -54,7 +54,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Mlp:
-    """Names of the parts of an MLP; for the two modules of transformers 4, their paths from the layer."""
+    """Names of the parts of an MLP. In transformers 4, with two modules per MLP, they are paths from the layer."""
 
     fc1: str
     activation: str
@@ -62,7 +62,7 @@ class Mlp:
     gate: str | None = None
 
     def paths(self, layer: Layer) -> tuple[str, ...]:
-        """Returns the dotted paths of all parts from the layer; the gate's is the last."""
+        """Returns the dotted paths of all parts from the layer, the gate last."""
         names = [name for name in (self.fc1, self.activation, self.fc2, self.gate) if name]
         return tuple(name if "." in name else f"{layer.mlp}.{name}" for name in names)
 
@@ -172,7 +172,7 @@ class FusedLayer(FusedNormMlp):
         names = next((names for names in MLPS if all(block.at(path) is not None for path in names.paths(layer))), None)
         if names is None:
             mlp = describe(block.reach(layer.mlp))
-            block.reasons.append(f"its MLP must have two or three linears and be known to vit_fast, got {mlp}")
+            block.reasons.append(f"its MLP must have two or three linear layers with known names, got {mlp}")
             return None
         if names.fc1.startswith("intermediate."):  # transformers 4: the two linear layers are in two modules
             inside, dropouts = ("intermediate", "output"), tuple(f"output.{name}" for name in layer.dropouts)
@@ -196,7 +196,7 @@ class FusedLayer(FusedNormMlp):
         self.vit_fast_returns_tuple = "output_attentions" in names
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        """Maps [B, N, C] to the same, in the tuple that this version of transformers expects."""
+        """Maps [B, N, C] to [B, N, C], in a tuple if this version of transformers expects one."""
         parts, layer = self.ready(), type(self).layer_spec
         given_by_name = self.named(args, kwargs)
         # hooks on the attention layer see its arguments, which some models pass by keyword
@@ -215,14 +215,16 @@ class FusedLayer(FusedNormMlp):
             return branch + x
 
         rope = keys = None
-        if ordinary := parts.attention is not None and not parts.attention.module.runs_as_it_was((), given_by_name):
+        if ordinary := parts.attention is not None and not parts.attention.module.needs_original_forward(
+            (), given_by_name
+        ):
             rope = parts.attention.module.rope_of(hidden_states, given_by_name)
             keys = parts.attention.module.keys_of(hidden_states, given_by_name)
         output = self.run_as_block(parts, hidden_states, attend, ordinary, rope, keys)
         return (output,) if self.vit_fast_returns_tuple else output
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of the attention layer by name, because transformers passes some by position."""
+        """Returns the arguments of the attention layer by name; transformers passes some by position."""
         return {**dict(zip(self.vit_fast_arguments, args, strict=False)), **kwargs}
 
     def attend(self, normed: Tensor, **kwargs: Any) -> Tensor:
@@ -250,7 +252,7 @@ class FusedLayerWithBias(FusedLayer):
     ) -> Tensor:
         if self.relative_position_bias is not None:
             if resolution is None:
-                raise ValueError("resolution is None: a BEiT layer with a position bias needs (height, width)")
+                raise ValueError("resolution must be (height, width) for a BEiT layer with a position bias, got None")
             window = (resolution[0] // self.patch_size, resolution[1] // self.patch_size)
             bias = self.relative_position_bias(window, interpolate_pos_encoding, dim_size=normed.shape[1])
             attention_mask = bias if attention_mask is None else bias + attention_mask
@@ -263,7 +265,7 @@ class FusedLayerOfOneMlp(FusedLayer):
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
         if experts := block.value("mlp.num_experts"):
-            block.reasons.append(f"mlp is {describe(block.reach('mlp'))} of {experts} experts: must be a single MLP")
+            block.reasons.append(f"mlp must be a single MLP, got {describe(block.reach('mlp'))} with {experts} experts")
             return None
         return super().read_mlp(block)
 
@@ -272,11 +274,11 @@ class FusedLayerOfOneMlp(FusedLayer):
 
 
 def layer_of(spec: Layer, base: type[FusedLayer] = FusedLayer) -> type[FusedLayer]:
-    """Returns the fused class of a layer with these names of parts."""
+    """Returns the fused class for a layer whose parts have these names."""
     return type(base.__name__, (base,), {"layer_spec": spec, "__doc__": base.__doc__})
 
 
-# By model: its layer, and the prefix of its class names.
+# Maps each model to its layer and the prefix of its class names.
 LAYERS: dict[str, tuple[type[FusedLayer], str]] = {
     "vit": (layer_of(VIT), "ViT"),
     "deit": (layer_of(VIT), "DeiT"),
@@ -289,7 +291,7 @@ LAYERS: dict[str, tuple[type[FusedLayer], str]] = {
     "dinov3_vit": (layer_of(DINOV2), "DINOv3ViT"),
     "aimv2": (layer_of(AIMV2), "Aimv2Encoder"),
     "internvl": (layer_of(INTERNVL), "InternVLVision"),
-    # models whose layers are copies of those above
+    # copies of the layers above
     "ijepa": (layer_of(VIT), "IJepa"),
     "vit_mae": (layer_of(VIT), "ViTMAE"),
     "vit_msn": (layer_of(VIT), "ViTMSN"),

@@ -9,7 +9,7 @@ from typing import Any
 from ..config import DataConfig, Interpolation, RopeConfig, ViTConfig
 from .image_model import Facts
 
-# transformers' names of our activations; the first one is written.
+# transformers' names of our activations; the first one is used for writing.
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -71,7 +71,7 @@ def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns ViTConfig's fields from a transformers config.json of ViT, DeiT, DINOv2, DINOv3, CLIP or SigLIP.
 
     Raises:
-        ValueError: the model is another one, or has an activation or MLP that ViTConfig lacks.
+        ValueError: the model type, activation or MLP is not supported.
     """
     family = str(config.get("model_type", "")).removesuffix("_vision_model")
     if family not in _DEFAULTS:
@@ -88,7 +88,7 @@ def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         hidden = (int(int(C * vision["mlp_ratio"]) * 2 / 3) + 7) // 8 * 8
     mlp_ratio = vision["mlp_ratio"] if hidden is None else hidden / C
     if hidden is not None and int(C * mlp_ratio) != hidden:
-        mlp_ratio = (hidden + 0.5) / C  # rounding of the quotient must not lose a hidden unit
+        mlp_ratio = (hidden + 0.5) / C  # half a unit more, so that rounding does not lose one
     image_size, patch_size = vision["image_size"], vision["patch_size"]
     fields = {
         "img_size": tuple(image_size) if isinstance(image_size, list) else image_size,
@@ -137,8 +137,8 @@ def _num_classes(family: str, config: Mapping[str, Any]) -> int:
     if family == "clip" and any(a in ("CLIPModel", "CLIPVisionModelWithProjection") for a in architectures):
         return int(config.get("projection_dim", 512))
     if family.startswith("dino") or family == "clip" or not _classifies(config):
-        return 0  # no head here reads the inputs of DINOv2's and CLIP's classifiers
-    return len(config.get("id2label") or ()) or 2  # transformers omits its default of two labels
+        return 0  # DINOv2's and CLIP's classifiers have other inputs than our head
+    return len(config.get("id2label") or ()) or 2  # transformers omits its default, two labels
 
 
 def _classifies(config: Mapping[str, Any]) -> bool:
@@ -161,7 +161,7 @@ def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     if processor.get("do_normalize", True):
         if not is_vit and not {"image_mean", "image_std"} <= set(processor):
-            raise ValueError("it names no image_mean and image_std")
+            raise ValueError("it has no image_mean and image_std")
         mean = tuple(processor.get("image_mean", (0.5, 0.5, 0.5)))
         std = tuple(processor.get("image_std", (0.5, 0.5, 0.5)))
     return DataConfig(
@@ -185,7 +185,7 @@ def _sizes(processor: Mapping[str, Any]) -> tuple[int, int, bool]:
         squashes = not crops or _kind(processor).startswith(("ViT", "DeiT"))
         resized = size
     if not crops and not squashes:
-        raise ValueError("it keeps the aspect ratio without a crop")
+        raise ValueError("it preserves the aspect ratio without a crop")
     crop = processor.get("crop_size", resized) if crops else resized
     if isinstance(crop, Mapping):
         crop = crop.get("height", crop.get("shortest_edge"))

@@ -1,8 +1,8 @@
 """Towers of transformers for images of any size, packed or padded, and towers of its chat models.
 
-- Qwen's towers and their copies: every layer gets cu_seqlens, for images or for windows.
-- Pixtral packs all images of a batch with a block mask: its fused tower passes the lengths to the layers.
-- SigLIP 2 (NaFlex) pads: its fused tower passes a padding mask that is recognizable by its strides.
+- Qwen's towers and copies of them: each layer gets cu_seqlens, of images or of windows.
+- Pixtral packs the images of a batch and uses a block mask: its fused tower passes the lengths to the layers.
+- SigLIP 2 (NaFlex) pads: its fused tower passes a padding mask that layers recognize by its strides.
 - Idefics 2 and 3, SmolVLM, Llama 4: layers for images of one size.
 """
 
@@ -43,21 +43,21 @@ class FusedPackedAttention(FusedRotarySelfAttention):
     def set_up(self) -> None:
         """Does nothing, because one linear layer computes q, k and v."""
 
-    def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         rest = {name: value for name, value in kwargs.items() if name not in ("cu_seqlens", "max_seqlen")}
-        return kwargs.get("cu_seqlens") is None or super().runs_as_it_was(args, rest)
+        return kwargs.get("cu_seqlens") is None or super().needs_original_forward(args, rest)
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
         cos, sin = kwargs["position_embeddings"]
         return Rope(cos, sin, layout="half")
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys:
-        # int64 while traced; transformers passes the longest to flash attention only; it only selects tiles
+        # cu_seqlens is int64 while traced. The maximum length only selects tiles, so the total is enough.
         return Keys(kwargs["cu_seqlens"].to(torch.int32), hidden_states.shape[0])
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Maps [total, C] to [total, C]."""
-        if self.runs_as_it_was(args, kwargs):
+        if self.needs_original_forward(args, kwargs):
             return super(FusedSelfAttention, self).forward(hidden_states, *args, **kwargs)
         qkv = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1))
         backend = self.vit_fast_backend
@@ -67,7 +67,7 @@ class FusedPackedAttention(FusedRotarySelfAttention):
 
 
 class FusedPackedLayer(FusedLayer):
-    """A layer of packed tokens [total, C]; the counterpart of `FusedLayer`."""
+    """A `FusedLayer` for packed tokens [total, C]."""
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
@@ -87,28 +87,28 @@ class FusedPackedLayer(FusedLayer):
         )
 
 
-class FusedToldAttention(FusedRotarySelfAttention):
+class FusedPixtralAttention(FusedRotarySelfAttention):
     """Attention of packed tokens [1, total, C]; the fused tower passes their lengths in addition to the mask."""
 
-    def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         rest = {name: value for name, value in kwargs.items() if name not in (KEYS, "attention_mask")}
         masked = given(kwargs.get("attention_mask")) and kwargs.get(KEYS) is None
-        return masked or super().runs_as_it_was(args, rest)
+        return masked or super().needs_original_forward(args, rest)
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
         return kwargs.get(KEYS)
 
 
 class FusedTower(FusedModule):
-    """A whole model of transformers.
+    """A whole model of transformers. Its class has the module and name of the original.
 
-    transformers looks up recorded outputs and names of weights by the class's module and name.
+    transformers uses them to look up recorded outputs and weight names.
     """
 
     passes_for_original = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies as the original, because pickle looks up the class by its name."""
+        """Pickles and copies by the original class, because pickle looks up classes by name."""
         if "original" not in vars(type(self)):  # fully_shard has changed its class
             return super().__reduce_ex__(protocol)
         return _new_tower, (type(self).original,), self.__dict__
@@ -123,11 +123,11 @@ def _new_tower(original: type[nn.Module]) -> nn.Module:
     return tower
 
 
-class FusedTellingTower(FusedTower):
+class FusedPixtralTower(FusedTower):
     """Pixtral's tower, which passes the lengths of the packed images to its layers."""
 
     kind = "lengths of packed images"
-    host_reads = "it reads the sizes of its images on the host, and packs them by these"
+    host_reads = "it reads the sizes of its images on the host to pack them"
 
     def forward(self, pixel_values: Tensor, image_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Maps images [B, 3, H, W], with the (height, width) of each in pixels, to tokens [1, total, C]."""
@@ -142,10 +142,10 @@ class FusedTellingTower(FusedTower):
 
 
 class FusedPaddedTower(FusedTower):
-    """SigLIP 2's tower, which passes a padding mask to its layers that is recognizable by its strides.
+    """SigLIP 2's tower. Its layers get a padding mask that they recognize by its strides.
 
-    transformers creates a mask of every query and key, and synchronizes with the device to detect padding. It uses a
-    four-dimensional mask as it is.
+    transformers would create a mask for pairs of queries and keys, and synchronize with the device to detect padding.
+    It does not change a four-dimensional mask.
     """
 
     kind = "padding mask"
@@ -159,9 +159,16 @@ class FusedPaddedTower(FusedTower):
     def forward(self, pixel_values: Tensor, pixel_attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs patches [B, N, P] with a mask [B, N]."""
         # before 5.6 the head is in an inner tower, which does not support four-dimensional masks
-        head_knows = hasattr(self, "use_head") and (not self.use_head or isinstance(self.head, FusedPoolingHead))
+        head_supports_mask = hasattr(self, "use_head") and (
+            not self.use_head or isinstance(self.head, FusedPoolingHead)
+        )
         fits = isinstance(pixel_attention_mask, Tensor) and pixel_attention_mask.shape == pixel_values.shape[:2]
-        if head_knows and fits and self.config._attn_implementation in ("sdpa", "vit_fast") and not is_exporting():
+        if (
+            head_supports_mask
+            and fits
+            and self.config._attn_implementation in ("sdpa", "vit_fast")
+            and not is_exporting()
+        ):
             batch, tokens = pixel_values.shape[:2]
             pixel_attention_mask = pixel_attention_mask.bool()[:, None, None, :].expand(batch, 1, tokens, tokens)
         return super().forward(pixel_values, pixel_attention_mask, *args, **kwargs)
@@ -170,23 +177,23 @@ class FusedPaddedTower(FusedTower):
 class FusedLlama4Attention(FusedSelfAttention):
     """Llama 4's attention, whose positions are complex numbers, and which ignores masks."""
 
-    def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         rest = {name: value for name, value in kwargs.items() if name not in ("freqs_ci", "attention_mask")}
-        turns = kwargs.get("freqs_ci")  # real after model.half(), which drops the imaginary part
-        return turns is None or not turns.is_complex() or super().runs_as_it_was(args, rest)
+        rotations = kwargs.get("freqs_ci")  # real after model.half(), which drops the imaginary part
+        return rotations is None or not rotations.is_complex() or super().needs_original_forward(args, rest)
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
-        turns = kwargs["freqs_ci"].reshape(hidden_states.shape[1], -1)
-        return Rope(turns.real.contiguous(), turns.imag.contiguous(), layout="interleaved")
+        rotations = kwargs["freqs_ci"].reshape(hidden_states.shape[1], -1)
+        return Rope(rotations.real.contiguous(), rotations.imag.contiguous(), layout="interleaved")
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
         return None
 
 
 class FusedLlama4Layer(FusedLayer):
-    """Llama 4's layer, which is called with keywords."""
+    """Llama 4's layer. Its callers pass arguments by keyword."""
 
-    def forward(self, hidden_state: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # their name
+    def forward(self, hidden_state: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # transformers' own
         """Maps [B, N, C] to ([B, N, C],)."""
         return super().forward(hidden_state, *args, **kwargs)
 
@@ -214,8 +221,8 @@ def _mixins() -> dict[str, type[FusedModule]]:
         "pixtral.PixtralAttentionLayer": layer_of(
             Layer(("attention_norm", "ffn_norm"), "attention", mlp="feed_forward"), FusedLayer
         ),
-        "pixtral.PixtralAttention": FusedToldAttention,
-        "pixtral.PixtralVisionModel": FusedTellingTower,
+        "pixtral.PixtralAttention": FusedPixtralAttention,
+        "pixtral.PixtralVisionModel": FusedPixtralTower,
         "siglip2.Siglip2VisionModel": FusedPaddedTower,
         "llama4.Llama4VisionEncoderLayer": layer_of(
             Layer(("input_layernorm", "post_attention_layernorm"), "self_attn"), FusedLlama4Layer

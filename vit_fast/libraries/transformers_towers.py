@@ -1,4 +1,4 @@
-"""Packed calls of transformers' towers for images of any size: Qwen's and their copies, Pixtral, and SigLIP 2."""
+"""Packs calls of transformers' towers for images of any size: Qwen's and copies of them, Pixtral, and SigLIP 2."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ GRID_FAMILIES = ("qwen2_vl", *LIKE_QWEN)
 
 
 class GridTower(PackedTower):
-    """A tower of Qwen's or a copy: patches [tokens, P] of all images, and the grid of each.
+    """A Qwen tower or a copy of it. Its inputs are the patches [tokens, P] of all images, and the grid of each.
 
-    transformers computes the metadata from grids on the host, and its towers take it as arguments.
+    transformers computes the metadata from grids on the host; its towers accept it as arguments.
     """
 
     def __init__(self, tower: Any) -> None:
@@ -32,7 +32,7 @@ class GridTower(PackedTower):
         self.unit = tower.spatial_merge_size**2
 
     def read(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Call:
-        """Patches [tokens, P], and frames, height and width of each image in patches, [images, 3]."""
+        """Reads patches [tokens, P], and frames, height and width of each image in patches, [images, 3]."""
         options, reasons = self.options_of(kwargs)
         grids = grid_thw.tolist() if grid_thw.dim() == 2 and grid_thw.shape[1] == 3 else []
         if not grids:
@@ -43,7 +43,7 @@ class GridTower(PackedTower):
             raise ValueError(f"height and width in grid_thw must be multiples of {merge} patches, got {wrong[0]}")
         lengths = [frames * height * width for frames, height, width in grids]
         if sum(lengths) != len(hidden_states):
-            raise ValueError(f"hidden_states must have {sum(lengths)} rows, as grid_thw says, got {len(hidden_states)}")
+            raise ValueError(f"hidden_states must have {sum(lengths)} tokens, as in grid_thw, got {len(hidden_states)}")
         inputs = hidden_states.split(lengths), torch.tensor(grids)
         return Call(lengths, [grid[0] for grid in grids], inputs, options, reasons)
 
@@ -55,7 +55,7 @@ class GridTower(PackedTower):
         frames = grids.repeat_interleave(grids[:, 0], 0).index_fill_(1, torch.tensor(0), 1)
         found = {"grid_thw": fitted(frames, sequences + 1, 1)} | super().metadata(call, images, budget, sequences)
         for name, values in grid_layout(tower, grids).items():
-            if name == "window_index":  # a permutation: padding is not moved
+            if name == "window_index":  # a permutation, which keeps padding in place
                 found[name] = torch.cat([values, torch.arange(len(values), merged)])
             elif name == "cu_window_seqlens":
                 side = tower.window_size // tower.spatial_merge_size // tower.patch_size
@@ -73,7 +73,7 @@ class GridTower(PackedTower):
 
 
 def grid_layout(tower: Any, grids: Tensor) -> dict[str, Tensor]:
-    """Returns the metadata of grids [images, 3], by the names under which transformers' towers take it."""
+    """Returns the metadata of grids [images, 3], as keyword arguments of transformers' towers."""
     from transformers import vision_utils
 
     merge = tower.spatial_merge_size
@@ -93,7 +93,7 @@ def grid_layout(tower: Any, grids: Tensor) -> dict[str, Tensor]:
 
 
 class PixtralTower(PackedTower):
-    """Pixtral's tower: images padded to one size, and the size of each."""
+    """Pixtral's tower. Its inputs are images padded to one size, and the size of each."""
 
     axis = 1
 
@@ -101,7 +101,7 @@ class PixtralTower(PackedTower):
         super().__init__(tower, {"patches": tuple(tower.patch_conv.weight.shape[1:])})
 
     def read(self, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any) -> Call:
-        """Images [B, C, H, W], and (height, width) of each in pixels; None if none is padded."""
+        """Reads images [B, C, H, W], and (height, width) of each in pixels, or None if none is padded."""
         options, reasons = self.options_of(kwargs)
         channels = self.tower.patch_conv.in_channels
         if pixel_values.dim() != 4 or not len(pixel_values) or pixel_values.shape[1] != channels:
@@ -114,7 +114,7 @@ class PixtralTower(PackedTower):
             not (0 < rows * patch <= height and 0 < columns * patch <= width) for rows, columns in grids
         ):
             raise ValueError(
-                f"image_sizes must have {batch} sizes from {(patch, patch)} to {(height, width)}, got {sizes}"
+                f"image_sizes must be {batch} sizes between {(patch, patch)} and {(height, width)}, got {sizes}"
             )
         lengths = [rows * columns for rows, columns in grids]
         return Call(lengths, [1] * batch, (pixel_values, grids), options, reasons)
@@ -142,7 +142,7 @@ def _run_pixtral(tower: Any, patches: Tensor, position_ids: Tensor, cu_seqlens: 
 
 
 class Siglip2Tower(PaddedTower):
-    """SigLIP 2's tower (NaFlex): patches padded to one number, a mask, and the grid of each image."""
+    """SigLIP 2's tower (NaFlex). Its inputs are patches padded to one length, a mask, and the grid of each image."""
 
     def __init__(self, tower: Any) -> None:
         super().__init__(tower, {"patches": (tower.embeddings.patch_embedding.in_features,)})
@@ -150,7 +150,7 @@ class Siglip2Tower(PaddedTower):
     def read(
         self, pixel_values: Tensor, pixel_attention_mask: Tensor | None, spatial_shapes: Tensor, **kwargs: Any
     ) -> Call:
-        """Patches [B, N, P], the mask [B, N], and height and width in patches, [B, 2]."""
+        """Reads patches [B, N, P], the mask [B, N], and height and width in patches, [B, 2]."""
         options, reasons = self.options_of(kwargs)
         batch, width = pixel_values.shape[:2]
         if not batch or tuple(spatial_shapes.shape) != (batch, 2):
@@ -161,9 +161,9 @@ class Siglip2Tower(PaddedTower):
         there = pixel_values.new_ones((batch, width)) if pixel_attention_mask is None else pixel_attention_mask
         shapes, lengths, fits = read_padding(there, spatial_shapes)
         if any(length < 1 or length > width for length in lengths):
-            raise ValueError(f"spatial_shapes must name 1 to {width} patches per image, got {shapes.tolist()}")
+            raise ValueError(f"spatial_shapes must give 1 to {width} patches per image, got {shapes.tolist()}")
         if not fits:
-            reasons.append("pixel_attention_mask must be 1 for the first height * width patches of each image alone")
+            reasons.append("pixel_attention_mask must be 1 for exactly the first height * width patches of each image")
         return Call(lengths, [1] * batch, (pixel_values, there, shapes.tolist()), options, reasons)
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
@@ -198,7 +198,7 @@ def _run_siglip2(tower: Any, patches: Tensor, resizing: Tensor, cu_seqlens: Tens
 
 
 def resizing_of(embeddings: Any, height: int, width: int) -> Tensor:
-    """Returns the weights [patches, 2, side] by which SigLIP 2 resizes the rows and columns of its positions."""
+    """Returns the weights [patches, 2, side] for resizing the rows and columns of SigLIP 2's positions."""
     side = embeddings.position_embedding_size
     rows, columns = _resized_axis(side, height), _resized_axis(side, width)
     whole = torch.stack([rows[:, None].expand(-1, width, -1), columns.expand(height, -1, -1)], 2)
@@ -212,7 +212,7 @@ def _resized_axis(side: int, length: int) -> Tensor:
 
 
 def resized_positions(embeddings: Any, resizing: Tensor) -> Tensor:
-    """Resizes the positions of SigLIP 2 as its own code does, without reading sizes: [patches, C]."""
+    """Resizes the positions of SigLIP 2 to [patches, C] like transformers, but without reading sizes."""
     table = embeddings.position_embedding.weight
     rows, columns = resizing.float().unbind(1)
     return ((rows[:, :, None] * columns[:, None]).flatten(1) @ table.float()).to(table.dtype)
@@ -225,7 +225,7 @@ def cut(images: Tensor, patch_hw: Size) -> Tensor:
 
 
 def packed_tower(tower: nn.Module) -> PackedTower | None:
-    """Packs a tower of these families; None for another model.
+    """Returns the PackedTower of a tower of these families; None for other models.
 
     Raises:
         UnsupportedInputError: transformers is too old.
@@ -246,7 +246,7 @@ def packed_tower(tower: nn.Module) -> PackedTower | None:
 
 
 def version_reasons() -> list[str]:
-    """Returns why transformers cannot compute the metadata of packed towers, if it cannot."""
+    """Returns a reason if transformers cannot compute the metadata of packed towers."""
     if importlib.util.find_spec("transformers.vision_utils") is not None:
         return []
     return ["transformers must have transformers.vision_utils: install version 5.23"]

@@ -27,6 +27,8 @@ from .candidate import Candidate
 from .optimized import tensors_in
 
 FORMAT = 2
+# Names of fields in format 1.
+BEFORE = {"candidate": "choice", "request": "asked", "speedup": "gain", "speedup_over_compile": "over_compile"}
 # Required fields.
 KEY = ("machine", "model", "example", "request")
 FIGURES = ("speedup", "speedup_over_compile", "resolution", "ms", "images_per_s", "agreement")
@@ -43,25 +45,29 @@ class CachedResult:
 
     def suffices(self, budget_s: float) -> bool:
         """True if the search finished, or had at least this budget."""
-        return bool(self.figures.get("finished")) or budget_s <= self.figures.get("budget_s", 0.0)
+        figures = self.figures
+        return figures.get("finish_s", 0.0) is None or budget_s <= figures.get("budget_s", 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, "key": self.key, "candidate": self.candidate.to_dict(), "figures": self.figures}
 
     @classmethod
     def from_dict(cls, data: Any) -> CachedResult:
-        """Reads the output of to_dict.
+        """Reads the output of to_dict, also of format 1.
 
         Raises:
             ValueError: it is not a result of a known format.
         """
         version = data.get("format") if isinstance(data, dict) else None
-        if version != FORMAT:
+        if version not in (1, FORMAT):
             raise ValueError(f"must be a result of vit_fast.optimize of format {FORMAT}, got format {version!r}")
-        parts = {name: data.get(name) for name in ("key", "candidate", "figures")}
+        names = BEFORE if version == 1 else {}
+        parts = {name: data.get(names.get(name, name)) for name in ("key", "candidate", "figures")}
         for name, part in parts.items():
             if not isinstance(part, dict):
                 raise ValueError(f"{name} must be an object, got {type(part).__name__}")
+            for new in (new for new, old in names.items() if old in part and name != "candidate"):
+                part[new] = part.pop(names[new])
         lacking = [name for name in KEY if name not in parts["key"]]
         lacking += [name for name in FIGURES if name not in parts["figures"]]
         if lacking:

@@ -106,8 +106,8 @@ class Optimization:
         if "candidates" in figures:  # older results lack it
             budget = format_number(figures["budget_s"])
             notes.append(f"{figures['tried']} of {figures['candidates']} candidates tried in {budget} s")
-        if not figures.get("finished", True):
-            notes.append("a larger budget continues the search")
+        if figures.get("finish_s") is not None:
+            notes.append(f"about {format_number(figures['finish_s'], 2)} s would finish the search")
         return f"{'; '.join(facts)} ({'; '.join(notes)})."
 
     def save(self, path: str | Path) -> None:
@@ -321,7 +321,7 @@ def _result(found: Found, trials: Trials, key: dict[str, Any], objective: Object
         "tried": found.tried,
         "candidates": len(found.trials),
         "budget_s": budget_s,
-        "finished": found.finished,
+        "finish_s": found.finish_s,
         **vars(trials.checked[found.chosen]),
     }
     result = CachedResult(key, found.chosen, figures)

@@ -63,7 +63,8 @@ class Found:
     """The result of a search: the fastest candidate, and all of them, the original first.
 
     `resolution` is the smallest difference that can be measured, None if there was no time for it. `tried` is the
-    number of candidates that were tried. `finished`: the budget was large enough for all candidates and rounds.
+    number of candidates that were tried. `finish_s` is the estimated budget that finishes the search, None if it is
+    finished.
     """
 
     chosen: Any
@@ -71,7 +72,7 @@ class Found:
     resolution: float | None
     interrupted: bool
     tried: int
-    finished: bool
+    finish_s: float | None
 
     def of(self, candidate: Any) -> Trial:
         return next(trial for trial in self.trials if trial.candidate == candidate)
@@ -109,7 +110,7 @@ class _Search:
         self.again: list[float] = []  # samples of the leader under its second name
         self.running: list[Trial] = []  # prepared and not dropped
         self.rounds = 0
-        self.untried, self.finished = 0, True
+        self.untried, self.lacking_s = 0, 0.0  # untried candidates, and the seconds that are missing
 
     def run(self, candidates: Sequence[Any]) -> Found:
         interrupted = False
@@ -156,16 +157,19 @@ class _Search:
             needed, left = self.bench.seconds(candidate), self._left_s(share)
             if needed > left:
                 trial.reason = f"skipped: needs about {format_number(needed, 2)} s, budget exceeded"
-                self.untried, self.finished = self.untried + 1, False
+                self._lack(needed)
                 continue
             try:
                 self._prepare(trial, left)
             except Refused as error:
                 if isinstance(error, OutOfTime):
-                    self.untried, self.finished = self.untried + 1, False
+                    self._lack(left)  # besides the time that it has taken
                 self._drop(trial, str(error))
                 continue
             self._drop_far_behind()
+
+    def _lack(self, seconds: float) -> None:
+        self.untried, self.lacking_s = self.untried + 1, self.lacking_s + seconds
 
     def _vary(self) -> None:
         """Tries variations of the fastest candidate, then of the fastest variation, and so on.
@@ -184,7 +188,7 @@ class _Search:
             if not chosen:
                 return
             if self._left_s(VARYING_SHARE) <= 0:
-                self.finished = False
+                self.lacking_s += self.bench.seconds(chosen[0].candidate)  # for one variation, at least
                 return
             for trial in chosen:
                 varied.append(trial)
@@ -208,7 +212,8 @@ class _Search:
             for _ in range(rounds):
                 round_s = sum(trial.samples_ms[-1] for trial in (*self.running, self.leader)) / 1e3
                 if self._left_s() < round_s:
-                    self.finished &= len(self.running) == 1 or self.rounds >= ENOUGH_ROUNDS
+                    if len(self.running) > 1:
+                        self.lacking_s += round_s * max(ENOUGH_ROUNDS - self.rounds, 0)
                     return
                 self._round()
             self._drop_the_slower()
@@ -263,8 +268,10 @@ class _Search:
         for trial in self.trials:
             if trial is not chosen and trial.reason is None:
                 trial.reason = "interrupted"
+        # the last candidate has to fit into the share of scouting
+        finish_s = (self.bench.elapsed_s() + self.lacking_s) / SCOUTING_SHARE if self.lacking_s else None
         tried = len(self.trials) - self.untried
-        return Found(chosen.candidate, tuple(self.trials), resolution, interrupted, tried, self.finished)
+        return Found(chosen.candidate, tuple(self.trials), resolution, interrupted, tried, finish_s)
 
     def _lead(self, one: Trial, other: Trial) -> float:
         if not one.samples_ms or not other.samples_ms:

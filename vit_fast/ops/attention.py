@@ -31,12 +31,12 @@ def attention(
 
     Args:
         q: Queries [B, H, N_q, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa). With triton, D must be 16 to 128
-            and contiguous; other strides are arbitrary.
+            with stride 1; other strides are arbitrary.
         k: Keys [B, H, N_kv, D], with the dtype and device of q.
         v: Values, with the shape, dtype and device of k.
         scale: Multiplier of q k^T. None means D**-0.5.
-        key_mask: bool [B, N_kv], False for padding. The output is 0 if an image has no key.
-        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device of q).
+        key_mask: bool [B, N_kv], False for padding. The output of an image is 0 if its mask is all False.
+        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of q).
     Returns:
         [B, H, N_q, D] in q.dtype, accumulated in fp32. Under autocast, sdpa and triton return autocast's dtype.
     Raises:
@@ -50,7 +50,7 @@ def attention(
         q, k, v = autocast(q, k, v)
     check_alike(q, k, v, "[B, H, N, D]")
     if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+        raise ValueError(f"k and v must have equal shapes, got {tuple(k.shape)} and {tuple(v.shape)}")
     if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
         raise ValueError(f"B, H and D of q and k must be equal, got shapes {tuple(q.shape)} and {tuple(k.shape)}")
     if key_mask is not None:
@@ -70,7 +70,7 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str
     Args:
         qkv: Packed projections [B, N, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
         scale: Multiplier of q k^T. None means D**-0.5.
-        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device of qkv).
+        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of qkv).
     Returns:
         [B, N, H, D] in qkv.dtype, contiguous: the input of the proj linear layer.
     Raises:
@@ -100,17 +100,17 @@ def attention_varlen(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Computes softmax self-attention within each of several packed sequences, without a causal mask.
+    """Computes softmax self-attention within each packed sequence, without a causal mask.
 
     Args:
-        q, k, v: [total, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa). With triton, D must be 16 to 128 and
-            contiguous; other strides are arbitrary.
+        q, k, v: [total, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa). With triton, D must be 16 to 128
+            with stride 1; other strides are arbitrary.
         cu_seqlens: int32 [S + 1] on the device of q. Sequence i consists of tokens cu_seqlens[i] to cu_seqlens[i + 1].
-            The first element is 0, and sequences may be empty. Triton does not read it on the host, to avoid a
-            synchronization, and therefore does not detect values that decrease or exceed `total`; eager and sdpa do.
-        max_seqlen: Tokens of the longest sequence. With triton it selects tiles and does not change results.
+            The first element is 0, and sequences may be empty. eager and sdpa raise an error if values decrease or
+            exceed `total`. triton does not check this, because a check on the host would synchronize.
+        max_seqlen: Length of the longest sequence. With triton, it selects tiles and does not change results.
         scale: Multiplier of q k^T. None means D**-0.5.
-        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device of q).
+        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of q).
     Returns:
         [total, H, D] in q.dtype, accumulated in fp32. Under autocast, sdpa and triton return autocast's dtype. Tokens
         after the last sequence are 0.
@@ -169,14 +169,14 @@ def attention_varlen_qkvpacked(
 
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Computes attention from the output of the qkv linear layer, over all keys or selected ones.
+    """Computes attention from the output of the qkv linear layer, over all keys or those of `keys`.
 
     Args:
         qkv: [B, N, 3, H, D]; for packed sequences [total, 3, H, D] or [1, total, 3, H, D].
         keys: None means all keys of an image.
         scale, backend: See `attention`.
     Returns:
-        A tensor with the shape of qkv without the 3.
+        A tensor with the shape of qkv without the dimension of size 3.
     """
     if keys is None:
         return attention_qkvpacked(qkv, scale=scale, backend=backend)
@@ -200,13 +200,12 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Replaces torch.nn.functional.scaled_dot_product_attention, with the same signature and results.
 
-    The kernel supports boolean padding masks, which are equal for all queries and heads. It recognizes them by their
-    sizes and strides, and does not read their values. Torch's function runs other inputs: other masks, dropout, causal
-    masks, grouped queries, calls inside torch.func transforms, and calls with torch's fused kernels disabled
-    (`sdpa_kernel`).
+    The kernel runs calls without a mask or with a boolean padding mask, which is equal for all queries and heads. Sizes
+    and strides identify a padding mask; its values are not read. Torch's function runs all other calls: other masks,
+    dropout, causal masks, grouped queries, torch.func transforms, and torch's fused kernels disabled (`sdpa_kernel`).
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    # check the tensors first: fx's Proxy also stands in for the numbers, which cannot be compared then
+    # check the tensors first: under torch.fx the numbers are Proxies too, which cannot be compared
     plain = all(map(_is_ordinary, tensors)) and dropout_p == 0.0 and not is_causal and not enable_gqa
     if plain and _auto_is_triton(query):
         q, k, v = autocast(query, key, value)
@@ -220,7 +219,7 @@ def scaled_dot_product_attention(
 
 
 def scale_of(tensor: Tensor, scale: float | None) -> float:
-    # max: a width of 0 has nothing to scale; a symbolic width stays symbolic
+    # max avoids 0 ** -0.5, and keeps a symbolic width symbolic
     return max(tensor.shape[-1], 1) ** -0.5 if scale is None else float(scale)
 
 
@@ -238,12 +237,12 @@ def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """Returns False for nested tensors and subclasses such as DTensor or fx's Proxy, which torch's function runs."""
+    """Returns False for nested tensors, subclasses such as DTensor, and fx's Proxy; torch's function runs these."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested
 
 
 def _auto_is_triton(query: Tensor) -> bool:
-    """Returns True if the Triton kernel may replace torch's choice of a kernel, which the user can restrict."""
+    """Returns True if "auto" resolves to triton and the user did not disable torch's fused kernels."""
     if query.dim() != 4 or in_transform() or is_exporting():
         return False
     return _fused_sdpa_is_allowed() and resolve_backend("auto", query.device, query.dtype) == "triton"
@@ -251,7 +250,7 @@ def _auto_is_triton(query: Tensor) -> bool:
 
 @constant_to_compiler
 def _fused_sdpa_is_allowed() -> bool:
-    """Returns False inside `sdpa_kernel(SDPBackend.MATH)` and similar contexts. A compiled graph stores the result."""
+    """Returns False inside `sdpa_kernel(SDPBackend.MATH)` and similar contexts. Constant in a compiled graph."""
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
 
@@ -289,7 +288,7 @@ def check_alike(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
 
 
 def check_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> None:
-    """Raises ValueError for invalid lengths, as far as possible without reading them from the device."""
+    """Raises ValueError for invalid arguments; does not read the values of cu_seqlens from the device."""
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != tokens.device:
         raise ValueError(
             f"cu_seqlens must be torch.int32 on {tokens.device}, got {cu_seqlens.dtype} on {cu_seqlens.device}"
@@ -306,7 +305,7 @@ def _lengths_read(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[int]:
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] > total or min(lengths, default=0) < 0:
         shown = f"{bounds[:8]}{' ...' if len(bounds) > 8 else ''}"
-        raise ValueError(f"cu_seqlens must start with 0, never fall and end with at most {total}, got {shown}")
+        raise ValueError(f"cu_seqlens must start with 0, never decrease and end with at most {total}, got {shown}")
     if max(lengths, default=0) > max_seqlen:
         raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {max_seqlen}")
     return lengths

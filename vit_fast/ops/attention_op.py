@@ -1,7 +1,7 @@
 """The operators `vit_fast::attention` and `vit_fast::attention_backward`.
 
-One operator for separate or packed q, k and v, batches, packed sequences and masked keys. Triton is imported when it
-first runs.
+One operator runs separate or packed q, k and v, for batches, packed sequences and masked keys. The first call imports
+Triton.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[s
         if tensor.stride(-1) != 1:
             reasons.append(f"{name} must have stride 1 along D, got {tensor.stride(-1)}: call .contiguous()")
         if tensor.shape[2] == 0:
-            reasons.append(f"{name} must have tokens, got N = 0")
+            reasons.append(f"{name} must have at least one token, got N = 0")
     if q.dim() == k.dim() == v.dim() == 4:
         if k.shape != v.shape or (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
             reasons.append(
@@ -69,7 +69,7 @@ def as_batch(packed: Tensor) -> Tensor:
 
 
 def last_stride_one(tensor: Tensor) -> Tensor:
-    """Copies gradients of other layouts, e.g. the expanded scalar of `sum`."""
+    """Returns the gradient with stride 1 in its last dimension; copies others, e.g. an expanded scalar from `sum`."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -83,7 +83,7 @@ def _views(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates the output as [B, N_q, H, D], so that no copy joins the heads; its view [B, H, N_q, D]; and lse."""
+    """Returns an empty output [B, N_q, H, D], whose heads join without a copy, its view [B, H, N_q, D], and lse."""
     q = _views(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
     memory = q.new_empty((batch, tokens, heads, head_dim))
@@ -101,8 +101,8 @@ def attention_forward(
     Args:
         qkv: q, k and v [B, H, N, D], or one tensor [B, N, 3, H, D]; for packed sequences 3 x [total, H, D],
             [total, 3, H, D] or [1, total, 3, H, D].
-        cu_seqlens: Bounds of packed sequences; `longest` is their max_seqlen.
-        key_mask: bool [B, N_kv], of padded images.
+        cu_seqlens: Boundaries of packed sequences; `longest` is their max_seqlen.
+        key_mask: bool [B, N_kv], False for padding.
     """
     q, k, v = _views(qkv)
     out, view, lse = _new_output(qkv)
@@ -156,12 +156,12 @@ def _fake_gradient(grad_output: Tensor, qkv: Sequence[Tensor], *args: Any) -> li
 
 
 def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -> int:
-    """Returns the FLOP of a forward, 2 per multiply-add: two products. A backward has five."""
+    """Returns the FLOP of the two matmuls of a forward, 2 per multiply-add. A backward has five matmuls."""
     return 4 * batch * heads * n_q * n_kv * head_dim
 
 
 def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, longest: int, scale: float) -> int:
-    """Returns an upper bound for packed sequences, as if all were as long as the longest."""
+    """Returns the FLOP; for packed sequences an upper bound, as if all were as long as the longest."""
     if len(qkv) == 1:
         *leading, tokens, _, heads, head_dim = qkv[0]
         batch, n_kv = math.prod(leading), tokens

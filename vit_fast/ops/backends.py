@@ -27,7 +27,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def constant_to_compiler(function: Function) -> Function:
     """Decorator: torch.compile calls the function while it traces, and the result is a constant of the graph.
 
-    Like torch.compiler.assume_constant_result, which imports the compiler and Triton.
+    Does the same as torch.compiler.assume_constant_result without importing the compiler and Triton.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # an attribute of a function
     return function
@@ -52,7 +52,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 
     fp32 matmuls use torch unless TF32 is allowed or autocast is enabled.
     """
-    if device.type != "cuda":  # also under Triton's interpreter, and without importing triton
+    if device.type != "cuda":  # also for the CPU under Triton's interpreter; avoids the import of triton
         place = "the CPU" if device.type == "cpu" else device.type
         return (f"triton cannot run here: tensors must be on a CUDA device, got {place}",)
     reasons = triton_unavailable_reasons(device)
@@ -61,8 +61,8 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
     if dtype == torch.float32 and not torch.is_autocast_enabled("cuda") and not _tf32_is_allowed():
         return (
             "triton computes fp32 in TF32, which is disabled: convert the model, allow TF32 "
-            "(torch.set_float32_matmul_precision('high')), or choose the backend inside torch.autocast where the model "
-            "runs under it",
+            "(torch.set_float32_matmul_precision('high')), or, if the model runs under torch.autocast, select "
+            "the backend inside it",
         )
     return ()
 
@@ -122,14 +122,14 @@ def _tf32_is_allowed() -> bool:
 
 @functools.cache
 def _static_reasons(device: torch.device) -> tuple[str, ...]:
-    """Returns the reasons that are known without running a kernel. If there are none, registers FLOP formulas."""
+    """Returns the reasons that need no kernel run. If there are none, registers the FLOP formulas."""
     if importlib.util.find_spec("triton") is None:
         return ("triton is not installed (pip install triton)",)
     reasons = []
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return ("torch finds no CUDA device here",)
-        if rocm := getattr(torch.version, "hip", None):  # ROCm calls itself "cuda", with its own capabilities
+        if rocm := getattr(torch.version, "hip", None):  # ROCm devices are "cuda" too, with other capabilities
             return (f"the GPU must be from NVIDIA, got ROCm {rocm}",)
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
@@ -180,10 +180,11 @@ def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Runs a call that launches only kernels that are compiled already, then compiles the others.
+    """Runs a call without the kernels that are not compiled yet, then compiles these kernels.
 
     Args:
-        call: Works on uninitialised tensors, and has no side effects. `nothing_to_compile_reasons` returned none.
+        call: Must work on uninitialised tensors and have no side effects. `nothing_to_compile_reasons` must have
+            returned none.
         progress: Called with the number of compiled kernels and their total.
     Returns:
         The number of kernels that this process had not loaded, and of those that were not in Triton's cache on disk.

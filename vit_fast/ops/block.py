@@ -33,12 +33,12 @@ def fold(
 ) -> BlockTensors:
     """Folds the norms of a block into qkv, fc1 and, with a norm inside the MLP, fc2.
 
-    The folded weights do not follow changes of the parameters, and have no gradients.
+    The folded weights are not updated when the parameters change, and have no gradients.
 
     Args:
         dtype: The dtype of the matmuls.
-        rope_head: head_dim D to store channels j and j + D/2 of q and k next to each other, which does not change
-            q k^T; the block then needs positions from `interleave`. 0 keeps the order.
+        rope_head: Pass head_dim D to make channels j and j + D/2 of q and k adjacent, which does not change q k^T. The
+            block then needs positions from `interleave`. 0 keeps the order.
     """
     from ..kernels.linear.folding import NormedLinear, fold_linears
 
@@ -86,7 +86,7 @@ def fused_block(
     """Runs a block or one of its halves; passes LayerNorm statistics in and out.
 
     Args:
-        x: [B, N, C], or [..., C] without the first half; fp32, fp16 or bf16.
+        x: [B, N, C], or [..., C] for the second half alone; fp32, fp16 or bf16.
         statistics: LayerNorm statistics of x from the previous block; None computes them.
         tensors: The parameters, in x's dtype, autocast's, or fp32; or the result of `fold`. A half without weights is
             skipped.
@@ -97,17 +97,18 @@ def fused_block(
         keys: The keys that queries attend to; B is 1 for packed sequences. None means all of an image.
         inner_norm: Kind and epsilon of a norm before fc2.
         residual: Adds x to the branch of a half; True for a whole block.
-        next_statistics: True if a norm follows that reuses the statistics of the output.
+        next_statistics: True if the following norm reuses LayerNorm statistics of the output.
     Returns:
-        The output in x's shape and dtype; autocast's dtype replaces fp16 and bf16, and fp32 of a branch without x. And
-        its LayerNorm statistics; None if not requested, and for fp32, which the next norm computes itself.
+        The output in x's shape and dtype. Under autocast, its dtype replaces fp16 and bf16, and fp32 too if `residual`
+        is False. Also returns the output's LayerNorm statistics; None if not requested, for fp32 x, and without
+        residual.
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
     dtype = matmul_dtype(x)
-    if x.dtype not in (torch.float32, dtype):  # fp32 stays fp32, as autocast does for sums and LayerNorm
+    if x.dtype not in (torch.float32, dtype):  # fp32 stays fp32, as under autocast for sums and LayerNorm
         x = x.to(dtype)
-    wanted = next_statistics and residual and x.dtype != torch.float32
+    emit_statistics = next_statistics and residual and x.dtype != torch.float32
     of_qk, qk, prefix, longest = _NO_QK, _NO_SETTINGS, 0, 0
     if tensors.qkv_weight is not None:
         width = tensors.qkv_weight.shape[0]
@@ -118,28 +119,28 @@ def fused_block(
         if keys is not None:
             of_qk, longest = of_qk._replace(cu_seqlens=keys.cu_seqlens, key_mask=keys.mask), _checked_longest(x, keys)
     device = x.device
-    given: list[Tensor] = []
+    flat: list[Tensor] = []
     present: list[int] = []
     for number, tensor in enumerate((*tensors, *of_qk)):  # faster than a comprehension
         if tensor is None:
             continue
         if tensor.device != device:  # torch's dispatcher chooses one device before the operator sees its inputs
             require_supported(*named(tensors), x, dtype)
-        given.append(tensor)
+        flat.append(tensor)
         present.append(number)
-    keep = needs_gradient(x, *given)
+    keep = needs_gradient(x, *flat)
     if keep and tensors.qkv_sum is not None:
         reason = "they have no gradients: pass the parameters, or use torch.no_grad()"
-        raise UnsupportedInputError("a block of folded weights where gradients are recorded", [reason])
+        raise UnsupportedInputError("a block of folded weights with gradients enabled", [reason])
     inner, inner_eps = inner_norm or ("none", 0.0)
     words = text_of(
-        norm, activation, qk.norm, qk.over, qk.layout, inner, residual, wanted, keep, dtype, tuple(present)
+        norm, activation, qk.norm, qk.over, qk.layout, inner, residual, emit_statistics, keep, dtype, tuple(present)
     )  # fmt: skip
     scale = 1.0 if attention_scale is None else attention_scale
-    found = block_kernel(
-        x, statistics, given, heads, scale, prefix, longest, *eps, qk.eps, inner_eps, words
+    outputs = block_kernel(
+        x, statistics, flat, heads, scale, prefix, longest, *eps, qk.eps, inner_eps, words
     )  # fmt: skip
-    return found[0], found[1] if wanted else None
+    return outputs[0], outputs[1] if emit_statistics else None
 
 
 def checked_qk(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class BlockSettings(NamedTuple):
-    """Settings of a block apart from its tensors: eight numbers, then words and flags.
+    """Arguments of a block that are not tensors: eight numbers, then strings and flags.
 
     Attributes:
         heads: Number of heads H.
@@ -34,7 +34,7 @@ class BlockSettings(NamedTuple):
         eps1, eps2: Epsilons of the two norms, in units of x squared.
         qk_eps, inner_eps: Epsilons of the norms of q and k, and of the norm before fc2.
         norm, activation: See `fused_block`.
-        qk_norm, over: Kind of the norms of q and k, or "none"; and the `over` of `QkNorm`.
+        qk_norm, over: Kind of the norms of q and k, or "none"; and `over` of `QkNorm`.
         layout: Layout of the rotary positions.
         inner_norm: Kind of the norm before fc2, or "none".
         residual: True if x is added; always True for a whole block.
@@ -66,13 +66,13 @@ class BlockSettings(NamedTuple):
 
     @classmethod
     def read(cls, flat: Sequence[Any]) -> BlockSettings:
-        """Restores the settings from operator arguments: the numbers, and `text_of` the others."""
+        """Restores the settings from operator arguments: the numbers, and the others encoded by `text_of`."""
         return cls(*flat[:8], *words_of(flat[8]))
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.matmul_dtype.removeprefix("torch."))
-        return found
+        dtype: torch.dtype = getattr(torch, self.matmul_dtype.removeprefix("torch."))
+        return dtype
 
     @property
     def qk(self) -> QkSettings:
@@ -119,14 +119,14 @@ _CONSTANT = {"qkv_sum", "fc1_sum", "fc2_sum", "cos", "sin", "cu_seqlens", "key_m
 
 def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors]:
     """Returns the tensors of an operator by name."""
-    found: list[Any] = [None] * len(_NAMES)
+    fields: list[Any] = [None] * len(_NAMES)
     for number, tensor in zip(s.present, tensors, strict=True):
-        found[number] = tensor
-    return BlockTensors._make(found[:_TENSORS]), QkTensors._make(found[_TENSORS:])
+        fields[number] = tensor
+    return BlockTensors._make(fields[:_TENSORS]), QkTensors._make(fields[_TENSORS:])
 
 
 def gradient_names(s: BlockSettings) -> list[str]:
-    """Returns the name of each tensor in the list; empty if the backward returns no gradient for it."""
+    """Returns the gradient's name for each tensor in the list; "" if the backward returns no gradient for it."""
     return ["" if (name := _NAMES[number]) in _CONSTANT else name for number in s.present]
 
 
@@ -176,11 +176,11 @@ def block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: An
         if s.inner_norm != "none":
             inner = _normed(t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, s.inner_norm)
             hidden = _HiddenGradient(inner, t.scale2, saved.branch, saved.hidden)
-        known = _rows(saved.rows2, saved.statistics2)
+        norm_input = _norm_input(saved.rows2, saved.statistics2)
         (stream, narrow), d_fc1, dy, h = _mlp_gradient(
-            stream, known, saved.z, linears["fc1"], scaled.get("fc2"), s, hidden, t.qkv_weight is not None
+            stream, norm_input, saved.z, linears["fc1"], scaled.get("fc2"), s, hidden, t.qkv_weight is not None
         )
-        pairs, sums["fc1"] = {"fc1": (d_fc1.scaled, known.source), "fc2": (dy, h)}, d_fc1.column_part
+        pairs, sums["fc1"] = {"fc1": (d_fc1.scaled, norm_input.source), "fc2": (dy, h)}, d_fc1.column_part
     norm_sums = None
     if t.qkv_weight is not None:
         d_proj = stream.to(s.dtype) if narrow is None else narrow
@@ -189,15 +189,15 @@ def block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: An
             d_mixed, [saved.qkv], saved.mixed, saved.lse, qk.cu_seqlens, qk.key_mask, s.longest, s.scale
         )
         norm_sums = qkv_step(qk, s.qk, s.prefix, saved.qkv.shape[-1], False).backward(d_packed, saved.before_norm)
-        d_qkv, known = contiguous_rows(d_packed.flatten(2)), _rows(saved.rows1, saved.statistics1)
+        d_qkv, norm_input = contiguous_rows(d_packed.flatten(2)), _norm_input(saved.rows1, saved.statistics1)
         stream, normalised, sums["qkv"] = linear.layer_norm_linear_gradient(
-            d_qkv, known, linears["qkv"], scaled["qkv"].weight, stream if s.residual else None
+            d_qkv, norm_input, linears["qkv"], scaled["qkv"].weight, stream if s.residual else None
         )
         pairs = {"qkv": (d_qkv, normalised), "proj": (d_proj, contiguous_rows(saved.mixed.flatten(2))), **pairs}
     parts = dict(zip(pairs, weight_products.weight_products(*pairs.values())))
-    found = _parameter_gradients(t, linears, sums, parts, pairs, hidden)
-    found |= norm_gradients(norm_sums, qk)
-    return [stream.view(grad_output.shape), *(found[name] for name in gradient_names(s) if name)]
+    gradients = _parameter_gradients(t, linears, sums, parts, pairs, hidden)
+    gradients |= norm_gradients(norm_sums, qk)
+    return [stream.view(grad_output.shape), *(gradients[name] for name in gradient_names(s) if name)]
 
 
 def _normed(
@@ -209,23 +209,23 @@ def _normed(
     return NormedLinear(weight, bias, gamma, beta, is_rms(norm), gate, gate_bias).contiguous()
 
 
-def _rows(rows: Tensor, statistics: Tensor) -> RowStatistics:
+def _norm_input(rows: Tensor, statistics: Tensor) -> RowStatistics:
     from ..kernels.layer_norm import RowStatistics
 
     return RowStatistics(contiguous_rows(rows), statistics)
 
 
 def _mlp_gradient(
-    stream: Tensor, known: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
+    stream: Tensor, norm_input: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
     s: BlockSettings, inner: _HiddenGradient | None, rounded: bool,
 ) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x, of fc1's output, and of fc2's output (rounded), and the input of fc2; all [M, *].
+    """Returns the gradients of x, of fc1's output and of fc2's output (rounded), and the input of fc2; all [M, *].
 
     Args:
         stream: The gradient of the output [M, C].
         second: fc2's weight [C, F] times LayerScale; None if `inner` has both.
         inner: A norm between h and fc2, if any; the returned input of fc2 is then without its affine.
-        rounded: True to return the gradient of x in the dtype of the matmuls, too.
+        rounded: True to also return the gradient of x in the dtype of the matmuls.
     """
     from ..kernels.linear import folding, linear, scaled_weights
 
@@ -235,10 +235,10 @@ def _mlp_gradient(
     folded, *behind = folding.fold_linears(linears, z.dtype)
     if inner is not None:
         (second,) = scaled_weights.scaled_weights([(behind[0].weight, inner.scale)], z.dtype)
-    assert second is not None, "fc2's weight is given, or folded with its norm"
+    assert second is not None, "fc2's weight must be in `second`, or folded with its norm"
     gated = first.gate is not None
-    gradient, h = linear.activation_gradient(dy, second, z, known, folded, s.activation, gated, hidden, along)
-    dx = linear.input_gradient(gradient, known, folded, stream if s.residual else None, rounded)
+    gradient, h = linear.activation_gradient(dy, second, z, norm_input, folded, s.activation, gated, hidden, along)
+    dx = linear.input_gradient(gradient, norm_input, folded, stream if s.residual else None, rounded)
     return dx, gradient, dy, h
 
 
@@ -262,19 +262,19 @@ def _parameter_gradients(
             branches[name] = ResidualProducts(parts[name], pairs[name][0], weight.contiguous(), *vectors)
     names = list(folded)
     of_folded, of_branches = parameter_gradients([folded[name] for name in names[:2]], list(branches.values()))
-    if names[2:]:  # a kernel takes two
+    if names[2:]:  # one launch supports two folded layers
         of_folded += parameter_gradients([folded[name] for name in names[2:]], [])[0]
-    found: dict[str, Any] = {}
+    gradients: dict[str, Any] = {}
     for name, layer, norm in (("qkv", "qkv", "norm1"), ("fc1", "fc1", "norm2")):
         if name in folded:
             of = of_folded[names.index(name)]
-            found |= {f"{layer}_weight": of.weight, f"{layer}_bias": of.bias}
-            found |= {f"{norm}_weight": of.gamma, f"{norm}_bias": of.beta}
-            found |= {"gate_weight": of.gate, "gate_bias": of.gate_bias} if name == "fc1" else {}
-    for name, made in zip(branches, of_branches):
+            gradients |= {f"{layer}_weight": of.weight, f"{layer}_bias": of.bias}
+            gradients |= {f"{norm}_weight": of.gamma, f"{norm}_bias": of.beta}
+            gradients |= {"gate_weight": of.gate, "gate_bias": of.gate_bias} if name == "fc1" else {}
+    for name, of in zip(branches, of_branches):
         of_scale = "scale1" if name == "proj" else "scale2"
-        found |= {f"{name}_weight": made.weight, f"{name}_bias": made.bias, of_scale: made.scale}
-    return found if hidden is None else found | hidden.gradients(of_folded[names.index("fc2")])
+        gradients |= {f"{name}_weight": of.weight, f"{name}_bias": of.bias, of_scale: of.scale}
+    return gradients if hidden is None else gradients | hidden.gradients(of_folded[names.index("fc2")])
 
 
 @dataclass
@@ -282,7 +282,7 @@ class _HiddenGradient:
     """Backward through a norm between the hidden layer of an MLP and its second linear layer.
 
     Attributes:
-        linear: Both, with contiguous tensors.
+        linear: The norm and the linear layer, with contiguous tensors.
         scale: LayerScale [C], or None.
         branch, statistics: Saved by `kernels/linear/hidden_norm.py`.
         sums: Partial sums of dy over tokens, set by `along`.
@@ -302,27 +302,27 @@ class _HiddenGradient:
         return along
 
     def products(self, part: Tensor) -> FoldedProducts:
-        """Returns the terms of the parameters' gradients; `part` is dy^T h^, without LayerScale."""
+        """Returns the inputs of the parameters' gradients; `part` is dy^T h^, without LayerScale."""
         from ..kernels.linear.weight_gradients import FoldedProducts
 
-        assert self.sums is not None, "along comes first"
+        assert self.sums is not None, "call along before products"
         linear, scale = self.linear, self.scale
-        if scale is not None:  # the affine's gradients see W through it
+        if scale is not None:  # the gradients of gamma and beta depend on LayerScale times W
             bias = None if linear.bias is None else linear.bias.float()
             linear = replace(linear, weight=linear.weight.float() * scale.float()[:, None], bias=bias)
         return FoldedProducts(part, self.sums, linear)
 
-    def gradients(self, found: Any) -> dict[str, Tensor | None]:
+    def gradients(self, folded: Any) -> dict[str, Tensor | None]:
         """Returns the gradients of linear layer, LayerScale and norm by the names of `BlockTensors`."""
-        of_norm = {"inner_weight": found.gamma, "inner_bias": found.beta}
+        of_norm = {"inner_weight": folded.gamma, "inner_bias": folded.beta}
         linear, scale = self.linear, self.scale
         if scale is None:
-            return {"fc2_weight": found.weight, "fc2_bias": found.bias, **of_norm}
-        d_scale, d_bias = (found.weight * linear.weight.float()).sum(1), None
+            return {"fc2_weight": folded.weight, "fc2_bias": folded.bias, **of_norm}
+        d_scale, d_bias = (folded.weight * linear.weight.float()).sum(1), None
         if linear.bias is not None:
-            d_scale = d_scale + found.bias * linear.bias.float()
-            d_bias = (found.bias * scale.float()).to(linear.bias.dtype)
-        d_weight = (found.weight * scale.float()[:, None]).to(linear.weight.dtype)
+            d_scale = d_scale + folded.bias * linear.bias.float()
+            d_bias = (folded.bias * scale.float()).to(linear.bias.dtype)
+        d_weight = (folded.weight * scale.float()[:, None]).to(linear.weight.dtype)
         return {"fc2_weight": d_weight, "fc2_bias": d_bias, "scale2": d_scale.to(scale.dtype), **of_norm}
 
 

@@ -3,13 +3,15 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-One call of torch's dispatcher for the whole block. One launch folds all layers, one computes all products of the weight
-gradients, one all gradients of the parameters. With `keep`, it also returns the tensors for `vit_fast::block_backward`
-(`block_backward.py`). With `qkv_sum` and `fc1_sum`, the norms are folded already (`fold` in `block.py`).
+The whole block is one call of torch's dispatcher. One launch folds the norms into qkv and fc1, and one launch of the
+backward computes the matmuls of all weight gradients. With `keep`, the operator also returns the tensors for
+`vit_fast::block_backward` (`block_backward.py`). If `qkv_sum` and `fc1_sum` are passed, the norms are already folded
+(`fold` in `block.py`).
 
-LayerNorm statistics pass from block to block per piece of columns, fp32 [M, 2, row_parts(C)]; the next layer combines
-them with its own epsilon (`kernels/row_parts.py`). For the backward, fp32 tokens are saved normalised, in the dtype of
-the matmuls, with rstd as fp32 [1, M]; half-precision tokens unchanged, with (mean, rstd) as fp32 [2, M].
+Blocks pass LayerNorm statistics to each other per piece of columns, fp32 [M, 2, row_parts(C)]. The next layer combines
+them and adds its own epsilon (`kernels/row_parts.py`). The backward needs the input of each norm: fp32 tokens are saved
+normalised, in the dtype of the matmuls, with rstd as fp32 [1, M]; half-precision tokens are saved unchanged, with
+(mean, rstd) as fp32 [2, M].
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Computes a block of x [B, N, C], or its second half of x [..., C].
+    """Runs a block on x [B, N, C], or its second half on x [..., C].
 
     Args:
         tensors: The tensors of `BlockTensors` and `QkTensors` that are present.
@@ -68,14 +70,15 @@ def block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor
         flat = _qkv(y, emitted, folded["qkv"], step.of_heads(x.shape[-2]), saved, s)
         packed = flat.view(*x.shape[:-1], 3, s.heads, step.head_dim)
         mixed = _attend(packed, step, qk, saved, s)
-        wanted = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32  # else by their reader
+        # the norm before fc1 computes the statistics of fp32 tokens itself
+        statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32
         base = rows if s.residual else None
         dtype = _branch_dtype(s.dtype, t.scale1) if base is None else base.dtype
-        y, emitted = linear_residual(mixed, weights["proj"], t.proj_bias, t.scale1, base, wanted, dtype)
+        y, emitted = linear_residual(mixed, weights["proj"], t.proj_bias, t.scale1, base, statistics_too, dtype)
     if t.fc1_weight is not None:
         y, emitted = _mlp(y, emitted, folded, weights.get("fc2"), t, saved, s)
-    found = [y.view(x.shape), *([] if emitted is None or not s.next_statistics else [emitted])]
-    return found + [saved[name] for name in _made_names(x, s)]
+    outputs = [y.view(x.shape), *([] if emitted is None or not s.next_statistics else [emitted])]
+    return outputs + [saved[name] for name in _new_names(x, s)]
 
 
 def _qkv(
@@ -85,11 +88,11 @@ def _qkv(
     from ..kernels import layer_norm
     from ..kernels.linear import linear
 
-    given = layer_norm.input_rows(rows, s.eps1, statistics, s.dtype, qkv.weight_sum is None)
+    norm_input = layer_norm.input_rows(rows, s.eps1, statistics, s.dtype, qkv.weight_sum is None)
     if not s.keep:
-        return linear.layer_norm_linear(given, qkv, head_step=head_step)
-    flat, _, known = linear.layer_norm_linear_keeping(given, qkv, head_step=head_step)
-    saved |= {"rows1": known.source, "statistics1": known.statistics}
+        return linear.layer_norm_linear(norm_input, qkv, head_step=head_step)
+    flat, _, normed = linear.layer_norm_linear_keeping(norm_input, qkv, head_step=head_step)
+    saved |= {"rows1": normed.source, "statistics1": normed.statistics}
     return flat
 
 
@@ -110,19 +113,19 @@ def _mlp(
 
     fc1, inner = folded["fc1"], folded.get("fc2")
     gated = fc1.shift.shape[0] != t.fc2_weight.shape[1]
-    given = layer_norm.input_rows(rows, s.eps2, statistics, s.dtype, fc1.weight_sum is None)
+    norm_input = layer_norm.input_rows(rows, s.eps2, statistics, s.dtype, fc1.weight_sum is None)
     part = None  # LayerNorm statistics of the hidden layer, if a norm of half-precision tokens follows
     if inner is not None and s.dtype != torch.float32:
         part = layer_norm.new_statistics(rows.shape[0], t.fc2_weight.shape[1], rows.device)
     if s.keep:
-        h, z, known = linear.layer_norm_linear_keeping(given, fc1, s.activation, gated, out_part=part)
-        saved |= {"rows2": known.source, "statistics2": known.statistics, "z": z}
+        h, z, normed = linear.layer_norm_linear_keeping(norm_input, fc1, s.activation, gated, out_part=part)
+        saved |= {"rows2": normed.source, "statistics2": normed.statistics, "z": z}
     else:
-        h = linear.layer_norm_linear(given, fc1, s.activation, gated, out_part=part)
+        h = linear.layer_norm_linear(norm_input, fc1, s.activation, gated, out_part=part)
     dtype, base = _mlp_dtype(rows.dtype, t.scale2, s), rows if s.residual else None
     if fc2 is not None:
         return linear.linear_residual(h, fc2, t.fc2_bias, t.scale2, base, s.next_statistics, dtype)
-    assert inner is not None, "fc2 is given, or folded with its norm"
+    assert inner is not None, "fc2 must be passed, or folded with its norm"
     emitted = layer_norm.new_statistics(rows.shape[0], rows.shape[1], rows.device) if s.next_statistics else None
     second = hidden_norm.HiddenLinear(inner, s.inner_eps)
     y, hidden = hidden_norm.hidden_linear_residual(h, part, second, t.scale2, base, emitted, dtype, s.keep)
@@ -132,12 +135,12 @@ def _mlp(
 
 
 def _branch_dtype(dtype: torch.dtype, layer_scale: Tensor | None) -> torch.dtype:
-    """Returns the dtype of a branch without residual: fp32 if LayerScale is, because fp16 cannot represent 1e-6."""
+    """Returns the dtype of a branch without residual: fp32 if LayerScale is, because fp16 cannot hold 1e-6."""
     return dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
 
 
 def _mlp_dtype(stream: torch.dtype, layer_scale: Tensor | None, s: BlockSettings) -> torch.dtype:
-    """Returns the dtype under autocast: that of the matmuls, unless x is added or an fp32 LayerScale multiplied."""
+    """Returns the dtype under autocast: the matmul dtype, unless x is added or LayerScale is fp32."""
     return stream if s.residual or (layer_scale is not None and layer_scale.dtype == stream) else s.dtype
 
 
@@ -155,7 +158,7 @@ def named(t: Any) -> tuple[str, dict[str, Tensor | None]]:
 
 
 def _folded(x: Tensor, t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
-    """Returns the folded qkv and fc1, and fc2 with a norm inside; folds them unless they are."""
+    """Returns the folded qkv, fc1 and, with a norm before it, fc2; folds them if they are not folded yet."""
     from ..kernels.linear.folding import FoldedLinear, NormedLinear, fold_linears
 
     require_supported(*named(t), x, s.dtype)
@@ -164,11 +167,11 @@ def _folded(x: Tensor, t: Any, rope_head: int, s: BlockSettings) -> dict[str, Fo
         if t.qkv_weight.dtype != s.dtype:
             reason = f"its weights must be folded for matmuls in {s.dtype}, got {t.qkv_weight.dtype}: fold them again"
             raise UnsupportedInputError("a block of folded weights", [reason])
-        given: Any = {"qkv": (t.qkv_weight, t.qkv_sum, t.qkv_bias), "fc1": (t.fc1_weight, t.fc1_sum, t.fc1_bias)}
-        given |= {} if s.inner_norm == "none" else {"fc2": (t.fc2_weight, t.fc2_sum, t.fc2_bias)}
+        folded: Any = {"qkv": (t.qkv_weight, t.qkv_sum, t.qkv_bias), "fc1": (t.fc1_weight, t.fc1_sum, t.fc1_bias)}
+        folded |= {} if s.inner_norm == "none" else {"fc2": (t.fc2_weight, t.fc2_sum, t.fc2_bias)}
         return {
             name: FoldedLinear(weight, sums if sums.numel() else None, shift)
-            for name, (weight, sums, shift) in given.items()
+            for name, (weight, sums, shift) in folded.items()
         }
     linears = {}
     if t.qkv_weight is not None:
@@ -192,8 +195,8 @@ def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
     return dict(zip(weights, in_dtype(s.dtype, *weights.values())))
 
 
-def _made_names(x: Tensor, s: BlockSettings) -> list[str]:
-    """Returns the fields of `Saved` that are new results; an operator must not return x itself."""
+def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
+    """Returns the fields of `Saved` that the operator returns: all but x itself, which an operator must not return."""
     names = saved_names(s) if s.keep else []
     return names[1:] if names and x.dtype != torch.float32 else names
 
@@ -206,9 +209,9 @@ def _fake(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *sett
         out = x.new_empty(x.shape, dtype=_branch_dtype(s.dtype, t.scale1))
     else:
         out = x.new_empty(x.shape, dtype=x.dtype if t.fc1_weight is None else _mlp_dtype(x.dtype, t.scale2, s))
-    found = [out, *([x.new_empty((M, 2, row_parts(C)), dtype=torch.float32)] if s.next_statistics else [])]
+    outputs = [out, *([x.new_empty((M, 2, row_parts(C)), dtype=torch.float32)] if s.next_statistics else [])]
     if not s.keep:
-        return found
+        return outputs
     saved: dict[str, Tensor] = {}
     for half in "12":
         saved[f"rows{half}"] = x.new_empty((M, C), dtype=s.dtype)
@@ -221,20 +224,20 @@ def _fake(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *sett
     if t.fc1_weight is not None:
         saved["z"] = x.new_empty((M, t.fc1_weight.shape[0] * (1 if t.gate_weight is None else 2)), dtype=s.dtype)
         saved["branch"], saved["hidden"] = out.new_empty((M, C)), x.new_empty((2, M), dtype=torch.float32)
-    return found + [saved[name] for name in _made_names(x, s)]
+    return outputs + [saved[name] for name in _new_names(x, s)]
 
 
 def _save(args: Sequence[Any], output: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Any]:
     x, _, tensors, *rest = args
     s = BlockSettings.read(rest)
-    made = output[len(output) - len(_made_names(x, s)) :]
-    return (*(() if x.dtype == torch.float32 else (x,)), *made, *tensors), rest
+    new = output[len(output) - len(_new_names(x, s)) :]
+    return (*(() if x.dtype == torch.float32 else (x,)), *new, *tensors), rest
 
 
 def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
     dx, *gradients = block_backward_kernel(grad_output, list(saved), *rest)
-    found = iter(gradients)
-    return dx, None, *(next(found) if name else None for name in gradient_names(BlockSettings.read(rest)))
+    remaining = iter(gradients)
+    return dx, None, *(next(remaining) if name else None for name in gradient_names(BlockSettings.read(rest)))
 
 
 def _flop(x: Any, statistics: Any, tensors: Any, *settings: Any) -> int:

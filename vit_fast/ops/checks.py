@@ -12,7 +12,7 @@ from ..errors import UnsupportedInputError, check_type
 from .backends import kernel_reasons
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Row numbers are 32-bit in the kernels, up to the end of the last tile; offsets of elements are 64-bit.
+# The kernels use 32-bit row numbers, up to the end of the last tile, and 64-bit element offsets.
 MAX_ROWS = 2**31 - 256
 
 

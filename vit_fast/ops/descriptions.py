@@ -48,8 +48,8 @@ class Rope(NamedTuple):
     """Rotary positions: pairs of channels of q and k are rotated, (a, b) -> (a cos - b sin, b cos + a sin).
 
     Attributes:
-        cos, sin: [T, d], [B, T, d] or [B, H, T, d] in any floating dtype, T = N - prefix; B and H may be 1. d is D/2
-            (one number per pair; faster), or D with each number twice, in the places of the layout.
+        cos, sin: [T, d], [B, T, d] or [B, H, T, d] in any floating dtype, T = N - prefix; B and H may be 1. d is D/2,
+            one value per pair (faster), or D with the value of a pair repeated for both of its channels.
         prefix: Number of leading tokens that are not rotated (class token, registers).
         layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
@@ -61,7 +61,7 @@ class Rope(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys that a query attends to: those of its packed sequence, or those that are not padding.
+    """The keys that a query attends to: those of its packed sequence, or all that are not padding.
 
     Attributes:
         cu_seqlens, max_seqlen: See `attention_varlen`; None for padded images.
@@ -74,7 +74,7 @@ class Keys(NamedTuple):
 
 
 class BlockTensors(NamedTuple):
-    """The parameters of a block; None for absent ones. An absent half has none.
+    """The parameters of a block; None for absent ones. All parameters of an absent half are None.
 
     Attributes:
         norm1_weight, norm1_bias: [C].
@@ -86,14 +86,14 @@ class BlockTensors(NamedTuple):
         fc2_weight, fc2_bias: [C, F] and [C].
         scale2: LayerScale of the MLP branch [C].
         gate_weight, gate_bias: [F, C] and [F].
-        qkv_sum, fc1_sum, fc2_sum: Row sums of weights that `fold` made, fp32, which correct their rounding; empty for
-            RMSNorms. The norms' own parameters are None then.
+        qkv_sum, fc1_sum, fc2_sum: Row sums of weights folded by `fold`, fp32, which correct their rounding; empty for
+            RMSNorms. The parameters of folded norms are None.
         inner_weight, inner_bias: A norm before fc2 [F].
     """
 
     norm1_weight: Tensor | None = None
     norm1_bias: Tensor | None = None
-    qkv_weight: Any = None  # a tensor of a half that is there
+    qkv_weight: Any = None  # None without the attention half
     qkv_bias: Tensor | None = None
     proj_weight: Any = None
     proj_bias: Tensor | None = None
@@ -115,13 +115,13 @@ class BlockTensors(NamedTuple):
 
 
 class BlockScales(NamedTuple):
-    """Scales of the operands of a block's linear layers, which are divided by them before rounding to e4m3, in fp32.
+    """fp32 scales of the inputs of a block's linear layers.
 
-    None keeps a layer in half precision.
+    An input is divided by its scale and rounded to e4m3. None keeps a layer in half precision.
 
     Attributes:
         qkv, fc1: Per channel of the residual stream [C]; the folded weight is multiplied by them.
-        proj, fc2: Of the attention's output and of the hidden layer [].
+        proj, fc2: Scalar scales [] of the attention's output and of the hidden layer.
     """
 
     qkv: Tensor | None = None
@@ -141,7 +141,7 @@ def is_padding(mask: Any) -> bool:
 
 
 def names_keys(mask: Any) -> bool:
-    """True if a mask is a padding mask or `Keys`: fused layers take both."""
+    """True if a mask is a padding mask or `Keys`, which fused layers support."""
     return isinstance(mask, Keys) or is_padding(mask)
 
 
@@ -195,7 +195,7 @@ def checked_rope(rope: Rope, shape: Sequence[int], layouts: Sequence[str] = LAYO
     if cos.shape != sin.shape:
         raise ValueError(f"rope.cos and rope.sin must have equal shapes, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     T = N - prefix
-    # compared only with the sizes of its rank: a comparison with B would fix the batch size in an exported graph
+    # compare with shapes of equal rank only: a comparison with B would fix the batch size in an exported graph
     fits = (
         (cos.dim() == 2 and cos.shape[0] == T)
         or (cos.dim() == 3 and cos.shape[:-1] == (B, T))

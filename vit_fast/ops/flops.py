@@ -1,7 +1,7 @@
 """FLOP formulas of our operators for torch.utils.flop_counter.
 
 Importing that module imports triton, which would triple the time of `import vit_fast`. The formulas are therefore
-registered when triton is first found usable, which is before any of our operators runs.
+registered by the first check that finds triton usable, before any of our operators runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def register_flop_formulas() -> None:
     may_have_counters = "torch.utils.flop_counter" in sys.modules
     from torch.utils import flop_counter
 
-    with _lock:  # torch refuses a formula that another thread has registered
+    with _lock:  # torch raises an error if another thread already registered the formula
         while _waiting:
             operators, formula = _waiting.pop()
             flop_counter.register_flop_formula(operators)(formula)

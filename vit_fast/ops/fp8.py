@@ -1,6 +1,6 @@
 """A pre-norm encoder block in FP8, for inference: quantizes its parameters, and runs them as one operator.
 
-`reference.fp8_block` is the reference. Scales are chosen beforehand from sample images (`vit_fast.calibrate`); no range
+`reference.fp8_block` is the reference. Scales come from an earlier calibration (`vit_fast.calibrate`); nothing
 is measured here.
 """
 
@@ -26,10 +26,10 @@ class Fp8Block(NamedTuple):
     """The parameters of a block for `fused_block_fp8`, from `quantize_block`.
 
     Attributes:
-        qkv, proj, fc1, fc2: The linear layers with the norms before them and LayerScale behind them; the rows of fc1
-            and of its gate are interleaved.
-        rope_head: Width of a head if the rows of channels j and j + D/2 of q and k are adjacent, for rotary positions
-            in the matmul; otherwise 0.
+        qkv, proj, fc1, fc2: The linear layers, with the norms before them and LayerScale after them folded in. Rows of
+            fc1 and of its gate are interleaved.
+        rope_head: head_dim D if rows of channels j and j + D/2 of q and k are adjacent, so that the matmul can apply
+            rotary positions; otherwise 0.
     """
 
     qkv: Fp8Linear
@@ -46,17 +46,17 @@ def quantize_block(
     norm: str = "layer_norm",
     rope_head: int = 0,
 ) -> Fp8Block:
-    """Folds the norms into qkv and fc1, and rounds weights to e4m3 if their operand has a scale.
+    """Folds the norms into qkv and fc1, and rounds the weights of layers with a scale to e4m3.
 
-    The result does not follow changes of the parameters and has no gradients.
+    The result is not updated when the parameters change, and has no gradients.
 
     Args:
         tensors: The parameters, in `dtype` or fp32.
         scales: Scales of the operands. They and their reciprocals must be positive and finite.
         dtype: float16 or bfloat16, of the activations and of weights that are not quantized.
         norm: "layer_norm" or "rms_norm".
-        rope_head: Head width D for rotary positions of layout "half" without a qk-norm over the width, so that the
-            matmul can rotate them if all heads share the tables; otherwise 0.
+        rope_head: head_dim D for rotary positions of layout "half" without a qk-norm over the width; the matmul can
+            then rotate q and k if all heads share the tables. Otherwise 0.
     Raises:
         ValueError: a scale has an incorrect shape or device, or it or its reciprocal is not positive and finite.
         UnsupportedInputError: FP8 cannot run this block; lists all reasons.
@@ -113,7 +113,7 @@ def _check_scale(name: str, scale: Tensor | None, columns: int | None, device: t
         )
     if scale.device != device:
         raise ValueError(f"scales.{name} must be on {device} like the weight, got {scale.device}")
-    factor = scale.reciprocal()  # by which kernels multiply
+    factor = scale.reciprocal()  # kernels multiply by the reciprocal
     if not bool(((scale > 0) & scale.isfinite() & factor.isfinite()).all()):
         raise ValueError(f"scales.{name} must be positive and finite, with finite reciprocals, got "
                          f"{float(scale.min()):g} to {float(scale.max()):g}")  # fmt: skip
@@ -123,7 +123,7 @@ def _normed(
     weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, gate: Tensor | None,
     gate_bias: Tensor | None, scale: Tensor | None, dtype: torch.dtype, rms: bool, rope_head: int = 0,
 ) -> Fp8Linear:  # fmt: skip
-    """Quantizes a linear layer behind a norm."""
+    """Quantizes a linear layer that follows a norm."""
     if scale is None:
         from ..kernels.linear.folding import NormedLinear, fold_linear
 
@@ -152,7 +152,7 @@ def _interleaved(rows: Tensor, head_dim: int) -> Tensor:
 def _before_residual(
     weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, scale: Tensor | None, dtype: torch.dtype
 ) -> Fp8Linear:
-    """Quantizes a linear layer with LayerScale, before a residual: layer_scale rows (a W8^T + bias / rows)."""
+    """Quantizes a linear layer with LayerScale, before a residual: layer_scale * rows * (a W8^T + bias / rows)."""
     if scale is None:
         shift, factor = (vector if vector is None else vector.contiguous() for vector in (bias, layer_scale))
         return Fp8Linear(weight.to(dtype).contiguous(), shift, factor, None, None)
@@ -216,21 +216,21 @@ def fused_block_fp8(
     of_qk, qk, prefix = checked_qk(x, width, heads, qk_norm, rope, block.rope_head > 0)
     words = text_of(norm, activation, qk.norm, qk.over, qk.layout, "none", True, next_statistics, False, x.dtype)
     tensors = [x8, statistics, next_factor, *block.qkv, *block.proj, *block.fc1, *block.fc2, *of_qk[:6]]
-    found = block_fp8_kernel(x, tensors, heads, attention_scale, prefix, 0, *eps, qk.eps, 0.0, words)
-    return found[0], None if next_factor is None else found[1], found[-1] if next_statistics else None
+    outputs = block_fp8_kernel(x, tensors, heads, attention_scale, prefix, 0, *eps, qk.eps, 0.0, words)
+    return outputs[0], None if next_factor is None else outputs[1], outputs[-1] if next_statistics else None
 
 
 def _require_supported(
     x: Tensor, x8: Tensor | None, block: Fp8Block, next_factor: Tensor | None, norm: str, qk_norm: QkNorm | None
 ) -> None:
-    """Raises UnsupportedInputError for inputs that the operator cannot detect, since it checks each signature once."""
+    """Raises UnsupportedInputError for inputs that the operator misses, because it checks each signature only once."""
     reasons, linears = [], block[:4]
     if torch.is_grad_enabled():
         of_norms = () if qk_norm is None else (*qk_norm.q[:2], *qk_norm.k[:2])
-        wanted = {"x": x.requires_grad, "qk_norm": any(t is not None and t.requires_grad for t in of_norms)}
+        requires_grad = {"x": x.requires_grad, "qk_norm": any(t is not None and t.requires_grad for t in of_norms)}
         reasons += [
             f"{name} must not require a gradient in FP8: use torch.no_grad() or the model in half precision"
-            for name, requires in wanted.items()
+            for name, requires in requires_grad.items()
             if requires
         ]
     if is_rms(norm) != (block.qkv.weight_sum is None):
@@ -251,7 +251,7 @@ class Quantised(Frozen):
         norm: Kind of the norms.
         rope_head: See `quantize_block`.
     Attributes:
-        layers: The arguments of `fused_block_fp8`, at addresses that do not change.
+        layers: The `Fp8Block` for `fused_block_fp8`; refreshed in place.
     """
 
     def __init__(
@@ -267,16 +267,16 @@ class Quantised(Frozen):
         self.layers: Any = None
         super().__init__(sources, block, dtype, norm, rope_head)
 
-    def _made(self) -> list[Tensor]:
+    def _computed(self) -> list[Tensor]:
         layers = quantize_block(self._block(), self._scales, self.dtype, self._norm, self.rope_head)
-        # one in half precision may hold the parameters themselves, which are not ours to write to
-        made = [
-            [_own(tensor) if linear.operand_factor is None else tensor for tensor in linear] for linear in layers[:4]
+        # clone half-precision layers: they may hold the parameters themselves, which a refresh must not overwrite
+        tensors_of_layers = [
+            [_cloned(tensor) if linear.operand_factor is None else tensor for tensor in linear] for linear in layers[:4]
         ]
         if self.layers is None:
-            self.layers = Fp8Block._make([*map(Fp8Linear._make, made), layers.rope_head])
-        return [tensor for tensors in made for tensor in tensors if tensor is not None]
+            self.layers = Fp8Block._make([*map(Fp8Linear._make, tensors_of_layers), layers.rope_head])
+        return [tensor for tensors in tensors_of_layers for tensor in tensors if tensor is not None]
 
 
-def _own(tensor: Tensor | None) -> Tensor | None:
+def _cloned(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()

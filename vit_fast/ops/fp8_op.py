@@ -28,18 +28,18 @@ from .rotary import QkTensors, qkv_step
 
 E4M3 = torch.float8_e4m3fn
 HALF = (torch.float16, torch.bfloat16)
-DIVISOR = 16  # bytes of an e4m3 row: tensor cores and descriptors read multiples of it
+DIVISOR = 16  # tensor cores and TMA descriptors need rows of a multiple of 16 bytes
 
 
 class Fp8Linear(NamedTuple):
-    """A linear layer as the matmul reads it.
+    """Tensors of a linear layer, in the form that the matmul reads.
 
     Attributes:
         weight: [F, K] in e4m3, or in half precision if it is not quantized.
-        shift: Behind a norm c, fp32 [F]; otherwise the bias, divided by the scale of its row for e4m3, or None.
+        shift: After a norm, c of `folding.py`, fp32 [F]; otherwise the bias (e4m3: divided by the row's scale) or None.
         scale: Multiplier of the products, fp32 [F]: for e4m3 the scale of each row, times LayerScale before a residual;
             in half precision LayerScale alone, or None.
-        weight_sum: Behind a LayerNorm the sums of the rows of the weight that multiplies x, fp32 [F]; otherwise None.
+        weight_sum: After a LayerNorm, row sums of the weight that multiplies x, fp32 [F]; otherwise None.
         operand_factor: Multiplier of the operand before rounding, the reciprocal of its scale, fp32: [C] for the
             residual stream, otherwise [1]. None if not quantized.
     """
@@ -125,13 +125,13 @@ def block_fp8_forward(x: Tensor, tensors: Sequence[Tensor | None], *settings: An
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     attention_forward(q, k, v, mixed.transpose(1, 2), lse, s.scale, proj.operand_factor)
     between8 = None if fc1.operand_factor is None else torch.empty_like(rows, dtype=E4M3)
-    between, known = linear_residual(
+    between, statistics2 = linear_residual(
         contiguous_rows(mixed.flatten(2)), proj.weight, proj.shift, proj.scale, rows, True, out8=between8,
         out_scale=fc1.operand_factor,
     )  # fmt: skip
     gated = fc1.weight.shape[0] != fc2.weight.shape[1]
     h = layer_norm_linear(
-        _rows(between if between8 is None else between8, known, s.eps2), _folded(fc1), s.activation, gated,
+        _rows(between if between8 is None else between8, statistics2, s.eps2), _folded(fc1), s.activation, gated,
         dtype=_written(fc2, dtype), out_scale=fc2.operand_factor,
     )  # fmt: skip
     y8 = None if next_factor is None else torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
@@ -154,16 +154,15 @@ def _first_operand(
         x8 = contiguous_rows(x8)
     if statistics is None or (scale is not None and x8 is None):
         statistics = new_statistics(rows.shape[0], rows.shape[1], rows.device)
-        made = None if scale is None else torch.empty_like(rows, dtype=E4M3)
-        row_statistics_launch(rows, statistics, made, scale).run()
-        x8 = made
+        x8 = None if scale is None else torch.empty_like(rows, dtype=E4M3)
+        row_statistics_launch(rows, statistics, x8, scale).run()
     return rows if x8 is None else x8, statistics
 
 
 def _rows(source: Tensor, statistics: Tensor | None, eps: float) -> Any:
     from ..kernels.layer_norm import InputRows
 
-    assert statistics is not None, "half-precision rows leave statistics"
+    assert statistics is not None, "half-precision tokens must have statistics"
     return InputRows(source, statistics, eps)
 
 
@@ -180,13 +179,13 @@ def _written(linear: Fp8Linear, dtype: torch.dtype) -> torch.dtype:
 
 
 def _fake(x: Tensor, tensors: Sequence[Tensor | None], *settings: Any) -> list[Tensor]:
-    found = [x.new_empty(x.shape)]
+    outputs = [x.new_empty(x.shape)]
     if _inputs(tensors).next_factor is not None:
-        found.append(x.new_empty(x.shape, dtype=E4M3))
+        outputs.append(x.new_empty(x.shape, dtype=E4M3))
     if BlockSettings.read(settings).next_statistics:
         rows = x.shape[0] * x.shape[1]
-        found.append(x.new_empty((rows, 2, row_parts(x.shape[-1])), dtype=torch.float32))
-    return found
+        outputs.append(x.new_empty((rows, 2, row_parts(x.shape[-1])), dtype=torch.float32))
+    return outputs
 
 
 def _flop(x: Any, tensors: Any, *settings: Any) -> int:

@@ -20,7 +20,7 @@ from .block import fold
 from .descriptions import BlockTensors
 from .operators import CACHED
 
-PLAIN = (nn.Parameter, Tensor, type(None))  # subclasses may override how they compute
+PLAIN = (nn.Parameter, Tensor, type(None))  # other subclasses may override operators
 
 
 class Frozen:
@@ -33,8 +33,8 @@ class Frozen:
         norm, rope_head, inner_norm: See `fold`.
     Attributes:
         tensors: Folded weight, bias and sum of qkv, of fc1, and of fc2 with a norm inside the MLP; then the weights of
-            proj and fc2 if the parameters have another dtype. They stay the same tensors.
-        folding: Set by the owner, to check that the block is the one that was folded.
+            proj and fc2 if the parameters have another dtype. Updated in place.
+        folding: Set by the owner, to check that the block is still the one that was folded.
     """
 
     folding: Any = None
@@ -52,39 +52,39 @@ class Frozen:
         self.tensors: list[Tensor] = []
         self._sources, self._block = sources, block
         self._lock = threading.Lock()
-        self._made_of: list[_Source] = []
+        self._snapshots: list[_Source] = []
         self.refresh()
         _follow_optimizers()
         CACHED[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
 
     def refresh(self) -> None:
         """Recomputes the tensors in the same memory; raises RuntimeError if shape or device changed."""
-        # an inference tensor could not be written to outside of inference mode
+        # inference tensors cannot be updated in place outside of inference mode
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            made_of = [_look(owner, name) for owner, name in self._sources]
+            snapshots = [_snapshot(owner, name) for owner, name in self._sources]
             self.make()
-            self._made_of = made_of if not self.tensors or _has_run(self.tensors[0]) else []
+            self._snapshots = snapshots if not self.tensors or _has_run(self.tensors[0]) else []
 
     def make(self) -> None:
         """Computes `tensors`, in the same memory if they exist."""
-        found = self._made()
+        computed = self._computed()
         if not self.tensors:
-            self.tensors = found
-        elif any(new.shape != old.shape or new.device != old.device for new, old in zip(found, self.tensors)):
+            self.tensors = computed
+        elif any(new.shape != old.shape or new.device != old.device for new, old in zip(computed, self.tensors)):
             raise RuntimeError(
                 "frozen weights must keep their shape and device: call vit_fast.freeze again, and rebuild graph runners"
             )
         else:
-            torch._foreach_copy_(self.tensors, found)
+            torch._foreach_copy_(self.tensors, computed)
 
-    def _made(self) -> list[Tensor]:
+    def _computed(self) -> list[Tensor]:
         block = self._block()
         t = fold(block, self.dtype, self._norm, self.rope_head, self._inner_norm)
-        found: list[Any] = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
-        found += [] if t.fc2_sum is None else [t.fc2_weight, t.fc2_bias, t.fc2_sum]
+        tensors: list[Any] = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
+        tensors += [] if t.fc2_sum is None else [t.fc2_weight, t.fc2_bias, t.fc2_sum]
         if block.proj_weight.dtype != self.dtype or block.fc2_weight.dtype != self.dtype:
-            found += [t.proj_weight, t.fc2_weight]
-        return found
+            tensors += [t.proj_weight, t.fc2_weight]
+        return tensors
 
     def with_others(
         self, proj: tuple[Tensor, Tensor | None, Tensor | None], fc2: tuple[Tensor, Tensor | None, Tensor | None]
@@ -104,7 +104,7 @@ class Frozen:
 
     def ensure_current(self) -> None:
         """Refreshes the tensors if a change of the weights is detected."""
-        for own, place, name, held, version, address, _ in self._made_of:
+        for own, place, name, held, version, address, _ in self._snapshots:
             now = own[name] if name in own else place.get(name, _GONE)
             if now is held:
                 if held is None:
@@ -114,23 +114,23 @@ class Frozen:
                     continue
             self.refresh()
             return
-        if not self._made_of:
+        if not self._snapshots:
             self.refresh()
 
     def forget(self, stepped: set[int] | None) -> None:
         """Marks the tensors as outdated if they depend on one of these parameters, by id; None means all."""
-        if stepped is None or any(id(held) in stepped for _, _, _, held, *_ in self._made_of):
-            self._made_of = []
+        if stepped is None or any(id(held) in stepped for _, _, _, held, *_ in self._snapshots):
+            self._snapshots = []
 
 
 # A module's __dict__, the dictionary of the parameter, its name, the tensor, its version, address and storage.
-# Tensor and storage are held so that no other gets their id or address, e.g. when a parameter is converted to another
+# References to tensor and storage prevent reuse of their id or address, e.g. when a parameter is converted to another
 # dtype and back.
 _Source = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int, torch.UntypedStorage | None]
 _GONE = object()
 
 
-def _look(owner: nn.Module, name: str) -> _Source:
+def _snapshot(owner: nn.Module, name: str) -> _Source:
     own: dict[str, Any] = owner.__dict__
     place: dict[str, Any] = next((each for each in (own, owner._parameters, owner._buffers) if name in each), {})
     tensor = place.get(name)
@@ -154,7 +154,7 @@ def _has_run(tensor: Tensor) -> bool:
 def _follow_optimizers() -> None:
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # FSDP steps the shards, and gathers the weights without incrementing their version counters
+        # FSDP steps the shards, and then gathers the weights without incrementing their version counters
         stepped = {id(p) for p in parameters} if all(type(p) in PLAIN for p in parameters) else None
         for frozen in list(CACHED.values()):
             frozen.forget(stepped)

@@ -57,11 +57,11 @@ def layer_norm_mlp(
         gate_weight: Weight of the gate [F, C]; None means no gate. If one layer packs both, pass the two halves.
         gate_bias: Its bias [F]; None means zeros.
         inner_norm: Norm of the hidden layer [F] before the second linear layer, as in EVA-02; None means none.
-        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device of x). eager and sdpa use the same formula.
-            triton accumulates in fp32 and also supports fp32 parameters with fp16 or bf16 x.
+        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of x). eager and sdpa use the same
+            formula. triton accumulates in fp32 and also supports fp32 parameters with fp16 or bf16 x.
     Returns:
-        [..., C] in x.dtype. Under autocast the dtype is that of the same torch operators: fp32 if x is fp32 and
-        residual is True, autocast's dtype for a branch.
+        [..., C] in x.dtype. Under autocast, the dtype is that of the same torch operators: fp32 if x is fp32 and
+        residual is True, autocast's dtype if residual is False.
     Raises:
         ValueError: shapes do not match, or the activation is unknown.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
@@ -123,7 +123,7 @@ def _check_inputs(x: Tensor, activation: str, parameters: Mapping[str, Tensor | 
         raise ValueError("gate_bias must be None without gate_weight, got a tensor")
     one_bias = (parameters["gate_bias"] is None) != (parameters["fc1_bias"] is None)
     if parameters["gate_weight"] is not None and one_bias:
-        raise ValueError("fc1_bias and gate_bias must both be given or neither, got one")
+        raise ValueError("fc1_bias and gate_bias must both be tensors or both be None, got one tensor")
     C, F = x.shape[-1], fc1_weight.shape[0]
     wide = {"fc1_weight": (F, C), "gate_weight": (F, C), "fc2_weight": (C, F), "fc1_bias": (F,), "gate_bias": (F,)}
     for name, tensor in parameters.items():
@@ -144,7 +144,7 @@ class LayerNormMLP(nn.Module):
         init_values: Initial value of LayerScale's gamma [C]; None means no LayerScale.
         residual: True adds x to the branch.
         bias: True if fc1 and fc2 have a bias.
-        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device of x).
+        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of x).
     Raises:
         ValueError: the activation is unknown.
     """

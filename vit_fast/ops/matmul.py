@@ -1,4 +1,4 @@
-"""x W^T by the Triton matmul as an operator, for the benchmark only; models use torch for a single linear layer."""
+"""The Triton matmul x W^T as an operator, for the benchmark only; models use torch for a single linear layer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _product_gradient(grad_output: Tensor, x: Tensor, weight: Tensor) -> list[Te
     (scaled,) = scaled_weights.scaled_weights([(weight, None)], x.dtype)
     (part,) = weight_products.weight_products((grad, rows))
     products = [ResidualProducts(part, grad, weight, None, None)]
-    _, (found,) = vector_gradients.parameter_gradients([], products)
-    return [linear.product_gradient(grad, scaled).view(x.shape), found.weight]
+    _, (gradients,) = vector_gradients.parameter_gradients([], products)
+    return [linear.product_gradient(grad, scaled).view(x.shape), gradients.weight]
 
 
 _matmul_backward = operator(

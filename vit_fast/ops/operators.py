@@ -1,10 +1,11 @@
 """Registers operators with torch, each from one declaration: schema, implementation, fake, gradient, vmap rule, FLOP.
 
 torch's `custom_op` does the same with more host time per call. Here autograd is one `torch.autograd.Function`,
-and a call reaches the implementation directly unless a mode or a subclass intercepts it. The implementation runs by its
-launch plan (`kernels/plan.py`): for known shapes only its launches are executed, so its checks run once per signature.
+and a call reaches the implementation directly unless a mode or a subclass intercepts it. The implementation runs
+through a launch plan (`kernels/plan.py`): repeated signatures only replay its launches, so checks run once per
+signature.
 
-An operator may take one list of tensors. Strings, flags and dtypes are one string, made by `text_of`; numbers are
+An operator may take one list of tensors. `text_of` encodes strings, flags and dtypes as one string. Numbers are
 separate arguments, because torch.compile may trace them.
 """
 
@@ -30,7 +31,7 @@ from .flops import flop_formula
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 CACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Folded weights (`frozen.py`) by the address of the first of them."""
-_UNCOMPILED = "the triton operators under torch.func or forward-mode derivatives run uncompiled"
+_UNCOMPILED = "triton operators under torch.func or forward-mode derivatives run uncompiled"
 
 
 class Gradient(NamedTuple):
@@ -38,7 +39,8 @@ class Gradient(NamedTuple):
 
     Attributes:
         save: Called with the arguments and the outputs; returns tensors for the backward, and other values.
-        backward: Called with the gradient and both; returns gradients of the leading arguments, a list's one by one.
+        backward: Called with the gradient and both results of `save`; returns the gradients of the leading arguments,
+            with the list of tensors flattened.
     """
 
     save: Callable[[Sequence[Any], Any], tuple[Sequence[Tensor | None], Any]]
@@ -61,13 +63,13 @@ def operator(
     Args:
         name: "namespace::name".
         schema: Arguments and outputs in torch's notation.
-        function: Changes no argument; no output shares memory with one.
+        function: The implementation. It must not change its arguments, and no output may share memory with one.
         what: Name in errors.
-        fake: Returns outputs of the same shapes, strides and dtypes.
+        fake: Returns empty outputs with the shapes, strides and dtypes of the real ones.
         flop: Counts FLOP from the arguments, with shapes in place of tensors.
-        gradient: None raises an error for derivatives, e.g. of backward operators.
-        cached: Position, in the arguments with the list taken apart, of the weight by whose address `CACHED` has
-            weights. They are brought up to date before every launch, also in a compiled graph.
+        gradient: The derivative. With None, differentiation raises an error, e.g. for backward operators.
+        cached: Position, in the flattened arguments, of the weight whose address is a key of `CACHED`. The cached
+            weights are refreshed before every launch, also in a compiled graph.
     """
     namespace, short = name.split("::")
     library = _library(namespace)
@@ -103,10 +105,10 @@ def operator(
         if gradient is None:
             raise UnsupportedInputError(
                 f"the second derivative of {what} with backend='triton'",
-                ["the backward kernels have no derivative of their own: use backend='eager'"],
+                ["the backward kernels are not differentiable: use backend='eager'"],
             )
-        found = () if grad_output is None else gradient.backward(grad_output, ctx.saved_tensors, ctx.rest)
-        return (*found, *(None,) * (ctx.count - len(found)))
+        gradients = () if grad_output is None else gradient.backward(grad_output, ctx.saved_tensors, ctx.rest)
+        return (*gradients, *(None,) * (ctx.count - len(gradients)))
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -118,7 +120,7 @@ def operator(
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor | None, *others: Any) -> Any:
             if torch.is_grad_enabled() and grad_output is not None and not grad_output.requires_grad:
-                # else a second derivative could be zero without an error: no argument of the backward would require one
+                # otherwise no argument of the backward may require a gradient: second derivatives would silently be 0
                 grad_output = grad_output.detach().requires_grad_()
             return (None, *derive(ctx, grad_output, *others))
 
@@ -128,7 +130,7 @@ def operator(
             if torch._C._any_requires_grad(*flat):
                 return Differentiable.apply(keys, *flat)  # type: ignore[no-untyped-call]  # torch's own
         with torch._C._AutoDispatchBelowAutograd():
-            # the dispatcher would convert all arguments again, to call `implementation`
+            # skip the dispatcher, which would convert all arguments again before it calls `implementation`
             if (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _DEVICES:
                 return implementation(*args)
             return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
@@ -136,7 +138,7 @@ def operator(
     library.impl(short, dispatch, "Autograd", with_keyset=True)
 
     class Transformed(torch.autograd.Function):
-        """Operator for torch.func, which rejects custom operators, and treats forward-mode tangents as zero."""
+        """Operator for torch.func, which rejects custom operators and treats forward-mode tangents as zero."""
 
         @staticmethod
         def forward(*flat: Any) -> Any:
@@ -151,7 +153,7 @@ def operator(
 
     @constant_to_compiler
     def route() -> str:
-        # torch.compile cannot trace this: it breaks the graph, or raises with fullgraph=True
+        # torch.compile cannot trace this: it breaks the graph, or raises an error with fullgraph=True
         if "torch._dynamo" in sys.modules and "uncompiled" not in routes:
             routes["uncompiled"] = torch.compiler.disable(Transformed.apply, reason=_UNCOMPILED)
         return "uncompiled" if "uncompiled" in routes else "eager"
@@ -168,7 +170,7 @@ class _Arguments:
     def __init__(self, registered: Any) -> None:
         kinds = [str(argument.type) for argument in registered._schema.arguments]
         lists = [position for position, kind in enumerate(kinds) if kind.startswith("List")]
-        assert len(lists) < 2, "one list of tensors at most"
+        assert len(lists) < 2, "at most one list of tensors"
         self._list = lists[0] if lists else None
         self._behind = len(kinds) - lists[0] - 1 if lists else 0
 
@@ -214,7 +216,7 @@ def in_transform() -> bool:
 
 @constant_to_compiler
 def _in_torch_func() -> bool:
-    """True inside a transform of torch.func but functionalize, which runs custom operators like others."""
+    """True inside a transform of torch.func other than functionalize, which supports custom operators."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return False
     functionalize = torch._C._functorch.TransformType.Functionalize
@@ -230,9 +232,9 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 @constant_to_compiler
 def is_exporting() -> bool:
-    """True if the program is captured for another runtime, which has SDPA and not our operators.
+    """True if the program is exported to another runtime, which has SDPA but not our operators.
 
-    torch.compile 2.11 takes torch.compiler.is_exporting(), which reads this flag, for True.
+    Reads the flag directly, because torch.compile 2.11 replaces torch.compiler.is_exporting() by True.
     """
     return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
@@ -241,7 +243,7 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype of matmuls of x: autocast's if it is enabled, else that of x."""
     device_type = x.device.type
     if x.dtype == torch.float64 or device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return x.dtype  # of meta torch cannot say whether autocast is on
+        return x.dtype  # torch has no autocast state for meta
     return torch.get_autocast_dtype(device_type)
 
 
@@ -270,7 +272,7 @@ def _library(namespace: str) -> torch_library.Library:
 @functools.cache
 def _run_by_plan() -> Callable[[Callable[..., Any], Sequence[Any]], Any]:
     if importlib.util.find_spec("triton") is None:
-        return lambda function, arguments: function(*arguments)  # which says so
+        return lambda function, arguments: function(*arguments)  # which reports that triton is missing
     from ..kernels import plan
 
     return plan.run

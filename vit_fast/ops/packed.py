@@ -1,13 +1,13 @@
-"""A frozen block on the CPU: packs the weights once for the processor, and reduces the work between operators.
+"""Runs frozen blocks on the CPU with packed weights, and with less work between operators.
 
-`F.linear` lays out a weight for the processor in every call. Packing does that once, with the operators that torch's
+`F.linear` converts a weight to the CPU's layout in every call. Packing does that once, with the operators that torch's
 compiler uses for frozen models. Two libraries can pack a layer. The faster one was measured on two cores of a Xeon with
 AMX, for 197, 788 and 1,576 tokens:
 
 - bf16 and fp16: oneDNN, with activation and residual in its epilogue.
 - fp32: MKL, followed by activation and residual in place. oneDNN has the only fast GELU, in its tanh form.
 
-LayerNorm is not folded, because a LayerNorm without weight and bias is no faster on a CPU.
+LayerNorm is not folded, because dropping its weight and bias does not make it faster on a CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .operators import in_transform
 from .rotary import qk_norm_rope
 
 ROWS = 256
-"""Rows of x that weights are packed for. The layout serves any number: 5, 197 and 1,576 were measured."""
+"""Number of tokens that weights are packed for. The layout works for any number; 5, 197 and 1,576 were measured."""
 
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_.default,
@@ -89,8 +89,8 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self._shape_only is not None:
-            # The last argument is the number of rows that the weight was packed for. Given any other than those of x,
-            # torch reads the weight that is not packed.
+            # The last argument is the number of tokens that the weight was packed for. If it differs from the number
+            # of tokens in x, torch reads the unpacked weight.
             rows = x.numel() // x.shape[-1]
             y: Tensor = torch.ops.mkl._mkl_linear.default(x, self._weight, self._shape_only, self._bias, rows)
         elif residual is not None:
@@ -165,7 +165,7 @@ class Packed(Frozen):
         """Returns True if a call with these tokens can run packed: without gradients, and not traced or intercepted."""
         if x.dtype is not self.dtype or type(x) is not Tensor or torch.compiler.is_compiling():
             return False
-        # a FLOP counter and FakeTensor are such modes; neither they nor a tracer can see into a packed weight
+        # FLOP counters and FakeTensor are dispatch modes; neither they nor tracers support packed weights
         if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
             return False
         if x.numel() == 0 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
@@ -185,9 +185,9 @@ def run_packed(
 
     Args:
         rope, keys: Rotary positions of q and k; keys that queries attend to, or None for all keys of an image.
-        outputs: The number of first tokens that the last block computes; None means all. Needs all keys.
+        outputs: The last block computes only this many leading tokens; None means all. Requires keys=None.
     """
-    steps = [packed.steps() for packed in blocks]  # first: Python between operators lets threads sleep
+    steps = [packed.steps() for packed in blocks]  # in advance: threads go to sleep while Python runs between operators
     for left, (step, settings) in zip(reversed(range(len(steps))), steps):
         norm1, qkv_linear, qk_norm, proj, norm2, fc1, gate, inner_norm, fc2 = step
         qkv = qkv_linear(_normalise(x, norm1))
@@ -221,8 +221,8 @@ def pack_reasons(dtype: torch.dtype) -> tuple[str, ...]:
     """Returns all reasons why linear layers of a dtype cannot be packed on this CPU."""
     mkldnn = torch.ops.mkldnn
     if dtype == torch.float32:
-        found = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-        return () if found else ("this build of torch has no MKL, which packs fp32 weights",)
+        has_mkl = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+        return () if has_mkl else ("this build of torch has no MKL, which packs fp32 weights",)
     supported = {
         torch.bfloat16: lambda: mkldnn._is_mkldnn_bf16_supported(),
         torch.float16: lambda: mkldnn._is_mkldnn_fp16_supported(),

@@ -14,7 +14,7 @@ import torch
 from ..accuracy import judge
 from . import reference
 
-_SHAPE = (1, 2, 40, 64)  # [B, H, N, D]: more than one tile, the last one cut
+_SHAPE = (1, 2, 40, 64)  # [B, H, N, D]: several tiles, the last one partial
 _LONGEST_MESSAGE = 300  # characters; compiler output can be pages long
 
 _found: dict[torch.device, tuple[str, ...]] = {}
@@ -30,9 +30,9 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
     Args:
         device: Must have an index.
     """
-    known = _found.get(device)
-    if known is not None:
-        return known
+    cached = _found.get(device)
+    if cached is not None:
+        return cached
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return (f"no kernel has run on {device} yet, and none can be tried inside a CUDA-graph capture: warm up first",)
     with _lock:
@@ -42,9 +42,9 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
             with ThreadPoolExecutor(max_workers=1) as pool:
                 try:
                     _found[device] = pool.submit(_run_and_compare, device).result()
-                except torch.OutOfMemoryError as error:  # not a defect of the kernels: try again next time
+                except torch.OutOfMemoryError as error:  # not an error of the kernels: try again next time
                     return (_failure(device, error),)
-                except Exception as error:  # whatever a compiler or a driver raises
+                except Exception as error:  # compilers and drivers raise any type
                     _found[device] = (_failure(device, error),)
         return _found[device]
 
@@ -59,7 +59,7 @@ def _failure(device: torch.device, error: Exception) -> str:
 def _run_and_compare(device: torch.device) -> tuple[str, ...]:
     from ..kernels.attention.attention import attention_forward
 
-    generator = torch.Generator().manual_seed(0)  # does not change the user's random state
+    generator = torch.Generator().manual_seed(0)  # leaves the user's random state unchanged
     q, k, v = (torch.randn(_SHAPE, generator=generator).half() for _ in range(3))
     out = torch.full(_SHAPE, float("nan"), dtype=torch.float16, device=device)
     lse = torch.empty(_SHAPE[:3], dtype=torch.float32, device=device)

@@ -44,7 +44,7 @@ def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, key_m
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float | None = None) -> Tensor:
     """Computes `attention` within each sequence: tokens cu_seqlens[i] to cu_seqlens[i + 1] of q, k, v [total, H, D].
 
-    The output of tokens behind the last sequence is 0.
+    The output of tokens after the last sequence is 0.
     """
     q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
     bounds = cu_seqlens.tolist()
@@ -65,7 +65,10 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
 
 
 def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
-    """[B, N, 3, H, D] with q and k normalised and rotated by tables [B or 1, H or 1, T, D/2]; see ops.qk_norm_rope."""
+    """Normalises and rotates q and k of qkv [B, N, 3, H, D]; see ops.qk_norm_rope.
+
+    The tables of `rope` must be [B or 1, H or 1, T, D/2].
+    """
     qk, v = qkv[:, :, :2], qkv[:, :, 2:]
     if qk_norm is not None:
         start = -1 if qk_norm.over == "head" else -2
@@ -79,7 +82,7 @@ def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tens
     if rope is not None:
         cos, sin = (table.transpose(1, 2).unsqueeze(2) for table in (rope.cos, rope.sin))
         rotated = rotate(qk[:, rope.prefix :], cos, sin, rope.layout)
-        none = isinstance(rope.prefix, int) and rope.prefix == 0  # asking a symbolic one would fix a size in the graph
+        none = isinstance(rope.prefix, int) and rope.prefix == 0  # a comparison would fix a symbolic prefix
         qk = rotated if none else torch.cat((qk[:, : rope.prefix], rotated), 1)
     return torch.cat((qk, v), 2)
 
@@ -161,12 +164,12 @@ def fp8_linear(
 ) -> Tensor:
     """Computes [norm and] linear layer with an operand and a weight rounded to e4m3, in x.dtype.
 
-    LayerNorm is applied after rounding: the statistics are those of x, and constant tokens give norm.bias only.
+    LayerNorm is applied after rounding: the statistics are those of x, and constant tokens become norm.bias alone.
 
     Args:
         x: [..., K].
         weight, bias: [F, K] and [F].
-        scale: Divisor of x before rounding, [K] or []; None rounds nothing.
+        scale: Divisor of x before rounding, [K] or []; None disables rounding.
     """
     dtype = x.dtype
     bias = None if bias is None else bias.to(dtype)

@@ -1,8 +1,8 @@
-"""qk-norm and rotary positions, between the qkv matmul and attention, by the kernels.
+"""qk-norm and rotary positions with the Triton kernels, between the qkv matmul and attention.
 
-`vit_fast::qk_norm_rope` and its backward are the operators. In a block (`qkv_step`) the epilogue of the qkv matmul does
-both where it can: it rotates if all heads share the tables and pairs are adjacent in the folded weight; it normalises
-some head sizes in half precision without a backward. Else a kernel does it in place.
+`vit_fast::qk_norm_rope` and its backward are the operators. In a block (`qkv_step`), the epilogue of the qkv matmul
+does both if possible. It rotates if all heads share the tables and pairs are adjacent in the folded weight. It
+normalises some head sizes in half precision if there is no backward. Otherwise, a separate kernel works in place.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def qk_norm_rope(
             with eager and sdpa).
         qk_norm: None does not normalise.
         rope: None does not rotate.
-        backend: "eager", "sdpa", "triton" or "auto" (by qkv's device). eager and sdpa are the same formula here.
+        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of qkv). eager and
+            sdpa use the same formula.
     Returns:
         A new tensor of the same shape and dtype.
     Raises:
@@ -103,7 +104,7 @@ def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tu
             reasons.append(f"{name} must not require a gradient: detach the tables")
     # torch would choose one of the devices before the operator checks its inputs
     reasons += [
-        f"tables and norms must be on {like.device} as qkv, got {tensor.device}"
+        f"tables and norms must be on {like.device} like qkv, got {tensor.device}"
         for tensor in tensors[:6]
         if tensor is not None and tensor.device != like.device
     ]
@@ -122,7 +123,7 @@ def _require_supported(what: str, qkv: Tensor, tensors: QkTensors) -> None:
         reasons.append(f"qkv must have at most {MAX_ROWS} tokens, got {B * N}")
     for name, tensor in zip(("qkv", *QkTensors._fields), (qkv, *tensors[:6])):
         if tensor is not None and tensor.device != qkv.device:
-            reasons.append(f"{name} must be on {qkv.device} as qkv, got {tensor.device}")
+            reasons.append(f"{name} must be on {qkv.device} like qkv, got {tensor.device}")
         if tensor is not None and tensor.dtype not in DTYPES:
             reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
     if reasons:
@@ -196,8 +197,8 @@ def _save(args: Sequence[Any], output: Tensor) -> tuple[Sequence[Tensor | None],
 def _derive(grad_output: Tensor, saved: Sequence[Tensor | None], rest: Any) -> Sequence[Tensor | None]:
     qkv, *tensors = saved
     dx, *gradients = _backward_kernel(grad_output, qkv, tensors, *rest)
-    found = iter(gradients)
-    return dx, *(None if tensor is None else next(found) for tensor in tensors[:4])
+    remaining = iter(gradients)
+    return dx, *(None if tensor is None else next(remaining) for tensor in tensors[:4])
 
 
 _SETTINGS = "Tensor?[] tensors, SymInt prefix, str norm, float eps, str over, str layout"
@@ -260,7 +261,7 @@ class QkvStep:
         return packed, None
 
     def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor | None:
-        """Turns the gradient of q, k and v in place into that of the matmul's output, in its order of channels.
+        """Converts the gradient of q, k and v in place to that of the matmul's output, in its channel order.
 
         Args:
             grad: [B, N, 3, H, D], contiguous.
@@ -287,7 +288,7 @@ def qkv_step(
 
     Args:
         is_folded: True if the qkv layer was folded before, with adjacent pairs only for the layout "interleaved_half".
-        norms_in: The dtype of the matmul if it may normalise; None if a backward needs its output.
+        norms_in: The dtype of the matmul if its epilogue may normalise; None if a backward needs its output.
     """
     norm, _, over, layout = settings
     in_matmul = norm == "none" or (over == "head" and norms_in is not None and _normalises(norms_in, head_dim))

@@ -23,7 +23,7 @@ WHAT = "fuse with precision='fp8'"
 
 
 def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]:
-    """Returns the reasons why no model with this dtype and device runs in e4m3."""
+    """Returns the reasons why models with this device and dtype cannot run in e4m3."""
     reasons = [] if device.type == "meta" else list(fp8_reasons(device))
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(
@@ -60,7 +60,7 @@ class Choice:
     Attributes:
         linears: By block and name of LINEARS, the layers' names in the model.
         kept: By block and name of LINEARS, the reason why a layer stays in half precision.
-        left: By block, the reason why the whole block does.
+        left: By block, the reason why the whole block stays in half precision.
         notes: Measurements.
     """
 
@@ -88,10 +88,10 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
         raise UnsupportedInputError(WHAT, without or [f"{name}: {why}" for name, why in left.items()])
     linears = {block.name: block.linears for block in blocks}
     if keep is None and min_agreement is None:
-        kept = {name: dict.fromkeys(own.names_kept(), "as its scales say") for name, own in scales.items() if own}
+        kept = {name: dict.fromkeys(own.names_kept(), "selected by its scales") for name, own in scales.items() if own}
         return Choice(linears, kept, left)
     asked = _kept_by_name(linears, () if keep is None else keep)
-    kept = {name: dict.fromkeys(layers, "asked for by keep") for name, layers in asked.items()}
+    kept = {name: dict.fromkeys(layers, "requested by keep") for name, layers in asked.items()}
     if min_agreement is None:
         return Choice(linears, kept, left)
     if not isinstance(min_agreement, int | float) or not 0 < min_agreement <= 1:
@@ -100,20 +100,20 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
         raise ValueError("min_agreement needs the calibration images: call vit_fast.calibrate(model, images) first")
     everything = {name: own.all() for name, own in scales.items() if own}
     images = [as_taken(model, batch) for batch in IMAGES[model]]  # it may have been converted, or moved, since
-    found = find_kept(copied, blocks, everything, images, min_agreement, asked)
-    for name, layers in found.kept.items():
+    result = find_kept(copied, blocks, everything, images, min_agreement, asked)
+    for name, layers in result.kept.items():
         for layer in layers:
-            kept[name].setdefault(layer, "min_agreement asks for it")
-    note = f"top-1 agreement of {found.agreement:.1%} on {found.images} calibration images, by the reference"
+            kept[name].setdefault(layer, "required by min_agreement")
+    note = f"top-1 agreement of {result.agreement:.1%} on {result.images} calibration images, computed by the reference"
     return Choice(linears, kept, left, (note,))
 
 
 @torch.no_grad()
 def switch(model: nn.Module, choice: Choice | None) -> None:
-    """Runs these blocks of a fused model in e4m3, and no others.
+    """Switches exactly these blocks of a fused model to e4m3.
 
     Raises:
-        UnsupportedInputError: the kernels cannot run one of them as a whole. Some attributes may be changed.
+        UnsupportedInputError: the kernels cannot run one of them as one operator. Some attributes may be changed.
     """
     before = [(own.kept, own.kept.clone()) for own in model.modules() if isinstance(own, Fp8Scales)]
     try:
@@ -137,7 +137,7 @@ def _switch(model: nn.Module, choice: Choice | None) -> None:
             continue
         parts = block.whole() if isinstance(block, FusedNormMlp) else None
         if parts is None:
-            raise UnsupportedInputError(WHAT, [f"{name}: the kernels do not run it as a whole"])
+            raise UnsupportedInputError(WHAT, [f"{name}: the kernels must be able to run it as one operator"])
         if own.qkv.device.type != "meta":
             own.cached_of(parts)
 

@@ -17,7 +17,7 @@ from .fp8_emulation import EmulatedBlock
 from .schemes import fewest_kept
 
 IMAGES_FOR_ORDER = 32
-"""Number of images that rank the layers by the change of the output when one layer is rounded."""
+"""Number of images used to rank the layers by how much the output changes if one layer is rounded."""
 
 IMAGES: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()
 """Calibration images of each model."""
@@ -53,23 +53,23 @@ def find_kept(
     wanted: float,
     always: Mapping[str, Collection[str]],
 ) -> Found:
-    """Finds the fewest linear layers to keep in half precision for the wanted top-1 agreement.
+    """Finds the fewest linear layers to keep in half precision for the required top-1 agreement.
 
-    Ranks the layers by the change of the output when one layer is rounded; finds by bisection how many of the first
-    must be kept.
+    Ranks the layers by how much the output changes if one layer is rounded, and finds by bisection how many of the most
+    sensitive ones must be kept.
 
     Args:
         copied: A copy of the model, whose `blocks` run in emulated FP8.
         scales: By block.
         batches: Images.
-        wanted: Share of the images with the same top-1 class.
-        always: By block, layers that are kept in any case.
+        wanted: Required share of images with the same top-1 class.
+        always: By block, layers that are always kept.
     Raises:
         UnsupportedInputError: the agreement is not reached even with one rounded layer; reports the best agreement.
         ValueError: the model returns no logits.
     """
 
-    def answers(rounded: Callable[[Linear], bool], images: Sequence[Tensor]) -> Tensor:
+    def logits(rounded: Callable[[Linear], bool], images: Sequence[Tensor]) -> Tensor:
         for block in blocks:
             own = scales[block.name]._asdict()
             block.scales = BlockScales(**{k: own[k] if rounded((block.name, k)) else None for k in LINEARS})
@@ -77,22 +77,22 @@ def find_kept(
             return torch.cat([_logits(copied(batch)) for batch in images])
 
     first = _some(batches)
-    exact = answers(lambda linear: False, batches)
+    exact = logits(lambda linear: False, batches)
     linears = [(block.name, k) for block in blocks for k in LINEARS if k not in always.get(block.name, ())]
     reached: dict[int, float] = {}  # by number of layers kept
 
     def passes(kept: Collection[Linear]) -> bool:
         chosen = set(linears) - set(kept)
-        same = answers(chosen.__contains__, batches).argmax(-1) == exact.argmax(-1)
+        same = logits(chosen.__contains__, batches).argmax(-1) == exact.argmax(-1)
         reached[len(kept)] = same.double().mean().item()
         return reached[len(kept)] >= wanted
 
     also: Sequence[Linear] = ()
     if not passes(()):
         few = exact[: sum(map(len, first))]
-        damage = {one: (answers(one.__eq__, first) - few).square().sum().item() for one in linears}
-        found = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
-        if found is None:
+        damage = {one: (logits(one.__eq__, first) - few).square().sum().item() for one in linears}
+        fewest = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
+        if fewest is None:
             enough = max(reached)
             raise UnsupportedInputError(
                 f"fuse with precision='fp8', min_agreement={wanted:g}",
@@ -101,7 +101,7 @@ def find_kept(
                     f"{len(linears)} linear layers kept, and {reached[0]:.1%} with none"
                 ],
             )
-        also = found
+        also = fewest
     kept = {block.name: set(always.get(block.name, ())) for block in blocks}
     for name, linear in also:
         kept[name].add(linear)

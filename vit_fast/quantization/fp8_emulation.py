@@ -84,10 +84,10 @@ class EmulatedBlock:
 
 
 def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
-    """Makes the blocks of a fused copy run their reference if the kernels could run them as a whole.
+    """Makes the blocks of a fused copy run their reference if the kernels could run them as one operator.
 
     Args:
-        copied: Fused with a backend that runs anywhere.
+        copied: A copy that was fused with a backend that runs anywhere.
     Returns:
         One `EmulatedBlock` per block in the model's order, without rounded layers; and by name, the reasons of all
         skipped blocks.
@@ -109,14 +109,14 @@ def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
 
 
 def unsupported_reasons(parts: BlockParts) -> list[str]:
-    """Returns the reasons why the kernels cannot run a block as a whole on any device."""
+    """Returns the reasons why the kernels cannot run a block as one operator on any device."""
     inside = parts.mlp is not None and parts.mlp.inner_norm is not None
     if runs_whole(parts) and not inside:
         return []
     reasons = [*parts.attention_reasons, *parts.mlp_reasons]
     if inside:
         reasons.append("its MLP must not have an inner norm for the e4m3 kernels")
-    return reasons or ["its attention and MLP are not of one block that the kernels run as a whole"]
+    return reasons or ["its attention and MLP must belong to one block that the kernels can run as one operator"]
 
 
 def linears_of(parts: BlockParts, names: Mapping[int, str]) -> dict[str, tuple[str, ...]]:

@@ -118,10 +118,10 @@ def smoothing_scale(peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarr
         peak: Largest magnitude of each channel [C].
         weights: Weights that read the activation [C, F].
     """
-    wanted = np.max([np.abs(weight.astype(np.float64)).max(axis=1) for weight in weights], axis=0)
-    alive = (peak > 0) & (wanted > 0)
-    scale: np.ndarray = np.ones_like(wanted)
-    scale[alive] = np.sqrt(peak[alive].astype(np.float64) / wanted[alive])
+    largest = np.max([np.abs(weight.astype(np.float64)).max(axis=1) for weight in weights], axis=0)
+    alive = (peak > 0) & (largest > 0)
+    scale: np.ndarray = np.ones_like(largest)
+    scale[alive] = np.sqrt(peak[alive].astype(np.float64) / largest[alive])
     return scale
 
 

@@ -19,7 +19,7 @@ from .ranges import Observation, Range, candidate_ranges
 T = TypeVar("T")
 
 NEAR = 1.02
-"""Candidates within this factor of the smallest loss count as equal; the first of them is taken."""
+"""Candidates within this factor of the smallest loss count as equal; the first one is selected."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Scheme:
         peak = max(-limits.low, limits.high)
         if self.kind == "int8":
             return max(peak, 1e-30) / 127, 0
-        if self.power_of_two:  # the smallest that holds the range
+        if self.power_of_two:  # the smallest power of two that covers the range
             return float(np.exp2(np.ceil(np.log2(peak / E4M3_MAX)))) if peak > 0 else 1.0, 0
-        return max(peak, 1e-3) / E4M3_MAX, 0  # fp16 holds it
+        return max(peak, 1e-3) / E4M3_MAX, 0  # representable in fp16
 
     def rounded(self, x: np.ndarray, limits: Range) -> np.ndarray:
         """Returns x after quantizing to this range and back, fp32."""
@@ -68,7 +68,7 @@ class Scheme:
         return restored
 
     def ranges(self, seen: Observation) -> list[Range]:
-        """Returns the ranges to try for an activation, the widest first; of equal scales the simplest method."""
+        """Returns the ranges to try for an activation, the widest first; the simplest method wins at equal scales."""
         found = {self.grid(limits)[0]: limits for limits in reversed(candidate_ranges(seen, self.rounded))}
         return [found[scale] for scale in sorted(found, reverse=True)]
 
@@ -83,7 +83,7 @@ def fewest_kept(by_damage: Sequence[T], passes: Callable[[Collection[T]], bool],
     """Finds by bisection how many of the most sensitive layers have to stay in higher precision.
 
     Args:
-        by_damage: The layers, the most sensitive first. To keep none does not pass.
+        by_damage: The layers, the most sensitive first. Keeping none must fail.
         passes: True if the model is good enough with these layers kept.
         most: The number of layers that may be kept.
     Returns:

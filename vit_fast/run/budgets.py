@@ -1,4 +1,4 @@
-"""Token budgets: how images are packed into them, and the capture of graphs that a model must not outgrow."""
+"""Token budgets for packed images, and CUDA graph capture with a check that the model has not changed since."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pack(
         The budget of each bin, and its images in the order of the call.
     """
     largest = max(budgets)
-    bins: list[tuple[list[int], list[int]]] = []  # what is free, and images
+    bins: list[tuple[list[int], list[int]]] = []  # free tokens and sequences, and the images
     for image in sorted(range(len(lengths)), key=lambda image: -lengths[image]):
         length, number = lengths[image], sequences[image]
         found = next((one for one in bins if length <= one[0][0] and number <= one[0][1]), None)
@@ -47,15 +47,15 @@ def pack(
 
 
 def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int = 4) -> tuple[int, ...]:
-    """Suggests token budgets for images, with the fewest padding tokens if each image runs alone.
+    """Suggests the token budgets that need the fewest padding tokens if each image runs alone.
 
     Args:
         sizes: (height, width) or (frames, height, width) of each image, as in spatial_shapes and image_grid_thw.
         patch_size: Pixels per patch, if height and width are in pixels.
-        count: Budgets at most.
+        count: Maximum number of budgets.
     Returns:
-        Multiples of 64 tokens, ascending; the last one fits the patches of the largest image. The class tokens and
-        registers of a NaFlexVit count, too: add them to each budget, once per image.
+        Multiples of 64 tokens, ascending; the last one fits the patches of the largest image. For a NaFlexVit, add
+        its class and register tokens to each budget, once per image.
     Raises:
         ValueError: sizes is empty, or a size is not two or three positive integers.
     """
@@ -74,7 +74,7 @@ def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int 
     options = sorted(set(rounded))
     images = [0, *itertools.accumulate(rounded.count(option) for option in options)]
     tokens = [0, *itertools.accumulate(option * rounded.count(option) for option in options)]
-    # best[end]: least padding of the first `end` options, with its budgets
+    # best[end]: the smallest padding for the first `end` options, and the budgets
     best: list[tuple[float, tuple[int, ...]]] = [(0, ()), *[(float("inf"), ())] * len(options)]
     for _ in range(min(count, len(options))):
         longer = list(best)
@@ -88,11 +88,11 @@ def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int 
 
 @dataclass
 class GraphStats:
-    """Counts of a `GraphRunner`.
+    """Counters of a `GraphRunner`.
 
     Attributes:
         graphs: Captured graphs.
-        hits: Runs per budget; a call may take several.
+        hits: Number of runs per budget; a call may need several.
         tokens: Tokens of images in these runs.
         padding: Padding tokens in these runs.
         fallbacks: Calls that ran eagerly.
@@ -106,12 +106,12 @@ class GraphStats:
 
     @property
     def padding_share(self) -> float:
-        """Padding tokens among all tokens that ran."""
+        """Share of padding tokens in all runs."""
         return self.padding / max(self.padding + self.tokens, 1)
 
 
 def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Callable[[], Any]:
-    """Captures a CUDA graph; returns what replays it and returns its outputs, which the next replay overwrites."""
+    """Captures a CUDA graph; returns a function that replays it. The next replay overwrites the outputs."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -131,7 +131,7 @@ def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Callable
 
 
 class Watched:
-    """A model as graphs were captured: its modules, parameters, buffers, and settings of its fused blocks."""
+    """Records a model at capture time: its modules, parameters, buffers, and the settings of its fused blocks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._modules = model, list(model.modules())
@@ -140,7 +140,7 @@ class Watched:
             edges += [(module, name, child) for name, child in module._modules.items() if child is not None]
             values += parts_of(module).watch.values if isinstance(module, FusedNormMlp) else ()
         self._watch = Watch(model, edges, values)
-        self._forward, self._known = vars(model).get("forward"), self._touched()
+        self._forward, self._known = vars(model).get("forward"), self._hooked_or_replaced()
         self._tensors = [
             (place, name, tensor, tensor.data_ptr())
             for module in self._modules
@@ -150,10 +150,10 @@ class Watched:
         ]
 
     def change(self, runner: object) -> str | None:
-        """Returns what changed since, and no graph knows of; called before every replay.
+        """Returns an error message if the model changed after the capture, else None; called before every replay.
 
         Args:
-            runner: May have replaced the model's own forward.
+            runner: The object that may replace the model's forward.
         """
         for place, name, tensor, address in self._tensors:
             if place.get(name) is not tensor or tensor.data_ptr() != address:
@@ -165,12 +165,12 @@ class Watched:
             return "the model's forward was replaced on the instance: remove what replaced it"
         if self._watch.holds(self._model) and not is_hooked(self._model):
             return None
-        if new := [reason for reason in self._touched() if reason not in self._known]:
-            return f"{new[0]}: undo this, or build another GraphRunner"
-        if self._watch.holds(self._model):  # the model has the hooks that it was captured with
+        if new := [reason for reason in self._hooked_or_replaced() if reason not in self._known]:
+            return f"{new[0]}: revert this, or build another GraphRunner"
+        if self._watch.holds(self._model):  # the same hooks as at capture time
             return None
-        return "modules and settings must not be replaced after the capture, or unfused: build another GraphRunner"
+        return "modules and settings must not be replaced or unfused after the capture: build another GraphRunner"
 
-    def _touched(self) -> list[str]:
+    def _hooked_or_replaced(self) -> list[str]:
         own = ["the model has hooks, which would no longer run"] if is_hooked(self._model) else []
         return own + touch_reasons([named for named in self._model.named_modules() if named[0]])

@@ -1,4 +1,4 @@
-"""CUDA graphs of models of images and of packed vision towers."""
+"""CUDA graphs for image models and packed vision towers."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ class GraphRunner:
     More images than fit run one after the other. Calls from several threads or streams are safe: they run one at a
     time, and each waits on the device for the previous one.
 
-    The model is frozen (`vit_fast.freeze`), so that no graph folds weights, and captured in evaluation mode without
-    gradients. In-place updates of its parameters take effect at the next call if torch tracks them, and after
+    The model is frozen (`vit_fast.freeze`), so that replays do not fold weights, and captured in evaluation mode
+    without gradients. In-place updates of its parameters take effect at the next call if torch tracks them, and after
     refresh() in any case. A call raises an error under autocast, and if modules, forwards, parameters, buffers or
     settings of fused blocks were replaced or moved, or hooks were added. FP8 scales must not change.
 
     Args:
-        model: On one CUDA device. A model compiled with mode "reduce-overhead" or "max-autotune" makes its own CUDA
-            graphs and cannot be captured: use "default" or "max-autotune-no-cudagraphs". With budgets, a tower of
+        model: The model, on one CUDA device. Compiled with mode "reduce-overhead" or "max-autotune", it makes its own
+            CUDA graphs and cannot be captured: use "default" or "max-autotune-no-cudagraphs". With budgets, a tower of
             `vit_fast.fuse` whose images are packed or padded (docs/classes.md lists them), or one of transformers for
             images of one size.
         example: Images [any, channels, height, width] with dtype and device of later calls.
-        batch_sizes: With an example: sizes to capture, in images, by default 1, 8 and 32; each has its own activations
-            on the device.
-        budgets: In place of an example: tokens per graph. A graph is captured at the first call that needs it.
+        batch_sizes: With an example: batch sizes to capture, by default 1, 8 and 32. Each needs its own device memory
+            for activations.
+        budgets: Instead of an example: tokens per graph. A graph is captured at the first call that needs it.
             `vit_fast.budgets_for` suggests budgets.
-        max_images: With budgets: images in one graph at most, by default 64; each frame of a video counts.
-        fallback: With "error", a call that no graph can run raises an error. With "eager", the model runs it. Without
-            a CUDA device, budgets run with the same packing and padding; an example needs "eager".
+        max_images: With budgets: maximum number of images in one graph, by default 64; each frame of a video counts.
+        fallback: With "error", a call that no graph can run raises an error. With "eager", it runs without a graph.
+            Without a CUDA device, budgets run with the same packing and padding; an example needs "eager".
     Raises:
         ValueError: the example, the batch sizes or the budgets are invalid.
         UnsupportedInputError: the model or the example is not on a CUDA device and fallback is "error", the first
@@ -76,8 +76,8 @@ class GraphRunner:
         check_type("model", model, nn.Module)
         check_choice("fallback", fallback, get_args(Fallback))
         if (example is None) == (budgets is None):
-            came = f"{type(example).__name__} and {budgets!r}"
-            raise ValueError(f"either example or budgets must be given, got {came}")
+            got = f"{type(example).__name__} and {budgets!r}"
+            raise ValueError(f"either example or budgets must be given, got {got}")
         name, other = ("max_images", max_images) if budgets is None else ("batch_sizes", batch_sizes)
         if other is not None:
             mode = "an example" if budgets is None else "budgets"
@@ -107,7 +107,7 @@ class GraphRunner:
         self.captured, self._eager = not reasons, bool(reasons) and example is not None
         if self.captured:
             freeze(self.model)
-        self._frozen = frozen_of(self.model)  # the graphs read their memory, even after the model drops them
+        self._frozen = frozen_of(self.model)  # keeps them alive: the graphs read their memory
         self._watched, self._lock, self._stats = Watched(model), threading.Lock(), GraphStats()
         self._graphs: dict[tuple[int, Options, Options], tuple[dict[str, Tensor], Callable[[], Any]]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.captured and self._device.type == "cuda" else None
@@ -133,14 +133,14 @@ class GraphRunner:
                 raise UnsupportedInputError("GraphRunner", reasons)
             with self._lock:
                 self._stats.fallbacks += 1
-            return self._tower.eager(*args, **kwargs)  # with gradients, if the caller wants them
-        with self._turn():
+            return self._tower.eager(*args, **kwargs)  # gradients remain enabled here
+        with self._exclusive():
             for frozen in self._frozen:
                 frozen.ensure_current()
             return self._tower.join(call, self._parts(call))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles as the model's own forward, which `graph_vision_tower` replaces, because graphs cannot."""
+        """Copies and pickles the model's own forward, because CUDA graphs cannot be copied."""
         return own_forward, (self.model,)
 
     @property
@@ -153,19 +153,19 @@ class GraphRunner:
             return copy.deepcopy(self._stats)
 
     def refresh(self) -> None:
-        """Updates the frozen weights, also after changes that torch does not track (`.data`, other libraries).
+        """Updates the frozen weights, including changes that torch does not track (`.data`, other libraries).
 
         Raises:
             RuntimeError: parameters were replaced or moved after the capture.
         """
         if self.captured and (change := self._watched.change(self)):
             raise RuntimeError(change)
-        with self._turn():
+        with self._exclusive():
             for frozen in self._frozen:
                 frozen.refresh()
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Waits for the previous use of the buffers and frozen weights, on the host and on the device."""
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         with self._lock, torch.no_grad():
@@ -173,7 +173,7 @@ class GraphRunner:
                 stream.wait_event(self._last_done)
             try:
                 yield
-            finally:  # what ran before an error still uses them
+            finally:  # after an error, launched work may still use them
                 if stream is not None:
                     self._last_done = stream.record_event()
 
@@ -195,7 +195,7 @@ class GraphRunner:
             yield "the call must not be compiled or exported"
 
     def _parts(self, call: Call) -> Iterator[Part]:
-        """Runs the images of a call, some at a time. The next part overwrites the outputs of the previous one."""
+        """Runs the images of a call in parts. Each part overwrites the outputs of the previous one."""
         for budget, images in pack(call.lengths, call.sequences, self.budgets, self._sequences):
             run = self._graph(budget, call, images)
             used = sum(call.lengths[image] for image in images)
@@ -207,7 +207,7 @@ class GraphRunner:
     @torch.inference_mode(False)  # calls of any mode write into the buffers
     @torch.no_grad()
     def _graph(self, budget: int, call: Call, images: Sequence[int]) -> Callable[[], Any]:
-        """Writes images into the buffers of a budget; returns what replays their graph, or runs the tower on them."""
+        """Writes images into the buffers of a budget; returns a function that runs them, by a graph if captured."""
         key = budget, call.options, self._tower.settings()
         buffers, run = self._graphs.get(key, ({}, None))
         self._tower.fill(buffers, budget, self._sequences, call, images)
@@ -215,7 +215,7 @@ class GraphRunner:
             run = partial(self._tower.run, buffers, dict(call.options))
             if self.captured:
                 run = capture(run, self._device, self._pool)
-                # weights that were frozen again since the last capture
+                # weights may have been frozen again since the last capture
                 self._frozen += [each for each in frozen_of(self.model) if each not in self._frozen]
                 self._stats.graphs += 1
             self._graphs[key] = buffers, run
@@ -227,9 +227,9 @@ def own_forward(model: nn.Module) -> Callable[..., Any]:
 
 
 class _Batches(ImageTower):
-    """A model called with images like the example; an image counts as one token."""
+    """A model called with images like the example. Counts an image as one token."""
 
-    def read(self, images: Tensor) -> Call:  # type: ignore[override]  # by the name that callers use
+    def read(self, images: Tensor) -> Call:  # type: ignore[override]  # callers may pass images by name
         check_type("images", images, Tensor)
         like, shape = self.like, self.shapes["images"]
         if images.shape[1:] != shape or images.dtype != like.dtype or images.device != like.device:
@@ -257,12 +257,12 @@ def _host_reads(model: nn.Module) -> list[str]:
         if reason := getattr(cls, "host_reads", ""):
             reasons.append(reason)
         elif "patch_attention_mask" in inspect.signature(cls.forward).parameters:
-            reasons.append(f"{cls.__name__} reads its mask of patches on the host, which no graph repeats")
+            reasons.append(f"{cls.__name__} reads its mask of patches on the host, which CUDA graphs do not support")
     return reasons[:1]
 
 
 def _autocast(device: torch.device) -> list[str]:
-    """Returns that a graph would ignore autocast, or reuse weights that it cast during the capture."""
+    """Returns a reason under autocast: a graph would ignore it, or reuse weights that were cast during the capture."""
     if torch.is_autocast_enabled(device.type):
         return ["autocast must be off: convert the model to half precision"]
     return []
@@ -272,20 +272,20 @@ def _fit_tower(model: nn.Module) -> PackedTower:
     """Recognises a tower that runs packed in a graph, or raises UnsupportedInputError."""
     tower, reasons = packed_tower(model), []
     if tower is None:
-        reason = f"the model must be a tower that docs/classes.md marks, got a {type(model).__name__}"
+        reason = f"the model must be a tower marked in docs/classes.md, got {type(model).__name__}"
         raise UnsupportedInputError("GraphRunner with budgets", [reason])
     if forward_is_replaced(model):
         reasons = ["the tower's forward was replaced on the instance: remove what replaced it"]
     for name, module in model.named_modules():
         if is_hooked(module):
-            reasons.append(f"{name or 'the tower'} must have no hooks, which would not run: remove them")
+            reasons.append(f"{name or 'the tower'} must have no hooks, because graphs do not run them: remove them")
         if not tower.needs_fused:
             continue
         is_ours = isinstance(module, FusedModule) or type(module).__module__.startswith("torch.")
         if not is_ours and fused_form(type(module)) is not None:
             reasons.append(f"{name or 'the tower'} must be fused: call vit_fast.fuse first")
         elif tower.like.is_cuda and getattr(module, "vit_fast_backend", "triton") != "triton":
-            reasons.append(f"{name} must have backend 'triton', which reads no lengths on the host")
+            reasons.append(f"{name} must have backend 'triton', because others read lengths on the host")
     if reasons:
         raise UnsupportedInputError("GraphRunner with budgets", reasons[:3])
     return tower

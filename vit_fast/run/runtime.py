@@ -25,14 +25,14 @@ def compile(
     Args:
         model: The model; its parameters are shared, not copied.
         mode: "default" compiles fastest. "reduce-overhead" replays CUDA graphs, for small batches, where launching
-            kernels costs more than running them; its outputs are overwritten by the next call. "max-autotune" also
-            times candidates for every matmul, which takes minutes; its "-no-cudagraphs" form can be captured. Measure
-            the gain by `vit-fast bench --candidates sdpa,sdpa+compile`; benchmarks/results contains records.
+            kernels costs more than running them; the next call overwrites its outputs. "max-autotune" also
+            times candidates for every matmul, which takes minutes; GraphRunner can capture its "-no-cudagraphs" form.
+            Measure the gain by `vit-fast bench --candidates sdpa,sdpa+compile`; benchmarks/results contains records.
         dynamic_batch: True compiles one graph for all batch sizes from 2 (and another for size 1), instead of one graph
             per size. The first axis of all inputs must be the batch.
         fullgraph: True raises an error for a graph break.
     Returns:
-        The compiled model; attributes and state_dict as of torch.compile.
+        The compiled model, with the attributes and state_dict that torch.compile gives it.
     Raises:
         ValueError: the mode is unknown.
     """
@@ -42,15 +42,15 @@ def compile(
     if dynamic_batch:
         compiled.register_forward_pre_hook(_mark_batch_dynamic, with_kwargs=True)
     if mode in ("reduce-overhead", "max-autotune"):
-        compiled.register_forward_pre_hook(_look_after_frozen)
+        compiled.register_forward_pre_hook(_update_frozen)
     return compiled
 
 
 def compile_frozen(function: Callable[..., Any], *, fullgraph: bool = True) -> Callable[..., Any]:
-    """Compiles a model for inference with its weights as constants, whose layout torch optimizes.
+    """Compiles a model for inference with its weights as constants, so that torch can optimize their layout.
 
-    Sets torch._inductor.config.freezing during each call: torch also reads it while tracing, so that the option of
-    torch.compile alone freezes nothing. Later changes of the weights have no effect.
+    Sets torch._inductor.config.freezing during each call: torch also reads it while tracing, so the option of
+    torch.compile alone has no effect. Later changes of the weights have no effect.
     """
     from torch._inductor import config
 
@@ -70,7 +70,7 @@ def compile_frozen(function: Callable[..., Any], *, fullgraph: bool = True) -> C
 _at_fixed_addresses: weakref.WeakSet[Frozen] = weakref.WeakSet()
 
 
-def _look_after_frozen(module: nn.Module, args: Any) -> None:
+def _update_frozen(module: nn.Module, args: Any) -> None:
     """Updates frozen weights before a replay and marks them static, so that no replay copies them."""
     for frozen in frozen_of(module):
         if frozen not in _at_fixed_addresses:
@@ -81,7 +81,7 @@ def _look_after_frozen(module: nn.Module, args: Any) -> None:
 
 
 def _mark_batch_dynamic(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Marks the first axis as dynamic, except for size 1, for which torch always specialises."""
+    """Marks the first axis as dynamic, except for size 1, which torch always specializes."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] > 1:
             torch._dynamo.mark_dynamic(value, 0)

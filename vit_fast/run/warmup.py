@@ -23,7 +23,7 @@ class WarmUp:
     """Result of a warm-up.
 
     Attributes:
-        kernels: Number of kernels that later calls need and this process had not loaded yet.
+        kernels: Number of kernels that later calls need and that this process had not loaded yet.
         compiled: Number of these that were compiled; the others were in Triton's cache on disk.
         seconds: Duration.
         reasons: Reasons why nothing was compiled, e.g. no GPU or no triton.
@@ -53,13 +53,14 @@ def warm_up(
 
     Calls a copy of the model, which shares its parameters, once per batch size, and records kernels that are not
     compiled instead of launching them. Then compiles these, in parallel if that is faster, and stores them in Triton's
-    cache on disk. Call it like the model: on the same device, under torch.autocast if the model uses it. The state of
-    random number generators, buffers and gradients stay unchanged.
+    cache on disk. Call it as you will call the model: on the same device, and under torch.autocast if you
+    use it. The state of random number generators, buffers and gradients stays unchanged.
 
     Args:
         model: A VisionTransformer or a fused model; not compiled by torch.compile.
-        batch_sizes: Batch sizes of later calls. Other sizes compile few kernels at their first call: at most one from
-            12 images without gradients or 33 images in training, a few for smaller batches (ViT-S, B and L).
+        batch_sizes: Batch sizes of later calls. Other sizes compile at most one kernel at their first call, for
+            batches of 12 or more images without gradients or 33 or more in training (ViT-S, B and L). Smaller
+            batches compile a few.
         training: True compiles kernels for training steps, forward and backward, instead of inference.
         example: Images [any, channels, height, width] like those of later calls; None means images of the model's size
             in its parameters' dtype.
@@ -78,7 +79,7 @@ def warm_up(
     if example.dim() < 2 or example.shape[0] < 1:
         raise ValueError(f"example must have shape [any, channels, height, width], got {tuple(example.shape)}")
     start = time.perf_counter()
-    # runs a small kernel, so call it before launches are recorded
+    # runs a small kernel: call it before launches are recorded
     reasons = nothing_to_compile_reasons(example.device)
     if reasons:
         return WarmUp(0, 0, time.perf_counter() - start, reasons)
@@ -88,7 +89,7 @@ def warm_up(
             images = example[:1].expand(size, *example.shape[1:]).contiguous()
             _call(stand_in, images, training)
 
-    with _untouched(model, training) as stand_in:
+    with _isolated_copy(model, training) as stand_in:
         kernels, compiled = compile_launches(call_each, progress)
     return WarmUp(kernels, compiled, time.perf_counter() - start)
 
@@ -105,14 +106,14 @@ def _example(model: nn.Module) -> Tensor:
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module, training: bool) -> Iterator[nn.Module]:
+def _isolated_copy(model: nn.Module, training: bool) -> Iterator[nn.Module]:
     """Yields a copy that shares parameters and has its own buffers; restores random number generators."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with (
         torch.random.fork_rng(devices),
-        torch.autograd.set_multithreading_enabled(False),  # the backward in this thread, where launches are held back
-        torch.autograd.set_detect_anomaly(False),  # outputs of kernels that are not launched may contain NaN
+        torch.autograd.set_multithreading_enabled(False),  # run backward in this thread, which records launches
+        torch.autograd.set_detect_anomaly(False),  # kernels are not launched, so outputs may contain NaN
     ):
         yield copy.deepcopy(model, shared).train(training)
 

@@ -31,15 +31,15 @@ def create_model(
 ) -> VisionTransformer:
     """Builds a Vision Transformer by timm's name and fuses it.
 
-    Blocks with dropout run their modules in training, with any backend; `print(vit_fast.fuse(model, backend))` lists
-    them.
+    In training, blocks with dropout run their original modules with any backend. `print(vit_fast.fuse(model, backend))`
+    lists them.
 
     Args:
-        name: One of list_models(), or a Hugging Face Hub id or folder with shape and weights.
+        name: One of list_models(), or a Hugging Face Hub id or folder with config and weights.
         backend: "auto", "eager", "sdpa" or "triton"; see set_backend.
         weights: A file (.safetensors, .pth, .bin, .npz), a folder or a Hugging Face Hub id; None means random weights.
-            If it has a config, that sets head size, activation and epsilon, unless config_overrides do. If num_classes
-            is given here and differs, the head stays random.
+            Their config, if any, sets head size, activation and epsilon; config_overrides take precedence. If
+            num_classes is given and differs, the head stays random.
         device: Device of the parameters; None means torch's default device.
         dtype: Parameter dtype; None means torch's default dtype.
         precision: "fp8" runs the blocks in e4m3, like `vit_fast.fuse`; the weights must contain the scales of
@@ -55,7 +55,7 @@ def create_model(
     check_type("name", name, str)
     check_type("dtype", dtype, torch.dtype, type(None))
     if "/" in name and weights is not None:
-        raise ValueError(f"name must be a variant if weights are given, got {name!r}, which has weights of its own")
+        raise ValueError(f"name must be a variant if weights are given, got {name!r}, which has its own weights")
     head_is_asked_for = "num_classes" in config_overrides
     source = None
     if weights is not None or "/" in name:

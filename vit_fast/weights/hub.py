@@ -84,7 +84,7 @@ def _open_repository(repository: str) -> Source:
         try:
             return _download(repo_id, revision or "main", filename, cache_only=unreachable is not None)
         except _Unreachable as error:
-            unreachable = unreachable or error  # wait for the network only once, then use the cache alone
+            unreachable = unreachable or error  # wait for the network only once, then use only the cache
             raise unreachable from None
 
     return _open(repository, fetch)
@@ -105,7 +105,7 @@ def _download(repo_id: str, revision: str, filename: str, *, cache_only: bool) -
     where = f"{repo_id}@{revision}"
     try:
         cached = try_to_load_from_cache(repo_id, filename, revision=revision)
-        if cached is not None:  # a path, or the mark that the repository does not have this file
+        if cached is not None:  # a path, or a marker that the repository does not have this file
             return Path(cached) if isinstance(cached, str) else None
         with _without_retry_warnings():
             return Path(hf_hub_download(repo_id, filename, revision=revision, local_files_only=cache_only))
@@ -124,7 +124,7 @@ def _download(repo_id: str, revision: str, filename: str, *, cache_only: bool) -
         raise WeightsError(f"{where}: no such repository on huggingface.co, or it is private") from None
     except HFValidationError as error:
         raise WeightsError(f"{where}: not a repository id: {error}") from None
-    except OSError as error:  # connection errors of every HTTP library derive from it or are wrapped above
+    except OSError as error:  # base class of the connection errors of HTTP libraries
         raise _Unreachable(f"{where}: {filename} cannot be downloaded: {error}") from None
 
 
@@ -154,12 +154,12 @@ def _open(name: str, fetch: _Fetch) -> Source:
         return source  # a file of vit_fast.save, which contains its config
     found = Source(name, source.tensors)
     if config_file is None:
-        found.notes.append("no config.json: head size, preprocessing and class names are the model's own")
+        found.notes.append("no config.json: head size, preprocessing and class names remain those of the model")
         return found
     config = _read_json(config_file)
     library = next((library for library in CONFIGURATIONS if library.wrote(config)), None)
     if library is None:
-        found.notes.append("config.json belongs to no known library: not used")
+        found.notes.append("config.json is ignored: no supported library wrote it")
         return found
     try:
         facts = library.read_config(config)
@@ -215,12 +215,12 @@ def _read_preprocessor(source: Source, fetch: _Fetch) -> None:
     try:
         preprocessor_file = fetch("preprocessor_config.json")
     except _Unreachable as error:
-        source.notes.append(f"preprocessing is the model's own: {error}")
+        source.notes.append(f"preprocessing remains that of the model: {error}")
         return
     if preprocessor_file is None:
-        source.notes.append("no preprocessor_config.json: preprocessing is the model's own")
+        source.notes.append("no preprocessor_config.json: preprocessing remains that of the model")
         return
     try:
         source.data_config = transformers_config.data_config_from_processor(_read_json(preprocessor_file))
     except (ValueError, KeyError, TypeError) as error:
-        source.notes.append(f"preprocessor_config.json not used: {error}")
+        source.notes.append(f"preprocessor_config.json is ignored: {error}")

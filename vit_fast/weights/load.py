@@ -42,10 +42,10 @@ class WeightsReport:
         source: Path, repository, or "a state dict".
         layout: The library whose names were recognised.
         loaded: Number of the model's tensors that were set.
-        renamed: (theirs, ours) for names that differ; one of ours may be made of several of theirs.
+        renamed: (name in the source, name in the model) where they differ; several tensors may form one.
         interpolated: Position embeddings that were resampled, with both grids.
-        replaced: Head tensors that the model keeps because of replace_head, with the reason.
-        ignored: Tensors of the file that this model does not use.
+        replaced: Head tensors of the source that replace_head skipped, with the reason.
+        ignored: Tensors of the source that this model does not use.
         notes: Other remarks.
     """
 
@@ -105,11 +105,11 @@ def load_weights(
 def save(model: VisionTransformer, path: str | Path) -> Path:
     """Writes a model to one .safetensors file, with config, preprocessing and class names in its metadata.
 
-    The file appears whole or not at all. `load` rebuilds the model from it.
+    The write is atomic. `load` rebuilds the model from the file.
 
     Args:
-        model: Its parameters are stored in their dtype; tied ones are written out as copies.
-        path: Must end in .safetensors; an existing file is replaced, missing folders are created.
+        model: The model. Parameters are stored in their dtype, tied parameters as copies.
+        path: File name ending in .safetensors. An existing file is replaced; missing folders are created.
     Returns:
         path.
     Raises:
@@ -124,7 +124,7 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
 
 
 def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: str | Path) -> Path:
-    """Saves a model with other tensors than its own, e.g. gathered shards or a running mean; see `save`."""
+    """Saves a model with the given tensors instead of its own, e.g. gathered shards or a running mean; see `save`."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -148,7 +148,7 @@ def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: st
 def load(
     source: str | Path | Source, *, backend: str = "auto", device: torch.device | str | None = None
 ) -> VisionTransformer:
-    """Builds a model from weights with a config; it gets their dtype, preprocessing and class names.
+    """Builds a model from weights with a config, and sets dtype, preprocessing and class names from them.
 
     Args:
         source: A file of `save`, or a folder or Hub id with a config.json.
@@ -162,7 +162,7 @@ def load(
     opened = open_source(source)
     if opened.config is None:
         raise WeightsError(
-            f"{opened.name}: must have a config, from vit_fast.save or in config.json; or name the model: "
+            f"{opened.name}: must have a config, from vit_fast.save or in config.json; without one, call "
             "create_model(name, weights=...)"
         )
     opened.check_size()
@@ -175,7 +175,7 @@ def load(
     fit = _Fit(model, opened, replace_head=False)
     tensors = fit.fitted
     if fit.report.layout != "vit-fast":
-        dtype = tensors["patch_embed.proj.weight"].dtype  # sums made during conversion may have a wider dtype
+        dtype = tensors["patch_embed.proj.weight"].dtype  # tensors computed during conversion may have a wider dtype
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     fit.make_room_for_scales(model)
     model.load_state_dict(tensors, assign=True)
@@ -185,7 +185,7 @@ def load(
 
 
 class _Fit:
-    """Fits a source to a model: `fitted` contains exactly the model's tensors; else WeightsError is raised."""
+    """Converts the tensors of a source to those of a model, `fitted`, or raises WeightsError."""
 
     def __init__(self, model: VisionTransformer, source: Source, replace_head: bool) -> None:
         self.config = model.config
@@ -201,11 +201,11 @@ class _Fit:
         self.report = WeightsReport(source.name, layout, notes=list(source.notes))
         self.problems: list[str] = []
         self.fitted = dict(converted.tensors)
-        self._drop_what_the_model_lacks(converted)
+        self._drop_unused(converted)
         self._interpolate_positions()
-        self._compare_facts()
+        self._compare_configs()
         if replace_head:
-            self._leave_other_heads(converted)
+            self._keep_own_head(converted)
         self._check(converted)
         if self.problems:
             raise WeightsError(
@@ -220,7 +220,7 @@ class _Fit:
         for name, block in model.blocks.named_children():
             make_room(block, self.fitted, f"blocks.{name}.")
 
-    def _drop_what_the_model_lacks(self, converted: Converted) -> None:
+    def _drop_unused(self, converted: Converted) -> None:
         useless: list[str] = []
         if self.config.num_classes == 0:
             useless += _HEADS
@@ -246,7 +246,7 @@ class _Fit:
         )
 
     def _grid_of_source(self, patches: int) -> Size | None:
-        """Returns rows and columns of the source's positions: its config's, else a square; None if unknown."""
+        """Returns the position grid of the source, by its config or as a square; None if unknown."""
         config = self.source.config
         if config is not None and config.num_patches == patches:
             return config.grid_size
@@ -255,8 +255,8 @@ class _Fit:
         side = math.isqrt(max(patches, 0))
         return (side, side) if side and side * side == patches else None
 
-    def _compare_facts(self) -> None:
-        """Compares fields that shapes do not show: number of heads, activation, epsilon."""
+    def _compare_configs(self) -> None:
+        # tensor shapes do not determine these fields
         theirs = self.source.config
         if theirs is None:
             return
@@ -265,17 +265,16 @@ class _Fit:
         for name in ("act_layer", "norm_eps"):
             if getattr(theirs, name) != getattr(self.config, name):
                 self.report.notes.append(
-                    f"{name}: the source was made with {getattr(theirs, name)!r}, the model has "
-                    f"{getattr(self.config, name)!r}"
+                    f"{name}: the source has {getattr(theirs, name)!r}, the model {getattr(self.config, name)!r}"
                 )
 
-    def _leave_other_heads(self, converted: Converted) -> None:
+    def _keep_own_head(self, converted: Converted) -> None:
         reason = converted.head_problem(self.config)
         for name in [name for name in self.wanted if name.startswith(_HEADS)]:
             there = self.fitted.get(name)
             if reason is not None or there is None or there.shape != self.wanted[name].shape:
-                was = "is not in the source" if there is None else f"is {_shape(there)} in the source"
-                self.report.replaced.append(f"{name}: {was}, the model's {_shape(self.wanted[name])} is kept")
+                was = "missing in the source" if there is None else f"{_shape(there)} in the source"
+                self.report.replaced.append(f"{name}: {was}, the model keeps its {_shape(self.wanted[name])}")
                 self.fitted.pop(name, None)
                 del self.wanted[name]
 
@@ -293,7 +292,7 @@ class _Fit:
                 continue
             if tensor.shape != self.wanted[name].shape:
                 self.problems.append(
-                    f"shape of {name}: {_shape(tensor)} in the source, {_shape(self.wanted[name])} here"
+                    f"shape of {name}: {_shape(tensor)} in the source, {_shape(self.wanted[name])} in the model"
                 )
             elif tensor.is_floating_point() != self.wanted[name].is_floating_point():
                 self.problems.append(f"dtype of {name}: must be floating, got {tensor.dtype}")

@@ -66,7 +66,7 @@ def read_file(path: Path) -> Source:
         tensors = _read_npz(path) if suffix == ".npz" else _read_torch(path)
     except VitFastError:
         raise
-    except Exception as error:  # the decoders raise almost anything for a damaged file
+    except Exception as error:  # for a damaged file, the decoders raise exceptions of many types
         raise WeightsError(f"{path}: cannot be read as {suffix}: {_first_line(error)}") from None
     return Source(str(path), tensors_of(tensors, str(path)))
 
