@@ -308,7 +308,7 @@ def test_the_policy_shrinks_tiles_for_windows() -> None:
     [
         (lambda q, bounds: (q, q[:, :1], q, bounds, 4), r"k must have q\'s shape \(6, 2, 16\), got \(6, 1, 16\)"),
         (lambda q, bounds: (q[None], q, q, bounds, 4), "q must have shape"),
-        (lambda q, bounds: (q, q, q.half(), bounds, 4), "got torch.float16"),
+        (lambda q, bounds: (q, q, q.double(), bounds, 4), "got torch.float64"),
         (lambda q, bounds: (q.long(),) * 3 + (bounds, 4), "int64"),
         (lambda q, bounds: (q, q, q, bounds.long(), 4), "cu_seqlens must be torch.int32 on .*, got torch.int64"),
         (lambda q, bounds: (q, q, q, bounds.to("meta"), 4), "got torch.int32 on meta"),
