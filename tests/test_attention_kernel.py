@@ -66,6 +66,7 @@ def _gradient_of(q: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("batch", "n_q", "n_kv", "heads", "head_dim", "dtype"),
     [*SHAPES, *(pytest.param(*shape, marks=pytest.mark.slow) for shape in SLOW_SHAPES if shape not in SHAPES)],
+    ids=str,
 )
 def test_every_shape(batch: int, n_q: int, n_kv: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
     q = packed_inputs(batch, n_q, heads, head_dim, dtype)[0]

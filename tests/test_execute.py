@@ -15,11 +15,11 @@ REASON = build.why_unavailable()
 TESTS = Path(__file__).parent
 CASES = {
     "sm_80": ("test_matmul_kernel.py", "test_a_residual_in_fp32_is_added and bfloat16 and TMA"),
-    "sm_90": ("test_attention_kernel.py", "test_every_shape and 2-20-20-2-16"),
+    "sm_90": ("test_attention_kernel.py", "test_every_shape and 2-20-20-2-32-torch.float16"),
 }
 
 
-@pytest.mark.slow
+@pytest.mark.fast_cases("sm_90")
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("arch", CASES)
 def test_kernels_are_executed(arch: str) -> None:

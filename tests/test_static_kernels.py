@@ -53,6 +53,7 @@ def compile_builds(keys: dict[str, tuple[str, ...]]) -> dict[str, dict[str, Any]
     return found
 
 
+@pytest.mark.slow
 def test_attention_and_fc1_keep_their_bars() -> None:
     """On sm_90 with N = 197, D = 64, and fc1 with GELU: no spills, at most 184 registers, wgmma and TMA in and out."""
     row, fc1 = "attention_fwd_row/bf16 N197 D64 B256 tma", "matmul_layer_norm/half 128x256x64 TMA gelu"

@@ -44,7 +44,7 @@ SHAPES = (
     (64, 197, 12, 32),
     (64, 577, 12, 128),
 )
-_TOLERANCE = 2e-2  # bf16 results of two tilings of one sum, of order one
+_TOLERANCE = 2e-2  # difference of bf16 results of order one between two tilings
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,6 @@ def write_entry(path: Path, problem: Problem, kernel: str, config: Config) -> No
     table = json.loads(path.read_text())
     classes = table["architectures"].setdefault(problem.arch, {})
     classes.setdefault(problem.shape_class, {})[kernel] = asdict(config)
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(table, indent=2) + "\n")
-    beside.replace(path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(table, indent=2) + "\n")
+    temporary.replace(path)

@@ -5,7 +5,7 @@ then specialises, compiles and loads kernels, encodes descriptors and packs argu
 into the driver does nothing. So launches and descriptors can be counted and checked, and host time measured. Results
 are undefined.
 
-It needs a process of its own, without CUDA and without Triton's interpreter.
+It needs a separate process, without CUDA and without Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Counters:
     Args:
         launches: Launched kernels.
         dependent: Launches that may start before the previous one has ended.
-        descriptors: Encoded tensor maps, with the refused ones.
+        descriptors: Encoded tensor maps, including refused ones.
         modules: Loaded kernels.
         violations: Calls that were refused because they break a rule.
         largest_shared: Largest shared memory of a launch, in bytes.
