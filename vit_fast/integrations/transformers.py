@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ..errors import UnsupportedInputError, check_type
 from ..libraries.known import packed_tower
-from ..libraries.transformers_attention import given, changes_attention
+from ..libraries.transformers_attention import changes_attention, given
 from ..ops import attention, attention_varlen
 from ..ops.attention import key_mask_of
 from ..run.graph_runner import Fallback, GraphRunner
