@@ -271,9 +271,9 @@ def _parameter_gradients(
             gradients |= {f"{layer}_weight": of.weight, f"{layer}_bias": of.bias}
             gradients |= {f"{norm}_weight": of.gamma, f"{norm}_bias": of.beta}
             gradients |= {"gate_weight": of.gate, "gate_bias": of.gate_bias} if name == "fc1" else {}
-    for name, of in zip(branches, of_branches):
+    for name, branch in zip(branches, of_branches):
         of_scale = "scale1" if name == "proj" else "scale2"
-        gradients |= {f"{name}_weight": of.weight, f"{name}_bias": of.bias, of_scale: of.scale}
+        gradients |= {f"{name}_weight": branch.weight, f"{name}_bias": branch.bias, of_scale: branch.scale}
     return gradients if hidden is None else gradients | hidden.gradients(of_folded[names.index("fc2")])
 
 
