@@ -3,7 +3,7 @@
     report = vit_fast.export.export_onnx(model, "model.onnx", target="ort-cpu")
     logits = vit_fast.export.OnnxRunner("model.onnx")(images)
 
-Names are imported when first used, so that this package can be imported where onnx is not installed.
+Imports names on first use, so that the package can be imported without onnx.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Attention as one placeholder node, replaced by the form that a target runs best.
+"""Attention as one placeholder node, which is replaced by the form that is fastest on a target.
 
     softmax(scale * q k^T) v
 
-By a custom_translation_table, torch's exporter writes attention of packed projections [B, N, q | k | v], and every
-other scaled_dot_product_attention, as one node each.
+With our custom_translation_table, torch's exporter writes attention of packed projections [B, N, q | k | v], and each
+other scaled_dot_product_attention, as one node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ multi_head_attention: com.microsoft's node."""
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations by which torch.onnx.export writes attention as placeholder nodes."""
+    """Returns the custom_translation_table with which torch.onnx.export writes attention as placeholder nodes."""
     import torch
     from onnxscript import opset18, values
 
@@ -87,7 +87,7 @@ def _register(name: str, inputs: tuple[str, ...], **attributes: Any) -> None:
 
 
 def lower_attention(model: ir.Model, form: Form) -> tuple[int, int]:
-    """Replaces every placeholder of a model by the nodes of `form`, in place; returns their number, and the packed."""
+    """Replaces all placeholders by the nodes of `form`, in place; returns the number of all and of packed ones."""
     nodes = [node for node in model.graph if node.domain == DOMAIN]
     for count, node in enumerate(nodes):
         write = Writer(model.graph, f"attention.{count}", before=node)
@@ -102,7 +102,7 @@ def _from_packed(write: Writer, node: ir.Node, form: Form) -> ir.Value:
     shape = None if qkv is None else qkv.shape
     heads, scale = node.attributes.get_int("heads"), node.attributes.get_float("scale")
     if shape is None or not isinstance(shape[2], int):
-        raise ValueError(f"attention {node.name}: the number of channels must be fixed, got {shape}")
+        raise ValueError(f"attention {node.name}: the number of channels must be static, got {shape}")
     C = shape[2] // 3
     if form in ("attention", "multi_head_attention"):
         q, k, v = write.op("Split", qkv, write.constant([C, C, C], "qkv.sizes"), outputs=3, axis=2)
@@ -126,7 +126,7 @@ def _from_heads(write: Writer, node: ir.Node, form: Form) -> ir.Value:
         return _on_heads(write, q, k, v, form, scale)
     heads, head_dim = (None, None) if shape is None else (shape[1], shape[3])
     if not isinstance(heads, int) or not isinstance(head_dim, int):
-        raise ValueError(f"attention {node.name}: the number of heads and their width must be fixed, got {shape}")
+        raise ValueError(f"attention {node.name}: the number of heads and head_dim must be static, got {shape}")
     merged = [write.op("Transpose", value, perm=[0, 2, 1, 3]) for value in (q, k, v)]
     q, k, v = (write.op("Reshape", value, write.constant([0, 0, heads * head_dim], "rows")) for value in merged)
     mixed = _on_rows(write, q, k, v, form, heads, scale)
@@ -149,7 +149,7 @@ def _on_heads(write: Writer, q: ir.Value, k: ir.Value, v: ir.Value, form: Form, 
     if form != "plain":
         mixed = write.op("Attention", q, k, v, scale=scale)
         return mixed
-    # q is scaled before the product: in fp16 the unscaled scores can pass 65504
+    # scale q before the product: in fp16, unscaled scores can exceed 65504
     dtype = q.dtype or ir.DataType.FLOAT
     scaled = write.op("Mul", q, write.constant(np.asarray(scale, dtype.numpy()), "scale"))
     scores = write.op("MatMul", scaled, write.op("Transpose", k, perm=[0, 1, 3, 2]))

@@ -27,7 +27,7 @@ INPUT, BATCH = "images", "batch"
 
 
 class _Exported(nn.Module):
-    """The computation between preprocessing and output: fp32 in, fp32 out, the model's dtype inside."""
+    """Runs the model in its dtype, with inputs and outputs in fp32."""
 
     def __init__(self, vit: ImageModel, output: Output, dtype: torch.dtype, dynamic_size: bool) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
         vit: The model. For fp16 and bf16, a copy in that dtype is captured.
         options: Opset, precision, dynamic dimensions, output.
     Returns:
-        A graph with one input, "images" [batch, in_chans, height, width] fp32, and one output named after its meaning.
+        A graph with one input, "images" [batch, in_chans, height, width] fp32, and one output named by options.output.
     Raises:
         UnsupportedInputError: an operator cannot be exported; names the module.
     """
@@ -66,7 +66,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
 
 
 def _example_size(vit: ImageModel, options: ExportOptions) -> tuple[int, int]:
-    """Returns height and width to trace with; for dynamic_size neither native nor equal, or torch specializes them."""
+    """Returns the size to trace with. For dynamic_size, unlike the model's and not square, or torch specializes it."""
     (height, width), (patch_h, patch_w) = vit.image_hw, vit.patch_hw
     return (height + patch_h, width + 2 * patch_w) if options.dynamic_size else (height, width)
 
@@ -91,7 +91,7 @@ def _torch_export(module: nn.Module, example: Tensor, vit: ImageModel, options: 
 
 
 def _to_onnx(exported: Any, options: ExportOptions) -> ir.Model:
-    # The converter cannot lower the newest opsets to older ones, so the graph is written for the requested one.
+    # Write the graph for the requested opset, because the converter cannot lower the newest opsets.
     try:
         program = torch.onnx.export(
             exported,
@@ -109,7 +109,7 @@ def _to_onnx(exported: Any, options: ExportOptions) -> ir.Model:
     if written != options.opset:
         raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead"])
     for node in model.graph.all_nodes():
-        if node.op_type == "Resize":  # onnxscript before 0.7.2 writes what torch does not compute
+        if node.op_type == "Resize":  # onnxscript before 0.7.2 does not match torch's Resize
             if node.attributes.get_int("antialias", 0):
                 node.attributes.add(ir.AttrFloat32("cubic_coeff_a", -0.5))
                 node.attributes.add(ir.AttrInt64("exclude_outside", 1))
@@ -119,7 +119,7 @@ def _to_onnx(exported: Any, options: ExportOptions) -> ir.Model:
 
 
 def _untranslatable(exported: Any, error: BaseException) -> list[str]:
-    """Describes module and operator in the chain of exceptions that torch's exporter raises."""
+    """Returns module and operator from the chain of exceptions that torch's exporter raises."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -133,13 +133,14 @@ def _untranslatable(exported: Any, error: BaseException) -> list[str]:
         if node.op == "call_function" and operator and operator.removeprefix("torch.ops.") == str(node.target):
             stack = list((node.meta.get("nn_module_stack") or {}).values())
             path = stack[-1][0].split("model.", 1)[-1] if stack else "the model itself"
-            reasons.append(f"module {path!r}: the operator {node.target} has no ONNX form ({_first_line(causes[-1])})")
+            reason = f"the operator {node.target} cannot be translated to ONNX ({_first_line(causes[-1])})"
+            reasons.append(f"module {path!r}: {reason}")
             break
     return reasons or [_first_line(causes[-1])]
 
 
 def _failing_module(module: nn.Module, example: Tensor) -> str:
-    """Runs the model under torch.export again, and returns the module whose forward was entered last."""
+    """Runs torch.export again, and returns the module whose forward was entered last."""
     names = {id(m): name.removeprefix("model.") or "the model itself" for name, m in module.named_modules()}
     entered: list[str] = []
 
@@ -153,7 +154,7 @@ def _failing_module(module: nn.Module, example: Tensor) -> str:
     handles.append(nn.modules.module.register_module_forward_hook(leave))
     try:
         torch.export.export(module, (example,), strict=False)
-    except Exception:  # the same failure; only the module matters
+    except Exception:  # the same error again
         return f"module {entered[-1]!r}" if entered else "the model"
     finally:
         for handle in handles:

@@ -4,7 +4,7 @@ A repository contains MODEL/config.pbtxt, labels.txt and MODEL/1/model.onnx. Tri
 language of the kernels.
 Source: docs.nvidia.com, Triton Inference Server user guide, "Model Repository" and "Model Configuration";
 the schema is model_config.proto of triton-inference-server/common. TensorRT developer guide, "Working with Dynamic
-Shapes" and "trtexec". A strongly typed network computes in the types of the file, eight bits included.
+Shapes" and "trtexec". A strongly typed network computes in the types of the file, including 8-bit types.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ LABELS = "labels.txt"
 
 Shape = tuple[int, ...]
 BATCHES = (1, 8, 64)
-"""Minimal, usual and maximal batch size."""
+"""Minimum, typical and maximum batch size."""
 SIDES = (0.5, 1.0, 2.0)
-"""Minimal, usual and maximal height and width of a file for any size, relative to the model's own."""
+"""Minimum, typical and maximum height and width of a file for any size, relative to the model's."""
 
 
 def write_triton_repository(
@@ -59,9 +59,9 @@ def write_triton_repository(
         model_path: The .onnx file; it is copied, with the weights beside it.
         repository: The repository folder; created if missing.
         name: The model's name in it; None means the file's.
-        max_batch: Largest batch that the server combines requests to. A file with a fixed batch has none.
+        max_batch: Largest batch into which the server combines requests. Has no effect for a file with a fixed batch.
         instances: Copies of the model that run side by side on each device.
-        device: "gpu", "cpu", or "auto", a GPU if the server has one; None means by the target of the file.
+        device: "gpu", "cpu", or "auto", a GPU if the server has one; None selects it by the file's target.
     Returns:
         The model's folder.
     Raises:
@@ -100,7 +100,7 @@ def check_triton_repository(repository: Path, name: str) -> Path:
         raise ValueError(f"name must consist of letters, digits, '_', '-' and '.', got {name!r}")
     target = repository / name
     if target.exists():
-        raise FileExistsError(f"{target}: exists already; a repository's model is not overwritten")
+        raise FileExistsError(f"{target}: already exists, and models of a repository are not overwritten")
     return target
 
 
@@ -160,14 +160,14 @@ def _warm_up(tensor: dict[str, Any], dims: tuple[int, ...], batch: int) -> dict[
 
 
 def _labels(info: OnnxInfo) -> tuple[str, ...]:
-    """Returns the class names that the server sends on request; none if a line cannot contain them."""
+    """Returns the class names for the server's labels file; () if a name does not fit on a line."""
     names = info.class_names or ()
     one_per_line = all([name.strip()] == name.splitlines() for name in names)
     return names if info.output in ("logits", "probabilities") and one_per_line else ()
 
 
 class _Name(str):
-    """Value of an enum, which protobuf's text format writes without quotes."""
+    """An enum value, which protobuf's text format writes without quotes."""
 
 
 def _tensor(value: dict[str, Any], dynamic: bool, info: OnnxInfo) -> dict[str, Any]:
@@ -201,9 +201,9 @@ def shape_profile(info: OnnxInfo, batches: tuple[int, int, int] = BATCHES) -> di
 
     Args:
         info: The file.
-        batches: Minimal, usual and maximal batch size.
+        batches: Minimum, typical and maximum batch size.
     Raises:
-        ModelFileError: the file takes no images.
+        ModelFileError: the file has no image input.
     """
     signature = read_signature(info)
     if None not in signature.shape:
@@ -267,13 +267,13 @@ def _text(info: OnnxInfo, files: list[Path], license_name: str | None) -> str:
         "opset": info.opsets.get(""),
         "input": ", ".join(f"`{i['name']}` {i['dtype']} {i['shape']}" for i in info.inputs),
         "output": ", ".join(f"`{o['name']}` {o['dtype']} {o['shape']}, {info.output}" for o in info.outputs),
-        "preprocessing": "in the file, of uint8 pixels" if info.preprocess else "before the file",
+        "preprocessing": "included in the file (uint8 input)" if info.preprocess else "not included in the file",
         "data_config": json.dumps(info.data_config.to_dict()) if info.data_config else None,
         "classes": len(info.class_names) if info.class_names else None,
         "written by": f"vit-fast {__version__}, with {versions}",
     }
     lines = ["---", f"license: {license_name or 'unknown'}", "library_name: onnx", "---", "", f"# {name}", ""]
-    lines += ["| what | value |", "|---|---|"]
+    lines += ["| field | value |", "|---|---|"]
     for what, value in values.items():
         text = "unknown" if value is None else " ".join(str(value).split()).replace("|", "\\|")
         lines.append(f"| {what} | {text} |")
@@ -300,11 +300,11 @@ def _checks(facts: dict[str, Any]) -> list[str]:
     else:
         lines.append("Not verified.")
     if accuracy := facts.get("accuracy"):
-        lines += ["", f"Top-1 accuracy on {accuracy['images']} labelled images: {accuracy['file']:.2%}, the model's"]
-        lines[-1] += f" {accuracy['model']:.2%}."
+        lines += ["", f"Top-1 accuracy on {accuracy['images']} labelled images: {accuracy['file']:.2%} (model:"]
+        lines[-1] += f" {accuracy['model']:.2%})."
     if eight_bit := facts.get("eight_bit"):
         kept = ", ".join(eight_bit["kept"]) or "none"
-        lines += ["", f"{eight_bit['products']} products in eight bits; left float for accuracy: {kept}."]
+        lines += ["", f"{eight_bit['products']} MatMuls in 8 bits; kept in float for accuracy: {kept}."]
     return lines
 
 

@@ -1,7 +1,7 @@
-"""Writes products in eight bits, by ONNX Runtime's quantizers with the scales of a scheme.
+"""Quantizes MatMuls to 8 bits, with ONNX Runtime's quantizers and the scales of a scheme.
 
-Every DequantizeLinear feeds its product directly, also both products of attention, as TensorRT fuses them. For ONNX
-Runtime on a CPU, product and bias are one MatMulIntegerToFloat: its own fusion of QDQ leaves the bias out.
+Each DequantizeLinear feeds its MatMul directly, including those of attention, so that TensorRT fuses them. For ONNX
+Runtime on a CPU, MatMul and bias become one MatMulIntegerToFloat; its own QDQ fusion omits the bias.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Product:
 
     Attributes:
         node: The MatMul.
-        name: The linear's name in the model if known, equal in every export.
+        name: Name of the linear layer in the model, if known; equal in all exports.
     """
 
     node: ir.Node
@@ -38,21 +38,21 @@ class Product:
 
     @property
     def weight(self) -> np.ndarray | None:
-        """The constant [C, F]; None inside attention."""
+        """The constant weight [C, F]; None inside attention."""
         return constant_of(self.node.inputs[1])
 
     @property
     def activations(self) -> list[ir.Value]:
-        """The inputs that depend on the image."""
+        """The inputs that depend on the images."""
         inputs = [value for value in self.node.inputs if value is not None]
         return inputs if self.weight is None else inputs[:1]
 
 
 def linears(model: ir.Model) -> list[Product]:
-    """Returns the linears over tokens in the order of the graph, without patch embedding and head.
+    """Returns the linear layers over tokens in the order of the graph, without patch embedding and head.
 
     Raises:
-        ValueError: the graph has none.
+        ValueError: the graph has no such layer.
     """
     found = []
     for node in model.graph:
@@ -62,12 +62,12 @@ def linears(model: ir.Model) -> list[Product]:
         if x is not None and weight is not None and weight.ndim == 2 and (x.shape is None or len(x.shape) == 3):
             found.append(Product(node, _name_of(node)))
     if not found:
-        raise ValueError("for a precision in eight bits, the model must have a linear over tokens, got none")
+        raise ValueError("the model must have a linear layer over tokens for an 8-bit precision, got none")
     return found
 
 
 def attention_products(model: ir.Model) -> list[Product]:
-    """Returns the products of q with k and of the softmax with v, if they are nodes of their own."""
+    """Returns the MatMuls of q with k and of the softmax with v, if they are separate nodes."""
     found = []
     for node in model.graph:
         if node.op_type == "Softmax" and not node.domain:
@@ -96,13 +96,13 @@ def is_probability(value: ir.Value) -> bool:
 def quantise_products(
     model: ir.Model, products: Sequence[Product], scheme: Scheme, ranges: Mapping[str, Range], *, fused: bool
 ) -> ir.Model:
-    """Returns a copy of a graph with these products between QuantizeLinear and DequantizeLinear.
+    """Returns a copy of a graph with these MatMuls quantized in QDQ format.
 
     Args:
         model: The float graph.
-        products: Its products to quantize.
+        products: The MatMuls to quantize.
         scheme: The number format of activations; weights are int8 or e4m3.
-        ranges: By name of the activation.
+        ranges: Ranges by name of the activation.
         fused: Write MatMulIntegerToFloat instead of DequantizeLinear and MatMul.
     """
     from onnxruntime.quantization import QuantType
@@ -119,7 +119,7 @@ def quantise_products(
             one = ranges[name]
             limits[name] = TensorData(lowest=np.array([one.low], np.float32), highest=np.array([one.high], np.float32))
             overrides[name] = [_parameters(scheme, one, value.dtype) | {"quant_type": types[scheme.kind]}]
-        if product.weight is not None and scheme.kind == "e4m3":  # ONNX Runtime cuts off beyond 4.5 deviations
+        if product.weight is not None and scheme.kind == "e4m3":  # ONNX Runtime would clip at 4.5 standard deviations
             weight, peak = product.node.inputs[1], float(np.abs(product.weight).max())
             assert weight is not None
             parameters = _parameters(scheme, Range(-peak, peak, "weight"), weight.dtype)
@@ -144,7 +144,7 @@ def quantise_products(
 
 
 def quantise_dynamically(model: ir.Model, products: Sequence[Product]) -> ir.Model:
-    """Returns a copy of a graph with these products in uint8 by int8; ranges of uint8 are computed at run time."""
+    """Returns a copy of a graph with these MatMuls in uint8 x int8; uint8 ranges are computed at run time."""
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
     from onnxruntime.quantization.quant_utils import QuantizationMode
@@ -176,7 +176,7 @@ def _parameters(scheme: Scheme, limits: Range, dtype: ir.DataType | None) -> dic
 
 
 def _with_types(model: ir.Model, products: Sequence[Product]) -> onnx.ModelProto:
-    """Returns a graph whose activations have types; ONNX Runtime's inference, which fails on open sizes, is skipped."""
+    """Returns a graph with typed activations, without ONNX Runtime's inference, which fails for dynamic shapes."""
     from onnxruntime.quantization.quant_utils import add_infer_metadata
 
     for product in products:
@@ -195,7 +195,7 @@ def _read(quantizer: Any) -> ir.Model:
 
 
 def _fuse_products(model: ir.Model) -> None:
-    """Writes every product of two DequantizeLinear, with the bias behind it, as one node."""
+    """Replaces each MatMul of two DequantizeLinear, with the bias after it, by one node."""
     for count, node in enumerate([node for node in model.graph if node.op_type == "MatMul"]):
         restored = [None if value is None else value.producer() for value in node.inputs]
         if any(one is None or one.op_type != "DequantizeLinear" for one in restored):
@@ -210,7 +210,7 @@ def _fuse_products(model: ir.Model) -> None:
 
 
 def _with_bias(node: ir.Node) -> tuple[ir.Value, ir.Value | None]:
-    """Returns the product with its constant bias, if nothing else reads the product; else the product alone."""
+    """Returns the output after the constant bias, and the bias; or the MatMul's output and None."""
     output = node.outputs[0]
     uses = list(output.uses())
     if len(uses) == 1 and uses[0].node.op_type == "Add" and not output.is_graph_output():

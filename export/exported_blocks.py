@@ -1,6 +1,6 @@
-"""Blocks for the exporter: run from BlockParts, with q, k and v as one linear layer for every library.
+"""Blocks for the exporter. They run from BlockParts, with q, k and v as one linear layer for all libraries.
 
-Their attention is one operator on the packed projections; `attention_nodes.py` lowers it for a target.
+Attention is one operator on the packed projections, which `attention_nodes.py` lowers for a target.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ExportedBlock(nn.Module):
     """Runs a block from its parts.
 
     Args:
-        parts: Of a block both of whose halves could be read.
+        parts: Parts of a block, both attention and MLP.
     """
 
     def __init__(self, parts: BlockParts) -> None:
@@ -50,7 +50,7 @@ class ExportedBlock(nn.Module):
         self.qkv = None if is_one else _Joined(attention.qkv)
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
-        """[B, N, C], and rotary positions where the model has some -> [B, N, C]."""
+        """Maps [B, N, C], with rotary positions if the model has some, to [B, N, C]."""
         attention, mlp = self._attention, self._mlp
         weight, bias = attention.qkv.tensors() if self.qkv is None else tensors_of(self.qkv)
         qkv = F.linear(reference.normalise(x, attention.norm.now()), weight, bias)
@@ -68,7 +68,7 @@ class ExportedBlock(nn.Module):
         if mlp.fc1.chunk is None:
             hidden = F.linear(normed, *mlp.fc1.tensors())
             hidden = activate(hidden) if mlp.gate is None else activate(F.linear(normed, *mlp.gate.tensors())) * hidden
-        else:  # one product where the model has one
+        else:  # fc1 packs the gate: keep it one MatMul
             halves = F.linear(normed, *replace(mlp.fc1, chunk=None).tensors()).chunk(2, -1)
             hidden = activate(halves[mlp.gate.chunk]) * halves[mlp.fc1.chunk]
         if mlp.inner_norm is not None:
@@ -78,7 +78,7 @@ class ExportedBlock(nn.Module):
 
 
 class _Joined(nn.Module):
-    """Weight and bias of several linear layers as constants of the graph."""
+    """Concatenated weights and biases of several linear layers, as constants of the graph."""
 
     def __init__(self, linear: LinearParts) -> None:
         super().__init__()
@@ -87,14 +87,14 @@ class _Joined(nn.Module):
 
 
 def exportable_copy(model: nn.Module) -> nn.Module:
-    """Returns a copy that shares the model's tensors, whose blocks run from their parts where they can be read."""
+    """Returns a copy that shares the model's tensors. Its blocks run as ExportedBlock if their parts can be read."""
     copied = sharing_copy(model)
     blocks: list[Any] = [module for module in copied.modules() if isinstance(module, FusedNormMlp)]
     for block in blocks:
         parts = block.read()
         if runs_whole(parts):
             block.vit_fast_exported = exported = ExportedBlock(parts)
-            # its own forward stays, which finds positions and masks
+            # keep the block's forward, which computes positions and masks
             block.ready = partial(_same, parts)
             block.is_idle = partial(_same, False)
             block.run_as_block = partial(_run_as_block, exported)
@@ -110,7 +110,7 @@ def _run_as_block(
     rope: Rope | None = None,
     keys: Keys | None = None,
 ) -> Tensor:
-    """Stands for FusedNormMlp.run_as_block."""
+    """Replaces FusedNormMlp.run_as_block."""
     if ordinary and keys is None:
         y: Tensor = block(x, rope)
         return y

@@ -39,7 +39,7 @@ from .verification import BATCHES, check_labelled, check_verifiable, measure_acc
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
 HELD_OUT_IMAGES = 64
 LEAST_HELD_OUT = 32
-"""Fewer images do not show how often the top-1 class changes in eight bits."""
+"""With fewer images, the rate of changed top-1 classes after quantization is unknown."""
 
 
 def export_onnx(
@@ -63,7 +63,7 @@ def export_onnx(
     source: str | None = None,
     verify: bool = True,
 ) -> ExportReport:
-    """Exports a Vision Transformer to an ONNX file, and verifies that the file computes what the model does.
+    """Exports a Vision Transformer to an ONNX file, and verifies that its outputs match the model.
 
     Args:
         model: A VisionTransformer of vit_fast, timm, transformers or torchvision, fused or not, on any backend,
@@ -73,7 +73,7 @@ def export_onnx(
         dynamic_batch: Accept any number of images; otherwise one.
         dynamic_size: Accept any height and width divisible by the patch; positions are interpolated in the graph.
         precision: "fp32", "fp16", "bf16"; "int8": static, calibrated; "int8-dynamic": ranges computed at run time;
-            "fp8": e4m3, calibrated, otherwise fp16. In eight bits, layers stay float until the loss is acceptable.
+            "fp8": e4m3, calibrated, the rest fp16. 8-bit precisions keep layers in float until the loss is acceptable.
         preprocess: Accept uint8 pixels [batch, height, width, channels] of any size; the file resizes, crops and
             normalises them.
         target: "generic": standard operators only. "ort-cpu", "ort-cuda": ONNX Runtime's fused operators. "tensorrt":
@@ -81,12 +81,12 @@ def export_onnx(
         output: "logits", "probabilities" (softmax) or "features" (pooled, before the head).
         external_data: Store weights beside the file, in PATH.data; None means only if they exceed 2 GB.
         calibration: Image files and folders to measure activations on: required for "int8" and "fp8" without a cache;
-            for "int8-dynamic" they show which channels are large.
+            for "int8-dynamic", they only determine which channels are large.
         calibration_cache: File to store the measurements in: written with `calibration`, else read.
-        images: Image files and folders to verify with; None means a sample image of matplotlib, and in eight
-            bits the images of `calibration` that were not used to calibrate, if any.
+        images: Image files and folders to verify with; None means a sample image of matplotlib, and for
+            8-bit precisions the images of `calibration` that were not used to calibrate, if any.
         validation: Folder of labelled images, one subfolder per class: measures the accuracy of model and file, and
-            rejects a file that loses more than 0.6 points.
+            rejects a file that loses more than 0.6 percentage points.
         data_config: Preprocessing, if the model has none.
         class_names: Names of the outputs, if the model has none.
         source: Origin of the weights, for the metadata.
@@ -95,10 +95,10 @@ def export_onnx(
         The file's properties, and its difference from the model.
     Raises:
         ValueError: an argument is invalid, or a required one is missing.
-        UnsupportedInputError: arguments exclude each other, or the model cannot be exported; lists every reason.
-        VerificationError: the file does not compute what the model computes.
-        QuantisationError: the model loses too much in eight bits.
-        CalibrationError: a cache is not this model's.
+        UnsupportedInputError: arguments conflict, or the model cannot be exported; lists all reasons.
+        VerificationError: the file does not match the model.
+        QuantisationError: quantization changes the outputs too much.
+        CalibrationError: the cache belongs to another model.
         OSError: the file cannot be written.
     """
     check_type("model", model, nn.Module)
@@ -171,7 +171,7 @@ def _complete(
     data_config: DataConfig | Mapping[str, Any] | None,
     names: Sequence[str] | None,
 ) -> None:
-    """Sets given preprocessing and class names, and checks that nothing is missing."""
+    """Sets the given preprocessing and class names, and checks that nothing is missing."""
     if data_config is not None:
         check_type("data_config", data_config, DataConfig, Mapping)
         if not isinstance(data_config, DataConfig):
@@ -180,7 +180,7 @@ def _complete(
     if names is not None:
         check_type("class_names", names, list, tuple)
         if len(names) != vit.num_classes:
-            raise ValueError(f"class_names must have {vit.num_classes} names, as num_classes, got {len(names)}")
+            raise ValueError(f"class_names must have {vit.num_classes} names, like num_classes, got {len(names)}")
         vit.class_names = tuple(map(str, names))
     if options.preprocess and vit.data_config is None:
         raise ValueError(f"data_config must be given for preprocess=True, because {vit.name} has none")
@@ -196,16 +196,14 @@ def _images(
     if not options.is_eight_bit and (calibration is not None or cache is not None):
         raise ValueError(f"calibration needs precision='int8', 'int8-dynamic' or 'fp8', got {options.precision!r}")
     if options.needs_calibration and calibration is None and cache is None:
-        raise ValueError(
-            f"calibration=None: precision={options.precision!r} needs image files or folders to measure ranges on"
-        )
+        raise ValueError(f"calibration must be image files or folders for precision={options.precision!r}, got None")
     files = [] if calibration is None else find_images(calibration)
     measured = read_images(files, CALIBRATION_IMAGES) if calibration is not None else []
     if not verify:
         return measured, [], 0
     given = (left_over(files, CALIBRATION_IMAGES) or None) if images is None else find_images(images)
     count = HELD_OUT_IMAGES if options.is_eight_bit else max(BATCHES)
-    if given:  # in eight bits all of them, because few images do not show rare changes
+    if given:  # 8-bit: all of them, because few images do not show rare changes
         count = min(count, max(max(BATCHES), len(given)))
     verified = read_images(given, count, seed=1)
     return measured, verified, min(count, len(given or [None]))
@@ -239,9 +237,9 @@ def _external(graph: ir.Model, options: ExportOptions) -> bool:
 def _write_metadata(
     path: Path, vit: ImageModel, options: ExportOptions, source: str | None, measured: dict[str, Any]
 ) -> None:
-    """Replaces the metadata of a file by keys with a prefix and values in JSON; weights beside it are not read."""
+    """Replaces the metadata of a file by prefixed keys and JSON values, without reading the weights beside it."""
     layout = "[batch, height, width, channels] uint8 pixels" if options.preprocess else (
-        "[batch, channels, height, width] fp32, normalised as data_config says"
+        "[batch, channels, height, width] fp32, normalized by data_config"
     )  # fmt: skip
     same = {name: getattr(vit, name) for name in ("library", "config", "class_names", "image_hw", "patch_hw")}
     facts: dict[str, Any] = {
@@ -266,15 +264,15 @@ def _write_metadata(
 
 
 def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel) -> list[str]:
-    warnings = [f"not everywhere fused: {fusion.line()}" for fusion in report.fusions if not fusion.complete]
+    warnings = [f"not fully fused: {fusion.line()}" for fusion in report.fusions if not fusion.complete]
     if options.precision.startswith("int8") and options.target in ("ort-cuda", "tensorrt"):
         warnings.append("int8 is usually slower than fp16 on a GPU: measure both")
     if options.precision.startswith("int8") and options.target in ("generic", "ort-cpu"):
         warnings.append("int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); older ones may saturate: verify there")
     if options.precision == "fp16" and options.target in ("generic", "ort-cpu"):
-        warnings.append("ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, not faster")
+        warnings.append("ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, but no speedup")
     if options.target == "tensorrt" and options.opset >= ATTENTION_OPSET:
-        warnings.append("the Attention operator needs TensorRT 10.14 or newer; opset 22 and older write it in parts")
+        warnings.append("the Attention operator needs TensorRT 10.14 or newer; opset 22 or older avoids it")
     if not report.checks:
         warnings.append("not verified: verify=False")
     if vit.data_config is None:

@@ -1,4 +1,4 @@
-"""Graphs in memory: adding nodes, joining two graphs, running one, saving it."""
+"""Edits, joins, runs and saves graphs in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .runtime.providers import open_session
 
 MICROSOFT = "com.microsoft"
 PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20
-"""Bytes of weights that fit into one file: protobuf's 2 GiB less room for the graph."""
+"""Bytes of weights that fit into one file: protobuf's limit of 2 GiB, minus room for the graph."""
 
 
 class Writer:
@@ -33,7 +33,7 @@ class Writer:
         self, op_type: str, *inputs: ir.Value | None, domain: str = "", outputs: int = 1,
         dtype: ir.DataType | None = None, **attributes: Any,
     ) -> Any:  # fmt: skip
-        """Returns the new node's output, or the list of several; its dtype is the first input's by default."""
+        """Returns the output of the new node, or a list of several; the dtype defaults to the first input's."""
         name = self._name(op_type)
         node = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
         kind = dtype or next((v.dtype for v in inputs if v is not None and v.dtype is not None), ir.DataType.FLOAT)
@@ -123,7 +123,7 @@ def run_graph(
     Args:
         model: A graph with one input; not modified.
         batches: Inputs.
-        values: Values to compute, also inside the graph; None means its outputs.
+        values: Values to compute, including inner ones; None means the graph's outputs.
     Yields:
         The arrays of each batch.
     """

@@ -4,8 +4,8 @@ Smoothing moves large channels out of an activation into the weights that read i
 
     x W = (x / s) (s W),     s_j = sqrt(max |x_j| / max |W_j|)
 
-The norm before the linear gives x / s when its own weight and bias are divided by s. Large ViTs have single channels
-100 to 1000 times the rest, which would take an activation's whole range in eight bits.
+The norm before the linear layer outputs x / s if its weight and bias are divided by s. In large ViTs, single channels
+are 100 to 1000 times the rest and would use up the whole 8-bit range of an activation.
 
 Source: SmoothQuant, arxiv.org/abs/2211.10438.
 """
@@ -32,18 +32,18 @@ from .graphs import Writer, constant_of, run_graph
 from .options import ExportOptions
 
 FORMAT = "vit-fast-calibration/2"
-"""Changes whenever ranges of the same images get other values."""
+"""Changes whenever the ranges for the same images change."""
 PARAMETERS = {
     "LayerNormalization": (1, 2), "SkipLayerNormalization": (2, 3), "RMSNormalization": (1,),
     "SimplifiedLayerNormalization": (1,), "SkipSimplifiedLayerNormalization": (2,),
 }  # fmt: skip
 """Positions of weight and bias among a norm's inputs."""
 DEVIATIONS = 3.0
-"""Assumed peak of a normalised channel, in standard deviations, without images."""
+"""Peak of a normalized channel that is assumed without images, in standard deviations."""
 
 
 class CalibrationError(VitFastError, ValueError):
-    """A calibration cannot be used for this model, or not be made."""
+    """A calibration does not fit the model or cannot be computed."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Calibration:
     """Ranges and peaks of a model's activations: the content of a calibration cache.
 
     Attributes:
-        fingerprint: Hash of weights, precision and target; another model's calibration is refused.
+        fingerprint: Hash of weights, precision and target; it must match that of the model.
         images: Number of images.
-        peaks: By activation, the largest magnitude of each channel, before smoothing.
-        ranges: By activation, after smoothing.
+        peaks: Largest magnitude of each channel by activation, before smoothing.
+        ranges: Range by activation, after smoothing.
     """
 
     fingerprint: str
@@ -92,9 +92,7 @@ def load_calibration(path: Path, fingerprint: str) -> Calibration:
     if written != FORMAT:
         raise CalibrationError(f"{path}: format must be {FORMAT!r}, got {written!r}; calibrate again with images")
     if calibration.fingerprint != fingerprint:
-        raise CalibrationError(
-            f"{path}: is the calibration of other weights, precision or target; calibrate again with images"
-        )
+        raise CalibrationError(f"{path}: belongs to other weights, precision or target; calibrate again with images")
     return calibration
 
 
@@ -106,11 +104,11 @@ def calibrate(
     batches: Sequence[np.ndarray],
     cache: Path | None,
 ) -> dict[str, Range]:
-    """Smooths a graph in place and returns the ranges of its activations; none for "int8-dynamic".
+    """Smooths a graph in place and returns the ranges of its activations; {} for "int8-dynamic".
 
     Args:
         model: The graph.
-        products: Its products to quantize.
+        products: The MatMuls to quantize.
         options: Options of the file.
         scheme: The number format.
         batches: Inputs; may be empty.
@@ -147,10 +145,10 @@ def _fingerprint(products: Sequence[Product], settings: str) -> str:
 
 
 def observe(model: ir.Model, products: Sequence[Product], batches: Sequence[np.ndarray]) -> dict[str, Observation]:
-    """Runs images through the graph and returns the observations of the products' activations, by name.
+    """Runs the graph on images and returns observations of the MatMuls' activations, by name.
 
     Raises:
-        CalibrationError: an activation is infinite or undefined.
+        CalibrationError: an activation is infinite or NaN.
     """
     values = {str(value.name): value for product in products for value in product.activations}
     generator = np.random.default_rng(0)
@@ -159,12 +157,12 @@ def observe(model: ir.Model, products: Sequence[Product], batches: Sequence[np.n
         for name, array in zip(values, arrays):
             for image in array.astype(np.float32):  # [N, C], or by head
                 if not observers[name].add(image.reshape(-1, image.shape[-1])):
-                    raise CalibrationError(f"calibration: {name} is infinite or undefined on these images")
+                    raise CalibrationError(f"{name} must be finite on all calibration images, got infinity or NaN")
     return {name: observer.seen() for name, observer in observers.items()}
 
 
 def choose_ranges(products: Sequence[Product], seen: Mapping[str, Observation], scheme: Scheme) -> dict[str, Range]:
-    """Returns a range per activation; a softmax has 0 to 1."""
+    """Returns a range per activation; 0 to 1 for a softmax."""
     weights: dict[str, list[np.ndarray]] = {}
     ranges = {}
     for product in products:
@@ -179,28 +177,28 @@ def choose_ranges(products: Sequence[Product], seen: Mapping[str, Observation], 
 
 
 def choose_range(seen: Observation, weights: Sequence[np.ndarray], scheme: Scheme) -> Range:
-    """Returns the range that changes the products with these weights [C, F] least; without any, the widest."""
+    """Returns the range with the smallest error of the products with weights [C, F]; the widest without weights."""
 
-    def damage(limits: Range) -> float:
+    def error(limits: Range) -> float:
         difference = seen.tokens - scheme.rounded(seen.tokens, limits)
         return sum(float(np.square(difference @ weight).sum()) for weight in weights)
 
-    return first_near_best([(damage(limits), limits) for limits in scheme.ranges(seen)])[1]
+    return first_near_best([(error(limits), limits) for limits in scheme.ranges(seen)])[1]
 
 
 def smooth(
     model: ir.Model, products: Sequence[Product], peaks: Mapping[str, Sequence[float]], scheme: Scheme
 ) -> dict[str, np.ndarray]:
-    """Moves scale from every norm's output into the linears that follow; in place, the function stays the same.
+    """Moves scales from the outputs of norms into the linear layers that follow, in place; outputs stay the same.
 
     Args:
         model: The graph.
-        products: The linears. A norm with other readers is skipped.
+        products: The linear layers. A norm with other readers is skipped.
         peaks: By name of an activation, the largest magnitude of each channel [C]; by default estimated from the
             norm's weight and bias.
         scheme: The number format; for e4m3, scales are powers of two.
     Returns:
-        By name of the activation, the scale [C] that it was divided by; the linears' weights are new constants.
+        By name of the activation, the scale [C] that divides it. Weights of the linear layers are new constants.
     """
     readers: dict[str, list[Product]] = {}
     for product in products:
@@ -219,7 +217,7 @@ def smooth(
         weights = [weight for user in users if (weight := user.weight) is not None]
         peak = np.asarray(peaks[name]) if name in peaks else _expected_peak(parameters)
         if peak.shape != parameters[0].shape:
-            raise CalibrationError(f"calibration: {name} must have {len(parameters[0])} peaks, got {len(peak)}")
+            raise CalibrationError(f"{name} must have {len(parameters[0])} peaks, got {len(peak)}")
         scale = smoothing_scale(peak, weights)
         scale = power_of_two(scale) if scheme.kind == "e4m3" else scale
         write = Writer(model.graph, f"{norm.name}.smoothed", before=norm)

@@ -1,4 +1,4 @@
-"""Optimizes a graph for its target: form of attention and ONNX Runtime's fused operators."""
+"""Optimizes a graph for its target: lowers attention and uses ONNX Runtime's fused operators."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
     missing = vit.attentions - sites
     fusions = []
     if form != "plain":
-        note = f"{missing} masked, or written without scaled_dot_product_attention" if missing > 0 else ""
+        note = f"{missing} have a mask or do not call scaled_dot_product_attention" if missing > 0 else ""
         name = "MultiHeadAttention" if options.targets_ort else "Attention"
         fusions.append(Fusion(name, sites, vit.attentions, note))
-    note = "" if packed >= vit.depth else "the others rotate or normalise q and k, or could not be read"
+    note = "" if packed >= vit.depth else "the others rotate or normalize q and k, or could not be read"
     fusions.append(Fusion("packed qkv", packed, vit.depth, note))
     if options.targets_ort:
         fusions += _fuse_for_ort(model, vit, options)
@@ -52,7 +52,7 @@ def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
 
 
 def forget_inner_shapes(model: ir.Model) -> None:
-    """Drops shapes and types of values inside the graph: the runtime infers them, and stale ones break quantizers."""
+    """Drops shapes and types of inner values: the runtime infers them, and stale ones break quantizers."""
     outputs = set(map(id, model.graph.outputs))
     for node in model.graph:
         for value in node.outputs:
@@ -77,9 +77,9 @@ def _fuse_for_ort(model: ir.Model, vit: ImageModel, options: ExportOptions) -> l
 
 
 def _fuse_erf_gelu(model: ir.Model) -> None:
-    """Replaces x * 0.5 * (1 + erf(x / sqrt(2))), the form of GELU before opset 20, by one node.
+    """Replaces x * 0.5 * (1 + erf(x / sqrt(2))), GELU before opset 20, by one node.
 
-    onnxscript's rule compares constants exactly, so it never matches the rounded ones of an fp16 graph.
+    onnxscript's rule compares constants exactly, so it does not match the rounded constants of an fp16 graph.
     """
     for erf in [node for node in model.graph if node.op_type == "Erf"]:
         inner = erf.inputs[0].producer() if erf.inputs[0] is not None else None
@@ -112,12 +112,12 @@ def _fuse_skip_norm(model: ir.Model, vit: ImageModel, options: ExportOptions) ->
 
     fuse_skip_layer_normalization(model)
     fused, wanted = count_nodes(model)[SKIP_NORM], 2 * vit.depth
-    note = "" if fused >= wanted else "the last LayerNorm comes after pooling, or the block adds otherwise"
+    note = "" if fused >= wanted else "the last LayerNorm follows pooling, or a block has another residual structure"
     return Fusion(SKIP_NORM, fused, wanted, note)
 
 
 def _cancel_transposes(model: ir.Model) -> None:
-    """Removes pairs of inverse transposes, which remain of a library's own layout around attention."""
+    """Removes pairs of inverse transposes, which libraries use around attention."""
     from onnxscript.rewriter import rewrite
     from onnxscript.rewriter.rules.common import no_op_transpose_rule, transpose_transpose_rule
 

@@ -1,4 +1,4 @@
-"""Options of an export, and the reasons against unsupported combinations."""
+"""Export options, and checks of their combinations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRT_PRECISIONS = ("fp32", "fp16", "bf16", "int8", "fp8")
 FP8_TARGETS = ("generic", "tensorrt")
 
 BUDGETS: dict[str, float] = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 5e-2}
-"""Largest |file - eager| / max(1, largest |eager|) that passes. For eight bits, see `report.Loss`."""
+"""Largest |file - eager| / max(1, largest |eager|) that passes. For 8-bit precisions, see `report.Loss`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class ExportOptions:
 
     Raises:
         ValueError: a value is invalid.
-        UnsupportedInputError: values exclude each other; lists every conflict.
+        UnsupportedInputError: options conflict; lists all conflicts.
     """
 
     opset: int = DEFAULT_OPSET
@@ -63,7 +63,7 @@ class ExportOptions:
             conflicts.append(f"precision must be one of {', '.join(TRT_PRECISIONS)} for TensorRT")
         if self.target == "tensorrt" and self.preprocess:
             conflicts.append(
-                "TensorRT does not support antialiased Resize: preprocess images before, or use target='ort-cuda'"
+                "preprocess must be False for TensorRT, which has no antialiased Resize: use target='ort-cuda'"
             )
         if self.precision == "bf16" and self.target == "ort-cpu":
             conflicts.append("ONNX Runtime's CPU provider has no bf16 Conv, MatMul or LayerNormalization")
@@ -74,7 +74,7 @@ class ExportOptions:
         if self.is_eight_bit and self.dtype == "fp16" and self.opset < HALF_SCALES_OPSET:
             conflicts.append(f"opset must be at least {HALF_SCALES_OPSET} for scales in fp16")
         if self.dynamic_size and self.preprocess:
-            conflicts.append("preprocess=True resizes every image to one size, dynamic_size=True leaves it open")
+            conflicts.append("dynamic_size must be False for preprocess=True, which resizes all images to one size")
         return conflicts
 
     @property
@@ -87,7 +87,7 @@ class ExportOptions:
 
     @property
     def dtype(self) -> str:
-        """Dtype of everything that is not in eight bits: fp16 for TensorRT, which keeps the dtypes of a graph."""
+        """Dtype of everything that is not quantized: fp16 for TensorRT, which keeps the dtypes of a graph."""
         if not self.is_eight_bit:
             return self.precision
         return "fp16" if self.precision == "fp8" or self.target == "tensorrt" else "fp32"
@@ -98,12 +98,12 @@ class ExportOptions:
 
     @property
     def budget(self) -> str:
-        """Description of the largest error that passes."""
+        """Description of the largest error that is allowed."""
         return EIGHT_BIT_BUDGET if self.is_eight_bit else f"max <= {BUDGETS[self.precision]:g}"
 
 
 def opset_for(precision: str) -> int:
-    """Returns the oldest opset for a precision, at least the default."""
+    """Returns the oldest opset that supports a precision, but at least the default."""
     return BF16_OPSET if precision == "bf16" else DEFAULT_OPSET
 
 

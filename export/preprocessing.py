@@ -2,8 +2,8 @@
 
     [batch, height, width, channels] uint8 -> resize (antialiased) -> centre crop -> (x / 255 - mean) / std -> NCHW
 
-Steps, order and rounding of sizes are those of `make_transform` in vit_fast/apps/data.py and of timm. Resizing happens
-on uint8, as in Pillow, whose results ONNX Runtime's antialiased Resize reproduces to one grey level.
+Steps, order and rounding of sizes are those of `make_transform` in vit_fast/apps/data.py and of timm. Resizes
+uint8 values like Pillow. ONNX Runtime's antialiased Resize matches Pillow to one grey level.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .capture import BATCH, INPUT
 from .graphs import Writer
 
 PIXELS = "pixels"
-_MODES = {"bicubic": "cubic", "bilinear": "linear"}  # nearest: ONNX Runtime breaks ties otherwise than Pillow
+_MODES = {"bicubic": "cubic", "bilinear": "linear"}  # not nearest: ONNX Runtime breaks ties differently from Pillow
 
 
 def preprocessing_model(
@@ -31,12 +31,12 @@ def preprocessing_model(
 
     Args:
         data_config: Interpolation, crop, mean and standard deviation.
-        image_hw: Height and width of the result.
-        in_chans: Channels of both.
+        image_hw: Height and width of the output.
+        in_chans: Number of channels.
         opset: Opset version.
         batch: Fixed batch size, or None for any.
     Raises:
-        UnsupportedInputError: ONNX's Resize has no such filter, or mean and channels disagree.
+        UnsupportedInputError: ONNX's Resize does not support the filter, or mean and in_chans do not match.
     """
     problems = []
     if data_config.interpolation not in _MODES:
@@ -83,7 +83,7 @@ def _resize(write: Writer, planes: ir.Value, data: DataConfig, image_hw: Size) -
         short = write.op("ReduceMin", hw, keepdims=1)
         new_hw = write.op("Div", write.op("Mul", hw, write.constant([scaled_hw[0]], "short_side")), short)
     else:
-        # timm's ResizeKeepRatio: divide both sides by the smaller of the two ratios, round half to even
+        # like timm's ResizeKeepRatio: divide both sides by the smaller ratio, round half to even
         ratios = write.op("Div", _double(write, hw), write.constant(np.asarray(scaled_hw, np.float64), "target_hw"))
         ratio = write.op("ReduceMin", ratios, keepdims=1)
         new_hw = write.op("Cast", write.op("Round", write.op("Div", _double(write, hw), ratio)), to=INT64, dtype=INT64)
@@ -92,7 +92,7 @@ def _resize(write: Writer, planes: ir.Value, data: DataConfig, image_hw: Size) -
     resized = write.op(
         "Resize", planes, None, None, sizes, mode=_MODES[data.interpolation],
         coordinate_transformation_mode="half_pixel", antialias=1, cubic_coeff_a=-0.5,
-        exclude_outside=1,  # as Pillow; the default would repeat the edge
+        exclude_outside=1,  # like Pillow; the default repeats the edge
     )  # fmt: skip
     return resized, new_hw
 
@@ -102,7 +102,7 @@ def _crop(write: Writer, resized: ir.Value, resized_hw: ir.Value, image_hw: Size
     size = write.constant(list(image_hw), "crop_hw")
     margin = write.op("Sub", resized_hw, size)
     half = write.op("Div", _double(write, margin), write.constant(np.asarray([2.0]), "two"))
-    top_left = write.op("Cast", write.op("Round", half), to=INT64, dtype=INT64)  # half to even, as Python's round
+    top_left = write.op("Cast", write.op("Round", half), to=INT64, dtype=INT64)  # half to even, like Python's round
     cropped: ir.Value = write.op(
         "Slice", resized, top_left, write.op("Add", top_left, size), write.constant([2, 3], "axes")
     )

@@ -1,7 +1,7 @@
-"""Quantizes a graph to eight bits: smoothed, calibrated, with layers left float until the loss is within the budget.
+"""Quantizes a graph to 8 bits: smooths, calibrates, and keeps layers in float until the loss is within the budget.
 
-Quantized are the linears inside the blocks, and for e4m3 attention's products too. The rest is a few per cent of a
-ViT's arithmetic: norms, patch embedding, head.
+Quantizes the linear layers inside blocks and, for e4m3, the MatMuls of attention. Norms, patch embedding and head stay
+in float; they are a few per cent of a ViT's arithmetic.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .options import ExportOptions, Target
 from .report import EIGHT_BIT_BUDGET, Loss, Quantised, loss_of
 from .runtime.metadata import inspect_onnx, read_signature
 
-DAMAGE_BATCHES = 4
-"""Held-out batches that tell which products to leave float."""
+ERROR_BATCHES = 4
+"""Number of held-out batches that determine which MatMuls stay in float."""
 MARGIN = 0.9
-"""Share of the error budget for the graph; the file is compared with eager afterwards."""
+"""Share of the error budget for the graph, because the file is compared with eager afterwards."""
 
 
 class QuantisationError(VitFastError, RuntimeError):
-    """A model loses more in eight bits than its user would accept."""
+    """Quantization changes the outputs of a model by more than the budget."""
 
 
 def quantise(
@@ -42,17 +42,17 @@ def quantise(
     held_out: Sequence[np.ndarray],
     cache: Path | None = None,
 ) -> tuple[ir.Model, Quantised]:
-    """Returns a graph in eight bits, in the scheme of its precision and target.
+    """Quantizes a graph in the scheme of its precision and target.
 
     Args:
         model: A float graph with one input; its large channels are smoothed in place.
         options: Options of the file.
         calibration: Batches of inputs to measure ranges on; may be empty for "int8-dynamic", and with a cache.
-        held_out: Batches that the loss is measured on; may be empty.
+        held_out: Batches to measure the loss on; may be empty.
         cache: File of the calibration: written if there are calibration images, else read.
     Raises:
         CalibrationError: the cache cannot be used, or activations are not finite.
-        QuantisationError: the loss is beyond the budget with half of the linears left float.
+        QuantisationError: the loss exceeds the budget even with half of the linear layers in float.
     """
     scheme = scheme_of(options)
     products = linears(model) + (attention_products(model) if scheme.kind == "e4m3" else [])
@@ -65,7 +65,7 @@ def quantise(
             return quantise_dynamically(model, chosen)
         return quantise_products(model, chosen, scheme, ranges, fused=options.target == "ort-cpu")
 
-    made: list[ir.Model] = []  # the last that passed keeps the fewest
+    made: list[ir.Model] = []  # the last one that passed, with the fewest in float
     losses: list[Loss] = []
 
     def passes(kept: Collection[Product]) -> bool:
@@ -79,13 +79,13 @@ def quantise(
     if not held_out:
         made.append(written(()))
     elif not passes(()):
-        by_damage = _by_damage(model, products, scheme, ranges, held_out)
+        by_error = _by_error(model, products, scheme, ranges, held_out)
         attention = sum(product.weight is None for product in products)
         most = attention + (len(products) - attention) // 2
-        found = fewest_kept(by_damage, passes, most)
+        found = fewest_kept(by_error, passes, most)
         if found is None:
             raise QuantisationError(
-                f"{options.precision}: with {most} of {len(products)} products left float, {losses[-1].line()}; "
+                f"{options.precision}: with {most} of {len(products)} MatMuls in float, {losses[-1].line()}; "
                 f"must be {EIGHT_BIT_BUDGET}"
             )
         kept = found
@@ -97,22 +97,22 @@ def quantise(
 
 
 def quantise_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantised:
-    """Quantizes the linears over tokens of a floating file, of any exporter, to int8.
+    """Quantizes the linear layers over tokens of a float file of any exporter to int8.
 
     Args:
-        source: A file that takes prepared images [B, channels, height, width] in fp32.
+        source: A file that takes preprocessed images [B, channels, height, width] in fp32.
         path: The file to write.
         target: See export_onnx.
         files: Image files to measure ranges on.
     Raises:
-        UnsupportedInputError: the file takes other inputs, or has no such linears.
+        UnsupportedInputError: the file has other inputs, or no such layers.
         ModelFileError: the file is missing, damaged, unsafe, or takes no images.
     """
     info = inspect_onnx(source)
     signature = read_signature(info)
     reasons = []
     if signature.dtype != np.float32:
-        reasons.append(f"the file must take prepared images in float32, got {signature.dtype}")
+        reasons.append(f"the file must take preprocessed images in float32, got {signature.dtype}")
     elif signature.image_hw is None:
         reasons.append("the file must take images of one size, got any size")
     version = max(info.opsets.get(domain, 0) for domain in ("", "ai.onnx"))
@@ -128,14 +128,14 @@ def quantise_file(source: Path, path: Path, target: Target, files: Sequence[Path
     graph = ir.external_data.load_to_model(ir.load(source))
     try:
         made, done = quantise(graph, options, [one.numpy() for one in inputs.split(size)], ())
-    except ValueError as error:  # no linear to quantize
+    except ValueError as error:  # no linear layer to quantize
         raise UnsupportedInputError(f"int8 of {source.name}", [str(error)]) from None
     save(made, path)
     return done
 
 
 def scheme_of(options: ExportOptions) -> Scheme:
-    """Returns the number format in which a target takes a precision."""
+    """Returns the number format of a precision on a target."""
     if options.precision == "fp8":
         return Scheme("e4m3")
     return Scheme("int8" if options.target == "tensorrt" else "uint8")
@@ -146,17 +146,17 @@ def _outputs(model: ir.Model, batches: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(rows) if rows else np.empty(0)
 
 
-def _by_damage(
+def _by_error(
     model: ir.Model,
     products: Sequence[Product],
     scheme: Scheme,
     ranges: Mapping[str, Range],
     held_out: Sequence[np.ndarray],
 ) -> list[Product]:
-    """Sorts products by the error of quantizing each alone, the largest first; those of attention before linears."""
-    seen = observe(model, products, held_out[:DAMAGE_BATCHES])
+    """Sorts MatMuls by the error of quantizing each alone, the largest first; attention before linear layers."""
+    seen = observe(model, products, held_out[:ERROR_BATCHES])
 
-    def damage(product: Product) -> float:
+    def error(product: Product) -> float:
         names = [str(value.name) for value in product.activations]
         exact = [seen[name].tokens for name in names]
         moved = [
@@ -168,7 +168,7 @@ def _by_damage(
         weight = product.weight.astype(np.float32)
         return _relative(moved[0] @ scheme.rounded_weight(weight), exact[0] @ weight)
 
-    return sorted(products, key=lambda product: (product.weight is not None, -damage(product)))
+    return sorted(products, key=lambda product: (product.weight is not None, -error(product)))
 
 
 def _relative(moved: np.ndarray, exact: np.ndarray) -> float:

@@ -1,6 +1,7 @@
-"""Report of an export: fusions, eight bits, and the comparison of the file with the model.
+"""Report of an export: fusions, quantization, and the comparison of the file with the model.
 
-In eight bits, errors are spread over all elements, and the largest one says little. So `Loss` counts changed classes.
+After quantization, errors are spread over all elements, and the largest one says little. So `Loss` also counts changed
+classes.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ if TYPE_CHECKING:
 SURE = 0.1
 """The model is sure of an image if its most probable class leads by this probability."""
 FLIPS = 0.01
-"""Share of the images that the model is sure of whose class may change: none of fewer than 100."""
+"""Allowed share of images that the model is sure of and whose class changes; so none of fewer than 100."""
 RMS = 0.05
-"""Largest root mean square of the logits' error, in standard deviations of the logits."""
+"""Allowed root mean square error of the logits, in standard deviations of the logits."""
 EIGHT_BIT_BUDGET = (
-    f"rms error <= {RMS:g}, no other class on more than {FLIPS:.0%} of the images that the model was sure of"
+    f"rms error <= {RMS:g}, another class on at most {FLIPS:.0%} of the images that the model was sure of"
 )
 POINTS = 0.006
-"""Accuracy that a file may lose against its model; one image is always allowed."""
+"""Allowed loss of accuracy against the model; losing one image is always allowed."""
 LEAST_PROBABILITY = 1e-30
-"""Smaller probabilities count as this; fp32 ends near."""
+"""Smaller probabilities are raised to this value, before the logarithm."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Fusion:
     Attributes:
         name: The fused operator.
         fused: Its nodes in the graph.
-        wanted: Its number if all blocks were fused.
-        note: The reason why some were not, if known.
+        wanted: Number of these nodes if all blocks were fused.
+        note: The reason why some are not fused, if known.
     """
 
     name: str
@@ -62,8 +63,8 @@ class Quantised:
     """Result of quantise.
 
     Attributes:
-        products: Number of products in eight bits.
-        kept: Names of the layers that stay floating to limit the loss.
+        products: Number of quantized MatMuls.
+        kept: Names of the layers that stay in float to limit the loss.
         methods: Number of ranges by the method that chose them.
     """
 
@@ -72,9 +73,9 @@ class Quantised:
     methods: dict[str, int]
 
     def line(self) -> str:
-        kept = f"; left float: {', '.join(self.kept)}" if self.kept else ""
+        kept = f"; in float: {', '.join(self.kept)}" if self.kept else ""
         methods = "; ranges by " + ", ".join(f"{how} {n}" for how, n in sorted(self.methods.items()))
-        return f"{self.products} products{methods if self.methods else ''}{kept}"
+        return f"{self.products} MatMuls{methods if self.methods else ''}{kept}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +97,12 @@ class Loss:
     flips: int
 
     def acceptable(self, margin: float = 1.0) -> bool:
-        """True if the loss is within the budget in eight bits; `margin` < 1 makes it stricter."""
+        """Returns True if the loss is within the budget of 8-bit precisions; `margin` < 1 makes it stricter."""
         return bool(self.rms_error <= margin * RMS and self.flips <= margin * FLIPS * self.images)
 
     def line(self) -> str:
-        same = "" if self.top1_agreement is None else f"top class the same on {self.top1_agreement:.1%}, "
-        sure = f"changed on {self.flips} of {self.images} that the model was sure of, " if self.flips else ""
+        same = "" if self.top1_agreement is None else f"same top class on {self.top1_agreement:.1%}, "
+        sure = f"changed on {self.flips} of {self.images} images that the model was sure of, " if self.flips else ""
         return f"max error {self.max_error:.1e}, {same}{sure}rms error {self.rms_error:.1e}"
 
 
@@ -111,7 +112,7 @@ class Check(Loss):
 
     Attributes:
         batch: Images in the largest batch.
-        image_hw: Height and width of the images that the file gets, in pixels.
+        image_hw: Height and width of the file's input images, in pixels.
         passed: True if the loss is within the budget.
     """
 
@@ -140,7 +141,7 @@ class Accuracy:
         return lost <= max(1.0, POINTS * self.images) + 1e-6
 
     def line(self) -> str:
-        return f"top-1 {self.file:.2%} of {self.images} images, the model's {self.model:.2%}"
+        return f"top-1 accuracy {self.file:.2%} on {self.images} images, model {self.model:.2%}"
 
 
 @dataclass
@@ -150,9 +151,9 @@ class ExportReport:
     Attributes:
         path: The file.
         model: The model's name.
-        library: The library of its class.
+        library: The library of the model's class.
         opset: Opset of ONNX's own operators.
-        target: The runtime that it was optimized for.
+        target: The runtime for which the file was optimized.
         precision: Precision of weights and products; input and output are always fp32 (or uint8 pixels).
         output: "logits", "probabilities" or "features".
         bytes: Size of the file and of the weights beside it.
@@ -162,9 +163,9 @@ class ExportReport:
         checks: Comparisons with the eager model; empty without verification.
         reference: Reference of the comparison, e.g. "eager fp64".
         budget: The largest error that passes.
-        eight_bit: Products in eight bits, layers left float, and methods of the ranges; None in other precisions.
-        accuracy: Accuracy of the model and the file on labelled images; None without.
-        trtexec: The command that builds a TensorRT engine of the file; None for other targets.
+        eight_bit: Quantized MatMuls, layers in float, and methods of the ranges; None for other precisions.
+        accuracy: Accuracy of the model and the file on labelled images; None if not measured.
+        trtexec: The command that builds a TensorRT engine from the file; None for other targets.
         seconds: Duration of each step.
         warnings: Limitations of this file.
     """
@@ -228,7 +229,7 @@ class ExportReport:
             (f"{sum(self.nodes.values())} nodes", counted(self.nodes)),
         ]
         if self.eight_bit is not None:
-            rows.append(("eight bits", self.eight_bit.line()))
+            rows.append(("8-bit", self.eight_bit.line()))
         rows += [("fused" if f.complete else "NOT fully fused", f.line()) for f in self.fusions]
         for check in self.checks:
             size = "x".join(map(str, check.image_hw))
@@ -257,8 +258,8 @@ class ExportReport:
 def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Loss:
     """Compares outputs [B, classes], or [B, N, classes] of tokens, or features [B, C].
 
-    Probabilities are compared by their logarithms, log max(p, 1e-30): all of them are small numbers, so that two
-    unrelated softmaxes over many classes would pass for equal. The log differs from the logits by a constant per image.
+    Compares logarithms of probabilities, log max(p, 1e-30), because probabilities of many classes are all small and
+    unrelated ones would look equal. The logarithms differ from the logits by a constant per image.
     """
     agreement, flips = None, 0
     if output == "probabilities":

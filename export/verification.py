@@ -1,6 +1,6 @@
-"""Verifies a file: checks it by onnx, runs it by ONNX Runtime on real images, compares it with eager in fp64.
+"""Verifies a file: checks it by onnx, runs it by ONNX Runtime on real images, and compares it with eager in fp64.
 
-max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16; for eight bits see report.Loss
+max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16; for 8-bit, see report.Loss
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FP64_PARAMETERS = 200_000_000
 """Models with more parameters are compared with eager fp32, because a copy in fp64 would need too much memory."""
 BATCHES, BATCHES_LARGE, LABELLED_BATCH = (1, 3, 8), (1, 2), 16
 PIXEL_TOLERANCE = 1.5
-"""Largest difference, in grey levels, between preprocessing in the graph and Pillow's: both round per direction."""
+"""Largest difference, in grey levels, between preprocessing in the graph and in Pillow: both round after each axis."""
 
 
 class VerificationError(VitFastError, RuntimeError):
-    """The file does not compute what the model computes; the message contains the error."""
+    """The file does not match the model; the message contains the error."""
 
 
 def verify_file(
@@ -54,13 +54,13 @@ def verify_file(
     Returns:
         The checks, and a description of the reference.
     Raises:
-        VerificationError: invalid, unloadable, NaN, or an error beyond the budget.
+        VerificationError: the file is invalid or cannot be loaded, an output is NaN, or the error exceeds the budget.
         UnsupportedInputError: ONNX Runtime cannot run this precision here.
     """
     try:
         onnx.checker.check_model(str(path), full_check=not options.targets_ort)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise VerificationError(f"onnx.checker refuses the file: {error}") from error
+        raise VerificationError(f"onnx.checker rejects the file: {error}") from error
     session = _session(path, options)
     large = options.is_eight_bit or sum(p.numel() for p in vit.model.parameters()) > FP64_PARAMETERS
     dtype = torch.float32 if large else torch.float64
@@ -89,7 +89,7 @@ def verify_file(
 def verify_preprocessing(
     data_config: DataConfig, image_hw: Size, in_chans: int, opset: int, image: Image.Image
 ) -> None:
-    """Compares preprocessing in the graph with Pillow's, on whole images.
+    """Compares preprocessing in the graph with preprocessing by Pillow, on whole images.
 
     Raises:
         VerificationError: they differ by more than rounding.
@@ -100,8 +100,7 @@ def verify_preprocessing(
     levels = np.abs(got - want) * 255 * np.reshape(per_channel(data_config.std, in_chans), (1, -1, 1, 1))
     if not levels.max() <= PIXEL_TOLERANCE:
         raise VerificationError(
-            f"preprocessing in the graph must differ from Pillow's by at most {PIXEL_TOLERANCE} grey levels, got "
-            f"{levels.max():.1f}"
+            f"preprocessing in the graph must match Pillow within {PIXEL_TOLERANCE} grey levels, got {levels.max():.1f}"
         )
 
 
@@ -121,8 +120,8 @@ def _pieces(
 ) -> Iterator[Pieces]:
     """Yields the batches of each check at one size: one check per batch size.
 
-    In eight bits, only many images show how often the class changes: one check of all images in batches of several
-    sizes.
+    For 8-bit precisions, one check has all images, in batches of several sizes, because only many images show how
+    often the class changes.
     """
     if options.is_eight_bit:
         images = images if full else images[: sum(BATCHES)]
@@ -167,7 +166,7 @@ def check_verifiable(options: ExportOptions) -> None:
     """Raises UnsupportedInputError, before the model is captured, if ONNX Runtime cannot run the file here."""
     if options.precision == "bf16" and not _on_cuda(options):
         reasons = [
-            "ONNX Runtime runs bf16 on CUDA only, and torch finds no CUDA device",
+            "ONNX Runtime runs bf16 on CUDA only, but torch found no CUDA device",
             "pass verify=False (--no-verify)",
         ]
         raise UnsupportedInputError("verification of a bf16 file", reasons)
@@ -208,7 +207,7 @@ def check_labelled(folder: Path, vit: ImageModel, options: ExportOptions) -> lis
         UnsupportedInputError: the model or the file does not classify, or the preprocessing is unknown.
     """
     if options.output == "features" or not vit.num_classes:
-        raise UnsupportedInputError("validation", ["the file must output classes, but gives features"])
+        raise UnsupportedInputError("validation", ["the file must output classes, got features"])
     if vit.data_config is None:
         raise UnsupportedInputError("validation", [f"{vit.name} has no data_config: pass one"])
     return labelled_images(folder, vit.num_classes, vit.class_names)
@@ -237,7 +236,7 @@ def measure_accuracy(
     accuracy = Accuracy(len(files), of_model.top1, of_file.top1)
     if not accuracy.acceptable:
         raise VerificationError(
-            f"{options.precision} file must lose at most {POINTS:.1%} of the images, or one: {accuracy.line()}"
+            f"{options.precision} file must lose at most {POINTS:.1%} of the images, or one, got {accuracy.line()}"
         )
     return accuracy
 

@@ -27,18 +27,19 @@ TABLE = Path(__file__).parents[1] / "docs" / "classes.md"
 LIBRARIES = ("timm", "transformers")
 HEADER = """# Supported classes
 
-Look up what `vit_fast.fuse` does with each class of timm and transformers that has attention. Tested with
-{versions}:
+Look up what `vit_fast.fuse` does with each class of timm and transformers that contains attention. Tested with
+{versions}. The outcome is one of:
 
-- **fused**: all attention and all norm + MLP modules are fused.
-- **partly**: some are fused. The reasons for the others follow.
-- **skipped**: none is fused, for the reasons that follow.
-- **token budgets**: `GraphRunner(tower, budgets=...)` captures it for [images of any size](howto/towers.md); with
-  **one size**, for any number of images. `GraphRunner(model, example)` captures the other fused classes, unless they
-  read a mask or sizes on the host.
+- **fused**: `fuse` replaces all attention and all norm + MLP modules.
+- **partly**: `fuse` replaces some of these modules. The reasons for the others follow.
+- **skipped**: `fuse` replaces none of these modules. The reasons follow.
+- **token budgets**: `GraphRunner(tower, budgets=...)` captures the class for [images of any size](howto/towers.md).
+- **token budgets, one size**: the same, for any number of images of one size.
 
-A class of timm is tested with the model that is named, a class of transformers with its default configuration. Models
-of images and text are tested with their vision tower. `make classes` writes this page.
+`GraphRunner(model, example)` captures all other fused classes, unless they read a mask or sizes on the host.
+
+Each timm class is tested with the named model, each transformers class with its default configuration. Of
+vision-language models, only the vision tower is tested. `make classes` writes this page.
 """
 # of timm: convolutional networks with some attention in them
 CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer", "mobilenetv5"}

@@ -44,7 +44,7 @@ def test_every_reason_is_listed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, k, v: (q, k[:, :, :3], v), "k and v must have one shape"),
+        (lambda q, k, v: (q, k[:, :, :3], v), "k and v must have equal shapes"),
         (lambda q, k, v: (q, k.half(), v), "got torch.float16"),
         (lambda q, k, v: (q, k.to("meta"), v), "on meta"),
         (lambda q, k, v: (q[0], k, v), "q must have shape"),

@@ -229,7 +229,7 @@ def test_a_model_card(file: Exports, tmp_path: Path) -> None:
     assert "Compared with eager fp64" in text and f"{report.checks[-1].max_error:.1e}" in text
     assert "    trtexec --onnx=m.onnx --saveEngine=m.plan --stronglyTyped" in text and str(tmp_path) not in text
     text = write_card(file("pixels")).read_text()
-    assert "| preprocessing | in the file, of uint8 pixels |" in text and "Not verified." in text
+    assert "| preprocessing | included in the file (uint8 input) |" in text and "Not verified." in text
     assert "license: unknown" in text and "trtexec" not in text
 
 

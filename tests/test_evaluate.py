@@ -72,7 +72,7 @@ def test_two_models_side_by_side(folder: Path, models: Path, tmp_path: Path) -> 
     assert content["classes"][3]["top1"] == 0 and content["classes"][3]["taken for"] is not None
     assert content["against"]["top1"] > content["top1"] + 0.05
     text = run(*arguments, "--confusion", tmp_path / "c.png")
-    assert f"another class on {threes} images" in text and "most often taken for" in text
+    assert f"different class on {threes} images" in text and "most often classified as" in text
     assert text.index("0.00%  3 (") < text.index("against:"), "the worst class comes first"
     assert Image.open(tmp_path / "c.png").width > 400
 

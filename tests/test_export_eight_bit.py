@@ -105,7 +105,7 @@ def test_what_cannot_be_kept_is_refused(folder: Path, tmp_path: Path) -> None:
             block.mlp.fc2.weight[:, 3] = 1e-6
             block.norm1.bias += 1e4  # and a norm's output far from zero, which a scale does not bring nearer
             block.attn.qkv.bias -= 1e4 * block.attn.qkv.weight.sum(1)
-    with pytest.raises(QuantisationError, match=r"6 of 12 products left float.*must be rms error <= 0.05"):
+    with pytest.raises(QuantisationError, match=r"6 of 12 MatMuls in float.*must be rms error <= 0.05"):
         export_onnx(model, tmp_path / "m.onnx", precision="int8", target="ort-cpu", calibration=[folder])
     assert not list(tmp_path.iterdir())
 
@@ -138,7 +138,7 @@ def test_accuracy_on_labelled_images(folder: Path, tmp_path: Path) -> None:
     assert report.accuracy is not None and report.accuracy.images == 150
     assert report.accuracy.model > 0.97 and report.accuracy.acceptable
     assert f"{report.accuracy.model:.2%}" in str(report)
-    with pytest.raises(UnsupportedInputError, match="gives features"):
+    with pytest.raises(UnsupportedInputError, match="must output classes, got features"):
         export_onnx(digits_vit(), tmp_path / "m.onnx", output="features", validation=folder)
 
 

@@ -33,14 +33,14 @@ def model() -> nn.Module:
         ({"precision": "fp9"}, ValueError, "precision must be one of 'fp32', 'fp16'"),
         ({"target": "coreml"}, ValueError, "target must be one of 'generic', 'ort-cpu'"),
         ({"output": "classes"}, ValueError, "output must be one of .*, got 'classes'"),
-        ({"precision": "int8"}, ValueError, "needs image files or folders"),
+        ({"precision": "int8"}, ValueError, "calibration must be image files or folders"),
         ({"calibration": ["x"]}, ValueError, "calibration needs precision='int8'"),
         ({"precision": "int8", "calibration": []}, ImageError, "must contain at least one image file"),
         ({"images": []}, ImageError, "must contain at least one image file"),
         ({"precision": "int8", "calibration": ["absent.jpg"]}, ImageError, r"absent\.jpg: no such file"),
         ({"images": ["absent.jpg"]}, ImageError, r"absent\.jpg: no such file"),
         ({"class_names": ["one"]}, ValueError, "class_names must have 10 names.*got 1"),
-        ({"dynamic_size": True, "preprocess": True}, UnsupportedInputError, "resizes every image to one size"),
+        ({"dynamic_size": True, "preprocess": True}, UnsupportedInputError, "resizes all images to one size"),
         (
             {"precision": "int8-dynamic", "target": "tensorrt"},
             UnsupportedInputError,
@@ -111,7 +111,8 @@ class HasNoOnnxForm(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("bad", "reason"), [(DecidesByValue(), "torch.export"), (HasNoOnnxForm(), "special_airy_ai.*no ONNX form")]
+    ("bad", "reason"),
+    [(DecidesByValue(), "torch.export"), (HasNoOnnxForm(), "special_airy_ai.*cannot be translated to ONNX")],
 )
 def test_an_operator_that_cannot_be_exported_names_its_module(bad: nn.Module, reason: str, tmp_path: Path) -> None:
     model: Any = timm_vit()
@@ -209,7 +210,7 @@ def test_command_with_a_model_that_brings_its_weights(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "export needs a MODEL or --weights, and -o FILE.onnx"),
+        ([], "pass MODEL or --weights, and -o FILE.onnx"),
         (["vit_tset", "-o", "m.onnx"], "unknown model 'vit_tset': nearest are vit_test"),
         (["vit_test", "-o", "m.onnx", "--returns", "x"], "output"),
         (["vit_test", "-o", "m.onnx", "--precision", "int8"], "needs image files"),

@@ -170,7 +170,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with Image.open(path) as image:
             assert min(image.size) > 100
     assert run("show", "vit_test", "--figures", "colours") == 2
-    assert "--figures must be of patches" in capsys.readouterr().err
+    assert "--figures must be among patches" in capsys.readouterr().err
     assert run("show", "vit_test", "--blocks", "x") == 2
     assert run("show", "vit_test", "--blocks", "99", "--out", str(tmp_path / "none")) == 2
     assert "got 99" in capsys.readouterr().err and not (tmp_path / "none").exists()

@@ -114,11 +114,11 @@ def test_a_silent_fall_back_is_noticed(exported: Any, monkeypatch: pytest.Monkey
     if torch.cuda.is_available():
         return
     monkeypatch.setattr("vit_fast.export.runtime.runner.reasons_against", lambda kind: [])
-    with pytest.raises(ProviderError, match="CUDAExecutionProvider did not come up"):
+    with pytest.raises(ProviderError, match="CUDAExecutionProvider could not be initialized"):
         OnnxRunner(exported("plain"), "cuda")
     runner = OnnxRunner(exported("plain"), "auto")
     assert runner.device == "cpu" and runner.providers == ("CPUExecutionProvider",)
-    assert runner.notes and "CUDAExecutionProvider did not come up" in runner.notes[0]
+    assert runner.notes and "CUDAExecutionProvider could not be initialized" in runner.notes[0]
     assert runner(np.zeros((1, 3, 32, 32), np.float32)).shape == (1, 10)
 
 
@@ -208,17 +208,17 @@ def test_a_file_as_optimum_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     runner = OnnxRunner(tmp_path / "o.onnx", "cpu", data_config=DataConfig())
     np.testing.assert_allclose(runner(images), expected, atol=1e-5)
     for wrong in ((2, 3, 40, 32), (2, 1, 32, 32)):
-        with pytest.raises(ValueError, match=rf"images of shape \({wrong[0]}, {wrong[1]}, .*o\.onnx cannot run"):
+        with pytest.raises(ValueError, match=rf"o\.onnx does not support images of shape \({wrong[0]}, {wrong[1]}, "):
             runner(np.zeros(wrong, np.float32))
     photograph = read_image(sample_image())
-    with pytest.raises(UnsupportedInputError, match="give image_hw"):
+    with pytest.raises(UnsupportedInputError, match="pass image_hw"):
         runner.probabilities([photograph])
     told = OnnxRunner(tmp_path / "o.onnx", "cpu", data_config=DataConfig(), image_hw=(32, 32), max_batch=2)
     with torch.inference_mode():
         logits = model(make_transform(DataConfig(), (32, 32))(photograph)[None].expand(2, -1, -1, -1)).logits
     np.testing.assert_allclose(told.probabilities([photograph] * 2), logits.softmax(-1), atol=1e-6)
     given = OnnxRunner(tmp_path / "o.onnx", "cpu", data_config=DataConfig(), image_hw=(32, 32), output="features")
-    with pytest.raises(UnsupportedInputError, match="gives features"):
+    with pytest.raises(UnsupportedInputError, match="got features"):
         given.probabilities([photograph])
     (tmp_path / "data.json").write_text(json.dumps(DataConfig().to_dict() | {"img_size": 32}))
     arguments = ["--weights", str(tmp_path / "o.onnx"), "--data-config", str(tmp_path / "data.json"), "--json"]

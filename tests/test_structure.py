@@ -151,7 +151,7 @@ def test_contributing_names_files_that_exist() -> None:
 def test_ops_is_the_door_to_the_kernels() -> None:
     """CONTRIBUTING names the exceptions, which inspect the kernels."""
     sentence = re.search(
-        r"Beside `vit_fast/ops/`,(.+?)import `kernels/`", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL
+        r"Besides `vit_fast/ops/`,(.+?)import `kernels/`", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL
     )
     assert sentence is not None
     named = set(re.findall(r"`(.+?\.py)`", sentence[1]))

@@ -25,7 +25,7 @@ from .positions import pos_embed_for, rope_of, rotate
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, MSA of equation 2: one qkv linear, softmax attention per head, one output linear."""
+    """Multi-head self-attention, MSA of equation 2: a qkv layer, softmax attention per head, an output layer."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""ONNX files of any exporter: checked, described, and run by ONNX Runtime."""
+"""Checks, describes and runs ONNX files of any exporter."""

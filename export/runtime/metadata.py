@@ -36,12 +36,12 @@ class OnnxInfo:
         inputs: Name, dtype and dimensions of each input.
         outputs: The same of each output.
         nodes: Number of nodes per operator.
-        data_config: Preprocessing; None if unknown.
+        data_config: The preprocessing; None if unknown.
         preprocess: True if the file takes uint8 pixels and contains the preprocessing.
         class_names: Names of the outputs; None if unknown.
         output: "logits", "probabilities" or "features"; None if unknown.
         fp8: True if weights are in e4m3.
-        metadata: All else that export_onnx wrote, or all metadata of other exporters.
+        metadata: Other metadata of export_onnx, or all metadata of other exporters.
     """
 
     path: str
@@ -77,7 +77,7 @@ class OnnxInfo:
 
 
 def two_columns(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """Makes a table of names and values; nothing in it is markup."""
+    """Builds a table of names and values, without rich markup."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -88,7 +88,7 @@ def two_columns(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def counted(nodes: dict[str, int]) -> str:
-    """Lists the operators of a graph with their number, the most frequent first."""
+    """Formats operators and their counts, the most frequent first."""
     return ", ".join(f"{name} {n}" for name, n in sorted(nodes.items(), key=lambda item: -item[1]))
 
 
@@ -172,11 +172,11 @@ class Signature:
         input: The input's name.
         dtype: The input's numpy dtype; uint8 if the file contains the preprocessing.
         shape: [B, channels, height, width], or [B, height, width, channels] in uint8; None for any size.
-        image_hw: Height and width that images are resized to; None if unknown.
-        patch_hw: Divisors of height and width if the file takes any size; None if unknown.
+        image_hw: Height and width to resize images to; None if unknown.
+        patch_hw: Divisors of height and width if the file accepts any size; None if unknown.
         output: The first output's name.
         output_dtype: Its numpy dtype.
-        output_tail: Its shape behind the batch; None if shape or dtype are unknown: ONNX Runtime then allocates it.
+        output_tail: Its shape after the batch axis; None if shape or dtype is unknown. ONNX Runtime then allocates it.
     """
 
     path: Path
@@ -200,18 +200,18 @@ class Signature:
 
     @property
     def classes(self) -> int | None:
-        """Width of the output, if it is fixed."""
+        """Width of the output; None if dynamic."""
         return self.output_tail[-1] if self.output_tail else None
 
     def set_image_hw(self, image_hw: Size) -> None:
-        """Sets the size that images are resized to, if the file has no fixed size.
+        """Sets the size to resize images to, if the file has no fixed size.
 
         Raises:
-            ValueError: it is no size in pixels, or differs from that of the file.
+            ValueError: image_hw is not a size, or differs from that of the file.
         """
         image_hw = pair("image_hw", image_hw)
         if self.takes_pixels:
-            raise ValueError(f"image_hw must be None, because the file prepares images of any size, got {image_hw!r}")
+            raise ValueError(f"image_hw must be None, because the file resizes images itself, got {image_hw!r}")
         fixed = self.shape[2:]
         if any(n is not None and n != side for n, side in zip(fixed, image_hw)):
             raise ValueError(f"image_hw must be {fixed} like the file's input, got {image_hw!r}")
@@ -227,7 +227,7 @@ class Signature:
         if len(shape) != 4 or any(n is not None and n != got for n, got in zip(self.shape[1:], shape[1:])):
             problems.append(f"shape must be {wanted}, got {shape}")
         elif self.takes_pixels and 0 in shape[1:]:
-            problems.append(f"images must have pixels, got shape {shape}")
+            problems.append(f"images must not be empty, got shape {shape}")
         elif self.patch_hw is not None:
             patch_h, patch_w = self.patch_hw
             if shape[2] % patch_h or shape[3] % patch_w or 0 in shape[2:]:
@@ -242,7 +242,7 @@ def read_signature(info: OnnxInfo) -> Signature:
     """Returns the signature of a file.
 
     Raises:
-        ModelFileError: the file takes no images, or other inputs beside them.
+        ModelFileError: the file has no image input, or other inputs as well.
     """
     path = Path(info.path)
     if len(info.inputs) != 1:
@@ -259,7 +259,7 @@ def read_signature(info: OnnxInfo) -> Signature:
     height, width = shape[1:3] if dtype == np.uint8 else shape[2:]
     known, patch = info.metadata.get("image_hw"), info.metadata.get("patch_hw", (1, 1))
     image_hw: Size | None = (height, width) if height and width else None
-    if image_hw is None and isinstance(known, list):  # text in files of other exporters
+    if image_hw is None and isinstance(known, list):  # other exporters may store text here
         image_hw = (known[0], known[1])
     tail = tuple(dim for dim in out["shape"][1:] if isinstance(dim, int) and dim > 0)
     is_known = bool(tail) and len(tail) == len(out["shape"]) - 1 and out["dtype"] in _DTYPES

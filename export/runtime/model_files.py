@@ -1,4 +1,4 @@
-"""ONNX files and the weights beside them: damaged, foreign and unsafe ones are refused."""
+"""Reads and copies ONNX files and the weights beside them. Rejects damaged and unsafe files."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from vit_fast.errors import VitFastError, check_type
 
 
 class ModelFileError(VitFastError, ValueError):
-    """An ONNX file that is missing, damaged, foreign or unsafe; names the file and the reason."""
+    """An ONNX file is missing, damaged or unsafe, or is not ONNX; the message contains the path and the reason."""
 
 
 def read_proto(path: str | Path) -> onnx.ModelProto:
     """Reads the graph of an ONNX file without the weights beside it, after checking both.
 
     Raises:
-        ModelFileError: missing, not ONNX, truncated, or with external data that leaves the model's folder.
+        ModelFileError: the file is missing, not ONNX or truncated, or has external data outside the model's folder.
     """
     check_type("path", path, str, Path)
     path = Path(path)
     if path.exists() and not path.is_file():  # reading a pipe would block
-        raise ModelFileError(f"{path}: is {'a folder' if path.is_dir() else 'no regular file'}, not an ONNX file")
+        raise ModelFileError(
+            f"{path}: is {'a folder' if path.is_dir() else 'not a regular file'}, must be an ONNX file"
+        )
     try:
         proto = onnx.load_model(path, format="protobuf", load_external_data=False)
     except FileNotFoundError:
         raise ModelFileError(f"{path}: no such file") from None
     except (DecodeError, ValueError, RuntimeError) as error:
-        raise ModelFileError(f"{path}: not an ONNX file, or a truncated one: {error}") from None
+        raise ModelFileError(f"{path}: not an ONNX file, or truncated: {error}") from None
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror or error}") from None
     if not proto.HasField("graph") or not proto.graph.node or not proto.opset_import or not proto.graph.output:
@@ -54,23 +56,23 @@ def copy_model(path: Path, target: Path) -> None:
     """Copies a model file to `target`, and the weights beside it to that folder, under their names.
 
     Raises:
-        ModelFileError: see read_proto; or the weights have the name of the target.
+        ModelFileError: see read_proto; or the target has the name of the weights file.
     """
     for part in parts_of(path):
         copy = target if part == path else target.parent / part.relative_to(path.parent)
         if part != path and copy == target:
-            raise ModelFileError(f"{path}: its weights must not be in a file named {target.name}")
+            raise ModelFileError(f"{path}: its weights file must not be named {target.name}, like the target")
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(part, copy)
 
 
 def _check_external_data(proto: onnx.ModelProto, path: Path) -> None:
-    """Refuses weights outside the model's folder, also through links, and files that are too short.
+    """Rejects weights outside the model's folder, including links, and files that are too short.
 
-    ONNX Runtime refuses absolute paths, "..", and symbolic links, but reads a hard link: a second name of any file on
-    the same disk. So a file with more than one name is refused here.
+    ONNX Runtime rejects absolute paths, ".." and symbolic links, but reads hard links, which can refer to any file on
+    the same disk. So this also rejects files with more than one hard link.
     """
-    folder = path.parent.resolve()  # ONNX Runtime looks beside the given name, also if that is a link
+    folder = path.parent.resolve()  # ONNX Runtime looks beside the given name, even if that is a link
     reasons: dict[str, str] = {}
     for tensor in _external_tensors(proto):
         fields = _fields(tensor)
@@ -80,7 +82,7 @@ def _check_external_data(proto: onnx.ModelProto, path: Path) -> None:
         if reason := _unsafe(folder, location) or _too_short(folder / location, fields):
             reasons[location] = f"{location!r} {reason}"
     if reasons:
-        raise ModelFileError(f"{path}: external data refused: {'; '.join(sorted(reasons.values()))}")
+        raise ModelFileError(f"{path}: external data rejected: {'; '.join(sorted(reasons.values()))}")
 
 
 def _fields(tensor: onnx.TensorProto) -> dict[str, str]:
@@ -108,15 +110,15 @@ def _too_short(target: Path, fields: dict[str, str]) -> str:
     try:
         offset, length = int(fields.get("offset", 0)), int(fields.get("length", 0))
     except ValueError:
-        return "has an offset or length that is no number"
+        return "has an offset or length that is not a number"
     size = target.stat().st_size
     if offset < 0 or length < 0 or offset + length > size:
-        return f"has {size} bytes, {offset + length} are needed"
+        return f"must have at least {offset + length} bytes, got {size}"
     return ""
 
 
 def _external_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields the tensors with values in another file: of the graph, of graphs inside it, and of functions."""
+    """Yields all tensors with external data, of the graph, its subgraphs, and functions."""
     graphs = [proto.graph]
     nodes = [node for function in proto.functions for node in function.node]
     tensors: list[onnx.TensorProto] = []

@@ -1,4 +1,4 @@
-"""Execution providers: opens sessions of ONNX Runtime, and explains why a provider is not available."""
+"""Opens sessions of ONNX Runtime, and explains why an execution provider is not available."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "Tensorrt
 OPENVINO = "OpenVINOExecutionProvider"
 DEVICES = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT, "openvino": OPENVINO}
 BUILDS = {CUDA: "onnxruntime-gpu", TENSORRT: "onnxruntime-gpu", OPENVINO: "onnxruntime-openvino"}
-"""The package whose ONNX Runtime has a provider; only one of them can be installed."""
+"""Maps each provider to the package that contains it; only one of these can be installed."""
 
 
 class ProviderError(VitFastError, RuntimeError):
@@ -40,7 +40,7 @@ def parse_device(device: str) -> tuple[str, int]:
 
 
 def reasons_against(kind: str) -> list[str]:
-    """Returns the reasons why ONNX Runtime cannot run on a device here, each with its fix."""
+    """Returns the reasons why ONNX Runtime cannot use a device on this machine, each with a fix."""
     import onnxruntime
 
     if kind == "cpu":
@@ -66,7 +66,7 @@ def reasons_against(kind: str) -> list[str]:
     if cuda:
         reasons.append(
             f"missing {', '.join(cuda)}: pip install 'onnxruntime-gpu[cuda,cudnn]', or install CUDA {_cuda_major()} "
-            "and cuDNN 9 where the loader finds them"
+            "and cuDNN 9 on the library path"
         )
     return reasons
 
@@ -75,7 +75,7 @@ def open_session(
     path: Path, kind: str = "cpu", index: int = 0, *,
     threads: int | None = None, optimise: bool = True, cuda_graph: bool = False, fp8: bool = False,
 ) -> Any:  # fmt: skip
-    """Opens a session whose first provider is the one of a device; see OnnxRunner for the arguments.
+    """Opens a session with the provider of a device first; see OnnxRunner for the arguments.
 
     Raises:
         ProviderError: the provider is not available.
@@ -85,37 +85,37 @@ def open_session(
 
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
-    # Idle workers would spin after a call and take the cores from other models of a service or a benchmark.
+    # Disable spinning: idle threads would take cores from other models after each call.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     if threads is not None:
         settings.intra_op_num_threads = threads
-    if fp8:  # ONNX Runtime 1.31's CPU fuses Q, DQ and product to an integer product, which it then refuses in e4m3
+    if fp8:  # ONNX Runtime 1.31's CPU provider fuses QDQ and MatMul into an integer MatMul, which does not support e4m3
         settings.add_session_config_entry("session.disable_quant_qdq", "1")
     if not optimise:
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     wanted = DEVICES[kind]
-    # ONNX Runtime rounds fp32 products to TF32's 10 bits by default; an fp32 file must be computed in fp32
+    # ONNX Runtime uses TF32 for fp32 by default; compute fp32 files in fp32
     cuda: Any = (CUDA, {"device_id": index, "use_tf32": "0"} | ({"enable_cuda_graph": "1"} if cuda_graph else {}))
     on_gpu: dict[str, list[Any]] = {CUDA: [cuda], TENSORRT: [(TENSORRT, {"device_id": index}), cuda]}
     providers = on_gpu.get(wanted, [wanted])
     if wanted != CPU:
-        providers.append(CPU)  # for shape arithmetic of dynamic files, and for what OpenVINO does not support
+        providers.append(CPU)  # for shape arithmetic of dynamic files, and for operators that OpenVINO lacks
     if wanted in (CUDA, TENSORRT):
         _preload()
     try:
         session = onnxruntime.InferenceSession(str(path), settings, providers=providers)
     except Exception as error:  # ONNX Runtime's exceptions share no base class
         if wanted != CPU and any(word in str(error).lower() for word in ("cuda", "tensorrt", "nvinfer")):
-            raise ProviderError(f"{wanted} did not come up: {str(error)[:300]}") from error
+            raise ProviderError(f"{wanted} could not be initialized: {str(error)[:300]}") from error
         raise ModelFileError(f"{path}: ONNX Runtime cannot load it: {str(error)[:300]}") from error
     if session.get_providers()[0] != wanted:
         reasons = reasons_against(kind) or ["ONNX Runtime's log contains the reason"]
-        raise ProviderError(f"{wanted} did not come up: {'; '.join(reasons)}")
+        raise ProviderError(f"{wanted} could not be initialized: {'; '.join(reasons)}")
     return session
 
 
 def _preload() -> None:
-    """Loads CUDA and cuDNN from the nvidia-* wheels, without ONNX Runtime's messages."""
+    """Loads CUDA and cuDNN from the nvidia-* wheels, and hides ONNX Runtime's messages."""
     import onnxruntime
 
     if hasattr(onnxruntime, "preload_dlls"):

@@ -1,4 +1,4 @@
-"""OnnxRunner: runs an exported Vision Transformer in ONNX Runtime, on the requested provider or not at all."""
+"""OnnxRunner: runs an exported Vision Transformer in ONNX Runtime, without fallback to another provider."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MAX_BATCH = 64
-MAX_THREADS = 1024  # ONNX Runtime starts as many as it is told
+MAX_THREADS = 1024  # ONNX Runtime itself has no limit
 
 
 class OnnxRunner:
-    """Runs an ONNX file that takes images: one of export_onnx, or of another exporter with one image input.
+    """Runs an ONNX file with one image input, from export_onnx or another exporter.
 
         runner = OnnxRunner("model.onnx")
         logits = runner(images)               # numpy in, numpy out; torch in, torch out
@@ -37,13 +37,13 @@ class OnnxRunner:
         path: The .onnx file.
         device: "cpu", "cuda", "cuda:N", "tensorrt", "tensorrt:N", "openvino"; "auto" is cuda if available, else cpu
             (`notes` contains the reason).
-        threads: Threads of one operator on the CPU; None leaves it to ONNX Runtime (all cores).
-        max_batch: Larger batches are split into pieces of this size; a fixed batch of the file takes precedence.
-        io_binding: Bind inputs and outputs in place; on CUDA no copy goes through the host.
-        cuda_graph: Capture the work once and replay it, always at max_batch (smaller batches are padded).
+        threads: Threads per operator on the CPU; None means ONNX Runtime's default (all cores).
+        max_batch: Larger batches are split into batches of this size; the file's fixed batch, if any, takes precedence.
+        io_binding: Bind inputs and outputs without copies; CUDA tensors stay on the device.
+        cuda_graph: Capture a CUDA graph once and replay it with max_batch images; smaller batches are padded.
         data_config: Preprocessing, if the file has none.
         class_names: Names of the outputs, if the file has none.
-        image_hw: Height and width that images are resized to, if the file has no fixed size.
+        image_hw: Height and width to resize images to, if the file has no fixed size.
         output: "logits", "probabilities" or "features", if the file has no such metadata; None means logits.
         optimise: Let ONNX Runtime optimize the graph when loading it.
 
@@ -53,7 +53,7 @@ class OnnxRunner:
         notes: Reasons why "auto" did not select CUDA; empty otherwise.
 
     Raises:
-        ModelFileError: the file is missing, damaged, unsafe, or takes no images.
+        ModelFileError: the file is missing, damaged or unsafe, or has no image input.
         ProviderError: the requested provider is not available; the message contains the reason and what to do.
         ValueError: an argument is invalid.
     """
@@ -95,7 +95,7 @@ class OnnxRunner:
             self.notes = tuple(reasons_against("cuda"))
             kind = "cpu" if self.notes else "cuda"
         elif reasons := reasons_against(kind):
-            raise ProviderError(f"{DEVICES[kind]} cannot come up on device={device!r}: {'; '.join(reasons)}")
+            raise ProviderError(f"{DEVICES[kind]} is not available for device={device!r}: {'; '.join(reasons)}")
         if cuda_graph and kind != "cuda":
             raise UnsupportedInputError("cuda_graph=True", [f"the device must be cuda, got {kind}"])
         options: dict[str, Any] = {"threads": threads, "optimise": optimise, "fp8": self.info.fp8}
@@ -117,13 +117,13 @@ class OnnxRunner:
         """Runs the model.
 
         Args:
-            images: numpy array or torch tensor, on any device: fp32 (fp16, if the file takes that)
+            images: numpy array or torch tensor, on any device: fp32 (or fp16, like the file's input)
                 [B, channels, height, width], or uint8 [B, height, width, channels] or [height, width, channels] for a
-                file that does the preprocessing. Any B, 0 included.
+                file with preprocessing. Any B, including 0.
         Returns:
-            The file's first output [B, ...], as numpy or torch as the input was, on its device.
+            The file's first output [B, ...], with the type and device of the input.
         Raises:
-            ValueError: dtype or shape do not match the file; names both.
+            ValueError: dtype or shape does not match the file.
         """
         if not isinstance(images, np.ndarray | Tensor):
             raise TypeError(f"images must be a numpy array or a torch tensor, got {type(images).__name__}")
@@ -135,17 +135,17 @@ class OnnxRunner:
         return self._execution.run(images)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses pickle and copy.deepcopy, because the session belongs to this process."""
+        """Raises an error for pickle and copy.deepcopy, because the session belongs to this process."""
         raise UnsupportedInputError("copying an OnnxRunner", [f"open the file again: OnnxRunner({str(self.path)!r})"])
 
     def probabilities(self, images: Sequence[Image.Image]) -> np.ndarray:
-        """Returns class probabilities [B, classes] of images, preprocessed as in the file or `data_config`.
+        """Returns class probabilities [B, classes] of images, preprocessed by the file or `data_config`.
 
         Raises:
             UnsupportedInputError: the file outputs features, or the preprocessing is unknown.
         """
         if self.output == "features":
-            raise UnsupportedInputError("probabilities", [f"{self.path} gives features, not logits"])
+            raise UnsupportedInputError("probabilities", [f"{self.path} must output classes, got features"])
         prepared = [self.prepare(image) for image in images]
         if self.takes_pixels:  # of any size
             output = np.concatenate([self(pixels) for pixels in prepared] or [self(self.example(0))])
@@ -157,7 +157,7 @@ class OnnxRunner:
         return result
 
     def prepare(self, image: Image.Image) -> np.ndarray:
-        """Prepares an image for this file: uint8 pixels, or fp32 [channels, height, width] by data_config."""
+        """Preprocesses an image for this file: to uint8 pixels, or by data_config to fp32 [channels, height, width]."""
         from PIL import Image
 
         check_type("images", image, Image.Image)
@@ -166,23 +166,23 @@ class OnnxRunner:
             return pixels.reshape(image.height, image.width, self.in_chans)
         from vit_fast.apps.data import make_transform
 
-        what = f"preparing images for {self.path}"
+        what = f"preprocessing for {self.path}"
         if self.data_config is None:
             raise UnsupportedInputError(what, ["the file has no data_config: pass one (mean, std, crop_pct, ...)"])
         if self.image_hw is None:
-            raise UnsupportedInputError(what, ["the file leaves the size open: give image_hw"])
+            raise UnsupportedInputError(what, ["the file has no fixed size: pass image_hw"])
         return make_transform(self.data_config, self.image_hw, self.in_chans)(image).numpy()
 
     def example(self, batch: int, generator: np.random.Generator | None = None) -> np.ndarray:
-        """Returns random images [batch, ...] as the file takes them.
+        """Returns random images [batch, ...] for the file's input.
 
         Raises:
-            UnsupportedInputError: the file leaves the size open, and no image_hw was given.
+            UnsupportedInputError: the file has no fixed size, and image_hw was not passed.
         """
         generator = generator or np.random.default_rng(0)
         height, width = self.image_hw or ((224, 224) if self.takes_pixels else (0, 0))
         if not height:
-            raise UnsupportedInputError(f"an example for {self.path}", ["the file leaves the size open: give image_hw"])
+            raise UnsupportedInputError(f"an example for {self.path}", ["the file has no fixed size: pass image_hw"])
         if self.takes_pixels:
             return generator.integers(0, 256, (batch, height, width, self.in_chans), np.uint8)
         return generator.standard_normal((batch, self.in_chans, height, width)).astype(self._signature.dtype)
@@ -194,7 +194,7 @@ class OnnxRunner:
 
 
 def _class_names(info: OnnxInfo, signature: Signature, names: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Returns the names of the outputs, as given or from the file, after checking their number."""
+    """Returns the given class names, or those of the file, after checking their number."""
     classes, known = signature.classes, info.class_names
     if names is not None:
         check_type("class_names", names, list, tuple)
@@ -207,7 +207,7 @@ def _class_names(info: OnnxInfo, signature: Signature, names: Sequence[str] | No
 
 
 def _output(info: OnnxInfo, output: Output | None) -> str:
-    """Returns the meaning of the output, as given or from the file."""
+    """Returns the given meaning of the output, or that in the file."""
     if output is not None:
         check_choice("output", output, get_args(Output))
         if info.output not in (None, output):
@@ -230,7 +230,7 @@ class _Execution:
         self._graph_buffers: tuple[Tensor, Tensor] | None = None
 
     def run(self, images: Any) -> Any:
-        """Returns the output [B, ...] of checked images [B, ...], as numpy or torch as they are, on their device."""
+        """Returns the output [B, ...] of checked images [B, ...], with their type and device."""
         if isinstance(images, Tensor):
             if len(images) and self._bind and images.is_cuda and self._device in ("cuda", "tensorrt"):
                 return self._in_pieces(images, self._run_on_cuda, torch.cat)
@@ -271,11 +271,11 @@ class _Execution:
         return output
 
     def _run_on_cuda(self, images: Tensor) -> Tensor:
-        """Runs on tensors on the GPU, bound in place; with cuda_graph, copied into buffers with a fixed address."""
+        """Runs on GPU tensors, bound without a copy; cuda_graph copies them into buffers with fixed addresses."""
         images = images.contiguous()
         signature = self.signature
         if signature.output_tail is None:
-            reason = "shape and floating dtype of the output must be in the file: pass io_binding=False"
+            reason = "the file must contain shape and floating dtype of the output: pass io_binding=False"
             raise UnsupportedInputError("IO binding", [reason])
         dtype = getattr(torch, str(signature.output_dtype))
         output = torch.empty((len(images), *signature.output_tail), dtype=dtype, device=images.device)
@@ -284,12 +284,12 @@ class _Execution:
                 self._graph_buffers = (images.clone(), output)
             fixed_input, output = self._graph_buffers
             images = fixed_input.copy_(images)
-        torch.cuda.current_stream(images.device).synchronize()  # ONNX Runtime has a stream of its own
+        torch.cuda.current_stream(images.device).synchronize()  # ONNX Runtime uses another stream
         self._run_bound("cuda", images.device.index or 0, images, images.data_ptr(), output, output.data_ptr())
         return output.clone() if self._cuda_graph else output
 
     def _run_bound(self, device: str, index: int, images: Any, at: int, output: Any, output_at: int) -> None:
-        """Runs on arrays or tensors at these addresses of a device's memory."""
+        """Runs on arrays or tensors at these addresses in device memory."""
         signature, shape = self.signature, tuple(images.shape)
         binding = self.session.io_binding()
         binding.bind_input(signature.input, device, index, signature.dtype, shape, at)
@@ -299,12 +299,12 @@ class _Execution:
 
     @contextlib.contextmanager
     def _explained(self, shape: tuple[int, ...]) -> Iterator[None]:
-        """Raises ValueError for a shape that the signature leaves open and the graph cannot run."""
+        """Raises ValueError for a shape that the signature allows and the graph does not support."""
         try:
             yield
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             if None not in self.signature.shape[1:] or "allocate" in str(error).lower():
                 raise
             raise ValueError(
-                f"images of shape {shape}: {self.signature.path} cannot run on them: {str(error)[:300]}"
+                f"{self.signature.path} does not support images of shape {shape}: {str(error)[:300]}"
             ) from error

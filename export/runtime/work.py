@@ -1,8 +1,8 @@
-"""Lower bound on the work of an ONNX file: operations and elements of its products, by formula from inferred shapes.
+"""Lower bound on the work of an ONNX file: operations and elements of its matrix products, from inferred shapes.
 
 Counts matrix products, convolutions and attention: 2 operations per multiply-add, and each operand and output once. A
-bias belongs to its product. Attention scores and everything else between products are not counted, so that torch's own
-counter finds equal numbers in the exported model.
+bias belongs to its product. Attention scores and operators between products are not counted. So the numbers equal those
+of torch's counter for the original model.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from vit_fast.work import Work, total
 
 from .model_files import read_proto
 
-# Positions of the two operands of a product.
+# Operators with a product: positions of its two operands.
 _PRODUCTS = {
     "MatMul": (0, 1), "FusedMatMul": (0, 1), "MatMulInteger": (0, 1), "MatMulIntegerToFloat": (0, 1),
     "DynamicQuantizeMatMul": (0, 1), "QLinearMatMul": (0, 3), "Gemm": (0, 1), "FusedGemm": (0, 1), "QGemm": (0, 3),
     "Conv": (0, 1), "FusedConv": (0, 1), "ConvInteger": (0, 1), "QLinearConv": (0, 3),
 }  # fmt: skip
 _ATTENTION = ("MultiHeadAttention", "Attention")
-# Position of the bias, in the node itself or in the one behind it.
+# Position of the bias, in the node itself or in the next one.
 _BIAS = {"Conv": 2, "FusedConv": 2, "QLinearConv": 8, "Gemm": 2, "FusedGemm": 2, "QGemm": 6}
 _BIAS_BEHIND = {"Add": (0, 1), "BiasGelu": (1,), "FastGelu": (1,), "SkipLayerNormalization": (4,)}
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Cast", "QuantizeLinear", "DequantizeLinear")
-# Operators of other domains without a product.
+# Operators of other domains that compute no product.
 _WITHOUT = (
     "SkipLayerNormalization", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "BiasGelu",
     "FastGelu", "Gelu", "QuickGelu", "BiasAdd", "BiasSoftmax", "QuantizeLinear", "DequantizeLinear", "QLinearAdd",
     "QLinearMul", "QLinearSoftmax", "QLinearSigmoid", "QLinearConcat", "RotaryEmbedding",
 )  # fmt: skip
-# ONNX operators that compute products in other ways, or run graphs.
+# ONNX operators that compute other products or run subgraphs.
 _OTHERS = ("Einsum", "ConvTranspose", "DeformConv", "RNN", "GRU", "LSTM", "If", "Loop", "Scan", "SequenceMap")
 _NARROW = {
     TensorProto.INT8: "int8", TensorProto.UINT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8", TensorProto.FLOAT16: "fp16",
@@ -53,15 +53,15 @@ def count_work(path: str | Path, shape: Sequence[int]) -> Work:
 
     Args:
         path: The .onnx file, with one input.
-        shape: Shape of the images; they are split if the file has a fixed batch.
+        shape: Shape of the images, which are split if the file has a fixed batch.
     Raises:
         ModelFileError: see model_files.read_proto.
-        UncountedError: an operator cannot be counted; names it.
+        UncountedError: an operator cannot be counted; the message names it.
     """
     proto = read_proto(path)
     dims = proto.graph.input[0].type.tensor_type.shape.dim
     if len(dims) != len(shape):
-        raise UncountedError(f"its input has {len(dims)} axes, not {len(shape)}")
+        raise UncountedError(f"its input must have {len(shape)} axes, got {len(dims)}")
     calls = math.ceil(shape[0] / (dims[0].dim_value or shape[0]))
     for dim, size in zip(dims, shape, strict=True):
         dim.dim_value = dim.dim_value or size
@@ -94,10 +94,10 @@ class _Graph:
         for node, strange in zip(proto.graph.node, foreign, strict=True):
             if node.op_type not in (*_PRODUCTS, *_ATTENTION, *_WITHOUT) if strange else node.op_type in _OTHERS:
                 raise UncountedError(f"{node.domain or 'ai.onnx'}.{node.op_type}: no formula for its operations")
-        del proto.graph.value_info[:]  # shapes of an open batch
+        del proto.graph.value_info[:]
         try:
             proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-            if any(foreign):  # unknown to ONNX itself
+            if any(foreign):  # operators that ONNX does not know
                 proto = SymbolicShapeInference.infer_shapes(proto, auto_merge=True)
         except Exception as error:  # of any type
             raise UncountedError(f"its shapes cannot be inferred: {' '.join(str(error).split())[:200]}") from None
@@ -144,7 +144,7 @@ class _Graph:
     def _attention(self, node: NodeProto) -> Work:
         query, key, *_ = (self._shape(name) for name in node.input if name)
         out = self._shape(node.output[0])
-        if node.domain == "com.microsoft" and node.op_type == "Attention":  # includes the projections; key: weights
+        if node.domain == "com.microsoft" and node.op_type == "Attention":  # includes projections; key: weights
             width, bias = key[1] // 3, math.prod(self._shape(node.input[2])) if node.input[2] else 0
             rows = math.prod(query[:-1])
             flop = 2 * rows * math.prod(key) + 4 * rows * query[1] * width

@@ -42,7 +42,7 @@ class _Case:
     head_dim: int
     batch: int
     access: str
-    queries: int | None = None  # where not as many as tokens: attention pooling
+    queries: int | None = None  # if different from tokens, as in attention pooling
     form: str = "fixed"
 
     @property
@@ -84,7 +84,7 @@ class _Case:
         )
 
     def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v as views of a packed tensor: aligned, of one image for the whole batch, or off by an element."""
+        """Returns q, k, v as views of a packed tensor: aligned, one image for the batch, or off by an element."""
         tokens = max(self.n_q, self.tokens)
         shape = (1 if self.access == "vector" else self.batch, tokens, 3, _HEADS, self.head_dim)
         flat = torch.empty(torch.Size(shape).numel() + 1, dtype=self.dtype, device="meta")
@@ -101,7 +101,7 @@ class _Case:
         return torch.empty((self.batch, _HEADS, self.n_q), dtype=torch.float32, device="meta")
 
     def needs(self, tma: bool) -> tuple[str, ...]:
-        """Half precision must use the architecture's matrix instruction, descriptors TMA."""
+        """Returns the required instructions: the matrix instruction for half precision, and TMA for descriptors."""
         if self.element != "half" or self.access == "scalar":
             return ()
         matrix = matrix_instruction(self.arch)
@@ -123,7 +123,7 @@ def _cases(arch: str) -> Iterator[_Case]:
         for access in ("tma", "vector", "scalar"):
             yield _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, access)
     yield _Case(arch, torch.bfloat16, "half", 197, 64, _SMALL_BATCH, "tma")
-    # SigLIP's pooling: one query an image
+    # SigLIP's pooling: one query per image
     yield _Case(arch, torch.bfloat16, "half", 196, 64, _FULL_BATCH, "tma", queries=1)
     for tokens, head_dim in _CORE_SHAPES:
         yield _Case(arch, torch.float16, "half", tokens, head_dim, _FULL_BATCH, "tma")
@@ -138,7 +138,7 @@ def builds_of_lengths(arch: str, lengths: Iterable[tuple[int, int]]) -> Iterator
 
 
 def _fp8_builds(arch: str) -> Iterator[Build]:
-    """The forward whose output is in e4m3."""
+    """Yields the forward with output in e4m3."""
     for tokens, head_dim, access in _E4M3_SHAPES if has_fp8(arch) else ():
         case = _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, access)
         (q, k, v), config = case.packed(), forward_config(case.problem())
@@ -148,7 +148,7 @@ def _fp8_builds(arch: str) -> Iterator[Build]:
 
 
 def _tuned_builds(arch: str) -> Iterator[Build]:
-    """The row kernel with the other chunks that tuning tries, where it has descriptors."""
+    """Yields the row kernel with the other chunks that tuning tries, if descriptors are supported."""
     for tokens, head_dim in _TUNED_SHAPES:
         case = _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, "tma")
         problem, (q, k, v) = case.problem(), case.packed()

@@ -44,7 +44,7 @@ SHAPES = (
     (64, 197, 12, 32),
     (64, 577, 12, 128),
 )
-_TOLERANCE = 2e-2  # bf16 results of two tilings of one sum, of order one
+_TOLERANCE = 2e-2  # difference of bf16 results of order one between two tilings
 
 
 @dataclass(frozen=True)

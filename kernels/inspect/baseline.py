@@ -34,12 +34,12 @@ def read_baseline(path: Path = BASELINE_PATH) -> dict[str, Any]:
 
 
 def is_comparable(baseline: Mapping[str, Any]) -> bool:
-    """True if the baseline is of the installed compiler."""
+    """True if the baseline was written with the installed triton version."""
     return bool(baseline["triton"] == triton.__version__)
 
 
 def regressions(baseline: Mapping[str, Any], key: str, stats: Stats) -> list[str]:
-    """Lists the statistics of a build that are worse than in the baseline, or that it is missing there."""
+    """Lists the statistics of a build that are worse than in the baseline; reports builds that are missing there."""
     before = baseline["builds"].get(key)
     if before is None:
         return ["not in the baseline (vit-fast kernels --update-baseline)"]
@@ -58,7 +58,7 @@ def _kept(stats: Stats) -> dict[str, int]:
 
 
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
-    """Replaces the counts of the builds in `found`; keeps others that exist, of the same version of triton."""
+    """Replaces the counts of the builds in `found`; keeps other existing builds of the same triton version."""
     kept: dict[str, Any] = {}
     if path.exists() and is_comparable(old := read_baseline(path)):
         existing = {build.key(arch) for arch in ARCHS for build in builds(arch) if is_recorded(build, arch)}

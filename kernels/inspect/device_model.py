@@ -5,7 +5,7 @@
     rows = model_launches(launches, "sm_90")
 
 Matmuls are modelled as in `matmul_model.py`, with the epilogue's instructions counted in SASS; other kernels by their
-instructions (of loops without matrix products those of one step), waves and bytes. A launch takes at least the time of
+instructions (loops without matrix products count as one step), waves and bytes. A launch takes at least the time of
 reading and writing its tensors once. The floor is the longer of operations and bytes at rates that a GPU sustains.
 """
 
@@ -121,7 +121,7 @@ def _product(launch: Launch) -> _Product | None:
     if "EPILOGUE" in c:
         sizes = (args["M"], args["N"], args["K"])
         flop = 2.0 * math.prod(sizes)
-    else:  # those of all weights, one below the other
+    else:  # the matmuls of all weight gradients, as one with their tiles stacked
         pairs = [(args[f"P{suffix}"], args[f"Q{suffix}"]) for suffix in ("", "2", "3", "4")]
         sizes = (sum(config.tiles(P, Q) for P, Q in pairs) * config.block_m, config.block_n, args["M"])
         flop = 2.0 * args["M"] * sum(P * Q for P, Q in pairs)
@@ -130,7 +130,7 @@ def _product(launch: Launch) -> _Product | None:
 
 
 def _matmul(product: _Product, loops: Loops, gpu: Gpu) -> tuple[str, float, float, dict[str, float]]:
-    """Tile as text, waves, cycles to issue its instructions and products, and cycles of each resource."""
+    """Returns the tile as text, waves, cycles to issue its instructions and products, and cycles of each resource."""
     config, sizes, splits = product.config, product.sizes, product.splits
     issued = loops.tile * config.num_warps / 4
     found = launch_cycles(config, sizes, product.itemsize, gpu, issued * 4 / ISSUE + DRAIN, splits)
@@ -145,7 +145,7 @@ def _matmul(product: _Product, loops: Loops, gpu: Gpu) -> tuple[str, float, floa
 
 
 def _other(launch: Launch, loops: Loops, stats: Stats) -> tuple[float, dict[str, float]]:
-    """Cycles to issue the instructions of the busiest multiprocessor's programs, and those of each resource."""
+    """Returns the issue cycles of the busiest multiprocessor's programs, and the cycles of each resource."""
     args, c = launch.args, launch.constants
     trips = c.get("TILES") or (ceil_div(args["n_kv"], c["BLOCK_N"]) if "BLOCK_N" in c else 1)
     programs = ceil_div(math.prod(launch.grid), gpu_of(launch.device).sm_count)
@@ -168,7 +168,7 @@ def _bytes(launch: Launch) -> int:
 
 
 def _tensors(launch: Launch) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Returns the identity of a tensor and its bytes; views of the same elements are one."""
+    """Yields identity and bytes of each tensor; views of the same elements have one identity."""
     for value in launch.args.values():
         tensor = value.base if isinstance(value, TensorDescriptor) else value
         if isinstance(tensor, Tensor):

@@ -42,7 +42,7 @@ def _normed(
     dtype: torch.dtype, keep: bool = False, normalised: bool = False, gated: bool = False, C: int = _C, N: int = _F,
     result: torch.dtype | None = None, head_step: HeadStep | None = None,
 ) -> Operands:  # fmt: skip
-    """Operands behind a norm of A's rows. `keep`: as in training; `normalised`: A is normalised, as for fp32 rows."""
+    """Returns operands after a norm of A's rows. `keep`: as in training; `normalised`: A is normalised (fp32 rows)."""
     statistics = keep and not normalised
     return Operands(
         meta(_M, C, dtype=dtype), meta(N, C, dtype=dtype), meta(_M, N // 2 if gated else N, dtype=result or dtype),
@@ -183,7 +183,7 @@ def _backward_cases(dtype: torch.dtype, config: MatmulConfig, widest: bool) -> I
 
 
 def _fp8_cases(dtype: torch.dtype) -> Iterator[_Case]:
-    """Cases with operands in e4m3; of half precision those with results in e4m3."""
+    """Yields cases with operands in e4m3, or for half precision with results in e4m3."""
     eight = dtype == _E4M3
 
     def normed(result: torch.dtype, N: int = _F8, gated: bool = False) -> Operands:
@@ -259,7 +259,7 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
 
 
 def _product_builds(arch: str) -> Iterator[Build]:
-    """The matmuls of weight gradients: of one linear layer, of the two of an MLP, of the four of a block."""
+    """Yields the matmuls of weight gradients: of one linear layer, of the two of an MLP, of the four of a block."""
     for kind in ("half", "tf32"):
         wide, narrow = meta(_M, _F, dtype=_KINDS[kind]), meta(_M, _C, dtype=_KINDS[kind])
         pairs, out = [(wide, narrow), (narrow, wide)] * 2, [meta(5, _F, _C), meta(5, _C, _F)] * 2
@@ -280,7 +280,7 @@ def _tile(config: MatmulConfig) -> str:
 
 
 def _small_launches(arch: str, dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    """Around matmuls of `dtype`; x and the parameters in the dtype of the residual stream."""
+    """Yields launches around matmuls of `dtype`; x and the parameters have the dtype of the residual stream."""
     x, rows = meta(_M, _C, dtype=stream), meta(_M, _C, dtype=dtype)
     weight, vector, bias = meta(_F, _C, dtype=stream), meta(_C, dtype=stream), meta(_F, dtype=stream)
     normalised = stream == torch.float32
@@ -322,7 +322,7 @@ def _small_launches(arch: str, dtype: torch.dtype, stream: torch.dtype) -> Itera
 
 
 def _weight_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    """Conversions of weights, in the forward and in the backward of a LayerScale."""
+    """Yields conversions of weights in the forward and in the backward of a LayerScale."""
     weight, scale = meta(_F, _C, dtype=stream), meta(_F, dtype=stream)
     made, factored = ScaledWeight(meta(_F, _C, dtype=dtype), None), meta(_C)
     plain = int(dtype != stream)

@@ -97,7 +97,7 @@ class Build:
 class Stats:
     """Resources and instructions of a compiled build, and seconds to compile it.
 
-    More `wgmma_waits` than in PTX: ptxas serialised wgmma (its warnings C75xx) and waits for every product.
+    More `wgmma_waits` than in PTX mean that ptxas serialised wgmma (warnings C75xx) and waits for every product.
     `early_accesses` are those to global memory before the wait for the previous launch (dependent.py).
     """
 
@@ -133,7 +133,7 @@ class Stats:
         return asdict(self)
 
     def has(self, instruction: str) -> bool:
-        """True if the machine code holds an instruction, named as in SASS; TCGEN05 and E4M3: such products."""
+        """True if the machine code contains an instruction, named as in SASS; TCGEN05 and E4M3 mean such matmuls."""
         fields = {
             "HGMMA": self.hgmma,
             "HMMA": self.hmma,
@@ -181,7 +181,7 @@ def compile_launch(launch: Launch, arch: str) -> Any:
 
 
 def specialisation(launch: Launch) -> str:
-    """Returns the compiler's inputs as text: launches with the same are one binary."""
+    """Returns the compiler's inputs as text; launches with equal text share one binary."""
     return repr((launch.kernel.__name__, _specialise(launch), launch.options()))
 
 
@@ -235,7 +235,7 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tu
 
 
 def _type_of(value: Any) -> tuple[str, bool]:
-    """Returns triton's name of an argument's type, and True if it is a multiple of 16."""
+    """Returns triton's type name of an argument, and True if the argument is divisible by 16."""
     if isinstance(value, TensorDescriptor):
         block = ",".join(str(size) for size in value.block_shape)
         return f"tensordesc<{_TYPE_NAMES[value.base.dtype]}[{block}]>", False

@@ -1,4 +1,4 @@
-"""Loops in SASS, as cuobjdump prints it: how many instructions a warp executes how often."""
+"""Counts instructions of loops in SASS, as printed by cuobjdump."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Counters:
     Args:
         launches: Launched kernels.
         dependent: Launches that may start before the previous one has ended.
-        descriptors: Encoded tensor maps, with the refused ones.
+        descriptors: Encoded tensor maps, including refused ones.
         modules: Loaded kernels.
         violations: Calls that were refused because they break a rule.
         largest_shared: Largest shared memory of a launch, in bytes.

@@ -3,17 +3,17 @@
 With gamma, beta the affine of the LayerNorm, W [F, C] and b the linear layer, mean and rstd of a row x:
 
     W'' = W gamma - rowmean(W gamma), rounded to the dtype of x
-    s   = rowsum(W''), what the rounding left
+    s   = rowsum(W''), 0 but for rounding
     c   = W beta + b
     z   = rstd (x W''^T - mean s) + c          = LayerNorm(x) W^T + b
 
-so that the matmul reads x itself, and LayerNorm adds two numbers per row to its epilogue. Without s, the relative error
-in bf16 would be 16 % for rows whose mean is 100 times their spread. One launch folds the two linear layers of a block
-that follow LayerNorms.
+The matmul then reads x itself, and LayerNorm only adds two numbers per row to its epilogue. Without s, the relative
+error in bf16 would be 16 % for rows whose mean is 100 times their spread. One launch folds the two linear layers of a
+block that follow LayerNorms.
 
 RMSNorm has no mean: W'' = W gamma, without s. The rows of a gated layer are interleaved, so that a tile of the matmul
 holds both members of each pair: row 2j is the gate's j-th, row 2j + 1 the other's. The rows of q and k are interleaved
-likewise where rotary positions rotate channels j and j + D/2 of a head: q k^T does not depend on the order of channels.
+likewise if rotary positions rotate channels j and j + D/2 of a head: q k^T does not depend on the order of channels.
 
 Source: vit-fast's own derivation, checked in fp64 by the tests.
 """
@@ -35,7 +35,7 @@ from ..layer_norm import chunk
 
 @triton.jit
 def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
-    """[BLOCK_C] of a vector [C] in fp32; DEFAULT if there is none."""
+    """Loads [BLOCK_C] of a vector [C] in fp32; DEFAULT if there is none."""
     if pointer is None:
         return tl.full(cols.shape, DEFAULT, tl.float32)
     else:
@@ -44,9 +44,9 @@ def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
 
 @triton.jit
 def row_pointers(pointer, gate_ptr, rows, C, F=0, HEAD: tl.constexpr = 0):
-    """Pointers to rows of C elements; with a gate the even ones are its rows, the odd ones the other's.
+    """Returns pointers to rows of C elements; with a gate, even ones are rows of the gate, odd ones rows of the weight.
 
-    HEAD: channels of a head of q and k, the first two thirds of F rows, whose pairs are made adjacent.
+    HEAD: head_dim of q and k, the first two thirds of F rows, whose pairs become adjacent; 0 keeps the order.
     """
     if HEAD:
         place = rows % HEAD
@@ -63,7 +63,7 @@ def _fold_rows(
     weight_ptr, gamma_ptr, beta_ptr, bias_ptr, gate_ptr, gate_bias_ptr, folded_ptr, sum_ptr, shift_ptr, program, F, C,
     HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The `program`-th ROWS rows of a linear layer."""
+    """Folds the `program`-th ROWS rows of a linear layer."""
     rows = program * ROWS + tl.arange(0, ROWS)
     inside = rows < F
     start = rows.to(tl.int64)[:, None] * C
@@ -105,10 +105,10 @@ def _fold_kernel(
     folded_ptr,  # [F, C] W'', in the dtype of x
     sum_ptr,  # fp32 [F] s, or None: of an RMSNorm
     shift_ptr,  # fp32 [F] c
-    # of another, or None:
+    # of a second layer, or None:
     weight2_ptr, gamma2_ptr, beta2_ptr, bias2_ptr, gate2_ptr, gate_bias2_ptr, folded2_ptr, sum2_ptr, shift2_ptr,
     F, C, F2, C2,
-    HEAD: tl.constexpr,  # channels of a head if the first layer is q, k and v and its pairs become adjacent; else 0
+    HEAD: tl.constexpr,  # head_dim if the first layer is qkv and its pairs become adjacent; else 0
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -135,8 +135,8 @@ class NormedLinear:
         gamma, beta: The LayerNorm's affine [C]; None means ones, zeros.
         rms: True for an RMSNorm.
         gate, gate_bias: Like weight and bias; None: no gate.
-        rope_head: Channels of a head of q, k and v whose channels j and j + D/2 become adjacent; else 0. Only in the
-            first of two layers that are folded together.
+        rope_head: head_dim D of a qkv layer in which channels j and j + D/2 become adjacent; else 0. Only for the first
+            of two layers that are folded together.
     """
 
     weight: Tensor
@@ -197,7 +197,7 @@ def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear])
 
 
 def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[FoldedLinear]:
-    """Folds LayerNorms into the linear layers behind them, for inputs of a dtype: one launch for every two."""
+    """Folds LayerNorms into the linear layers after them, for inputs of this dtype; one launch per two layers."""
     folded = []
     dense = [linear.contiguous() for linear in linears]
     for linear in dense:
@@ -210,5 +210,5 @@ def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[Fo
 
 
 def fold_linear(linear: NormedLinear, dtype: torch.dtype) -> FoldedLinear:
-    """`fold_linears` of one."""
+    """Folds a single layer, see `fold_linears`."""
     return fold_linears([linear], dtype)[0]

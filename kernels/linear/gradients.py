@@ -1,4 +1,4 @@
-"""Backward of a linear layer behind a LayerNorm and of one before a residual: formulas, and the LayerNorm's backward.
+"""Backward of linear layers after a LayerNorm or before a residual: formulas, and the LayerNorm's backward.
 
 With z = n W''^T + c = LayerNorm(x) W^T + b folded as in `layer_norm.py`, n = (x - mean) rstd the normalised row, dz the
 gradient of z, g = dz W'' that of n, U = dz^T n:
@@ -42,15 +42,15 @@ from ..layer_norm import RowStatistics, chunk
 from ..matmul.matmul_tiles import READ_AT_ONCE, tile_mask, tile_offsets
 from .folding import load_columns
 
-SUM_ROWS = 256  # rows that are summed to one part
+SUM_ROWS = 256  # rows per partial sum
 _SUM_ROWS = tl.constexpr(SUM_ROWS)
 _SUM_COLS = tl.constexpr(128)
-_AT_ONCE = tl.constexpr(64)  # parts under way
+_AT_ONCE = tl.constexpr(64)  # parts loaded at once
 
 
 @triton.jit
 def sum_rows(tile):
-    """[COLS] sums over the rows of a tile [ROWS, COLS] of four warps, of 32 or 128 columns.
+    """Returns sums [COLS] over the rows of a tile [ROWS, COLS] of four warps, of 32 or 128 columns.
 
     A thread adds its own rows of four columns. Their sums pass through shared memory, where tl.sum has bank conflicts.
     """
@@ -67,7 +67,7 @@ def sum_rows(tile):
 
 @triton.jit
 def column_sum_programs(M, N):
-    """Number of programs of `store_column_sums` for [M, N]."""
+    """Returns the number of programs of `store_column_sums` for [M, N]."""
     return tl.cdiv(M, _SUM_ROWS) * tl.cdiv(N, _SUM_COLS)
 
 
@@ -87,7 +87,7 @@ def store_column_sums(source_ptr, part_ptr, program, M, N):
 
 @triton.jit
 def add_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
-    """A tile of COLS columns whose rows add up to the sum of fp32 parts, `stride` elements apart, of N columns or more.
+    """Returns a tile of COLS columns whose rows add up to the sum of fp32 parts of at least N columns, `stride` apart.
 
     Threads add what they load; only their sums pass through shared memory.
     """
@@ -154,10 +154,10 @@ def _layer_norm_grad_kernel(
             if mean_ptr is not None:
                 stored = normalised.to(normalised_ptr.dtype.element_ty)
                 tl.store(normalised_ptr + start + cols[None, :], stored, mask=mask)
-            # rounded before the sum below: the compiler would fuse a plain product with it
+            # fma rounds here: the compiler would fuse a plain product with the sum below
             dx = tl.fma(tl.abs(rstd)[:, None], grad - total[:, None] - normalised * along[:, None], 0.0)
             dx = dx.to(out_ptr.dtype.element_ty)
-            if residual_ptr is not None:  # both rounded, as autograd adds the gradients of two branches
+            if residual_ptr is not None:  # adds rounded values, as autograd adds the gradients of two branches
                 added = tl.load(residual_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
                 dx = (dx.to(tl.float32) + added).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + start + cols[None, :], dx, mask=mask)
@@ -202,6 +202,6 @@ def new_column_sums(source: Tensor) -> Tensor:
 
 
 def column_sum_tiles(source: Tensor) -> int:
-    """`column_sum_programs` on the host."""
+    """Returns `column_sum_programs` on the host."""
     M, N = source.shape
     return ceil_div(M, SUM_ROWS) * ceil_div(N, _SUM_COLS.value)

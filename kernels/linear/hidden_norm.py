@@ -1,4 +1,4 @@
-"""A norm between the hidden layer of an MLP and its second linear layer, as EVA-02 has it: forward and backward.
+"""A norm between the hidden layer of an MLP and its second linear layer, as in EVA-02: forward and backward.
 
 It is folded into the second layer as a LayerNorm is into the first (`folding.py`): the matmul that writes the hidden
 layer h [M, F] also writes statistics of its rows, and the second matmul, which adds the residual, reads h itself.
@@ -78,7 +78,7 @@ class HiddenLinear:
 
 @dataclass(frozen=True)
 class HiddenRows:
-    """Results of such a layer's forward that the backward needs.
+    """Tensors that `hidden_linear_residual` saves for the backward.
 
     Args:
         branch: y' - c [M, C], in the dtype of the result.
@@ -97,8 +97,8 @@ def hidden_linear_residual(
 
     Args:
         h: [M, F].
-        part: Statistics of its rows (`row_parts.py`); None for fp32 rows, which a launch of its own normalises.
-        out_part: Written: statistics of the rows of the result; or None.
+        part: LayerNorm statistics of h (`row_parts.py`); None for fp32 h, which a separate launch normalises.
+        out_part: Output: LayerNorm statistics of the result; or None.
     """
     folded, M, C = second.folded, h.shape[0], second.folded.weight.shape[0]
     out = torch.empty(M, C, dtype=dtype, device=h.device)

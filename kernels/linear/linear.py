@@ -1,4 +1,4 @@
-"""Linear layers with what surrounds them in a block, forward and backward, as sequences of launches.
+"""Linear layers fused with their neighbouring operations in a block: forward and backward as sequences of launches.
 
 Forward: `layer_norm_linear` (LayerNorm, linear, activation; `_keeping` for training) and `linear_residual` (linear,
 LayerScale, residual).
@@ -26,10 +26,10 @@ from .split_k import finish_residual_launch
 
 @dataclass(frozen=True)
 class FoldedGradient:
-    """Gradient of a folded linear layer's output z, as operand of its matmuls.
+    """Gradient of a folded linear layer's output z, as an operand of the backward's matmuls.
 
     Args:
-        scaled: dz~ = rstd dz [M, F] in the dtype of z; dz in rows that are constant or were normalised.
+        scaled: dz~ = rstd dz [M, F] in the dtype of z; dz for rows that are constant or were normalised.
         row_part: Parts of sum_f dz (z - c), fp32 [M, parts].
         column_part: Parts of sum_m dz and sum_m dz~ mean, fp32 [sums, 2, F].
     """
@@ -49,11 +49,11 @@ def layer_norm_linear(
     Args:
         gated: The result is act(g) u, half as wide.
         head_step: Norms and rotary positions of q and k, or None.
-        out_part: Written: statistics of the result's rows (`row_parts.py`); or None.
-        dtype: Dtype of the result; None: that of the rows.
-        out_scale: fp32 [1], the factor of a result in e4m3; else None.
-        z: Written: the activation's input [M, F]; or None.
-        statistics: Written: mean and rstd of the rows, fp32 [2, M]; or None.
+        out_part: Output: LayerNorm statistics of the result (`row_parts.py`); or None.
+        dtype: Dtype of the result; None means that of the rows.
+        out_scale: fp32 [1], the multiplier of a result in e4m3; else None.
+        z: Output: the activation's input [M, F]; or None.
+        statistics: Output: mean and rstd of the rows, fp32 [2, M]; or None.
     """
     source = rows.source
     out = source.new_empty((source.shape[0], folded.weight.shape[0] // (2 if gated else 1)), dtype=dtype)
@@ -66,7 +66,7 @@ def layer_norm_linear(
     epilogue = "gated" if gated else "layer_norm" if head_step is None else head_step.epilogue
     config = matmul_config(operands, epilogue, activation)
     matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
-    if out_part is not None and not gated:  # the epilogue has no registers for them beside the activation
+    if out_part is not None and not gated:  # the epilogue has no registers for both statistics and activation
         row_statistics_launch(out, out_part).run()
     return out
 
@@ -91,13 +91,13 @@ def linear_residual(
     statistics: bool = False, dtype: torch.dtype | None = None, out8: Tensor | None = None,
     out_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Returns [residual +] scale (h W^T + b) [M, C], and the statistics of its rows (`row_parts.py`) or None.
+    """Returns [residual +] scale (h W^T + b) [M, C], and its LayerNorm statistics (`row_parts.py`) or None.
 
     Args:
-        residual: In the dtype of h or in fp32, and of the result.
+        residual: In the dtype of h or in fp32, which is also the dtype of the result.
         statistics: Compute statistics for a LayerNorm that follows; only for half-precision results.
-        dtype: Dtype of the result without a residual; None: that of h.
-        out8: Written: the result times out_scale, fp32 [C], in e4m3 [M, C]; or None.
+        dtype: Dtype of the result without a residual; None means that of h.
+        out8: Output: the result times out_scale, fp32 [C], in e4m3 [M, C]; or None.
     """
     M, C = h.shape[0], weight.shape[0]
     bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
@@ -136,8 +136,8 @@ def activation_gradient(
         grad: dy [M, C].
         scaled: diag(ls) W2 [C, F].
         z: fc1's output [M, F], gated [M, 2 F].
-        hidden, along: Of a norm between h and fc2 that is folded into `scaled` (`hidden_norm.py`); h is then returned
-            normalised. None: no norm.
+        hidden, along: Statistics and `along` of a norm between h and fc2 that is folded into `scaled`
+            (`hidden_norm.py`); h is then returned normalised. None means no norm.
     """
     weight = scaled.weight
     (M, width), F = z.shape, weight.shape[1]
@@ -158,7 +158,7 @@ def activation_gradient(
 def input_gradient(
     gradient: FoldedGradient, rows: RowStatistics, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns [residual +] dx [M, C] in the dtype of x, and if `rounded` the same in the dtype of the matmuls."""
+    """Returns [residual +] dx [M, C] in the dtype of x, and, if `rounded`, also in the dtype of the matmuls."""
     out = torch.empty_like(rows.source, dtype=rows.input_dtype)
     narrow = torch.empty_like(rows.source) if rounded and out.dtype != rows.source.dtype else None
     operands = Operands(

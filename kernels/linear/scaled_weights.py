@@ -1,10 +1,10 @@
-"""Weights as operands of matmuls: contiguous, in the dtype of the products, for a LayerScale's backward diag(ls) W.
+"""Weights as operands of matmuls: contiguous, in the matmul dtype; in the backward of a LayerScale, diag(ls) W.
 
     W~ = diag(ls) W / f, rounded to the dtype
 
 f is 1 except in fp16, where a LayerScale of 1e-5 (CaiT, DINOv2) would make W~ underflow, which loss scaling does not
-prevent. There f is the largest scale, rounded down to a power of two, and the matmul multiplies by f again. One launch
-converts all weights of a block's step; weights that need no conversion are used directly.
+prevent. In fp16, f is the largest scale, rounded down to a power of two, and the matmul multiplies by f again. One
+launch converts all weights of a block's step; weights that need no conversion are used directly.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..launch import Launch, ceil_div
 from ..layer_norm import chunk
 from .folding import load_columns
 
-_AT_ONCE = 3  # weights a launch
+_AT_ONCE = 3  # weights per launch
 
 
 @triton.jit
 def _largest_power(scale_ptr, F, BLOCK: tl.constexpr):
-    """The power of two below the largest magnitude of a vector [F], at least the smallest normal number."""
+    """Returns the power of two below the largest magnitude of a vector [F], at least the smallest normal number."""
     largest = tl.full((BLOCK,), 2.0**-126, tl.float32)
     for first in tl.range(0, F, BLOCK):
         largest = tl.maximum(largest, tl.abs(load_columns(scale_ptr, first + tl.arange(0, BLOCK), F, 0.0)))
@@ -39,7 +39,7 @@ def _largest_power(scale_ptr, F, BLOCK: tl.constexpr):
 def _scale_rows(
     weight_ptr, scale_ptr, factor_ptr, scaled_ptr, program, F, C, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """The `program`-th ROWS rows of a weight."""
+    """Scales the `program`-th ROWS rows of a weight."""
     rows = program * ROWS + tl.arange(0, ROWS)
     inside = rows < F
     start = rows.to(tl.int64)[:, None] * C
@@ -65,7 +65,7 @@ def _scaled_weights_kernel(
     scale_ptr,  # [F] or None
     factor_ptr,  # fp32 [C], f repeated; or None if it is 1
     scaled_ptr,  # [F, C]
-    # of others, or None:
+    # of a second and a third weight, or None:
     weight2_ptr, scale2_ptr, factor2_ptr, scaled2_ptr, weight3_ptr, scale3_ptr, factor3_ptr, scaled3_ptr,
     F, C, F2, C2, F3, C3,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -131,5 +131,5 @@ def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.d
 
 
 def in_dtype(dtype: torch.dtype, *weights: Tensor) -> list[Tensor]:
-    """Returns contiguous weights [F, C] in a dtype, without a copy if they are already."""
+    """Returns contiguous weights [F, C] in a dtype; copies only those that are not."""
     return [made.weight for made in scaled_weights([(weight, None) for weight in weights], dtype)]

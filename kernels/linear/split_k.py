@@ -1,9 +1,9 @@
 """Split-K for "residual" matmuls: sums the parts of the "partial" epilogue, and applies the residual epilogue.
 
-    out = [residual +] [scale] (sum over parts + bias), with statistics of its rows if a LayerNorm follows
+    out = [residual +] [scale] (sum over parts + bias), with its LayerNorm statistics if a LayerNorm follows
 
-A few rows give too few tiles to fill a GPU; parts of K give more. The parts are fp32 and are added in order: no
-atomics, the same bits each run. A program computes one piece of the columns (`row_parts.py`).
+A few rows give too few tiles to fill a GPU; splitting K gives more. The parts are fp32 and are added in order: no
+atomics, deterministic results. A program computes one piece of the columns (`row_parts.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..row_parts import PIECE, row_parts
 from .folding import load_columns
 
 _ROWS = 16  # many small programs, because there are few rows
-_REGISTERS = 40  # on blackwell it spills with the 32 of full occupancy, which its few programs do not reach
+_REGISTERS = 40  # the 32 for full occupancy spill on blackwell, and the few programs do not reach full occupancy
 _PIECE = tl.constexpr(PIECE)
 
 
@@ -68,7 +68,7 @@ def finish_residual_launch(
 ) -> Launch:  # fmt: skip
     """Returns the launch that sums parts fp32 [splits, M, C] into out [M, C].
 
-    It also writes statistics of its rows unless None, and the result times out_scale in e4m3 to out8 unless None.
+    It also writes LayerNorm statistics to row_part unless None, and out times out_scale in e4m3 to out8 unless None.
     """
     splits, M, C = part.shape
     args = {

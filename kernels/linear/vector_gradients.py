@@ -1,7 +1,7 @@
 """Gradients of a block's vectors, from the parts that `weight_gradients.py` writes: one launch for all.
 
 `gradients.py` states the formulas: LayerNorm's gamma and beta, biases before residuals, and LayerScale. Each sum has a
-fixed order: no atomics, the same bits each run.
+fixed order: no atomics, deterministic results.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .weight_gradients import (
     weight_grad_launch,
 )
 
-_COLS = 32  # of a program
-_REGISTERS = 64  # it spills with the 32 of full occupancy, which its few programs do not reach
+_COLS = 32  # per program
+_REGISTERS = 64  # the 32 for full occupancy spill, and the few programs do not reach full occupancy
 
 
 @triton.jit
 def _affine_columns(
     vector_part_ptr, gamma_grad_ptr, beta_grad_ptr, col, F, C, WEIGHT_ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """COLS columns of dgamma and dbeta."""
+    """Computes COLS columns of dgamma and dbeta."""
     cols = col + tl.arange(0, COLS)
     parts = tl.cdiv(F, WEIGHT_ROWS)
     if gamma_grad_ptr is not None:
@@ -53,7 +53,7 @@ def _branch_columns(
     grad_part_ptr, scale_part_ptr, bias_ptr, scale_ptr, bias_grad_ptr, scale_grad_ptr, col, F, C, sums,
     WEIGHT_COLS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """COLS columns of db and the gradient of LayerScale."""
+    """Computes COLS columns of db and the gradient of LayerScale."""
     cols = col + tl.arange(0, COLS)
     total = tl.zeros((COLS,), tl.float32)
     if grad_part_ptr is not None:
@@ -82,7 +82,7 @@ def _vector_grad_kernel(
     bias_grad2_ptr,  # [C2] or None
     scale_grad2_ptr,  # [C2] or None
     F2, C2,
-    # another of each, or None:
+    # a second one of each, or None:
     vector_part3_ptr, gamma_grad3_ptr, beta_grad3_ptr, F3, C3,
     grad_part4_ptr, scale_part4_ptr, bias4_ptr, scale4_ptr, bias_grad4_ptr, scale_grad4_ptr, F4, C4,
     sums,

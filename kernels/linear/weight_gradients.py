@@ -1,8 +1,8 @@
 """Weight gradients of a block's linear layers, from the partial products of `weight_products.py`: one launch for all.
 
-`gradients.py` states the formulas. One launch finishes up to two linear layers behind LayerNorms ("folded") and two
-before residuals, which is a whole block. It writes parts of the vectors' gradients for `vector_gradients.py`. Each sum
-has a fixed order: no atomics, the same bits each run.
+`gradients.py` states the formulas. One launch finishes up to two linear layers after LayerNorms ("folded") and two
+before residuals, i.e. a whole block. It writes parts of the vectors' gradients for `vector_gradients.py`. Each sum
+has a fixed order: no atomics, deterministic results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROWS, COLS = 32, 128  # of a tile
 
 @triton.jit
 def _sum_splits(part_ptr, splits, offsets, mask, M, N):
-    """A tile of the sum of fp32 parts [splits, M, N]."""
+    """Returns a tile of the sum of fp32 parts [splits, M, N]."""
     total = tl.zeros(offsets.shape, tl.float32)
     for split in tl.range(0, splits):
         total += tl.load(part_ptr + tl.cast(split, tl.int64) * M * N + offsets, mask=mask, other=0.0)
@@ -104,7 +104,7 @@ def _tiles(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _residual_tiles(grad_part_ptr, C, F, M, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Programs of `_residual_tile`: weight tiles, then column sums."""
+    """Returns the programs of `_residual_tile`: weight tiles, then column sums."""
     tiles = _tiles(C, F, ROWS, COLS)
     if grad_part_ptr is not None:
         tiles += column_sum_programs(M, C)
@@ -113,7 +113,7 @@ def _residual_tiles(grad_part_ptr, C, F, M, ROWS: tl.constexpr, COLS: tl.constex
 
 @triton.jit(do_not_specialize=["M", "splits", "sums", "splits2", "splits3", "sums3", "splits4"])
 def _weight_grad_kernel(
-    # a linear layer behind a LayerNorm, or None:
+    # a linear layer after a LayerNorm, or None:
     part_ptr,  # fp32 [splits, F, C] of dz~^T x, or of dz^T n
     sum_ptr,  # fp32 [sums, F] of sum_m dz
     shift_ptr,  # fp32 [sums, F] of sum_m dz~ mean, the rows of both 2 F apart; None of dz^T n
@@ -133,7 +133,7 @@ def _weight_grad_kernel(
     grad2_ptr,  # [M, C2] dy
     grad_part2_ptr,  # fp32 [M / SUM_ROWS, C2] of sum_m dy, or None
     F2, C2, splits2,
-    # another of each, or None:
+    # a second one of each, or None:
     part3_ptr, sum3_ptr, shift3_ptr, weight3_ptr, gate3_ptr, gamma3_ptr, beta3_ptr, out3_ptr, gate_out3_ptr,
     bias_grad3_ptr, gate_bias_grad3_ptr, vector_part3_ptr,
     F3, C3, splits3, sums3,
@@ -174,7 +174,7 @@ def _weight_grad_kernel(
 
 @dataclass(frozen=True)
 class FoldedProducts:
-    """Inputs of the gradients of a linear layer behind a LayerNorm.
+    """Inputs of the gradients of a linear layer after a LayerNorm.
 
     Args:
         part: fp32 [splits, F, C] of dz~^T x, or of dz^T n.
@@ -193,10 +193,10 @@ class ResidualProducts:
 
     Args:
         part: fp32 [splits, C, F] of dy^T h.
-        grad: dy [M, C], dense.
-        weight: [C, F], dense.
-        bias: [C], dense, or None.
-        scale: LayerScale [C], dense, or None.
+        grad: dy [M, C], contiguous.
+        weight: [C, F], contiguous.
+        bias: [C], contiguous, or None.
+        scale: LayerScale [C], contiguous, or None.
     """
 
     part: Tensor
@@ -225,7 +225,7 @@ class FoldedGradients:
 
 @dataclass(frozen=True)
 class ResidualGradients:
-    """Gradients of a linear layer and the LayerScale behind it, in the parameters' dtypes; None for an absent one.
+    """Gradients of a linear layer and the LayerScale after it, in the parameters' dtypes; None for an absent one.
 
     Args:
         grad_part: Parts of sum_m dy, if there is a bias.
@@ -272,7 +272,7 @@ def slots(folded: Sequence[Folded], residual: Sequence[Residual]) -> list[tuple[
 
 
 def weight_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -> Launch:
-    """Returns the launch that writes gradients of weights and of biases behind LayerNorms, and parts of the others."""
+    """Returns the launch that writes gradients of weights and of biases after LayerNorms, and parts of the others."""
     args: dict[str, Any] = {}
     programs, M = 0, 0
     for index, ((products, found), suffix) in enumerate(slots(folded, residual)):

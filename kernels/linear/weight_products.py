@@ -2,9 +2,9 @@
 
     part[split] = a^T b over one of `splits` parts of the rows, fp32
 
-A weight gradient has the few tiles of its weight, and a sum over all rows. Splitting the sum fills the multiprocessors;
-the four gradients of a block together need fewer parts. `weight_gradients.py` adds the parts in order: no atomics, the
-same bits each run.
+A weight gradient has few output tiles, and each sums over all rows. Splitting the sum occupies all multiprocessors; the
+four gradients of a block together need fewer parts. `weight_gradients.py` adds the parts in order: no atomics,
+deterministic results.
 
 Source of the tile walk: `matmul.py`.
 """
@@ -62,7 +62,7 @@ def _weight_products_kernel(
     b,  # [M, Q]
     out,  # fp32 [splits, P, Q]
     P, Q,
-    a2, b2, out2, P2, Q2,  # of other products, or None
+    a2, b2, out2, P2, Q2,  # of other matmuls, or None
     a3, b3, out3, P3, Q3,
     a4, b4, out4, P4, Q4,
     M, splits,

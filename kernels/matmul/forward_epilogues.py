@@ -6,9 +6,9 @@
     "gated":             out = act(g) u, half as wide; columns 2j and 2j + 1 of z are g and u (`folding.py`)
     "residual":          out = [residual +] [scale] (acc + bias)
 
-z without bias takes the place of acc in "residual" where a norm of A's rows is folded into B. "layer_norm" and those
-like it multiply acc by the scales of e4m3 weights; those of "residual" are in `scale` and `bias`. `where` is (row,
-column, M, N) of a piece of a tile, SHAPE its (rows, columns, TMA, dtype of what is stored).
+If a norm of A's rows is folded into B, "residual" uses z without bias in place of acc. "layer_norm" and its variants
+multiply acc by the scales of e4m3 weights; for "residual", `scale` and `bias` contain these scales. `where` is (row,
+column, M, N) of a piece of a tile, SHAPE is (rows, columns, TMA, dtype of the stored values).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def row_factors(
     row_part_ptr, mean_ptr, rstd_ptr, row, M, K, eps, first_column,
     ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
-    """rstd and -rstd mean [ROWS], or 1 and 0 without statistics; programs of the first column store mean and rstd."""
+    """Returns rstd and -rstd mean [ROWS], or 1 and 0 without statistics; first-column programs store mean and rstd."""
     scale = tl.full((ROWS,), 1.0, tl.float32)
     shift = tl.zeros((ROWS,), tl.float32)
     if row_part_ptr is not None:
@@ -45,7 +45,7 @@ def row_factors(
 
 @triton.jit
 def normed(acc, weight_sum_ptr, scale_ptr, factors, where, COLS: tl.constexpr):
-    """The product of normalised rows, from that of the rows themselves; `scale_ptr`: of e4m3 weights."""
+    """Converts the product of the rows to that of the normalised rows; `scale_ptr`: scales of e4m3 weights."""
     col, N = where[1], where[3]
     cols = col + tl.arange(0, COLS)
     value = acc * factors[0][:, None]
@@ -72,7 +72,7 @@ def layer_norm_epilogue(
     value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)[None, :]
     value = finished_heads(value, heads, where, ROWS, COLS, HEADS)
     if z is not None:
-        # the activation of what the backward will read, so that both see the same hidden layer
+        # the activation of the rounded z, which the backward reads, so that both see the same hidden layer
         kept = rounded(value, DTYPE)
         store_tile(z, kept, row, col, M, N, ROWS, COLS, TMA)
         value = kept.to(tl.float32)

@@ -5,13 +5,13 @@
     "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient, and h the same in the dtype of A;
                        coefficient = rstd^2 / N sum dz (z - c)
 
-The first two leave parts of the sums of dz (z - c) over rows, and of dz and out mean over columns. Where a norm of h
-comes next, acc is the gradient of the normalised h^ without the norm's own backward, which subtracts h^ along, with
-along = h^ mean(acc h^), from it; h^ is then stored in place of h (`hidden_norm.py`).
+The first two also store partial sums of dz (z - c) for each row, and of dz and out mean for each column. If a norm of
+h follows, acc is the gradient of the normalised h^. The norm's backward subtracts h^ along from it, where along is
+mean(acc h^), and h^ is stored in place of h (`hidden_norm.py`).
 
-A constant row (rstd < 0, see `layer_norm.py`) takes 1 in place of rstd in "activation_grad" and its magnitude in
-"layer_norm_grad": its weight gradient, dz~ (x - mean), then cancels between numbers a thousand times smaller. Rows that
-were normalised beforehand have no mean: rstd is then 1, but in "layer_norm_grad": out = [residual +] rstd acc - x
+For a constant row (rstd < 0, see `layer_norm.py`), "activation_grad" uses 1 and "layer_norm_grad" uses |rstd| in place
+of rstd: its weight gradient, dz~ (x - mean), then cancels between numbers a thousand times smaller. Rows that were
+normalised beforehand have no mean. rstd is then 1, except in "layer_norm_grad": out = [residual +] rstd acc - x
 coefficient. `where` and SHAPE are as in `forward_epilogues.py`.
 """
 
@@ -29,7 +29,7 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def activation_row_factors(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr):
-    """(rstd, mean) [ROWS] of "activation_grad": the factor of dz in dz~, and what its column sums are multiplied by."""
+    """Returns (rstd, mean) [ROWS] for "activation_grad": the factors of dz in dz~ and of dz~ in its column sums."""
     rstd = tl.full((ROWS,), 1.0, tl.float32)
     mean = tl.zeros((ROWS,), tl.float32)
     if mean_ptr is not None:
@@ -41,7 +41,7 @@ def activation_row_factors(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr):
 
 @triton.jit
 def layer_norm_row_factors(mean_ptr, rstd_ptr, row_part_ptr, row, M, N, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """(factor of acc, mean, coefficient) [ROWS] of "layer_norm_grad"."""
+    """Returns (factor of acc, mean, coefficient) [ROWS] for "layer_norm_grad"."""
     scale = load_rows(rstd_ptr, row, M, ROWS)
     mean = tl.zeros((ROWS,), tl.float32)
     coefficient = sum_row_parts(row_part_ptr, row, M, ROWS, PARTS) * scale / N
@@ -67,7 +67,7 @@ def _in_layout_of(tile, anchor):
 
 @triton.jit
 def _through_norm(acc, hidden, statistics_ptr, along_ptr, where, SHAPE: tl.constexpr):
-    """The gradient of the hidden layer before its norm, and that normalised, from the gradient of the latter."""
+    """Returns the gradient of the hidden layer before its norm, and the normalised hidden layer."""
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     mean = load_rows(statistics_ptr, row, M, ROWS)
@@ -115,7 +115,7 @@ def activation_grad_epilogue(
         if along_ptr is not None:
             value = hidden
         store_tile(h, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
-    if not GATED:  # not before h is on its way: it takes 178 registers in place of 236
+    if not GATED:  # after the store of h: 178 registers instead of 236
         grad = acc * slope
     width = WIDER * N
     bias = tl.load(bias_ptr + cols, mask=cols < width, other=0.0)
@@ -125,7 +125,7 @@ def activation_grad_epilogue(
     tl.store(part, along_row, mask=(rows < M) & (col < N))
     scaled = rounded(grad * rstd[:, None], DTYPE)
     store_tile(out, scaled, row, wide, M, width, ROWS, COLS_Z, TMA)
-    # of the rounded values: the weight gradient subtracts mean times exactly what its matmul summed
+    # sum the rounded values, because the weight gradient's matmul sums these
     along_column = tl.sum(grad, 0)
     shifted = tl.sum(scaled.to(tl.float32) * mean[:, None], 0)
     parts = column_part_ptr + tl.cast(row // ROWS, tl.int64) * (2 * width) + cols
@@ -141,7 +141,7 @@ def layer_norm_grad_epilogue(acc, out, h, x, residual, factors, where, SHAPE: tl
     COLS: tl.constexpr = SHAPE[1]
     TMA: tl.constexpr = SHAPE[2]
     value = load_tile(x, row, col, M, N, ROWS, COLS, TMA and EARLY == 0)
-    if residual is not None and TMA and EARLY > 0:  # both under way at once; descriptors are waited for one by one
+    if residual is not None and TMA and EARLY > 0:  # issues both loads at once; TMA loads are waited for one by one
         addend = load_tile(residual, row, col, M, N, ROWS, COLS, False)
     acc = acc * scale[:, None] - (value.to(tl.float32) - mean[:, None]) * coefficient[:, None]
     if residual is not None:

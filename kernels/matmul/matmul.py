@@ -1,4 +1,4 @@
-"""One matmul, out = epilogue(A B), with the pointwise work around it done while the product is still in registers.
+"""One matmul, out = epilogue(A B), with the surrounding pointwise operations fused into its epilogue.
 
 A program walks over output tiles (persistent) and accumulates each in fp32 over K. A and B come through TMA
 descriptors, or by pointers where the device or the layout has no TMA. B may be transposed as [N, K], the layout of
@@ -11,15 +11,15 @@ Epilogues, with acc = A B, each family in a file with its formulas:
 - `gradient_epilogues.py`: "activation_grad" and "gated_grad" (through the activation), "layer_norm_grad".
 - "partial": out[split] = acc over one of `splits` parts of K, fp32, summed later in a fixed order (`split_k.py`).
 
-Operands of e4m3 (`fp8.py`) carry scales. sm_90's tensor cores add products of e4m3 in about 14 bits, throughout K:
-every 32 of them cost up to 2^-13 of the sum, where operands have an error of 2^-4 each. Sums in fp32 every 128 products
-would need registers that 128 x 256 tiles do not have.
+Operands of e4m3 (`fp8.py`) carry scales. sm_90's tensor cores accumulate e4m3 products in about 14 bits over all
+of K: every 32 products add an error of up to 2^-13 of the sum, while each operand has an error of 2^-4. Adding partial
+sums in fp32 every 128 products would need registers that 128 x 256 tiles do not have.
 
-In "residual" and "layer_norm_grad" the residual stream (out, x and residual) may be fp32 beside half-precision A and B,
-as autocast keeps it; each is read and written in its own dtype. An RMSNorm folded in has no weight_sum, and mean 0.
+In "residual" and "layer_norm_grad" the residual stream (out, x and residual) may be fp32 with half-precision A and B,
+as under autocast; each is read and written in its own dtype. An RMSNorm folded in has no weight_sum, and mean 0.
 
 An absent argument is None. Wide tiles are cut into SUB_TILES pieces along N before the epilogue, which keeps its
-registers small. Every sum has a fixed order: no atomics, the same bits each run.
+registers small. Every sum has a fixed order: no atomics, deterministic results.
 
 Source of the folding: vit-fast's own derivation, stated in `folding.py`; of the tile walk: triton's matmul tutorial.
 """
@@ -44,7 +44,7 @@ from .matmul_tiles import accumulate, cut, load_pieces, store_tile, tile_positio
 
 @triton.jit
 def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr):
-    """Row and column of a unit's tile, and its part of K: first and end."""
+    """Returns row and column of a unit's tile, and begin and end of its part of K."""
     tiles = tiles_m * tiles_n
     tile_m, tile_n = tile_position(unit % tiles if SPLIT else unit, tiles_m, tiles_n, GROUP_M)
     if SPLIT:
@@ -55,18 +55,18 @@ def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, GROUP_M: tl.
         return tile_m, tile_n, 0, K
 
 
-# No argument that depends on the number of rows is specialised; neither are addresses behind [M] of [2, M].
+# No argument that depends on the number of rows is specialised, nor are pointers to the second row of [2, M].
 @triton.jit(
     do_not_specialize=["M", "N", "K", "splits", "tokens", "prefix", "image_rows"],
     do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "hidden_ptr"],
 )
 def _matmul_kernel(
     a,  # [M, K]
-    b,  # [K, N], or [N, K] where B_IS_NK
+    b,  # [K, N], or [N, K] if B_IS_NK
     out,  # [M, N]; "partial": fp32 [splits, M, N]
     z,  # [M, N] pre-activation, or None: "layer_norm" and "residual" store it, "activation_grad" reads it
-    h,  # [M, N] or None: the activation, perhaps normalised, of "activation_grad"; out in another dtype of others
-    x,  # [M, N] input of the LayerNorm, of "layer_norm_grad"
+    h,  # [M, N] or None. "activation_grad": the activation, possibly normalised; others: out in another dtype
+    x,  # [M, N], "layer_norm_grad": input of the LayerNorm
     residual,  # [M, N] or None; a pointer with EARLY, like x and z
     mean_ptr,  # fp32 [M] or None: forward epilogues store it; None in others: the rows were normalised before
     rstd_ptr,  # fp32 [M] or None: likewise; negative for a constant row (see layer_norm.py)
@@ -80,7 +80,7 @@ def _matmul_kernel(
     out_part_ptr,  # fp32 or None: "residual" and "gated" store statistics of the rows of out
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
     hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of the rows of h if a norm of them follows
-    along_ptr,  # fp32 [M], means of the product of the normalised rows and their gradient; None: no norm
+    along_ptr,  # fp32 [M], mean of normalised row times its gradient; None: no norm
     q_weight_ptr, k_weight_ptr,  # "qk_norm": [HEAD]; both None: ones
     q_bias_ptr, k_bias_ptr,  # likewise; both None: zeros
     cos_ptr, sin_ptr,  # "rotary", "qk_norm": [images or 1, tokens - prefix, HEAD / 2]; None: no rotation
@@ -114,7 +114,7 @@ def _matmul_kernel(
     FOLDED: tl.constexpr = EPILOGUE == "layer_norm" or EPILOGUE == "gated" or OF_HEADS
     BEFORE_ACTIVATION: tl.constexpr = EPILOGUE == "activation_grad" or EPILOGUE == "gated_grad"
     COLS: tl.constexpr = BLOCK_N // SUB_TILES
-    WIDTH: tl.constexpr = COLS // 2 if EPILOGUE == "gated" else COLS  # of what is stored of them
+    WIDTH: tl.constexpr = COLS // 2 if EPILOGUE == "gated" else COLS  # columns that are stored
     SHAPE: tl.constexpr = (BLOCK_M, COLS, TMA, DTYPE)
     HEADS: tl.constexpr = (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP)
     heads = (q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, qk_eps, cos_ptr, sin_ptr, tokens, prefix, image_rows)

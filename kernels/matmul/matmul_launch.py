@@ -42,13 +42,13 @@ class MatmulConfig:
         block_m, block_n, block_k: Tile sizes, powers of two.
         sub_tiles: Pieces along N that the epilogue processes one after another: 1, 2 or 4.
         num_warps: Warps per program.
-        num_stages: Tiles of A and B in flight.
-        tma: Operands and results through tensor descriptors.
+        num_stages: Number of software-pipelining stages: tiles of A and B in flight.
+        tma: Access operands and results through TMA descriptors.
         flatten: One pipelined loop over all tiles of a program: the loads of the next tile overlap the epilogue of this
             one. Ignored for "partial", which hardly has an epilogue.
         ctas_per_sm: Programs per multiprocessor of the persistent grid.
-        group_m: Rows of tiles that share columns in L2.
-        maxnreg: Registers per thread; None: the compiler chooses.
+        group_m: Number of tile rows that are processed together, to reuse columns of B from L2.
+        maxnreg: Maximum registers per thread; None lets the compiler choose.
         dependent: Start before the previous launch has ended (dependent.py), in matmuls with weights.
     """
 
@@ -67,7 +67,7 @@ class MatmulConfig:
 
     @property
     def piece(self) -> int:
-        """Columns the epilogue works on at a time."""
+        """Columns that the epilogue processes at a time."""
         return self.block_n // self.sub_tiles
 
     def tiles(self, M: int, N: int) -> int:
@@ -124,15 +124,15 @@ _NO_STEP = HeadStep(QkvSettings(), 0, 0).arguments()
 
 @dataclass(frozen=True)
 class Operands:
-    """Everything a matmul reads and writes, named as in the kernel; `matmul.py` says which epilogue takes what.
+    """Everything a matmul reads and writes, named as in the kernel; `matmul.py` lists the operands of each epilogue.
 
     Args:
         a: [M, K].
-        b: [K, N], or [N, K] where `b_is_nk`.
-        out: [M, N]; of the "partial" epilogue fp32 [split_k, M, N].
+        b: [K, N], or [N, K] if `b_is_nk`.
+        out: [M, N]; for the "partial" epilogue fp32 [split_k, M, N].
         row_part: Statistics of A's rows (`row_parts.py`) if a norm of them is folded into B; for "activation_grad" and
             "layer_norm_grad" sums over pieces of rows [M, parts].
-        out_part: Written: statistics of the rows of `out`, for the next norm.
+        out_part: Output: LayerNorm statistics of `out`, for the next norm.
         hidden, along: For "activation_grad" and "gated_grad" before a norm of the hidden layer: mean and rstd of its
             rows, fp32 [2, M], and fp32 [M] (`hidden_norm.py`).
         eps: Added to the variance of A's rows.
@@ -218,15 +218,15 @@ def matmul_launch(
     o = operands
     head_args, head_constants = o.head_step.arguments() if o.head_step else _NO_STEP
     M, N, K = o.sizes
-    dependent = config.dependent and o.b_is_nk  # then B are weights
+    dependent = config.dependent and o.b_is_nk  # B is then a weight
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
-    # in e4m3 there are no registers for all of it, of an fp32 stream for two at once
+    # registers limit the pieces of x or residual in flight: one in e4m3, no early loads of an fp32 x
     early = 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles
     if o.x is not None:
         early = int(o.x.element_size() == 2)
     reads_z = epilogue in ("activation_grad", "gated_grad")
-    if reads_z:  # beside the slope of gelu_tanh the widest tiles have no registers for it
+    if reads_z:  # the widest tiles have no registers for early loads if they compute gelu_tanh's slope
         early = int(o.a.element_size() == 2 and not (activation == "gelu_tanh" and cols == 256))
 
     def piece(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""A model of a matmul's time on a GPU, from data sheets and from instruction counts of compiled kernels.
+"""Models the time of a matmul on a GPU from data sheets and from instruction counts of compiled kernels.
 
-Estimates in cycles of a multiprocessor, not measurements. `matmul_policy.py` orders configurations by them, and
-`device_model.py` prints them.
+The results are estimates in cycles of a multiprocessor, not measurements. `matmul_policy.py` orders configurations by
+them, and `device_model.py` prints them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # more: GELU, a residu
 
 
 def epilogue_instructions(operands: Operands, epilogue: str, activation: str = "identity") -> int:
-    """Instructions a thread issues for each element of a tile after the loop over K, counted in SASS of sm_90."""
+    """Returns a thread's instructions for each element of a tile after the loop over K, counted in SASS of sm_90."""
     count = _INSTRUCTIONS[epilogue]
     if epilogue == "layer_norm" and activation != "identity":
         count += _ACTIVATION
@@ -51,8 +51,8 @@ class Cycles:
     """Cycles that the busiest multiprocessor spends on its tiles.
 
     Args:
-        products: Tensor cores.
-        loads: Operands from L2.
+        products: Matmul on the tensor cores.
+        loads: Loads of operands from L2.
         latency: Latency of loads that the number of loads in flight does not hide.
         epilogues: Instructions after the loops over K.
         total: The launch, with overlapping work counted once.
@@ -98,10 +98,10 @@ def launch_cycles(
     moved = max(0, steps - early) * border * depth
     loads = [(count, moved / min(_L2_PORT, _l2_bytes(gpu) / active)) for count, active in waves]
     loops = sum(count * max(product, load, wait) for count, load in loads)
-    if config.ctas_per_sm > 1:  # but for the last ones, epilogues run under the products of another program's tile
+    if config.ctas_per_sm > 1:  # all epilogues but the last ones overlap the products of another program's tile
         last = (tiles - 1) % together + 1
         total = max(loops, (tiles - last) * epilogue + loops * last / tiles) + last * epilogue
-    else:  # nothing but those first loads overlaps it
+    else:  # only these first loads overlap the epilogue
         total = loops + tiles * ((0 if early else _LATENCY) + epilogue)
     loading = sum(count * load for count, load in loads)
     return Cycles(tiles * product, loading, tiles * wait, tiles * epilogue, OVERHEAD + total)
@@ -120,10 +120,10 @@ def epilogue_cycles(config: MatmulConfig, instructions: int) -> float:
 def predicted_cycles(
     config: MatmulConfig, sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int, splits: int = 1
 ) -> float:
-    """Returns the estimate of a product, with the launch that sums its parts where there are several.
+    """Returns the estimate of a matmul, including the launch that sums the parts of split-K.
 
     Args:
-        config, sizes, itemsize, gpu: As of `launch_cycles`.
+        config, sizes, itemsize, gpu: See `launch_cycles`.
         instructions: `epilogue_instructions` without split-K.
         splits: Parts of K; several are stored in fp32.
     """

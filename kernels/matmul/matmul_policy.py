@@ -30,14 +30,14 @@ NORMED_HEADS = (64, 128)  # channels of the heads that a "qk_norm" matmul can no
 
 @cache
 def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Configurations from the widest tile to the smallest.
+    """Returns configurations from the widest tile to the smallest.
 
-    The narrow ones, of which a multiprocessor holds several and which small batches take, start early.
+    Narrow tiles, of which a multiprocessor holds several and which small batches use, start early (`dependent.py`).
 
     Args:
-        arch: e.g. "sm_90"; sm_120 and unknown ones take the pointer tables, which every architecture runs.
+        arch: e.g. "sm_90"; sm_120 and unknown ones use the pointer tables, which run on every architecture.
         kind: The `product_kind` of the operands: "half", "fp8" or "tf32".
-        epilogue: One of `EPILOGUES`, of which "qk_norm" is of "half" alone; or "weight_products".
+        epilogue: One of `EPILOGUES` ("qk_norm" for "half" only), or "weight_products".
         tma: True if tensor descriptors can describe the operands.
     """
     table = _table(arch, kind, epilogue, tma)
@@ -71,7 +71,7 @@ def _table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig
         special = dict.fromkeys(("residual", "partial"), _HALF_BLACKWELL_RESIDUAL)
         special["layer_norm"] = _HALF_BLACKWELL_LAYER_NORM
         table = special.get(epilogue, _HALF_BLACKWELL_HEAVY if epilogue in _HEAVY else _HALF_BLACKWELL)
-    if epilogue == "partial" and blackwell and table[0].tma:  # wide tiles spill, and of narrow ones in 72 registers
+    if epilogue == "partial" and blackwell and table[0].tma:  # wide tiles spill, and narrow ones with 72 registers
         fitting = (config for config in table if config.block_n < 256)
         return tuple(replace(config, maxnreg=128) if config.block_n == 64 else config for config in fitting)
     # a weight gradient is as large as its weight: splitting K, not small tiles, fills the multiprocessors
@@ -166,7 +166,7 @@ def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ..
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
     """Tiles loaded by pointers: sm_80, 86, 89 and 120, and layouts that tensor descriptors cannot describe.
 
-    Where architectures or epilogues differ without a comment, the other choice spills.
+    If entries differ between architectures or epilogues without a comment, the other choice spills.
     """
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
     if kind == "tf32" and blackwell:
@@ -205,7 +205,7 @@ def choose_split(
 def matmul_config(operands: Operands, epilogue: str, activation: str = "identity") -> MatmulConfig:
     """Returns the configuration for these operands on their device.
 
-    In the interpreter, whose time depends on the number of tiles, it is the widest.
+    The interpreter uses the widest tile, because its time depends on the number of tiles.
     """
     return _chosen(operands, epilogue, activation)[0]
 
@@ -256,7 +256,7 @@ def _chosen(operands: Operands, epilogue: str, activation: str = "identity", mos
 
 
 def _question(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[Any, ...]:
-    """The arguments of `_best`."""
+    """Returns the arguments of `_best`."""
     gpu, dtype = gpu_of(operands.a.device), operands.a.dtype
     instructions, tma = epilogue_instructions(operands, epilogue, activation), fits_tma(operands.tiled())
     wanted = _requirements(operands, epilogue)

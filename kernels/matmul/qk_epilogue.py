@@ -1,7 +1,7 @@
-"""The part of a qkv matmul's epilogue for columns of q and k: norms over the heads, and rotary positions.
+"""Epilogue of a qkv matmul for columns of q and k: norms over the heads, and rotary positions.
 
 The formulas are those of `rotary.py`. Pairs that are rotated are adjacent columns here, because `folding.py` reorders
-the rows of the weight. A norm reads the sums of the matmul before they are rounded, a whole head at a time.
+the rows of the weight. A norm reads the unrounded accumulators, a whole head at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..rotary import normed_pairs
 
 @triton.jit
 def finished_heads(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
-    """A piece [ROWS, COLS] of the matmul's result; columns of q and k normalised and rotated where asked for.
+    """Returns a piece [ROWS, COLS] of the matmul's result, with columns of q and k normalised and rotated if requested.
 
     heads: (q_weight, k_weight, q_bias, k_bias, eps, cos, sin, tokens, prefix, image_rows) of `_matmul_kernel`.
     HEADS: its (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP).
@@ -31,7 +31,7 @@ def finished_heads(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr, 
 
 @triton.jit
 def _rotated_columns(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
-    """Pairs of adjacent columns of q and k rotated by the angles of their tokens."""
+    """Rotates pairs of adjacent columns of q and k by the angles of their tokens."""
     _, _, _, _, _, cos_ptr, sin_ptr, tokens, prefix, image_rows = heads
     row, col, M, N = where
     HEAD: tl.constexpr = HEADS[0]
@@ -49,7 +49,7 @@ def _rotated_columns(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr
 
 @triton.jit
 def _normed_columns(value, heads, which, ROWS: tl.constexpr, HEADS: tl.constexpr):
-    """A head of q (which = 0) or of k, [ROWS, HEAD], normalised.
+    """Normalises a head of q (which = 0) or of k, [ROWS, HEAD].
 
     With HALVES the norm's vectors have its pairs at channels j and j + HEAD / 2.
     """

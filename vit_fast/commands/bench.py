@@ -36,7 +36,7 @@ def bench(
     train: Annotated[bool, typer.Option("--train", help="Measure training steps: forward, backward, AdamW.")] = False,
     amp: Annotated[bool, typer.Option("--amp", help="With --train: run the forward under bf16 autocast.")] = False,
     data: Annotated[
-        str, typer.Option(help="Location of the images; host: time the copy to the GPU too.", metavar="device|host")
+        str, typer.Option(help="Location of the images; host: also time the copy to the GPU.", metavar="device|host")
     ] = "device",
     explain: Annotated[
         bool, typer.Option("--explain", help="Also print the time per layer and kernel, with its lower bound.")
@@ -46,7 +46,7 @@ def bench(
     ] = False,
     latency: Annotated[bool, typer.Option("--latency", help="Measure p50, p90 and p99 of one image per call.")] = False,
     batch_sizes: Annotated[
-        str | None, typer.Option(help="Images per call; best: double until it gains nothing.", metavar="1,8|best")
+        str | None, typer.Option(help="Images per call; best: double while throughput grows.", metavar="1,8|best")
     ] = None,
     dtypes: Annotated[str | None, typer.Option(help="fp32, tf32 (GPU only), fp16, bf16.", metavar="A,B")] = None,
     candidates: Annotated[
@@ -58,11 +58,15 @@ def bench(
         float | None,
         typer.Option(help="Skip candidates that do not fit into this time; 0: no limit.", metavar="SECONDS"),
     ] = None,
-    seconds: Annotated[float | None, typer.Option(help="Time each candidate for so many seconds.", metavar="S")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Time each candidate for this many seconds.", metavar="S")
+    ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Resume the interrupted run in this folder.", metavar="FOLDER")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record; all else goes to stderr.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON, and everything else to stderr.")
+    ] = False,
     list_candidates: Annotated[bool, typer.Option("--list-candidates", help="List the candidates and exit.")] = False,
 ) -> None:
     """Measure images per second of models in several libraries. Compares each with an fp64 reference first.
@@ -110,7 +114,7 @@ def bench(
         others = train, amp, explain, cold, latency, device != "auto", data != "device"
         if any(value is not None for value in asked) or any(others):
             raise ValueError(
-                f"--resume {resume} must be the only option besides --json: it repeats the options of the run"
+                f"--resume {resume} must be the only option besides --json, because it repeats the options of the run"
             )
         journal = Journal.resume(resume)
         configuration = _repeat(journal)
@@ -132,7 +136,7 @@ def bench(
 
 
 def _repeat(journal: Journal) -> Configuration:
-    """Makes the configuration of an interrupted run, which another version may have started."""
+    """Rebuilds the configuration of an interrupted run; raises ValueError if another version started it."""
     from ..benchmarks.configuration import make_configuration
 
     try:

@@ -30,7 +30,7 @@ _COLUMNS = {
 
 
 def model_layer(name: str, batch: int, arch: str, training: bool = False) -> dict[str, Any]:
-    """Returns a row for each launch of a layer in bf16, frozen or in training, and their sums in microseconds.
+    """Returns a row per launch of a layer in bf16, frozen or in training, and the sums in microseconds.
 
     Raises:
         ValueError: the model or the architecture is unknown.
@@ -89,7 +89,7 @@ def render(report: Mapping[str, Any]) -> str:
         f"one of {layers} layers",
         f"{report['arch']}: {report['gpu']}, {report['multiprocessors']} multiprocessors, {report['clock_GHz']} GHz, "
         f"{report['DRAM_GB_per_s']} GB/s",
-        report["note"] + " Instructions of a warp: in a step along K, and in the rest of a tile.",
+        report["note"] + " Instructions per warp: of a step along K, and of the rest of a tile.",
         *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
         f"layer: issue {sums['issue_us']} us, floor {sums['floor_us']} us, modelled {sums['modelled_us']} us",
         f"{layers} layers: modelled {layers * sums['modelled_us'] / 1e3:.2f} ms",

@@ -16,14 +16,16 @@ from .words import Backend, ClassNames, DataConfigFile, WeightsFile, WeightsMode
 if TYPE_CHECKING:
     from ..apps.evaluation import Evaluation
 
-LISTED = 20  # disagreements and classes that are printed; --json contains all
+LISTED = 20  # number of disagreements and classes to print; --json prints all
 
 
 def evaluate(
     folder: Annotated[Path, typer.Argument(help="Images, one subfolder per class.")],
     weights: WeightsFile,
     model: WeightsModel = None,
-    against: Annotated[str | None, typer.Option(help="A second model like --weights; list all differences.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Second model, in a form of --weights: compare and list all differences.")
+    ] = None,
     classes: ClassNames = None,
     backend: Backend = "auto",
     data_config: DataConfigFile = None,
@@ -39,9 +41,9 @@ def evaluate(
 
     if confusion is not None:
         check_replaceable(confusion)
-    asked = [weights] if against is None else [weights, against]
-    if data_config is not None and not any(name.endswith(".onnx") for name in asked):
-        raise ValueError(f"--data-config needs an ONNX file, got {' and '.join(asked)}")
+    requested = [weights] if against is None else [weights, against]
+    if data_config is not None and not any(name.endswith(".onnx") for name in requested):
+        raise ValueError(f"--data-config needs an ONNX file, got {' and '.join(requested)}")
     given = None if classes is None else read_class_names(classes)
     names, evaluation = _evaluate(folder, weights, given, model, backend, data_config)
     other: Evaluation | None = None
@@ -51,7 +53,7 @@ def evaluate(
         typer.echo(json.dumps(_as_dict(evaluation, other, names), indent=2))
     else:
         _print(evaluation, other, names)
-    if confusion is not None:  # last: the result is printed even if this fails
+    if confusion is not None:  # last, so that the result is printed even if this fails
         with file_aside(confusion) as aside:
             draw_confusion(evaluation, names, aside)
 
@@ -65,11 +67,11 @@ def _evaluate(
     from ..apps.evaluation import labelled_images
 
     files = [file for file, _ in ImageFolder(folder).files]
-    if weights.endswith(".onnx"):  # of two models, each option is for the one that it applies to
+    if weights.endswith(".onnx"):  # the options apply to one kind of model each
         known, rows = classify(files, weights, data_config=data_config)
     else:
         known, rows = classify(files, weights, model, backend)
-    first = next(rows)  # says how many classes there are
+    first = next(rows)  # its length is the number of classes
     names = class_names_for(len(first), given, known)
     return names, collect(labelled_images(folder, len(first), given or known), chain([first], rows))
 
@@ -104,7 +106,7 @@ def _print(evaluation: Evaluation, other: Evaluation | None, names: Sequence[str
     typer.echo(f"{len(evaluation.files)} images: top-1 {evaluation.top1:.2%}, top-5 {evaluation.top5:.2%}")
     rows = sorted(evaluation.by_class(names), key=lambda row: row["top1"])
     for row in rows[:LISTED]:
-        taken = "" if row["taken for"] is None else f", most often taken for {row['taken for']}"
+        taken = "" if row["taken for"] is None else f", most often classified as {row['taken for']}"
         typer.echo(f"  {row['top1']:7.2%}  {row['class']} ({row['images']}){taken}")
     if len(rows) > LISTED:
         typer.echo(f"  ... and {len(rows) - LISTED} classes with higher accuracy")
@@ -112,7 +114,7 @@ def _print(evaluation: Evaluation, other: Evaluation | None, names: Sequence[str
         return
     differing = evaluation.disagreements(other)
     typer.echo(
-        f"against: top-1 {other.top1:.2%}, top-5 {other.top5:.2%}; another class on {len(differing)} images, "
+        f"against: top-1 {other.top1:.2%}, top-5 {other.top5:.2%}; different class on {len(differing)} images, "
         f"{len(differing) / len(evaluation.files):.2%}"
     )
     for index in differing[:LISTED]:

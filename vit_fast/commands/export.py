@@ -1,4 +1,4 @@
-"""`vit-fast export`: exports a model to ONNX; `vit-fast hf-kernel`: the operators to a repository of the Hub."""
+"""`vit-fast export`: exports a model to ONNX; `vit-fast hf-kernel`: exports the operators for the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def export(
     precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, int8-dynamic or fp8.")] = "fp32",
     calibrate: Annotated[
         list[Path] | None,
-        typer.Option(help="Images or folders for int8 and fp8: 32 images calibrate the ranges, 64 verify them."),
+        typer.Option(help="Images or folders for int8 and fp8: 32 images to calibrate with, 64 to verify with."),
     ] = None,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Accept uint8 images of any size.")] = False,
     returns: Annotated[str, typer.Option(help="logits, probabilities, or features (pooled).")] = "logits",
     dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help="Accept any height and width.")] = False,
     validation: Annotated[
         Path | None,
-        typer.Option(help="Labelled images, one subfolder per class: reject a file that loses accuracy."),
+        typer.Option(help="Labelled images, one subfolder per class: fail if the file loses accuracy."),
     ] = None,
     classes: ClassNames = None,
     img_size: Side = None,
@@ -54,7 +54,7 @@ def export(
     if model is None:
         model, weights = weights, None
     if model is None or out is None:
-        raise ValueError("export needs a MODEL or --weights, and -o FILE.onnx; or --inspect FILE.onnx")
+        raise ValueError("pass MODEL or --weights, and -o FILE.onnx; or pass --inspect FILE.onnx")
     model = model_name(model)
 
     from ..apps.classifiers import read_class_names
@@ -106,7 +106,7 @@ def _show(result: Any, as_json: bool) -> None:
 
 
 def hf_kernel(folder: Annotated[Path, typer.Argument(help="Folder to write; must be new or empty.")]) -> None:
-    """Write the operators as a kernel of the Hugging Face Hub, ready to upload."""
+    """Write the operators as a Hugging Face Hub kernel, ready to upload."""
     from ..apps.hub_kernel import NAME, build_hf_kernel
 
     variant = build_hf_kernel(folder)

@@ -3,10 +3,10 @@
     report = measure("sm_90")        # in separate processes
     print(render(report))
 
-Triton's launch path runs unchanged, against a driver that launches nothing (`kernels/inspect/stand_in_driver.py`).
-Launches and descriptors are counted at the sizes of ViT-B, B = 1. Time is measured on narrow tensors, for which the
-CPU's arithmetic in a step's few torch operators is small beside their dispatch, for our blocks and timm's eager ones.
-It is process CPU time, with the empty driver calls, without what only a GPU's driver and allocator do.
+Triton's launch path runs unchanged, with a stand-in driver that launches nothing
+(`kernels/inspect/stand_in_driver.py`). Launches and descriptors are counted for ViT-B, B = 1. Time is measured for our
+blocks and timm's eager blocks, on narrow tensors, so that arithmetic on the CPU is small compared with dispatch. It is
+process CPU time: it includes the empty driver calls, but not the work of a GPU's driver and allocator.
 """
 
 from __future__ import annotations
@@ -41,12 +41,9 @@ from ..ops.layer_norm_mlp import fused_layer_norm_mlp
 if TYPE_CHECKING:
     from ..kernels.inspect.stand_in_driver import StandInDriver
 
-NOTE = (
-    "Host only: Triton's launch path against a driver that launches nothing, on tensors of no content. "
-    "Nothing here is the time of a GPU."
-)
+NOTE = "Host time only: Triton's launch path with a driver that launches nothing. No GPU time is measured."
 MODEL = "vit_base_patch16_224"
-DEPTH = 12  # blocks of MODEL, which share the overhead of a compiled call
+DEPTH = 12  # blocks of MODEL; they share the overhead of a compiled call
 NARROW = {"embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8}
 REPEATS = 15
 SECONDS_A_REPEAT = 0.02
@@ -63,12 +60,12 @@ class HostCall:
 
 
 def measure(arch: str) -> dict[str, Any]:
-    """Returns the results of `vit-fast kernels --host`. One new process compiles, a second one measures.
+    """Returns the results of `vit-fast kernels --host`: compiles in a new process, and measures in a second one.
 
     Args:
         arch: Architecture of the launches, e.g. "sm_90".
     Raises:
-        RuntimeError: a process failed, with its last line: no C compiler, a GPU, an unknown architecture.
+        RuntimeError: a process failed, e.g. without a C compiler, with a GPU, or for an unknown architecture.
     """
     with tempfile.TemporaryDirectory(prefix="vit-fast-host-") as cache:
         cold = _run(arch, "compile", cache)
@@ -80,7 +77,7 @@ def measure(arch: str) -> dict[str, Any]:
 
 def _run(arch: str, what: str, cache: str) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # keep one heap: otherwise large tensors are mapped again in every call, unlike on a GPU
+    # keep one heap: otherwise malloc maps large tensors again in each call, unlike on a GPU
     environment |= {
         "TRITON_CACHE_DIR": cache,
         "OMP_NUM_THREADS": "1",
@@ -151,7 +148,7 @@ def _model_and_tokens(**changes: Any) -> tuple[Any, Tensor]:
 
 
 def _tower_rows(driver: StandInDriver) -> list[dict[str, Any]]:
-    """Launches and host time of Qwen2.5-VL's tower for each size, eager and by a graph, whose replay does nothing."""
+    """Returns launches and host time of Qwen2.5-VL's tower per size, eager and with a graph whose replay is empty."""
     from ..run import graph_runner
 
     def capture(run: Call, device: torch.device, pool: object) -> Call:
@@ -203,7 +200,7 @@ def _without_gradient(call: Call) -> Call:
 
 
 def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
-    """Returns calls of the operators with tensors of one of our blocks, which pass on LayerNorm statistics."""
+    """Returns calls of the operators on tensors of one of our blocks; they pass on LayerNorm statistics."""
     attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
     absent: Any = (None,) * 7
     first = partial(
@@ -299,21 +296,19 @@ def render(report: Mapping[str, Any]) -> str:
             f"{_spread(row['timm_us']):>24s} {'' if row['ratio'] is None else row['ratio']:>9}"
         )
     if all(row["timm_us"] is None for row in report["rows"]):
-        lines.append("timm is not installed: nothing to compare with (pip install timm)")
-    lines.append(
-        "launches and descriptors at the sizes of ViT-B, B = 1, bf16; microseconds a block of width 64, 17 tokens"
-    )
+        lines.append("timm is not installed: no comparison (pip install timm)")
+    lines.append("launches and descriptors for ViT-B, B = 1, bf16; microseconds per block of width 64, 17 tokens")
     lines.append(
         f"{report['kernels']} kernels compiled for ViT-B: {report['seconds_cold']:.1f} s cold, "
         f"{report['seconds_warm']:.1f} s with a warm cache"
     )
     if report["towers"]:
-        lines.append("Qwen2.5-VL's tower of width 64, an eighth of the sides; a graph without its one replay:")
+        lines.append("Qwen2.5-VL's tower of width 64 at 1/8 of each image size; graphs without the replay launch:")
         lines.append(f"{'':18s} {'':8s} {'launches':>8s} {'host us (p20-p80)':>24s}")
     for row in report["towers"]:
         spread = _spread(row["us"])
         lines.append(f"{row['size']:18s} {row['candidate']:8s} {row['launches']:8g} {spread:>24s}")
-    return "\n".join([*lines, *(f"refused by the driver: {text}" for text in report["violations"])])
+    return "\n".join([*lines, *(f"rejected by the driver: {text}" for text in report["violations"])])
 
 
 def _spread(us: Mapping[str, float] | None) -> str:

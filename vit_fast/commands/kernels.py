@@ -30,18 +30,22 @@ def kernels(
     ] = None,
     batch_sizes: Annotated[
         str | None,
-        typer.Option(help="With --warm-up, separated by commas (default 1); with --model one of them (default 256)."),
+        typer.Option(
+            help="For --warm-up: batch sizes, separated by commas (default 1); for --model: one (default 256)."
+        ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Without a GPU: model the device time of a layer (default: sm_90)."),
+        typer.Option("--model", help="Without a GPU: model the device time of a layer (default --arch: sm_90)."),
     ] = None,
     training: Annotated[
-        bool, typer.Option("--training", help="With --model: forward and backward, not a frozen layer.")
+        bool, typer.Option("--training", help="With --model: forward and backward instead of a frozen layer.")
     ] = False,
     host: Annotated[
         bool,
-        typer.Option("--host", help="Without a GPU: measure the host's launch time of a block (default: sm_90)."),
+        typer.Option(
+            "--host", help="Without a GPU: measure the host's launch time of a block (default --arch: sm_90)."
+        ),
     ] = False,
 ) -> None:
     """Compile all kernels, without a GPU. Exits with 1 if a kernel spills registers or is worse than the baseline."""
@@ -49,22 +53,22 @@ def kernels(
     modes = {"--warm-up": warm_up is not None, "--host": host, "--model": model is not None, "--tune": tune}
     chosen = [name for name, given in modes.items() if given]
     if len(chosen) > 1:
-        raise ValueError(f"kernels must get at most one of {', '.join(modes)}, got {', '.join(chosen)}")
+        raise ValueError(f"at most one of {', '.join(modes)} must be given, got {', '.join(chosen)}")
     mode = chosen[0] if chosen else None
     if sizes is not None and mode not in ("--warm-up", "--model"):
-        raise ValueError(f"--batch-sizes must come with --warm-up or --model, got {batch_sizes}")
+        raise ValueError(f"--batch-sizes needs --warm-up or --model, got {batch_sizes}")
     if training and mode != "--model":
-        raise ValueError("--training must come with --model")
+        raise ValueError("--training needs --model")
     given = {"--arch": arch is not None, "--json": as_json, "--update-baseline": update_baseline}
     for option, is_given in given.items():
         if is_given and (mode in ("--warm-up", "--tune") or (mode and option == "--update-baseline")):
-            raise ValueError(f"{option} must not come with {mode}")
+            raise ValueError(f"{option} must not be used with {mode}")
     if warm_up is not None:
         _warm_up(warm_up, sizes or [1])
         return
     if importlib.util.find_spec("vit_fast.kernels.inspect") is None:
         typer.echo(
-            "vit-fast kernels needs the folder kernels/inspect, which a wheel leaves out: run it from a checkout "
+            "vit-fast kernels needs the folder kernels/inspect, which wheels do not contain: run it from a checkout "
             "(pip install -e .), or pass --warm-up",
             err=True,
         )
@@ -116,7 +120,7 @@ def _warm_up(name: str, sizes: list[int]) -> None:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a progress bar on stderr; yields a function of the finished and the total number."""
+    """Shows a progress bar on stderr; yields a function that takes the finished and the total number."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -165,7 +169,7 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
 
     if launch.is_interpreted():
         raise RuntimeError("TRITON_INTERPRET is set: there is nothing to compile; unset it")
-    # check all names before the first compilation, which takes minutes
+    # check all names first, because compilation takes minutes
     wanted = [
         (arch, build) for arch in archs or offline.ARCHS for build in offline.builds(arch) if build.core or not core
     ]
@@ -177,7 +181,7 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
         row: dict[str, Any] = {"arch": arch, "kernel": build.kernel, "case": build.case}
         try:
             stats = offline.compile_build(build, arch)
-        except Exception as error:  # any compiler failure is this row's result, and the others go on
+        except Exception as error:  # record a compiler failure in this row and continue
             row["problems"] = [f"does not compile: {type(error).__name__}: {_last_line(error)}"]
         else:
             recorded = baseline.is_recorded(build, arch)

@@ -32,7 +32,7 @@ def optimize(
         str | None, typer.Option(help="Also try lower precision: bf16, fp16, int8, fp8.", metavar="A,B")
     ] = None,
     min_agreement: Annotated[
-        float, typer.Option(help="With --allow: required share of images with the model's top class.", min=0, max=1)
+        float, typer.Option(help="With --allow: required share of images with the model's top-1 class.", min=0, max=1)
     ] = 0.99,
     images: Annotated[
         list[Path] | None, typer.Option(help="Image files or folders (default: matplotlib's sample image).")
@@ -44,7 +44,8 @@ def optimize(
         bool, typer.Option("--latency", help="Minimize the 90th percentile instead of the median.")
     ] = False,
     memory_limit: Annotated[
-        float | None, typer.Option(help="Skip candidates that need more MiB beyond the model.", min=0.001)
+        float | None,
+        typer.Option(help="Skip candidates that need more than this many MiB beyond the model.", min=0.001),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     save: Annotated[Path | None, typer.Option(help="Save the result for vit_fast.load_optimized.")] = None,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..model import VisionTransformer
 
-BATCH_SIZE = 16  # bounds memory however many images a folder holds
+BATCH_SIZE = 16  # limits memory for folders of any size
 
 
 def predict(
@@ -38,13 +38,13 @@ def predict(
     engine: Annotated[
         str,
         typer.Option(
-            help="With --out: local, or ray to use a cluster (RAY_ADDRESS) that has the images under the same paths."
+            help="With --out: local, or ray for a cluster (RAY_ADDRESS) where the images have the same paths."
         ),
     ] = "local",
     workers: Annotated[
         int | None,
         typer.Option(
-            help="With --out: processes that read images (ray: and run the model); default: one per core.",
+            help="With --out: processes that read images (with ray, also run the model); default: one per core.",
             show_default=False,
         ),
     ] = None,
@@ -58,15 +58,15 @@ def predict(
     if top_k < 1:
         raise ValueError(f"--top-k must be an integer >= 1, got {top_k}")
     if workers is not None and (out is None or workers < 0):
-        raise ValueError(f"--workers must be an integer >= 0, with --out, got {workers}")
+        raise ValueError(f"--workers must be an integer >= 0 and needs --out, got {workers}")
     if engine != "local" and out is None:
         raise ValueError(f"--engine {engine} needs --out")
     files = find_images(images)
     given = None if classes is None else read_class_names(classes)
     if out is not None:
         if weights.endswith(".onnx") or data_config is not None:
-            raise ValueError("--out needs weights, whose model also gives embeddings, got an ONNX file or its options")
-        here = "cpu" if engine == "ray" else device  # each worker of a cluster gets a copy
+            raise ValueError("--out needs weights, because it also writes embeddings, got an ONNX file or its options")
+        here = "cpu" if engine == "ray" else device  # each worker of the cluster gets a copy
         _to_parquet(open_classifier(weights, model, backend, here), files, out, given, workers, engine, device)
         return
     known, rows = classify(files, weights, model, backend, device, data_config)

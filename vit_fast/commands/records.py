@@ -16,7 +16,7 @@ def compare(
     second: Annotated[Path, typer.Argument(help="Record to compare with the baseline.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two records: pair their rows, and print ratios with confidence intervals and verdicts."""
+    """Compare two records: print the ratio, confidence interval and verdict of each pair of rows."""
     from ..benchmarks.records import read_record
     from ..benchmarks.rows import compare_records
 

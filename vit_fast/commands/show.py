@@ -31,7 +31,7 @@ def show(
 ) -> None:
     """Draw patches, filters, positions, attention and features of a model as PNG files.
 
-    Prints and skips figures that do not apply, e.g. learned positions of a model with rotary positions.
+    Skips figures that do not apply and prints why, e.g. learned positions of a model with rotary positions.
     """
     from .. import figures as drawn
     from ..errors import UnsupportedInputError
@@ -41,7 +41,7 @@ def show(
     wanted = [name.strip() for name in figures.split(",")]
     for name in wanted:
         if name not in FIGURES:
-            raise ValueError(f"--figures must be of {', '.join(FIGURES)}, got {name}")
+            raise ValueError(f"--figures must be among {', '.join(FIGURES)}, got {name}")
     of_attention = {"blocks": integers("--blocks", blocks)}
     opened = open_model(model, 1, [] if image is None else [image], "cpu", integers("--img-size", img_size, "x"))
     prepared = drawn.open_image(

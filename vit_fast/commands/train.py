@@ -41,7 +41,7 @@ def train(
         Path | None, typer.Option(help="Measure accuracy on this folder, structured like DATA.")
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: the model's recipe, or TrainConfig's.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Images per step, of all processes together.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Images per step, summed over all processes.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate after the warm-up.")] = None,
     settings: Annotated[
         list[str] | None,
@@ -72,16 +72,16 @@ def train(
             def on_epoch(row: dict[str, Any]) -> None:
                 keep(row)
                 if first:
-                    _tell(row, config.epochs)
+                    _print_epoch(row, config.epochs)
 
             opened = open_data(data, validation)
-            # The model is referred to by this call alone: it must end before the group of processes does.
+            # Keep no other reference to the model: it must be freed before the process group.
             rows = run(
                 _model(model, weights, backend, config, len(opened.train.class_names), drop_path, img_size), opened,
                 out, config, resume=resume, workers=workers, processes=processes, on_step=on_step, on_epoch=on_epoch,
             )  # fmt: skip
     if first and rows:
-        _tell_the_end(out, rows, config)
+        _print_result(out, rows, config)
 
 
 def _model(
@@ -99,12 +99,12 @@ def _model(
     return create_model(model_name(name), weights=weights, backend=backend, device=device, **overrides)
 
 
-def _tell(row: dict[str, Any], epochs: int) -> None:
+def _print_epoch(row: dict[str, Any], epochs: int) -> None:
     held_out = "" if row["accuracy"] is None else f", accuracy {row['accuracy']:.2%}"
     typer.echo(f"epoch {row['epoch'] + 1}/{epochs}: loss {row['loss']:.4f}{held_out}")
 
 
-def _tell_the_end(out: Path, rows: list[dict[str, Any]], config: TrainConfig) -> None:
+def _print_result(out: Path, rows: list[dict[str, Any]], config: TrainConfig) -> None:
     from ..apps.checkpoints import WEIGHTS
     from ..apps.training import kept_row
     from ..files import file_aside
@@ -132,7 +132,7 @@ def _progress(shown: bool, epochs: int) -> Iterator[Callable[[int, int, int, Mea
 
         def on_step(epoch: int, step: int, steps: int, measure: Measure) -> None:
             nonlocal seen, right, loss, begun
-            if step == 0:  # the rate is of this epoch, its first batch left out: workers start in it
+            if step == 0:  # skip the first batch of an epoch in the rate, because workers start in it
                 seen, right, loss, begun = 0, 0, 0.0, time.perf_counter()
                 progress.reset(task, total=steps)
             else:
@@ -146,7 +146,7 @@ def _progress(shown: bool, epochs: int) -> Iterator[Callable[[int, int, int, Mea
 
 
 def _draw_curve(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Draws loss and accuracy by epoch, of training and held-out images, as a PNG; from at least one row of the log."""
+    """Draws loss and accuracy of training and held-out images by epoch, as a PNG; needs at least one row of the log."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

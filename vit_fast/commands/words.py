@@ -1,4 +1,4 @@
-"""Parts of several commands: options, models with images, and tables on the screen."""
+"""Shared by several commands: options, models with images, and tables on the screen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WeightsFile = Annotated[
 ]
 WeightsModel = Annotated[str | None, typer.Option(help="Model of the weights, if they contain no config.")]
 
-FULL_WIDTH = 160  # characters of a line where the output is no terminal: enough for every table
+FULL_WIDTH = 160  # line width if the output is not a terminal: enough for all tables
 
 
 def split_words(value: str | None, separator: str = ",") -> list[str] | None:
@@ -49,7 +49,7 @@ def integers(option: str, value: str | None, separator: str = ",") -> list[int] 
 
 
 def model_name(name: str) -> str:
-    """Adds a slash to an existing file or folder, which create_model then takes for weights, not for a variant."""
+    """Adds a slash to an existing file or folder, so that create_model opens it as weights, not as a variant."""
     return f"./{name}" if "/" not in name and Path(name).exists() else name
 
 
@@ -63,7 +63,7 @@ def wide_console(*, stderr: bool = False) -> Console:
 
 
 def table(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]] = (), *, texts: int = 1) -> Table:
-    """Makes a table whose first `texts` columns are text and the others numbers; nothing in it is markup."""
+    """Builds a table with `texts` columns of text, followed by columns of numbers; without rich markup."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -81,7 +81,7 @@ OTHER_BATCHES = 3  # to measure agreement
 
 @dataclass(frozen=True)
 class Opened:
-    """A model with images: its description, the module in fp32 on its device, a batch, more batches, and the files."""
+    """A model with images: description, module in fp32 on the device, one batch, more batches, and image files."""
 
     model: Model
     module: nn.Module
@@ -96,7 +96,7 @@ def open_model(
     """Opens a model that `vit-fast bench` takes, with images; see make_configuration.
 
     Raises:
-        ValueError: an argument is unknown, out of range or unreadable, or the name means several models.
+        ValueError: an argument is unknown, out of range or unreadable, or the name matches several models.
     """
     import numpy as np
     import torch

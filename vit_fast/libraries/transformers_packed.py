@@ -193,7 +193,7 @@ class FusedLlama4Attention(FusedSelfAttention):
 class FusedLlama4Layer(FusedLayer):
     """Llama 4's layer. Its callers pass arguments by keyword."""
 
-    def forward(self, hidden_state: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # transformers' own
+    def forward(self, hidden_state: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # HF's name
         """Maps [B, N, C] to ([B, N, C],)."""
         return super().forward(hidden_state, *args, **kwargs)
 
