@@ -39,7 +39,7 @@ from .verification import BATCHES, check_labelled, check_verifiable, measure_acc
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
 HELD_OUT_IMAGES = 64
 LEAST_HELD_OUT = 32
-"""With fewer images, the rate of changed top-1 classes after quantization is unknown."""
+"""Smallest held-out set that shows how often quantization changes the top-1 class."""
 
 
 def export_onnx(

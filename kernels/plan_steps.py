@@ -205,7 +205,7 @@ class LaunchPlan:
 
     Args:
         device: Device of all tensors.
-        buffers: Arguments of `torch.empty_strided`: shape, strides, dtype; numbered behind the inputs.
+        buffers: Arguments of `torch.empty_strided`: shape, strides, dtype; numbered after the inputs.
         steps: The steps in order, each with the values that no later step uses. Results of torch operators are
             numbered in order.
         outputs: The results.

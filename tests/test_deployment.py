@@ -193,7 +193,7 @@ def test_a_repository_of_a_file_with_a_fixed_batch(exported: Any, tmp_path: Path
     assert list(config.input[0].dims) == [1, 3, 32, 32] and not config.HasField("dynamic_batching")
     assert config.instance_group[0].count == 2 and config.instance_group[0].kind == 2  # KIND_CPU
     inspect_onnx(folder / "1" / "model.onnx")
-    with pytest.raises(FileExistsError, match="exists already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         write_triton_repository(path, models)
     for wrong in ({"name": "a/b"}, {"name": ".."}, {"max_batch": 0}, {"instances": 0}, {"device": "tpu"}):
         with pytest.raises(ValueError, match="must"):

@@ -213,9 +213,9 @@ def test_command_with_a_model_that_brings_its_weights(tmp_path: Path, capsys: py
         ([], "pass MODEL or --weights, and -o FILE.onnx"),
         (["vit_tset", "-o", "m.onnx"], "unknown model 'vit_tset': nearest are vit_test"),
         (["vit_test", "-o", "m.onnx", "--returns", "x"], "output"),
-        (["vit_test", "-o", "m.onnx", "--precision", "int8"], "needs image files"),
+        (["vit_test", "-o", "m.onnx", "--precision", "int8"], "must be image files"),
         (["vit_test", "-o", "m.onnx", "--precision", "int8", "--calibrate", "absent"], "absent: no such file"),
-        (["vit_test", "-o", "m.onnx", "--triton-repository", "models"], "exists already"),
+        (["vit_test", "-o", "m.onnx", "--triton-repository", "models"], "already exists"),
         (["--inspect", "absent.onnx"], "absent.onnx: no such file"),
     ],
 )

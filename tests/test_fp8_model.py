@@ -118,7 +118,7 @@ def test_a_model_in_fp8_is_copied_pickled_saved_and_loaded(tmp_path: Path) -> No
         loaded = vit_fast.load(path, backend="triton", device=DEVICE)
         assert not torch.equal(loaded(x), expected), "how it runs is not among the weights"
         report = vit_fast.fuse(loaded, precision="fp8")
-        assert "fc2 stays in bfloat16: selected by its scales" in str(report) and torch.equal(loaded(x), expected)
+        assert "fc2 stays in bfloat16: set by its scales" in str(report) and torch.equal(loaded(x), expected)
         made = vit_fast.create_model(
             "vit_tiny_patch16_224", weights=path, precision="fp8", device=DEVICE, dtype=torch.bfloat16, img_size=32,
             depth=2, embed_dim=64, num_heads=2,

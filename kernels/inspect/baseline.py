@@ -66,6 +66,6 @@ def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> No
     kept |= {key: _kept(stats) for key, stats in found.items()}
     lines = [f"  {json.dumps(key)}: {json.dumps(kept[key])}" for key in sorted(kept)]
     text = f'{{"triton": {json.dumps(triton.__version__)}, "builds": {{\n' + ",\n".join(lines) + "\n}}\n"
-    beside = path.with_suffix(".tmp")
-    beside.write_text(text)
-    beside.replace(path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -31,7 +31,7 @@ from ..launch import Launch, is_interpreted
 
 _SM_103 = () if TorchVersion(triton.__version__) < "3.7" else ("sm_103",)  # older cuobjdumps cannot read it
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", *_SM_103, "sm_120")
-# Modules beside this one that ship kernels.
+# Modules in this folder that provide builds.
 PROVIDERS: tuple[str, ...] = ("attention_offline", "matmul_offline", "rotary_offline")
 
 _TYPE_NAMES = {

@@ -5,7 +5,7 @@ then specialises, compiles and loads kernels, encodes descriptors and packs argu
 into the driver does nothing. So launches and descriptors can be counted and checked, and host time measured. Results
 are undefined.
 
-It needs a process of its own, without CUDA and without Triton's interpreter.
+It needs a separate process, without CUDA and without Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ mean_c(g) is 0 but for rounding, as the rows of a LayerNorm's W'' sum to 0, and 
 Hence two cases:
 - dz is an input (qkv): one pass over dz W and x, with g = dz W gamma, which needs no folded weight. It also writes n
   unless x is already normalised.
-- dz is the result of a matmul (fc1, behind an activation): its epilogue sums dz (z - c) and stores dz~ = rstd dz. Then
+- dz is the result of a matmul (fc1, before an activation): its epilogue sums dz (z - c) and stores dz~ = rstd dz. Then
   U = dz~^T x - (sum_m dz~ mean) for every column, without another pass over x or g.
 
 With y = r + ls (h W^T + b) and V = dy^T h:

@@ -1,7 +1,7 @@
 """Backward epilogues of `matmul.py`. With acc = A B of row m and column n, and mean and rstd of the LayerNorm's rows:
 
     "activation_grad": h = act(z),  dz = acc act'(z),  out = rstd dz
-    "gated_grad":      the same behind "gated": acc [M, N] is the gradient of h = act(g) u, z and out are twice as wide
+    "gated_grad":      the same after "gated": acc [M, N] is the gradient of h = act(g) u, z and out are twice as wide
     "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient, and h the same in the dtype of A;
                        coefficient = rstd^2 / N sum dz (z - c)
 

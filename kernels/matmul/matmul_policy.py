@@ -148,7 +148,7 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
 
 
 def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Tiles of "gated_grad", which holds z and its gradient beside the product, each twice as wide."""
+    """Tiles of "gated_grad", which holds the product, and z and its gradient, each twice as wide."""
     depth = 64 if kind == "half" else 32
     if tma:
         wide = MatmulConfig(128, 128, depth, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=kind == "half")

@@ -87,7 +87,7 @@ class FusedPackedLayer(FusedLayer):
         )
 
 
-class FusedPixtralAttention(FusedRotarySelfAttention):
+class FusedAttentionWithLengths(FusedRotarySelfAttention):
     """Attention of packed tokens [1, total, C]; the fused tower passes their lengths in addition to the mask."""
 
     def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -123,7 +123,7 @@ def _new_tower(original: type[nn.Module]) -> nn.Module:
     return tower
 
 
-class FusedPixtralTower(FusedTower):
+class FusedTowerWithLengths(FusedTower):
     """Pixtral's tower, which passes the lengths of the packed images to its layers."""
 
     kind = "lengths of packed images"
@@ -221,8 +221,8 @@ def _mixins() -> dict[str, type[FusedModule]]:
         "pixtral.PixtralAttentionLayer": layer_of(
             Layer(("attention_norm", "ffn_norm"), "attention", mlp="feed_forward"), FusedLayer
         ),
-        "pixtral.PixtralAttention": FusedPixtralAttention,
-        "pixtral.PixtralVisionModel": FusedPixtralTower,
+        "pixtral.PixtralAttention": FusedAttentionWithLengths,
+        "pixtral.PixtralVisionModel": FusedTowerWithLengths,
         "siglip2.Siglip2VisionModel": FusedPaddedTower,
         "llama4.Llama4VisionEncoderLayer": layer_of(
             Layer(("input_layernorm", "post_attention_layernorm"), "self_attn"), FusedLlama4Layer

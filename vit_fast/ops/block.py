@@ -3,7 +3,7 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-Dropout is not supported; drop path only behind a single half.
+Dropout is not supported. Drop path can be applied only to the output of a single half.
 """
 
 from __future__ import annotations

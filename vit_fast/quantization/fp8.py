@@ -88,7 +88,7 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
         raise UnsupportedInputError(WHAT, without or [f"{name}: {why}" for name, why in left.items()])
     linears = {block.name: block.linears for block in blocks}
     if keep is None and min_agreement is None:
-        kept = {name: dict.fromkeys(own.names_kept(), "selected by its scales") for name, own in scales.items() if own}
+        kept = {name: dict.fromkeys(own.names_kept(), "set by its scales") for name, own in scales.items() if own}
         return Choice(linears, kept, left)
     asked = _kept_by_name(linears, () if keep is None else keep)
     kept = {name: dict.fromkeys(layers, "requested by keep") for name, layers in asked.items()}
