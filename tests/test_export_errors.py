@@ -50,7 +50,7 @@ def model() -> nn.Module:
         ({"precision": "bf16", "opset": 21}, UnsupportedInputError, "opset must be at least 22 for bf16 Conv"),
         ({"precision": "fp8", "target": "ort-cpu"}, UnsupportedInputError, "target must be .* for fp8, got ort-cpu"),
         ({"precision": "fp8", "opset": 18}, UnsupportedInputError, "opset must be at least 19 for scales in fp16"),
-        ({"precision": "fp8"}, ValueError, "precision='fp8' needs image files or folders"),
+        ({"precision": "fp8"}, ValueError, "calibration must be image files or folders for precision='fp8'"),
         ({"calibration_cache": "c.json"}, ValueError, "calibration needs precision='int8'"),
         ({"validation": "absent"}, ImageError, "must be a folder with one subfolder"),
         ({"data_config": {"sharpness": 1}}, ValueError, "sharpness"),
