@@ -142,7 +142,13 @@ def test_the_second_ctrl_c_does_not_lose_what_the_first_kept() -> None:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: heard.append(number))  # a caller's own handler is called too
+    with pytest.raises(KeyboardInterrupt), patient_interrupt(signal.SIGINT):
+        signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT] * 2
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -137,13 +137,16 @@ class Interruption:
 def patient_interrupt(*signals: signal.Signals) -> Iterator[Interruption]:
     """Raises KeyboardInterrupt at the first of these signals and ignores the second, so that results are still written.
 
-    The third one raises again, in case a library swallowed the first. Does nothing outside the main thread, nor for a
-    signal that this process ignores.
+    The third one raises again, in case a library swallowed the first. Calls the caller's own handler first. Does nothing
+    outside the main thread, nor for a signal that this process ignores.
     """
     seen = Interruption()
 
     def handle(number: int, frame: FrameType | None) -> None:
         seen.pressed += 1
+        own = before[signal.Signals(number)]
+        if callable(own) and own is not signal.default_int_handler:
+            own(number, frame)
         if seen.pressed != 2:
             raise KeyboardInterrupt
 
