@@ -137,8 +137,8 @@ class Interruption:
 def patient_interrupt(*signals: signal.Signals) -> Iterator[Interruption]:
     """Raises KeyboardInterrupt at the first of these signals and ignores the second, so that results are still written.
 
-    The third one raises again, in case a library swallowed the first. Calls the caller's own handler first. Does nothing
-    outside the main thread, nor for a signal that this process ignores.
+    The third one raises again, in case a library swallowed the first. The caller's own handler runs before that. Does
+    nothing outside the main thread, nor for a signal that this process ignores.
     """
     seen = Interruption()
 
