@@ -8,6 +8,7 @@ import torch
 
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 KERNEL_ARCH = os.environ.get("VIT_FAST_EXECUTE")  # the emulator's architecture, set by execute.py
+WITHOUT_FP8 = ("sm_80", "sm_86")  # of the emulator's architectures
 INTERPRETED = not HAS_GPU and KERNEL_ARCH is None
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported: before any kernel is decorated

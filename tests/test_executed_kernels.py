@@ -13,7 +13,7 @@ import test_fp8_block
 import torch
 from emulator.library import Emulator
 from emulator.process import SAME_PTX
-from kernel_execution import KERNEL_ARCH
+from kernel_execution import KERNEL_ARCH, WITHOUT_FP8
 from our_operators import each_tensor
 from torch import Tensor, nn
 
@@ -52,7 +52,7 @@ def _copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("cases", ["cases", "block_cases", "modern_cases", "fp8_cases"])
 def test_a_replayed_plan_computes_the_same_bits(cases: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests every planned operator, at the addresses of the recording and at others."""
-    if cases == "fp8_cases" and KERNEL_ARCH in ("sm_80", "sm_86"):
+    if cases == "fp8_cases" and KERNEL_ARCH in WITHOUT_FP8:
         pytest.skip("no FP8 on this architecture")
     monkeypatch.setattr(planned_launches, "zeros", _random)
     found = [call for case in getattr(planned_launches, cases)() for call in planned_launches.calls(case)]

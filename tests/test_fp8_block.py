@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from kernel_execution import KERNEL_ARCH, WITHOUT_FP8
 from mlp_support import DEVICE
 from our_operators import OurOperators, calls_of, each_tensor
 from torch import Tensor, library
@@ -23,6 +24,8 @@ from vit_fast.ops import reference
 from vit_fast.ops.backends import fp8_reasons
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope
 from vit_fast.ops.fp8 import fused_block_fp8, quantize_block
+
+pytestmark = pytest.mark.skipif(KERNEL_ARCH in WITHOUT_FP8, reason="no FP8 on this architecture")
 
 WIDTH, HEADS, HIDDEN, TOKENS = 96, 2, 160, 21
 E4M3 = torch.float8_e4m3fn

@@ -10,7 +10,7 @@ import torch
 from fused_models import assert_within
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_execution import DTYPES
+from kernel_execution import DTYPES, KERNEL_ARCH
 from mlp_support import check_case, make_case
 from torch import Tensor
 
@@ -134,7 +134,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MatmulConfig]]:
 
 def _shipped() -> list[tuple[torch.dtype, MatmulConfig]]:
     shipped: dict[tuple[torch.dtype, MatmulConfig], None] = {}
-    for arch in ("sm_80", "sm_90", "sm_100"):
+    for arch in (KERNEL_ARCH,) if KERNEL_ARCH else ("sm_80", "sm_90", "sm_100"):
         for kind, dtype in (("half", torch.bfloat16), ("tf32", torch.float32)):
             for epilogue in ("layer_norm", "activation_grad"):
                 for tma in (True, False):
