@@ -94,7 +94,7 @@ def groups(record: Record) -> dict[str, list[Row]]:
 
 def closing(record: Record) -> str:
     """Returns the result in a sentence: the best of ours relative to the best peer of each group, and a next step."""
-    found, next_command = [], command(record)
+    found, next_command, is_ranked = [], command(record), True
     for rows in groups(record).values():
         alike = [row for row in measured(rows) if not is_lower(row)]
         if not alike:
@@ -107,9 +107,10 @@ def closing(record: Record) -> str:
             ratio = f"{ours['ratio_to_best_peer']:.2f}x {ours['best_peer']}"
             verdicts = {SAME: f"equal to {ours['best_peer']}", UNKNOWN: "not ranked, the machine is too noisy"}
             found.append(f"{verdicts.get(ours['verdict'], ratio)} {where}")
+            is_ranked = is_ranked and ours["verdict"] != UNKNOWN
         if alike[0]["task"] == "inference":
             next_command = f"vit-fast optimize {alike[0]['model']} --batch {alike[0]['requested_batch']}"
-    if any(row["verdict"] == UNKNOWN for row in measured(record["rows"])):
+    if not is_ranked:
         seconds = 2 * (record["configuration"].get("seconds") or 5)
         longer = record | {"configuration": record["configuration"] | {"seconds": seconds}}
         next_command = f"on a quiet machine, {command(longer)}"
