@@ -5,11 +5,13 @@ combines them (Chan, Golub and LeVeque, 1983). A separate launch computes them o
 
 Two cases need care:
 - fp32 rows: everything is fp32, or autocast keeps the residual stream in fp32 with half-precision matmuls. Multiplying
-  x itself by the folded weight W'' would lose precision if the mean exceeds the spread, and fp16 cannot represent every
-  x. So the rows are normalised first, n = (x - mean) rstd in the dtype of the matmuls, and z = n W''^T + c.
-- Constant rows of fp16 or bf16: rstd is 1 / sqrt(eps) and would amplify the rounding error of mean s - x W''. Their
-  rstd is stored negative. The forward takes max(rstd, 0) and so returns c, as LayerNorm does. The backward, whose
-  gradient through a constant row is not zero, applies the magnitude where nothing cancels (`gradient_epilogues.py`).
+  x itself by the folded weight W'' would lose precision if the mean is larger than the standard deviation, and fp16
+  cannot represent every x. So the rows are normalised first, n = (x - mean) rstd in the dtype of the matmuls, and
+  z = n W''^T + c.
+- Constant rows of fp16 or bf16: rstd is 1 / sqrt(eps) and would amplify the rounding error of mean s - x W''. A
+  negative sign of the stored rstd marks such a row. The forward takes max(rstd, 0) and so returns c, as LayerNorm does.
+  The gradient through a constant row is not zero: the backward multiplies by |rstd|, but only where no large numbers
+  cancel (`gradient_epilogues.py`).
 
 RMSNorm is the same with mean 0: rstd is 1 / sqrt(mean square + eps), from the same statistics. A row of zeros is
 treated like a constant row.
@@ -30,7 +32,7 @@ from .fp8 import divided_columns
 from .launch import Launch, ceil_div
 from .row_parts import PIECE, row_parts
 
-# A row of fp16 or bf16 that is not constant has a spread of at least 2^-11 / sqrt(C) of its mean, far above this.
+# Relative to the mean. The standard deviation of any other fp16 or bf16 row is far larger: at least 2^-11 / sqrt(C).
 _CONSTANT_ROW = tl.constexpr(1e-6)
 _MAX_CHUNK = 2048
 _PIECE = tl.constexpr(PIECE)
@@ -40,9 +42,10 @@ _ROWS = 64
 
 @triton.jit
 def piece_statistics(values, col, N, COLS: tl.constexpr, WHOLE: tl.constexpr = False):
-    """Mean and sum of squared deviations, [ROWS] each, of fp32 columns col .. col + COLS of rows of N columns.
+    """Mean and sum of squared deviations of each row of `values`, [ROWS] each.
 
-    WHOLE: no piece passes column N. Statistics of a piece that begins at N are not stored.
+    `values` [ROWS, COLS], fp32, are columns `col` to `col + COLS` of rows of N columns. Columns past the last one are
+    ignored. WHOLE: no column is past the last one. `store_statistics` skips a piece that begins past the last one.
     """
     if WHOLE:
         mean = tl.sum(values, 1) / COLS
@@ -58,7 +61,7 @@ def piece_statistics(values, col, N, COLS: tl.constexpr, WHOLE: tl.constexpr = F
 
 @triton.jit
 def _merge(mean, squares, count, other_mean, other_squares, other_count):
-    """Mean and sum of squared deviations of count + other_count numbers from those of both parts."""
+    """Merges (mean, sum of squared deviations) of `count` numbers with those of `other_count` other numbers."""
     share = other_count / (count + other_count)
     offset = other_mean - mean
     return mean + share * offset, squares + other_squares + count * share * offset * offset
@@ -66,7 +69,7 @@ def _merge(mean, squares, count, other_mean, other_squares, other_count):
 
 @triton.jit
 def merge_next(left, right, col, N, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """`piece_statistics` of LEFT + RIGHT columns from `col` on, from those of the first LEFT and the rest."""
+    """Merges the `piece_statistics` of LEFT columns from `col` on with those of the next RIGHT columns."""
     count = tl.maximum(tl.minimum(N - col, LEFT), 1).to(tl.float32)
     other = tl.maximum(tl.minimum(N - col - LEFT, RIGHT), 0).to(tl.float32)
     return _merge(left[0], left[1], count, right[0], right[1], other)
@@ -74,7 +77,7 @@ def merge_next(left, right, col, N, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 @triton.jit
 def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Stores statistics [ROWS] of the piece that begins at column `col`, unless that is past the last one."""
+    """Stores statistics [ROWS] of the piece that begins at column `col`, unless `col` is past the last column."""
     step = tl.arange(0, ROWS)
     part = part_ptr + tl.cast(row, tl.int64) * (2 * PARTS) + col // _PIECE + step * (2 * PARTS)
     mask = (row + step < M) & (col < N)

@@ -5,11 +5,11 @@ Two kernels:
   a query tile has its full row of scores at once: one maximum, one exponential per score, no rescaling. A program
   reuses K and V for TILES query tiles.
 - looped: keys stream through in BLOCK_N tiles with the running maximum and sum of online softmax (Milakov and
-  Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Full tiles need no mask. For fixed inputs at most
-  two smaller power-of-two tiles cover the rest, and only the last is masked. For packed and masked inputs
-  (attention_sequences.py) full tiles are read through TMA descriptors if the layout allows, and the last tile of a
-  sequence by masked pointers: a descriptor's box would include the next sequence, which may contain NaN. Without
-  descriptors all tiles are masked in one loop, because a second loop would spill.
+  Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Full tiles need no mask. Inputs are fixed, packed
+  or masked (attention_sequences.py). For fixed inputs, at most two smaller power-of-two tiles cover the rest, and only
+  the last is masked. For packed and masked inputs, full tiles are read through TMA descriptors if the layout allows.
+  The last tile of a sequence is then read through masked pointers, because a descriptor's box would include the next
+  sequence, which may contain NaN. Without descriptors, one loop masks all tiles, because a second loop would spill.
 
 Both store lse = log2(sum 2^(scale log2(e) q k^T)), base 2, for the backward. scale log2(e) is folded into the fp32
 multiply-add before exp2, never into q.
@@ -29,8 +29,9 @@ from .attention_policy import ForwardConfig, cover
 from .attention_sequences import last_kept, real_keys, rows_of_program
 from .attention_tiles import assume_a_tile, dot_add, dot_transposed, load_tile, scaled, store_tile, zero_tile
 
-# The row kernel is compiled per multiple of LENGTH_CLASS keys, not per length. With 16, two programs for 197 keys fit
-# on a multiprocessor of sm_90, not three. With 8, the loop is half a percent longer than for a constant length.
+# The row kernel is compiled per multiple of LENGTH_CLASS keys, not per length. For 197 keys, three programs fit on a
+# multiprocessor of sm_90 with 8, but only two with 16. With 8, the loop is half a percent longer than for a constant
+# length.
 LENGTH_CLASS = tl.constexpr(8)
 
 

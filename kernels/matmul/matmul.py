@@ -7,19 +7,20 @@ torch's Linear.
 Epilogues, with acc = A B, each family in a file with its formulas:
 
 - `forward_epilogues.py`: "layer_norm" (LayerNorm folded into a linear layer, activation), "rotary" and "qk_norm"
-  (the same for q, k and v), "gated", and "residual" (bias, LayerScale, residual, statistics for the next LayerNorm).
-- `gradient_epilogues.py`: "activation_grad" and "gated_grad" (through the activation), "layer_norm_grad".
+  (LayerNorm folded into the qkv layer, then q and k norms, rotation or both), "gated", and "residual" (bias,
+  LayerScale, residual, statistics for the next LayerNorm).
+- `gradient_epilogues.py`: "activation_grad" and "gated_grad" (backward of the activation), "layer_norm_grad".
 - "partial": out[split] = acc over one of `splits` parts of K, fp32, summed later in a fixed order (`split_k.py`).
 
 Operands of e4m3 (`fp8.py`) carry scales. sm_90's tensor cores accumulate e4m3 products in about 14 bits over all
-of K: every 32 products add an error of up to 2^-13 of the sum, while each operand has an error of 2^-4. Adding partial
-sums in fp32 every 128 products would need registers that 128 x 256 tiles do not have.
+of K: every 32 products add an error of up to 2^-13 of the sum. For comparison, rounding an operand to e4m3 has an error
+of 2^-4. Adding partial sums in fp32 every 128 products would need registers that 128 x 256 tiles do not have.
 
 In "residual" and "layer_norm_grad" the residual stream (out, x and residual) may be fp32 with half-precision A and B,
-as under autocast; each is read and written in its own dtype. An RMSNorm folded in has no weight_sum, and mean 0.
+as under autocast; each is read and written in its own dtype. For a folded RMSNorm, weight_sum is None and the mean 0.
 
-An absent argument is None. Wide tiles are cut into SUB_TILES pieces along N before the epilogue, which keeps its
-registers small. Every sum has a fixed order: no atomics, deterministic results.
+An absent argument is None. Wide tiles are cut into SUB_TILES pieces along N before the epilogue, so that it needs fewer
+registers. Every sum has a fixed order: no atomics, deterministic results.
 
 Source of the folding: vit-fast's own derivation, stated in `folding.py`; of the tile walk: triton's matmul tutorial.
 """
@@ -44,7 +45,10 @@ from .matmul_tiles import accumulate, cut, load_pieces, store_tile, tile_positio
 
 @triton.jit
 def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr):
-    """Returns row and column of a unit's tile, and begin and end of its part of K."""
+    """Returns row and column of a unit's tile, and begin and end of its part of K.
+
+    A unit is a tile or, with SPLIT, one of `splits` parts of K of a tile.
+    """
     tiles = tiles_m * tiles_n
     tile_m, tile_n = tile_position(unit % tiles if SPLIT else unit, tiles_m, tiles_n, GROUP_M)
     if SPLIT:
@@ -55,7 +59,7 @@ def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, GROUP_M: tl.
         return tile_m, tile_n, 0, K
 
 
-# No argument that depends on the number of rows is specialised, nor are pointers to the second row of [2, M].
+# Not specialised: sizes, and the alignment of pointers to the second row of a tensor [2, M], which depends on M.
 @triton.jit(
     do_not_specialize=["M", "N", "K", "splits", "tokens", "prefix", "image_rows"],
     do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "hidden_ptr"],
@@ -67,19 +71,19 @@ def _matmul_kernel(
     z,  # [M, N] pre-activation, or None: "layer_norm" and "residual" store it, "activation_grad" reads it
     h,  # [M, N] or None. "activation_grad": the activation, possibly normalised; others: out in another dtype
     x,  # [M, N], "layer_norm_grad": input of the LayerNorm
-    residual,  # [M, N] or None; a pointer with EARLY, like x and z
-    mean_ptr,  # fp32 [M] or None: forward epilogues store it; None in others: the rows were normalised before
+    residual,  # [M, N] or None
+    mean_ptr,  # fp32 [M] or None: forward epilogues store it, gradients read it (None: rows were normalised before)
     rstd_ptr,  # fp32 [M] or None: likewise; negative for a constant row (see layer_norm.py)
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N], or None: RMSNorm in place of LayerNorm
     scale_ptr,  # "residual": [N] or None; "layer_norm": fp32 [N] or None; "activation_grad": fp32 [1], a factor of B
     out8,  # [M, N] e4m3 or None: "residual" stores `out` times out_scale
     out_scale_ptr,  # fp32 [N], or [1] in "layer_norm", whose `out` is then e4m3; or None
-    row_part_ptr,  # fp32: statistics of A's rows, of forward epilogues, or None; sums over pieces of the columns,
-    # [M, PARTS], which "activation_grad" stores and "layer_norm_grad" reads
+    row_part_ptr,  # fp32 or None. Forward epilogues read statistics of A's rows. Gradients: sums [M, PARTS] over pieces
+    # of the columns, which "activation_grad" stores and "layer_norm_grad" reads
     out_part_ptr,  # fp32 or None: "residual" and "gated" store statistics of the rows of out
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
-    hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of the rows of h if a norm of them follows
+    hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of the rows of h if a norm of h follows; else None
     along_ptr,  # fp32 [M], mean of normalised row times its gradient; None: no norm
     q_weight_ptr, k_weight_ptr,  # "qk_norm": [HEAD]; both None: ones
     q_bias_ptr, k_bias_ptr,  # likewise; both None: zeros
@@ -91,7 +95,9 @@ def _matmul_kernel(
     B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr,
-    EARLY: tl.constexpr,  # pieces of the residual in flight; in gradients: unless 0, x, z and residual are pointers
+    # "residual": number of pieces of the residual that are loaded ahead. Gradients: x, z and residual are pointers if
+    # EARLY > 0, else TMA descriptors if TMA.
+    EARLY: tl.constexpr,
     PARTS: tl.constexpr,  # per row of row_part_ptr
     OUT_PARTS: tl.constexpr,  # per row of out_part_ptr
     TIMES: tl.constexpr,  # stored pieces of a tile per piece of statistics
@@ -104,7 +110,7 @@ def _matmul_kernel(
     DEPENDENT: tl.constexpr,  # starts early and prefetches `weights`, see dependent.py
 ):  # fmt: skip
     # The sizes are not specialised: with K = 1 as a constant, the compiler would remove its loop and pipeline the tile
-    # loop instead, with too much shared memory. Vector loads need the alignment.
+    # loop instead, with too much shared memory. The next two lines state the alignment, which vector loads need.
     N = N // ALIGN * ALIGN
     K = K // ALIGN * ALIGN
     tiles_m = tl.cdiv(M, BLOCK_M)

@@ -50,7 +50,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | Non
 def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
     """Returns all reasons why "auto" is not triton for tensors of this device and dtype.
 
-    fp32 matmuls use torch unless TF32 is allowed or autocast is enabled.
+    For fp32 tensors, "auto" is triton only if TF32 is allowed or autocast is enabled.
     """
     if device.type != "cuda":  # also for the CPU under Triton's interpreter; avoids the import of triton
         place = "the CPU" if device.type == "cpu" else device.type
@@ -122,7 +122,7 @@ def _tf32_is_allowed() -> bool:
 
 @functools.cache
 def _static_reasons(device: torch.device) -> tuple[str, ...]:
-    """Returns the reasons that need no kernel run. If there are none, registers the FLOP formulas."""
+    """Returns the reasons that are found without running a kernel. If there are none, registers the FLOP formulas."""
     if importlib.util.find_spec("triton") is None:
         return ("triton is not installed (pip install triton)",)
     reasons = []
@@ -180,14 +180,14 @@ def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Runs a call without the kernels that are not compiled yet, then compiles these kernels.
+    """Runs a call but skips the launches of kernels that are not compiled yet, then compiles these kernels.
 
     Args:
         call: Must work on uninitialised tensors and have no side effects. `nothing_to_compile_reasons` must have
             returned none.
         progress: Called with the number of compiled kernels and their total.
     Returns:
-        The number of kernels that this process had not loaded, and of those that were not in Triton's cache on disk.
+        The number of kernels that this process had not loaded, and how many of them were not in Triton's disk cache.
     Raises:
         RuntimeError: a kernel does not compile.
     """

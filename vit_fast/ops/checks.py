@@ -12,7 +12,7 @@ from ..errors import UnsupportedInputError, check_type
 from .backends import kernel_reasons
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# The kernels use 32-bit row numbers, up to the end of the last tile, and 64-bit element offsets.
+# Row numbers are 32-bit in the kernels, and the last tile may extend past the last row. Element offsets are 64-bit.
 MAX_ROWS = 2**31 - 256
 
 
@@ -26,7 +26,7 @@ def unsupported_reasons(x: Tensor, parameters: Mapping[str, Tensor | None], dtyp
     """Returns all reasons why the kernels cannot run on x [..., C] with these parameters.
 
     Args:
-        dtype: Dtype of the matmuls: x's, or autocast's if x is fp32.
+        dtype: Dtype of the matmuls: that of autocast if it is enabled, else that of x.
     """
     reasons = kernel_reasons(x.device, dtype)
     if x.dtype not in DTYPES:

@@ -1,8 +1,9 @@
 """qk-norm and rotary positions with the Triton kernels, between the qkv matmul and attention.
 
 `vit_fast::qk_norm_rope` and its backward are the operators. In a block (`qkv_step`), the epilogue of the qkv matmul
-does both if possible. It rotates if all heads share the tables and pairs are adjacent in the folded weight. It
-normalises some head sizes in half precision if there is no backward. Otherwise, a separate kernel works in place.
+does both if possible. It can rotate if all heads share the tables and pairs are adjacent in the folded weight. It can
+normalise heads of some sizes, only in half precision and only if no backward follows. If it cannot do everything that
+the block needs, a separate kernel does everything, in place if possible.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _WHAT = "qk_norm_rope"
 
 
 class QkTensors(NamedTuple):
-    """Tensors between the qkv layer and the attention: norms of q and k, tables [B or 1, H or 1, T, D/2], `Keys`."""
+    """Parameters of the q and k norms, rotary tables [B or 1, H or 1, T, D/2], and the tensors of `Keys`."""
 
     q_weight: Tensor | None = None
     q_bias: Tensor | None = None
@@ -42,7 +43,7 @@ class QkTensors(NamedTuple):
 
 
 class QkSettings(NamedTuple):
-    """Settings of `QkNorm`, with "none" for no norm, and the layout of the positions."""
+    """Settings of `QkNorm` (`norm` is "none" without a norm), and the layout of `Rope`."""
 
     norm: str = "none"
     eps: float = 0.0
@@ -102,7 +103,7 @@ def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tu
     for name, table in (("rope.cos", cos), ("rope.sin", sin)):
         if table is not None and table.requires_grad and torch.is_grad_enabled():
             reasons.append(f"{name} must not require a gradient: detach the tables")
-    # torch would choose one of the devices before the operator checks its inputs
+    # checked here: for mixed devices, torch dispatches to one of them before the operator can check its inputs
     reasons += [
         f"tables and norms must be on {like.device} like qkv, got {tensor.device}"
         for tensor in tensors[:6]
@@ -250,7 +251,14 @@ class QkvStep:
             _require_supported("a block", packed, self.tensors)
 
     def forward(self, packed: Tensor, keep: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Returns qkv [B, N, 3, H, D] for the attention, in place unless `keep`, and a tensor for the backward."""
+        """Applies norms and rotation to qkv [B, N, 3, H, D], unless the matmul did.
+
+        Args:
+            packed: Output of the qkv matmul; may be overwritten, except if `keep` is True and there are norms.
+            keep: True if a backward follows, which needs the input of the norms.
+        Returns:
+            qkv for the attention, and the input of the norms if it was kept, else None.
+        """
         from ..kernels import rotary
 
         if self.in_matmul or self.is_nothing:
@@ -261,10 +269,10 @@ class QkvStep:
         return packed, None
 
     def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor | None:
-        """Converts the gradient of q, k and v in place to that of the matmul's output, in its channel order.
+        """Converts `grad` in place from the gradient of the attention's input to that of the qkv matmul's output.
 
         Args:
-            grad: [B, N, 3, H, D], contiguous.
+            grad: [B, N, 3, H, D], contiguous. The result has the channel order of the matmul's output.
             saved: Second result of `forward`.
         Returns:
             Sums for `norm_gradients`; None without norms.
@@ -287,8 +295,8 @@ def qkv_step(
     """Builds the step from the results of `flat_settings`.
 
     Args:
-        is_folded: True if the qkv layer was folded before, with adjacent pairs only for the layout "interleaved_half".
-        norms_in: The dtype of the matmul if its epilogue may normalise; None if a backward needs its output.
+        is_folded: True if the qkv weight is already folded. Its pairs are then not adjacent if the layout is "half".
+        norms_in: The dtype of the matmul if its epilogue may normalise; None if a backward needs the norms' input.
     """
     norm, _, over, layout = settings
     in_matmul = norm == "none" or (over == "head" and norms_in is not None and _normalises(norms_in, head_dim))
