@@ -24,7 +24,7 @@ def export(
     precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, int8-dynamic or fp8.")] = "fp32",
     calibrate: Annotated[
         list[Path] | None,
-        typer.Option(help="Images or folders for int8 and fp8: 32 images to calibrate with, 64 to verify with."),
+        typer.Option(help="Images or folders for int8 and fp8: up to 32 images calibrate, up to 64 others verify."),
     ] = None,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Accept uint8 images of any size.")] = False,
     returns: Annotated[str, typer.Option(help="logits, probabilities, or features (pooled).")] = "logits",
