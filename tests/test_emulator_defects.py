@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from emulator import build
-from emulator.library import Schedule
+from emulator.binding import Schedule
 from emulator.snippets import Device, TensorMap
 
 REASON = build.why_unavailable()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from emulator import build
-from emulator.library import Report, Schedule
+from emulator.binding import Report, Schedule
 from emulator.snippets import Device, TensorMap, swizzled
 
 REASON = build.why_unavailable()

@@ -11,7 +11,7 @@ import planned_launches
 import pytest
 import test_fp8_block
 import torch
-from emulator.library import Emulator
+from emulator.binding import Emulator
 from emulator.process import SAME_PTX
 from kernel_execution import KERNEL_ARCH, WITHOUT_FP8
 from our_operators import each_tensor

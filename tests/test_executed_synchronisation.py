@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulator.library import Emulator, Found, Schedule
+from emulator.binding import Emulator, Found, Schedule
 from torch import Tensor
 
 from vit_fast.ops import attention_qkvpacked, layer_norm_mlp

@@ -11,7 +11,7 @@ import pytest
 import tiers
 from execute import ARCHS
 
-from .library import Emulator, Profile, Schedule
+from .binding import Emulator, Profile, Schedule
 from .process import start
 
 # ptxas merges such a copy, or waits for every wgmma of the function: both are correct, and the second is slow.

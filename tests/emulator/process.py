@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from .binding import Emulator
 from .build import build
-from .library import Emulator
 
 # Of the same launch Triton emits the same PTX for these but for the name of the target, so it is compiled once.
 # test_executed_kernels.py compares a build of every kernel.

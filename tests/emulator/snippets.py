@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .library import Emulator, Report, Schedule
+from .binding import Emulator, Report, Schedule
 
 SHARED_BYTES = 227 * 1024
 _TENSOR_MAP = 128  # bytes
@@ -79,7 +79,7 @@ class Device:
     def __init__(self, folder: Path) -> None:
         self.emulator = Emulator(folder / "emulator.so")
         self.emulator.schedule(Schedule())
-        self._driver = self.emulator.library
+        self._driver = self.emulator.binding
         self._driver.stand_in_configure(90, 132, SHARED_BYTES, SHARED_BYTES + 1024)
         self._spans: list[tuple[int, int]] = []
         self._find = _FIND(self._find_allocation)

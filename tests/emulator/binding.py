@@ -1,4 +1,4 @@
-"""The emulator's library: what it executed and found, how it orders warps, and planted defects."""
+"""Binding of the emulator: what it executed and found, how it orders warps, and planted defects."""
 
 from __future__ import annotations
 
@@ -75,22 +75,22 @@ class Schedule(NamedTuple):
 
 
 class Emulator:
-    """The emulator in a library that `build` made. What a method returns is forgotten with that."""
+    """The emulator in a shared library that `build` made. `reports` and `profile` also clear what they return."""
 
     def __init__(self, library: Path) -> None:
-        self.library = ctypes.CDLL(str(library))
+        self.binding = ctypes.CDLL(str(library))
         for name in ("reports", "profile", "find"):
-            getattr(self.library, f"emulator_{name}").restype = ctypes.c_char_p
+            getattr(self.binding, f"emulator_{name}").restype = ctypes.c_char_p
 
     def _ask(self, name: str, *arguments: bytes) -> Any:
-        return json.loads(getattr(self.library, f"emulator_{name}")(*arguments).decode(errors="replace"))
+        return json.loads(getattr(self.binding, f"emulator_{name}")(*arguments).decode(errors="replace"))
 
     def schedule(self, schedule: Schedule) -> None:
-        self.library.emulator_schedule(*map(int, schedule))
+        self.binding.emulator_schedule(*map(int, schedule))
 
     def shorten_fp8_sums(self, bits: int) -> None:
         """Keep as many significant bits of the sums of 8-bit wgmma; 0 for fp32."""
-        self.library.emulator_set_fp8_bits(bits)
+        self.binding.emulator_set_fp8_bits(bits)
 
     def reports(self) -> list[Report]:
         return [Report(*row) for row in self._ask("reports")]
@@ -105,26 +105,26 @@ class Emulator:
     @contextmanager
     def without(self, instruction: Found) -> Iterator[None]:
         """Leaves an instruction out: a planted defect."""
-        self.library.emulator_leave_out(instruction.kernel, instruction.index, 1)
+        self.binding.emulator_leave_out(instruction.kernel, instruction.index, 1)
         try:
             yield
         finally:
-            self.library.emulator_leave_out(instruction.kernel, instruction.index, 0)
+            self.binding.emulator_leave_out(instruction.kernel, instruction.index, 0)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records launches as a CUDA graph does, without executing them. Memory freed meanwhile stays valid."""
         process = ctypes.CDLL(None)
         process.emulator_hold_memory(1)
-        self.library.emulator_record(1)
+        self.binding.emulator_record(1)
         try:
             yield
         finally:
-            self.library.emulator_record(0)
+            self.binding.emulator_record(0)
 
     def replay(self) -> None:
         """Executes the recorded launches."""
-        self.library.emulator_replay()
+        self.binding.emulator_replay()
 
     def release(self) -> None:
         """Frees the memory of a recording."""
