@@ -22,7 +22,7 @@ QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
-    """What the fixture `small_ceilings` does."""
+    """Makes ceilings and resampling small, as the fixture `small_ceilings`."""
     patch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     patch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     patch.setattr(runner, "release_memory", lambda *_, **__: None)

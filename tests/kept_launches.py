@@ -51,7 +51,7 @@ def bounded() -> None:
 
 
 def first_calls() -> None:
-    """Of several threads that launch a new kernel, one compiles it, and no two compile at once."""
+    """One of several threads that launch a new kernel compiles it, and no two compile at once."""
     compiling: list[int] = []
     together: list[list[int]] = []
 
