@@ -1,6 +1,6 @@
 """Committed statistics of compiled kernels: all builds for sm_90, and the core builds for other architectures.
 
-`vit-fast kernels --update-baseline` changes `baseline.json`; tests never do.
+Only `vit-fast kernels --update-baseline` changes `baseline.json`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_recorded(build: Build, arch: str) -> bool:
 
 
 def read_baseline(path: Path = BASELINE_PATH) -> dict[str, Any]:
-    """Returns the baseline: {"triton": version, "builds": {key: counts}}."""
+    """Returns the baseline: {"triton": version, "builds": {key: statistics}}."""
     baseline: dict[str, Any] = json.loads(path.read_text())
     return baseline
 
@@ -39,7 +39,7 @@ def is_comparable(baseline: Mapping[str, Any]) -> bool:
 
 
 def regressions(baseline: Mapping[str, Any], key: str, stats: Stats) -> list[str]:
-    """Lists the statistics of a build that are worse than in the baseline; reports builds that are missing there."""
+    """Lists statistics of a build that are worse than in the baseline, or that the build is not in the baseline."""
     before = baseline["builds"].get(key)
     if before is None:
         return ["not in the baseline (vit-fast kernels --update-baseline)"]
@@ -58,7 +58,7 @@ def _kept(stats: Stats) -> dict[str, int]:
 
 
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
-    """Replaces the counts of the builds in `found`; keeps other existing builds of the same triton version."""
+    """Replaces the builds in `found`; other builds stay if they exist and the triton version is the same."""
     kept: dict[str, Any] = {}
     if path.exists() and is_comparable(old := read_baseline(path)):
         existing = {build.key(arch) for arch in ARCHS for build in builds(arch) if is_recorded(build, arch)}
