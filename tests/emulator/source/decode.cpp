@@ -118,7 +118,7 @@ bool Parser::move(Instruction& I, const Words& opcode, const Words& arguments) {
   else {
     i64 offset;
     I.operands.push_back(from.find('+') == std::string::npos ? operand(from) : address(from, offset));
-    I.run = opcode[1] == "pred" ? arithmetic(opcode) : I.bytes == 8 ? move64 : move32;
+    I.run = opcode[1] == "pred" ? arithmetic(opcode, 1) : I.bytes == 8 ? move64 : move32;
   }
   return true;
 }
@@ -269,7 +269,8 @@ bool Parser::warp_group_product(Instruction& I, const Words& opcode, const Words
 bool Parser::plain(Instruction& I, const Words& opcode, const Words& arguments) {
   const std::string& name = opcode[0];
   I.run = name == "cvt" ? conversion(opcode, I) : name == "setp" ? comparison(opcode, I)
-        : name == "selp" || name == "lop3" || name == "bfi" ? selection(opcode) : arithmetic(opcode);
+        : name == "selp" || name == "lop3" || name == "bfi" ? selection(opcode)
+        : arithmetic(opcode, arguments.size() - 1);
   if (!I.run) return false;
   if (name == "selp") I.undefined = OF_CHOSEN;
   if (I.opcode == "and.pred") I.undefined = OF_AND;

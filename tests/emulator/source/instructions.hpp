@@ -8,7 +8,7 @@ namespace emulator {
 
 using Words = std::vector<std::string>;  // of an opcode, between the dots
 
-Run arithmetic(const Words& opcode);  // nullptr if unknown
+Run arithmetic(const Words& opcode, size_t inputs);  // nullptr if unknown
 Run conversion(const Words& opcode, Instruction& I);
 Run comparison(const Words& opcode, Instruction& I);
 Run selection(const Words& opcode);  // selp, lop3, bfi
