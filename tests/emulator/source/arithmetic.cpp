@@ -176,7 +176,7 @@ constexpr Entry TABLE[] = {
     {"add.f64", OF2(double, a + b)}, {"sub.f64", OF2(double, a - b)}, {"mul.f64", OF2(double, a * b)},
     {"div.f64", OF2(double, a / b)}, {"fma.f64", OF3(double, std::fma(a, b, c))}, {"neg.f64", OF1(double, -a)},
     {"sqrt.f64", OF1(double, std::sqrt(a))},
-    // halves, also mixed with fp32
+    // half precision, also mixed with fp32
     HALF_TYPE("bf16", Bf16), HALF_TYPE("f16", Fp16),
     // predicates
     {"and.pred", ON_PREDICATES(2, a & b)}, {"or.pred", ON_PREDICATES(2, a | b)}, {"xor.pred", ON_PREDICATES(2, a ^ b)},
@@ -185,7 +185,7 @@ constexpr Entry TABLE[] = {
 
 }  // namespace
 
-// Rounding to nearest even and the words of approximations change nothing here.
+// Ignores rounding to nearest even and the words for approximation.
 Run arithmetic(const Words& opcode, size_t inputs) {
   static const auto table = [] {
     std::map<std::pair<std::string_view, size_t>, Run> runs;
