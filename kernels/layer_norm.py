@@ -6,7 +6,7 @@ combines them (Chan, Golub and LeVeque, 1983). A separate launch computes them o
 Two cases need care:
 - x in fp32: everything is fp32, or autocast keeps the residual stream in fp32 with half-precision matmuls. A matmul of
   x itself with the folded weight W'' would lose precision if the mean is larger than the standard deviation, and fp16
-  cannot represent every x. So a launch normalises x first, n = (x - mean) rstd in the dtype of the matmuls, and
+  cannot represent every x. So a launch normalizes x first, n = (x - mean) rstd in the dtype of the matmuls, and
   z = n W''^T + c.
 - Constant rows of fp16 or bf16: their rstd is 1 / sqrt(eps) and would amplify the rounding error of mean s - x W''. A
   negative sign of the stored rstd marks such a row. The forward uses max(rstd, 0) and so returns c, as LayerNorm does.
@@ -225,7 +225,7 @@ def normalise_launch(
 
 
 def is_normalised(statistics: Tensor) -> bool:
-    """True for statistics of rows that were normalised before the matmul."""
+    """True for statistics of rows that were normalized before the matmul."""
     return statistics.shape[0] == 1
 
 
@@ -236,7 +236,7 @@ class InputRows:
     Args:
         source: Operand of the matmul, [M, C]: x, or (x - mean) rstd in the dtype of the matmul if x is fp32.
         statistics: LayerNorm statistics of x, fp32 [M, 2, parts] (`row_parts.py`); rstd, fp32 [1, M], if `source` is
-            normalised.
+            normalized.
         eps: Epsilon of the LayerNorm.
     """
 
@@ -246,7 +246,7 @@ class InputRows:
 
     @property
     def part(self) -> Tensor | None:
-        """Statistics that the matmul combines; None if `source` is normalised."""
+        """Statistics that the matmul combines; None if `source` is normalized."""
         return self.statistics if self.statistics.dim() == 3 else None
 
 
@@ -256,7 +256,7 @@ class RowStatistics:
 
     Args:
         source: As in `InputRows`.
-        statistics: Mean and rstd, fp32 [2, M]; rstd is negative for a constant row. If `source` is normalised, only
+        statistics: Mean and rstd, fp32 [2, M]; rstd is negative for a constant row. If `source` is normalized, only
             rstd, fp32 [1, M], which is never negative.
     """
 
@@ -265,7 +265,7 @@ class RowStatistics:
 
     @property
     def mean(self) -> Tensor | None:
-        """Means of the rows, fp32 [M]; None if `source` is normalised."""
+        """Means of the rows, fp32 [M]; None if `source` is normalized."""
         return None if is_normalised(self.statistics) else self.statistics[0]
 
     @property

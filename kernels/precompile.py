@@ -36,7 +36,7 @@ KERNELS_A_PROCESS = 4
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel to compile: its function, triton's description of its specialisation, and its GPU."""
+    """A kernel to compile: its function, triton's description of its specialization, and its GPU."""
 
     module: str
     name: str

@@ -1,12 +1,12 @@
 """qk-norm and rotary positions on packed qkv [B, N, 3, H, D], forward and backward, for any even D.
 
-With n a normalised head (or all heads of a token), w and b the weight and bias of the norm, y = n w + b, (y_1, y_2) a
+With n a normalized head (or all heads of a token), w and b the weight and bias of the norm, y = n w + b, (y_1, y_2) a
 pair of channels of y, and the angle of this pair at this token:
 
     out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
 
 Pairs are channels j and j + D/2, or 2j and 2j + 1. The first `prefix` tokens are not rotated. The backward rotates by
-the opposite angle, dy = R^T dout. With dn = dy w, and means over the channels that are normalised together:
+the opposite angle, dy = R^T dout. With dn = dy w, and means over the channels that are normalized together:
 
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 
@@ -99,7 +99,7 @@ def _mean(first, second, H, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _normalise(first, second, inside, eps, H, D: tl.constexpr, RMS: tl.constexpr, WIDE: tl.constexpr):
-    """Returns the normalised pairs, 0 outside, and rstd."""
+    """Returns the normalized pairs, 0 outside, and rstd."""
     if not RMS:
         mean = _mean(first, second, H, D, WIDE)
         first = tl.where(inside, first - mean, 0.0)
@@ -256,7 +256,7 @@ class QkvSettings:
         tables: cos and sin [B or 1, H or 1, T, D / 2] for which `can_be_read` is True; None: no rotation.
         norm: "layer_norm", "rms_norm" or "none".
         eps: Epsilon of the norms.
-        wide: True if all heads of a token are normalised together.
+        wide: True if all heads of a token are normalized together.
         prefix: Number of tokens that are not rotated.
         layout: Channels of a pair: "half" (j and j + D/2), "interleaved" (2j and 2j + 1), or "interleaved_half"
             (adjacent in qkv, but j and j + D/2 in weights and biases).
@@ -309,7 +309,7 @@ def _arguments(x: Tensor, settings: QkvSettings) -> tuple[dict[str, Any], dict[s
 def qk_norm_rope_launch(
     x: Tensor, out: Tensor, settings: QkvSettings, inverse: bool = False, separate: bool = False
 ) -> Launch:
-    """Returns the launch that normalises and rotates q and k of x [B, N, 3, H, D] into `out`, which may be x.
+    """Returns the launch that normalizes and rotates q and k of x [B, N, 3, H, D] into `out`, which may be x.
 
     Args:
         inverse: Rotate by the opposite angle: the gradient of a rotation without norms.
@@ -344,7 +344,7 @@ def qk_norm_rope_grad_launch(
 
 
 def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
-    """Returns a copy of x [B, N, 3, H, D], contiguous, with q and k normalised and rotated."""
+    """Returns a copy of x [B, N, 3, H, D], contiguous, with q and k normalized and rotated."""
     out = torch.empty_like(x)
     qk_norm_rope_launch(x, out, settings).run()
     return out

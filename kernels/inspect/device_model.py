@@ -4,8 +4,8 @@
         model(images)
     rows = model_launches(launches, "sm_90")
 
-Matmuls are modelled as in `matmul_model.py`, but with the instructions of the epilogue counted in SASS. Other kernels
-are modelled by instructions, waves and bytes; a loop without matrix products counts as one step. A launch takes at
+Matmuls are modeled as in `matmul_model.py`, but with the instructions of the epilogue counted in SASS. Other kernels
+are modeled by instructions, waves and bytes; a loop without matrix products counts as one step. A launch takes at
 least the time to read and write its tensors once. Its floor is the time of its operations or of its bytes, whichever is
 longer, at rates that a GPU sustains.
 """

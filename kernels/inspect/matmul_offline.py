@@ -42,7 +42,7 @@ def _normed(
     dtype: torch.dtype, keep: bool = False, normalised: bool = False, gated: bool = False, C: int = _C, N: int = _F,
     result: torch.dtype | None = None, head_step: HeadStep | None = None,
 ) -> Operands:  # fmt: skip
-    """Returns operands after a norm of A's rows. `keep`: for training; `normalised`: A is normalised (fp32 x)."""
+    """Returns operands after a norm of A's rows. `keep`: for training; `normalised`: A is normalized (fp32 x)."""
     statistics = keep and not normalised
     return Operands(
         meta(_M, C, dtype=dtype), meta(N, C, dtype=dtype), meta(_M, N // 2 if gated else N, dtype=result or dtype),

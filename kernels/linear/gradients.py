@@ -1,7 +1,7 @@
 """Backward of linear layers after a LayerNorm or before a residual: the formulas, and the backward of the LayerNorm.
 
 After a LayerNorm, z = n W''^T + c = LayerNorm(x) W^T + b as in `layer_norm.py`, where n = (x - mean) rstd is the
-normalised row. With dz the gradient of z, g = dz W'' that of n, and U = dz^T n:
+normalized row. With dz the gradient of z, g = dz W'' that of n, and U = dz^T n:
 
     dx     = rstd (g - mean_c(g) - n mean_c(g n)), for RMSNorm without mean_c(g)
     dW     = U gamma + (sum_m dz) beta^T
@@ -12,7 +12,7 @@ normalised row. With dz the gradient of z, g = dz W'' that of n, and U = dz^T n:
 mean_c(g) is 0 except for rounding errors, as the rows of a LayerNorm's W'' sum to 0, and C mean_c(g n) =
 sum_f dz (z - c). There are two cases:
 - dz is an input (qkv): one pass over dz W and x computes dx, with g = dz W gamma, which needs no folded weight. It also
-  writes n unless x is normalised already.
+  writes n unless x is normalized already.
 - dz is the result of a matmul (fc1, before an activation): its epilogue sums dz (z - c) and stores dz~ = rstd dz. Then
   U = dz~^T x - (sum_m dz~ mean) for every column, without another pass over x or g.
 
@@ -185,7 +185,7 @@ def layer_norm_grad_launch(
     Args:
         grad: dz W [M, C].
         out: Output: [residual +] dx.
-        normalised: Output: normalised x [M, C]; None if `rows` contains it.
+        normalised: Output: normalized x [M, C]; None if `rows` contains it.
         summed: dz [M, F].
         sum_part: Output: partial sums of dz over M, fp32 [M / SUM_ROWS, F].
         rms: True for RMSNorm.
@@ -205,7 +205,7 @@ def layer_norm_grad_launch(
 def layer_norm_gradient(
     grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, summed: Tensor, rms: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns [residual +] dx, normalised x in the dtype of the matmuls, and partial sums of `summed` over M."""
+    """Returns [residual +] dx, normalized x in the dtype of the matmuls, and partial sums of `summed` over M."""
     out = torch.empty_like(grad, dtype=rows.input_dtype)
     normalised = None if rows.mean is None else torch.empty_like(rows.source)
     sum_part = new_column_sums(summed)

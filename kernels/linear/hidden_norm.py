@@ -11,7 +11,7 @@ With h^ = (h - mean) rstd, y = r + ls (h^ W''^T + c), dy the gradient of y, and 
 For a LayerNorm, the mean of g over f is 0 except for rounding errors. `along` can be computed before g: the forward
 saves y' - c [M, C], and one launch reads it with dy. Both have C columns, fewer than h. The launch also sums dy for the
 gradients of beta and the bias. The next matmul computes g, dh and the rest of "activation_grad". It stores h^, so that
-the formulas of `gradients.py` for normalised rows give the gradients of W, gamma, beta and bias.
+the formulas of `gradients.py` for normalized rows give the gradients of W, gamma, beta and bias.
 
 Source: differentiation of the formulas above; the tests compare with fp64 autograd.
 """
@@ -67,7 +67,7 @@ def hidden_linear_residual(
 
     Args:
         h: [M, F].
-        part: LayerNorm statistics of h (`row_parts.py`); None for fp32 h, which an extra launch normalises.
+        part: LayerNorm statistics of h (`row_parts.py`); None for fp32 h, which an extra launch normalizes.
         out_part: Output: LayerNorm statistics of the result; or None.
     """
     folded, M, C = second.folded, h.shape[0], second.folded.weight.shape[0]

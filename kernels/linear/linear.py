@@ -118,7 +118,7 @@ class FoldedGradient:
     """Gradient dz of the output of a folded linear layer, as `activation_gradient` returns it.
 
     Args:
-        scaled: dz~ = rstd dz [M, F] in the dtype of z; dz in rows that are constant or were normalised before.
+        scaled: dz~ = rstd dz [M, F] in the dtype of z; dz in rows that are constant or were normalized before.
         row_part: Partial sums of dz (z - c) over F, fp32 [M, parts].
         column_part: Partial sums of dz and of dz~ mean over M, fp32 [sums, 2, F].
     """
@@ -139,7 +139,7 @@ def activation_gradient(
         scaled: diag(ls) W2 [C, F].
         z: fc1's output [M, F], or [M, 2 F] if gated.
         hidden, along: For a norm between h and fc2 that is folded into `scaled` (`hidden_norm.py`): its statistics and
-            `along`. h is then returned normalised. None means no norm.
+            `along`. h is then returned normalized. None means no norm.
     """
     weight = scaled.weight
     (M, width), F = z.shape, weight.shape[1]
@@ -186,7 +186,7 @@ def _product(a: Tensor, b: Tensor, scale: Tensor | None = None) -> Tensor:
 def layer_norm_linear_gradient(
     grad: Tensor, rows: RowStatistics, linear: NormedLinear, weight: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns [residual +] dx in the dtype of x, normalised x [M, C], and partial sums of `grad` over M.
+    """Returns [residual +] dx in the dtype of x, normalized x [M, C], and partial sums of `grad` over M.
 
     Args:
         grad: dz [M, F].

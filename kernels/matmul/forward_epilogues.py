@@ -46,7 +46,7 @@ def row_factors(
 
 @triton.jit
 def normed(acc, weight_sum_ptr, scale_ptr, factors, where, COLS: tl.constexpr):
-    """Returns z without bias: the product of the normalised rows. `scale_ptr`: scales of e4m3 weights."""
+    """Returns z without bias: the product of the normalized rows. `scale_ptr`: scales of e4m3 weights."""
     col, N = where[1], where[3]
     cols = col + tl.arange(0, COLS)
     value = acc * factors[0][:, None]

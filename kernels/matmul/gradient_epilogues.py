@@ -7,12 +7,12 @@
 
 The first two also store partial sums: of dz (z - c) per row, and of dz and out mean per column. Exceptions:
 
-- If a norm of h follows (`hidden_norm.py`), acc is the gradient of the normalised h^. The backward of the norm
+- If a norm of h follows (`hidden_norm.py`), acc is the gradient of the normalized h^. The backward of the norm
   subtracts h^ along from acc, where along is mean(acc h^). h^ is stored in place of h.
 - If a row is constant (rstd < 0, see `layer_norm.py`), "activation_grad" uses 1 in place of rstd, and
   "layer_norm_grad" multiplies acc by |rstd|. So numbers that cancel in the weight gradient, dz~ (x - mean), are a
   thousand times smaller.
-- If the rows were normalised beforehand, there is no mean. rstd is 1 in "activation_grad" and "gated_grad", and
+- If the rows were normalized beforehand, there is no mean. rstd is 1 in "activation_grad" and "gated_grad", and
   "layer_norm_grad" computes out = [residual +] rstd acc - x coefficient, with rstd in place of rstd^2.
 
 `where` and SHAPE are as in `forward_epilogues.py`.
@@ -72,7 +72,7 @@ def _in_layout_of(tile, anchor):
 
 @triton.jit
 def _through_norm(acc, hidden, statistics_ptr, along_ptr, where, SHAPE: tl.constexpr):
-    """Returns the gradient of h from that of the normalised h^, and h^."""
+    """Returns the gradient of h from that of the normalized h^, and h^."""
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     mean = load_rows(statistics_ptr, row, M, ROWS)

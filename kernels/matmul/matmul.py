@@ -70,10 +70,10 @@ def _matmul_kernel(
     b,  # [K, N], or [N, K] if B_IS_NK
     out,  # [M, N]; "partial": fp32 [splits, M, N]
     z,  # [M, N] pre-activation, or None: "layer_norm" and "residual" store it, "activation_grad" reads it
-    h,  # [M, N] or None. "activation_grad": output of the activation (normalised); others: out in another dtype
+    h,  # [M, N] or None. "activation_grad": output of the activation (normalized); others: out in another dtype
     x,  # [M, N], "layer_norm_grad": input of the LayerNorm
     residual,  # [M, N] or None
-    mean_ptr,  # fp32 [M] or None: forward epilogues store it, gradients read it (None: A's rows are normalised)
+    mean_ptr,  # fp32 [M] or None: forward epilogues store it, gradients read it (None: A's rows are normalized)
     rstd_ptr,  # fp32 [M] or None: likewise; negative for a constant row (layer_norm.py)
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N]; None for RMSNorm
@@ -85,7 +85,7 @@ def _matmul_kernel(
     out_part_ptr,  # fp32 or None: "residual" and "gated" store LayerNorm statistics of out
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
     hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of h if a norm of h follows; else None
-    along_ptr,  # fp32 [M], mean of normalised h times its gradient; None: no norm of h
+    along_ptr,  # fp32 [M], mean of normalized h times its gradient; None: no norm of h
     q_weight_ptr, k_weight_ptr,  # "qk_norm": [HEAD]; both None: ones
     q_bias_ptr, k_bias_ptr,  # likewise; both None: zeros
     cos_ptr, sin_ptr,  # "rotary", "qk_norm": [images or 1, tokens - prefix, HEAD / 2]; None: no rotation

@@ -1,6 +1,6 @@
 """Launch policy of matmuls: chooses a configuration from a table per architecture, number format and epilogue.
 
-Chooses the entry with the lowest modelled time of the busiest multiprocessor (`matmul_model.py`); nothing is timed at
+Chooses the entry with the lowest modeled time of the busiest multiprocessor (`matmul_model.py`); nothing is timed at
 run time. Every entry compiles without spills for its architecture (`vit-fast kernels`).
 """
 
@@ -25,7 +25,7 @@ _HEAVY = ("activation_grad", "weight_products")
 _MAX_SPLITS = 16  # parts of K of a weight gradient
 _MAX_RESIDUAL_SPLITS = 8  # parts of K of a "residual" matmul
 _MIN_STEPS = 4  # steps along K per part
-NORMED_HEADS = (64, 128)  # head_dims that a "qk_norm" matmul can normalise
+NORMED_HEADS = (64, 128)  # head_dims that a "qk_norm" matmul can normalize
 
 
 def matmul_config(operands: Operands, epilogue: str, activation: str = "identity") -> MatmulConfig:

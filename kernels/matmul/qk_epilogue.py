@@ -14,7 +14,7 @@ from ..rotary import normed_pairs
 
 @triton.jit
 def _normed_columns(value, heads, which, ROWS: tl.constexpr, HEADS: tl.constexpr):
-    """Normalises a head of q (which = 0) or of k, [ROWS, HEAD].
+    """Normalizes a head of q (which = 0) or of k, [ROWS, HEAD].
 
     HALVES: the pairs are channels j and j + HEAD / 2 of the norm's weight and bias.
     """
