@@ -5,8 +5,8 @@ Exact GELU is x Phi(x), where Phi is the standard normal CDF. fp32 computes Phi 
     Phi(x) = 1 / (1 + exp(-x P(|x|)))
 
 P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6 for a small relative error in both
-tails. It takes one EX2, one RCP and a third of the instructions of erf. Its error is below one rounding error of fp16
-and bf16. In the negative tail, where Phi(x) is tiny, 1 + erf would cancel.
+tails. With one EX2 and one RCP, it takes a third of the instructions of erf, and its error is below one rounding error
+of fp16 and bf16. In the negative tail, where Phi(x) is tiny, 1 + erf would cancel.
 
 Tanh GELU (Hendrycks and Gimpel, arXiv 1606.08415) has the same form, because 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
 """
@@ -40,7 +40,7 @@ def _logistic(u):
 
 @triton.jit
 def _normal_cdf(x, EXACT: tl.constexpr):
-    """Returns Phi(x), with erf if EXACT, else with P; its coefficients are multiplied by -log2(e)."""
+    """Returns Phi(x), with erf if EXACT, else with P, whose coefficients are multiplied by -log2(e)."""
     if EXACT:
         return 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)
     else:
@@ -66,7 +66,7 @@ def _gate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """Returns act(x) in fp32; EXACT if the result is not rounded to fp16 or bf16."""
+    """Returns act(x) in fp32; EXACT if the result stays fp32."""
     if ACTIVATION == "identity":
         return x
     elif ACTIVATION == "relu":

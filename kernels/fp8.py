@@ -41,7 +41,7 @@ def to_e4m3(value):
 
 @triton.jit
 def divided(value, scale_ptr):
-    """Multiplies fp32 values by the reciprocal scale at `scale_ptr` and rounds to e4m3; None: returns the values."""
+    """Multiplies fp32 values by the reciprocal scale in memory and rounds to e4m3; without a scale, does nothing."""
     if scale_ptr is None:
         return value
     else:

@@ -9,9 +9,9 @@ Two cases need care:
   cannot represent every x. So a launch normalizes x first, n = (x - mean) rstd in the dtype of the matmuls, and
   z = n W''^T + c.
 - Constant rows of fp16 or bf16: their rstd is 1 / sqrt(eps) and would amplify the rounding error of mean s - x W''. A
-  negative sign of the stored rstd marks such a row. The forward uses max(rstd, 0) and so returns c, as LayerNorm does.
-  The gradient through a constant row is not zero: the backward multiplies by |rstd|, but only where no large numbers
-  cancel (`gradient_epilogues.py`).
+  negative rstd marks such a row. The forward uses max(rstd, 0) and so returns c, as LayerNorm does. The gradient of a
+  constant row is not zero: the backward multiplies by |rstd|, but only where no large numbers cancel
+  (`gradient_epilogues.py`).
 
 RMSNorm uses the same statistics with mean 0: rstd is 1 / sqrt(mean square + eps). A row of zeros counts as constant.
 
@@ -285,7 +285,7 @@ def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
 
 
 def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> InputRows:
-    """Returns x as the input of a folded linear layer; launches kernels for what is missing.
+    """Returns x as the input of a folded linear layer. Normalizes x in fp32, and else computes missing statistics.
 
     Args:
         x: [M, C], contiguous.

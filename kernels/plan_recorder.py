@@ -37,7 +37,10 @@ class _UnplannableError(Exception):
 
 
 def record(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, bool, LaunchPlan | None]:
-    """Returns function(*arguments), True if all its kernels were compiled, and its plan, or None without one."""
+    """Returns (function(*arguments), complete, plan).
+
+    `complete` is False if a kernel was not compiled yet. `plan` is None if the function cannot be planned.
+    """
     # aliases, so that a tensor that is passed twice counts as two inputs
     own = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
     recorder = _Recorder([value for value in own if isinstance(value, Tensor)])

@@ -1,7 +1,7 @@
 """qk-norm and rotary positions on packed qkv [B, N, 3, H, D], forward and backward, for any even D.
 
 With n a normalized head (or all heads of a token), w and b the weight and bias of the norm, y = n w + b, (y_1, y_2) a
-pair of channels of y, and the angle of this pair at this token:
+pair of channels of y, and cos and sin of the pair's angle at its token:
 
     out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
 

@@ -14,7 +14,7 @@ TABLE_PATH = Path(__file__).with_name("attention_table.json")
 MAX_ROW_KEYS = 256
 MIN_BLOCK = 16
 _SMALL_AMPERE = ("sm_86", "sm_89")  # without maxnreg, ptxas gives some kernels too few registers
-SHORT = 64  # tokens; larger tiles would be mostly empty for shorter sequences, as the windows of Qwen2.5-VL
+SHORT = 64  # tokens; larger tiles would be mostly empty for such sequences, e.g. windows of Qwen2.5-VL
 # (largest chunk, maximum chunks) of the row kernel, the default first. All cover MAX_ROW_KEYS keys, because a tuned
 # entry applies to every length up to that.
 ROW_CHUNKS = ((128, 3), (128, 2), (256, 1))
@@ -297,7 +297,7 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
     if problem.generation == "ampere":
         return BackwardConfig(32, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=2)
     if problem.uses_tma:
-        # 64 queries of 128 columns and their tail spill on hopper
+        # 64 queries with 128 columns spill on hopper
         block_m = 32 if problem.generation == "hopper" and problem.width == 128 else 64
         # without maxnreg, ptxas uses 128 registers on blackwell and spills
         maxnreg = 168 if problem.generation == "blackwell" and problem.width == 48 else None

@@ -106,7 +106,8 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
     if has_stand_in():
         raise RuntimeError("a stand-in driver is installed in this process already")
     library = library or _build()
-    # Triton links its launcher against the library in this folder; one of that name, once loaded, serves every process.
+    # Triton links its launcher against libcuda.so.1 in this folder. The loader then reuses the first library of that
+    # name in this process, which must be the stand-in.
     os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     if not hasattr(ctypes.CDLL(library.name), "stand_in_configure"):

@@ -7,8 +7,10 @@ With gamma and beta of the LayerNorm, W [F, C] and b of the linear layer, and me
     c   = W beta + b
     z   = rstd (x W''^T - mean s) + c          = LayerNorm(x) W^T + b
 
-The matmul then reads x itself, and its epilogue needs only two numbers per row. Without s, the relative error in bf16
-would be 16 % for rows whose mean is 100 times their standard deviation. RMSNorm has no mean: W'' = W gamma, without s.
+The matmul then reads x itself, and its epilogue needs only mean and rstd of each row. s corrects the rounding of W'':
+without it, the relative error in bf16 would be 16 % for rows whose mean is 100 times their standard deviation. RMSNorm
+has no mean: W'' = W gamma, without s.
+
 One launch folds the two linear layers of a block that follow LayerNorms. It also permutes rows of W:
 
 - Gated layers: row 2j is row j of the gate, row 2j + 1 is row j of the other weight. So a tile of the matmul contains

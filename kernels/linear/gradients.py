@@ -74,7 +74,7 @@ def column_sum_programs(M, N):
 
 @triton.jit
 def store_column_sums(source_ptr, part_ptr, program, M, N):
-    """Stores the share of a program of partial sums over the rows of [M, N], fp32 [M / SUM_ROWS, N]."""
+    """Stores one program's share of the partial sums over the rows of [M, N], fp32 [M / SUM_ROWS, N]."""
     tiles = tl.cdiv(N, _SUM_COLS)
     part = program // tiles
     col = program % tiles * _SUM_COLS
@@ -93,7 +93,7 @@ def new_column_sums(source: Tensor) -> Tensor:
 
 
 def column_sum_tiles(source: Tensor) -> int:
-    """Returns the number of programs that `store_column_sums` needs; the host version of `column_sum_programs`."""
+    """Returns `column_sum_programs`, computed on the host."""
     M, N = source.shape
     return ceil_div(M, SUM_ROWS) * ceil_div(N, _SUM_COLS.value)
 

@@ -160,7 +160,7 @@ def activation_gradient(
 def input_gradient(
     gradient: FoldedGradient, rows: RowStatistics, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns [residual +] dx [M, C] in the dtype of x, and again: if `rounded`, in the dtype of the matmuls."""
+    """Returns [residual +] dx [M, C] twice: in the dtype of x and, if `rounded`, in that of the matmuls."""
     out = torch.empty_like(rows.source, dtype=rows.input_dtype)
     narrow = torch.empty_like(rows.source) if rounded and out.dtype != rows.source.dtype else None
     operands = Operands(

@@ -1,4 +1,4 @@
-"""Backward epilogues of `matmul.py`, with acc = A B, and mean and rstd of the LayerNorm's rows:
+"""Backward epilogues of `matmul.py`, with acc = A B, and mean and rstd of the rows of the LayerNorm's input x:
 
     "activation_grad": h = act(z),  dz = acc act'(z),  out = rstd dz
     "gated_grad":      the same after "gated": acc [M, N] is the gradient of h = act(g) u; z and out are twice as wide

@@ -71,11 +71,11 @@ class MatmulConfig:
         return ceil_div(M, self.block_m) * ceil_div(N, self.block_n)
 
     def row_parts(self, N: int) -> int:
-        """Returns the number of pieces in N columns: the last size of `row_part` in "activation_grad"."""
+        """Returns the number of pieces in N columns: the last dimension of `row_part` in "activation_grad"."""
         return ceil_div(N, self.piece)
 
     def column_parts(self, M: int) -> int:
-        """Returns the number of tiles in M rows: the first size of `column_part`."""
+        """Returns the number of tiles in M rows: the first dimension of `column_part`."""
         return ceil_div(M, self.block_m)
 
 
