@@ -4,9 +4,9 @@ Exact GELU is x Phi(x), where Phi is the standard normal CDF. fp32 computes Phi 
 
     Phi(x) = 1 / (1 + exp(-x P(|x|)))
 
-P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6 for a small relative error in both
-tails. With one EX2 and one RCP, it takes a third of the instructions of erf, and its error is below one rounding error
-of fp16 and bf16. In the negative tail, where Phi(x) is tiny, 1 + erf would cancel.
+P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6 for a small relative error of both
+tails. With one EX2 and one RCP, it takes a third of the instructions of erf. Its error is below one rounding error of
+fp16 and bf16. In the negative tail, where Phi(x) is tiny, 1 + erf would cancel.
 
 Tanh GELU (Hendrycks and Gimpel, arXiv 1606.08415) has the same form, because 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
 """

@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel starts before the previous kernel in its stream has ended.
 
 For small batches, starting a kernel and loading its weights takes as long as its work. A kernel with DEPENDENT may
-start as soon as all programs of the previous kernel have called `wait_for_previous` or ended. It computes addresses,
+start as soon as every program of the previous kernel has passed its own wait or ended. It computes addresses,
 prefetches weights into L2, and then waits until the previous kernel has ended and its results are visible. Before this
 wait it neither loads nor stores. It may prefetch into L2 even weights that are still being written.
 

@@ -5,7 +5,7 @@ combines them (Chan, Golub and LeVeque, 1983). A separate launch computes them o
 
 Two cases need care:
 - x in fp32: everything is fp32, or autocast keeps the residual stream in fp32 with half-precision matmuls. A matmul of
-  x itself with the folded weight W'' would lose precision if the mean is larger than the standard deviation, and fp16
+  x itself with the folded weight W'' would lose precision if the mean is larger than the standard deviation. Also, fp16
   cannot represent every x. So a launch normalizes x first, n = (x - mean) rstd in the dtype of the matmuls, and
   z = n W''^T + c.
 - Constant rows of fp16 or bf16: their rstd is 1 / sqrt(eps) and would amplify the rounding error of mean s - x W''. A

@@ -1,7 +1,7 @@
 """qk-norm and rotary positions on packed qkv [B, N, 3, H, D], forward and backward, for any even D.
 
-With n a normalized head (or all heads of a token), w and b the weight and bias of the norm, y = n w + b, (y_1, y_2) a
-pair of channels of y, and cos and sin of the pair's angle at its token:
+Let n be a normalized head (or all heads of a token), w and b the weight and bias of the norm, and y = n w + b. A pair
+of channels (y_1, y_2) is rotated by an angle that depends on pair and token:
 
     out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
 
@@ -10,11 +10,11 @@ the opposite angle, dy = R^T dout. With dn = dy w, and means over the channels t
 
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 
-For RMSNorm, mean(dn) is omitted. n is recomputed from x. Each program sums dw and db over its own tokens in a fixed
-order, and the sums of the programs are added afterwards, so results are deterministic.
+For RMSNorm, mean(dn) is omitted. n is recomputed from x. Each program sums dw and db over its own tokens, and the sums
+of the programs are added afterwards. The order is fixed, so results are deterministic.
 
-A program processes ROWS heads of one or more tokens as two tiles [ROWS, BLOCK], which hold the first and the second
-channel of each pair. v is copied unless the kernel works in place.
+A program processes ROWS heads of one or more tokens as two tiles [ROWS, BLOCK]: the first and the second channel of
+each pair. v is copied unless the kernel works in place.
 
 Source: arXiv 2104.09864, 2302.05442; differentiation of the formulas above; the tests compare with fp64 autograd.
 """

@@ -120,6 +120,7 @@ def _attention_bwd_dq_kernel(
         queries, gradients, outputs, lse_ptr, delta_ptr, bh.to(tl.int64) * n_q, start, end, BLOCK_M, FORM, TMA and FIXED
     )
     acc = zero_tile(BLOCK_M, FORM)
+    # full tiles, then the remaining keys
     if FIXED and FULL:
         assume_a_tile(full_end, TMA)
     if FULL or (TMA and not FIXED):
@@ -208,6 +209,7 @@ def _attention_bwd_dkdv_kernel(
     vt = load_tile(values, start, end, BLOCK_N, FORM, TMA and FIXED, True)
     dkt = zero_tile(BLOCK_N, FORM)
     dvt = zero_tile(BLOCK_N, FORM)
+    # full tiles, then the remaining queries
     if FIXED and FULL:
         assume_a_tile(full_end, TMA)
     if FULL or (TMA and not FIXED):

@@ -191,6 +191,7 @@ def _attention_fwd_looped_kernel(
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = zero_tile(BLOCK_M, FORM)
+    # full tiles, then the remaining keys
     if FIXED and FULL:
         assume_a_tile(full_end, TMA)
     if FULL or (TMA and not FIXED):

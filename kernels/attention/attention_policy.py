@@ -162,10 +162,10 @@ def forward_config(problem: Problem) -> ForwardConfig:
     """Returns the configuration of the forward."""
     if problem.form != "fixed":
         return _forward_of_sequences(problem, forward_config(problem.of_one_long))
-    measured = _measured(problem, "forward")
+    measured = _tuned(problem, "forward")
     config = ForwardConfig(**measured) if measured else _forward_rule(problem)
     if config.scheme == "row":
-        config = replace(config, tiles=_fill(problem, config))
+        config = replace(config, tiles=_tiles_per_program(problem, config))
     early = config.tiles == 1 and problem.element == "half" and starts_early(problem.arch)  # spills in TF32
     return replace(config, dependent=early)
 
@@ -174,7 +174,7 @@ def dq_config(problem: Problem) -> BackwardConfig:
     """Returns the configuration of the dq kernel."""
     if problem.form != "fixed":
         problem = problem.of_one_long
-    measured = _measured(problem, "dq")
+    measured = _tuned(problem, "dq")
     return BackwardConfig(**measured) if measured else _dq_rule(problem)
 
 
@@ -182,7 +182,7 @@ def dkdv_config(problem: Problem) -> BackwardConfig:
     """Returns the configuration of the dk, dv kernel."""
     if problem.form != "fixed":
         return _dkdv_of_sequences(problem, dkdv_config(problem.of_one_long))
-    measured = _measured(problem, "dkdv")
+    measured = _tuned(problem, "dkdv")
     return BackwardConfig(**measured) if measured else _dkdv_rule(problem)
 
 
@@ -221,7 +221,7 @@ def _dkdv_of_sequences(problem: Problem, config: BackwardConfig) -> BackwardConf
     return config
 
 
-def _fill(problem: Problem, config: ForwardConfig) -> int:
+def _tiles_per_program(problem: Problem, config: ForwardConfig) -> int:
     """Returns query tiles per program: config.tiles, or fewer, for at least four programs per multiprocessor."""
     tiles = -(-problem.n_q // config.block_m)
     per_program = config.tiles
@@ -246,7 +246,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
     # exponentials and matmuls
     alone = problem.arch in ("sm_86", "sm_89", "sm_120") and width * (4 * keys + 128) > 49 * 1024
     if generation == "ampere" and (problem.n_q <= 64 or alone) and 128 < keys <= most_keys and width <= most_columns:
-        # few queries (attention pooling) are a single tile, for which the row kernel spills (_fill)
+        # few queries (attention pooling) are a single tile, for which the row kernel spills (_tiles_per_program)
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if width <= most_columns and keys in range(1, most_keys + 1):
         # one query tile per program on blackwell: two would need all of its tensor memory
@@ -312,6 +312,6 @@ def _table() -> dict[str, dict[str, dict[str, Any]]]:
     return table
 
 
-def _measured(problem: Problem, kernel: str) -> dict[str, Any] | None:
+def _tuned(problem: Problem, kernel: str) -> dict[str, Any] | None:
     config: dict[str, Any] | None = _table().get(problem.arch, {}).get(problem.shape_class, {}).get(kernel)
     return config

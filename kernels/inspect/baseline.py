@@ -19,7 +19,7 @@ BASELINE_PATH = Path(__file__).with_name("baseline.json")
 ALLOWED_GROWTH = 1.10
 _GROWING = ("registers", "instructions", "wgmma_waits")
 _MUST_STAY = {"hgmma": "HGMMA", "tcgen05": "TCGEN05", "tma_loads": "TMA loads", "tma_stores": "TMA stores"}
-_KEPT = ("registers", "instructions", "spills", "shared_bytes", "ctas_per_sm", "hmma", *_MUST_STAY)
+_RECORDED = ("registers", "instructions", "spills", "shared_bytes", "ctas_per_sm", "hmma", *_MUST_STAY)
 
 
 def is_recorded(build: Build, arch: str) -> bool:
@@ -52,8 +52,8 @@ def regressions(baseline: Mapping[str, Any], key: str, stats: Stats) -> list[str
     return found + [f"lost its {word}" for name, word in _MUST_STAY.items() if before[name] and not now[name]]
 
 
-def _kept(stats: Stats) -> dict[str, int]:
-    names = (*_KEPT, "wgmma_waits") if stats.wgmma_waits else _KEPT
+def _recorded_counts(stats: Stats) -> dict[str, int]:
+    names = (*_RECORDED, "wgmma_waits") if stats.wgmma_waits else _RECORDED
     return {name: getattr(stats, name) for name in names}
 
 
@@ -63,7 +63,7 @@ def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> No
     if path.exists() and is_comparable(old := read_baseline(path)):
         existing = {build.key(arch) for arch in ARCHS for build in builds(arch) if is_recorded(build, arch)}
         kept = {key: counts for key, counts in old["builds"].items() if key in existing}
-    kept |= {key: _kept(stats) for key, stats in found.items()}
+    kept |= {key: _recorded_counts(stats) for key, stats in found.items()}
     lines = [f"  {json.dumps(key)}: {json.dumps(kept[key])}" for key in sorted(kept)]
     text = f'{{"triton": {json.dumps(triton.__version__)}, "builds": {{\n' + ",\n".join(lines) + "\n}}\n"
     temporary = path.with_suffix(".tmp")

@@ -73,9 +73,9 @@ def model_launch(launch: Launch, arch: str, loops: Loops, stats: Stats) -> dict[
     flop, itemsize = (product.flop, product.itemsize) if product else (_attention_flop(launch), 2)
     sustained = 2 * PRODUCTS[arch] * gpu.sm_count * clock * _SUSTAINED * 2 / itemsize
     if product:
-        tile, waves, issue, cycles = _matmul(product, loops, gpu)
+        tile, waves, issue, cycles = _matmul_cycles(product, loops, gpu)
     else:
-        tile, issue, cycles = "", *_other(launch, loops, stats)
+        tile, issue, cycles = "", *_other_cycles(launch, loops, stats)
         waves = math.prod(launch.grid) / gpu.sm_count / stats.ctas_per_sm
     cycles["DRAM"] = moved / streamed * clock
     early = _EARLY if launch.constants.get("DEPENDENT") else 0
@@ -130,7 +130,7 @@ def _product(launch: Launch) -> _Product | None:
     return _Product(config, sizes, args["splits"], flop, a.element_size())
 
 
-def _matmul(product: _Product, loops: Loops, gpu: Gpu) -> tuple[str, float, float, dict[str, float]]:
+def _matmul_cycles(product: _Product, loops: Loops, gpu: Gpu) -> tuple[str, float, float, dict[str, float]]:
     """Returns tile as text, waves, cycles to issue instructions and matrix products, and cycles per resource."""
     config, sizes, splits = product.config, product.sizes, product.splits
     issued = loops.tile * config.num_warps / 4
@@ -145,7 +145,7 @@ def _matmul(product: _Product, loops: Loops, gpu: Gpu) -> tuple[str, float, floa
     return words, tiles / gpu.sm_count, found.products + busiest * issued, cycles
 
 
-def _other(launch: Launch, loops: Loops, stats: Stats) -> tuple[float, dict[str, float]]:
+def _other_cycles(launch: Launch, loops: Loops, stats: Stats) -> tuple[float, dict[str, float]]:
     """Returns the cycles in which the busiest multiprocessor issues instructions, and cycles per resource."""
     args, c = launch.args, launch.constants
     trips = c.get("TILES") or (ceil_div(args["n_kv"], c["BLOCK_N"]) if "BLOCK_N" in c else 1)

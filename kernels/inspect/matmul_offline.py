@@ -279,7 +279,7 @@ def _tile(config: MatmulConfig) -> str:
     return f"{config.block_m}x{config.block_n}x{config.block_k} {paths}"
 
 
-def _small_launches(arch: str, dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
+def _other_launches(arch: str, dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
     """Yields the other launches around matmuls of `dtype`; x and the parameters have the dtype `stream`."""
     x, rows = meta(_M, _C, dtype=stream), meta(_M, _C, dtype=dtype)
     weight, vector, bias = meta(_F, _C, dtype=stream), meta(_C, dtype=stream), meta(_F, dtype=stream)
@@ -339,7 +339,7 @@ def offline_builds(arch: str) -> Iterator[Build]:
     yield from _matmul_builds(arch)
     yield from _product_builds(arch)
     for name, dtype, stream in (("bf16", _HALF, _HALF), ("fp32", _FULL, _FULL), ("autocast", _HALF, _FULL)):
-        for kernel, launch in _small_launches(arch, dtype, stream):
+        for kernel, launch in _other_launches(arch, dtype, stream):
             yield Build(kernel, name, launch)
     if has_fp8(arch):
         x, x8 = meta(_M, _C8, dtype=_HALF), meta(_M, _C8, dtype=_E4M3)

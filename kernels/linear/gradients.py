@@ -1,7 +1,7 @@
 """Backward of linear layers after a LayerNorm or before a residual: the formulas, and the backward of the LayerNorm.
 
-After a LayerNorm, z = n W''^T + c = LayerNorm(x) W^T + b as in `layer_norm.py`, where n = (x - mean) rstd is the
-normalized row. With dz the gradient of z, g = dz W'' that of n, and U = dz^T n:
+After a LayerNorm, z = n W''^T + c = LayerNorm(x) W^T + b, where n = (x - mean) rstd is the normalized row. With dz the
+gradient of z, g = dz W'' the gradient of n, and U = dz^T n:
 
     dx     = rstd (g - mean_c(g) - n mean_c(g n)), for RMSNorm without mean_c(g)
     dW     = U gamma + (sum_m dz) beta^T
@@ -9,7 +9,7 @@ normalized row. With dz the gradient of z, g = dz W'' that of n, and U = dz^T n:
     dbeta  = sum_f (sum_m dz) W
     db     = sum_m dz
 
-mean_c(g) is 0 except for rounding errors, as the rows of a LayerNorm's W'' sum to 0, and C mean_c(g n) =
+For a LayerNorm, mean_c(g) is 0 except for rounding errors, because the rows of W'' sum to 0. C mean_c(g n) is equal to
 sum_f dz (z - c). There are two cases:
 - dz is an input (qkv): one pass over dz W and x computes dx, with g = dz W gamma, which needs no folded weight. It also
   writes n unless x is normalized already.

@@ -3,7 +3,7 @@
 The norm is folded into the second layer, as a LayerNorm is into the first (`folding.py`). The matmul that writes the
 hidden layer h [M, F] also writes statistics of its rows; the second matmul, which adds the residual, reads h itself.
 
-With h^ = (h - mean) rstd, y = r + ls (h^ W''^T + c), dy the gradient of y, and g = (ls dy) W'' the gradient of h^:
+Let h^ = (h - mean) rstd and y = r + ls (h^ W''^T + c). With dy the gradient of y, and g = (ls dy) W'' that of h^:
 
     dh           = rstd (g - h^ along)
     F along      = sum_f g h^ = sum_c ls dy (y' - c),       y' = h^ W''^T + c

@@ -6,9 +6,9 @@ torch.nn.Linear's weight.
 
 Epilogues, with acc = A B; the file of each family contains its formulas:
 
-- `forward_epilogues.py`: "layer_norm" (LayerNorm folded into a linear layer, activation), "rotary" and "qk_norm"
-  (LayerNorm folded into the qkv layer, then q and k norms, rotation or both), "gated", and "residual" (bias,
-  LayerScale, residual, statistics for the next LayerNorm).
+- `forward_epilogues.py`, after a LayerNorm that is folded into B: "layer_norm" (activation), "gated" (gated
+  activation), "rotary" and "qk_norm" (q and k norms, rotary positions).
+- `forward_epilogues.py`, before a residual: "residual" (bias, LayerScale, residual, statistics for the next LayerNorm).
 - `gradient_epilogues.py`: "activation_grad" and "gated_grad" (backward of the activation), "layer_norm_grad".
 - "partial", for split-K: out[split] = acc over one of `splits` parts of K, in fp32. `split_k.py` sums the parts.
 
@@ -183,7 +183,7 @@ def _matmul_kernel(
                 else:
                     tl.static_assert(EPILOGUE == "layer_norm_grad", "unknown epilogue")
                     layer_norm_grad_epilogue(pieces[i], out, h, x, residual, factors, where, SHAPE, EARLY)
-                if out_part_ptr is not None:
+                if out_part_ptr is not None:  # statistics of the stored values; merges TIMES pieces
                     width = N // 2 if EPILOGUE == "gated" else N
                     start = col // 2 if EPILOGUE == "gated" else col
                     found = piece_statistics(value.to(tl.float32), start + i * WIDTH, width, WIDTH, WHOLE)

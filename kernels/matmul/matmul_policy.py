@@ -44,8 +44,8 @@ def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
 def rows_in_whole_waves(operands: Operands) -> int:
     """Returns the number of rows for the first launch of a "residual" matmul; a second launch computes the rest.
 
-    The tiles of the first launch fill whole waves. A partial wave would take as long as a whole one, so the second
-    launch spreads its rows over the GPU with smaller tiles or split-K.
+    The tiles of the first launch fill whole waves. A partial wave would take as long as a whole one. So the second
+    launch uses smaller tiles or split-K, to spread its rows over the GPU.
     """
     rows = operands.sizes[0]
     return rows if is_interpreted() else _best_head(*_best_key(operands, "residual", most=_MAX_RESIDUAL_SPLITS))
