@@ -5,8 +5,9 @@ Inputs come in three forms:
 - fixed: q [B, H, N_q, D], k and v [B, H, N_kv, D]. Every query attends to every key of its head.
 - packed: q, k, v [1, H, total, D], and `sequences` (cu_seqlens), int32 [S + 1] on the device: the start of each
   sequence and the end of the last one. The host does not know the lengths, so it launches total // BLOCK + S + 1
-  programs per head. Each program is a slot for one tile. The slots of sequence i begin at sequences[i] // BLOCK + i,
-  and are always enough for its tiles. Each program searches for the sequence of its slot. Rows after the last sequence have no keys; their results are 0.
+  programs per head. Each program is a slot for one tile. The slots of sequence i begin at sequences[i] // BLOCK + i, and
+  are always enough for its tiles. Each program searches for the sequence of its slot. Rows after the last sequence have
+  no keys; their results are 0.
 - masked: like fixed, with a key mask `keep`, bool [B, N_kv]. The loop over keys ends at the last unmasked key. The
   output of a query without keys is 0, as in torch's attention.
 """

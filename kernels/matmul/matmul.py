@@ -2,7 +2,7 @@
 
 The kernel is persistent: each program loops over output tiles, and accumulates each in fp32 over K. A and B are loaded
 through TMA descriptors, or by pointers if the device or the layout does not support TMA. B may be [N, K], the layout of
-torch.nn.Linear's weight.
+torch.nn.Linear's weight. `matmul_launch.py` launches the kernel, and `matmul_policy.py` chooses its tiles.
 
 Epilogues, with acc = A B; the file of each family contains its formulas:
 
