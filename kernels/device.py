@@ -10,12 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, as far as the launch policies need to know it.
-
-    Args:
-        arch: Architecture name, e.g. sm_90.
-        sm_count: Streaming multiprocessors.
-    """
+    """Architecture, e.g. sm_90, and number of streaming multiprocessors of a GPU."""
 
     arch: str
     sm_count: int
@@ -33,7 +28,6 @@ def set_stand_in(gpu: Gpu) -> None:
 
 
 def has_stand_in() -> bool:
-    """True if the stand-in driver is installed."""
     return _stand_in is not None
 
 

@@ -34,10 +34,7 @@ class Launch:
         grid: Programs along the three grid axes; at most 2^31 - 1 on the first, 65,535 on the others.
         args: Runtime arguments by name: tensors, tensor descriptors, numbers, or None if absent.
         constants: Compile-time arguments (`tl.constexpr`) by name.
-        num_warps: Warps per program.
-        num_stages: Number of software-pipelining stages.
         maxnreg: Maximum registers per thread; None lets the compiler choose.
-        device: Device of the tensors.
     """
 
     kernel: Any
@@ -50,7 +47,6 @@ class Launch:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def options(self) -> dict[str, Any]:
-        """Returns triton's compile options."""
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.maxnreg is not None:
             options["maxnreg"] = self.maxnreg
@@ -142,7 +138,7 @@ def _cache(key: tuple[Any, ...], kernel: Any, compiled: Any) -> Ready | None:
 
 
 def _specialization_of(value: Any) -> Any:
-    """Returns the properties of a runtime argument on which triton may specialize a kernel."""
+    """Returns the properties of an argument on which triton may specialize a kernel."""
     kind = type(value)
     if kind is int or value is None:
         return value
@@ -154,7 +150,7 @@ def _specialization_of(value: Any) -> Any:
 
 
 def is_watched(*kernels: Any) -> bool:
-    """True if launch hooks or debugging are active, so that triton must launch these kernels itself."""
+    """True if hooks or debugging are active, so that triton must launch these kernels itself."""
     runtime = triton.knobs.runtime
     for kernel in kernels:
         if kernel.debug or kernel.pre_run_hooks:

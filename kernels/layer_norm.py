@@ -1,7 +1,7 @@
 """LayerNorm statistics, and the input of a linear layer with the LayerNorm folded in (`folding.py`).
 
 The kernel that writes x [M, C] also writes statistics of pieces of its rows (`row_parts.py`). The kernel that reads x
-combines them (Chan, Golub and LeVeque, 1983). A separate launch computes them only if another operator wrote x.
+combines them (Chan, Golub and LeVeque, 1983). A separate launch computes them if another operator wrote x.
 
 Two cases need care:
 - x in fp32: everything is fp32, or autocast keeps the residual stream in fp32 with half-precision matmuls. A matmul of
@@ -43,8 +43,7 @@ _ROWS = 64
 def piece_statistics(values, col, N, COLS: tl.constexpr, WHOLE: tl.constexpr = False):
     """Returns the mean and the sum of squared deviations of each row of a piece, [ROWS] each.
 
-    `values`, fp32 [ROWS, COLS], are columns `col` to `col + COLS` of N. Ignores columns past the last one; WHOLE: there
-    are none. `store_statistics` skips a piece that begins past the last one.
+    `values`, fp32 [ROWS, COLS], begin at column `col` of N. Ignores columns past the last one; WHOLE: there are none.
     """
     if WHOLE:
         mean = tl.sum(values, 1) / COLS
@@ -60,7 +59,7 @@ def piece_statistics(values, col, N, COLS: tl.constexpr, WHOLE: tl.constexpr = F
 
 @triton.jit
 def _merge(mean, squares, count, other_mean, other_squares, other_count):
-    """Merges mean and sum of squared deviations of `count` numbers with those of `other_count` others."""
+    """Merges the statistics of `count` numbers with those of `other_count` others."""
     share = other_count / (count + other_count)
     offset = other_mean - mean
     return mean + share * offset, squares + other_squares + count * share * offset * offset
@@ -68,7 +67,7 @@ def _merge(mean, squares, count, other_mean, other_squares, other_count):
 
 @triton.jit
 def merge_next(left, right, col, N, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Merges `piece_statistics` of LEFT columns from `col` on with those of the next RIGHT columns."""
+    """Merges the statistics of LEFT columns from `col` on with those of the next RIGHT columns."""
     count = tl.maximum(tl.minimum(N - col, LEFT), 1).to(tl.float32)
     other = tl.maximum(tl.minimum(N - col - LEFT, RIGHT), 0).to(tl.float32)
     return _merge(left[0], left[1], count, right[0], right[1], other)
@@ -76,7 +75,7 @@ def merge_next(left, right, col, N, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 @triton.jit
 def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Stores statistics [ROWS] of the piece that begins at column `col`; skips it if `col` is past the last column."""
+    """Stores the statistics of the piece that begins at column `col`, unless `col` is past the last column."""
     step = tl.arange(0, ROWS)
     part = part_ptr + tl.cast(row, tl.int64) * (2 * PARTS) + col // _PIECE + step * (2 * PARTS)
     mask = (row + step < M) & (col < N)
@@ -161,7 +160,7 @@ def _normalise_kernel(
     x_ptr,  # [M, C] fp32
     mean_ptr,  # fp32 [M], or None
     rstd_ptr,  # fp32 [M]
-    normalised_ptr,  # [M, C] (x - mean) rstd
+    normalised_ptr,  # [M, C]
     M, C, eps,
     RMS: tl.constexpr,  # mean is 0
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -205,7 +204,7 @@ def _normalise_kernel(
 
 
 def chunk(width: int) -> tuple[int, int]:
-    """Returns columns per step and rows per program of a kernel that reduces rows of `width` columns."""
+    """Returns columns per step and rows per program of a reduction over rows."""
     block = min(triton.next_power_of_2(width), _MAX_CHUNK)
     return block, max(1, 4096 // block // 2)
 
@@ -213,10 +212,7 @@ def chunk(width: int) -> tuple[int, int]:
 def normalise_launch(
     x: Tensor, eps: float, rstd: Tensor, normalised: Tensor, rms: bool = False, mean: Tensor | None = None
 ) -> Launch:
-    """Returns the launch that writes (x - mean) rstd of x, fp32 [M, C], to `normalised`, and rstd and mean, fp32 [M].
-
-    With `rms`, the mean is 0.
-    """
+    """Returns the launch that normalizes x, fp32 [M, C], and writes rstd and mean [M]; with `rms`, the mean is 0."""
     M, C = x.shape
     block, rows = chunk(C)
     args = {"x_ptr": x, "mean_ptr": mean, "rstd_ptr": rstd, "normalised_ptr": normalised, "M": M, "C": C, "eps": eps}
@@ -270,17 +266,14 @@ class RowStatistics:
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """The dtype of x."""
         return torch.float32 if is_normalised(self.statistics) else self.source.dtype
 
     @property
     def rstd(self) -> Tensor:
-        """1 / sqrt(variance + eps) of the rows, fp32 [M]."""
         return self.statistics[-1]
 
 
 def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
-    """Returns an empty tensor for the statistics of M rows of C columns."""
     return torch.empty(M, 2, row_parts(C), dtype=torch.float32, device=device)
 
 
@@ -290,8 +283,8 @@ def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, r
     Args:
         x: [M, C], contiguous.
         eps: Epsilon of the LayerNorm.
-        part: LayerNorm statistics of half-precision x, if the kernel that wrote x also wrote them.
-        dtype: Dtype of the matmul: that of x, or fp16 or bf16 for fp32 x.
+        part: Statistics of half-precision x (`row_parts.py`), or None.
+        dtype: Dtype of the matmul.
         rms: True for RMSNorm.
     """
     M, C = x.shape

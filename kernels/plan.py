@@ -71,7 +71,7 @@ def run(function: Function, arguments: Sequence[Any]) -> Any:
 
 
 def forget() -> None:
-    """Drops all plans and signatures; call it after changing the launch policy."""
+    """Drops all plans, e.g. after a change of the launch policy."""
     _plans.clear()
     _seen.clear()
 

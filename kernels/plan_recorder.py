@@ -72,7 +72,7 @@ class _Value:
     bytes: int
 
     def is_all_of(self, view: View) -> bool:
-        """True if a view covers this memory completely, possibly in another shape."""
+        """True if a view covers all of this memory, possibly in another shape."""
         return not view.at.offset and view.shape.numel() * view.dtype.itemsize == self.bytes
 
 
@@ -136,7 +136,7 @@ class _Recorder(TorchDispatchMode):
         if ready is None:
             self.complete = False
             raise _UnplannableError("a kernel was not compiled yet")
-        from triton.backends.nvidia.driver import CudaLauncher  # importable here, because triton just launched a kernel
+        from triton.backends.nvidia.driver import CudaLauncher  # importable once triton has launched a kernel
 
         launcher = ready.compiled.run
         if not isinstance(launcher, CudaLauncher) or launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -190,11 +190,7 @@ class _Recorder(TorchDispatchMode):
         return View(at, tensor.shape, tensor.stride(), tensor.dtype)
 
     def plan(self, result: Any) -> LaunchPlan:
-        """Returns the plan of the recorded steps with these results.
-
-        Raises:
-            _UnplannableError: a replay cannot repeat the steps.
-        """
+        """Returns the plan of the recorded steps; raises if a replay cannot repeat them."""
         if self._reason:
             raise _UnplannableError(self._reason)
         single = isinstance(result, Tensor)
@@ -219,10 +215,7 @@ class _Recorder(TorchDispatchMode):
         return sum(value.kind == kind for value in self._values)
 
     def _arrange(self, outputs: Sequence[View]) -> tuple[dict[int, At], tuple[Any, ...]]:
-        """Returns the place of each value in a replay, and the buffers.
-
-        Values are numbered anew: inputs, then buffers, then results.
-        """
+        """Returns the place of each value, numbered as in `plan_steps.py`, and the buffers."""
         launched = _uses(self._steps, PlannedLaunch)
         as_tensor = {view.at.value for view in outputs} | set(_uses(self._steps, TorchCall))
         inputs = self._count("input")

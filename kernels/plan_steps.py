@@ -75,12 +75,12 @@ class PlannedLaunch:
         self.maps = dict(zip(places, encoders))
 
     def prepare(self) -> None:
-        """Collects the positions of addresses among the arguments; call it after the values are renumbered."""
+        """Collects the positions of addresses; call it after values are renumbered."""
         self._at_pointers = [(place, at.value, at.offset) for place, at in self.pointers.items()]
         self._at_maps = [(place, maps.at.value, maps.at.offset, maps) for place, maps in self.maps.items()]
 
     def uses(self) -> list[int]:
-        """Returns the numbers of the values that this step reads or writes."""
+        """Returns the numbers of the values that the step uses."""
         return [at.value for at in (*self.pointers.values(), *(maps.at for maps in self.maps.values()))]
 
     def __call__(self, stream: int, values: Values, addresses: list[int]) -> None:
@@ -103,7 +103,6 @@ class Base:
         self._address, self.at = address, at
 
     def data_ptr(self) -> int:
-        """Returns the address."""
         return self._address
 
 
@@ -111,8 +110,7 @@ class TensorMaps:
     """Tensor maps of one descriptor, cached by address.
 
     Args:
-        descriptor: The descriptor; `encode` replaces its base.
-        at: Address of its tensor.
+        at: Address of the descriptor's tensor.
         make: Triton's function that encodes a descriptor. Returns a list that starts with the map.
     """
 
@@ -181,7 +179,7 @@ class TorchCall:
                 addresses.append(tensor.data_ptr())
 
     def uses(self) -> list[int]:
-        """Returns the numbers of the values that this step reads or writes."""
+        """Returns the numbers of the values that the step uses."""
         flat = [item for value in (*self.positional, *self.named.values()) for item in _flat(value)]
         return [item.at.value for item in flat if isinstance(item, View)]
 
@@ -204,12 +202,10 @@ class LaunchPlan:
     """A recorded call, for tensors at any addresses.
 
     Args:
-        device: Device of all tensors.
         buffers: Shape, strides and dtype of each buffer.
-        steps: The steps in order, each with the numbers of the values that no later step uses.
+        steps: Each step with the numbers of the values that no later step uses.
         outputs: The results of the function.
         single: True if the result is one tensor, not a tuple.
-        kernels: The functions decorated with `triton.jit`.
     """
 
     device: torch.device

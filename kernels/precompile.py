@@ -46,7 +46,7 @@ class Request:
     warp_size: int
 
     def compile(self) -> bool:
-        """Loads the kernel from triton's cache on disk or compiles it; returns True if it compiled."""
+        """Compiles the kernel, unless it is in triton's cache on disk; returns True if it compiled."""
         function = getattr(importlib.import_module(self.module), self.name)
         compiled = []
 
@@ -167,7 +167,7 @@ def _take_all(queue: SimpleQueue[Request]) -> Iterator[Request]:
 
 
 def _feed(left: SimpleQueue[Request], results: SimpleQueue[bool | RuntimeError]) -> None:
-    """Starts a process that compiles requests, and sends it the next one when it is ready."""
+    """Starts a process, and sends it the next request whenever it is ready."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
     with subprocess.Popen(

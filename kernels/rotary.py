@@ -13,10 +13,10 @@ the opposite angle, dy = R^T dout. With dn = dy w, and means over the channels t
 For RMSNorm, mean(dn) is omitted. n is recomputed from x. Each program sums dw and db over its own tokens, and the sums
 of the programs are added afterwards. The order is fixed, so results are deterministic.
 
-A program processes ROWS heads of one or more tokens as two tiles [ROWS, BLOCK]: the first and the second channel of
-each pair. v is copied unless the kernel works in place.
+A program processes ROWS heads as two tiles [ROWS, BLOCK]: the first and the second channel of each pair. v is copied
+unless the kernel works in place.
 
-Source: arXiv 2104.09864, 2302.05442; differentiation of the formulas above; the tests compare with fp64 autograd.
+Source: arXiv 2104.09864, 2302.05442; differentiation of the formulas above.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TILE = 1024  # elements per tile; more if a norm spans all heads
 
 @triton.jit
 def _load_pairs(pointer, offsets, pairs, inside, D: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Loads both channels of pairs in fp32, from heads of D channels that start at `offsets`."""
+    """Loads both channels of pairs in fp32; `offsets` are the starts of heads."""
     if INTERLEAVED:
         first = tl.load(pointer + (offsets + 2 * pairs), mask=inside, other=0.0)
         second = tl.load(pointer + (offsets + 2 * pairs + 1), mask=inside, other=0.0)
@@ -63,7 +63,7 @@ def _store_pairs(pointer, first, second, offsets, pairs, inside, D: tl.constexpr
 def _load_affine(
     q_ptr, k_ptr, which, head, pairs, inside, D: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Loads weight or bias of the norm of q (which = 0) or k for some heads, from [D], or [H D] if WIDE."""
+    """Loads weight or bias of the norm of q (which = 0) or k, [D], or [H D] if WIDE."""
     start = head * D if WIDE else head * 0
     if which == 0:
         first, second = _load_pairs(q_ptr, start, pairs, inside, D, INTERLEAVED)
@@ -89,7 +89,7 @@ def _load_angles(
 
 @triton.jit
 def _mean(first, second, H, D: tl.constexpr, WIDE: tl.constexpr):
-    """Returns the mean over each head [ROWS, 1]; if WIDE, over all heads of the tile, which belong to one token."""
+    """Returns means of heads [ROWS, 1], or if WIDE the mean of a token: all heads of the tile."""
     sums = tl.sum(first + second, 1)
     if WIDE:
         return tl.sum(sums, 0) / (H * D)
@@ -99,7 +99,7 @@ def _mean(first, second, H, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _normalise(first, second, inside, eps, H, D: tl.constexpr, RMS: tl.constexpr, WIDE: tl.constexpr):
-    """Returns the normalized pairs, 0 outside, and rstd."""
+    """Returns the normalized pairs and rstd."""
     if not RMS:
         mean = _mean(first, second, H, D, WIDE)
         first = tl.where(inside, first - mean, 0.0)
@@ -113,7 +113,7 @@ def normed_pairs(
     first, second, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, which, head, pairs, inside, eps, H,
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Applies the norm of q (which = 0) or k to pairs; INTERLEAVED: pairs are adjacent in its weight and bias."""
+    """Applies the norm of q (which = 0) or k. INTERLEAVED: pairs are adjacent in weight and bias."""
     first, second, _ = _normalise(first, second, inside, eps, H, D, NORM == "rms_norm", WIDE)
     if q_weight_ptr is not None:
         weight1, weight2 = _load_affine(q_weight_ptr, k_weight_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED)
@@ -128,7 +128,7 @@ def normed_pairs(
 
 @triton.jit
 def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Returns token and head of each row of the `block`-th tile, and True for rows that exist; all [ROWS, 1]."""
+    """Returns token, head and validity of each row of the `block`-th tile, [ROWS, 1]."""
     step = tl.arange(0, ROWS)[:, None]
     if WIDE:
         return block + step * 0, step, (step < H) & (block < M)
@@ -142,7 +142,7 @@ def _qk_norm_rope_kernel(
     x_ptr,  # [M, 3, H, D]
     out_ptr,  # like x, or x itself
     q_weight_ptr, k_weight_ptr,  # [D], or if WIDE [H D]; both None: ones
-    q_bias_ptr, k_bias_ptr,  # like the weights; both None: zeros
+    q_bias_ptr, k_bias_ptr,  # the same; both None: zeros
     cos_ptr, sin_ptr,  # [B or 1, H or 1, N - prefix, D / 2]; None: no rotation
     M, N, H, prefix, eps,
     image_rows, head_rows,  # table rows between images and between heads; 0 if shared
@@ -186,7 +186,7 @@ def _qk_norm_rope_grad_kernel(
     x_ptr,  # [M, 3, H, D], input of the forward
     out_ptr,  # [M, 3, H, D], or grad itself
     q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,  # as in the forward
-    part_ptr,  # fp32 [programs per part, 2, 2, D or H D]: sums of a program for q and k, weight and bias; or None
+    part_ptr,  # fp32 [programs per part, 2, 2, D or H D]: partial dw and db of q and k; or None
     M, N, H, prefix, eps, image_rows, head_rows,
     blocks,  # tiles of q, and of k
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
@@ -255,7 +255,6 @@ class QkvSettings:
         weights, biases: For the norms of q and k, contiguous, [D], or [H D] if `wide`; None: ones, zeros.
         tables: cos and sin [B or 1, H or 1, T, D / 2] for which `can_be_read` is True; None: no rotation.
         norm: "layer_norm", "rms_norm" or "none".
-        eps: Epsilon of the norms.
         wide: True if all heads of a token are normalized together.
         prefix: Number of tokens that are not rotated.
         layout: Channels of a pair: "half" (j and j + D/2), "interleaved" (2j and 2j + 1), or "interleaved_half"
@@ -286,7 +285,7 @@ def table_steps(table: Tensor) -> tuple[int, ...]:
 
 
 def _arguments(x: Tensor, settings: QkvSettings) -> tuple[dict[str, Any], dict[str, Any], int, int]:
-    """Returns arguments and constants of either kernel, the number of tiles of q, and warps per program."""
+    """Returns shared arguments and constants of both kernels, the number of tiles of q, and warps per program."""
     s = settings
     B, N, _, H, D = x.shape
     (cos, sin), (q_weight, k_weight) = s.tables or (None, None), s.weights or (None, None)
@@ -313,7 +312,7 @@ def qk_norm_rope_launch(
 
     Args:
         inverse: Rotate by the opposite angle: the gradient of a rotation without norms.
-        separate: Move channels of a pair, which are adjacent in x, D/2 apart.
+        separate: Pairs are adjacent in x, and D/2 apart in `out`.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     biases = settings.biases
@@ -329,7 +328,7 @@ def qk_norm_rope_grad_launch(
     """Returns the launch that writes the gradient of x [B, N, 3, H, D] with norms to `out`, which may be `grad`.
 
     Args:
-        part: Output: partial gradients of q and k, weight and bias, fp32 [programs, 2, 2, D or H D]; or None.
+        part: Output: partial dw and db of q and k, fp32 [programs, 2, 2, D or H D]; or None.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     parts = 2 if out is grad else 3
@@ -353,12 +352,12 @@ def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
 def qk_norm_rope_gradients(
     grad: Tensor, x: Tensor | None, settings: QkvSettings, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradient of x, and those of q and k, weight and bias, fp32 [2, 2, D or H D], or None without any.
+    """Returns dx, and dw and db of q and k, fp32 [2, 2, D or H D], or None.
 
     Args:
         grad: [B, N, 3, H, D], contiguous.
         x: Input of the forward, contiguous; None without norms.
-        out: Output: the gradient of x; may be `grad`. None allocates it.
+        out: Output: dx; may be `grad`. None allocates it.
     """
     out = torch.empty_like(grad) if out is None else out
     if x is None:

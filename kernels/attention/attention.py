@@ -1,8 +1,7 @@
 """Fused softmax attention, forward and backward: the functions that the operators call.
 
 Inputs are fixed, packed or masked (attention_sequences.py). Tensors are views [B, H, N, D] with arbitrary strides and
-last stride 1. So q, k and v are read in place from the output of the qkv layer, and their gradients are written in the
-same layout. No [N, N] matrix is stored.
+last stride 1. So q, k and v are read in place from the output of the qkv layer, and their gradients have its layout.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def attention_forward(
         lse: Output, fp32 [B, H, N_q], contiguous, base 2; inf for a row without keys.
         scale: Multiplier of q k^T; positive and finite.
         o_scale: Reciprocal scale of o in e4m3, fp32 [1]; None otherwise.
-        sequences: Packed inputs: int32 [S + 1], contiguous, on the device, see attention_sequences.py.
+        sequences: Packed inputs: int32 [S + 1], contiguous, on the device.
         keep: Key mask of masked inputs: bool [B, N_kv], last stride 1.
         longest: Length of the longest sequence. It affects only the choice of tiles.
     """

@@ -1,4 +1,4 @@
-"""Attention backward: dq, dk and dv from q, k, v, o, lse and do, without storing an [N, N] matrix.
+"""Attention backward: dq, dk and dv from q, k, v, o, lse and do, without an [N, N] matrix.
 
 With p = 2^(scale log2(e) q k^T - lse) recomputed tile by tile:
 
@@ -42,7 +42,7 @@ def _dq_step(
     k, v, keep, start, n_kv, qk_scale, qt, dot, lse, delta, dq,
     KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds keys start .. start + KEYS to dq of a query tile, without the factor scale."""
+    """Adds keys start .. start + KEYS to dq / scale of a query tile."""
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
     kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
     vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
@@ -60,10 +60,7 @@ def _query_tile(
     queries, gradients, outputs, lse_ptr, delta_ptr, row_offset, start, n_q,
     ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Returns q, do, lse and delta of queries start .. start + ROWS, and stores delta.
-
-    `row_offset` is the position of query 0 in lse and delta.
-    """
+    """Returns q, do, lse and delta of a query tile, and stores delta. `row_offset`: position of query 0 in lse."""
     do_early = load_tile(gradients, start, n_q, ROWS, FORM, TMA, True)
     ot = load_tile(outputs, start, n_q, ROWS, FORM, TMA, True)
     delta = tl.sum(do_early[0].to(tl.float32) * ot[0].to(tl.float32), 1)
@@ -72,7 +69,7 @@ def _query_tile(
     rows = start + tl.arange(0, ROWS)
     row_offset += rows
     tl.store(delta_ptr + row_offset, delta, mask=rows < n_q)
-    # Reload do and delta: a single load of do would stay in registers in the layout of the sum, and spill.
+    # Reload do and delta: do would stay in registers in the layout of the sum, and spill.
     tl.debug_barrier()
     delta = tl.load(delta_ptr + row_offset, mask=rows < n_q, other=0.0)
     qt = load_tile(queries, start, n_q, ROWS, FORM, TMA, True)
@@ -83,7 +80,7 @@ def _query_tile(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_bwd_dq_kernel(
-    # descriptors or pointers of tiles, each as LO and HI block; a: full tiles of keys, b: the rest
+    # LO and HI block of tiles; keys: a: full tiles, b: the rest
     q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # output: fp32 [B, H, N_q], contiguous
@@ -151,7 +148,7 @@ def _dkdv_step(
     q, do, lse_ptr, delta_ptr, row_offset, start, n_q, qk_scale, kt, vt, dk, dv,
     QUERIES: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds queries start .. start + QUERIES to dk, without the factor scale, and dv of a key tile."""
+    """Adds queries start .. start + QUERIES to dk / scale and dv of a key tile."""
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
     qt = load_tile(q, start, n_q, QUERIES, FORM, TMA, MASKED)
     dot = load_tile(do, start, n_q, QUERIES, FORM, TMA, MASKED)
@@ -171,7 +168,7 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_bwd_dkdv_kernel(
-    # descriptors or pointers of tiles, each as LO and HI block; a: full tiles of queries, b: the rest
+    # LO and HI block of tiles; queries: a: full tiles, b: the rest
     q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # fp32 [B, H, N_q], contiguous
@@ -251,13 +248,7 @@ def backward_launches(
     for_dq: BackwardConfig, for_dkdv: BackwardConfig,
     sequences: torch.Tensor | None = None, keep: torch.Tensor | None = None,
 ) -> tuple[Launch, Launch]:  # fmt: skip
-    """Returns the launch that writes dq and delta, and the launch that reads delta and writes dk and dv.
-
-    Args:
-        delta: Output of the first launch, fp32 [B, H, N_q], contiguous.
-        for_dq, for_dkdv: Configurations of the two kernels.
-        q, k, v, o, do, lse, dq, dk, dv, scale, sequences, keep: See `attention.attention_backward`.
-    """
+    """Returns the launches of both kernels; `attention.attention_backward` describes the tensors."""
     shared = lse, delta, scale, q, k, sequences, keep
     first = _launch(_attention_bwd_dq_kernel, {"q": q, "do": do, "o": o, "dq": dq}, {"k": k, "v": v}, for_dq, *shared)
     second = _launch(

@@ -39,7 +39,7 @@ LENGTH_CLASS = tl.constexpr(8)
 
 @triton.jit
 def _masked_row(scores, n_kv, START: tl.constexpr, KEYS: tl.constexpr, SURE: tl.constexpr):
-    """Sets the scores of keys past the last one to -inf; scores [ROWS, KEYS] begin at key START.
+    """Sets scores of keys past the last one to -inf.
 
     SURE < n_kv <= SURE + LENGTH_CLASS, so only LENGTH_CLASS columns are compared with n_kv.
     """
@@ -62,7 +62,7 @@ def _store_output(target, acc, inverse, o_scale_ptr, start, n_q, ROWS: tl.conste
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_fwd_row_kernel(
-    # descriptors or pointers of tiles, each as LO and HI block; a, b, c: up to three sizes of key tiles
+    # LO and HI block of tiles; a, b, c: key tiles of up to three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
@@ -89,7 +89,7 @@ def _attention_fwd_row_kernel(
     key_sources = ((k_a, k_a_hi), (k_b, k_b_hi), (k_c, k_c_hi))
     value_sources = ((v_a, v_a_hi), (v_b, v_b_hi), (v_c, v_c_hi))
 
-    # K and V of the head in chunks [CHUNK, D]; only the last chunk may pass the end
+    # only the last chunk may pass the end
     keys = ()
     values = ()
     for i in tl.static_range(COUNT):
@@ -155,7 +155,7 @@ def _online_step(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_fwd_looped_kernel(
-    # descriptors or pointers of tiles, each as LO and HI block; a, b, c: up to three sizes of key tiles
+    # LO and HI block of tiles; a, b, c: key tiles of up to three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None

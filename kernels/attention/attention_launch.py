@@ -40,7 +40,7 @@ def access_of(*tensors: torch.Tensor) -> str:
 
 
 def tma_allows(*tensors: torch.Tensor) -> bool:
-    """True if TMA descriptors can describe all of these tensors [B, H, N, D]."""
+    """True if all tensors [B, H, N, D] can have TMA descriptors."""
     return all(_tma_allows(tensor) for tensor in tensors)
 
 
@@ -56,14 +56,14 @@ def _tma_allows(tensor: torch.Tensor) -> bool:
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Returns a TMA descriptor of [B, H, N, D] for boxes [rows, columns] of one head."""
+    """Returns a TMA descriptor for boxes [rows, columns] of one head."""
     legal = _TMA_ALIGNMENT // tensor.element_size()
     strides = [stride if length > 1 else legal for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1])]
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns])
 
 
 def _tile_arguments(name: str, tensor: torch.Tensor, rows: int, tma: bool) -> dict[str, Any]:
-    """Returns the arguments `name` and `name`_hi: descriptors or pointers of the LO and HI block of a tile, or None."""
+    """Returns the arguments `name` and `name`_hi, the LO and HI block of a tile; None if absent."""
     lo, hi = split_head_dim(tensor.shape[-1])
     if rows == 0:
         return {name: None, f"{name}_hi": None}
@@ -78,13 +78,12 @@ def needs_wide_offsets(*tensors: torch.Tensor) -> bool:
 
 
 def _common_alignment(*tensors: torch.Tensor) -> int:
-    """Returns the largest power of two up to 16 that divides the strides of rows, heads and images."""
+    """Returns the largest power of two up to 16 that divides all strides but the last."""
     used = (stride for tensor in tensors for length, stride in zip(tensor.shape[:3], tensor.stride()[:3]) if length > 1)
     return math.gcd(16, *used)
 
 
 def sequence_arguments(sequences: torch.Tensor | None, keep: torch.Tensor | None) -> dict[str, Any]:
-    """Returns the arguments that describe packed and masked inputs (attention_sequences.py)."""
     return {
         "sequences": sequences,
         "keep": keep,
@@ -111,13 +110,11 @@ def tiled_launch(
     """Returns the launch of an attention kernel. A program owns a tile of queries or keys, and streams the other side.
 
     Args:
-        own: Tensors [B, H, N, D] by argument name; a program reads or writes one tile of each.
-        streamed: Tensors by argument name; a program reads all rows of a head or sequence.
+        own, streamed: Tensors [B, H, N, D] by argument name.
         block: Rows of an own tile.
         pieces: Rows of the streamed tiles a, b and c; 0 if absent.
         tiles: Own tiles per head. Ignored for packed inputs.
         args, constants: Further arguments of the kernel.
-        sequences, keep: Packed or masked inputs (attention_sequences.py); both None for fixed inputs.
     """
     fixed = sequences is None and keep is None
     rows = next(iter(own.values()))
@@ -130,7 +127,7 @@ def tiled_launch(
         arguments |= _tile_arguments(name, tensor, block, tma and fixed)
     for name, tensor in streamed.items():
         for letter, piece in zip("abc", pieces):
-            if letter == "b" and not fixed:  # the last tile of a sequence is loaded by pointers
+            if letter == "b" and not fixed:  # the last tile of a sequence
                 arguments |= _tile_arguments(f"{name}_b", tensor, block, tma=False)
             else:
                 arguments |= _tile_arguments(f"{name}_{letter}", tensor, piece, tma)

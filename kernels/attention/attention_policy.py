@@ -30,7 +30,7 @@ class ForwardConfig:
         block_n: Keys per tile of the looped kernel; largest chunk of the row kernel.
         chunks: Maximum chunks of the row kernel, 1 to 3. 197 keys are (128, 64, 16) in three chunks, 256 in one.
         tiles: Maximum query tiles per program of the row kernel.
-        tma: Read and write through TMA descriptors if the layout allows.
+        tma: Use TMA descriptors if the layout allows.
         dependent: Start before the previous launch has ended (dependent.py).
     """
 
@@ -100,10 +100,7 @@ class Problem:
     """Input of the launch policy.
 
     Args:
-        arch: Architecture, e.g. "sm_90".
-        sm_count: Streaming multiprocessors of the device.
         element: The `product_kind` of the tensors: "half" or "tf32".
-        batch_heads: Batch times heads.
         access: Fastest access that the layout of all tensors allows: "tma" (descriptors), "vector" (16-byte loads, e.g.
             because a stride is 0), or "scalar" (unaligned rows).
         form: "fixed", "packed" or "masked" (attention_sequences.py).
@@ -132,7 +129,6 @@ class Problem:
 
     @property
     def generation(self) -> str:
-        """The tensor core generation: "ampere", "hopper" or "blackwell"."""
         return generation(self.arch)
 
     @property
@@ -159,7 +155,6 @@ _ROW_LIMITS = {
 
 
 def forward_config(problem: Problem) -> ForwardConfig:
-    """Returns the configuration of the forward."""
     if problem.form != "fixed":
         return _forward_of_sequences(problem, forward_config(problem.of_one_long))
     measured = _tuned(problem, "forward")
@@ -171,7 +166,6 @@ def forward_config(problem: Problem) -> ForwardConfig:
 
 
 def dq_config(problem: Problem) -> BackwardConfig:
-    """Returns the configuration of the dq kernel."""
     if problem.form != "fixed":
         problem = problem.of_one_long
     measured = _tuned(problem, "dq")
@@ -179,7 +173,6 @@ def dq_config(problem: Problem) -> BackwardConfig:
 
 
 def dkdv_config(problem: Problem) -> BackwardConfig:
-    """Returns the configuration of the dk, dv kernel."""
     if problem.form != "fixed":
         return _dkdv_of_sequences(problem, dkdv_config(problem.of_one_long))
     measured = _tuned(problem, "dkdv")
@@ -307,7 +300,7 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
 
 @cache
 def _table() -> dict[str, dict[str, dict[str, Any]]]:
-    """Returns attention_table.json: architecture -> shape class -> kernel -> configuration."""
+    """Returns the tuned table: architecture -> shape class -> kernel -> configuration."""
     table: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE_PATH.read_text())["architectures"]
     return table
 

@@ -5,9 +5,9 @@ Inputs come in three forms:
 - fixed: q [B, H, N_q, D], k and v [B, H, N_kv, D]. Every query attends to every key of its head.
 - packed: q, k, v [1, H, total, D], and `sequences` (cu_seqlens), int32 [S + 1] on the device: the start of each
   sequence and the end of the last one. The host does not know the lengths, so it launches total // BLOCK + S + 1
-  programs per head. Each program is a slot for one tile. The slots of sequence i begin at sequences[i] // BLOCK + i, and
-  are always enough for its tiles. Each program searches for the sequence of its slot. Rows after the last sequence have
-  no keys; their results are 0.
+  programs per head. Each is a slot for one tile. The slots of sequence i begin at sequences[i] // BLOCK + i, and are
+  always enough for its tiles. A program searches for the sequence of its slot. Rows after the last sequence have no
+  keys; their results are 0.
 - masked: like fixed, with a key mask `keep`, bool [B, N_kv]. The loop over keys ends at the last unmasked key. The
   output of a query without keys is 0, as in torch's attention.
 """
@@ -32,8 +32,7 @@ def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
 def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
     """Returns (start, begin, end, others_end) of a slot: first row of its tile, begin and end of its sequence.
 
-    `others_end` is the end of the sequence on the streamed side (keys of a query tile, queries of a key tile). It
-    equals `begin` for rows after the last sequence, and else `end`.
+    `others_end` is the end of the streamed rows: `end`, or `begin` after the last sequence.
     """
     stride = tl.cdiv(n_sequences + 1, _WAYS)
     index = tl.arange(0, _WAYS) * stride
@@ -48,7 +47,7 @@ def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
     end = tl.load(sequences + tl.minimum(found + 1, n_sequences))
     behind = found == n_sequences
     start = begin + (slot - begin // BLOCK - found) * BLOCK
-    # clamp, so that invalid `sequences` cause no access outside the tensors
+    # invalid `sequences` must not cause accesses outside the tensors
     begin = tl.minimum(tl.maximum(begin, 0), n_rows)
     end = tl.minimum(tl.where(behind, n_rows, end), n_rows)
     return tl.maximum(start, begin), begin, end, tl.where(behind, begin, end)
@@ -80,7 +79,7 @@ def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl
 
 @triton.jit
 def real_keys(keep, start, n_kv, KEYS: tl.constexpr):
-    """Returns True for keys start .. start + KEYS that are below n_kv and not masked; `keep` is bool [N_kv] or None."""
+    """Returns True for keys start .. start + KEYS that exist and are not masked."""
     key = start + tl.arange(0, KEYS)
     real = key < n_kv
     if keep is not None:
@@ -90,7 +89,7 @@ def real_keys(keep, start, n_kv, KEYS: tl.constexpr):
 
 @triton.jit
 def last_kept(kept, n_keys):
-    """Returns the end of the unmasked keys: the index after the last one; 0 if all are masked."""
+    """Returns the index after the last unmasked key; 0 if all are masked."""
     end = 0
     for first in range(0, n_keys, _KEYS_AT_ONCE):
         key = first + tl.arange(0, _KEYS_AT_ONCE)

@@ -21,7 +21,7 @@ _TF32 = tl.constexpr("tf32")  # triton 3.6 fails with a string as default
 
 @triton.jit
 def _pointers(source, start, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FORM: tl.constexpr):
-    """Returns pointers [ROWS, COLS] to a block; offsets of images and heads are int64."""
+    """Returns pointers to a block; offsets of images and heads are int64."""
     pointer, _, b, h, stride_b, stride_h, stride_n = source
     WIDE: tl.constexpr = FORM[3]
     ALIGN: tl.constexpr = FORM[4]
@@ -35,7 +35,7 @@ def _pointers(source, start, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.
 
 @triton.jit
 def _mask(start, n_rows, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr):
-    """Returns a mask [ROWS, COLS]: True for elements of a block inside the head [n_rows, D]."""
+    """Returns True for elements of a block inside the head."""
     mask = (start + tl.arange(0, ROWS))[:, None] < n_rows
     if COLUMN + COLS > D:
         mask = mask & ((COLUMN + tl.arange(0, COLS))[None, :] < D)
@@ -47,7 +47,7 @@ def _load_block(
     source, start, n_rows, INDEX: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Loads a block [ROWS, COLS] from row `start` on; elements outside the tensor are 0, with TMA by hardware."""
+    """Loads a block; elements outside the tensor are 0, with TMA by hardware."""
     D: tl.constexpr = FORM[0]
     COLS: tl.constexpr = FORM[1 + INDEX]
     COLUMN: tl.constexpr = INDEX * FORM[1]
@@ -92,7 +92,7 @@ def _store_block(
 
 @triton.jit
 def store_tile(target, tile, start, n_rows, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr):
-    """Stores rows start .. start + ROWS of one head in the target's dtype; skips elements outside the tensor."""
+    """Stores rows start .. start + ROWS of one head; skips elements outside the tensor."""
     _store_block(target, tile[0], start, n_rows, 0, ROWS, FORM, TMA)
     if FORM[2] > 0:
         _store_block(target, tile[1], start, n_rows, 1, ROWS, FORM, TMA)
@@ -100,7 +100,6 @@ def store_tile(target, tile, start, n_rows, ROWS: tl.constexpr, FORM: tl.constex
 
 @triton.jit
 def zero_tile(ROWS: tl.constexpr, FORM: tl.constexpr):
-    """Returns a zero accumulator in fp32."""
     lo = tl.zeros((ROWS, FORM[1]), tl.float32)
     if FORM[2] > 0:
         return lo, tl.zeros((ROWS, FORM[2]), tl.float32)
@@ -137,7 +136,7 @@ def dot_transposed(a, b, PRECISION: tl.constexpr = _TF32):
 
 @triton.jit
 def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
-    """Returns [acc +] weights @ tile, with weights, fp32 [ROWS, KEYS], rounded to the tile's dtype."""
+    """Returns [acc +] weights @ tile; rounds weights, fp32 [ROWS, KEYS], to the tile's dtype."""
     weights = weights.to(tile[0].dtype)
     if acc is None:
         lo = tl.dot(weights, tile[0], input_precision=PRECISION)

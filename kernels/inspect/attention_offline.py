@@ -104,7 +104,6 @@ class _Case:
         return torch.empty((self.batch, _HEADS, self.n_q), dtype=torch.float32, device="meta")
 
     def needs(self, tma: bool) -> tuple[str, ...]:
-        """Returns the required instructions: for half precision the matrix instruction, and with `tma` those of TMA."""
         if self.element != "half" or self.access == "scalar":
             return ()
         matrix = matrix_instruction(self.arch)
@@ -141,7 +140,6 @@ def builds_of_lengths(arch: str, lengths: Iterable[tuple[int, int]]) -> Iterator
 
 
 def _fp8_builds(arch: str) -> Iterator[Build]:
-    """Yields forwards with output in e4m3."""
     for tokens, head_dim, access in _E4M3_SHAPES if has_fp8(arch) else ():
         case = _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, access)
         (q, k, v), config = case.packed(), forward_config(case.problem())

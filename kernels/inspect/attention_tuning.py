@@ -138,7 +138,7 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
 def tune(
     shapes: Iterable[tuple[int, int, int, int]] = SHAPES, path: Path = TABLE_PATH, report: Callable[[str], None] = print
 ) -> None:
-    """Measures all kernels and shapes on the current GPU. Updates the table after each one.
+    """Measures all kernels and shapes on the current GPU, and updates the table after each one.
 
     Raises:
         RuntimeError: there is no GPU.
@@ -158,7 +158,6 @@ def _measure(launch: Launch) -> float:
 
 
 def write_entry(path: Path, problem: Problem, kernel: str, config: Config) -> None:
-    """Writes a configuration to the table at `path`."""
     table = json.loads(path.read_text())
     classes = table["architectures"].setdefault(problem.arch, {})
     classes.setdefault(problem.shape_class, {})[kernel] = asdict(config)

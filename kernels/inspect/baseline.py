@@ -23,7 +23,6 @@ _RECORDED = ("registers", "instructions", "spills", "shared_bytes", "ctas_per_sm
 
 
 def is_recorded(build: Build, arch: str) -> bool:
-    """True if the baseline contains this build."""
     return build.core or arch == REFERENCE_GPU.arch
 
 

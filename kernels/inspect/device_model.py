@@ -65,7 +65,6 @@ def model_launches(launches: Sequence[Launch], arch: str) -> list[dict[str, Any]
 
 
 def model_launch(launch: Launch, arch: str, loops: Loops, stats: Stats) -> dict[str, Any]:
-    """Returns the row of a launch: tile, waves, bytes, instructions and estimated microseconds."""
     clock, streamed = GPUS[arch][1] * 1e3, GPUS[arch][2] * 1e3 * _STREAMED  # cycles and bytes per microsecond
     gpu = gpu_of(launch.device)
     moved = _bytes(launch)
@@ -131,7 +130,7 @@ def _product(launch: Launch) -> _Product | None:
 
 
 def _matmul_cycles(product: _Product, loops: Loops, gpu: Gpu) -> tuple[str, float, float, dict[str, float]]:
-    """Returns tile as text, waves, cycles to issue instructions and matrix products, and cycles per resource."""
+    """Returns tile, waves, cycles to issue instructions, and cycles per resource."""
     config, sizes, splits = product.config, product.sizes, product.splits
     issued = loops.tile * config.num_warps / 4
     found = launch_cycles(config, sizes, product.itemsize, gpu, issued * 4 / ISSUE + DRAIN, splits)
@@ -146,7 +145,7 @@ def _matmul_cycles(product: _Product, loops: Loops, gpu: Gpu) -> tuple[str, floa
 
 
 def _other_cycles(launch: Launch, loops: Loops, stats: Stats) -> tuple[float, dict[str, float]]:
-    """Returns the cycles in which the busiest multiprocessor issues instructions, and cycles per resource."""
+    """Returns cycles to issue instructions, and cycles per resource."""
     args, c = launch.args, launch.constants
     trips = c.get("TILES") or (ceil_div(args["n_kv"], c["BLOCK_N"]) if "BLOCK_N" in c else 1)
     programs = ceil_div(math.prod(launch.grid), gpu_of(launch.device).sm_count)

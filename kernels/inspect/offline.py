@@ -89,7 +89,6 @@ class Build:
     needs: tuple[str, ...] = ()
 
     def key(self, arch: str) -> str:
-        """Returns the name of this build in the baseline."""
         return f"{arch}/{self.kernel}/{self.case}"
 
 
@@ -129,7 +128,6 @@ class Stats:
         return self.spill_loads + self.spill_stores
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields for JSON."""
         return asdict(self)
 
     def has(self, instruction: str) -> bool:
@@ -148,7 +146,6 @@ class Stats:
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns a meta tensor."""
     return torch.empty(shape, device="meta", dtype=dtype)
 
 
@@ -186,15 +183,13 @@ def specialisation(launch: Launch) -> str:
 
 
 def compile_build(build: Build, arch: str) -> Stats:
-    """Compiles a build for an architecture, and returns its statistics."""
     start = time.perf_counter()
     compiled = compile_launch(build.launch, arch)
     return read_stats(compiled, arch, time.perf_counter() - start)
 
 
 def problems(build: Build, stats: Stats, arch: str) -> list[str]:
-    """Lists reasons not to ship a build: spills, serialized wgmma, missing instructions, early memory accesses, or too
-    much shared memory."""
+    """Lists reasons not to ship a build."""
     found = []
     if stats.spills:
         found.append(f"spills: {stats.spill_loads} loads, {stats.spill_stores} stores")
@@ -214,7 +209,7 @@ def problems(build: Build, stats: Stats, arch: str) -> list[str]:
 
 
 def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
-    """Returns types, constants and divisibility of the arguments, as triton's launcher derives them."""
+    """Returns types, constants and divisibility of the arguments, as triton's launcher does."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(launch.constants)
     attributes: dict[tuple[int, ...], Any] = {}
@@ -235,7 +230,7 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tu
 
 
 def _type_of(value: Any) -> tuple[str, bool]:
-    """Returns triton's type of an argument, and True if the argument is divisible by 16."""
+    """Returns triton's type of an argument, and True if it is divisible by 16."""
     if isinstance(value, TensorDescriptor):
         block = ",".join(str(size) for size in value.block_shape)
         return f"tensordesc<{_TYPE_NAMES[value.base.dtype]}[{block}]>", False
@@ -316,10 +311,7 @@ def read_stats(compiled: Any, arch: str, seconds: float) -> Stats:
 
 
 def _occupancy(limits: Limits, registers: int, shared_bytes: int, warps: int, tensor_columns: int) -> int:
-    """Returns blocks per multiprocessor, which has 65,536 registers and 512 TMEM columns.
-
-    Each block reserves 1 KiB of shared memory in addition to its own.
-    """
+    """Returns blocks per multiprocessor; each block reserves 1 KiB of shared memory."""
     registers_per_warp = (max(registers, 1) + 7) // 8 * 8 * 32
     by_registers = 65_536 // registers_per_warp // warps
     by_shared = limits.shared_bytes // (shared_bytes + _KIB)

@@ -42,11 +42,10 @@ class Counters:
     """Calls of the driver since it was installed or reset.
 
     Args:
-        launches: Launched kernels.
-        dependent: Programmatic dependent launches among them.
+        dependent: Programmatic dependent launches.
         descriptors: Encoded tensor maps, including rejected ones.
         modules: Loaded kernels.
-        violations: Calls that were rejected because they break a rule.
+        violations: Rejected calls.
         largest_shared: Largest shared memory of a launch, in bytes.
     """
 
@@ -58,7 +57,6 @@ class Counters:
     largest_shared: int
 
     def as_dict(self) -> dict[str, int]:
-        """Returns the fields for JSON."""
         return asdict(self)
 
 
@@ -71,7 +69,6 @@ class StandInDriver:
         library.stand_in_violation.restype = ctypes.c_char_p
 
     def counters(self) -> Counters:
-        """Returns the current counters."""
         values = (ctypes.c_long.in_dll(self._library, f"stand_in_{name}").value for name in _COUNTERS)
         return Counters(*values)
 
@@ -81,7 +78,6 @@ class StandInDriver:
         return [self._library.stand_in_violation(index).decode() for index in range(count)]
 
     def reset(self) -> None:
-        """Resets counters and violations."""
         self._library.stand_in_reset()
 
 
@@ -124,7 +120,7 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
 
 
 class _TritonDriver(CudaDriver):  # type: ignore[misc]  # triton brings no types
-    """Triton's CUDA driver, with the properties of the stand-in GPU in place of those that torch returns."""
+    """Triton's CUDA driver with the properties of the stand-in GPU."""
 
     def __init__(self, arch: int) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ from ..layer_norm import chunk
 
 @triton.jit
 def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
-    """Loads columns `cols` of a vector [C] in fp32; DEFAULT if the pointer is None."""
+    """Loads columns of a vector [C] in fp32; DEFAULT without a vector."""
     if pointer is None:
         return tl.full(cols.shape, DEFAULT, tl.float32)
     else:
@@ -47,9 +47,9 @@ def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
 
 @triton.jit
 def row_pointers(pointer, gate_ptr, rows, C, F=0, HEAD: tl.constexpr = 0):
-    """Returns pointers to `rows` of W'' in the unpermuted weight [*, C]; with a gate, even rows are in the gate.
+    """Returns pointers to rows of the weight and of the gate, by the permuted rows of W''.
 
-    HEAD: head_dim of q and k, the first two thirds of F rows, if their pairs become adjacent; else 0.
+    HEAD: head_dim if q and k, the first two thirds of F rows, are permuted; else 0.
     """
     if HEAD:
         place = rows % HEAD
@@ -66,7 +66,6 @@ def _fold_rows(
     weight_ptr, gamma_ptr, beta_ptr, bias_ptr, gate_ptr, gate_bias_ptr, folded_ptr, sum_ptr, shift_ptr, program, F, C,
     HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Folds rows program * ROWS .. (program + 1) * ROWS of a linear layer."""
     rows = program * ROWS + tl.arange(0, ROWS)
     inside = rows < F
     start = rows.to(tl.int64)[:, None] * C
@@ -138,8 +137,8 @@ class NormedLinear:
         gamma, beta: Weight and bias of the LayerNorm [C]; None means ones, zeros.
         rms: True for RMSNorm.
         gate, gate_bias: Weight and bias of the gate, like `weight` and `bias`; None means no gate.
-        rope_head: head_dim D of a qkv layer whose channels j and j + D/2 become adjacent; else 0. Must be 0 for the
-            second of two layers that are folded together.
+        rope_head: head_dim D of a qkv layer whose channels j and j + D/2 become adjacent; else 0. Only for the first of
+            two layers that are folded together.
     """
 
     weight: Tensor
@@ -153,11 +152,10 @@ class NormedLinear:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the weight, plus those of the gate."""
+        """Rows of weight and gate."""
         return self.weight.shape[0] * (1 if self.gate is None else 2)
 
     def contiguous(self) -> NormedLinear:
-        """Returns the layer with contiguous tensors."""
         tensors = (self.bias, self.gamma, self.beta, self.gate, self.gate_bias)
         bias, gamma, beta, gate, gate_bias = (tensor if tensor is None else tensor.contiguous() for tensor in tensors)
         return NormedLinear(self.weight.contiguous(), bias, gamma, beta, self.rms, gate, gate_bias, self.rope_head)
@@ -181,7 +179,7 @@ class FoldedLinear:
 
 
 def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear]) -> Launch:
-    """Returns the launch that folds one or two linear layers with contiguous tensors into `folded`."""
+    """Returns the launch that folds one or two contiguous linear layers into `folded`."""
     args: dict[str, Any] = {}
     block, rows = chunk(max(linear.weight.shape[1] for linear in linears))
     for index, suffix in enumerate(("", "2")):
@@ -213,5 +211,4 @@ def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[Fo
 
 
 def fold_linear(linear: NormedLinear, dtype: torch.dtype) -> FoldedLinear:
-    """Folds a single layer like `fold_linears`."""
     return fold_linears([linear], dtype)[0]

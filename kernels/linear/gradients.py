@@ -27,7 +27,7 @@ So the branch h W^T + b is neither saved nor recomputed.
 Extra programs of another launch write partial sums over SUM_ROWS rows each. The kernel that reads them adds them in
 order. This file contains the backward of the LayerNorm, `weight_gradients.py` the gradients of the parameters.
 
-Source: differentiation of the formulas above; the tests compare with fp64 autograd.
+Source: differentiation of the formulas above.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ _AT_ONCE = tl.constexpr(64)  # parts that are loaded at once
 
 @triton.jit
 def sum_rows(tile):
-    """Returns sums [COLS] over the rows of a tile [ROWS, COLS], with four warps and 32 or 128 columns.
+    """Returns sums over the rows of a tile of 32 or 128 columns and four warps; tl.sum has bank conflicts.
 
-    Each thread adds its rows of four columns; these sums pass through shared memory. Avoids the bank conflicts of
-    tl.sum.
+    Each thread adds its rows of four columns; only these sums pass through shared memory.
     """
     COLS: tl.constexpr = tile.shape[1]
     HALVINGS: tl.constexpr = 2 if COLS == 128 else 4
@@ -68,13 +67,13 @@ def sum_rows(tile):
 
 @triton.jit
 def column_sum_programs(M, N):
-    """Returns the number of programs that `store_column_sums` needs for [M, N]."""
+    """Returns the number of programs of `store_column_sums`."""
     return tl.cdiv(M, _SUM_ROWS) * tl.cdiv(N, _SUM_COLS)
 
 
 @triton.jit
 def store_column_sums(source_ptr, part_ptr, program, M, N):
-    """Stores one program's share of the partial sums over the rows of [M, N], fp32 [M / SUM_ROWS, N]."""
+    """Stores one program's share of partial sums of [M, N] over rows, fp32 [M / SUM_ROWS, N]."""
     tiles = tl.cdiv(N, _SUM_COLS)
     part = program // tiles
     col = program % tiles * _SUM_COLS
@@ -87,7 +86,7 @@ def store_column_sums(source_ptr, part_ptr, program, M, N):
 
 
 def new_column_sums(source: Tensor) -> Tensor:
-    """Returns an empty tensor for the partial sums of `store_column_sums`, for [M, N]."""
+    """Returns an empty tensor for the partial sums of `source` [M, N] over rows."""
     M, N = source.shape
     return torch.empty(ceil_div(M, SUM_ROWS), N, dtype=torch.float32, device=source.device)
 
@@ -100,9 +99,9 @@ def column_sum_tiles(source: Tensor) -> int:
 
 @triton.jit
 def add_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
-    """Returns a tile [*, COLS] whose rows add up to the sum of `parts` fp32 vectors, `stride` elements apart.
+    """Returns a tile whose rows add up to the sum of `parts` fp32 vectors, `stride` elements apart.
 
-    The caller reduces the tile with `sum_rows` or tl.sum: each thread adds what it loads before threads exchange sums.
+    The caller reduces the tile, so that threads add what they load before they exchange sums.
     """
     cols = col + tl.arange(0, COLS)
     total = tl.zeros((_AT_ONCE, COLS), tl.float32)
@@ -116,16 +115,16 @@ def add_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["rstd_ptr"])
 def _layer_norm_grad_kernel(
-    grad_ptr,  # [M, C] dz W, the gradient of the output of the LayerNorm
+    grad_ptr,  # [M, C] dz W
     gamma_ptr,  # [C] or None
     source_ptr,  # [M, C] x, or n without a mean
-    mean_ptr,  # fp32 [M] or None
+    mean_ptr,  # fp32 [M], or None if x was normalized before the matmul
     rstd_ptr,  # fp32 [M]; with a mean, negative for a constant row
-    residual_ptr,  # [M, C], is added to dx; or None
-    out_ptr,  # output: [M, C] dx
+    residual_ptr,  # [M, C] or None
+    out_ptr,  # output: [M, C] [residual +] dx
     normalised_ptr,  # output: [M, C] n; None without a mean
-    summed_ptr,  # [M, F] dz, which is summed over M
-    sum_part_ptr,  # output: fp32 [M / SUM_ROWS, F]
+    summed_ptr,  # [M, F] dz
+    sum_part_ptr,  # output: fp32 [M / SUM_ROWS, F], partial sums of dz over M
     M, C, F,
     RMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -180,16 +179,7 @@ def layer_norm_grad_launch(
     grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, out: Tensor,
     normalised: Tensor | None, summed: Tensor, sum_part: Tensor, rms: bool = False,
 ) -> Launch:  # fmt: skip
-    """Returns the launch that writes [residual +] dx [M, C].
-
-    Args:
-        grad: dz W [M, C].
-        out: Output: [residual +] dx.
-        normalised: Output: normalized x [M, C]; None if `rows` contains it.
-        summed: dz [M, F].
-        sum_part: Output: partial sums of dz over M, fp32 [M / SUM_ROWS, F].
-        rms: True for RMSNorm.
-    """
+    """Returns the launch of `_layer_norm_grad_kernel`, which describes the tensors."""
     (M, C), F = grad.shape, summed.shape[1]
     block, count = chunk(C)
     args = {

@@ -13,7 +13,7 @@ saves y' - c [M, C], and one launch reads it with dy. Both have C columns, fewer
 gradients of beta and the bias. The next matmul computes g, dh and the rest of "activation_grad". It stores h^, so that
 the formulas of `gradients.py` for normalized rows give the gradients of W, gamma, beta and bias.
 
-Source: differentiation of the formulas above; the tests compare with fp64 autograd.
+Source: differentiation of the formulas above.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HiddenLinear:
 
 @dataclass(frozen=True)
 class HiddenRows:
-    """Tensors that `hidden_linear_residual` saves for the backward.
+    """Tensors that the forward saves for the backward.
 
     Args:
         branch: y' - c [M, C], in the dtype of the result.
@@ -68,7 +68,7 @@ def hidden_linear_residual(
     Args:
         h: [M, F].
         part: LayerNorm statistics of h (`row_parts.py`); None for fp32 h, which an extra launch normalizes.
-        out_part: Output: LayerNorm statistics of the result; or None.
+        out_part: Output: LayerNorm statistics of the result.
     """
     folded, M, C = second.folded, h.shape[0], second.folded.weight.shape[0]
     out = torch.empty(M, C, dtype=dtype, device=h.device)
@@ -122,16 +122,7 @@ def _along_kernel(
 def along_launch(
     grad: Tensor, branch: Tensor, scale: Tensor | None, width: int, along: Tensor, sum_part: Tensor
 ) -> Launch:
-    """Returns the launch that writes `along`.
-
-    Args:
-        grad: dy [M, C].
-        branch: y' - c [M, C].
-        scale: ls [C] or None.
-        width: F.
-        along: Output: fp32 [M].
-        sum_part: Output: partial sums of dy over M, fp32 [M / SUM_ROWS, C].
-    """
+    """Returns the launch of `_along_kernel`, which describes the tensors; `width` is F."""
     M, C = grad.shape
     block, count = chunk(C)
     args = {
@@ -145,7 +136,7 @@ def along_launch(
 
 
 def along_rows(grad: Tensor, branch: Tensor, scale: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
-    """Returns `along`, fp32 [M], and partial sums of dy over M, for the arguments of `along_launch`."""
+    """Returns `along` and the partial sums of dy."""
     along, sum_part = grad.new_empty(grad.shape[0], dtype=torch.float32), new_column_sums(grad)
     scale = None if scale is None else scale.contiguous()
     along_launch(grad, branch, scale, width, along, sum_part).run()

@@ -3,9 +3,7 @@
 Forward: `layer_norm_linear` (LayerNorm, linear, activation), for training `layer_norm_linear_keeping`, and
 `linear_residual` (linear, LayerScale, residual).
 Backward: `product_gradient` and `layer_norm_linear_gradient` for attention, `activation_gradient` and `input_gradient`
-for the MLP. Then `weight_products` and `vector_gradients.parameter_gradients` compute the gradients of the parameters.
-
-All tensors are contiguous, with rows [M, *].
+for the MLP, then `weight_products` and `parameter_gradients` in other files. All tensors are contiguous.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ def layer_norm_linear(
 
     Args:
         gated: Compute act(g) u, half as wide, in place of act.
-        head_step: Norms and rotary positions of q and k, or None.
-        out_part: Output: LayerNorm statistics of the result (`row_parts.py`); or None.
+        head_step: Norms and rotary positions of q and k.
+        out_part: Output: LayerNorm statistics of the result (`row_parts.py`).
         dtype: Dtype of the result; None means that of `rows`.
-        out_scale: Reciprocal scale of a result in e4m3, fp32 [1]; else None.
-        z: Output: the input of the activation [M, F]; or None.
-        statistics: Output: mean and rstd of x, fp32 [2, M]; or None.
+        out_scale: Reciprocal scale of a result in e4m3, fp32 [1].
+        z: Output: the input of the activation [M, F].
+        statistics: Output: mean and rstd of x, fp32 [2, M].
     """
     source = rows.source
     out = source.new_empty((source.shape[0], folded.weight.shape[0] // (2 if gated else 1)), dtype=dtype)
@@ -61,10 +59,7 @@ def layer_norm_linear_keeping(
     rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
     head_step: HeadStep | None = None, out_part: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, RowStatistics]:  # fmt: skip
-    """Returns the result of `layer_norm_linear`, the input z of the activation [M, F], and mean and rstd of x.
-
-    Without an activation, z is the result.
-    """
+    """Returns the result of `layer_norm_linear`, the input z of the activation, and mean and rstd of x."""
     source, M = rows.source, rows.source.shape[0]
     z = None if activation == "identity" and not gated else source.new_empty((M, folded.weight.shape[0]))
     finished = None if rows.part is None else torch.empty(2, M, dtype=torch.float32, device=source.device)
@@ -81,10 +76,10 @@ def linear_residual(
 
     Args:
         residual: [M, C], fp32 or in the dtype of h; the result has its dtype.
-        statistics: Compute statistics for a LayerNorm that follows; only for half-precision results.
-        dtype: Dtype of the result if there is no residual; None means that of h.
-        out8: Output: the result in e4m3 [M, C]; or None.
-        out_scale: Reciprocal scales of out8, fp32 [C]; or None.
+        statistics: Return statistics; only for half-precision results.
+        dtype: Dtype of the result without residual; None means that of h.
+        out8: Output: the result in e4m3 [M, C].
+        out_scale: Reciprocal scales of out8, fp32 [C].
     """
     M, C = h.shape[0], weight.shape[0]
     bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
@@ -138,8 +133,8 @@ def activation_gradient(
         grad: Gradient dy of fc2's output [M, C].
         scaled: diag(ls) W2 [C, F].
         z: fc1's output [M, F], or [M, 2 F] if gated.
-        hidden, along: For a norm between h and fc2 that is folded into `scaled` (`hidden_norm.py`): its statistics and
-            `along`. h is then returned normalized. None means no norm.
+        hidden, along: For a norm between h and fc2 (`hidden_norm.py`): its statistics and `along`. h is then returned
+            normalized.
     """
     weight = scaled.weight
     (M, width), F = z.shape, weight.shape[1]

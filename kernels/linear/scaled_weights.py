@@ -27,7 +27,7 @@ _AT_ONCE = 3  # maximum number of weights per launch
 
 @triton.jit
 def _largest_power(scale_ptr, F, BLOCK: tl.constexpr):
-    """Returns the largest magnitude of a vector [F], rounded down to a power of two, at least 2^-126."""
+    """Returns the largest magnitude, rounded down to a power of two, at least 2^-126."""
     largest = tl.full((BLOCK,), 2.0**-126, tl.float32)
     for first in tl.range(0, F, BLOCK):
         largest = tl.maximum(largest, tl.abs(load_columns(scale_ptr, first + tl.arange(0, BLOCK), F, 0.0)))
@@ -39,7 +39,6 @@ def _largest_power(scale_ptr, F, BLOCK: tl.constexpr):
 def _scale_rows(
     weight_ptr, scale_ptr, factor_ptr, scaled_ptr, program, F, C, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Scales rows program * ROWS .. (program + 1) * ROWS of a weight."""
     rows = program * ROWS + tl.arange(0, ROWS)
     inside = rows < F
     start = rows.to(tl.int64)[:, None] * C
@@ -96,7 +95,7 @@ class ScaledWeight:
 
 
 def scaled_weights_launch(pairs: Sequence[tuple[Tensor, Tensor | None]], into: Sequence[ScaledWeight]) -> Launch:
-    """Returns the launch that scales up to three contiguous weights [F, C] by scales [F], and writes them to `into`."""
+    """Returns the launch that scales up to three contiguous weights and writes them to `into`."""
     args: dict[str, Any] = {}
     block, rows = chunk(max(weight.shape[1] for weight, _ in pairs))
     for index, suffix in enumerate(("", "2", "3")):
@@ -131,5 +130,5 @@ def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.d
 
 
 def in_dtype(dtype: torch.dtype, *weights: Tensor) -> list[Tensor]:
-    """Returns weights [F, C] in `dtype` and contiguous; copies only those that are not."""
+    """Returns contiguous weights in `dtype`; copies only where necessary."""
     return [made.weight for made in scaled_weights([(weight, None) for weight in weights], dtype)]

@@ -2,8 +2,8 @@
 
     out = [residual +] [scale] (sum over parts + bias), with LayerNorm statistics if a LayerNorm follows
 
-Small batches have too few tiles to fill a GPU; splitting K gives more. The parts are fp32 and are added in order: no
-atomics, deterministic results. A program computes ROWS rows of one piece of columns (`row_parts.py`).
+Small batches have too few tiles to fill a GPU; splitting K gives more. The parts are added in order, so results are
+deterministic. A program computes ROWS rows of one piece of columns (`row_parts.py`).
 """
 
 from __future__ import annotations
@@ -66,10 +66,7 @@ def finish_residual_launch(
     row_part: Tensor | None, out8: Tensor | None = None, out_scale: Tensor | None = None,
     dependent: bool = False,
 ) -> Launch:  # fmt: skip
-    """Returns the launch that sums `part`, fp32 [splits, M, C], to `out` [M, C].
-
-    It also writes LayerNorm statistics to `row_part` and e4m3 to `out8`, unless these are None.
-    """
+    """Returns the launch of `_finish_residual_kernel`, which describes the tensors."""
     splits, M, C = part.shape
     args = {
         "part_ptr": part, "bias_ptr": bias, "scale_ptr": scale, "residual_ptr": residual, "out_ptr": out,

@@ -1,7 +1,6 @@
 """Gradients of the vectors of a block, from the parts that `weight_gradients.py` writes: one launch for all.
 
 Vectors are gamma and beta of LayerNorms, biases before residuals, and LayerScales; `gradients.py` states the formulas.
-Each sum has a fixed order: no atomics, deterministic results.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ def _vector_grad_kernel(
 
 
 def vector_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -> Launch:
-    """Returns the launch that writes gradients of vectors; its grid is empty if there are none."""
+    """Returns the launch of `_vector_grad_kernel`; its grid is empty if there are no vectors."""
     args: dict[str, Any] = {}
     programs, sums = 0, 0
     for index, ((products, found), suffix) in enumerate(slots(folded, residual)):

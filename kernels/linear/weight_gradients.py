@@ -1,8 +1,7 @@
 """Weight gradients of the linear layers of a block, from the products of `weight_products.py`: one launch for all.
 
 The launch finishes up to two linear layers after LayerNorms ("folded") and two before residuals; `gradients.py` states
-the formulas. It also writes parts of the gradients of vectors for `vector_gradients.py`. Each sum has a fixed order: no
-atomics, deterministic results.
+the formulas. It also writes parts of the gradients of vectors for `vector_gradients.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ ROWS, COLS = 32, 128  # tile size
 
 @triton.jit
 def _sum_splits(part_ptr, splits, offsets, mask, M, N):
-    """Returns a tile of the sum of parts, fp32 [splits, M, N]."""
+    """Returns a tile of the sum of [splits, M, N] over splits."""
     total = tl.zeros(offsets.shape, tl.float32)
     for split in tl.range(0, splits):
         total += tl.load(part_ptr + tl.cast(split, tl.int64) * M * N + offsets, mask=mask, other=0.0)
@@ -104,7 +103,7 @@ def _tiles(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _residual_tiles(grad_part_ptr, C, F, M, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Returns the number of programs of `_residual_tile`: tiles of the weight, then column sums of dy."""
+    """Returns the programs of `_residual_tile`: tiles of the weight, then column sums of dy."""
     tiles = _tiles(C, F, ROWS, COLS)
     if grad_part_ptr is not None:
         tiles += column_sum_programs(M, C)
@@ -194,9 +193,7 @@ class ResidualProducts:
     Args:
         part: Parts of V = dy^T h, fp32 [splits, C, F].
         grad: dy [M, C], contiguous.
-        weight: [C, F], contiguous.
-        bias: [C], contiguous, or None.
-        scale: LayerScale [C], contiguous, or None.
+        weight, bias, scale: The layer [C, F], [C] and its LayerScale [C], contiguous.
     """
 
     part: Tensor
@@ -244,7 +241,7 @@ Residual = tuple[ResidualProducts, ResidualGradients]
 
 
 def room_for(products: FoldedProducts | ResidualProducts) -> Any:
-    """Returns empty `FoldedGradients` or `ResidualGradients` for these products."""
+    """Returns empty gradients for these products."""
 
     def like(tensor: Tensor | None) -> Any:
         return None if tensor is None else torch.empty_like(tensor)
@@ -272,7 +269,7 @@ def slots(folded: Sequence[Folded], residual: Sequence[Residual]) -> list[tuple[
 
 
 def weight_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -> Launch:
-    """Returns the launch that writes gradients of weights and of biases after LayerNorms, and parts of the others."""
+    """Returns the launch of `_weight_grad_kernel`, which describes the tensors."""
     args: dict[str, Any] = {}
     programs, M = 0, 0
     for index, ((products, found), suffix) in enumerate(slots(folded, residual)):

@@ -3,10 +3,7 @@
     part[split] = a^T b over one of `splits` parts of M, fp32
 
 A weight gradient has few output tiles, and each sums over all of M. Splitting this sum occupies all multiprocessors.
-The four gradients of a block need fewer parts together than one by one. `weight_gradients.py` adds the parts in order:
-no atomics, deterministic results.
-
-Source of the order of tiles: `matmul.py`.
+The four gradients of a block need fewer parts together than one by one. `weight_gradients.py` adds the parts in order.
 """
 
 from __future__ import annotations
@@ -33,10 +30,7 @@ def _store_parts(
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Computes this program's units of a product, from `start` on; returns its first unit of the next product.
-
-    A unit is one of the `splits` parts of an output tile.
-    """
+    """Computes this program's units of a product, i.e. parts of tiles; returns its first unit of the next product."""
     # sizes are not specialized, as in `matmul.py`
     P = P // ALIGN * ALIGN
     Q = Q // ALIGN * ALIGN
@@ -92,7 +86,7 @@ def weight_products_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config:
     Args:
         pairs: a [M, P] and b [M, Q], contiguous.
         out: Output: fp32 [splits, P, Q] per product.
-        config: Configuration, with `block_k` along M; `config.tma` requires that `fits_tma` is True for the operands.
+        config: Configuration, with `block_k` along M.
     """
     (first, _), splits = pairs[0], out[0].shape[0]
     args: dict[str, Any] = {"M": first.shape[0], "splits": splits}
@@ -119,7 +113,7 @@ def weight_products_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config:
 
 
 def weight_products(*pairs: Pair) -> list[Tensor]:
-    """Returns the parts of a^T b, fp32 [splits, P, Q], for one to four pairs of a [M, P] and b [M, Q]."""
+    """Returns the parts of a^T b, fp32 [splits, P, Q], for one to four pairs."""
     config, splits = products_config(pairs)
     out = [torch.empty(splits, a.shape[1], b.shape[1], dtype=torch.float32, device=a.device) for a, b in pairs]
     weight_products_launch(pairs, out, config).run()

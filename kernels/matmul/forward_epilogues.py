@@ -29,7 +29,7 @@ def row_factors(
     row_part_ptr, mean_ptr, rstd_ptr, row, M, K, eps, first_column,
     ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (rstd, -rstd mean) [ROWS], (1, 0) without statistics; tiles in the first column store mean and rstd."""
+    """Returns (rstd, -rstd mean), or (1, 0) without statistics. Tiles in the first column store mean and rstd."""
     scale = tl.full((ROWS,), 1.0, tl.float32)
     shift = tl.zeros((ROWS,), tl.float32)
     if row_part_ptr is not None:
@@ -46,7 +46,7 @@ def row_factors(
 
 @triton.jit
 def normed(acc, weight_sum_ptr, scale_ptr, factors, where, COLS: tl.constexpr):
-    """Returns z without bias: the product of the normalized rows. `scale_ptr`: scales of e4m3 weights."""
+    """Returns z without bias; `scale_ptr`: scales of e4m3 weights."""
     col, N = where[1], where[3]
     cols = col + tl.arange(0, COLS)
     value = acc * factors[0][:, None]
@@ -62,7 +62,7 @@ def layer_norm_epilogue(
     acc, out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, factors, heads, where,
     SHAPE: tl.constexpr, HEADS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Stores z if requested and out; returns out as stored."""
+    """Stores z and out; returns out as stored."""
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     COLS: tl.constexpr = SHAPE[1]
@@ -73,7 +73,7 @@ def layer_norm_epilogue(
     value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)[None, :]
     value = finished_heads(value, heads, where, ROWS, COLS, HEADS)
     if z is not None:
-        # the backward recomputes the activation from the rounded z: compute it from the same numbers here
+        # apply the activation to the rounded z, as the backward does
         kept = rounded(value, DTYPE)
         store_tile(z, kept, row, col, M, N, ROWS, COLS, TMA)
         value = kept.to(tl.float32)
@@ -90,7 +90,7 @@ def layer_norm_epilogue(
 
 @triton.jit
 def residual_epilogue(acc, out, z, addend, bias_ptr, scale_ptr, where, SHAPE: tl.constexpr):
-    """Stores acc to z if requested, and out; returns out as stored. `addend` is a piece of the residual or None."""
+    """Stores acc in z, and out; returns out as stored."""
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     COLS: tl.constexpr = SHAPE[1]

@@ -32,7 +32,7 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def activation_row_factors(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr):
-    """Returns (rstd, mean) [ROWS] for "activation_grad", where dz~ = rstd dz and the column sums are of dz~ mean."""
+    """Returns (rstd, mean) for "activation_grad"."""
     rstd = tl.full((ROWS,), 1.0, tl.float32)
     mean = tl.zeros((ROWS,), tl.float32)
     if mean_ptr is not None:
@@ -44,7 +44,7 @@ def activation_row_factors(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr):
 
 @triton.jit
 def layer_norm_row_factors(mean_ptr, rstd_ptr, row_part_ptr, row, M, N, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns (factor of acc, mean, coefficient) [ROWS] for "layer_norm_grad"."""
+    """Returns (factor of acc, mean, coefficient) for "layer_norm_grad"."""
     scale = load_rows(rstd_ptr, row, M, ROWS)
     mean = tl.zeros((ROWS,), tl.float32)
     coefficient = sum_row_parts(row_part_ptr, row, M, ROWS, PARTS) * scale / N
@@ -59,8 +59,7 @@ def layer_norm_row_factors(mean_ptr, rstd_ptr, row_part_ptr, row, M, N, ROWS: tl
 def _in_layout_of(tile, anchor):
     """Returns `tile` in the register layout of `anchor`.
 
-    Without this, the compiler computes the activation twice: in the layout of the product and in that of the store of
-    h. ptxas removes the mov.
+    Otherwise the compiler computes the activation twice, in the layouts of acc and of h. ptxas removes the mov.
     """
     if _INTERPRETED:
         return tile

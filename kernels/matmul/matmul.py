@@ -17,13 +17,12 @@ products add an error of up to 2^-13 of the sum. For comparison, rounding an ope
 Adding partial sums in fp32 every 128 products would need registers that 128 x 256 tiles do not have.
 
 Under autocast, the residual stream (out, x and residual of "residual" and "layer_norm_grad") is fp32, while A and B are
-half precision. Each tensor is read and written in its own dtype. For a folded RMSNorm, weight_sum is None and the mean
-is 0.
+half precision. For a folded RMSNorm, weight_sum is None and the mean is 0.
 
-Absent arguments are None. The epilogue processes a wide tile in SUB_TILES pieces along N, to need fewer registers.
-Every sum has a fixed order: no atomics, deterministic results.
+The epilogue processes a wide tile in SUB_TILES pieces along N, to need fewer registers. Every sum has a fixed order: no
+atomics, deterministic results.
 
-Source of the folding: vit-fast's own derivation, see `folding.py`; of the order of tiles: triton's matmul tutorial.
+Source of the order of tiles: triton's matmul tutorial.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ from .matmul_tiles import accumulate, cut, load_pieces, store_tile, tile_positio
 
 @triton.jit
 def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr):
-    """Returns row and column of a unit's tile, and begin and end of its part of K.
-
-    A unit is an output tile or, with SPLIT, one of the `splits` parts of its sum over K.
-    """
+    """Returns tile row, tile column, and begin and end along K of a unit: a tile or, with SPLIT, a part of one."""
     tiles = tiles_m * tiles_n
     tile_m, tile_n = tile_position(unit % tiles if SPLIT else unit, tiles_m, tiles_n, GROUP_M)
     if SPLIT:

@@ -37,14 +37,11 @@ class MatmulConfig:
     Args:
         block_m, block_n, block_k: Tile sizes, powers of two.
         sub_tiles: Pieces along N that the epilogue processes one after another: 1, 2 or 4.
-        num_warps: Warps per program.
-        num_stages: Number of software-pipelining stages.
-        tma: Access operands and results through TMA descriptors.
+        tma: Access tiles through TMA descriptors.
         flatten: Pipeline the loops over tiles and over K as one loop: the loads of the next tile overlap the epilogue
             of this one. Ignored for "partial", whose epilogue is short.
         ctas_per_sm: Programs per multiprocessor of the persistent grid.
         group_m: Rows of tiles that are processed together, to reuse columns of B in L2.
-        maxnreg: Maximum registers per thread; None lets the compiler choose.
         dependent: Start before the previous launch has ended (dependent.py), if B is a weight [N, K].
     """
 
@@ -63,25 +60,24 @@ class MatmulConfig:
 
     @property
     def piece(self) -> int:
-        """Number of columns that the epilogue processes at a time."""
+        """Columns that the epilogue processes at a time."""
         return self.block_n // self.sub_tiles
 
     def tiles(self, M: int, N: int) -> int:
-        """Returns the number of output tiles of an [M, N] product."""
         return ceil_div(M, self.block_m) * ceil_div(N, self.block_n)
 
     def row_parts(self, N: int) -> int:
-        """Returns the number of pieces in N columns: the last dimension of `row_part` in "activation_grad"."""
+        """Returns the last dimension of `row_part` in "activation_grad"."""
         return ceil_div(N, self.piece)
 
     def column_parts(self, M: int) -> int:
-        """Returns the number of tiles in M rows: the first dimension of `column_part`."""
+        """Returns the first dimension of `column_part`."""
         return ceil_div(M, self.block_m)
 
 
 @dataclass(frozen=True)
 class HeadStep:
-    """Norms and rotary positions in the epilogue of a qkv matmul; the two channels of a pair are adjacent columns.
+    """Norms and rotary positions in the epilogue of a qkv matmul.
 
     Args:
         settings: Norms over each head; tables [B or 1, 1, T, D / 2] for which `rotary.can_be_read` is True.
@@ -95,11 +91,9 @@ class HeadStep:
 
     @property
     def epilogue(self) -> str:
-        """The name of the epilogue."""
         return "rotary" if self.settings.norm == "none" else "qk_norm"
 
     def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns arguments and constants of the kernel."""
         s = self.settings
         (cos, sin), weights, biases = s.tables or (None, None), s.weights or (None, None), s.biases or (None, None)
         image_rows, _, row_step, pair_step = (0, 0, 0, 0) if cos is None else table_steps(cos)
@@ -120,20 +114,15 @@ _NO_STEP = HeadStep(QkvSettings(), 0, 0).arguments()
 
 @dataclass(frozen=True)
 class Operands:
-    """Tensors that a matmul reads and writes, named as in the kernel, which describes them for each epilogue.
+    """Arguments of `_matmul_kernel`, which describes them for each epilogue.
 
     Args:
-        a: [M, K].
-        b: [K, N], or [N, K] if `b_is_nk`.
-        out: [M, N]; for the "partial" epilogue fp32 [split_k, M, N].
         row_part: LayerNorm statistics of `a` (`row_parts.py`) if a norm is folded into `b`; for "activation_grad" and
             "layer_norm_grad" partial sums of rows [M, parts].
-        out_part: Output: LayerNorm statistics of `out`, for the next norm.
-        hidden, along: For "activation_grad" and "gated_grad" if a norm of h follows (`hidden_norm.py`): its mean and
-            rstd, fp32 [2, M], and `along`, fp32 [M].
-        eps: Epsilon of the norm that is folded into `b`.
+        out_part: LayerNorm statistics of `out`, for the next norm.
+        hidden, along: For a norm of h after "activation_grad" or "gated_grad" (`hidden_norm.py`).
         head_step: For "rotary" and "qk_norm", where N = 3 H D.
-        x, residual: [M, N] in the dtype of `out`: that of `a` and `b`, or fp32.
+        x, residual: In the dtype of `out`: that of `a` and `b`, or fp32.
     """
 
     a: Tensor
@@ -161,29 +150,28 @@ class Operands:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """M, N, K."""
         M, K = self.a.shape
         return M, self.b.shape[0] if self.b_is_nk else self.b.shape[1], K
 
     def of_rows(self, rows: slice) -> Operands:
-        """Returns the operands of a "residual" matmul for a slice of its rows."""
+        """Returns a slice of the rows of a "residual" matmul."""
         names = ("a", "out", "residual", "out_part", "out8")
         given = {name: getattr(self, name) for name in names}
         return replace(self, **{name: tensor[rows] for name, tensor in given.items() if tensor is not None})
 
     def tiled(self) -> list[Tensor]:
-        """Returns the tensors that are accessed by tiles, with TMA through descriptors."""
+        """Returns the tensors that are accessed by tiles."""
         tiled = (self.a, self.b, self.out, self.z, self.h, self.x, self.residual, self.out8)
         return [tensor for tensor in tiled if tensor is not None]
 
 
 def fits_tma(tensors: Iterable[Tensor]) -> bool:
-    """True if TMA descriptors can describe all of these tensors: not empty, rows and addresses aligned to 16 bytes."""
+    """True if all tensors can have TMA descriptors: not empty, rows and addresses aligned to 16 bytes."""
     return all(t.numel() > 0 and t.shape[-1] * t.element_size() % 16 == 0 and _address(t) % 16 == 0 for t in tensors)
 
 
 def tiled(tensor: Tensor | None, rows: int, cols: int, tma: bool) -> Any:
-    """Returns the kernel argument for a tensor: its descriptor for tiles [rows, cols] with `tma`, else the tensor."""
+    """Returns a tensor as kernel argument: with `tma` its descriptor for tiles [rows, cols]."""
     if tensor is None or not tma:
         return tensor
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
@@ -264,7 +252,7 @@ def matmul_launch(
 
 
 def _pieces_of_statistics(config: MatmulConfig, epilogue: str) -> int:
-    """Returns the number of pieces of a tile that form one piece of LayerNorm statistics."""
+    """Returns the pieces of a tile per piece of LayerNorm statistics."""
     width = int(config.piece * _WIDER.get((epilogue, "out"), 1))
     if PIECE % width or config.sub_tiles % (PIECE // width):
         raise ValueError(

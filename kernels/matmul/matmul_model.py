@@ -50,10 +50,9 @@ class Cycles:
     """Cycles that the busiest multiprocessor spends on its tiles.
 
     Args:
-        products: Matmuls on the tensor cores.
+        products: Tensor cores.
         loads: Loads of operands from L2.
         latency: Latency that the loads in flight do not hide.
-        epilogues: Epilogues.
         total: The whole launch; overlapping work counts once.
     """
 
@@ -70,10 +69,8 @@ def launch_cycles(
     """Returns the estimate of one launch.
 
     Args:
-        config: Configuration.
         sizes: M, N, K.
         itemsize: Bytes per element of A and B.
-        gpu: The GPU.
         epilogue: Cycles per epilogue of a tile.
         splits: Parts of K.
     """
@@ -119,13 +116,7 @@ def epilogue_cycles(config: MatmulConfig, instructions: int) -> float:
 def predicted_cycles(
     config: MatmulConfig, sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int, splits: int = 1
 ) -> float:
-    """Returns the estimated cycles of a matmul. With split-K, includes the launch that sums the parts.
-
-    Args:
-        config, sizes, itemsize, gpu: See `launch_cycles`.
-        instructions: `epilogue_instructions` without split-K.
-        splits: Parts of K.
-    """
+    """Returns the estimated cycles of a matmul. With split-K, includes the launch that sums the parts."""
     epilogue = epilogue_cycles(config, instructions if splits == 1 else _INSTRUCTIONS["partial"])
     cycles = launch_cycles(config, sizes, itemsize, gpu, epilogue, splits).total
     if splits > 1:  # writes and reads the parts, reads the residual, writes the sum

@@ -56,7 +56,7 @@ def _best_head(
     gpu: Gpu, kind: str, epilogue: str, instructions: int, tma: bool, sizes: tuple[int, int, int], itemsize: int,
     *limits: int,
 ) -> int:  # fmt: skip
-    """Returns the rows of the first launch with which both launches together have the fewest predicted cycles."""
+    """Returns the rows of the first launch that minimize the predicted cycles of both launches."""
     M, N, K = sizes
 
     def cycles(rows: int) -> float:
@@ -101,9 +101,7 @@ def choose_split(
     table: Sequence[MatmulConfig], sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int,
     partial: Sequence[MatmulConfig] = (), most: int = 1,
 ) -> tuple[MatmulConfig, int]:  # fmt: skip
-    """Returns the configuration and the number of parts of K with the lowest `predicted_cycles`.
-
-    Prefers fewer parts, then larger tiles.
+    """Returns the configuration and parts of K with the fewest predicted cycles; prefers fewer parts and larger tiles.
 
     Args:
         table: Configurations for one part.
@@ -140,8 +138,7 @@ def _meets(config: MatmulConfig, narrowest: int, largest: int, piece: int) -> bo
 def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:
     """Returns the configuration of `weight_products.py` for these pairs of operands, and the number of parts of M.
 
-    Returns the smallest number with at least 90 % of the best occupancy of the multiprocessors. Each part has at least
-    four steps, and there are at most 16 parts.
+    Chooses the smallest number that occupies the multiprocessors at least 90 % as well as the best one.
     """
     first = pairs[0][0]
     gpu, M = gpu_of(first.device), first.shape[0]
@@ -172,7 +169,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
         tma: True if TMA descriptors can describe the operands.
     """
     table = _table(arch, kind, epilogue, tma)
-    # on blackwell, the extra pointer to the weights makes larger tiles spill
+    # the extra pointer to the weights makes larger tiles spill on blackwell
     most = 64 * 64 if generation(arch) == "blackwell" else 128 * 128
     early = (c.ctas_per_sm > 1 and c.block_m * c.block_n <= most and starts_early(arch) for c in table)
     return tuple(replace(c, dependent=dependent) for c, dependent in zip(table, early))
@@ -245,7 +242,7 @@ _TF32_BLACKWELL_PRODUCTS = (replace(_TF32_BLACKWELL[0], maxnreg=128),)
 
 
 def _fp8_table(arch: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Returns configurations for e4m3. Steps along K have as many bytes as those of half precision."""
+    """Steps along K have as many bytes as those of half precision."""
     if tma:
         return _FP8
     limit = 144 if arch == "sm_120" else None  # without it, ptxas uses 96 registers and spills
@@ -264,7 +261,7 @@ _FP8 = (
 
 
 def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Returns configurations of "qk_norm": those of "rotary", with pieces that are whole heads of 64 or 128.
+    """Returns the configurations of "rotary", with pieces that are whole heads of 64 or 128.
 
     Heads of 128 spill in tiles of 128 x 256, and in tiles of 128 x 128 with 4 warps.
     """
@@ -279,7 +276,7 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
 
 
 def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Returns configurations of "gated_grad", which holds acc, and z and its gradient, which are twice as wide."""
+    """Tiles are narrower than elsewhere, because z and its gradient are twice as wide as acc."""
     depth = 64 if kind == "half" else 32
     if tma:
         wide = MatmulConfig(128, 128, depth, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=kind == "half")
@@ -295,10 +292,7 @@ def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ..
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
-    """Returns configurations with pointer loads: for architectures without TMA, for sm_120, and for other layouts.
-
-    Where entries differ without a comment, the other choice spills.
-    """
+    """Entries that differ without a comment avoid spills."""
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
     if kind == "tf32" and blackwell:
         stages = 2 if epilogue == "layer_norm" else 3

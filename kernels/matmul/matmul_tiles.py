@@ -1,7 +1,6 @@
-"""Device helpers for tiles of row-major matrices: position, loads, stores, products, pieces, sums.
+"""Device helpers for tiles of row-major matrices.
 
-Tiles are accessed through TMA descriptors, or by pointers if the device or the layout does not support TMA. Source of
-the order of tiles: triton's matmul tutorial.
+Tiles are accessed through TMA descriptors, or by pointers if the device or the layout does not support TMA.
 """
 
 from __future__ import annotations
@@ -19,7 +18,10 @@ READ_AT_ONCE = tl.constexpr(4)
 
 @triton.jit
 def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Returns row and column of the `tile`-th tile, in tiles. GROUP_M rows of tiles reuse columns of B in L2."""
+    """Returns tile row and tile column of the `tile`-th tile. GROUP_M tile rows share columns of B in L2.
+
+    Source: triton's matmul tutorial.
+    """
     group = tile // (GROUP_M * tiles_n)
     first = group * GROUP_M
     rows = min(tiles_m - first, GROUP_M)
@@ -29,7 +31,7 @@ def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def tile_offsets(row, col, columns, ROWS: tl.constexpr, COLS: tl.constexpr, AT_ONCE: tl.constexpr = 0):
-    """Returns element offsets of a tile of a row-major [*, columns] matrix: int64 up to the tile, int32 inside it.
+    """Returns element offsets of a tile: int64 up to the tile, int32 inside it.
 
     AT_ONCE: Maximum number of columns that a thread reads at once; 0 for no limit.
     """
@@ -47,7 +49,7 @@ def tile_mask(row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def load_tile(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """Loads a tile [ROWS, COLS] of a row-major [rows, columns] matrix; elements outside are 0, with TMA by hardware."""
+    """Loads a tile of a matrix [rows, columns]; elements outside are 0."""
     if TMA:
         return source.load([row, col])
     else:
@@ -57,7 +59,7 @@ def load_tile(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.cons
 
 @triton.jit
 def store_tile(target, values, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """Stores a tile [ROWS, COLS] of a row-major [rows, columns] matrix; skips elements outside."""
+    """Stores a tile of a matrix [rows, columns]; skips elements outside."""
     if TMA:
         target.store([row, col], values)
     else:
@@ -85,10 +87,7 @@ def accumulate(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Returns the tile [BLOCK_M, BLOCK_N] at (row, col) of A B in fp32, summed over k_start .. k_stop.
-
-    k_start and k_stop must be multiples of BLOCK_K, or K.
-    """
+    """Returns the tile of A B at (row, col) in fp32, summed over k_start .. k_stop: multiples of BLOCK_K, or K."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(k_start, k_stop, BLOCK_K):
         if A_IS_KM:
@@ -105,13 +104,13 @@ def accumulate(
 
 @triton.jit
 def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Returns the left and the right half of a tile [ROWS, COLS]."""
+    """Returns the left and the right half of a tile."""
     return tl.split(tile.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
 
 
 @triton.jit
 def cut(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
-    """Cuts a tile [ROWS, COLS] along N into a tuple of 1, 2 or 4 pieces, from left to right."""
+    """Cuts a tile along N into a tuple of 1, 2 or 4 pieces."""
     if PIECES == 1:
         return (tile,)
     elif PIECES == 2:
@@ -126,7 +125,7 @@ def cut(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
 
 @triton.jit
 def load_pieces(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
-    """Loads PIECES adjacent pieces [ROWS, COLS] by pointers; issues all loads before it waits for one."""
+    """Loads PIECES adjacent pieces by pointers; issues all loads before it waits for one."""
     pieces = ()
     for i in tl.static_range(PIECES):
         piece = load_tile(source, row, col + i * COLS, rows, columns, ROWS, COLS, False)
@@ -136,14 +135,14 @@ def load_pieces(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.co
 
 @triton.jit
 def load_rows(pointer, row, M, ROWS: tl.constexpr):
-    """Loads ROWS elements of an fp32 vector [M]; 0 past its end."""
+    """Loads ROWS elements of a vector [M]; 0 past its end."""
     rows = row + tl.arange(0, ROWS)
     return tl.load(pointer + rows, mask=rows < M, other=0.0)
 
 
 @triton.jit
 def sum_row_parts(pointer, row, M, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns sums [ROWS] over the rows of fp32 [M, PARTS]. Sums along the first axis, as `combine_statistics` does."""
+    """Returns sums over rows of [M, PARTS]. Sums along the first axis, as `combine_statistics` does."""
     step = tl.arange(0, ROWS)
     base = pointer + tl.cast(row, tl.int64) * PARTS
     total = tl.zeros((ROWS,), tl.float32)
