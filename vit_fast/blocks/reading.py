@@ -1,9 +1,9 @@
-"""Reads the parts of a block from paths that its library lists; collects all reasons against fusing it."""
+"""Reads the parts of a block from the paths that its library's file lists; collects all reasons against fusing it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,31 +12,27 @@ from torch import Tensor, nn
 from ..errors import type_name
 from ..ops import reference
 from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, QkNormParts, Slot
-from .plain import Watch, tensor_reasons, touch_reasons
+from .plain import Edge, Watch, tensor_reasons, touch_reasons
 
 ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
 LINEAR_CLASSES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)  # the latter in MultiheadAttention
 
 Classes = tuple[type, ...]
+Parts = TypeVar("Parts", AttentionParts, MlpParts)
 
 
 class Inspector:
-    """Inspects one module and all modules in it.
+    """Inspects a module and the modules in it.
 
-    The forward of every module on the path to a part will be bypassed, so all of them are checked and watched.
-
-    Args:
-        owner: The module. Its own hooks do not matter here.
-    Attributes:
-        reasons: Reasons why the block cannot be fused, found so far.
-        notes: Notes for the report if it can be fused.
+    The forward of every module on the path to a part will be bypassed, so all of them are checked and watched. Hooks of
+    `owner` itself do not matter here.
     """
 
     def __init__(self, owner: nn.Module) -> None:
         self.owner = owner
-        self.reasons: list[str] = []
-        self.notes: list[str] = []
-        self.edges: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+        self.reasons: list[str] = []  # why the block cannot be fused, found so far
+        self.notes: list[str] = []  # for the report if it can be fused
+        self.edges: dict[str, Edge] = {}
         self.values: list[tuple[Any, str, object]] = []
 
     @property
@@ -68,10 +64,13 @@ class Inspector:
             parent = child
         return parent
 
+    def slot(self, path: str) -> Slot:
+        owner, _, name = path.rpartition(".")
+        return (self.at(owner) if owner else self.owner), name
+
     def value(self, path: str) -> Any:
         """Returns an attribute that is not a module, and watches it."""
-        path, _, name = path.rpartition(".")
-        owner = self.at(path) if path else self.owner
+        owner, name = self.slot(path)
         value = getattr(owner, name, None)
         self.values.append((owner, name, value))
         return value
@@ -85,8 +84,8 @@ class Inspector:
         self.reasons.append(f"{path} must be {expected}, got {describe(module)}")
         return False
 
-    def _all_inside(self, inside: Mapping[str, Classes]) -> bool:
-        fits = [self.inside(path, classes) for path, classes in inside.items()]  # a list collects all reasons
+    def _all_inside(self, inside: Mapping[str, Classes] | None) -> bool:
+        fits = [self.inside(path, classes) for path, classes in (inside or {}).items()]  # a list collects all reasons
         return all(fits)
 
     def judge(self) -> bool:
@@ -107,17 +106,14 @@ class Inspector:
 class PartReader(Inspector):
     """Reads the parts of a block from one module.
 
-    Attributes:
-        activation_classes: The operators' name of each activation, by the dotted path of its class; libraries add
-            theirs.
-        norm_classes: The kind of each norm, by the dotted path of its class.
+    Libraries add the dotted paths of their classes to `activation_classes` and `norm_classes`.
     """
 
-    activation_classes: ClassVar[Mapping[str, str]] = {
+    activation_classes: ClassVar[Mapping[str, str]] = {  # the operators' name of each activation
         "torch.nn.modules.activation.ReLU": "relu",
         "torch.nn.modules.activation.SiLU": "silu",
     }
-    norm_classes: ClassVar[Mapping[str, str]] = {
+    norm_classes: ClassVar[Mapping[str, str]] = {  # the kind of each norm
         "torch.nn.modules.normalization.LayerNorm": "layer_norm",
         "torch.nn.modules.normalization.RMSNorm": "rms_norm",
     }
@@ -183,11 +179,6 @@ class PartReader(Inspector):
             self.notes += dropout_notes(path, dropout.p)
         return dropout, "p"
 
-    def rate(self, path: str) -> Slot:
-        """Reads a dropout probability that is a plain attribute."""
-        path, _, name = path.rpartition(".")
-        return self.at(path), name
-
     def drop_path(self, path: str | None) -> Any:
         drop_path = self.reach(path) if path else None
         if drop_path is None or type(drop_path) is nn.Identity:
@@ -203,8 +194,7 @@ class PartReader(Inspector):
         scale = self.reach(path)
         if isinstance(scale, Tensor):
             self.reasons += tensor_reasons(path, scale)
-            owner, _, name = path.rpartition(".")
-            return (self.at(owner) if owner else self.owner), name
+            return self.slot(path)
         if scale is not None and scale != 1.0:
             self.reasons.append(f"{path} must be a Parameter, got {scale!r}")
         return None
@@ -220,12 +210,9 @@ class PartReader(Inspector):
         return LinearParts(tuple(weights), tuple(biases), chunk)
 
     def _with_biases(self, paths: tuple[str, ...], biases: tuple[str, ...]) -> LinearParts:
-        slots = []
         for path in biases:
             self.reasons += tensor_reasons(path, self.reach(path))
-            owner, _, name = path.rpartition(".")
-            slots.append((self.at(owner), name))
-        return LinearParts(self._joined(paths).weights, tuple(slots))
+        return LinearParts(self._joined(paths).weights, tuple(map(self.slot, biases)))
 
     def _qk_norm(self, q: str, k: str, over: str) -> QkNormParts | None:
         of_q, of_k = self.norm_or_nothing(q), self.norm_or_nothing(k)
@@ -263,9 +250,8 @@ class Reader(PartReader):
             inner_norm: Path of a possible norm before fc2.
             inside: Supported classes of modules that contain parts, by path.
             empty: Paths that must be absent or an Identity.
-            dropouts, layer_scale, drop_path: See MlpParts.
         """
-        if not self._all_inside(inside or {}):
+        if not self._all_inside(inside):
             return None
         parts = MlpParts(
             norm=self.norm(norm),
@@ -276,11 +262,9 @@ class Reader(PartReader):
             fc2=self.linear(fc2),
             layer_scale=self.layer_scale(layer_scale),
             drop_path=self.drop_path(drop_path),
-            dropouts=tuple(self.dropout(path) for path in dropouts),
+            dropouts=tuple(map(self.dropout, dropouts)),
         )
-        for path in empty:
-            self.nothing(path)
-        return parts if self.judge() else None
+        return self._judged(parts, empty)
 
     def attention(
         self,
@@ -312,9 +296,9 @@ class Reader(PartReader):
             qk_norm_over: See QkNormParts.
             rates: Dropout probabilities that are plain attributes.
             inside, empty: See `mlp`.
-            dropouts, num_heads, scale, layer_scale, drop_path, rotates_halves: See AttentionParts.
+            num_heads, scale, rotates_halves: See AttentionParts.
         """
-        if not self._all_inside(inside or {}):
+        if not self._all_inside(inside):
             return None
         parts = AttentionParts(
             module=self.reach(module),
@@ -326,9 +310,12 @@ class Reader(PartReader):
             proj=self.linear(proj, LINEAR_CLASSES),
             layer_scale=self.layer_scale(layer_scale),
             drop_path=self.drop_path(drop_path),
-            dropouts=(*map(self.dropout, dropouts), *map(self.rate, rates)),
+            dropouts=(*map(self.dropout, dropouts), *map(self.slot, rates)),
             rotates_halves=rotates_halves,
         )
+        return self._judged(parts, empty)
+
+    def _judged(self, parts: Parts, empty: Iterable[str]) -> Parts | None:
         for path in empty:
             self.nothing(path)
         return parts if self.judge() else None

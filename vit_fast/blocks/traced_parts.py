@@ -1,8 +1,8 @@
 """The parts of a block for torch.compile: every module by its path from the block.
 
-`BlockParts` refer to modules of the block. A graph that reads both would need one Python guard per module to check that
-they are the same. So while torch.compile traces, parts are rebuilt from the block's own modules and an outline: names
-and numbers that are a constant of the graph.
+`BlockParts` refer to modules of the block. A graph that reads both needs one Python guard per module to check that they
+are the same. So while torch.compile traces, parts are rebuilt from the block's own modules and an outline: names and
+numbers that are a constant of the graph.
 """
 
 from __future__ import annotations

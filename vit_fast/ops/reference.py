@@ -23,10 +23,7 @@ def attention(
     key_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Computes softmax(scale * q k^T) v for q [B, H, N_q, D] and k, v [B, H, N_kv, D]; scale None means D**-0.5.
-
-    Only keys with a True in key_mask [B, N_kv] count; if an image has none, its output is 0.
-    """
+    """Computes softmax(scale * q k^T) v for q [B, H, N_q, D] and k, v [B, H, N_kv, D]; see ops.attention."""
     weights = attention_weights(q, k, scale=scale, key_mask=key_mask)
     return F.dropout(weights, dropout_p) @ v if dropout_p else weights @ v
 
@@ -42,10 +39,7 @@ def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, key_m
 
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float | None = None) -> Tensor:
-    """Computes `attention` within each sequence: tokens cu_seqlens[i] to cu_seqlens[i + 1] of q, k, v [total, H, D].
-
-    The output of tokens after the last sequence is 0.
-    """
+    """Computes attention within each sequence of q, k and v [total, H, D]; see ops.attention_varlen."""
     q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
     bounds = cu_seqlens.tolist()
     mixed = [
@@ -65,7 +59,7 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
 
 
 def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
-    """Normalises and rotates q and k of qkv [B, N, 3, H, D]; see ops.qk_norm_rope.
+    """Normalizes and rotates q and k of qkv [B, N, 3, H, D]; see ops.qk_norm_rope.
 
     The tables of `rope` must be [B or 1, H or 1, T, D/2].
     """
@@ -105,16 +99,10 @@ def layer_norm_mlp(
     gate_bias: Tensor | None = None,
     inner_norm: Norm | None = None,
 ) -> Tensor:
-    """Computes [x +] layer_scale * (h W2^T + b2) with h = act(norm(x) W1^T + b1).
-
-    With a gate, h = act(norm(x) Wg^T + bg) * (norm(x) W1^T + b1). See ops.layer_norm_mlp for the arguments.
-    """
+    """Computes [x +] layer_scale * (h W2^T + b2) with h = act(norm(x) W1^T + b1); see ops.layer_norm_mlp."""
     normed = normalise(x, Norm(norm_weight, norm_bias, eps, norm))
-    hidden = F.linear(normed, fc1_weight, fc1_bias)
-    if gate_weight is None:
-        hidden = ACTIVATIONS[activation](hidden)
-    else:
-        hidden = ACTIVATIONS[activation](F.linear(normed, gate_weight, gate_bias)) * hidden
+    hidden, activate = F.linear(normed, fc1_weight, fc1_bias), ACTIVATIONS[activation]
+    hidden = activate(hidden) if gate_weight is None else activate(F.linear(normed, gate_weight, gate_bias)) * hidden
     if inner_norm is not None:
         hidden = normalise(hidden, inner_norm)
     branch = F.linear(hidden, fc2_weight, fc2_bias)
@@ -212,23 +200,17 @@ def fp8_block(
     in the order qkv, proj, fc1, gate, fc2.
     """
     t = tensors
-    first, second = (
-        Norm(weight, bias, of_norm, norm)
-        for weight, bias, of_norm in (
-            (t.norm1_weight, t.norm1_bias, eps[0]),
-            (t.norm2_weight, t.norm2_bias, eps[1]),
-        )
-    )
+    first = Norm(t.norm1_weight, t.norm1_bias, eps[0], norm)
+    second = Norm(t.norm2_weight, t.norm2_bias, eps[1], norm)
     qkv = linear(x, t.qkv_weight, t.qkv_bias, scales.qkv, first).unflatten(-1, (3, heads, -1))
     q, k, v = qk_norm_rope(qkv, qk_norm, rope).transpose(1, 3).unbind(2)
     mixed = attention(q, k, v, scale=attention_scale).transpose(1, 2).flatten(2)
     branch = linear(mixed, t.proj_weight, t.proj_bias, scales.proj)
     x = x + (branch if t.scale1 is None else branch * t.scale1.to(x.dtype))
-    hidden = linear(x, t.fc1_weight, t.fc1_bias, scales.fc1, second)
+    hidden, activate = linear(x, t.fc1_weight, t.fc1_bias, scales.fc1, second), ACTIVATIONS[activation]
     if t.gate_weight is None:
-        hidden = ACTIVATIONS[activation](hidden)
+        hidden = activate(hidden)
     else:
-        gate = linear(x, t.gate_weight, t.gate_bias, scales.fc1, second)
-        hidden = ACTIVATIONS[activation](gate) * hidden
+        hidden = activate(linear(x, t.gate_weight, t.gate_bias, scales.fc1, second)) * hidden
     branch = linear(hidden, t.fc2_weight, t.fc2_bias, scales.fc2)
     return x + (branch if t.scale2 is None else branch * t.scale2.to(x.dtype))

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .block import fold
-from .descriptions import BlockTensors
-from .operators import CACHED
+from ..ops.block import fold
+from ..ops.descriptions import BlockTensors
+from ..ops.registration import CACHED
+from .plain import PLAIN
 
-PLAIN = (nn.Parameter, Tensor, type(None))  # other subclasses may override operators
+Weights = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias and LayerScale of a linear layer
 
 
 class Frozen:
@@ -52,7 +53,7 @@ class Frozen:
         self.tensors: list[Tensor] = []
         self._sources, self._block = sources, block
         self._lock = threading.Lock()
-        self._snapshots: list[_Source] = []
+        self._snapshots: list[_Snapshot] = []
         self.refresh()
         _follow_optimizers()
         CACHED[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
@@ -62,11 +63,10 @@ class Frozen:
         # inference tensors cannot be updated in place outside of inference mode
         with self._lock, torch.inference_mode(False), torch.no_grad():
             snapshots = [_snapshot(owner, name) for owner, name in self._sources]
-            self.make()
-            self._snapshots = snapshots if not self.tensors or _has_run(self.tensors[0]) else []
+            self._recompute()
+            self._snapshots = snapshots if not self.tensors or _is_written(self.tensors[0]) else []
 
-    def make(self) -> None:
-        """Computes `tensors`, in the same memory if they exist."""
+    def _recompute(self) -> None:
         computed = self._computed()
         if not self.tensors:
             self.tensors = computed
@@ -86,10 +86,8 @@ class Frozen:
             tensors += [t.proj_weight, t.fc2_weight]
         return tensors
 
-    def with_others(
-        self, proj: tuple[Tensor, Tensor | None, Tensor | None], fc2: tuple[Tensor, Tensor | None, Tensor | None]
-    ) -> BlockTensors:
-        """Returns the folded block with the current weight, bias and LayerScale of proj and of fc2."""
+    def block_tensors(self, proj: Weights, fc2: Weights) -> BlockTensors:
+        """Returns the folded block with the current parameters of proj and of fc2."""
         qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
         fc2_sum = None
         if self._inner_norm != "none":
@@ -117,7 +115,7 @@ class Frozen:
         if not self._snapshots:
             self.refresh()
 
-    def forget(self, stepped: set[int] | None) -> None:
+    def invalidate(self, stepped: set[int] | None) -> None:
         """Marks the tensors as outdated if they depend on one of these parameters, by id; None means all."""
         if stepped is None or any(id(held) in stepped for _, _, _, held, *_ in self._snapshots):
             self._snapshots = []
@@ -126,11 +124,11 @@ class Frozen:
 # A module's __dict__, the dictionary of the parameter, its name, the tensor, its version, address and storage.
 # References to tensor and storage prevent reuse of their id or address, e.g. when a parameter is converted to another
 # dtype and back.
-_Source = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int, torch.UntypedStorage | None]
+_Snapshot = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int, torch.UntypedStorage | None]
 _GONE = object()
 
 
-def _snapshot(owner: nn.Module, name: str) -> _Source:
+def _snapshot(owner: nn.Module, name: str) -> _Snapshot:
     own: dict[str, Any] = owner.__dict__
     place: dict[str, Any] = next((each for each in (own, owner._parameters, owner._buffers) if name in each), {})
     tensor = place.get(name)
@@ -140,7 +138,7 @@ def _snapshot(owner: nn.Module, name: str) -> _Source:
     return own, place, name, tensor, version, tensor.data_ptr(), tensor.untyped_storage()
 
 
-def _has_run(tensor: Tensor) -> bool:
+def _is_written(tensor: Tensor) -> bool:
     """Waits until a tensor is written, because other streams read it; returns False in a CUDA-graph capture."""
     if not tensor.is_cuda:
         return True
@@ -152,11 +150,11 @@ def _has_run(tensor: Tensor) -> bool:
 
 @functools.cache
 def _follow_optimizers() -> None:
-    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def invalidate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # FSDP steps the shards, and then gathers the weights without incrementing their version counters
         stepped = {id(p) for p in parameters} if all(type(p) in PLAIN for p in parameters) else None
         for frozen in list(CACHED.values()):
-            frozen.forget(stepped)
+            frozen.invalidate(stepped)
 
-    register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(invalidate)

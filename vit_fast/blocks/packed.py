@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import reference
-from .attention import attention_among
-from .descriptions import BlockTensors, Keys, Norm, QkNorm, Rope
+from ..ops import qk_norm_rope, reference
+from ..ops.attention import attention_among
+from ..ops.descriptions import BlockTensors, Keys, Norm, QkNorm, Rope
+from ..ops.registration import in_transform, needs_gradient
 from .frozen import Frozen
-from .operators import in_transform
-from .rotary import qk_norm_rope
+from .parts import BlockParts, Slot, block_tensors, drops, drops_path, linear_sources, tensor_of
 
 ROWS = 256
 """Number of tokens that weights are packed for. The layout works for any number; 5, 197 and 1,576 were measured."""
@@ -84,8 +84,8 @@ class PackedLinear:
         self._activation = None if in_epilogue else _IN_PLACE[str(activation)]
         pack = torch.ops.mkl._mkl_reorder_linear_weight if by_mkl else torch.ops.mkldnn._reorder_linear_weight
         self._weight = pack(weight.contiguous(), ROWS)
+        self.shape = weight.shape
         self._shape_only = weight.new_empty(()).expand(weight.shape) if by_mkl else None
-        self.inputs = weight.shape[1]
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self._shape_only is not None:
@@ -120,9 +120,7 @@ class Packed(Frozen):
     """The packed linear layers of one block, updated like a `Frozen` when the weights change.
 
     Args:
-        sources: Modules and attribute names of all parameters.
-        block: Returns the parameters.
-        dtype: Dtype of the weights.
+        sources, block, dtype: See `Frozen`.
         settings: The other settings of the block.
         qk_norm: Returns the norms of q and k, or None.
     """
@@ -140,12 +138,7 @@ class Packed(Frozen):
         self._settings, self._qk_norm = settings, qk_norm
         super().__init__(sources, block, dtype)
 
-    def linears(self) -> list[PackedLinear]:
-        """The linear layers that are present, in order."""
-        return [step for step in self._steps if isinstance(step, PackedLinear)]
-
-    def make(self) -> None:
-        """Packs the current weights."""
+    def _recompute(self) -> None:
         t, settings = self._block(), self._settings
         kind, inner_kind = settings.norm, settings.inner_norm
         gate = None if t.gate_weight is None else PackedLinear(t.gate_weight, t.gate_bias, settings.activation)
@@ -161,8 +154,8 @@ class Packed(Frozen):
             fc2=PackedLinear(t.fc2_weight, t.fc2_bias, scale=t.scale2),
         )
 
-    def takes(self, x: Tensor) -> bool:
-        """Returns True if a call with these tokens can run packed: without gradients, and not traced or intercepted."""
+    def supports(self, x: Tensor) -> bool:
+        """True if a call with these tokens can run packed: in this dtype on the CPU, not traced or intercepted."""
         if x.dtype is not self.dtype or type(x) is not Tensor or torch.compiler.is_compiling():
             return False
         # FLOP counters and FakeTensor are dispatch modes; neither they nor tracers support packed weights
@@ -181,7 +174,7 @@ class Packed(Frozen):
 def run_packed(
     blocks: Sequence[Packed], x: Tensor, rope: Rope | None, keys: Keys | None, outputs: int | None = None
 ) -> Tensor:
-    """Runs consecutive blocks on [B, N, C] or [total, C]; the first one must accept x, see `takes`.
+    """Runs consecutive blocks on [B, N, C] or [total, C]; the first one must support x, see `Packed.supports`.
 
     Args:
         rope, keys: Rotary positions of q and k; keys that queries attend to, or None for all keys of an image.
@@ -190,7 +183,7 @@ def run_packed(
     steps = [packed.steps() for packed in blocks]  # in advance: threads go to sleep while Python runs between operators
     for left, (step, settings) in zip(reversed(range(len(steps))), steps):
         norm1, qkv_linear, qk_norm, proj, norm2, fc1, gate, inner_norm, fc2 = step
-        qkv = qkv_linear(_normalise(x, norm1))
+        qkv = qkv_linear(_normalize(x, norm1))
         qkv = qkv.view(*qkv.shape[:-1], 3, settings.heads, -1)
         if rope is not None or qk_norm is not None:
             qkv = qk_norm_rope(qkv, qk_norm=qk_norm, rope=rope, backend="sdpa")
@@ -202,15 +195,15 @@ def run_packed(
         else:
             mixed = attention_among(qkv, keys, scale=settings.attention_scale, backend="sdpa")
         x = proj(mixed.flatten(-2), x)
-        normed = _normalise(x, norm2)
+        normed = _normalize(x, norm2)
         hidden = fc1(normed) if gate is None else gate(normed).mul_(fc1(normed))
         if inner_norm is not None:
-            hidden = _normalise(hidden, inner_norm)
+            hidden = _normalize(hidden, inner_norm)
         x = fc2(hidden, x)
     return x
 
 
-def _normalise(x: Tensor, norm: Norm) -> Tensor:
+def _normalize(x: Tensor, norm: Norm) -> Tensor:
     if norm.kind == "layer_norm":  # bypasses F.layer_norm, which doubles the time of its operator in a narrow model
         return torch.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps, False)
     return reference.normalise(x, norm)
@@ -219,16 +212,62 @@ def _normalise(x: Tensor, norm: Norm) -> Tensor:
 @functools.cache
 def pack_reasons(dtype: torch.dtype) -> tuple[str, ...]:
     """Returns all reasons why linear layers of a dtype cannot be packed on this CPU."""
-    mkldnn = torch.ops.mkldnn
     if dtype == torch.float32:
         has_mkl = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
         return () if has_mkl else ("this build of torch has no MKL, which packs fp32 weights",)
-    supported = {
-        torch.bfloat16: lambda: mkldnn._is_mkldnn_bf16_supported(),
-        torch.float16: lambda: mkldnn._is_mkldnn_fp16_supported(),
-    }
-    if dtype not in supported:
+    if dtype not in (torch.bfloat16, torch.float16):
         return (f"weights to pack must be fp32, bf16 or fp16, got {dtype}",)
-    if not (torch.backends.mkldnn.is_available() and supported[dtype]()):
+    is_supported = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
+    if not (torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, is_supported)()):
         return (f"oneDNN does not compute in {str(dtype).removeprefix('torch.')} on this CPU",)
     return ()
+
+
+def pack_parts(parts: BlockParts) -> None:
+    """Packs the linear layers of a block that `is_packable`."""
+    attention, mlp = parts.halves
+    dtype = tensor_of(*mlp.fc1.weights[0]).dtype
+    if type(parts.frozen) is Packed and parts.frozen.dtype is dtype:
+        parts.frozen.refresh()
+        return
+    sources, settings = folding = packing_of(attention, mlp)
+    qk_norm = attention.qk_norm and attention.qk_norm.now
+    parts.frozen = Packed(sources, functools.partial(block_tensors, attention, mlp), dtype, settings, qk_norm)
+    parts.frozen.folding = folding
+
+
+def is_packable(parts: BlockParts, backend: str) -> bool:
+    """True if both halves were read, the backend is sdpa, and this CPU can pack the dtype of the weights."""
+    if backend != "sdpa" or parts.attention is None or parts.mlp is None or parts.fp8 is not None:
+        return False
+    tensors = [tensor_of(*slot) for slot in packing_of(parts.attention, parts.mlp)[0]]
+    dtype = tensor_of(*parts.mlp.fc1.weights[0]).dtype
+    if parts.attention.norm.kind != parts.mlp.norm.kind:
+        return False
+    alike = all(tensor is None or (tensor.device.type == "cpu" and tensor.dtype is dtype) for tensor in tensors)
+    return alike and not pack_reasons(dtype)
+
+
+def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
+    """Returns the packed linear layers of a block for a call with these tokens, or None."""
+    packed = parts.frozen
+    if not isinstance(packed, Packed) or parts.fp8 is not None or not packed.supports(x):
+        return None
+    for half in (parts.attention, parts.mlp):  # a block that must run as modules has no parts
+        if half is None or drops(half.dropouts) or drops_path(half.drop_path):
+            return None
+    needs_grad = torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters())
+    return None if needs_grad else packed
+
+
+def packing_of(attention: Any, mlp: Any) -> tuple[list[Slot], Settings]:
+    """Returns everything that packed weights depend on: parameters and settings."""
+    qk_norms = () if attention.qk_norm is None else (attention.qk_norm.q, attention.qk_norm.k)
+    norms = [norm for norm in (attention.norm, *qk_norms, mlp.norm, mlp.inner_norm) if norm is not None]
+    scales = [parts.layer_scale for parts in (attention, mlp) if parts.layer_scale is not None]
+    sources = [*(slot for norm in norms for slot in norm.slots), *linear_sources(attention, mlp), *scales]
+    inner = mlp.inner_norm
+    return sources, Settings(
+        attention.num_heads, attention.scale, attention.norm.kind, inner and inner.kind,
+        (attention.norm.eps, mlp.norm.eps, inner.eps if inner else 0.0), mlp.activation,
+    )  # fmt: skip
