@@ -51,7 +51,7 @@ def kept(model: nn.Module) -> list[Tensor]:
         each.ensure_current()
     tensors = [tensor.float() for each in frozen_of(model) for tensor in each.tensors]
     packed = [each for each in frozen_of(model) if isinstance(each, Packed)]
-    layers = [step for each in packed for step in each.steps()[0] if isinstance(step, PackedLinear)]
+    layers = [step for each in packed for step in each.steps() if isinstance(step, PackedLinear)]
     return tensors + [layer(torch.eye(layer.shape[1])) for layer in layers]
 
 

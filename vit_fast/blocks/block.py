@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..ops.layer_norm_mlp import layer_norm_mlp
 from ..ops.registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype, needs_gradient
 from .fp8_scales import scales_of
 from .frozen import Frozen
-from .packed import Packed, packed_for, packing_of, run_packed
+from .packed import Packed, packed_for, run_packed
 from .parts import (
     AttentionParts,
     BlockParts,
@@ -209,25 +208,16 @@ def freeze_parts(parts: BlockParts) -> None:
     if parts.fp8 is not None:
         parts.fp8.cached_of(parts).refresh()
     elif type(parts.frozen) is not Frozen or parts.frozen.dtype != dtype:
-        folding = sources, norm, pairs, inner_norm, _ = _folding_of(attention, mlp)
-        parts.frozen = Frozen(sources, partial(block_tensors, attention, mlp), dtype, norm, pairs, inner_norm)
-        parts.frozen.folding = folding
+        parts.frozen = Frozen(attention, mlp, dtype, attention.rope_head)
     else:
         parts.frozen.refresh()
-
-
-def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
-    """Returns everything that folded weights depend on: parameters and settings."""
-    inner = "none" if mlp.inner_norm is None else mlp.inner_norm.kind
-    return frozen_sources(attention, mlp), mlp.norm.kind, attention.rope_head, inner, mlp.fc1.chunk
 
 
 def _still_fits(frozen: Any, parts: BlockParts) -> bool:
     """True if cached weights match the block, or may match again once a hook that forbids the kernels is removed."""
     if parts.attention is None or parts.mlp is None:
         return True
-    of = {Packed: packing_of, Frozen: _folding_of}.get(type(frozen))
-    return of is not None and bool(frozen.folding == of(*parts.halves))
+    return type(frozen) in (Frozen, Packed) and bool(frozen.fits(parts.attention, parts.mlp))
 
 
 def run_as_block(

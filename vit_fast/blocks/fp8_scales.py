@@ -7,19 +7,18 @@ rounding to a floating format is the same at any power of two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedInputError
-from ..ops.descriptions import BlockScales, BlockTensors, Rope
+from ..ops.descriptions import BlockScales, Rope
 from ..ops.fp8 import Fp8Block, Fp8Linear, fused_block_fp8, quantize_block
 from ..ops.registration import is_exporting, needs_gradient
 from .frozen import Frozen
-from .parts import BlockParts, Slot, block_tensors, frozen_sources, tensor_of
+from .parts import AttentionParts, BlockParts, MlpParts, Slot, block_tensors, tensor_of
 from .token_facts import TokenFacts
 
 LINEARS = BlockScales._fields
@@ -35,29 +34,27 @@ class FrozenFp8(Frozen):
     """The linear layers of one block that runs in e4m3, including those that stay in half precision.
 
     Args:
-        sources, block, dtype, norm: See `Frozen`.
+        attention, mlp, rope_head: See `Frozen`.
         scales: Scales of the operands; must not change.
-        rope_head: See `quantize_block`.
     Attributes:
         layers: The `Fp8Block` for `fused_block_fp8`; refreshed in place.
     """
 
     layers: Any = None
 
-    def __init__(
-        self,
-        sources: Sequence[Slot],
-        block: Callable[[], BlockTensors],
-        scales: BlockScales,
-        dtype: torch.dtype,
-        norm: str,
-        rope_head: int,
-    ) -> None:
+    def __init__(self, attention: AttentionParts, mlp: MlpParts, scales: BlockScales, rope_head: int) -> None:
         self._scales = scales
-        super().__init__(sources, block, dtype, norm, rope_head)
+        super().__init__(attention, mlp, tensor_of(*mlp.fc1.weights[0]).dtype, rope_head)
+
+    @staticmethod
+    def dependencies(attention: AttentionParts, mlp: MlpParts) -> tuple[list[Slot], Any, Any]:
+        sources, *settings = Frozen.dependencies(attention, mlp)
+        scales = [part.layer_scale for part in (attention, mlp) if part.layer_scale is not None]
+        return [*sources, (attention.proj, "bias"), (mlp.fc2, "bias"), *scales], *settings
 
     def _computed(self) -> list[Tensor]:
-        quantized = quantize_block(self._block(), self._scales, self.dtype, self._norm, self.rope_head)
+        tensors = block_tensors(self.attention, self.mlp)
+        quantized = quantize_block(tensors, self._scales, self.dtype, self.mlp.norm.kind, self.rope_head)
         # clone half-precision layers: they may hold the parameters themselves, which a refresh must not overwrite
         layers = [
             linear if linear.operand_factor is not None
@@ -152,7 +149,7 @@ class Fp8Scales(nn.Module):
         # the qkv matmul can rotate layout "half" if all heads share the tables
         shared = rope is not None and rope.layout == "half" and (rope.cos.dim() < 4 or rope.cos.shape[1] == 1)
         if cached.rope_head and not shared:
-            parts.frozen = cached = self._quantize(parts, 0)
+            parts.frozen = cached = FrozenFp8(attention, mlp, self.now(), 0)
         y, y8, statistics = fused_block_fp8(
             x, facts.x8 if facts.reader is cached else None, facts.statistics, cached.layers,
             None if reader is None else reader.layers.qkv.operand_factor,
@@ -170,15 +167,9 @@ class Fp8Scales(nn.Module):
     def cached_of(self, parts: BlockParts) -> FrozenFp8:
         """Returns the cached weights of a block, and creates them if needed."""
         if not isinstance(parts.frozen, FrozenFp8):
-            parts.frozen = self._quantize(parts, parts.halves[0].rope_head)
+            attention, mlp = parts.halves
+            parts.frozen = FrozenFp8(attention, mlp, self.now(), attention.rope_head)
         return parts.frozen
-
-    def _quantize(self, parts: BlockParts, rope_head: int) -> FrozenFp8:
-        attention, mlp = parts.halves
-        sources = [*frozen_sources(attention, mlp), (attention.proj, "bias"), (mlp.fc2, "bias")]
-        sources += [part.layer_scale for part in (attention, mlp) if part.layer_scale is not None]
-        tensors, dtype = partial(block_tensors, attention, mlp), tensor_of(*mlp.fc1.weights[0]).dtype
-        return FrozenFp8(sources, tensors, self.now(), dtype, mlp.norm.kind, rope_head)
 
 
 def scales_of(block: nn.Module) -> Fp8Scales | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..ops.block import fold
 from ..ops.descriptions import BlockTensors
 from ..ops.registration import CACHED
+from .parts import AttentionParts, MlpParts, Slot, block_tensors, frozen_sources
 from .plain import PLAIN
 
 Weights = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias and LayerScale of a linear layer
@@ -28,35 +28,33 @@ class Frozen:
     """The folded linear layers of one block.
 
     Args:
-        sources: The parameters: modules and names of their attributes.
-        block: Returns the current parameters.
+        attention, mlp: The parts of the block.
         dtype: The dtype of the matmuls.
-        norm, rope_head, inner_norm: See `fold`.
+        rope_head: See `fold`.
     Attributes:
         tensors: Folded weight, bias and sum of qkv, of fc1, and of fc2 with a norm inside the MLP; then the weights of
             proj and fc2 if the parameters have another dtype. Updated in place.
-        folding: Set by the owner, to check that the block is still the one that was folded.
     """
 
-    folding: Any = None
-
-    def __init__(
-        self,
-        sources: Sequence[tuple[nn.Module, str]],
-        block: Callable[[], BlockTensors],
-        dtype: torch.dtype,
-        norm: str = "layer_norm",
-        rope_head: int = 0,
-        inner_norm: str = "none",
-    ) -> None:
-        self.dtype, self.rope_head, self._norm, self._inner_norm = dtype, rope_head, norm, inner_norm
+    def __init__(self, attention: AttentionParts, mlp: MlpParts, dtype: torch.dtype, rope_head: int) -> None:
+        self.attention, self.mlp, self.dtype, self.rope_head = attention, mlp, dtype, rope_head
+        self._sources, *self._settings = self.dependencies(attention, mlp)
         self.tensors: list[Tensor] = []
-        self._sources, self._block = sources, block
         self._lock = threading.Lock()
         self._snapshots: list[_Snapshot] = []
         self.refresh()
         _follow_optimizers()
         CACHED[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
+
+    @staticmethod
+    def dependencies(attention: AttentionParts, mlp: MlpParts) -> tuple[list[Slot], Any, Any]:
+        """Returns the parameters and settings that the tensors of a block depend on."""
+        kinds = mlp.norm.kind, mlp.inner_norm and mlp.inner_norm.kind
+        return frozen_sources(attention, mlp), kinds, (attention.rope_head, mlp.fc1.chunk)
+
+    def fits(self, attention: AttentionParts, mlp: MlpParts) -> bool:
+        """True if a block with these parts has the same weights."""
+        return (self._sources, *self._settings) == self.dependencies(attention, mlp)
 
     def refresh(self) -> None:
         """Recomputes the tensors in the same memory; raises RuntimeError if shape or device changed."""
@@ -78,8 +76,8 @@ class Frozen:
             torch._foreach_copy_(self.tensors, computed)
 
     def _computed(self) -> list[Tensor]:
-        block = self._block()
-        t = fold(block, self.dtype, self._norm, self.rope_head, self._inner_norm)
+        block, inner = block_tensors(self.attention, self.mlp), self.mlp.inner_norm
+        t = fold(block, self.dtype, self.mlp.norm.kind, self.rope_head, "none" if inner is None else inner.kind)
         tensors: list[Any] = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
         tensors += [] if t.fc2_sum is None else [t.fc2_weight, t.fc2_bias, t.fc2_sum]
         if block.proj_weight.dtype != self.dtype or block.fc2_weight.dtype != self.dtype:
@@ -90,7 +88,7 @@ class Frozen:
         """Returns the folded block with the current parameters of proj and of fc2."""
         qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
         fc2_sum = None
-        if self._inner_norm != "none":
+        if self.mlp.inner_norm is not None:
             weight, bias, fc2_sum, *cast = cast
             fc2 = weight, bias, fc2[2]
         if cast:

@@ -64,7 +64,7 @@ class FusedModule(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         original = cls.__bases__[-1]
         if original.__module__.startswith("transformers."):
-            show_original_to_unfused(cls, original)
+            _run_original_after_unfuse(cls, original)
         super().__init_subclass__(**kwargs)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -131,13 +131,13 @@ def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Call
         cls.__name__ = original.__name__
         if cls.passes_for_original:
             cls.__module__, cls.__qualname__ = original.__module__, original.__qualname__
-        show_original_to_tracers(cls, original, equivalent)
+        _show_original_to_tracers(cls, original, equivalent)
         return cls
 
     return decorate
 
 
-def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
+def _show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
     """Wraps the forward of a fused class, so that torch.fx and torch.jit.script see that of `original`.
 
     Neither can trace our forward, which inspects children and calls custom operators. torch.fx calls forward with
@@ -179,7 +179,7 @@ def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivale
     cls.__annotations__ = dict(next(filter(None, map(inspect.get_annotations, original.__mro__))))
 
 
-def show_original_to_unfused(cls: type[Any], original: type[nn.Module]) -> None:
+def _run_original_after_unfuse(cls: type[Any], original: type[nn.Module]) -> None:
     """Wraps the forward of a fused class of transformers, before transformers wraps it for gradient checkpointing.
 
     After `unfuse`, a bound forward taken from the fused module runs the original's.
@@ -195,7 +195,7 @@ def show_original_to_unfused(cls: type[Any], original: type[nn.Module]) -> None:
 
 
 def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
-    """Returns (class,) of a module if `fuse` built it from this mixin and nothing wrapped it since; else ()."""
+    """Returns (class,) of a module if `fuse` built the class from this mixin and nothing wrapped it; else ()."""
     cls = type(module)
     return (cls,) if issubclass(cls, mixin) and "original" in vars(cls) else ()
 

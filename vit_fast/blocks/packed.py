@@ -18,14 +18,25 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops import qk_norm_rope, reference
 from ..ops.attention import attention_among
-from ..ops.descriptions import BlockTensors, Keys, Norm, QkNorm, Rope
+from ..ops.descriptions import Keys, Norm, QkNorm, Rope
 from ..ops.registration import in_transform, needs_gradient
 from .frozen import Frozen
-from .parts import BlockParts, Slot, block_tensors, drops, drops_path, linear_sources, tensor_of
+from .parts import (
+    AttentionParts,
+    BlockParts,
+    MlpParts,
+    Slot,
+    drops,
+    drops_path,
+    linear_sources,
+    scale_of,
+    tensor_of,
+    tensors_of,
+)
 
 ROWS = 256
 """Number of tokens that weights are packed for. The layout works for any number; 5, 197 and 1,576 were measured."""
@@ -40,24 +51,6 @@ _NO_EPILOGUE: tuple[str, list[float], str] = ("none", [], "")
 _EPILOGUES: dict[str, tuple[str, list[float], str]] = {
     "gelu": ("gelu", [], "none"), "gelu_tanh": ("gelu", [], "tanh"), "relu": ("relu", [], ""),
 }  # fmt: skip
-
-
-class Settings(NamedTuple):
-    """Settings of a block that are not parameters.
-
-    Attributes:
-        heads, attention_scale: Settings of the attention; a scale of None means D**-0.5.
-        norm, inner_norm: Kinds of the norms before each half and before fc2; None if there is none.
-        eps: Epsilons of these three norms.
-        activation: Activation of the MLP.
-    """
-
-    heads: int
-    attention_scale: float | None
-    norm: str
-    inner_norm: str | None
-    eps: tuple[float, float, float]
-    activation: str
 
 
 class PackedLinear:
@@ -107,7 +100,9 @@ class Steps(NamedTuple):
 
     norm1: Norm
     qkv: PackedLinear
+    heads: int
     qk_norm: QkNorm | None
+    attention_scale: float | None
     proj: PackedLinear
     norm2: Norm
     fc1: PackedLinear
@@ -117,41 +112,37 @@ class Steps(NamedTuple):
 
 
 class Packed(Frozen):
-    """The packed linear layers of one block, updated like a `Frozen` when the weights change.
-
-    Args:
-        sources, block, dtype: See `Frozen`.
-        settings: The other settings of the block.
-        qk_norm: Returns the norms of q and k, or None.
-    """
+    """The packed linear layers of one block, updated like a `Frozen` when the weights change."""
 
     _steps: Steps
 
-    def __init__(
-        self,
-        sources: Sequence[tuple[nn.Module, str]],
-        block: Callable[[], BlockTensors],
-        dtype: torch.dtype,
-        settings: Settings,
-        qk_norm: Callable[[], QkNorm] | None = None,
-    ) -> None:
-        self._settings, self._qk_norm = settings, qk_norm
-        super().__init__(sources, block, dtype)
+    def __init__(self, attention: AttentionParts, mlp: MlpParts) -> None:
+        super().__init__(attention, mlp, tensor_of(*mlp.fc1.weights[0]).dtype, 0)
+
+    @staticmethod
+    def dependencies(attention: AttentionParts, mlp: MlpParts) -> tuple[list[Slot], Any, Any]:
+        qk_norms = () if attention.qk_norm is None else (attention.qk_norm.q, attention.qk_norm.k)
+        norms = [norm for norm in (attention.norm, *qk_norms, mlp.norm, mlp.inner_norm) if norm is not None]
+        scales = [half.layer_scale for half in (attention, mlp) if half.layer_scale is not None]
+        sources = [*(slot for norm in norms for slot in norm.slots), *linear_sources(attention, mlp), *scales]
+        kinds = [(norm.kind, norm.eps) for norm in (attention.norm, mlp.norm, mlp.inner_norm) if norm is not None]
+        return sources, kinds, (attention.num_heads, attention.scale, mlp.activation)
 
     def _recompute(self) -> None:
-        t, settings = self._block(), self._settings
-        kind, inner_kind = settings.norm, settings.inner_norm
-        gate = None if t.gate_weight is None else PackedLinear(t.gate_weight, t.gate_bias, settings.activation)
+        attention, mlp = self.attention, self.mlp
+        hidden = mlp.activation if mlp.gate is None else None
         self._steps = Steps(
-            norm1=Norm(t.norm1_weight, t.norm1_bias, settings.eps[0], kind),
-            qkv=PackedLinear(t.qkv_weight, t.qkv_bias),
-            qk_norm=self._qk_norm and self._qk_norm(),
-            proj=PackedLinear(t.proj_weight, t.proj_bias, scale=t.scale1),
-            norm2=Norm(t.norm2_weight, t.norm2_bias, settings.eps[1], kind),
-            fc1=PackedLinear(t.fc1_weight, t.fc1_bias, settings.activation if gate is None else None),
-            gate=gate,
-            inner_norm=Norm(t.inner_weight, t.inner_bias, settings.eps[2], inner_kind) if inner_kind else None,
-            fc2=PackedLinear(t.fc2_weight, t.fc2_bias, scale=t.scale2),
+            norm1=attention.norm.now(),
+            qkv=PackedLinear(*attention.qkv.tensors()),
+            heads=attention.num_heads,
+            qk_norm=attention.qk_norm and attention.qk_norm.now(),
+            attention_scale=attention.scale,
+            proj=PackedLinear(*tensors_of(attention.proj), scale=scale_of(attention)),
+            norm2=mlp.norm.now(),
+            fc1=PackedLinear(*mlp.fc1.tensors(), hidden),
+            gate=mlp.gate and PackedLinear(*mlp.gate.tensors(), mlp.activation),
+            inner_norm=mlp.inner_norm and mlp.inner_norm.now(),
+            fc2=PackedLinear(*tensors_of(mlp.fc2), scale=scale_of(mlp)),
         )
 
     def supports(self, x: Tensor) -> bool:
@@ -165,10 +156,9 @@ class Packed(Frozen):
             return False
         return not in_transform()
 
-    def steps(self) -> tuple[Steps, Settings]:
-        """Returns the current steps and settings."""
+    def steps(self) -> Steps:
         self.ensure_current()
-        return self._steps, self._settings
+        return self._steps
 
 
 def run_packed(
@@ -181,19 +171,19 @@ def run_packed(
         outputs: The last block computes only this many leading tokens; None means all. Requires keys=None.
     """
     steps = [packed.steps() for packed in blocks]  # in advance: threads go to sleep while Python runs between operators
-    for left, (step, settings) in zip(reversed(range(len(steps))), steps):
-        norm1, qkv_linear, qk_norm, proj, norm2, fc1, gate, inner_norm, fc2 = step
+    for left, step in zip(reversed(range(len(steps))), steps):
+        norm1, qkv_linear, heads, qk_norm, scale, proj, norm2, fc1, gate, inner_norm, fc2 = step
         qkv = qkv_linear(_normalize(x, norm1))
-        qkv = qkv.view(*qkv.shape[:-1], 3, settings.heads, -1)
+        qkv = qkv.view(*qkv.shape[:-1], 3, heads, -1)
         if rope is not None or qk_norm is not None:
             qkv = qk_norm_rope(qkv, qk_norm=qk_norm, rope=rope, backend="sdpa")
         if keys is None:
             q, k, v = qkv.transpose(1, 3).unbind(2)
             if outputs is not None and left == 0:
                 q, x = q[:, :, :outputs], x[:, :outputs].contiguous()
-            mixed = F.scaled_dot_product_attention(q, k, v, scale=settings.attention_scale).transpose(1, 2)
+            mixed = F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
         else:
-            mixed = attention_among(qkv, keys, scale=settings.attention_scale, backend="sdpa")
+            mixed = attention_among(qkv, keys, scale=scale, backend="sdpa")
         x = proj(mixed.flatten(-2), x)
         normed = _normalize(x, norm2)
         hidden = fc1(normed) if gate is None else gate(normed).mul_(fc1(normed))
@@ -226,21 +216,17 @@ def pack_reasons(dtype: torch.dtype) -> tuple[str, ...]:
 def pack_parts(parts: BlockParts) -> None:
     """Packs the linear layers of a block that `is_packable`."""
     attention, mlp = parts.halves
-    dtype = tensor_of(*mlp.fc1.weights[0]).dtype
-    if type(parts.frozen) is Packed and parts.frozen.dtype is dtype:
+    if type(parts.frozen) is Packed and parts.frozen.dtype is tensor_of(*mlp.fc1.weights[0]).dtype:
         parts.frozen.refresh()
-        return
-    sources, settings = folding = packing_of(attention, mlp)
-    qk_norm = attention.qk_norm and attention.qk_norm.now
-    parts.frozen = Packed(sources, functools.partial(block_tensors, attention, mlp), dtype, settings, qk_norm)
-    parts.frozen.folding = folding
+    else:
+        parts.frozen = Packed(attention, mlp)
 
 
 def is_packable(parts: BlockParts, backend: str) -> bool:
     """True if both halves were read, the backend is sdpa, and this CPU can pack the dtype of the weights."""
     if backend != "sdpa" or parts.attention is None or parts.mlp is None or parts.fp8 is not None:
         return False
-    tensors = [tensor_of(*slot) for slot in packing_of(parts.attention, parts.mlp)[0]]
+    tensors = [tensor_of(*slot) for slot in Packed.dependencies(parts.attention, parts.mlp)[0]]
     dtype = tensor_of(*parts.mlp.fc1.weights[0]).dtype
     if parts.attention.norm.kind != parts.mlp.norm.kind:
         return False
@@ -258,16 +244,3 @@ def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
             return None
     needs_grad = torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters())
     return None if needs_grad else packed
-
-
-def packing_of(attention: Any, mlp: Any) -> tuple[list[Slot], Settings]:
-    """Returns everything that packed weights depend on: parameters and settings."""
-    qk_norms = () if attention.qk_norm is None else (attention.qk_norm.q, attention.qk_norm.k)
-    norms = [norm for norm in (attention.norm, *qk_norms, mlp.norm, mlp.inner_norm) if norm is not None]
-    scales = [parts.layer_scale for parts in (attention, mlp) if parts.layer_scale is not None]
-    sources = [*(slot for norm in norms for slot in norm.slots), *linear_sources(attention, mlp), *scales]
-    inner = mlp.inner_norm
-    return sources, Settings(
-        attention.num_heads, attention.scale, attention.norm.kind, inner and inner.kind,
-        (attention.norm.eps, mlp.norm.eps, inner.eps if inner else 0.0), mlp.activation,
-    )  # fmt: skip

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ..ops.descriptions import BlockTensors, Norm, QkNorm
-from .frozen import Frozen
 from .plain import Watch
 
 Slot = tuple[Any, str]  # a module and the name of one of its attributes
@@ -158,7 +157,7 @@ class BlockParts:
     attention_reasons: tuple[str, ...]  # why a half runs as modules
     mlp_reasons: tuple[str, ...]
     watch: Watch  # checks that the block did not change
-    frozen: Frozen | None = None  # cached weights of `vit_fast.freeze`
+    frozen: Any = None  # cached weights: `Frozen`, or its subclass `Packed` or `FrozenFp8`
     fp8: Any = None  # `Fp8Scales`, which run the block in e4m3
     reader: Any = None  # cached weights of the next block if that reads e4m3
 

@@ -37,7 +37,7 @@ class Inspector:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Modules that were bypassed."""
+        """The modules whose forward will be bypassed."""
         return [child for _, _, child in self.edges.values()]
 
     def at(self, path: str) -> Any:
@@ -75,28 +75,25 @@ class Inspector:
         self.values.append((owner, name, value))
         return value
 
-    def inside(self, path: str, classes: Classes) -> bool:
-        """Checks the class of a module that contains parts."""
-        module = self.reach(path)
-        if type(module) in classes:
-            return True
-        expected = " or ".join(dict.fromkeys(_class_name(cls) for cls in classes)) or "absent"
-        self.reasons.append(f"{path} must be {expected}, got {describe(module)}")
-        return False
-
-    def _all_inside(self, inside: Mapping[str, Classes] | None) -> bool:
-        fits = [self.inside(path, classes) for path, classes in (inside or {}).items()]  # a list collects all reasons
-        return all(fits)
+    def _check_classes(self, modules: Mapping[str, Classes] | None) -> bool:
+        """Checks the classes of modules that contain parts."""
+        before = len(self.reasons)
+        for path, classes in (modules or {}).items():
+            module = self.reach(path)
+            if type(module) not in classes:
+                expected = " or ".join(dict.fromkeys(_class_name(cls) for cls in classes)) or "absent"
+                self.reasons.append(f"{path} must be {expected}, got {describe(module)}")
+        return len(self.reasons) == before
 
     def judge(self) -> bool:
         """Returns True if all inspected modules and their submodules may be bypassed; must be called last."""
         if not self.reasons:
-            self.claim({path.partition(".")[0] for path in self.edges})
+            self.watch_children({path.partition(".")[0] for path in self.edges})
         self.reasons += touch_reasons([(path, child) for path, (_, _, child) in self.edges.items()])
         return not self.reasons
 
-    def claim(self, children: Collection[str]) -> None:
-        """Watches these children of the owner and all their submodules, so that no reader can miss one."""
+    def watch_children(self, children: Collection[str]) -> None:
+        """Watches these children of the owner and all their submodules, also those that no reader inspects."""
         for path, module in self.owner.named_modules(remove_duplicate=False):
             parent, _, name = path.rpartition(".")
             if path.partition(".")[0] in children and path not in self.edges:
@@ -251,7 +248,7 @@ class Reader(PartReader):
             inside: Supported classes of modules that contain parts, by path.
             empty: Paths that must be absent or an Identity.
         """
-        if not self._all_inside(inside):
+        if not self._check_classes(inside):
             return None
         parts = MlpParts(
             norm=self.norm(norm),
@@ -298,7 +295,7 @@ class Reader(PartReader):
             inside, empty: See `mlp`.
             num_heads, scale, rotates_halves: See AttentionParts.
         """
-        if not self._all_inside(inside):
+        if not self._check_classes(inside):
             return None
         parts = AttentionParts(
             module=self.reach(module),
@@ -335,7 +332,8 @@ def read_block(
     rest = Inspector(block)
     if first.edges:  # otherwise the block's forward calls every module of its first half
         reached = {path.partition(".")[0] for path in edges}
-        rest.claim([name for name in block._modules if name not in reached and not name.startswith("vit_fast_")])
+        missed = [name for name in block._modules if name not in reached and not name.startswith("vit_fast_")]
+        rest.watch_children(missed)
     if not rest.judge():  # a module that neither reader reached may belong to either half
         attention = mlp = None
         first.reasons += rest.reasons

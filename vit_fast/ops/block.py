@@ -317,7 +317,7 @@ def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
 
 
 def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
-    """Returns the fields of `Saved` that the operator returns: all but x itself, which an operator must not return."""
+    """Returns the saved tensors that the operator returns: all but x itself, which an operator must not return."""
     names = saved_names(s) if s.saves else []
     return names[1:] if names and x.dtype != torch.float32 else names
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -68,31 +69,6 @@ SETTINGS = (
 """The schema of `BlockSettings`."""
 
 
-class Saved(NamedTuple):
-    """Tensors that the forward saves for the backward; None for an absent half.
-
-    Attributes:
-        rows1, statistics1: Input of the first norm and its statistics, see `block.py`.
-        qkv, mixed, lse: Input [B, N, 3, H, D] and output [B, N, H, D] of the attention, and its log-sum-exp.
-        before_norm: qkv before the norms of q and k, if there are any.
-        rows2, statistics2: Input of the second norm and its statistics.
-        z: fc1's output [M, F]; with a gate [M, 2 F], interleaved with the gate.
-        branch, hidden: Tensors that `kernels/linear/hidden_norm.py` saves for a norm before fc2.
-    """
-
-    rows1: Tensor | None = None
-    statistics1: Tensor | None = None
-    qkv: Tensor | None = None
-    mixed: Tensor | None = None
-    lse: Tensor | None = None
-    before_norm: Tensor | None = None
-    rows2: Tensor | None = None
-    statistics2: Tensor | None = None
-    z: Tensor | None = None
-    branch: Tensor | None = None
-    hidden: Tensor | None = None
-
-
 _TENSORS = len(BlockTensors._fields)
 _NAMES = BlockTensors._fields + QkTensors._fields
 _QKV, _FC1 = _NAMES.index("qkv_weight"), _NAMES.index("fc1_weight")
@@ -113,7 +89,14 @@ def gradient_names(s: BlockSettings) -> list[str]:
 
 
 def saved_names(s: BlockSettings) -> list[str]:
-    """Returns the fields of `Saved` that a backward receives."""
+    """Returns the names of the tensors that the forward saves for the backward.
+
+    rows1, statistics1: Input of the first norm and its statistics, see `block.py`; rows2, statistics2 of the second.
+    qkv, mixed, lse: Input [B, N, 3, H, D] and output [B, N, H, D] of the attention, and its log-sum-exp.
+    before_norm: qkv before the norms of q and k.
+    z: fc1's output [M, F]; with a gate [M, 2 F], interleaved with the gate.
+    branch, hidden: Tensors that `kernels/linear/hidden_norm.py` saves for a norm before fc2.
+    """
     names = []
     if _QKV in s.present:
         names = ["rows1", "statistics1", "qkv", "mixed", "lse", *(["before_norm"] if s.qk_norm != "none" else [])]
@@ -140,7 +123,7 @@ def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> di
 
 def _read(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, Any, QkTensors]:
     names = saved_names(s)
-    saved = Saved(**dict(zip(names, tensors[: len(names)])))
+    saved = SimpleNamespace(**({"before_norm": None} | dict(zip(names, tensors))))
     return saved, *tensors_of(tensors[len(names) :], s)
 
 
