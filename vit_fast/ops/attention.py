@@ -12,7 +12,7 @@ from . import reference
 from .attention_op import as_batch, attention_kernel, unsupported_reasons
 from .backends import resolve_backend
 from .checks import check_alike, check_dtype, check_key_mask, check_lengths, check_tensors
-from .descriptions import Keys
+from .descriptions import Keys, is_padding
 from .registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype
 
 
@@ -90,16 +90,14 @@ def attention_varlen(
     """Computes softmax self-attention within each packed sequence, without a causal mask.
 
     Args:
-        q, k, v: [total, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa). With triton, D must be 16 to 128
-            with stride 1; other strides are arbitrary.
+        q, k, v: [total, H, D]; dtypes and strides as in `attention`.
         cu_seqlens: int32 [S + 1] on the device of q. Sequence i consists of tokens cu_seqlens[i] to cu_seqlens[i + 1].
             The first element is 0, and sequences may be empty. eager and sdpa raise an error if values decrease or
             exceed `total`. triton does not check this, because a check on the host would synchronize.
         max_seqlen: Length of the longest sequence. With triton, it selects tiles and does not change results.
         scale, backend: See `attention`.
     Returns:
-        [total, H, D] in q.dtype, accumulated in fp32. Under autocast, sdpa and triton return autocast's dtype. Tokens
-        after the last sequence are 0.
+        [total, H, D], with the dtype of `attention`. Tokens after the last sequence are 0.
     Raises:
         ValueError: shapes, dtypes or devices do not match, or cu_seqlens is invalid (eager and sdpa only).
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
@@ -211,12 +209,9 @@ def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
     shape = (*query.shape[:3], key.shape[2])
     sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     fits = attn_mask.dim() > 1 and len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, shape))
-    if attn_mask.dtype != torch.bool or attn_mask.device != key.device or not fits:
+    if attn_mask.device != key.device or not fits or not is_padding(attn_mask.expand(shape)):
         return None
-    whole = attn_mask.expand(shape)
-    if any(size > 1 and stride for size, stride in zip(shape[1:3], whole.stride()[1:3])):
-        return None
-    return whole[:, 0, 0]
+    return attn_mask.expand(shape)[:, 0, 0]
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
