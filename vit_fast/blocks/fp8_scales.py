@@ -1,8 +1,8 @@
 """e4m3 scales of a block's operands, stored as buffers of a submodule of the block.
 
 They are in the state dict (`blocks.0.vit_fast_fp8.qkv`) and are loaded, copied, pickled and moved with it. They are
-powers of two, which all floating dtypes represent exactly, so that converting the model does not change them; and
-rounding to a floating format is the same at any power of two.
+powers of two, which all floating dtypes represent exactly, so that converting the model does not change them. Finer
+scales would not be more accurate, because the rounding error of e4m3 is relative.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINEARS = BlockScales._fields
 """Linear layers of a block; also the names of the buffers."""
 PLACE = "vit_fast_fp8"
 """Name of the module in its block."""
-LEAST, MOST = 2.0**-24, 2.0**15
+MIN_SCALE, MAX_SCALE = 2.0**-24, 2.0**15
 """Range of fp16."""
 _HOW_TO_LEAVE = "vit_fast.fuse(model) restores the model's own precision"
 

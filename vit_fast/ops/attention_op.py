@@ -71,7 +71,10 @@ def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns an empty output [B, N_q, H, D], whose heads join without a copy, its view [B, H, N_q, D], and lse."""
+    """Returns an empty output in the layout of q, its view [B, H, N_q, D], and lse.
+
+    In memory, the heads of a token are adjacent, so that flattening them for proj needs no copy.
+    """
     q = _heads_first(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
     memory = q.new_empty((batch, tokens, heads, head_dim))

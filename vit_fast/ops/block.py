@@ -7,10 +7,11 @@
 before; one launch of the backward (`block_backward.py`) computes the matmuls of all weight gradients. Dropout is not
 supported. Drop path can be applied only to the output of a single half.
 
-Blocks pass LayerNorm statistics to each other per piece of columns, fp32 [M, 2, row_parts(C)]. The next layer combines
-them and adds its own epsilon (`kernels/row_parts.py`). The backward needs the input of each norm: fp32 tokens are saved
-normalized, in the dtype of the matmuls, with rstd as fp32 [1, M]; half-precision tokens are saved unchanged, with
-(mean, rstd) as fp32 [2, M].
+Blocks pass LayerNorm statistics to each other, fp32 [M, 2, row_parts(C)]: the kernel that writes M tokens computes them
+per piece of C columns, and the next kernel combines them and adds its own epsilon (`kernels/row_parts.py`).
+
+The backward needs the input of each norm. fp32 tokens are saved normalized, in the dtype of the matmuls, with rstd as
+fp32 [1, M]; half-precision tokens are saved unchanged, with mean and rstd as fp32 [2, M].
 """
 
 from __future__ import annotations

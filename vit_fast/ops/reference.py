@@ -14,18 +14,9 @@ from ..positions import rotate
 from .descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    key_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, key_mask: Tensor | None = None) -> Tensor:
     """Computes softmax(scale * q k^T) v for q [B, H, N_q, D] and k, v [B, H, N_kv, D]; see ops.attention."""
-    weights = attention_weights(q, k, scale=scale, key_mask=key_mask)
-    return F.dropout(weights, dropout_p) @ v if dropout_p else weights @ v
+    return attention_weights(q, k, scale=scale, key_mask=key_mask) @ v
 
 
 def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, key_mask: Tensor | None = None) -> Tensor:
@@ -127,7 +118,7 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantizes the weight of a linear layer to e4m3.
+    """Quantizes the weight of a linear layer to e4m3, with one scale per row.
 
     The rows of the weight are not centered, unlike in half precision. A massive channel of the residual stream, as
     large ViTs have, is multiplied by a small weight; centering would make that weight, and its rounding error, large.
@@ -150,9 +141,9 @@ def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None)
 def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, norm: Norm | None = None
 ) -> Tensor:
-    """Computes [norm and] linear layer with an operand and a weight rounded to e4m3, in x.dtype.
+    """Computes a linear layer whose operand and weight are rounded to e4m3, in x.dtype; optionally after a norm.
 
-    LayerNorm is applied after rounding: the statistics are those of x, and constant tokens become norm.bias alone.
+    The norm is applied to the rounded operand, with the statistics of x. Constant tokens become norm.bias alone.
 
     Args:
         x: [..., K].
@@ -166,17 +157,16 @@ def fp8_linear(
             gamma, beta = (tensor if tensor is None else tensor.to(dtype) for tensor in norm[:2])
             x = normalise(x, norm._replace(weight=gamma, bias=beta))
         return F.linear(x, weight.to(dtype), bias)
-    read = quantize_e4m3(x, scale) * scale.double()
+    values, rows = fp8_weight(weight, scale, None if norm is None else norm.weight)
+    rounded_weight = (values * rows[:, None] / scale.double()).to(dtype)
+    rounded = quantize_e4m3(x, scale) * scale.double()
     if norm is None:
-        values, rows = fp8_weight(weight, scale)
-        return F.linear(read.to(dtype), (values * rows[:, None] / scale.double()).to(dtype), bias)
-    values, rows = fp8_weight(weight, scale, norm.weight)
+        return F.linear(rounded.to(dtype), rounded_weight, bias)
     exact = x.double()
     mean = exact.mean(-1, keepdim=True) if norm.kind == "layer_norm" else torch.zeros_like(exact[..., :1])
     variance = (exact - mean).square().mean(-1, keepdim=True)
     rstd = torch.where(variance == 0, 0, (variance + norm.eps).rsqrt())
-    normed = ((read - mean) * rstd).to(dtype)
-    out = F.linear(normed, (values * rows[:, None] / scale.double()).to(dtype), bias)
+    out = F.linear(((rounded - mean) * rstd).to(dtype), rounded_weight, bias)
     return out if norm.bias is None else out + F.linear(norm.bias.to(dtype), weight.to(dtype))
 
 

@@ -164,7 +164,11 @@ def _backward(
 
 
 def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]:
-    """Returns the gradients of the norms' parameters by name, from fp32 sums [2, 2, D or H D]."""
+    """Returns the gradients of the norms' parameters by name.
+
+    Args:
+        sums: fp32 [2, 2, D or H D]: of q and of k, for weight and bias. None without norms.
+    """
     places = ((0, 0), (0, 1), (1, 0), (1, 1))
     return {
         name: sums[place].to(parameter.dtype, copy=True)
