@@ -131,30 +131,21 @@ def run_block(
         if not drops_path(attention.drop_path) and not drops_path(mlp.drop_path):
             tensors, rope = _tensors_for(parts, x, rope)
             return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)
-        x, statistics = _run_half(attention, None, x, statistics, rope, keys, True)
+        tensors = block_tensors(attention, None)
+        x, statistics = _run_fused(attention, None, tensors, x, statistics, rope, keys, True)
     if backend != "triton" or is_exporting():
         return run_mlp(mlp, x, backend), None
-    return _run_half(None, mlp, x, statistics, None, None, next_statistics)
-
-
-def _run_half(
-    attention: AttentionParts | None, mlp: MlpParts | None, x: Tensor, statistics: Tensor | None, rope: Rope | None,
-    keys: Keys | None, next_statistics: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    half: Any = attention or mlp
-    tensors = block_tensors(attention, mlp)
-    if not drops_path(half.drop_path):
-        return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)
-    branch, _ = _run_fused(attention, mlp, tensors, x, statistics, rope, keys, False, residual=False)
-    return x + half.drop_path(branch), None
+    return _run_fused(None, mlp, block_tensors(None, mlp), x, statistics, None, None, next_statistics)
 
 
 def _run_fused(
     attention: AttentionParts | None, mlp: MlpParts | None, tensors: BlockTensors, x: Tensor, statistics: Tensor | None,
-    rope: Rope | None, keys: Keys | None, next_statistics: bool, residual: bool = True,
+    rope: Rope | None, keys: Keys | None, next_statistics: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Runs a block, or the half that is not None, as one operator."""
-    options: dict[str, Any] = {"residual": residual, "next_statistics": next_statistics}
+    """Runs a block, or the half that is not None and its drop path, as one operator."""
+    half: Any = (attention or mlp) if attention is None or mlp is None else None
+    dropping = half is not None and drops_path(half.drop_path)
+    options: dict[str, Any] = {"residual": not dropping, "next_statistics": next_statistics}
     eps1 = eps2 = 0.0
     if attention is not None:
         eps1, norm = attention.norm.eps, attention.norm.kind
@@ -169,7 +160,8 @@ def _run_fused(
     y, emitted = fused_block(
         x if x.dim() == 3 else x[None], statistics, tensors, eps=(eps1, eps2), norm=norm, **options
     )
-    return (y if x.dim() == 3 else y[0]), emitted
+    y = y if x.dim() == 3 else y[0]
+    return (x + half.drop_path(y), None) if dropping else (y, emitted)
 
 
 def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:

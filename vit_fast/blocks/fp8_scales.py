@@ -97,11 +97,6 @@ class Fp8Scales(nn.Module):
         self.eval()
 
     @torch.no_grad()
-    def set(self, scales: BlockScales) -> None:
-        for name, scale in scales._asdict().items():
-            getattr(self, name).copy_(scale)
-
-    @torch.no_grad()
     def keep(self, names: Collection[str]) -> None:
         """Selects the LINEARS that stay in half precision."""
         self.kept.copy_(torch.tensor([name in names for name in LINEARS]))
@@ -179,10 +174,13 @@ def scales_of(block: nn.Module) -> Fp8Scales | None:
     return scales if isinstance(scales, Fp8Scales) else None
 
 
+@torch.no_grad()
 def set_scales(block: nn.Module, scales: BlockScales) -> None:
     """Stores scales in a block and drops weights cached for other scales."""
     width = scales.qkv.shape[0]  # type: ignore[union-attr]  # calibration sets it
-    _ensure_scales(block, width).set(scales)
+    buffers = _ensure_scales(block, width)
+    for name, scale in zip(LINEARS, scales):
+        getattr(buffers, name).copy_(scale)
 
 
 def runs_in_fp8(model: nn.Module) -> bool:
