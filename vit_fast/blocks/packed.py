@@ -135,13 +135,13 @@ class Packed(Frozen):
             norm1=attention.norm.now(),
             qkv=PackedLinear(*attention.qkv.tensors()),
             heads=attention.num_heads,
-            qk_norm=attention.qk_norm and attention.qk_norm.now(),
+            qk_norm=None if attention.qk_norm is None else attention.qk_norm.now(),
             attention_scale=attention.scale,
             proj=PackedLinear(*tensors_of(attention.proj), scale=scale_of(attention)),
             norm2=mlp.norm.now(),
             fc1=PackedLinear(*mlp.fc1.tensors(), hidden),
-            gate=mlp.gate and PackedLinear(*mlp.gate.tensors(), mlp.activation),
-            inner_norm=mlp.inner_norm and mlp.inner_norm.now(),
+            gate=None if mlp.gate is None else PackedLinear(*mlp.gate.tensors(), mlp.activation),
+            inner_norm=None if mlp.inner_norm is None else mlp.inner_norm.now(),
             fc2=PackedLinear(*tensors_of(mlp.fc2), scale=scale_of(mlp)),
         )
 
