@@ -145,26 +145,27 @@ class Packed(Frozen):
             fc2=PackedLinear(*tensors_of(mlp.fc2), scale=scale_of(mlp)),
         )
 
-    def supports(self, x: Tensor) -> bool:
-        """True if a call with these tokens can run packed: in this dtype on the CPU, not traced or intercepted."""
-        if x.dtype is not self.dtype or type(x) is not Tensor or torch.compiler.is_compiling():
-            return False
-        # FLOP counters and FakeTensor are dispatch modes; neither they nor tracers support packed weights
-        if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
-            return False
-        if x.numel() == 0 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-            return False
-        return not in_transform()
-
     def steps(self) -> Steps:
         self.ensure_current()
         return self._steps
 
 
+def is_plain_call(x: Tensor) -> bool:
+    """True if a call with these tokens is on the CPU, and not traced, intercepted or under autocast."""
+    if type(x) is not Tensor or torch.compiler.is_compiling():
+        return False
+    # FLOP counters and FakeTensor are dispatch modes; neither they nor tracers support packed weights
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+        return False
+    if x.numel() == 0 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return False
+    return not in_transform()
+
+
 def run_packed(
     blocks: Sequence[Packed], x: Tensor, rope: Rope | None, keys: Keys | None, outputs: int | None = None
 ) -> Tensor:
-    """Runs consecutive blocks on [B, N, C] or [total, C]; the first one must support x, see `Packed.supports`.
+    """Runs consecutive blocks on [B, N, C] or [total, C]; see `packed_for`.
 
     Args:
         rope, keys: Rotary positions of q and k; keys that queries attend to, or None for all keys of an image.
@@ -204,7 +205,7 @@ def pack_reasons(dtype: torch.dtype) -> tuple[str, ...]:
     """Returns all reasons why linear layers of a dtype cannot be packed on this CPU."""
     if dtype == torch.float32:
         has_mkl = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-        return () if has_mkl else ("this build of torch has no MKL, which packs fp32 weights",)
+        return () if has_mkl else ("packing fp32 weights requires a build of torch with MKL",)
     if dtype not in (torch.bfloat16, torch.float16):
         return (f"weights to pack must be fp32, bf16 or fp16, got {dtype}",)
     is_supported = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
@@ -237,7 +238,7 @@ def is_packable(parts: BlockParts, backend: str) -> bool:
 def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
     """Returns the packed linear layers of a block for a call with these tokens, or None."""
     packed = parts.frozen
-    if not isinstance(packed, Packed) or parts.fp8 is not None or not packed.supports(x):
+    if not isinstance(packed, Packed) or parts.fp8 is not None or x.dtype is not packed.dtype or not is_plain_call(x):
         return None
     for half in (parts.attention, parts.mlp):  # a block that must run as modules has no parts
         if half is None or drops(half.dropouts) or drops_path(half.drop_path):

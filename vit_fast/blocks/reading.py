@@ -103,14 +103,14 @@ class Inspector:
 class PartReader(Inspector):
     """Reads the parts of a block from one module.
 
-    Libraries add the dotted paths of their classes to `activation_classes` and `norm_classes`.
+    `activation_classes` and `norm_classes` map dotted paths of classes to the operators' names; libraries add theirs.
     """
 
-    activation_classes: ClassVar[Mapping[str, str]] = {  # the operators' name of each activation
+    activation_classes: ClassVar[Mapping[str, str]] = {
         "torch.nn.modules.activation.ReLU": "relu",
         "torch.nn.modules.activation.SiLU": "silu",
     }
-    norm_classes: ClassVar[Mapping[str, str]] = {  # the kind of each norm
+    norm_classes: ClassVar[Mapping[str, str]] = {
         "torch.nn.modules.normalization.LayerNorm": "layer_norm",
         "torch.nn.modules.normalization.RMSNorm": "rms_norm",
     }

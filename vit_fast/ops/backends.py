@@ -65,7 +65,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     """Returns all reasons why Triton kernels cannot run on this device.
 
-    On a CUDA device, runs one small kernel first. A CPU is supported only under Triton's interpreter
+    On a CUDA device, runs a test kernel first. A CPU is supported only under Triton's interpreter
     (TRITON_INTERPRET=1 when the process started) and by the stand-in driver, which computes nothing.
     """
     if device == torch.device("cuda") and torch.cuda.is_available():  # a device without an index is the current one
@@ -96,7 +96,7 @@ def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
     if reasons or dtype != torch.float32 or _computes_fp32_exactly() or _tf32_is_allowed():
         return reasons
     return [
-        "fp32 products must be allowed in TF32, got "
+        "fp32 matmuls must be allowed to use TF32, got "
         f"torch.backends.cuda.matmul.fp32_precision={torch.backends.cuda.matmul.fp32_precision!r}: call "
         "torch.set_float32_matmul_precision('high'), use float16 or bfloat16, or backend='sdpa'"
     ]
@@ -121,7 +121,7 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
     reasons = []
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            return ("torch finds no CUDA device here",)
+            return ("torch found no CUDA device",)
         if rocm := getattr(torch.version, "hip", None):  # ROCm devices are "cuda" too, with other capabilities
             return (f"the GPU must be from NVIDIA, got ROCm {rocm}",)
         capability = torch.cuda.get_device_capability(device)
@@ -169,7 +169,7 @@ _probe_lock = threading.Lock()
 
 
 def probe_reasons(device: torch.device) -> tuple[str, ...]:
-    """Runs a small attention kernel once per device and process, and returns the reasons why kernels cannot run.
+    """Runs a test kernel once per device and process, and returns the reasons why kernels cannot run.
 
     The properties of a device are not enough: a C compiler may be missing, the driver too old, or the compiled code
     incorrect. Nothing runs inside a CUDA-graph capture, which would record the kernel.
@@ -180,7 +180,7 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
     if (cached := _probed.get(device)) is not None:
         return cached
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return (f"no kernel has run on {device} yet, and none can be tried inside a CUDA-graph capture: warm up first",)
+        return (f"the test kernel must run on {device} before a CUDA graph capture: call the model once first",)
     with _probe_lock:
         if device not in _probed:
             # A new thread has none of the caller's modes: fake tensors, torch.func, inference mode, a default
@@ -199,7 +199,7 @@ def _failure(device: torch.device, error: Exception) -> str:
     message = " ".join(str(error).split())
     if len(message) > _LONGEST_MESSAGE:
         message = f"{message[: _LONGEST_MESSAGE // 2]} ... {message[-_LONGEST_MESSAGE // 2 :]}"
-    return f"a small kernel did not run on {device}: {type(error).__name__}: {message}"
+    return f"the test kernel failed on {device}: {type(error).__name__}: {message}"
 
 
 def _run_and_compare(device: torch.device) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
     attention_forward(q.to(device), k.to(device), v.to(device), out, lse, _PROBE_SHAPE[3] ** -0.5)
     exact = reference.attention(q.double(), k.double(), v.double())
     verdict = judge(out.cpu(), reference.attention(q, k, v), exact)
-    return () if verdict.passed else (f"a small kernel does not match the reference on {device}: {verdict}",)
+    return () if verdict.passed else (f"the test kernel does not match the reference on {device}: {verdict}",)
 
 
 def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:

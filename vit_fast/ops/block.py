@@ -137,7 +137,7 @@ def fused_block(
         present.append(number)
     saves = needs_gradient(x, *flat)
     if saves and tensors.qkv_sum is not None:
-        reason = "they have no gradients: pass the parameters, or use torch.no_grad()"
+        reason = "folded weights have no gradients: pass the parameters, or use torch.no_grad()"
         raise UnsupportedInputError("a block of folded weights with gradients enabled", [reason])
     inner, inner_eps = inner_norm or ("none", 0.0)
     words = text_of(
@@ -297,7 +297,7 @@ def _folded(x: Tensor, t: Any, rope_head: int, s: BlockSettings) -> dict[str, Fo
         linears = normed_linears(t, s.norm, s.inner_norm, rope_head)
         return dict(zip(linears, fold_linears(list(linears.values()), s.dtype)))
     if t.qkv_weight.dtype != s.dtype:
-        reason = f"its weights must be folded for matmuls in {s.dtype}, got {t.qkv_weight.dtype}: fold them again"
+        reason = f"the weights must be folded in {s.dtype}, got {t.qkv_weight.dtype}: fold them again"
         raise UnsupportedInputError("a block of folded weights", [reason])
     folded: Any = {"qkv": (t.qkv_weight, t.qkv_sum, t.qkv_bias), "fc1": (t.fc1_weight, t.fc1_sum, t.fc1_bias)}
     folded |= {} if t.fc2_sum is None else {"fc2": (t.fc2_weight, t.fc2_sum, t.fc2_bias)}
