@@ -143,24 +143,21 @@ class PartReader(Inspector):
         return linear
 
     def activation(self, path: str) -> str:
+        """Returns the operators' name of an activation, which is a module, a function or a name."""
         activation = self.reach(path)
-        if isinstance(activation, nn.GELU):
-            self.value(f"{path}.approximate")
-        name = self._activation_name(activation)
+        name: str | None
+        if type(activation) is nn.GELU:
+            name = "gelu_tanh" if self.value(f"{path}.approximate") == "tanh" else "gelu"
+        elif isinstance(activation, str):
+            name = activation if activation in reference.ACTIVATIONS else None
+        elif isinstance(activation, nn.Module):
+            name = self.activation_classes.get(type_name(activation))
+        else:
+            name = ACTIVATION_FUNCTIONS.get(activation)
         if name is None:
             names = ", ".join(reference.ACTIVATIONS)
             self.reasons.append(f"{path} must be one of {names}, got {describe(activation)}")
         return name or ""
-
-    def _activation_name(self, activation: Any) -> str | None:
-        """Returns the operator's name of an activation (module, function or name); None if unknown."""
-        if type(activation) is nn.GELU:
-            return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-        if isinstance(activation, str):
-            return activation if activation in reference.ACTIVATIONS else None
-        if isinstance(activation, nn.Module):
-            return self.activation_classes.get(type_name(activation))
-        return ACTIVATION_FUNCTIONS.get(activation)
 
     def nothing(self, path: str) -> None:
         """Checks that a module is absent or an Identity."""

@@ -186,8 +186,10 @@ def scaled_dot_product_attention(
     dropout, causal masks, grouped queries, torch.func transforms, and torch's fused kernels disabled (`sdpa_kernel`).
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    # check the tensors first: under torch.fx the numbers are Proxies too, which cannot be compared
-    plain = all(map(_is_ordinary, tensors)) and dropout_p == 0.0 and not is_causal and not enable_gqa
+    # torch's function runs nested tensors, subclasses such as DTensor, and fx's Proxy. Check the tensors first: under
+    # torch.fx the numbers are Proxies too, which cannot be compared.
+    ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested for tensor in tensors)
+    plain = ordinary and dropout_p == 0.0 and not is_causal and not enable_gqa
     if plain and _auto_is_triton(query):
         q, k, v = _autocast(query, key, value)
         key_mask = None if attn_mask is None else key_mask_of(attn_mask, q, k)
@@ -212,11 +214,6 @@ def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
     if attn_mask.device != key.device or not fits or not is_padding(attn_mask.expand(shape)):
         return None
     return attn_mask.expand(shape)[:, 0, 0]
-
-
-def _is_ordinary(tensor: Tensor) -> bool:
-    """Returns False for nested tensors, subclasses such as DTensor, and fx's Proxy; torch's function runs these."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested
 
 
 def _auto_is_triton(query: Tensor) -> bool:
