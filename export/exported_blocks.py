@@ -18,7 +18,7 @@ from vit_fast.blocks.fused import FusedNormMlp
 from vit_fast.blocks.parts import BlockParts, LinearParts, scale_of, tensors_of
 from vit_fast.fusion.fuse import sharing_copy
 from vit_fast.ops import attention_qkvpacked, qk_norm_rope, reference
-from vit_fast.ops.attention import scale_of as scale_of_heads
+from vit_fast.ops.attention import softmax_scale
 from vit_fast.ops.descriptions import Keys, Rope
 
 
@@ -56,7 +56,7 @@ class ExportedBlock(nn.Module):
         qkv = F.linear(reference.normalise(x, attention.norm.now()), weight, bias)
         packed = qkv.unflatten(-1, (3, attention.num_heads, -1))
         if rope is None and attention.qk_norm is None:
-            mixed = exported_attention(qkv, attention.num_heads, scale_of_heads(packed, attention.scale))
+            mixed = exported_attention(qkv, attention.num_heads, softmax_scale(packed, attention.scale))
         else:
             packed = qk_norm_rope(
                 packed, qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope, backend="sdpa"

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.blocks import fp8_scales
 from vit_fast.blocks.block import parts_of, run_block
-from vit_fast.blocks.fp8_scales import scales_of
+from vit_fast.blocks.fp8_scales import FrozenFp8, scales_of
 from vit_fast.blocks.fused import FusedModule
 from vit_fast.fusion.freezing import frozen_of
 from vit_fast.fusion.fuse import sharing_copy
 from vit_fast.ops.descriptions import Keys
-from vit_fast.ops.fp8 import Quantised
 from vit_fast.quantization import fp8
 from vit_fast.quantization.fp8_emulation import emulate
 
@@ -163,7 +162,7 @@ def test_what_fails_midway_leaves_the_choice_as_it_was(monkeypatch: pytest.Monke
         before = model(**given)
     cached_of = fp8_scales.Fp8Scales.cached_of
 
-    def failing(self: fp8_scales.Fp8Scales, parts: Any) -> Quantised:
+    def failing(self: fp8_scales.Fp8Scales, parts: Any) -> FrozenFp8:
         if self is places[1]:
             raise MemoryError("no room for the weights")
         return cached_of(self, parts)
@@ -216,7 +215,7 @@ def test_a_forward_that_is_not_inference_is_refused() -> None:
         expected = model(**given)
     model.requires_grad_(False)
     assert torch.equal(model(**given), expected), "where nothing wants gradients, they may be recorded"
-    with torch.no_grad(), pytest.raises(UnsupportedInputError, match=r"cannot be exported.*precision='fp8'"):
+    with torch.no_grad(), pytest.raises(UnsupportedInputError, match=r"does not support FP8 blocks.*precision='fp8'"):
         torch.export.export(model, (given["x"],))
     with torch.no_grad(), pytest.raises(UnsupportedInputError, match="float32"):
         model.float()(given["x"].float())
@@ -295,7 +294,7 @@ def test_graph_runners_and_freeze_look_after_quantised_weights() -> None:
     model, given = calibrated("timm-vit")
     vit_fast.fuse(model, precision="fp8")
     kept = frozen_of(model)
-    assert len(kept) == 2 and all(isinstance(each, Quantised) for each in kept)
+    assert len(kept) == 2 and all(isinstance(each, FrozenFp8) for each in kept)
     addresses = [tensor.data_ptr() for each in kept for tensor in each.tensors]
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
     assert not parameters & set(addresses), "what is written to on refresh is not the model's"

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import vit_fast
 from vit_fast.blocks.block import run_packed_blocks
-from vit_fast.ops.packed import pack_reasons
+from vit_fast.blocks.packed import pack_reasons
 
 pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..blocks.fp8_scales import LEAST, LINEARS, MOST, give_scales
+from ..blocks.fp8_scales import LINEARS, MAX_SCALE, MIN_SCALE, set_scales
 from ..blocks.fused import device_of
 from ..errors import UnsupportedInputError, check_type, type_name
 from ..ops import reference
@@ -104,7 +104,7 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
         found[block.name] = BlockScales(*(scale for scale, _ in chosen.values()))
         rows += [about for _, about in chosen.values()]
     for name, scales in found.items():
-        give_scales(model.get_submodule(name), scales)
+        set_scales(model.get_submodule(name), scales)
     IMAGES[model] = batches
     return Calibration(sum(map(len, batches)), tuple(rows))
 
@@ -177,7 +177,7 @@ def _choose(block: EmulatedBlock, linear: str, seen: Observation) -> tuple[Tenso
     tried = []
     for smoothing in smoothings:
         for limits in E4M3.ranges(seen.divided(smoothing)):
-            steps = np.clip(smoothing * E4M3.grid(limits)[0], LEAST, MOST)
+            steps = np.clip(smoothing * E4M3.grid(limits)[0], MIN_SCALE, MAX_SCALE)
             scale = torch.as_tensor(steps).float().to(weight.device)
             loss = (reference.fp8_linear(tokens, weight, None, scale, norm) - exact).square().sum().item()
             tried.append((loss, (scale, limits.method, smoothing.ndim > 0)))

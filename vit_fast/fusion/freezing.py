@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from ..blocks.block import freeze_parts
+from ..blocks.frozen import Frozen
 from ..blocks.fused import FusedNormMlp
-from ..blocks.packing import pack_parts
+from ..blocks.packed import pack_parts
 from ..errors import check_type
-from ..ops.frozen import Frozen
 
 
 def freeze(model: nn.Module) -> tuple[str, ...]:

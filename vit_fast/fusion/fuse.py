@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..blocks.containers import FusedContainer
-from ..blocks.fp8_scales import take_scales_away
+from ..blocks.fp8_scales import remove_scales
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import FusionReport, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
@@ -107,7 +107,7 @@ def unfuse(model: nn.Module) -> None:
         )
     for _, module in fused:
         _restore_class(module)
-    take_scales_away(model)
+    remove_scales(model)
 
 
 def set_backend(model: nn.Module, backend: str) -> FusionReport:

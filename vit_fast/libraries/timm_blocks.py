@@ -16,7 +16,7 @@ from ..blocks.reading import Reader
 from ..ops import Rope, attention, qk_norm_rope
 from ..ops.attention import attention_among
 from ..ops.descriptions import Keys, is_padding, names_keys
-from ..ops.operators import is_exporting
+from ..ops.registration import is_exporting
 from .timm import ACTIVATION_CLASSES, NORM_CLASSES
 
 SKIPPED = {

@@ -13,7 +13,7 @@ from ..blocks.block import run_blocks, run_packed_blocks
 from ..blocks.containers import FusedContainer
 from ..blocks.fused import Forms
 from ..blocks.plain import is_touched
-from ..ops.operators import is_exporting
+from ..ops.registration import is_exporting
 from .timm_blocks import BlockForm
 
 # timm's methods that process the tokens.

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from ..blocks.containers import FusedBlocks
 from ..blocks.fused import Finding, Forms, FusedModule, FusedNormMlp
 from ..blocks.parts import MlpParts
-from ..blocks.plain import is_touched, tensor_reasons, touch_reasons
+from ..blocks.plain import PLAIN, is_touched, tensor_reasons, touch_reasons
 from ..blocks.reading import Reader, dropout_notes
 from ..errors import type_name
 from ..ops import attention_qkvpacked
-from ..ops.frozen import PLAIN
 
 
 class MultiheadAttentionForm(FusedModule):

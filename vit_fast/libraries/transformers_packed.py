@@ -20,7 +20,7 @@ from ..blocks.reading import Reader, describe
 from ..ops import Rope, qk_norm_rope
 from ..ops.attention import attention_among
 from ..ops.descriptions import Keys
-from ..ops.operators import is_exporting
+from ..ops.registration import is_exporting
 from .transformers_attention import FusedPoolingHead, FusedRotarySelfAttention, FusedSelfAttention, given
 from .transformers_blocks import CLIP, FusedLayer, Layer, layer_of
 

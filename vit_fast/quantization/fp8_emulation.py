@@ -16,9 +16,10 @@ from ..blocks.block import parts_of, runs_whole
 from ..blocks.fp8_scales import LINEARS, PLACE
 from ..blocks.fused import FusedNormMlp
 from ..blocks.parts import BlockParts, LinearParts, block_tensors
-from ..blocks.row_statistics import NOTHING, RowFacts
+from ..blocks.token_facts import NOTHING, TokenFacts
 from ..ops import reference
-from ..ops.descriptions import BlockScales, BlockTensors, QkNorm, Rope, checked_rope
+from ..ops.checks import checked_rope
+from ..ops.descriptions import BlockScales, BlockTensors, QkNorm, Rope
 
 Look = Callable[[str, Tensor], None]
 """Called with a name of LINEARS and the input of that layer, fp32 [B, N, K]."""
@@ -56,8 +57,8 @@ class EmulatedBlock:
         return BlockTensors._make(map(_wide, block_tensors(self._attention, self._mlp)))
 
     def run(
-        self, parts: BlockParts, x: Tensor, rows: RowFacts, rope: Rope | None, reader: None = None
-    ) -> tuple[Tensor, RowFacts]:
+        self, parts: BlockParts, x: Tensor, facts: TokenFacts, rope: Rope | None, reader: None = None
+    ) -> tuple[Tensor, TokenFacts]:
         """Runs the block; see `Fp8Scales.run`."""
         attention, tensors, heads = self._attention, self.tensors(), self._attention.num_heads
         if rope is not None:

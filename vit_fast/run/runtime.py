@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import check_choice
+from ..blocks.frozen import Frozen
 from ..errors import check_type
 from ..fusion.freezing import frozen_of
-from ..ops.frozen import Frozen
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
