@@ -26,7 +26,7 @@ from torch import nn
 
 import vit_fast
 from vit_fast.blocks import plain
-from vit_fast.libraries.transformers_packed import LIKE_QWEN
+from vit_fast.libraries.transformers.families import LIKE_QWEN
 
 OFTEN = (
     "timm-vit", "timm-qk-norm", "timm-siglip", "timm-eva02-norms-inside", "transformers-vit", "transformers-siglip",

@@ -14,7 +14,7 @@ from packed_towers import ENCODER, QWEN, TOWERS, made, qwen
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from vit_fast.libraries.transformers_packed import LIKE_QWEN
+from vit_fast.libraries.transformers.families import LIKE_QWEN
 
 Sizes = Sequence[tuple[int, int]]
 MIXED: Sizes = ((4, 6), (2, 2), (8, 4), (2, 4))

@@ -1,4 +1,4 @@
-"""Names of Google's JAX weights: .npz files of vision_transformer, and big_vision (also SigLIP's attention pooling)."""
+"""Weight names of Google's .npz files: vision_transformer and big_vision, also with SigLIP's attention pooling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..config import ViTConfig
-from .rename import Converted, Rule, rename
+from .interface.rename import Converted, Rule, rename
 
 NAME = "Google JAX"
 SIGNATURE = r"(^|/)embedding/kernel$"
@@ -40,10 +40,8 @@ RULES: tuple[Rule, ...] = (
     (_POOL + _MLP + r"1/(weight|bias)", r"attn_pool.mlp.fc2.\1"),
     (r"head/(weight|bias)", r"head.\1"),
     (r"pre_logits/.+", None),
-    (
-        r"(?:opt|params|txt)/.*|t|b",
-        None,
-    ),  # optimizer state and SigLIP's text tower, after the prefix of the image tower was removed
+    # optimizer state and SigLIP's text tower; the prefix of the image tower was removed
+    (r"(?:opt|params|txt)/.*|t|b", None),
 )
 
 _PREFIX = re.compile(r"(.*/)?embedding/kernel")
@@ -52,25 +50,23 @@ _PREFIX = re.compile(r"(.*/)?embedding/kernel")
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     """Converts Google's names to timm's: transposes kernels to [out, in], flattens heads, and splits scanned blocks."""
     prefix = next(m[1] or "" for m in map(_PREFIX.fullmatch, sorted(state, key=len)) if m)
-    torch_like: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     source_of: dict[str, str] = {}
     for name, array in state.items():
-        for inner, tensor in _unstack(name.removeprefix(prefix), array):
+        for inner, layer in _unstack(name.removeprefix(prefix), array):
             renamed = re.sub(r"/(kernel|scale)$", "/weight", inner)
-            torch_like[renamed] = _to_torch(inner, tensor)
-            source_of[renamed] = name
-    converted = rename(torch_like, NAME, RULES)
+            tensors[renamed], source_of[renamed] = _to_torch(inner, layer), name
+    converted = rename(tensors, NAME, RULES)
     converted.ignored = sorted({source_of[name] for name in converted.ignored})
     converted.origins = {ours: tuple(source_of[name] for name in theirs) for ours, theirs in converted.origins.items()}
-    for name in ("cls_token", "pos_embed"):
-        if name in converted.tensors and converted.tensors[name].dim() == 2:
-            converted.tensors[name] = converted.tensors[name][None]
+    converted.add_batch_axis()
     if any(name.startswith(f"{prefix}pre_logits/") for name in state):
         converted.head_problem = _pre_logits_problem
     return converted
 
 
 def _unstack(name: str, array: Tensor) -> list[tuple[str, Tensor]]:
+    """Splits an array with the parameters of all blocks, as jax.lax.scan needs them."""
     stacked = "Transformer/encoderblock/"
     if not name.startswith(stacked):
         return [(name, array)]

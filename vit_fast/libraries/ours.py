@@ -1,4 +1,4 @@
-"""vit-fast's own VisionTransformer, described like those of other libraries. Its weight names are timm's."""
+"""Our own VisionTransformer: models for export, and fused attention and blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..layers import DropPath, GatedMlp, LayerScale, Mlp
 from ..model import VisionTransformer
 from ..ops import Rope, attention
 from ..variants import get_variant, list_models
-from .image_model import ImageModel, TimmInterface, switch
-from .timm_blocks import AttentionLayer, read_attention
+from .interface.image_model import ImageModel, TimmInterface, switch
+from .timm.timm_blocks import AttentionLayer, read_attention
 
 NAME = "vit-fast"
 
@@ -53,8 +53,6 @@ def _variant_of(config: ViTConfig, data_config: DataConfig) -> str | None:
 
 
 class OurModel(TimmInterface):
-    """Our VisionTransformer."""
-
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         model: Any = self.model
         if model.config.dynamic_img_size != dynamic_size:
@@ -158,7 +156,4 @@ FORMS = Forms(
         "vit_fast.layers.AttentionPool": AttentionPoolForm,
     },
 )
-
-
-def __getattr__(name: str) -> Any:
-    return FORMS.named(name)
+__getattr__ = FORMS.named

@@ -1,4 +1,4 @@
-"""Packs calls of timm's NaFlexVit: patches padded to one length, with coordinates and a mask."""
+"""Packed tower of timm's NaFlexVit, whose inputs are patches padded to one length, coordinates and a mask."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.descriptions import Keys
-from .image_model import comes_from
-from .packed_tower import Call, PaddedTower, read_padding
+from ...ops.descriptions import Keys
+from ..interface.image_model import comes_from
+from ..interface.packed_tower import Call, PaddedTower, read_grids
 
 
 class NaFlexTower(PaddedTower):
-    """timm's NaFlexVit. Its positions are computed before the graph, by timm's own code."""
+    """timm's NaFlexVit. timm's own code computes its positions, outside of the graph."""
 
     def __init__(self, tower: Any) -> None:
         shapes: dict[str, tuple[int, ...]] = {"tokens": (tower.embed_dim,)}
@@ -41,7 +41,7 @@ class NaFlexTower(PaddedTower):
         if patch_coord is None or patch_valid is None:
             reason = "patch_coord and patch_valid must be given: GraphRunner(model, example) takes images of one size"
             return Call([1] * len(x), [1] * len(x), (x,), (), [*reasons, reason])
-        _, lengths, fits = read_padding(patch_valid, (patch_coord * patch_valid[..., None]).amax(1) + 1)
+        _, lengths, fits = read_grids((patch_coord * patch_valid[..., None]).amax(1) + 1, patch_valid)
         if not fits:
             reasons.append("patch_valid must be true for exactly the first height * width patches of each image")
         lengths = [self.prefix + length for length in lengths]
@@ -49,15 +49,15 @@ class NaFlexTower(PaddedTower):
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
         inputs = (given if len(images) == len(given) else given[list(images)] for given in call.inputs)
-        embeds = self.tower._forward_embeds(*inputs, attn_mask=False)  # False: none is built
+        embeds = self.tower._forward_embeds(*inputs, attn_mask=False)  # False: without a mask
         found = {"tokens": embeds["patches"]}
         if "rope" in self.shapes:
             ropes = embeds["rope_embeds"]
             tables = torch.stack(list(ropes) if self.tower.rope_is_mixed else [ropes])
             tables = tables.permute(1, 3, 0, 2, 4)  # [B, N, depth, heads, sin and cos]
-            unturned = tables.new_zeros((len(images), self.prefix, *tables.shape[2:]))
-            unturned.chunk(2, -1)[1].fill_(1)
-            found["rope"] = torch.cat([unturned, tables], 1)
+            unrotated = tables.new_zeros((len(images), self.prefix, *tables.shape[2:]))  # prefix tokens: sin 0, cos 1
+            unrotated.chunk(2, -1)[1].fill_(1)
+            found["rope"] = torch.cat([unrotated, tables], 1)
         lengths = [call.lengths[image] for image in images]
         return {name: [one[:length] for one, length in zip(padded, lengths)] for name, padded in found.items()}
 
@@ -77,5 +77,5 @@ class NaFlexTower(PaddedTower):
 
 
 def packed_tower(tower: nn.Module) -> NaFlexTower | None:
-    """Packs a NaFlexVit; None for another model."""
+    """Returns the PackedTower of a NaFlexVit; None for other models."""
     return NaFlexTower(tower) if comes_from("timm", tower, "NaFlexVit") else None

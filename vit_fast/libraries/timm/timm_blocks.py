@@ -1,4 +1,4 @@
-"""Attention layers and blocks of timm 1.0.20 and newer: VisionTransformer, Eva and NaFlexVit."""
+"""Fused attention layers and blocks of timm: VisionTransformer, Eva and NaFlexVit."""
 
 from __future__ import annotations
 
@@ -9,16 +9,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blocks.fused import Finding, Forms, FusedModule, FusedNormMlp, fused_class
-from ..blocks.parts import AttentionParts, MlpParts
-from ..blocks.plain import is_touched
-from ..blocks.reading import Reader
-from ..ops import Rope, attention, qk_norm_rope
-from ..ops.attention import attention_among
-from ..ops.descriptions import Keys, is_padding, names_keys
-from ..ops.operators import is_exporting
-from .timm import ACTIVATION_CLASSES, NORM_CLASSES
+from ...blocks.fused import Finding, Forms, FusedModule, FusedNormMlp, fused_class
+from ...blocks.parts import AttentionParts, MlpParts
+from ...blocks.plain import is_touched
+from ...blocks.reading import Reader
+from ...ops import Rope, attention, qk_norm_rope
+from ...ops.attention import attention_among
+from ...ops.descriptions import Keys, is_padding, names_keys
+from ...ops.operators import is_exporting
 
+ACTIVATION_CLASSES = {
+    "timm.layers.activations.GELU": "gelu",
+    "timm.layers.activations.GELUTanh": "gelu_tanh",
+    "timm.layers.activations.QuickGELU": "quick_gelu",
+}
+NORM_CLASSES = {
+    "timm.layers.norm.LayerNorm": "layer_norm",
+    "timm.layers.norm.LayerNormFp32": "layer_norm",
+    "timm.layers.norm.RmsNorm": "rms_norm",
+    "timm.layers.norm.RmsNormFp32": "rms_norm",
+}
 SKIPPED = {
     "ResPostBlock": "it normalizes after the MLP, not before it",
     "ParallelScalingBlock": "its attention and MLP share one linear",
@@ -33,8 +43,8 @@ SKIPPED = {
 class AttentionLayer(FusedModule):
     """An attention layer of timm with a fused operator between its linear layers, which still run as modules.
 
-    timm's own forward runs with masks other than padding masks, a causal flag, attention dropout in training, a changed
-    attn_drop or scale, or hooks on attn_drop or the norms of q and k.
+    The original forward runs with masks other than padding masks, a causal flag, attention dropout in training, a
+    changed attn_drop or scale, or hooks on attn_drop or the norms of q and k.
     """
 
     kind = "attention"
@@ -45,8 +55,7 @@ class AttentionLayer(FusedModule):
         reader.dropout("attn_drop")
         reader.judge()
         if p := getattr(module.proj_drop, "p", 0.0):
-            note = f"in training, the linear layers around it run as modules, because proj_drop has p={p}"
-            reader.notes.append(note)
+            reader.notes.append(f"in training, the linear layers around it run as modules, because proj_drop has p={p}")
         return Finding(reader.reasons, reader.notes)
 
     @classmethod
@@ -55,14 +64,13 @@ class AttentionLayer(FusedModule):
         return int(getattr(module, "head_dim", 0) or module.proj.in_features // module.num_heads)
 
     def needs_original_forward(self, attn_mask: Tensor | None, is_causal: bool) -> bool:
-        """Returns True if this call needs timm's own forward."""
         drop, q_norm, k_norm = self._bypassed()
         changed = type(drop) is not nn.Dropout or is_touched(drop) or is_touched(q_norm) or is_touched(k_norm)
         masked = attn_mask is not None and not names_keys(attn_mask)
         return masked or is_causal or changed or self.uses_changed_scale() or bool(self.training and drop.p)
 
     def uses_changed_scale(self) -> bool:
-        """Returns True if the scale was changed and timm uses it, which is without its fused attention."""
+        """Returns True if the scale was changed and timm uses it, that is, without its fused attention."""
         own = vars(self)
         return not own.get("fused_attn", True) and own["scale"] != type(self).head_width(self) ** -0.5
 
@@ -72,11 +80,10 @@ class AttentionLayer(FusedModule):
         return children["attn_drop"], children["q_norm"], children["k_norm"]
 
     def run_original(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rest: Any) -> Tensor:
-        """Runs timm's own forward."""
-        return super().forward(x, attn_mask=added(attn_mask, x.dtype), **_causal(is_causal), **rest)
+        return super().forward(x, attn_mask=additive(attn_mask, x.dtype), **_causal(is_causal), **rest)
 
     def mix(self, qkv: Tensor, attn_mask: Tensor | None, rope: Rope | None = None) -> Tensor:
-        """Computes attention of packed projections [B, N, 3, H, D] after norms and rotation -> [B, N, H, D]."""
+        """Normalizes and rotates q and k of qkv [B, N, 3, H, D], and computes attention -> [B, N, H, D]."""
         _, q_norm, k_norm = self._bypassed()
         if not (type(q_norm) is nn.Identity and type(k_norm) is nn.Identity):
             q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # [B, H, N, D], as timm calls the norms
@@ -87,7 +94,7 @@ class AttentionLayer(FusedModule):
         return attention_among(qkv, keys_of(attn_mask, qkv), backend=self.vit_fast_backend)
 
     def project_out(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """Runs the part after attention: heads [B, N, H, D] and the layer's input [B, N, C] -> [B, N, dim_out]."""
+        """Maps heads [B, N, H, D] and the layer's input x [B, N, C] to the output [B, N, dim_out]."""
         mixed = self.norm(mixed.flatten(2))
         if getattr(self, "gate", None) is not None:
             mixed = mixed * self.gate(x).sigmoid()
@@ -112,7 +119,7 @@ class RotaryAttentionForm(AttentionLayer):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Maps [B, N, C], with sines and cosines as in `rope_of`, to [B, N, dim_out]."""
+        """Maps [B, N, C] to [B, N, dim_out]; see `rope_of` for the rotary positions."""
         if self.needs_original_forward(attn_mask, is_causal):
             return self.run_original(x, attn_mask, is_causal, rope=rope)
         return self.project_out(self.mix(self._packed(x), attn_mask, self.rope_of(rope)), x)
@@ -127,10 +134,8 @@ class RotaryAttentionForm(AttentionLayer):
     def _packed(self, x: Tensor) -> Tensor:
         """Projects [B, N, C] to [B, N, 3, H, D]; repeats the heads of k and v if there are fewer."""
         if self.qkv is None:
-            q, k, v = (
-                linear(x).unflatten(-1, (-1, self.head_width(self)))
-                for linear in (self.q_proj, self.k_proj, self.v_proj)
-            )
+            projected = (linear(x) for linear in (self.q_proj, self.k_proj, self.v_proj))
+            q, k, v = (part.unflatten(-1, (-1, self.head_width(self))) for part in projected)
             if (groups := getattr(self, "num_kv_groups", 1)) > 1:
                 k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
             return torch.stack((q, k, v), 2)
@@ -243,7 +248,7 @@ class AttentionPoolLatentForm(FusedNormMlp):
         """Maps tokens [B, N, C] to pooled [B, C]."""
         parts = self.ready()
         if parts is None or not (attn_mask is None or is_padding(attn_mask)):
-            return super().forward(x, **({} if attn_mask is None else {"attn_mask": added(attn_mask, x.dtype)}))
+            return super().forward(x, **({} if attn_mask is None else {"attn_mask": additive(attn_mask, x.dtype)}))
         B, N, _ = x.shape
         if self.pos_embed is not None:
             x = x + self.pos_embed.unsqueeze(0).to(x.dtype)
@@ -262,19 +267,18 @@ class AttentionPoolLatentForm(FusedNormMlp):
 class PaddedTowerForm(FusedModule):
     """timm's NaFlexVit. Its layers get a padding mask that they recognize by its strides.
 
-    timm masks pairs of queries and keys. This mask covers the keys only, so padding tokens attend to the tokens of
-    their image. Other tokens do not change, because no token attends to padding and pooling skips it.
+    timm masks pairs of queries and keys, this class only keys. Padding tokens therefore attend to the tokens of their
+    image. Other tokens do not change, because no token attends to padding, and pooling skips it.
     """
 
     kind = "padding mask"
 
     def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> dict[str, Any]:
-        """Returns tokens and the arguments of the blocks for images or patches, with a mask of valid patches."""
+        """Returns tokens and further inputs of the blocks. Unless a mask is given, adds one of the valid patches."""
         use_keys = attn_mask is None and patch_valid is not None and not is_exporting() and self._layers_are_fused()
-        # a given mask is not replaced; in training, patch dropout determines the valid patches later
         timms: Any = super()
         embeds: dict[str, Any] = timms._forward_embeds(x, patch_coord, patch_valid, False if use_keys else attn_mask)
-        if use_keys:
+        if use_keys:  # after timm's patch dropout, which selects the valid patches in training
             embeds["attn_mask"] = padding_mask(embeds["patch_valid"], self.num_prefix_tokens)
         return embeds
 
@@ -302,8 +306,8 @@ def keys_of(mask: Tensor | Keys | None, x: Tensor) -> Keys | None:
     return mask if mask is None or isinstance(mask, Keys) else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
 
 
-def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Converts a padding mask to an additive mask, because timm may add it to the scores; other masks stay the same."""
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Converts a padding mask to an additive mask, because timm may add it to the scores. Returns other masks as is."""
     if mask is None or not is_padding(mask):
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
@@ -317,7 +321,7 @@ def read_attention(
     inside: Mapping[str, tuple[type, ...]] | None = None,
     **rest: Any,
 ) -> AttentionParts | None:
-    """Reads a norm and the `attn` of a block, whose fused class derives from `form`."""
+    """Reads norm1 and `attn` of a block; the fused class of `attn` derives from `form`."""
     block.nothing("attn.gate")
     attention = block.at("attn")
     watched = block.value("attn.scale"), block.value("attn.fused_attn")
@@ -339,7 +343,7 @@ def read_attention(
 
 
 def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], **rest: Any) -> MlpParts | None:
-    """Reads a norm and the `mlp` of a block: timm's Mlp, its GluMlp, which packs the gate, or its SwiGLU."""
+    """Reads a norm and the `mlp` of a block: Mlp, GluMlp, whose fc1 packs the gate, or SwiGLU."""
     from timm.layers import GluMlp, Mlp, SwiGLU
 
     fc1, kind = "mlp.fc1", type(block.at("mlp"))
@@ -353,12 +357,12 @@ def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], *
 
 
 def learns(rope: Rope) -> bool:
-    """Returns True if the tables require gradients, as in RoPE-Mixed; then torch's operators rotate."""
+    """Returns True if cosines and sines require gradients, as in RoPE-Mixed. Then torch's operators rotate."""
     return rope.cos.requires_grad and torch.is_grad_enabled()
 
 
 def _causal(is_causal: bool) -> dict[str, Any]:
-    """Returns the causal flag as an argument if it is set; timm 1.0.20 has no such argument."""
+    """Returns the causal flag as a keyword argument if it is set, because timm 1.0.20 has no such argument."""
     return {"is_causal": True} if is_causal else {}
 
 
@@ -381,7 +385,4 @@ FORMS = Forms(
         "timm.models.naflexvit.NaFlexVit": PaddedTowerForm,
     },
 )
-
-
-def __getattr__(name: str) -> Any:
-    return FORMS.named(name)
+__getattr__ = FORMS.named
