@@ -172,6 +172,7 @@ class _Walk:
             return True
         if isinstance(module, FusedContainer):
             return self._visit_children(name, module, inside_unknown)
+        form: type[FusedModule] | None
         if isinstance(module, FusedModule):
             form = type(module)
         else:

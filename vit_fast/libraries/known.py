@@ -31,7 +31,7 @@ IMAGE_MODELS = (ours, fixed_grid, timm_model, hf_model, torchvision)
 TOWERS = (graph_towers, naflex)
 FUSABLE = {
     "vit_fast": (ours,),
-    "timm": (timm_blocks, timm_classifier),
+    "timm": (timm_blocks, timm_classifier, naflex),
     "transformers": (families,),
     "torchvision": (torchvision,),
     "torch": (torch_nn,),

@@ -120,10 +120,6 @@ class AttentionPoolForm(FusedNormMlp):
     def read_mlp(cls, block: Reader) -> MlpParts | None:
         return _read_mlp(block, "norm", {})
 
-    @classmethod
-    def head_width(cls, module: Any) -> int:
-        return int(module.head_dim)
-
     def forward(self, x: Tensor) -> Tensor:
         """Maps patches [B, N, C] to [B, C]."""
         parts = self.ready()

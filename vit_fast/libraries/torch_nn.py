@@ -41,10 +41,6 @@ class MultiheadAttentionForm(FusedModule):
         notes += dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
         return Finding(reasons + touch_reasons([("out_proj", module.out_proj)]), notes)
 
-    @classmethod
-    def head_width(cls, module: Any) -> int:
-        return int(module.head_dim)
-
     def forward(
         self,
         query: Tensor,

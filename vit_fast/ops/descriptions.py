@@ -145,6 +145,11 @@ def names_keys(mask: Any) -> bool:
     return isinstance(mask, Keys) or is_padding(mask)
 
 
+def keys_of(mask: Tensor | Keys | None, x: Tensor) -> Keys | None:
+    """Converts a padding mask to the keys that the tokens of x [B, N, ...] attend to; None means all keys."""
+    return mask if mask is None or isinstance(mask, Keys) else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
+
+
 def is_rms(norm: str) -> bool:
     """True for "rms_norm"; raises ValueError for unknown norms."""
     check_choice("norm", norm, NORMS)

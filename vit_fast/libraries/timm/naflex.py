@@ -1,4 +1,4 @@
-"""Packed tower of timm's NaFlexVit, whose inputs are patches padded to one length, coordinates and a mask."""
+"""timm's NaFlexVit, whose inputs are patches padded to one length, coordinates and a mask: fused and packed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...blocks.fused import Forms, FusedModule
 from ...ops.descriptions import Keys
+from ...ops.operators import is_exporting
 from ..interface.image_model import comes_from
 from ..interface.packed_tower import Call, PaddedTower, read_grids
+from .timm_blocks import AttentionLayer, AttentionPoolLatentForm
+
+
+class PaddedTowerForm(FusedModule):
+    """timm's NaFlexVit. Its layers get a padding mask that they recognize by its strides.
+
+    timm masks pairs of queries and keys, this class only keys. Padding tokens therefore attend to the tokens of their
+    image. Other tokens do not change, because no token attends to padding, and pooling skips it.
+    """
+
+    kind = "padding mask"
+
+    def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> dict[str, Any]:
+        """Returns tokens and further inputs of the blocks. Unless a mask is given, adds one of the valid patches."""
+        use_keys = attn_mask is None and patch_valid is not None and not is_exporting() and self._layers_are_fused()
+        timms: Any = super()
+        embeds: dict[str, Any] = timms._forward_embeds(x, patch_coord, patch_valid, False if use_keys else attn_mask)
+        if use_keys:  # after timm's patch dropout, which selects the valid patches in training
+            embeds["attn_mask"] = padding_mask(embeds["patch_valid"], self.num_prefix_tokens)
+        return embeds
+
+    def _pool(self, x: Tensor, pool_type: str | None = None, patch_valid: Tensor | None = None) -> Any:
+        """Pools tokens [B, prefix + N, C] to [B, C]."""
+        if patch_valid is None or not isinstance(self.attn_pool, AttentionPoolLatentForm) or is_exporting():
+            timms: Any = super()
+            return timms._pool(x, pool_type, patch_valid)
+        prefix = self.num_prefix_tokens if self.pool_include_prefix else 0
+        return self.attn_pool(x[:, self.num_prefix_tokens - prefix :], attn_mask=padding_mask(patch_valid, prefix))
+
+    def _layers_are_fused(self) -> bool:
+        """Returns True if all attention layers are fused; timm's own may add a mask to the scores."""
+        return all(isinstance(block.attn, AttentionLayer) for block in self.blocks)
+
+
+def padding_mask(valid: Tensor, prefix: int) -> Tensor:
+    """Returns the mask [B, 1, 1, prefix + N] for valid patches [B, N] behind prefix tokens, which are always valid."""
+    there = torch.cat([valid.new_ones((valid.shape[0], prefix), dtype=torch.bool), valid.bool()], 1)
+    return there[:, None, None]
 
 
 class NaFlexTower(PaddedTower):
-    """timm's NaFlexVit. timm's own code computes its positions, outside of the graph."""
+    """Packs the calls of a NaFlexVit. timm's own code computes its positions, outside of the graph."""
 
     def __init__(self, tower: Any) -> None:
         shapes: dict[str, tuple[int, ...]] = {"tokens": (tower.embed_dim,)}
@@ -79,3 +119,7 @@ class NaFlexTower(PaddedTower):
 def packed_tower(tower: nn.Module) -> NaFlexTower | None:
     """Returns the PackedTower of a NaFlexVit; None for other models."""
     return NaFlexTower(tower) if comes_from("timm", tower, "NaFlexVit") else None
+
+
+FORMS = Forms(globals(), {"timm.models.naflexvit.NaFlexVit": PaddedTowerForm})
+__getattr__ = FORMS.named

@@ -15,8 +15,7 @@ from ...blocks.plain import is_touched
 from ...blocks.reading import Reader
 from ...ops import Rope, attention, qk_norm_rope
 from ...ops.attention import attention_among
-from ...ops.descriptions import Keys, is_padding, names_keys
-from ...ops.operators import is_exporting
+from ...ops.descriptions import is_padding, keys_of, names_keys
 
 ACTIVATION_CLASSES = {
     "timm.layers.activations.GELU": "gelu",
@@ -237,10 +236,6 @@ class AttentionPoolLatentForm(FusedNormMlp):
     def read_mlp(cls, block: Reader) -> MlpParts | None:
         return read_mlp(block, "norm", {})
 
-    @classmethod
-    def head_width(cls, module: Any) -> int:
-        return int(module.head_dim)
-
     def is_idle(self) -> bool:
         return False  # it supports padding masks
 
@@ -262,48 +257,6 @@ class AttentionPoolLatentForm(FusedNormMlp):
         if self.pool == "token":
             return pooled[:, 0]
         return pooled.mean(1) if self.pool == "avg" else pooled
-
-
-class PaddedTowerForm(FusedModule):
-    """timm's NaFlexVit. Its layers get a padding mask that they recognize by its strides.
-
-    timm masks pairs of queries and keys, this class only keys. Padding tokens therefore attend to the tokens of their
-    image. Other tokens do not change, because no token attends to padding, and pooling skips it.
-    """
-
-    kind = "padding mask"
-
-    def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> dict[str, Any]:
-        """Returns tokens and further inputs of the blocks. Unless a mask is given, adds one of the valid patches."""
-        use_keys = attn_mask is None and patch_valid is not None and not is_exporting() and self._layers_are_fused()
-        timms: Any = super()
-        embeds: dict[str, Any] = timms._forward_embeds(x, patch_coord, patch_valid, False if use_keys else attn_mask)
-        if use_keys:  # after timm's patch dropout, which selects the valid patches in training
-            embeds["attn_mask"] = padding_mask(embeds["patch_valid"], self.num_prefix_tokens)
-        return embeds
-
-    def _pool(self, x: Tensor, pool_type: str | None = None, patch_valid: Tensor | None = None) -> Any:
-        """Pools tokens [B, prefix + N, C] to [B, C]."""
-        if patch_valid is None or not isinstance(self.attn_pool, AttentionPoolLatentForm) or is_exporting():
-            timms: Any = super()
-            return timms._pool(x, pool_type, patch_valid)
-        prefix = self.num_prefix_tokens if self.pool_include_prefix else 0
-        return self.attn_pool(x[:, self.num_prefix_tokens - prefix :], attn_mask=padding_mask(patch_valid, prefix))
-
-    def _layers_are_fused(self) -> bool:
-        """Returns True if all attention layers are fused; timm's own may add a mask to the scores."""
-        return all(isinstance(block.attn, AttentionLayer) for block in self.blocks)
-
-
-def padding_mask(valid: Tensor, prefix: int) -> Tensor:
-    """Returns the mask [B, 1, 1, prefix + N] for valid patches [B, N] behind prefix tokens, which are always valid."""
-    there = torch.cat([valid.new_ones((valid.shape[0], prefix), dtype=torch.bool), valid.bool()], 1)
-    return there[:, None, None]
-
-
-def keys_of(mask: Tensor | Keys | None, x: Tensor) -> Keys | None:
-    """Converts a padding mask to the keys that the tokens of x [B, N, ...] attend to; None means all keys."""
-    return mask if mask is None or isinstance(mask, Keys) else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -382,7 +335,6 @@ FORMS = Forms(
         "timm.models.eva.EvaBlock": EvaBlockForm,
         "timm.models.deepseek_vit.DeepseekVitBlock": EvaBlockForm,
         "timm.layers.attention_pool.AttentionPoolLatent": AttentionPoolLatentForm,
-        "timm.models.naflexvit.NaFlexVit": PaddedTowerForm,
     },
 )
 __getattr__ = FORMS.named

@@ -51,29 +51,15 @@ class Layer:
     scale_modules: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Mlp:
-    """Attribute names in an MLP. Names with a dot are paths from the layer, as in transformers 4."""
-
-    fc1: str
-    activation: str
-    fc2: str
-    gate: str | None = None
-
-    def paths(self, layer: Layer) -> tuple[str, ...]:
-        """Returns the dotted paths of all parts from the layer, the gate last."""
-        names = [name for name in (self.fc1, self.activation, self.fc2, self.gate) if name]
-        return tuple(name if "." in name else f"{layer.mlp}.{name}" for name in names)
-
-
-MLPS = (
-    Mlp("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
-    Mlp("fc1", "activation_fn", "fc2"),
-    Mlp("fc1", "activation", "fc2"),
-    Mlp("fc1", "act", "fc2"),
-    Mlp("linear_fc1", "act_fn", "linear_fc2"),
-    Mlp("up_proj", "act_fn", "down_proj", "gate_proj"),
-    Mlp("up_proj", "act_fn", "down_proj"),
+# fc1, activation and fc2 of an MLP, and the gate if it has one; names with a dot are paths from the layer
+MLPS: tuple[tuple[str, ...], ...] = (
+    ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),  # transformers 4
+    ("fc1", "activation_fn", "fc2"),
+    ("fc1", "activation", "fc2"),
+    ("fc1", "act", "fc2"),
+    ("linear_fc1", "act_fn", "linear_fc2"),
+    ("up_proj", "act_fn", "down_proj", "gate_proj"),
+    ("up_proj", "act_fn", "down_proj"),
 )
 
 
@@ -94,7 +80,7 @@ class FusedLayer(FusedNormMlp):
         name, module = layer.attention, block.reach(layer.attention)
         inside, dropouts = dict.fromkeys(layer.scale_modules[:1], known), layer.dropouts
         names = projections_of(module)
-        out = names and names.out and f"{name}.{names.out}"
+        out = names and names[3] and f"{name}.{names[3]}"
         block.nothing("relative_position_bias")
         if block.at(f"{name}.output.dense") is not None:  # transformers 4: the output linear layer is in another module
             inside |= {name: known, f"{name}.output": known}
@@ -104,7 +90,7 @@ class FusedLayer(FusedNormMlp):
         if names is None or not out or not fused_class(module, FusedSelfAttention):
             block.reasons.append(f"{name} must be fused and have four projections, got {describe(module)}")
             return None
-        qkv = tuple(f"{name}.{linear}" for linear in (names.query, names.key, names.value))
+        qkv = tuple(f"{name}.{linear}" for linear in names[:3])
         linears = [block.linear(path) for path in qkv]
         if not block.judge() or len({linear.weight.shape for linear in linears}) > 1:
             return None
@@ -132,14 +118,15 @@ class FusedLayer(FusedNormMlp):
         layer, known = cls.layer_spec, container_classes_beside(cls.original)
         inside: tuple[str, ...] = (layer.mlp,)
         dropouts = layer.dropouts
-        names = next((names for names in MLPS if all(block.at(path) is not None for path in names.paths(layer))), None)
-        if names is None:
+        candidates = ([name if "." in name else f"{layer.mlp}.{name}" for name in names] for names in MLPS)
+        paths = next((paths for paths in candidates if all(block.at(path) is not None for path in paths)), None)
+        if paths is None:
             mlp = describe(block.reach(layer.mlp))
             block.reasons.append(f"its MLP must have two or three linear layers with known names, got {mlp}")
             return None
-        if names.fc1.startswith("intermediate."):  # transformers 4: the two linear layers are in two modules
+        fc1, activation, fc2, *gate = paths
+        if fc1.startswith("intermediate."):  # transformers 4: the two linear layers are in two modules
             inside, dropouts = ("intermediate", "output"), tuple(f"output.{name}" for name in dropouts)
-        fc1, activation, fc2, *gate = names.paths(layer)
         return block.mlp(
             layer.norms[1],
             fc1,

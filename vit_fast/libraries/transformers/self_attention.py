@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,7 @@ from ...blocks.plain import is_touched, touch_reasons
 from ...blocks.reading import Reader, describe, dropout_notes
 from ...ops import Rope, attention, qk_norm_rope
 from ...ops.attention import attention_among
-from ...ops.descriptions import Keys, is_padding, names_keys
+from ...ops.descriptions import Keys, is_padding, keys_of, names_keys
 
 ACTIVATION_CLASSES = {
     "transformers.activations.GELUActivation": "gelu",
@@ -49,21 +48,12 @@ OUTPUT_DROPOUT = "projection_dropout"
 DROPOUT_RATES = ("attention_dropout", "dropout_prob", "dropout")  # the first existing one applies
 
 
-@dataclass(frozen=True)
-class Projections:
-    """Attribute names of the linear layers of an attention layer; out is None if the caller projects the output."""
-
-    query: str
-    key: str
-    value: str
-    out: str | None
-
-
+# Linear layers of q, k, v and the output; None if another module projects the output
 PROJECTIONS = (
-    Projections("q_proj", "k_proj", "v_proj", "o_proj"),
-    Projections("q_proj", "k_proj", "v_proj", "out_proj"),
-    Projections("q_proj", "k_proj", "v_proj", "projection_layer"),
-    Projections("query", "key", "value", None),
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("q_proj", "k_proj", "v_proj", "out_proj"),
+    ("q_proj", "k_proj", "v_proj", "projection_layer"),
+    ("query", "key", "value", None),
 )
 
 
@@ -81,11 +71,9 @@ def without(kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in names}
 
 
-def projections_of(module: nn.Module) -> Projections | None:
-    for names in PROJECTIONS:
-        if all(hasattr(module, name) for name in (names.query, names.key, names.value, names.out) if name):
-            return names
-    return None
+def projections_of(module: nn.Module) -> Any:
+    """Returns the first of PROJECTIONS that a module has, or None."""
+    return next((names for names in PROJECTIONS if all(hasattr(module, name) for name in names if name)), None)
 
 
 def first_attribute(module: nn.Module, *names: str) -> Any:
@@ -111,7 +99,7 @@ class FusedSelfAttention(FusedModule):
     """
 
     kind = "attention"
-    vit_fast_names: Projections
+    vit_fast_names: tuple[str, str, str, str | None]
 
     @property
     def vit_fast_scale(self) -> float:
@@ -136,10 +124,7 @@ class FusedSelfAttention(FusedModule):
         return int(first_attribute(module, "head_dim", "attention_head_size"))
 
     def set_up(self) -> None:
-        names = projections_of(self)
-        if names is None:
-            raise ValueError(f"{type(self).__qualname__} has no query, key and value projections")
-        self.vit_fast_names = names
+        self.vit_fast_names = projections_of(self)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Maps [B, N, C] to [B, N, C], and returns None as weights."""
@@ -147,7 +132,7 @@ class FusedSelfAttention(FusedModule):
             return super().forward(hidden_states, *args, **kwargs)
         rope, keys = self.rope_of(hidden_states, kwargs), self.keys_of(hidden_states, kwargs)
         output = self.attend(hidden_states, rope, keys)
-        for name in (self.vit_fast_names.out, OUTPUT_DROPOUT):
+        for name in (self.vit_fast_names[3], OUTPUT_DROPOUT):
             output = getattr(self, name)(output) if name and hasattr(self, name) else output
         return output, None
 
@@ -157,10 +142,7 @@ class FusedSelfAttention(FusedModule):
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
         """Returns the keys that the queries of a call attend to; None means all keys."""
-        mask = kwargs.get("attention_mask")
-        if mask is None or isinstance(mask, Keys):
-            return mask
-        return Keys(mask=mask[:, 0, 0].expand(hidden_states.shape[:2]))
+        return keys_of(kwargs.get("attention_mask"), hidden_states)
 
     def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if names_keys(kwargs.get("attention_mask")):
@@ -176,8 +158,7 @@ class FusedSelfAttention(FusedModule):
 
     def attend(self, hidden_states: Tensor, rope: Rope | None, keys: Keys | None) -> Tensor:
         """Maps [B, N, C] to the input [B, N, H * D] of the output projection."""
-        names = self.vit_fast_names
-        projected = [getattr(self, name)(hidden_states) for name in (names.query, names.key, names.value)]
+        projected = [getattr(self, name)(hidden_states) for name in self.vit_fast_names[:3]]
         for i, norm in enumerate(QK_NORMS):
             projected[i] = getattr(self, norm)(projected[i]) if hasattr(self, norm) else projected[i]
         parts = [part.unflatten(-1, (-1, type(self).head_width(self))) for part in projected]
