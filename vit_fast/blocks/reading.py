@@ -113,11 +113,11 @@ class PartReader(Inspector):
         norm_classes: The kind of each norm, by the dotted path of its class.
     """
 
-    activation_classes: ClassVar[Mapping[str, str]] = {
+    activation_classes: ClassVar[dict[str, str]] = {
         "torch.nn.modules.activation.ReLU": "relu",
         "torch.nn.modules.activation.SiLU": "silu",
     }
-    norm_classes: ClassVar[Mapping[str, str]] = {
+    norm_classes: ClassVar[dict[str, str]] = {
         "torch.nn.modules.normalization.LayerNorm": "layer_norm",
         "torch.nn.modules.normalization.RMSNorm": "rms_norm",
     }

@@ -17,7 +17,7 @@ from ..blocks.fusion_report import FusionReport, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
 from ..errors import UnsupportedInputError, check_type, type_name
 from ..layers import AttentionPool, PatchEmbed
-from ..libraries.known import form_or_reason, fused_form, stands_in_block
+from ..libraries.known import form_or_reason, fused_form, is_near_attention
 from ..model import Attention, Block
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
@@ -204,7 +204,7 @@ class _Walk:
         looks_fusable = LOOKS_FUSABLE.search(type(module).__name__) is not None
         found = self._visit_children(name, module, inside_unknown or looks_fusable)
         part = "attention" if "Att" in type(module).__name__ else "norm + MLP"
-        looks_fusable = looks_fusable and (part == "attention" or stands_in_block(self.model, name))
+        looks_fusable = looks_fusable and (part == "attention" or is_near_attention(self.model, name))
         if looks_fusable and not (found or inside_unknown) and next(module.parameters(), None) is not None:
             reason = f"{type(module).__qualname__} is not a supported class"
             self.rows.append(_row(name, module, part, [reason]))

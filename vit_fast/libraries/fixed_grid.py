@@ -17,7 +17,7 @@ from ..blocks.fused import FusedModule
 from ..config import Size
 from .interface.image_model import Head, ImageModel, comes_from, pair
 from .interface.peers import raise_unsupported
-from .transformers.graph_towers import grid_layout, patchify, resize_positions, resizing_weights, version_reasons
+from .transformers.graph_towers import embed_patches, grid_layout, patchify, resizing_weights, version_reasons
 
 QWEN = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel")
 TOWERS = (*QWEN, "Siglip2VisionModel", "NaFlexVit")
@@ -42,7 +42,7 @@ class FixedGrid(nn.Module):
         super().__init__()
         raise_unsupported("FixedGrid", _reasons(tower))
         self.tower: Any = tower
-        facts: Any = getattr(tower, "config", None) or tower.embeds  # the latter of NaFlexVit
+        facts: Any = getattr(tower, "config", None) or tower.embeds  # NaFlexVit has no config
         self.is_qwen = any(comes_from("transformers", tower, name) for name in QWEN)
         self.merge = facts.spatial_merge_size if self.is_qwen else 1
         names = ("in_channels", "num_channels", "in_chans")
@@ -94,9 +94,8 @@ class FixedGrid(nn.Module):
         return by_cell.expand(*(-1,) * 6, frames, -1, -1).flatten(5).flatten(0, 4)
 
     def _siglip2(self, images: Tensor) -> Tensor:
-        embeddings = self.tower.embeddings
         patches = patchify(images, self.patch_hw).movedim(3, -1).flatten(3).flatten(1, 2)
-        tokens = embeddings.patch_embedding(patches) + resize_positions(embeddings, self.get_buffer("resizing"))
+        tokens = embed_patches(self.tower.embeddings, patches, self.get_buffer("resizing"))
         tokens = self.tower.post_layernorm(self.tower.encoder(inputs_embeds=tokens).last_hidden_state)
         return self.tower.head(tokens) if self.tower.use_head else tokens
 
@@ -112,8 +111,6 @@ class FixedGrid(nn.Module):
 
 
 class FixedGridModel(ImageModel):
-    """A FixedGrid for export."""
-
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         """Does nothing, because fused layers can be exported."""
 

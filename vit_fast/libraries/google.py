@@ -66,7 +66,7 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
 
 
 def _unstack(name: str, array: Tensor) -> list[tuple[str, Tensor]]:
-    """Splits an array with the parameters of all blocks, as jax.lax.scan needs them."""
+    """Splits an array that stacks a parameter of all blocks, as in files of scanned models."""
     stacked = "Transformer/encoderblock/"
     if not name.startswith(stacked):
         return [(name, array)]

@@ -51,9 +51,10 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
         The converted state dict with the renamed and ignored names; None if no library recognizes the names.
     """
     state = strip_wrappers(state)
-    found = (library for library in NAMED_WEIGHTS if any(re.search(library.SIGNATURE, name) for name in state))
-    library = next(found, None)
-    return None if library is None else library.convert(state, config)
+    for library in NAMED_WEIGHTS:
+        if any(re.search(library.SIGNATURE, name) for name in state):
+            return library.convert(state, config)
+    return None
 
 
 def known_names() -> str:
@@ -128,7 +129,7 @@ def form_or_reason(cls: type[nn.Module]) -> tuple[type[FusedModule] | None, str 
     return None, None
 
 
-def stands_in_block(model: nn.Module, name: str) -> bool:
+def is_near_attention(model: nn.Module, name: str) -> bool:
     """Returns True if a module is near attention, as in an encoder block, unlike those in heads and projectors.
 
     Searches the children and grandchildren of the two enclosing modules, without the layers of lists.

@@ -17,17 +17,6 @@ from ...ops import Rope, attention, qk_norm_rope
 from ...ops.attention import attention_among
 from ...ops.descriptions import is_padding, keys_of, names_keys
 
-ACTIVATION_CLASSES = {
-    "timm.layers.activations.GELU": "gelu",
-    "timm.layers.activations.GELUTanh": "gelu_tanh",
-    "timm.layers.activations.QuickGELU": "quick_gelu",
-}
-NORM_CLASSES = {
-    "timm.layers.norm.LayerNorm": "layer_norm",
-    "timm.layers.norm.LayerNormFp32": "layer_norm",
-    "timm.layers.norm.RmsNorm": "rms_norm",
-    "timm.layers.norm.RmsNormFp32": "rms_norm",
-}
 SKIPPED = {
     "ResPostBlock": "it normalizes after the MLP, not before it",
     "ParallelScalingBlock": "its attention and MLP share one linear",
@@ -149,8 +138,17 @@ class RotaryAttentionForm(AttentionLayer):
 class TimmReader(Reader):
     """Reads a module that may contain timm's activations and norms."""
 
-    activation_classes: ClassVar[Mapping[str, str]] = {**Reader.activation_classes, **ACTIVATION_CLASSES}
-    norm_classes: ClassVar[Mapping[str, str]] = {**Reader.norm_classes, **NORM_CLASSES}
+    activation_classes: ClassVar[dict[str, str]] = Reader.activation_classes | {
+        "timm.layers.activations.GELU": "gelu",
+        "timm.layers.activations.GELUTanh": "gelu_tanh",
+        "timm.layers.activations.QuickGELU": "quick_gelu",
+    }
+    norm_classes: ClassVar[dict[str, str]] = Reader.norm_classes | {
+        "timm.layers.norm.LayerNorm": "layer_norm",
+        "timm.layers.norm.LayerNormFp32": "layer_norm",
+        "timm.layers.norm.RmsNorm": "rms_norm",
+        "timm.layers.norm.RmsNormFp32": "rms_norm",
+    }
 
 
 class BlockForm(FusedNormMlp):

@@ -142,14 +142,14 @@ class FusedLayer(FusedNormMlp):
     def set_up(self) -> None:
         names = tuple(inspect.signature(type(self).original_forward).parameters)
         self.vit_fast_arguments = names[2:]
-        # every version that returns a tuple can add attention weights to it
+        # layers with this parameter return tuples, to which they can append attention weights
         self.vit_fast_returns_tuple = "output_attentions" in names
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         """Maps [B, N, C] to [B, N, C], in a tuple if this version of transformers expects one."""
         parts, layer = self.ready(), type(self).layer_spec
         named = self.named(args, kwargs)
-        # hooks on the attention layer see its arguments, which some models pass by keyword
+        # hooks on the attention layer would get arguments by keyword that transformers passes by position
         hooked = parts is not None and parts.attention is None and is_touched(getattr(self, layer.attention))
         if parts is None or hooked or is_set(named.get("output_attentions")):
             return super().forward(hidden_states, *args, **kwargs)

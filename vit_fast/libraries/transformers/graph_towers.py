@@ -36,8 +36,8 @@ class GridTower(PackedTower):
         options, reasons = self.options_of(kwargs)
         grids = grid_thw.tolist() if grid_thw.dim() == 2 and grid_thw.shape[1] == 3 else []
         if not grids:
-            shape = list(grid_thw.shape)
-            raise ValueError(f"grid_thw must have shape [images, 3] with at least one image, got {shape}")
+            requirement = "must have shape [images, 3] with at least one image"
+            raise ValueError(f"grid_thw {requirement}, got {list(grid_thw.shape)}")
         merge = self.tower.spatial_merge_size
         if wrong := [grid for grid in grids if min(grid) < 1 or grid[1] % merge or grid[2] % merge]:
             raise ValueError(f"height and width in grid_thw must be multiples of {merge} patches, got {wrong[0]}")
@@ -55,11 +55,11 @@ class GridTower(PackedTower):
         frames = grids.repeat_interleave(grids[:, 0], 0).index_fill_(1, torch.tensor(0), 1)
         found = {"grid_thw": pad_to(frames, sequences + 1, 1)} | super().metadata(call, images, budget, sequences)
         for name, values in grid_layout(tower, grids).items():
-            if name == "window_index":  # a permutation, which keeps padding in place
+            if name == "window_index":  # a permutation; padding stays in place
                 found[name] = torch.cat([values, torch.arange(len(values), merged)])
             elif name == "cu_window_seqlens":
                 side = tower.window_size // tower.spatial_merge_size // tower.patch_size
-                # of a frame of a by b merged tokens: ceil(a/side) ceil(b/side) < ab/side + 1
+                # a frame of a by b merged tokens has ceil(a/side) ceil(b/side) < ab/side + 1 windows
                 found[name] = pad_to(values, merged // side + sequences + 2, budget)
             elif name != "cu_seqlens":
                 found[name] = pad_to(values, budget)
@@ -110,12 +110,10 @@ class PixtralTower(PackedTower):
         sizes = [(height, width)] * batch if image_sizes is None else torch.as_tensor(image_sizes).tolist()
         patch = self.tower.patch_size
         grids = [(int(rows) // patch, int(columns) // patch) for rows, columns in sizes]
-        if len(grids) != batch or any(
-            not (0 < rows * patch <= height and 0 < columns * patch <= width) for rows, columns in grids
-        ):
-            raise ValueError(
-                f"image_sizes must be {batch} sizes between {(patch, patch)} and {(height, width)}, got {sizes}"
-            )
+        fits = [0 < rows * patch <= height and 0 < columns * patch <= width for rows, columns in grids]
+        if len(grids) != batch or not all(fits):
+            requirement = f"must be {batch} sizes between {(patch, patch)} and {(height, width)}"
+            raise ValueError(f"image_sizes {requirement}, got {sizes}")
         lengths = [rows * columns for rows, columns in grids]
         return Call(lengths, [1] * batch, (pixel_values, grids), options, reasons)
 
@@ -154,17 +152,16 @@ class Siglip2Tower(PaddedTower):
         options, reasons = self.options_of(kwargs)
         batch, width = pixel_values.shape[:2]
         if not batch or tuple(spatial_shapes.shape) != (batch, 2):
-            raise ValueError(
-                f"pixel_values and spatial_shapes must have shapes [B, N, P] and [B, 2] with at least one image, "
-                f"got {list(pixel_values.shape)} and {list(spatial_shapes.shape)}"
-            )
-        there = pixel_values.new_ones((batch, width)) if pixel_attention_mask is None else pixel_attention_mask
-        shapes, lengths, fits = read_grids(spatial_shapes, there)
+            requirement = "must have shapes [B, N, P] and [B, 2] with at least one image"
+            got = f"{list(pixel_values.shape)} and {list(spatial_shapes.shape)}"
+            raise ValueError(f"pixel_values and spatial_shapes {requirement}, got {got}")
+        mask = pixel_values.new_ones((batch, width)) if pixel_attention_mask is None else pixel_attention_mask
+        shapes, lengths, fits = read_grids(spatial_shapes, mask)
         if any(length < 1 or length > width for length in lengths):
             raise ValueError(f"spatial_shapes must give 1 to {width} patches per image, got {shapes.tolist()}")
         if not fits:
             reasons.append("pixel_attention_mask must be 1 for exactly the first height * width patches of each image")
-        return Call(lengths, [1] * batch, (pixel_values, there, shapes.tolist()), options, reasons)
+        return Call(lengths, [1] * batch, (pixel_values, mask, shapes.tolist()), options, reasons)
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
         return {"patches": [call.inputs[0][image, : call.lengths[image]] for image in images]}
@@ -180,9 +177,9 @@ class Siglip2Tower(PaddedTower):
         return body(self.tower, **buffers, **options | {"return_dict": True})
 
     def finish(self, call: Call, outputs: Any) -> Any:
-        _, there, _ = call.inputs
+        _, mask, _ = call.inputs
         tokens = outputs.last_hidden_state
-        mask = there.bool()[:, None, None, :].expand(-1, 1, tokens.shape[1], -1)
+        mask = mask.bool()[:, None, None, :].expand(-1, 1, tokens.shape[1], -1)
         pooled = self.tower.head(tokens, mask) if self.tower.use_head else None
         named = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         found = type(outputs)(last_hidden_state=tokens, pooler_output=pooled, **named)
@@ -192,13 +189,13 @@ class Siglip2Tower(PaddedTower):
 def _run_siglip2(tower: Any, patches: Tensor, resizing: Tensor, cu_seqlens: Tensor, **options: Any) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-    tokens = (tower.embeddings.patch_embedding(patches) + resize_positions(tower.embeddings, resizing))[None]
+    tokens = embed_patches(tower.embeddings, patches, resizing)[None]
     encoded = tower.encoder(inputs_embeds=tokens, attention_mask=Keys(cu_seqlens, len(patches)), **options)
     return BaseModelOutputWithPooling(last_hidden_state=tower.post_layernorm(encoded.last_hidden_state))
 
 
 def resizing_weights(embeddings: Any, height: int, width: int) -> Tensor:
-    """Returns the weights [patches, 2, side] for resizing the rows and columns of SigLIP 2's positions."""
+    """Returns weights [N, 2, side] that interpolate the rows and columns of SigLIP 2's positions for each patch."""
     side = embeddings.position_embedding_size
     rows, columns = _axis_weights(side, height), _axis_weights(side, width)
     whole = torch.stack([rows[:, None].expand(-1, width, -1), columns.expand(height, -1, -1)], 2)
@@ -211,11 +208,12 @@ def _axis_weights(side: int, length: int) -> Tensor:
     return F.interpolate(unit, (1, length), mode="bilinear", align_corners=False, antialias=True)[0, :, 0].T
 
 
-def resize_positions(embeddings: Any, resizing: Tensor) -> Tensor:
-    """Resizes the positions of SigLIP 2 to [patches, C] like transformers, but without reading sizes."""
+def embed_patches(embeddings: Any, patches: Tensor, resizing: Tensor) -> Tensor:
+    """Embeds patches [..., N, P] like SigLIP 2, but resizes the positions without reading sizes on the host."""
     table = embeddings.position_embedding.weight
     rows, columns = resizing.float().unbind(1)
-    return ((rows[:, :, None] * columns[:, None]).flatten(1) @ table.float()).to(table.dtype)
+    positions = (rows[:, :, None] * columns[:, None]).flatten(1) @ table.float()
+    return embeddings.patch_embedding(patches) + positions.to(table.dtype)
 
 
 def patchify(images: Tensor, patch_hw: Size) -> Tensor:

@@ -189,7 +189,7 @@ class FusedLlama4Attention(FusedSelfAttention):
 
 
 class FusedLlama4Layer(FusedLayer):
-    """Llama 4's layer. Its callers pass arguments by keyword."""
+    """Llama 4's layer, whose input is named hidden_state."""
 
     def forward(self, hidden_state: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # HF's name
         """Maps [B, N, C] to ([B, N, C],)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -18,36 +17,16 @@ from ...ops import Rope, attention, qk_norm_rope
 from ...ops.attention import attention_among
 from ...ops.descriptions import Keys, is_padding, keys_of, names_keys
 
-ACTIVATION_CLASSES = {
-    "transformers.activations.GELUActivation": "gelu",
-    "transformers.activations.GELUTanh": "gelu_tanh",
-    "transformers.activations.FastGELUActivation": "gelu_tanh",
-    "transformers.activations.NewGELUActivation": "gelu_tanh",
-    "transformers.activations.PytorchGELUTanh": "gelu_tanh",
-    "transformers.activations.QuickGELUActivation": "quick_gelu",
-    "transformers.activations.SiLUActivation": "silu",
-}
-NORM_CLASSES = {
-    "transformers.models.aimv2.modeling_aimv2.Aimv2RMSNorm": "rms_norm",
-    "transformers.models.glm4v.modeling_glm4v.Glm4vRMSNorm": "rms_norm",
-    "transformers.models.internvl.modeling_internvl.InternVLVisionRMSNorm": "rms_norm",
-    "transformers.models.ovis2.modeling_ovis2.Ovis2RMSNorm": "rms_norm",
-    "transformers.models.pixtral.modeling_pixtral.PixtralRMSNorm": "rms_norm",
-    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2RMSNorm": "rms_norm",  # its name in transformers 4
-    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm": "rms_norm",
-}
 # Endings of the names of modules that only group the parts of an attention layer or MLP
 CONTAINERS = ("Attention", "MLP", "VisionMlp", "FFN", "Intermediate", "Output", "LayerScale")
 # Keyword arguments that models of transformers 4.53 to 5.23 pass to attention layers and that do not change the result
 NEUTRAL = frozenset(
     {"interpolate_pos_encoding", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"}
 )
-# Attributes of attention layers
+# Attribute names in attention layers
 QK_NORMS = ("q_norm", "k_norm")  # over the whole width, before the split into heads
 OUTPUT_DROPOUT = "projection_dropout"
 DROPOUT_RATES = ("attention_dropout", "dropout_prob", "dropout")  # the first existing one applies
-
-
 # Linear layers of q, k, v and the output; None if another module projects the output
 PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -201,8 +180,24 @@ def container_classes_beside(original: type[nn.Module]) -> tuple[type, ...]:
 class TransformersReader(Reader):
     """Reads a module that may contain transformers' activations and norms."""
 
-    activation_classes: ClassVar[Mapping[str, str]] = {**Reader.activation_classes, **ACTIVATION_CLASSES}
-    norm_classes: ClassVar[Mapping[str, str]] = {**Reader.norm_classes, **NORM_CLASSES}
+    activation_classes: ClassVar[dict[str, str]] = Reader.activation_classes | {
+        "transformers.activations.GELUActivation": "gelu",
+        "transformers.activations.GELUTanh": "gelu_tanh",
+        "transformers.activations.FastGELUActivation": "gelu_tanh",
+        "transformers.activations.NewGELUActivation": "gelu_tanh",
+        "transformers.activations.PytorchGELUTanh": "gelu_tanh",
+        "transformers.activations.QuickGELUActivation": "quick_gelu",
+        "transformers.activations.SiLUActivation": "silu",
+    }
+    norm_classes: ClassVar[dict[str, str]] = Reader.norm_classes | {
+        "transformers.models.aimv2.modeling_aimv2.Aimv2RMSNorm": "rms_norm",
+        "transformers.models.glm4v.modeling_glm4v.Glm4vRMSNorm": "rms_norm",
+        "transformers.models.internvl.modeling_internvl.InternVLVisionRMSNorm": "rms_norm",
+        "transformers.models.ovis2.modeling_ovis2.Ovis2RMSNorm": "rms_norm",
+        "transformers.models.pixtral.modeling_pixtral.PixtralRMSNorm": "rms_norm",
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2RMSNorm": "rms_norm",  # its name in transformers 4
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm": "rms_norm",
+    }
 
 
 class FusedPoolingHead(FusedNormMlp):
