@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..config import ViTConfig
-from .interface.rename import Converted, Rule, rename
+from .interface.rename import Converted, Rule, parts, rename
 
 NAME = "Google JAX"
 SIGNATURE = r"(^|/)embedding/kernel$"
 
 _BLOCK = r"Transformer/encoderblock_(\d+)/"
+_MHA = r"MultiHeadDotProductAttention_\d/"
 _MLP = r"MlpBlock_\d/Dense_"
 _POOL = r"MAPHead_0/"
 
@@ -23,19 +24,16 @@ RULES: tuple[Rule, ...] = (
     (r"embedding/(weight|bias)", r"patch_embed.proj.\1"),
     (_BLOCK + r"LayerNorm_0/(weight|bias)", r"blocks.\1.norm1.\2"),
     (_BLOCK + r"LayerNorm_[12]/(weight|bias)", r"blocks.\1.norm2.\2"),
-    (_BLOCK + r"MultiHeadDotProductAttention_\d/query/(weight|bias)", r"blocks.\1.attn.qkv.\2@0of3"),
-    (_BLOCK + r"MultiHeadDotProductAttention_\d/key/(weight|bias)", r"blocks.\1.attn.qkv.\2@1of3"),
-    (_BLOCK + r"MultiHeadDotProductAttention_\d/value/(weight|bias)", r"blocks.\1.attn.qkv.\2@2of3"),
-    (_BLOCK + r"MultiHeadDotProductAttention_\d/out/(weight|bias)", r"blocks.\1.attn.proj.\2"),
+    *parts(_BLOCK + _MHA + r"NAME/(weight|bias)", ("query", "key", "value"), r"blocks.\1.attn.qkv.\2"),
+    (_BLOCK + _MHA + r"out/(weight|bias)", r"blocks.\1.attn.proj.\2"),
     (_BLOCK + _MLP + r"0/(weight|bias)", r"blocks.\1.mlp.fc1.\2"),
     (_BLOCK + _MLP + r"1/(weight|bias)", r"blocks.\1.mlp.fc2.\2"),
     (r"Transformer/encoder_norm/(weight|bias)", r"norm.\1"),
     (_POOL + r"probe", "attn_pool.latent"),
     (_POOL + r"LayerNorm_0/(weight|bias)", r"attn_pool.norm.\1"),
-    (_POOL + r"MultiHeadDotProductAttention_0/query/(weight|bias)", r"attn_pool.q.\1"),
-    (_POOL + r"MultiHeadDotProductAttention_0/key/(weight|bias)", r"attn_pool.kv.\1@0of2"),
-    (_POOL + r"MultiHeadDotProductAttention_0/value/(weight|bias)", r"attn_pool.kv.\1@1of2"),
-    (_POOL + r"MultiHeadDotProductAttention_0/out/(weight|bias)", r"attn_pool.proj.\1"),
+    (_POOL + _MHA + r"query/(weight|bias)", r"attn_pool.q.\1"),
+    *parts(_POOL + _MHA + r"NAME/(weight|bias)", ("key", "value"), r"attn_pool.kv.\1"),
+    (_POOL + _MHA + r"out/(weight|bias)", r"attn_pool.proj.\1"),
     (_POOL + _MLP + r"0/(weight|bias)", r"attn_pool.mlp.fc1.\1"),
     (_POOL + _MLP + r"1/(weight|bias)", r"attn_pool.mlp.fc2.\1"),
     (r"head/(weight|bias)", r"head.\1"),

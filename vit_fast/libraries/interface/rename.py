@@ -58,6 +58,11 @@ class Converted:
         self.origins["cls_token"] = (*self.origins["cls_token"], *self.origins["pos_embed"])
 
 
+def parts(pattern: str, names: Sequence[str], whole: str) -> tuple[Rule, ...]:
+    """Returns rules that concatenate tensors to `whole`; NAME in the pattern stands for one of the names."""
+    return tuple((pattern.replace("NAME", name), f"{whole}@{i}of{len(names)}") for i, name in enumerate(names))
+
+
 def rename(state: Mapping[str, Tensor], layout: str, rules: Sequence[Rule]) -> Converted:
     """Applies the first rule that matches each name, then concatenates parts."""
     converted = Converted(layout)

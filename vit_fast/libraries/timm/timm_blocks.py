@@ -169,13 +169,13 @@ class BlockForm(FusedNormMlp):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Maps [B, N, C] to [B, N, C]."""
-        extra = _causal(is_causal)
+        options = {"attn_mask": attn_mask} | _causal(is_causal)
         parts = self.ready()
         if parts is None:
-            return super().forward(x, attn_mask=attn_mask, **extra)
+            return super().forward(x, **options)
 
         def attend(x: Tensor) -> Tensor:
-            return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, **extra)))
+            return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), **options)))
 
         ordinary = not is_causal and (attn_mask is None or names_keys(attn_mask))
         return self.run_as_block(parts, x, attend, ordinary, keys=keys_of(attn_mask, x) if ordinary else None)
@@ -209,13 +209,13 @@ class EvaBlockForm(FusedNormMlp):
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """Maps [B, N, C] to [B, N, C]."""
-        extra = _causal(is_causal) | ({} if attn_mask is None else {"attn_mask": attn_mask})
+        options = {"rope": rope} | _causal(is_causal) | ({} if attn_mask is None else {"attn_mask": attn_mask})
         parts = self.ready()
         if parts is None:
-            return super().forward(x, rope=rope, **extra)
+            return super().forward(x, **options)
 
         def attend(x: Tensor) -> Tensor:
-            branch = self.attn(self.norm1(x), rope=rope, **extra)
+            branch = self.attn(self.norm1(x), **options)
             scale = getattr(self, "gamma_1", None)
             return x + self.drop_path1(branch if scale is None else scale * branch)
 

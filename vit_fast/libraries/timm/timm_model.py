@@ -21,7 +21,7 @@ from ...positions import rope_of
 from ...variants import get_variant
 from ..interface.image_model import Facts, ImageModel, TimmInterface, comes_from, pair, switch
 from ..interface.peers import config_reasons, raise_unsupported
-from ..interface.rename import Converted, Rule, rename, with_key_biases
+from ..interface.rename import Converted, Rule, parts, rename, with_key_biases
 
 NAME = "timm"
 PEER = "timm's VisionTransformer"
@@ -33,14 +33,9 @@ RULES: tuple[Rule, ...] = (
     (r"mask_token", None),
     (r"register_tokens", "reg_token"),
     (r"blocks\.(\d+)\.gamma_([12])", r"blocks.\1.ls\2.gamma"),
-    (r"(blocks\.\d+\.attn)\.(?:q_bias|q_proj\.bias)", r"\1.qkv.bias@0of3"),
-    (r"(blocks\.\d+\.attn)\.(?:k_bias|k_proj\.bias)", r"\1.qkv.bias@1of3"),
-    (r"(blocks\.\d+\.attn)\.(?:v_bias|v_proj\.bias)", r"\1.qkv.bias@2of3"),
-    (r"(blocks\.\d+\.attn)\.q_proj\.weight", r"\1.qkv.weight@0of3"),
-    (r"(blocks\.\d+\.attn)\.k_proj\.weight", r"\1.qkv.weight@1of3"),
-    (r"(blocks\.\d+\.attn)\.v_proj\.weight", r"\1.qkv.weight@2of3"),
-    (r"(blocks\.\d+\.mlp)\.fc1_g\.(weight|bias)", r"\1.fc1.\2@0of2"),
-    (r"(blocks\.\d+\.mlp)\.fc1_x\.(weight|bias)", r"\1.fc1.\2@1of2"),
+    *parts(r"(blocks\.\d+\.attn)\.(?:NAME_bias|NAME_proj\.bias)", "qkv", r"\1.qkv.bias"),
+    *parts(r"(blocks\.\d+\.attn)\.NAME_proj\.weight", "qkv", r"\1.qkv.weight"),
+    *parts(r"(blocks\.\d+\.mlp)\.fc1_NAME\.(weight|bias)", "gx", r"\1.fc1.\2"),
 )
 
 

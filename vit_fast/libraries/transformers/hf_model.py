@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...config import ViTConfig
 from ..interface.image_model import Head, ImageModel, comes_from, pair, required_input_reasons, switch
 from ..interface.peers import plain_vit_reasons, raise_unsupported
-from ..interface.rename import Converted, Rule, rename, with_key_biases
+from ..interface.rename import Converted, Rule, parts, rename, with_key_biases
 from .hf_config import ACTIVATIONS
 
 NAME = "transformers"
@@ -38,9 +38,8 @@ VIT_RULES: tuple[Rule, ...] = (
     (_VIT_PREFIX + r"pooler\..+", None),
     (_VIT_BLOCK + r"(?:layernorm_before|norm1)" + _W, r"blocks.\1.norm1.\2"),
     (_VIT_BLOCK + r"(?:layernorm_after|norm2)" + _W, r"blocks.\1.norm2.\2"),
-    (_VIT_BLOCK + r"attention\.(?:attention\.query|q_proj)" + _W, r"blocks.\1.attn.qkv.\2@0of3"),
-    (_VIT_BLOCK + r"attention\.(?:attention\.key|k_proj)" + _W, r"blocks.\1.attn.qkv.\2@1of3"),
-    (_VIT_BLOCK + r"attention\.(?:attention\.value|v_proj)" + _W, r"blocks.\1.attn.qkv.\2@2of3"),
+    *parts(_VIT_BLOCK + r"attention\.attention\.NAME" + _W, ("query", "key", "value"), r"blocks.\1.attn.qkv.\2"),
+    *parts(_VIT_BLOCK + r"attention\.NAME_proj" + _W, "qkv", r"blocks.\1.attn.qkv.\2"),
     (_VIT_BLOCK + r"attention\.(?:output\.dense|o_proj)" + _W, r"blocks.\1.attn.proj.\2"),
     (_VIT_BLOCK + r"(?:intermediate\.dense|mlp\.fc1)" + _W, r"blocks.\1.mlp.fc1.\2"),
     (_VIT_BLOCK + r"(?:output\.dense|mlp\.fc2)" + _W, r"blocks.\1.mlp.fc2.\2"),
@@ -53,10 +52,7 @@ VIT_RULES: tuple[Rule, ...] = (
 )
 
 PLAIN_MLP_RULES: tuple[Rule, ...] = ((_VIT_BLOCK + r"mlp\.up_proj" + _W, r"blocks.\1.mlp.fc1.\2"),)
-GATED_MLP_RULES: tuple[Rule, ...] = (
-    (_VIT_BLOCK + r"mlp\.gate_proj" + _W, r"blocks.\1.mlp.fc1.\2@0of2"),
-    (_VIT_BLOCK + r"mlp\.up_proj" + _W, r"blocks.\1.mlp.fc1.\2@1of2"),
-)
+GATED_MLP_RULES = parts(_VIT_BLOCK + r"mlp\.NAME_proj" + _W, ("gate", "up"), r"blocks.\1.mlp.fc1.\2")
 
 _TOWER = r"(?:vision_model\.)?"
 _TOWER_BLOCK = _TOWER + r"encoder\.layers\.(\d+)\."
@@ -69,9 +65,7 @@ TOWER_RULES: tuple[Rule, ...] = (
     (_TOWER + r"pre_layrnorm" + _W, r"norm_pre.\1"),
     (_TOWER + r"post_layernorm" + _W, r"norm.\1"),
     (_TOWER_BLOCK + r"layer_norm([12])" + _W, r"blocks.\1.norm\2.\3"),
-    (_TOWER_BLOCK + r"self_attn\.q_proj" + _W, r"blocks.\1.attn.qkv.\2@0of3"),
-    (_TOWER_BLOCK + r"self_attn\.k_proj" + _W, r"blocks.\1.attn.qkv.\2@1of3"),
-    (_TOWER_BLOCK + r"self_attn\.v_proj" + _W, r"blocks.\1.attn.qkv.\2@2of3"),
+    *parts(_TOWER_BLOCK + r"self_attn\.NAME_proj" + _W, "qkv", r"blocks.\1.attn.qkv.\2"),
     (_TOWER_BLOCK + r"self_attn\.out_proj" + _W, r"blocks.\1.attn.proj.\2"),
     (_TOWER_BLOCK + r"mlp\.fc([12])" + _W, r"blocks.\1.mlp.fc\2.\3"),
     (_TOWER + r"head\.probe", "attn_pool.latent"),
