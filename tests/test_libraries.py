@@ -42,8 +42,8 @@ def _peer(library: Any, config: ViTConfig) -> tuple[nn.Module, dict[str, torch.T
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_peer_holds_our_weights_and_nothing_else(family: str) -> None:
-    """Read back as weights of that library, every parameter is ours to the last bit."""
+def test_a_peer_contains_exactly_our_weights(family: str) -> None:
+    """Converts the weights of the peer back; every parameter must equal ours exactly."""
     library, fields = FAMILIES[family]
     config = ViTConfig(**TINY | fields)
     peer, weights = _peer(library, config)
@@ -65,7 +65,7 @@ def test_transformers_has_a_name_for_each_activation(act_layer: str) -> None:
     assert hf_config.vit_fields(written)["act_layer"] == act_layer
 
 
-def test_weights_that_do_not_match_are_refused_by_name_on_both_sides() -> None:
+def test_parameters_without_counterpart_are_listed_for_both_models() -> None:
     config = ViTConfig(**TINY)
     weights = VisionTransformer(config.replace(init_values=1e-5, pre_norm=True)).state_dict()
     peer = torchvision.build_peer(config)
