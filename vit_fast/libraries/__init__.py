@@ -7,5 +7,5 @@ The files of a library define what it has of the following:
 - PEER, the name of its model with our architecture, and `build_peer`, which builds it
 - `recognise`, which describes a model for export
 - `packed_tower`, which packs the calls of a vision tower for CUDA graphs
-- FORMS, the fused class of each of its classes, and SKIPPED, reasons against fusing other classes
+- FORMS, which creates fused classes from its classes and our mixins, and SKIPPED, reasons against fusing other classes
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..blocks.containers import FusedBlocks as BlocksForm
+from ..blocks.containers import FusedBlocks as BlocksMixin
 from ..blocks.fused import Forms, FusedNormMlp
 from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.reading import Reader
@@ -64,7 +64,7 @@ class OurModel(TimmInterface):
 # --- fusing -------------------------------------------------------------------------------------------------
 
 
-class AttentionForm(AttentionLayer):
+class AttentionMixin(AttentionLayer):
     """Our Attention with fused operators between its linear layers."""
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class AttentionForm(AttentionLayer):
         return Rope(cos, sin, self.num_prefix_tokens, self.rope_layout)
 
 
-class BlockForm(FusedNormMlp):
+class BlockMixin(FusedNormMlp):
     """Our Block as a sequence of fused kernels.
 
     If that is not possible, norm2, MLP, LayerScale and residual are one operator.
@@ -91,7 +91,7 @@ class BlockForm(FusedNormMlp):
     def read_attention(cls, block: Reader) -> AttentionParts | None:
         inside = {"ls1": (LayerScale, nn.Identity), "drop_path1": (DropPath,)}
         halves = block.value("attn.rope_layout") == "half"
-        return read_attention(block, AttentionForm, inside=inside, layer_scale="ls1.gamma", rotates_halves=halves)
+        return read_attention(block, AttentionMixin, inside=inside, layer_scale="ls1.gamma", rotates_halves=halves)
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
@@ -111,7 +111,7 @@ class BlockForm(FusedNormMlp):
         return self.run_as_block(parts, x, attend, rope=tables)
 
 
-class AttentionPoolForm(FusedNormMlp):
+class AttentionPoolMixin(FusedNormMlp):
     """Our AttentionPool: a learned query attends to all patches, then norm, MLP and residual."""
 
     kind = "attention, norm + MLP"
@@ -146,10 +146,10 @@ def _read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], 
 FORMS = Forms(
     globals(),
     {
-        "vit_fast.model.Attention": AttentionForm,
-        "vit_fast.model.Block": BlockForm,
-        "vit_fast.model.Blocks": BlocksForm,
-        "vit_fast.layers.AttentionPool": AttentionPoolForm,
+        "vit_fast.model.Attention": AttentionMixin,
+        "vit_fast.model.Block": BlockMixin,
+        "vit_fast.model.Blocks": BlocksMixin,
+        "vit_fast.layers.AttentionPool": AttentionPoolMixin,
     },
 )
 __getattr__ = FORMS.named

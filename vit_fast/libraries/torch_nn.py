@@ -18,7 +18,7 @@ from ..ops import attention_qkvpacked
 from ..ops.frozen import PLAIN
 
 
-class MultiheadAttentionForm(FusedModule):
+class MultiheadAttentionMixin(FusedModule):
     """Self-attention, mha(x, x, x, need_weights=False) without masks, as a fused operator.
 
     Other calls (cross-attention, masks, returned weights, dropout in training) run the original forward.
@@ -69,7 +69,7 @@ class MultiheadAttentionForm(FusedModule):
         return (mixed if self.batch_first else mixed.transpose(0, 1)), None
 
 
-class TransformerEncoderLayerForm(FusedNormMlp):
+class TransformerEncoderLayerMixin(FusedNormMlp):
     """A pre-norm TransformerEncoderLayer with norm2, feed-forward and residual as one operator."""
 
     @classmethod
@@ -100,8 +100,8 @@ class TransformerEncoderLayerForm(FusedNormMlp):
 FORMS = Forms(
     globals(),
     {
-        "torch.nn.modules.activation.MultiheadAttention": MultiheadAttentionForm,
-        "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayerForm,
+        "torch.nn.modules.activation.MultiheadAttention": MultiheadAttentionMixin,
+        "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayerMixin,
         "torch.nn.modules.container.Sequential": FusedBlocks,
     },
 )

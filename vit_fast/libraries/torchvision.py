@@ -18,7 +18,7 @@ from ..errors import UnsupportedInputError
 from .interface.image_model import Head, ImageModel, comes_from
 from .interface.peers import config_reasons, plain_vit_reasons, raise_unsupported
 from .interface.rename import Converted, Rule, rename
-from .torch_nn import MultiheadAttentionForm
+from .torch_nn import MultiheadAttentionMixin
 
 NAME = "torchvision"
 PEER = "torchvision's VisionTransformer"
@@ -123,7 +123,7 @@ class TorchvisionModel(ImageModel):
 # --- fusing ---------------------------------------------------------------------------------------------------
 
 
-class EncoderBlockForm(FusedNormMlp):
+class EncoderBlockMixin(FusedNormMlp):
     """torchvision's EncoderBlock as a sequence of fused kernels.
 
     If that is not possible, ln_2, MLP and residual are one operator.
@@ -136,7 +136,7 @@ class EncoderBlockForm(FusedNormMlp):
             "ln_1",
             ("self_attention",),
             "self_attention.out_proj",
-            inside={"self_attention": fused_class(block.at("self_attention"), MultiheadAttentionForm)},
+            inside={"self_attention": fused_class(block.at("self_attention"), MultiheadAttentionMixin)},
             dropouts=("dropout",),
             rates=("self_attention.dropout",),
             num_heads=block.value("self_attention.num_heads"),
@@ -164,5 +164,5 @@ class EncoderBlockForm(FusedNormMlp):
 
 SKIPPED = {"ShiftedWindowAttention": "windowed attention with a position bias"}
 
-FORMS = Forms(globals(), {"torchvision.models.vision_transformer.EncoderBlock": EncoderBlockForm})
+FORMS = Forms(globals(), {"torchvision.models.vision_transformer.EncoderBlock": EncoderBlockMixin})
 __getattr__ = FORMS.named

@@ -13,10 +13,10 @@ from ...ops.descriptions import Keys
 from ...ops.operators import is_exporting
 from ..interface.image_model import comes_from
 from ..interface.packed_tower import Call, PaddedTower, read_grids
-from .timm_blocks import AttentionLayer, AttentionPoolLatentForm
+from .timm_blocks import AttentionLayer, AttentionPoolLatentMixin
 
 
-class PaddedTowerForm(FusedModule):
+class NaFlexVitMixin(FusedModule):
     """timm's NaFlexVit. Its layers get a padding mask that they recognize by its strides.
 
     timm masks pairs of queries and keys, this class only keys. Padding tokens therefore attend to the tokens of their
@@ -36,7 +36,7 @@ class PaddedTowerForm(FusedModule):
 
     def _pool(self, x: Tensor, pool_type: str | None = None, patch_valid: Tensor | None = None) -> Any:
         """Pools tokens [B, prefix + N, C] to [B, C]."""
-        if patch_valid is None or not isinstance(self.attn_pool, AttentionPoolLatentForm) or is_exporting():
+        if patch_valid is None or not isinstance(self.attn_pool, AttentionPoolLatentMixin) or is_exporting():
             timms: Any = super()
             return timms._pool(x, pool_type, patch_valid)
         prefix = self.num_prefix_tokens if self.pool_include_prefix else 0
@@ -121,5 +121,5 @@ def packed_tower(tower: nn.Module) -> NaFlexTower | None:
     return NaFlexTower(tower) if comes_from("timm", tower, "NaFlexVit") else None
 
 
-FORMS = Forms(globals(), {"timm.models.naflexvit.NaFlexVit": PaddedTowerForm})
+FORMS = Forms(globals(), {"timm.models.naflexvit.NaFlexVit": NaFlexVitMixin})
 __getattr__ = FORMS.named

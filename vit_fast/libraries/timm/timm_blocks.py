@@ -89,7 +89,7 @@ class AttentionLayer(FusedModule):
         return self.proj_drop(self.proj(mixed))
 
 
-class AttentionForm(AttentionLayer):
+class AttentionMixin(AttentionLayer):
     """timm's Attention with a fused operator between its linear layers."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -101,7 +101,7 @@ class AttentionForm(AttentionLayer):
         return self.project_out(self.mix(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), attn_mask), x)
 
 
-class RotaryAttentionForm(AttentionLayer):
+class RotaryAttentionMixin(AttentionLayer):
     """timm's EvaAttention and AttentionRope with fused operators between their linear layers."""
 
     def forward(
@@ -151,7 +151,7 @@ class TimmReader(Reader):
     }
 
 
-class BlockForm(FusedNormMlp):
+class BlockMixin(FusedNormMlp):
     """timm's Block as a sequence of fused kernels.
 
     If that is not possible, norm2, MLP, LayerScale and residual are one operator.
@@ -161,7 +161,7 @@ class BlockForm(FusedNormMlp):
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        return read_attention(block, AttentionForm, inside={"ls1": _scales()}, layer_scale="ls1.gamma")
+        return read_attention(block, AttentionMixin, inside={"ls1": _scales()}, layer_scale="ls1.gamma")
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
@@ -181,7 +181,7 @@ class BlockForm(FusedNormMlp):
         return self.run_as_block(parts, x, attend, ordinary, keys=keys_of(attn_mask, x) if ordinary else None)
 
 
-class EvaBlockForm(FusedNormMlp):
+class EvaBlockMixin(FusedNormMlp):
     """timm's EvaBlock, fused like Block; and DeepseekVitBlock, which has no LayerScale."""
 
     reader = TimmReader
@@ -194,7 +194,7 @@ class EvaBlockForm(FusedNormMlp):
         own_biases = packed and block.at("attn.q_bias") is not None
         return read_attention(
             block,
-            RotaryAttentionForm,
+            RotaryAttentionMixin,
             ("attn.qkv",) if packed else ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
             biases=("attn.q_bias", "attn.k_bias", "attn.v_bias") if own_biases else None,
             rotates_halves=bool(block.value("attn.rotate_half")),
@@ -224,7 +224,7 @@ class EvaBlockForm(FusedNormMlp):
         return self.run_as_block(parts, x, attend, ordinary, tables, keys_of(attn_mask, x) if ordinary else None)
 
 
-class AttentionPoolLatentForm(FusedNormMlp):
+class AttentionPoolLatentMixin(FusedNormMlp):
     """SigLIP's pooling head: a learned query attends to all tokens, then norm, MLP and residual."""
 
     reader = TimmReader
@@ -284,7 +284,7 @@ def read_attention(
         qkv,
         "attn.proj",
         qk_norm=("attn.q_norm", "attn.k_norm"),
-        inside={"attn": fused_class(block.at("attn"), form), **(inside or {})},
+        inside={"attn": fused_class(attention, form), **(inside or {})},
         empty=("attn.norm",),
         dropouts=("attn.attn_drop", "attn.proj_drop"),
         num_heads=block.value("attn.num_heads"),
@@ -326,13 +326,13 @@ def _scales() -> tuple[type, ...]:
 FORMS = Forms(
     globals(),
     {
-        "timm.layers.attention.Attention": AttentionForm,
-        "timm.layers.attention.AttentionRope": RotaryAttentionForm,
-        "timm.models.eva.EvaAttention": RotaryAttentionForm,
-        "timm.models.vision_transformer.Block": BlockForm,
-        "timm.models.eva.EvaBlock": EvaBlockForm,
-        "timm.models.deepseek_vit.DeepseekVitBlock": EvaBlockForm,
-        "timm.layers.attention_pool.AttentionPoolLatent": AttentionPoolLatentForm,
+        "timm.layers.attention.Attention": AttentionMixin,
+        "timm.layers.attention.AttentionRope": RotaryAttentionMixin,
+        "timm.models.eva.EvaAttention": RotaryAttentionMixin,
+        "timm.models.vision_transformer.Block": BlockMixin,
+        "timm.models.eva.EvaBlock": EvaBlockMixin,
+        "timm.models.deepseek_vit.DeepseekVitBlock": EvaBlockMixin,
+        "timm.layers.attention_pool.AttentionPoolLatent": AttentionPoolLatentMixin,
     },
 )
 __getattr__ = FORMS.named

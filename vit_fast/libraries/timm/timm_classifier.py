@@ -14,12 +14,12 @@ from ...blocks.containers import FusedContainer
 from ...blocks.fused import Forms
 from ...blocks.plain import is_touched
 from ...ops.operators import is_exporting
-from .timm_blocks import BlockForm
+from .timm_blocks import BlockMixin
 
 _METHODS = ("forward_features", "forward_head", "pool")  # which a user may have replaced
 
 
-class ClassifierForm(FusedContainer):
+class VisionTransformerMixin(FusedContainer):
     """timm's VisionTransformer. If its head reads only the first token, its last block computes only that token.
 
     This applies to calls without gradients, of a model that is frozen for the CPU or compiled with backend sdpa.
@@ -59,7 +59,7 @@ def _run_for_one_token(blocks: Any, x: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         output = run_packed_blocks(blocks, x, outputs=1)
         return blocks(x) if output is None else output
-    supported = isinstance(last, BlockForm) and last.vit_fast_backend == "sdpa" and not last.training
+    supported = isinstance(last, BlockMixin) and last.vit_fast_backend == "sdpa" and not last.training
     if not supported or last._forward_hooks or is_touched(last):
         return blocks(x)
     parts = last.ready()
@@ -84,5 +84,5 @@ def _first_token(block: Any, x: Tensor) -> Tensor:
     return out
 
 
-FORMS = Forms(globals(), {"timm.models.vision_transformer.VisionTransformer": ClassifierForm})
+FORMS = Forms(globals(), {"timm.models.vision_transformer.VisionTransformer": VisionTransformerMixin})
 __getattr__ = FORMS.named
