@@ -59,7 +59,7 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     converted.origins = {ours: tuple(source_of[name] for name in theirs) for ours, theirs in converted.origins.items()}
     converted.add_batch_axis()
     if any(name.startswith(f"{prefix}pre_logits/") for name in state):
-        converted.head_problem = _pre_logits_problem
+        converted.mark_head_unsupported("its head has a hidden pre_logits layer")
     return converted
 
 
@@ -81,7 +81,3 @@ def _to_torch(name: str, array: Tensor) -> Tensor:
         into_heads = re.search(r"/(query|key|value)/kernel$", name)
         array = array.flatten(1) if into_heads else array.flatten(0, 1)
     return array.t().contiguous() if array.dim() == 2 else array
-
-
-def _pre_logits_problem(config: ViTConfig) -> str:
-    return "its head has a hidden pre_logits layer, which ViTConfig does not support"

@@ -42,6 +42,9 @@ class Converted:
             tensor = self.tensors[name]
             self.tensors[name] = tensor.reshape(1, -1, tensor.shape[-1])
 
+    def mark_head_unsupported(self, difference: str) -> None:
+        self.head_problem = lambda config: f"{difference}, which ViTConfig does not support"
+
     def add_head_bias(self, projection: str) -> None:
         """Adds zeros as the bias of the head, because CLIP's projection has none."""
         weight = self.tensors["head.weight"]

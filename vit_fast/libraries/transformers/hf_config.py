@@ -78,7 +78,7 @@ def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         hidden = (int(int(C * vision["mlp_ratio"]) * 2 / 3) + 7) // 8 * 8
     mlp_ratio = vision["mlp_ratio"] if hidden is None else hidden / C
     if hidden is not None and int(C * mlp_ratio) != hidden:
-        mlp_ratio = (hidden + 0.5) / C  # half a unit more, so that rounding does not lose one
+        mlp_ratio = (hidden + 0.5) / C  # half a unit more, because ViTConfig rounds down
     image_size, patch_size = vision["image_size"], vision["patch_size"]
     fields = {
         "img_size": tuple(image_size) if isinstance(image_size, list) else image_size,

@@ -87,8 +87,10 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     state = with_key_biases(state, r"(.+\.attention\.)q(_proj\.bias)")  # DINOv3
     converted = rename(state, f"{NAME} ViT/DeiT/DINOv2", VIT_RULES + (GATED_MLP_RULES if gated else PLAIN_MLP_RULES))
     converted.fold_class_position(config)
-    dinov2 = any("layer_scale1.lambda1" in name for name in state)
-    converted.head_problem = _dinov2_head_problem if dinov2 else _token_head_problem
+    if any("layer_scale1.lambda1" in name for name in state):
+        converted.mark_head_unsupported("DINOv2's classifier reads class token and mean patch (2 * embed_dim)")
+    else:
+        converted.head_problem = _token_head_problem
     return converted
 
 
@@ -101,8 +103,10 @@ def _convert_tower(state: Mapping[str, Tensor]) -> Converted:
     if "visual_projection.weight" in state:
         converted.add_head_bias("visual_projection")
         converted.head_problem = _token_head_problem
+    elif "classifier.weight" in state and is_clip:
+        converted.mark_head_unsupported("CLIPForImageClassification's classifier reads patches before the final norm")
     elif "classifier.weight" in state:
-        converted.head_problem = _clip_head_problem if is_clip else _siglip_head_problem
+        converted.head_problem = _siglip_head_problem
     return converted
 
 
@@ -126,16 +130,6 @@ def _siglip_head_problem(config: ViTConfig) -> str | None:
     if config.global_pool == "avg" and not config.norm_after_pool:
         return None
     return "it reads the mean of the normalised patches, so the model must have global_pool='avg' and fc_norm=False"
-
-
-def _clip_head_problem(config: ViTConfig) -> str:
-    return (
-        "CLIPForImageClassification's classifier reads patches before the final norm, which ViTConfig does not support"
-    )
-
-
-def _dinov2_head_problem(config: ViTConfig) -> str:
-    return "DINOv2's classifier reads class token and mean patch (2 * embed_dim), which ViTConfig does not support"
 
 
 # --- peer with our weights -------------------------------------------------------------------------------------
