@@ -68,7 +68,6 @@ class AttentionMixin(AttentionLayer):
     """Our Attention with fused operators between its linear layers."""
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """Maps [B, N, C] and rotary positions to [B, N, C]."""
         if self.vit_fast_backend == "sdpa" or self.needs_original_forward(None, False):
             return super().forward(x, *rope)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
@@ -82,10 +81,7 @@ class AttentionMixin(AttentionLayer):
 
 
 class BlockMixin(FusedNormMlp):
-    """Our Block as a sequence of fused kernels.
-
-    If that is not possible, norm2, MLP, LayerScale and residual are one operator.
-    """
+    """Our Block, fused as a whole or by its parts."""
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
@@ -99,7 +95,6 @@ class BlockMixin(FusedNormMlp):
         return _read_mlp(block, "norm2", inside, layer_scale="ls2.gamma", drop_path="drop_path2")
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """Maps [B, N, C] and rotary positions to [B, N, C]."""
         parts = self.ready()
         if parts is None:
             return super().forward(x, *rope)

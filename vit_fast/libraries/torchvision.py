@@ -124,10 +124,7 @@ class TorchvisionModel(ImageModel):
 
 
 class EncoderBlockMixin(FusedNormMlp):
-    """torchvision's EncoderBlock as a sequence of fused kernels.
-
-    If that is not possible, ln_2, MLP and residual are one operator.
-    """
+    """torchvision's EncoderBlock, fused as a whole or by its parts."""
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
@@ -149,7 +146,6 @@ class EncoderBlockMixin(FusedNormMlp):
         return block.mlp("ln_2", "mlp.0", "mlp.1", "mlp.3", inside={"mlp": (MLPBlock,)}, dropouts=("mlp.2", "mlp.4"))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps [B, N, C] to [B, N, C]."""
         parts = self.ready()
         if parts is None:
             return super().forward(input)

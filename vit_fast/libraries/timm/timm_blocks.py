@@ -152,10 +152,7 @@ class TimmReader(Reader):
 
 
 class BlockMixin(FusedNormMlp):
-    """timm's Block as a sequence of fused kernels.
-
-    If that is not possible, norm2, MLP, LayerScale and residual are one operator.
-    """
+    """timm's Block, fused as a whole or by its parts."""
 
     reader = TimmReader
 
@@ -168,7 +165,6 @@ class BlockMixin(FusedNormMlp):
         return read_mlp(block, "norm2", {"ls2": _scales()}, layer_scale="ls2.gamma", drop_path="drop_path2")
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Maps [B, N, C] to [B, N, C]."""
         options = {"attn_mask": attn_mask} | _causal(is_causal)
         parts = self.ready()
         if parts is None:
@@ -208,7 +204,6 @@ class EvaBlockMixin(FusedNormMlp):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Maps [B, N, C] to [B, N, C]."""
         options = {"rope": rope} | _causal(is_causal) | ({} if attn_mask is None else {"attn_mask": attn_mask})
         parts = self.ready()
         if parts is None:

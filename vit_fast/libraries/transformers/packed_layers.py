@@ -192,7 +192,6 @@ class FusedLlama4Layer(FusedLayer):
     """Llama 4's layer, whose input is named hidden_state."""
 
     def forward(self, hidden_state: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # HF's name
-        """Maps [B, N, C] to ([B, N, C],)."""
         return super().forward(hidden_state, *args, **kwargs)
 
 
