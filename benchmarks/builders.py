@@ -21,9 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion.fuse import fuse, set_backend
-from vit_fast.libraries import timm, transformers
+from vit_fast.libraries.interface.peers import take_weights
 from vit_fast.libraries.known import PEERS
-from vit_fast.libraries.peers import take_weights
+from vit_fast.libraries.timm import timm_model
+from vit_fast.libraries.transformers import hf_model
 from vit_fast.measure.candidate import AS_FILE, PRECISIONS, RUNTIMES, Candidate
 from vit_fast.model import VisionTransformer
 
@@ -114,7 +115,7 @@ def build_peer(library: ModuleType, candidate: Candidate, task: Task) -> nn.Modu
     model = library.build_peer(config).to(device=task.device, dtype=task.dtype)
     take_weights(model, weights, library.convert, config)
     model = model.eval().requires_grad_(False)
-    return OutputOf(model) if library is transformers else model
+    return OutputOf(model) if library is hf_model else model
 
 
 def build_given(candidate: Candidate, task: Task) -> nn.Module:
@@ -233,7 +234,7 @@ def _export_by_timm(candidate: Candidate, task: Task) -> Function:
     from timm.utils.onnx import onnx_export
 
     _require_fp32(candidate, task)
-    model = build_peer(timm, candidate, dataclasses.replace(task, device=torch.device("cpu")))
+    model = build_peer(timm_model, candidate, dataclasses.replace(task, device=torch.device("cpu")))
     images = torch.zeros(task.batch_size, *task.model.shape)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"

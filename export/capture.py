@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.libraries.image_model import ImageModel, Output
+from vit_fast.libraries.interface.image_model import ImageModel, Output
 
 from . import attention_nodes
 from .exported_blocks import exportable_copy

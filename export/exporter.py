@@ -21,7 +21,7 @@ from vit_fast.blocks.fp8_scales import runs_in_fp8
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError, check_type
 from vit_fast.files import file_aside
-from vit_fast.libraries.image_model import ImageModel, Output
+from vit_fast.libraries.interface.image_model import ImageModel, Output
 from vit_fast.libraries.known import recognise
 from vit_fast.version import __version__, installed
 

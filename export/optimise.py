@@ -8,7 +8,7 @@ from collections import Counter
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from vit_fast.libraries.image_model import ImageModel
+from vit_fast.libraries.interface.image_model import ImageModel
 
 from . import attention_nodes
 from .graphs import MICROSOFT, Writer, constant_of, replace

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from vit_fast.arguments import check_choice
 from vit_fast.errors import UnsupportedInputError, check_type
-from vit_fast.libraries.image_model import Output
+from vit_fast.libraries.interface.image_model import Output
 
 from .report import EIGHT_BIT_BUDGET
 

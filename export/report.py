@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vit_fast.libraries.image_model import Output
+from vit_fast.libraries.interface.image_model import Output
 
 from .runtime.metadata import counted, two_columns
 

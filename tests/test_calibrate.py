@@ -1,4 +1,4 @@
-"""calibrate: scales for operands in e4m3, found on images, kept with the weights."""
+"""calibrate: finds e4m3 scales on images and stores them with the weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def same_scales(model: nn.Module, expected: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_every_linear_layer_of_every_library_by_its_name(name: str) -> None:
-    """A copy whose blocks run by the definition, unrounded, is what calibration looks into."""
+    """Calibration runs a copy whose blocks compute the reference, without rounding."""
     subject = SUBJECTS[name]
     model, given = subject.build().eval(), subject.inputs()
     copied = sharing_copy(model)
@@ -134,7 +134,7 @@ def test_a_fused_model_is_calibrated_as_it_is_and_again() -> None:
 
 @pytest.mark.slow
 def test_large_channels_are_moved_into_the_weight_where_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond what e4m3 spans: without it all channels but one would be 0, or close to it."""
+    """One channel exceeds the range of e4m3. Without smoothing, all others would be rounded to about 0."""
     model = digits_vit(massive=1e5)
     with_it = {linear.name: linear for linear in vit_fast.calibrate(model, inputs()[:16]).linears}
     monkeypatch.setattr(calibration, "smoothing_scale", lambda peak, weights: np.ones_like(peak))
@@ -144,8 +144,8 @@ def test_large_channels_are_moved_into_the_weight_where_that_helps(monkeypatch: 
     assert not with_it["blocks.0.mlp.fc2"].smoothed
 
 
-def test_a_range_is_chosen_by_what_the_layer_loses() -> None:
-    """A large element may be clipped if nothing reads it, but not if the layer reads it."""
+def test_a_range_is_selected_by_the_error_of_the_layer() -> None:
+    """Clips a large element only if the layer's weights for it are zero."""
     generator = np.random.default_rng(0)
     model, _ = calibrated()
     block = emulate(sharing_copy(model))[0][0]
@@ -253,7 +253,7 @@ def test_images_are_held_as_long_as_the_model() -> None:
 def test_images_that_cannot_be_used(images: object, error: type[Exception], message: str) -> None:
     model = digits_vit()
     with pytest.raises(error, match=message):
-        vit_fast.calibrate(model, images)  # type: ignore[arg-type]  # that is the point
+        vit_fast.calibrate(model, images)  # type: ignore[arg-type]  # the wrong type is the test
     assert not scales_in(model)
 
 

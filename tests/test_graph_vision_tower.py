@@ -1,4 +1,4 @@
-"""graph_vision_tower: whole models of images and text generate the same tokens with and without."""
+"""graph_vision_tower: vision-language models generate the same tokens with and without it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("transformers.vision_utils")
 
 TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 TEXT |= {"num_key_value_heads": 2, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 0}
-IMAGE = 90  # the token that stands for a part of an image
+IMAGE = 90  # the placeholder token of images
 Inputs = dict[str, Any]
 
 
@@ -111,7 +111,7 @@ def test_generate_returns_the_same_tokens(name: str) -> None:
 
 
 def test_what_becomes_of_a_model_with_a_runner() -> None:
-    """Training, pickles, a second runner, and models without a tower."""
+    """Checks training, pickles, a second runner, and models without a tower."""
     from vit_fast.integrations.transformers import graph_vision_tower, ungraph_vision_tower
 
     model, inputs = build("qwen2_vl")

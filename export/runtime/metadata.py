@@ -14,7 +14,7 @@ import onnx
 
 from vit_fast.arguments import pair
 from vit_fast.config import DataConfig, Size
-from vit_fast.libraries.image_model import Output
+from vit_fast.libraries.interface.image_model import Output
 
 from .model_files import ModelFileError, read_proto
 

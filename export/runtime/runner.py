@@ -14,7 +14,7 @@ from torch import Tensor
 from vit_fast.arguments import check_choice, check_integer
 from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError, check_type
-from vit_fast.libraries.image_model import Output
+from vit_fast.libraries.interface.image_model import Output
 
 from .metadata import OnnxInfo, Signature, inspect_onnx, read_signature
 from .model_files import ModelFileError

@@ -20,9 +20,9 @@ from ..blocks.fused import FusedModule
 from ..blocks.plain import forward_is_replaced, is_hooked
 from ..errors import UnsupportedInputError, check_type
 from ..fusion.freezing import freeze, frozen_of
-from ..libraries.image_model import needs_more
+from ..libraries.interface.image_model import required_input_reasons
+from ..libraries.interface.packed_tower import Call, ImageTower, Options, PackedTower, Part
 from ..libraries.known import fused_form, packed_tower
-from ..libraries.packed_tower import Call, ImageTower, Options, PackedTower, Part
 from .budgets import GraphStats, Watched, capture, pack
 
 Fallback = Literal["error", "eager"]
@@ -101,7 +101,7 @@ class GraphRunner:
         self.budgets, self._device = tuple(sorted(set(sizes))), self._tower.like.device
         reasons = _no_graph_reasons(model, self._tower.like)
         if example is not None:
-            reasons += needs_more(model) + _host_reads(model) + _autocast(self._device)
+            reasons += required_input_reasons(model) + _host_reads(model) + _autocast(self._device)
             if reasons and fallback == "error":
                 raise UnsupportedInputError("GraphRunner", [*reasons, "fallback='eager' runs the model without graphs"])
         self.captured, self._eager = not reasons, bool(reasons) and example is not None
