@@ -1,9 +1,9 @@
-"""ONNX: export, verification, optimisation, quantisation, and a runner for ONNX Runtime.
+"""ONNX: export, verification, optimization, quantization, and a runner for ONNX Runtime.
 
     report = vit_fast.export.export_onnx(model, "model.onnx", target="ort-cpu")
     logits = vit_fast.export.OnnxRunner("model.onnx")(images)
 
-Imports names on first use, so that the package can be imported without onnx.
+Names are imported on first use, so that the package can be imported without onnx.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def test_preprocessing_equals_pillow_to_one_grey_level(interpolation: Any, crop_
     ):
         data_config = DataConfig(interpolation=interpolation, crop_mode=crop_mode, crop_pct=crop_pct)
         image = photograph().resize(size)
-        graph = preprocessing_model(data_config, image_hw, 3, opset=18, batch=None)
+        graph = preprocessing_model(data_config, image_hw, 3, opset=18)
         session = session_of(ir.serde.serialize_model(graph).SerializeToString())
         got = session.run(None, {"pixels": np.asarray(image)[None]})[0][0]
         levels = np.abs(got - make_transform(data_config, image_hw)(image).numpy()) * 127.5
