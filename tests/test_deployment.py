@@ -49,9 +49,7 @@ def saying(path: Path, to: Path, key: str, value: Any) -> Path:
 
 
 @pytest.mark.slow
-def test_a_client_over_http(
-    file: Exports, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_a_client_over_http(file: Exports, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """The example, run against a server that reads the configuration as the real one does."""
     spec = importlib.util.spec_from_file_location("triton_client", ROOT / "examples" / "triton_client.py")
     assert spec is not None and spec.loader is not None
@@ -152,9 +150,7 @@ def _asked(client: Path, *arguments: Path | str) -> str:
     return subprocess.run([client, *arguments], check=True, capture_output=True, text=True, encoding="utf-8").stdout
 
 
-def test_the_server_builds_engines_for_a_tensorrt_file(
-    file: Exports, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_server_builds_engines_for_a_tensorrt_file(file: Exports, tmp_path: Path, capsys: Any) -> None:
     folder = write_triton_repository(file("half"), tmp_path / "models", max_batch=4)
     config = read_config(folder)
     (accelerator,) = config.optimization.execution_accelerators.gpu_execution_accelerator

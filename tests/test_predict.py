@@ -52,9 +52,7 @@ def test_probabilities_are_the_softmax_of_the_models_logits(weights: Path, capsy
         assert row["class"] == f"name {row['index']}"
 
 
-def test_folders_are_classified_whole_and_images_apart(
-    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_are_classified_whole_and_images_apart(weights: Path, tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
     for i in range(20):  # more than one batch
@@ -92,9 +90,7 @@ def test_a_state_dict_needs_the_models_name(tmp_path: Path, capsys: pytest.Captu
     assert "--model" in capsys.readouterr().err
 
 
-def test_bad_input_ends_in_one_line_and_status_2(
-    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_ends_in_one_line_and_status_2(weights: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "text.png").write_text("no image")
     (tmp_path / "three.txt").write_text("a\nb\nc\n")
     (tmp_path / "deep.json").write_text("[" * 100_000)
@@ -132,9 +128,7 @@ def test_bad_input_ends_in_one_line_and_status_2(
         assert captured.out == ""
 
 
-def test_an_onnx_file_without_its_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_onnx_file_without_its_packages(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find(name))
     assert _run(sample_image(), "--weights", tmp_path / "m.onnx") == 2

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,9 +119,7 @@ def test_a_run_goes_on_where_it_was(folder: Path, weights: Path, tmp_path: Path)
     assert predict(model, folder, out).taken == 0, "a finished run is made anew"
 
 
-def test_it_may_be_killed_while_it_ends(
-    folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_may_be_killed_while_it_ends(folder: Path, weights: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Whichever file was the last that went: what is left is taken, or made again."""
     model, out = load(weights), tmp_path / "out.parquet"
     unlink = Path.unlink

@@ -112,9 +112,7 @@ def test_what_kills_every_worker_is_named_and_the_rest_is_kept(
 
 
 @pytest.mark.slow
-def test_command(
-    ray: Any, model: VisionTransformer, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(ray: Any, model: VisionTransformer, folder: Path, tmp_path: Path, capsys: Any) -> None:
     weights = save(model, tmp_path / "weights.safetensors")
     arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(tmp_path / "out.parquet")]
     for options, code, said in (

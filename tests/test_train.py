@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,9 +169,7 @@ def test_crops_are_those_of_random_resized_crop(folder: Path) -> None:
     assert 60 < (widths < 0).sum() < 140 and lefts.min() < 0.05 and lefts.max() > 0.25
 
 
-def test_weights_that_know_their_shape_are_a_model(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_know_their_shape_are_a_model(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     save(small_model(depth=1, num_classes=10), tmp_path / "start.safetensors")
     assert run("train", str(folder), "--model", "start.safetensors", "--epochs", "1", "--out", "out") == 0
@@ -204,9 +203,7 @@ def test_32_steps_take_the_same_losses_as_eager(other: dict[str, object], eager_
         assert difference.max() <= 2e-5
 
 
-def test_patience_stops_and_keeps_the_best_weights(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patience_stops_and_keeps_the_best_weights(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     from vit_fast.apps import training as module
 
     accuracies = iter([3, 5, 4, 5, 9])
@@ -259,9 +256,7 @@ def test_what_cannot_go_on_says_so(folder: Path, tmp_path: Path) -> None:
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
-def test_damaged_and_foreign_checkpoints_are_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_and_foreign_checkpoints_are_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
     data, out = open_data(folder), tmp_path / "out"
     train(small_model(), data, out, settings(epochs=1))
     checkpoint = out / "checkpoint.pth"
@@ -322,9 +317,7 @@ def test_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert curve.format == "PNG" and np.asarray(curve.convert("L")).std() > 5
 
 
-def test_the_tutorials_model_trains_by_its_own_recipe(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tutorials_model_trains_by_its_own_recipe(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     model = create_model("vit_mnist")
     assert (model.config.num_patches, model.config.seqlen, model.config.head_dim) == (49, 50, 4)
