@@ -63,10 +63,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     def packed_attention(qkv: Any, heads: int, scale: float) -> Any:
         return packed(qkv, heads=heads, scale=scale)
 
-    return {
-        torch.ops.aten.scaled_dot_product_attention.default: sdpa,
-        exported_attention._opoverload: packed_attention,
-    }
+    return {torch.ops.aten.scaled_dot_product_attention.default: sdpa, exported_attention._opoverload: packed_attention}
 
 
 def _register(name: str, inputs: tuple[str, ...], **attributes: Any) -> None:
