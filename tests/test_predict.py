@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import run
+from command_line import run, uninstall
 from PIL import Image
 
 from vit_fast import DataConfig, create_model, save
@@ -129,8 +128,7 @@ def test_bad_input_ends_in_one_line_and_status_2(weights: Path, tmp_path: Path, 
 
 
 def test_an_onnx_file_without_its_packages(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find(name))
+    uninstall(monkeypatch, "onnxruntime")
     assert _run(sample_image(), "--weights", tmp_path / "m.onnx") == 2
     assert "onnxruntime not installed: pip install 'vit-fast[export]'" in capsys.readouterr().err
 

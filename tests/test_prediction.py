@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -15,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command_line import run
+from command_line import run, uninstall
 from prediction_support import named_model, predict, write_images
 
-from vit_fast import calibrate, create_model, load, save
+from vit_fast import calibrate, load, save
 from vit_fast.apps import classifiers, prediction
 from vit_fast.apps.data import find_images, load_images
 from vit_fast.apps.prediction import PredictionError, predict_to_parquet
@@ -236,28 +235,26 @@ def test_readers_that_always_die_end_in_one_line(
 def test_what_cannot_be_written_says_so(
     folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = load(weights)
+    model, nan = load(weights), named_model()
     files = find_images([folder])
     with pytest.raises(ValueError, match="each file once"):
         predict_to_parquet(model, [*files, files[0]], tmp_path / "out.parquet", class_names=model.class_names)
-    with pytest.raises(IsADirectoryError):
-        predict(model, folder, folder)
     (tmp_path / "mine.parquet.parts").mkdir()
     (tmp_path / "mine.parquet.parts" / "notes.txt").touch()
-    with pytest.raises(PredictionError, match="hold the parts of this run"):
-        predict(model, folder, tmp_path / "mine.parquet")
-    nan = create_model("vit_test")
     torch.nn.init.constant_(nan.head.bias, float("nan"))
-    nan.class_names = model.class_names
-    with pytest.raises(ValueError, match="not finite"):
-        predict(nan, folder, tmp_path / "nan.parquet")
+    for asked, out, error, message in (
+        (model, folder, IsADirectoryError, "is a folder"),
+        (model, tmp_path / "mine.parquet", PredictionError, "hold the parts of this run"),
+        (nan, tmp_path / "nan.parquet", ValueError, "not finite"),
+    ):
+        with pytest.raises(error, match=message):
+            predict(asked, folder, out)
     for options in (
         ["--workers", "2"], ["--engine", "ray"], ["--out", "x", "--workers", "-1"], ["--out", "x", "--engine", "spark"],
         ["--out", "x", "--weights", "m.onnx"],
     ):  # fmt: skip
         assert run("predict", str(folder), "--weights", str(weights), *options) == 2
         assert capsys.readouterr().err.count("\n") == 1
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyarrow" else find(name))
+    uninstall(monkeypatch, "pyarrow")
     with pytest.raises(MissingPackageError, match=r"vit-fast\[predict\]"):
         predict(model, folder, tmp_path / "out.parquet")
