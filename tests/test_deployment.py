@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shlex
@@ -15,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import run
 from digits import DATA_CONFIG, digits, digits_vit, inputs
 from onnx_models import Exports, with_metadata
 from PIL import Image
-from triton_server import read_config, schema, serving
+from triton_server import module_at, read_config, schema, serving
 
 import vit_fast
 from vit_fast.apps.data import sample_image
-from vit_fast.cli import main
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError, export_onnx, inspect_onnx, write_card, write_triton_repository
 from vit_fast.export.deployment import shape_profile, trtexec_line
@@ -49,12 +48,9 @@ def saying(path: Path, to: Path, key: str, value: Any) -> Path:
 
 
 @pytest.mark.slow
-def test_a_client_over_http(file: Exports, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_client_over_http(file: Exports, tmp_path: Path, monkeypatch: Any) -> None:
     """The example, run against a server that reads the configuration as the real one does."""
-    spec = importlib.util.spec_from_file_location("triton_client", ROOT / "examples" / "triton_client.py")
-    assert spec is not None and spec.loader is not None
-    client = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(client)
+    client = module_at(ROOT / "examples" / "triton_client.py")
     write_triton_repository(file("pixels"), tmp_path / "models", name="digits", device="cpu")
     write_triton_repository(file("half"), tmp_path / "models", name="half", device="cpu")
     with serving(tmp_path / "models") as (address, models):
@@ -107,11 +103,8 @@ def test_a_client_in_cpp(cpp_client: Path, file: Exports, tmp_path: Path) -> Non
     export_onnx(colours, tmp_path / "colours.onnx", preprocess=True, verify=False)
     photograph = Image.open(sample_image())
     photograph.save(tmp_path / "0.ppm")
-    for model, suffix, shown in (
-        (pixels, "pgm", images),
-        (file("half"), "raw", images),
-        (tmp_path / "colours.onnx", "ppm", [photograph]),
-    ):
+    shown_to = (pixels, "pgm", images), (file("half"), "raw", images), (tmp_path / "colours.onnx", "ppm", [photograph])
+    for model, suffix, shown in shown_to:
         runner = OnnxRunner(model, "cpu")
         paths = [str(tmp_path / f"{number}.{suffix}") for number in range(len(shown))]
         lines = _asked(cpp_client, model, *paths).split("\n")
@@ -170,11 +163,15 @@ def test_the_server_builds_engines_for_a_tensorrt_file(file: Exports, tmp_path: 
     with pytest.raises(UnsupportedInputError, match=r"one of fp32, fp16, int8, got fp8\n.*build an engine"):
         write_triton_repository(saying(file("half"), tmp_path / "fp8.onnx", "precision", "fp8"), tmp_path / "models")
     assert sorted(p.name for p in (tmp_path / "models").iterdir()) == ["c", "half"]
-    with pytest.raises(SystemExit, match="2"):  # before anything is computed
-        main(
-            ["export", "vit_test", "-o", str(tmp_path / "x.onnx"), "--precision", "fp8", "--target", "tensorrt",
-             "--calibrate", str(tmp_path), "--triton-repository", str(tmp_path / "models")]
-        )  # fmt: skip
+    places = (
+        "-o",
+        str(tmp_path / "x.onnx"),
+        "--calibrate",
+        str(tmp_path),
+        "--triton-repository",
+        str(tmp_path / "models"),
+    )
+    assert run("export", "vit_test", "--precision", "fp8", "--target", "tensorrt", *places) == 2  # before any work
     assert "accelerator must be one of fp32" in capsys.readouterr().err
 
 

@@ -41,10 +41,6 @@ def run(path: Path, images: np.ndarray) -> np.ndarray:
     return result
 
 
-def photograph() -> Any:
-    return read_image(sample_image())
-
-
 @pytest.mark.fast_cases("vit")
 @pytest.mark.parametrize("family", ["vit", "dinov2_registers", "sincos", "timm", "transformers_vit"])
 def test_dynamic_size_and_batch(family: str, tmp_path: Path) -> None:
@@ -69,10 +65,8 @@ def test_dynamic_size_and_batch(family: str, tmp_path: Path) -> None:
 def _any_size(family: str, model: Any) -> Any:
     if family == "transformers_vit":
         return lambda images: model(pixel_values=images, interpolate_pos_encoding=True).logits
-    if family == "timm":
-        remade = timm_vit(dynamic_img_size=True)
-    else:
-        remade = vit_fast.VisionTransformer(model.config.replace(dynamic_img_size=True))
+    ours = None if family == "timm" else model.config.replace(dynamic_img_size=True)
+    remade = timm_vit(dynamic_img_size=True) if ours is None else vit_fast.VisionTransformer(ours)
     remade.load_state_dict(model.state_dict())
     return remade.eval()
 
@@ -97,8 +91,8 @@ def test_preprocessing_in_the_graph(data_config: DataConfig, shape: dict[str, An
     assert session.get_inputs()[0].type == "tensor(uint8)"
     in_chans = shape.get("in_chans", 3)
     transform = make_transform(data_config, model.config.image_hw, in_chans=in_chans)
-    for size in (photograph().size, (300, 120), (77, 200)):
-        image = photograph().resize(size).convert("RGB" if in_chans == 3 else "L")
+    for size in (read_image(sample_image()).size, (300, 120), (77, 200)):
+        image = read_image(sample_image()).resize(size).convert("RGB" if in_chans == 3 else "L")
         prepared = transform(image)[None]
         with torch.inference_mode():
             expected = model(prepared).softmax(-1).numpy()
@@ -114,13 +108,10 @@ def test_preprocessing_in_the_graph(data_config: DataConfig, shape: dict[str, An
 @pytest.mark.parametrize("crop_mode", ["center", "squash"])
 def test_preprocessing_equals_pillow_to_one_grey_level(interpolation: Any, crop_mode: Any) -> None:
     """Pixel by pixel, up- and downscaling, odd sizes, margins that do not halve."""
-    for image_hw, crop_pct, size in (
-        ((224, 224), 0.9, (512, 600)),
-        ((33, 47), 0.875, (201, 77)),
-        ((96, 96), 1.0, (60, 41)),
-    ):
+    sizes = ((224, 224), 0.9, (512, 600)), ((33, 47), 0.875, (201, 77)), ((96, 96), 1.0, (60, 41))
+    for image_hw, crop_pct, size in sizes:
         data_config = DataConfig(interpolation=interpolation, crop_mode=crop_mode, crop_pct=crop_pct)
-        image = photograph().resize(size)
+        image = read_image(sample_image()).resize(size)
         graph = preprocessing_model(data_config, image_hw, 3, opset=18)
         session = session_of(ir.serde.serialize_model(graph).SerializeToString())
         got = session.run(None, {"pixels": np.asarray(image)[None]})[0][0]
@@ -149,9 +140,8 @@ def test_features(family: str, tmp_path: Path) -> None:
         if family == "transformers_vit":
             expected = model.vit(images).last_hidden_state[:, 0]
         elif family == "torchvision":
-            heads, model.heads = model.heads, nn.Identity()
+            model.heads = nn.Identity()
             expected = model(images)
-            model.heads = heads
         else:
             expected = model.forward_head(model.forward_features(images), pre_logits=True)
     np.testing.assert_allclose(run(tmp_path / "m.onnx", images.numpy()), expected.numpy(), atol=1e-5)
@@ -181,7 +171,7 @@ def test_probabilities_are_held_to_the_same_standard_as_logits(precision: Any) -
 @pytest.mark.slow
 def test_a_model_with_its_normalisation_folded_in(tmp_path: Path) -> None:
     """fuse(normalize=...) makes a model of bytes: the file says so, and both files agree on the same photograph."""
-    data, pixels = CENTRE.to_dict(), np.asarray(photograph())[None]
+    data, pixels = CENTRE.to_dict(), np.asarray(read_image(sample_image()))[None]
     model = make("timm")
     export_onnx(model, tmp_path / "plain.onnx", preprocess=True, data_config=data)
     vit_fast.fuse(model, backend="sdpa", normalize=(CENTRE.mean, CENTRE.std))
