@@ -163,15 +163,9 @@ def test_the_server_builds_engines_for_a_tensorrt_file(file: Exports, tmp_path: 
     with pytest.raises(UnsupportedInputError, match=r"one of fp32, fp16, int8, got fp8\n.*build an engine"):
         write_triton_repository(saying(file("half"), tmp_path / "fp8.onnx", "precision", "fp8"), tmp_path / "models")
     assert sorted(p.name for p in (tmp_path / "models").iterdir()) == ["c", "half"]
-    places = (
-        "-o",
-        str(tmp_path / "x.onnx"),
-        "--calibrate",
-        str(tmp_path),
-        "--triton-repository",
-        str(tmp_path / "models"),
-    )
-    assert run("export", "vit_test", "--precision", "fp8", "--target", "tensorrt", *places) == 2  # before any work
+    places = {"-o": "x.onnx", "--calibrate": ".", "--triton-repository": "models"}
+    given = [word for option, name in places.items() for word in (option, str(tmp_path / name))]
+    assert run("export", "vit_test", "--precision", "fp8", "--target", "tensorrt", *given) == 2  # before any work
     assert "accelerator must be one of fp32" in capsys.readouterr().err
 
 
