@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from fused_models import SUBJECTS, timm_subject
 
 import vit_fast
-from vit_fast.export import export_onnx
+from vit_fast.export import OnnxRunner, export_onnx
 
 DYNAMIC = {
     "timm-dinov3": SUBJECTS["timm-dinov3"],
@@ -28,7 +27,7 @@ def test_any_size_from_one_file(name: str, tmp_path: Path) -> None:
     vit_fast.fuse(model, backend="sdpa")
     assert export_onnx(model, tmp_path / "m.onnx", dynamic_size=True, target="ort-cpu").verified
     assert not any("get_embed" in vars(module) for module in model.modules()), "timm's own is back"
-    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    runner = OnnxRunner(tmp_path / "m.onnx", "cpu")
     (key,) = subject.inputs()
     patch = 14 if "eva02" in name else 16
     for rows, columns in ((2, 2), (3, 5), (4, 1)):
@@ -36,8 +35,7 @@ def test_any_size_from_one_file(name: str, tmp_path: Path) -> None:
         with torch.inference_mode():
             tokens = subject.run(model, {key: images})
             expected = (tokens[:, 0] if name.startswith("transformers") else tokens).numpy()
-        got = session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
-        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4 * max(1, np.abs(expected).max()))
+        np.testing.assert_allclose(runner(images.numpy()), expected, rtol=0, atol=1e-4 * max(1, np.abs(expected).max()))
 
 
 @pytest.mark.fast_cases("vit_pe_lang_gigantic_patch14_448")
