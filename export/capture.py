@@ -41,13 +41,11 @@ class _Exported(nn.Module):
 
 
 def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
-    """Returns the model as an ONNX graph in which each attention is one placeholder node (see attention_nodes.py).
+    """Captures a model, for fp16 and bf16 a copy in that dtype, as an ONNX graph.
 
-    Args:
-        vit: The model. For fp16 and bf16, a copy in that dtype is captured.
-        options: Opset, precision, dynamic dimensions, output.
-    Returns:
-        A graph with one input, "images" [batch, in_chans, height, width] fp32, and one output named options.output.
+    The input is "images" [batch, in_chans, height, width] fp32; the output is named options.output. Each attention is
+    one placeholder node (see attention_nodes.py).
+
     Raises:
         UnsupportedInputError: an operator cannot be exported; names its module.
     """

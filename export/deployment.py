@@ -86,12 +86,7 @@ def write_triton_repository(
 
 
 def check_triton_repository(repository: Path, name: str) -> Path:
-    """Returns the new folder of a model of this name.
-
-    Raises:
-        ValueError: the name is invalid.
-        FileExistsError: the repository has a model of this name.
-    """
+    """Returns the folder for a new model; raises FileExistsError if it exists, ValueError for an invalid name."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in (".", ".."):
         raise ValueError(f"name must consist of letters, digits, '_', '-' and '.', got {name!r}")
     target = repository / name
@@ -133,11 +128,7 @@ def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, dev
 
 
 def accelerator_mode(precision: str) -> str:
-    """Returns the server's name of a precision, for its TensorRT accelerator.
-
-    Raises:
-        UnsupportedInputError: the accelerator does not support it.
-    """
+    """Returns the server's name of a precision; raises UnsupportedInputError if its TensorRT accelerator has none."""
     if precision not in ACCELERATOR_MODES:
         known = ", ".join(ACCELERATOR_MODES)
         reasons = [f"the precision of the server's TensorRT accelerator must be one of {known}, got {precision}"]
@@ -188,11 +179,8 @@ def _lines(message: dict[str, Any], indent: str = "") -> list[str]:
 
 
 def shape_profile(info: OnnxInfo, batches: tuple[int, int, int] = BATCHES) -> dict[str, Shape]:
-    """Returns the shapes of an engine, as "min", "opt" and "max"; none if the file has a fixed shape.
+    """Returns the shapes of an engine for these batch sizes, as "min", "opt" and "max"; none for a fixed shape.
 
-    Args:
-        info: The file.
-        batches: Smallest, typical and largest batch size.
     Raises:
         ModelFileError: the file has no image input.
     """

@@ -96,14 +96,10 @@ def is_probability(value: ir.Value) -> bool:
 def quantise_products(
     model: ir.Model, products: Sequence[Product], scheme: Scheme, ranges: Mapping[str, Range], *, fused: bool
 ) -> ir.Model:
-    """Returns a copy of a graph with these MatMuls quantized in QDQ format.
+    """Returns a copy of a float graph with these MatMuls quantized in QDQ format.
 
-    Args:
-        model: The float graph.
-        products: The MatMuls to quantize.
-        scheme: Number format of the activations; weights are int8 or e4m3.
-        ranges: Ranges by name of the activation.
-        fused: True to write MatMulIntegerToFloat instead of DequantizeLinear and MatMul.
+    `ranges` are those of the activations by name. Activations have the format of the scheme, weights int8 or e4m3. If
+    `fused`, MatMulIntegerToFloat replaces DequantizeLinear and MatMul.
     """
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData

@@ -18,13 +18,7 @@ PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20
 
 
 class Writer:
-    """Adds nodes and initializers to a graph.
-
-    Args:
-        graph: The graph.
-        prefix: Prefix of their names.
-        before: Insert nodes before this one; None appends them.
-    """
+    """Adds nodes and initializers to a graph; `prefix` begins their names, and nodes are inserted before `before`."""
 
     def __init__(self, graph: ir.Graph, prefix: str, before: ir.Node | None = None) -> None:
         self.graph, self.prefix, self.before, self._count = graph, prefix, before, 0
@@ -81,14 +75,10 @@ def weight_bytes(model: ir.Model) -> int:
 
 
 def save(model: ir.Model, path: Path, external: bool | None = None) -> None:
-    """Writes a model.
+    """Writes a model; the weights to PATH.data if `external`, which defaults to True above protobuf's limit.
 
-    Args:
-        model: The model.
-        path: The .onnx file.
-        external: Write the weights to PATH.data; None means only if they exceed protobuf's limit.
     Raises:
-        OSError: it cannot be written; the message contains the size.
+        OSError: the file cannot be written; the message contains the size.
     """
     size = weight_bytes(model)
     external = size > PROTOBUF_LIMIT if external is None else external
@@ -96,24 +86,19 @@ def save(model: ir.Model, path: Path, external: bool | None = None) -> None:
         ir.save(model, path, external_data=f"{path.name}.data" if external else None)
     except Exception as error:
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
+        while not isinstance(cause, OSError):
+            if cause is None:
+                raise
             cause = cause.__cause__
-        if cause is None:
-            raise
         raise OSError(cause.errno, f"{cause.strerror or cause} ({size / 2**20:.0f} MiB of weights)") from error
 
 
 def run_graph(
     model: ir.Model, batches: Iterable[np.ndarray], values: Sequence[ir.Value] | None = None
 ) -> Iterator[list[np.ndarray]]:
-    """Computes values of a graph by ONNX Runtime on the CPU.
+    """Runs a graph with one input in ONNX Runtime on the CPU, and yields the arrays of each batch.
 
-    Args:
-        model: A graph with one input; not modified.
-        batches: Inputs.
-        values: Values to compute, including inner ones; None means the graph's outputs.
-    Yields:
-        The arrays of each batch.
+    `values`, which may be inner values of the graph, default to its outputs.
     """
     outputs = list(model.graph.outputs)
     with tempfile.TemporaryDirectory() as folder:

@@ -48,13 +48,13 @@ class CalibrationError(VitFastError, ValueError):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Ranges and peaks of a model's activations: the content of a calibration cache.
+    """Content of a calibration cache.
 
     Attributes:
-        fingerprint: Hash of weights, precision and target; it must match that of the model.
+        fingerprint: Hash of weights, precision and target, which must match those of the model.
         images: Number of images.
-        peaks: Largest magnitude of each channel by activation, before smoothing.
-        ranges: Range by activation, after smoothing.
+        peaks: Largest magnitude of each channel by name of the activation, before smoothing.
+        ranges: Range by name of the activation, after smoothing.
     """
 
     fingerprint: str
@@ -99,13 +99,8 @@ def calibrate(
 ) -> dict[str, Range]:  # fmt: skip
     """Smooths a graph in place and returns the ranges of its activations; {} for "int8-dynamic".
 
-    Args:
-        model: The graph.
-        products: The MatMuls to quantize.
-        options: Options of the file.
-        scheme: The number format.
-        batches: Inputs; may be empty.
-        cache: File of the calibration: written if there are batches, else read.
+    With batches, observes the activations and writes the cache, if any. Without batches, reads the cache.
+
     Raises:
         CalibrationError: the cache cannot be used, or activations are not finite.
     """

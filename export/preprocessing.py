@@ -36,16 +36,10 @@ def preprocessing_model(data_config: DataConfig, image_hw: Size, in_chans: int, 
 def write_preprocessing(
     write: Writer, data_config: DataConfig, image_hw: Size, in_chans: int, batch: int | None
 ) -> tuple[ir.Value, ir.Value]:
-    """Adds the preprocessing to a graph.
+    """Adds the preprocessing for a fixed batch size, or for any if `batch` is None.
 
-    Args:
-        write: Adds the nodes.
-        data_config: Interpolation, crop, mean and standard deviation.
-        image_hw: Height and width of the output.
-        in_chans: Number of channels.
-        batch: Fixed batch size, or None for any.
     Returns:
-        The input "pixels" [batch, height, width, in_chans] uint8, and the output [batch, in_chans, H, W] fp32.
+        The input "pixels" [batch, height, width, in_chans] uint8, and the output [batch, in_chans, *image_hw] fp32.
     Raises:
         UnsupportedInputError: ONNX's Resize does not support the interpolation, or mean and in_chans do not match.
     """

@@ -42,14 +42,14 @@ def quantise(
     held_out: Sequence[np.ndarray],
     cache: Path | None = None,
 ) -> tuple[ir.Model, Quantised]:
-    """Quantizes a graph in the scheme of its precision and target.
+    """Quantizes a float graph with one input, which is smoothed in place.
 
     Args:
-        model: A float graph with one input; its large channels are smoothed in place.
+        model: The graph.
         options: Options of the file.
         calibration: Batches of inputs to observe; may be empty for "int8-dynamic", and with a cache.
         held_out: Batches of inputs to measure the loss on; if empty, all layers are quantized.
-        cache: File of the calibration: written if there are calibration batches, else read.
+        cache: See `calibrate`.
     Raises:
         CalibrationError: the cache cannot be used, or activations are not finite.
         QuantisationError: the loss exceeds the budget even with half of the linear layers in float.
@@ -91,15 +91,11 @@ def quantise(
 
 
 def quantise_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantised:
-    """Quantizes the linear layers over tokens of a float file of any exporter to int8.
+    """Quantizes a float file of any exporter: its linear layers over tokens, calibrated on image files, to int8.
 
-    Args:
-        source: A file that takes preprocessed images [B, channels, height, width] in fp32.
-        path: The file to write.
-        target: See export_onnx.
-        files: Image files to calibrate with.
     Raises:
-        UnsupportedInputError: the file has other inputs, or no such layers.
+        UnsupportedInputError: the input is not preprocessed images [B, channels, height, width] in fp32, or the file
+            has no such layers.
         ModelFileError: the file is missing, damaged, unsafe, or takes no images.
     """
     info = inspect_onnx(source)

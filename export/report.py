@@ -180,12 +180,10 @@ class ExportReport:
 
     def measured(self) -> dict[str, Any]:
         """Returns the measurements of the file for its metadata."""
-        verification = {"reference": self.reference, "budget": self.budget, "checks": [asdict(c) for c in self.checks]}
-        return {
-            "verification": verification if self.checks else "not verified",
-            "eight_bit": None if self.eight_bit is None else asdict(self.eight_bit),
-            "accuracy": None if self.accuracy is None else asdict(self.accuracy),
-        }
+        facts = asdict(self)
+        verified = {name: facts[name] for name in ("reference", "budget", "checks")}
+        verification = verified if self.checks else "not verified"
+        return {"verification": verification, "eight_bit": facts["eight_bit"], "accuracy": facts["accuracy"]}
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"verified": self.verified, "max_error": self.max_error}
@@ -196,12 +194,9 @@ class ExportReport:
     def to_table(self) -> Table:
         """Returns the report as a rich table."""
         beside = f", weights in {self.external_data}" if self.external_data else ""
-        rows = [
-            ("opset, target, precision", f"{self.opset}, {self.target}, {self.precision}"),
-            ("output", self.output),
-            ("size", f"{self.bytes / 1e6:.1f} MB{beside}"),
-            (f"{sum(self.nodes.values())} nodes", counted(self.nodes)),
-        ]
+        rows = [("opset, target, precision", f"{self.opset}, {self.target}, {self.precision}"), ("output", self.output)]
+        rows.append(("size", f"{self.bytes / 1e6:.1f} MB{beside}"))
+        rows.append((f"{sum(self.nodes.values())} nodes", counted(self.nodes)))
         if self.eight_bit is not None:
             rows.append(("8-bit", self.eight_bit.line()))
         rows += [("fused" if f.complete else "NOT fully fused", f.line()) for f in self.fusions]

@@ -44,15 +44,8 @@ class VerificationError(VitFastError, RuntimeError):
 def verify_file(
     path: Path, vit: ImageModel, options: ExportOptions, images: list[Image.Image]
 ) -> tuple[list[Check], str]:
-    """Compares an ONNX file with its model.
+    """Compares a file with its model on real images, at least one; returns the checks and the name of the reference.
 
-    Args:
-        path: The file.
-        vit: The model.
-        options: Options of the file.
-        images: Real images, at least one.
-    Returns:
-        The checks, and a description of the reference.
     Raises:
         VerificationError: the file is invalid or cannot be loaded, an output is NaN, or the error exceeds the budget.
         UnsupportedInputError: ONNX Runtime cannot run this precision here.

@@ -25,11 +25,7 @@ class ProviderError(VitFastError, RuntimeError):
 
 
 def parse_device(device: str) -> tuple[str, int]:
-    """Returns ("cuda", 1) for "cuda:1".
-
-    Raises:
-        ValueError: the device is unknown.
-    """
+    """Returns ("cuda", 1) for "cuda:1"; raises ValueError for an unknown device."""
     check_type("device", device, str)
     match = re.fullmatch(r"auto|cpu|openvino|(?:cuda|tensorrt)(?::([0-9]{1,4}))?", device)
     if match is None:

@@ -71,13 +71,9 @@ class Choice:
 
 
 def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_agreement: float | None) -> Choice:
-    """Selects the layers that run in e4m3, without changing the model.
+    """Selects the layers that run in e4m3, without changing the model; see `fuse` for keep and min_agreement.
 
-    Args:
-        model: The model.
-        copied: A copy of it, fused with a backend that runs on any device.
-        keep: See `fuse`.
-        min_agreement: See `fuse`.
+    `copied` is a copy of the model, fused with a backend that runs on any device.
     """
     blocks, left = emulate(copied)
     scales = {block.name: scales_of(model.get_submodule(block.name)) for block in blocks}
