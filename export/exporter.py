@@ -138,9 +138,8 @@ def export_onnx(
                 graph, report.eight_bit = quantise(graph, options, batches, held_out, cache)
         _finish(graph, vit, options)
         report.nodes = dict(count_nodes(graph))
-        external = _external(graph, options)
         with clock("write"):
-            graphs.save(graph, aside, external)
+            report.external_data = graphs.save(graph, aside, options.external_data)
         del graph
         if verify:
             with clock("verify"):
@@ -152,7 +151,6 @@ def export_onnx(
             with clock("accuracy"):
                 report.accuracy = measure_accuracy(aside, vit, options, labelled)
         _write_metadata(aside, vit, options, source, report.measured())
-        report.external_data = f"{path.name}.data" if external else None
         report.bytes = sum(part.stat().st_size for part in aside.parent.iterdir())
     if target == "tensorrt":
         report.trtexec = trtexec_line(inspect_onnx(path))
@@ -225,13 +223,6 @@ def _finish(graph: ir.Model, vit: ImageModel, options: ExportOptions) -> None:
     graph.producer_name, graph.producer_version = "vit-fast", __version__
     graph.graph.name = vit.name.replace("/", "_")
     graph.doc_string = json.dumps({"written by": "vit-fast", "see": "vit-fast export --inspect"})
-
-
-def _external(graph: ir.Model, options: ExportOptions) -> bool:
-    size = graphs.weight_bytes(graph)
-    if size > graphs.PROTOBUF_LIMIT and options.external_data is False:
-        raise ValueError(f"external_data=False: {size / 1e9:.1f} GB of weights do not fit into one file (2 GB)")
-    return size > graphs.PROTOBUF_LIMIT or bool(options.external_data)
 
 
 def _write_metadata(

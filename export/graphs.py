@@ -70,20 +70,25 @@ def constant_of(value: ir.Value | None) -> np.ndarray | None:
     return None if value is None or value.const_value is None else value.const_value.numpy()
 
 
-def weight_bytes(model: ir.Model) -> int:
-    return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+def save(model: ir.Model, path: Path, external: bool | None = None) -> str | None:
+    """Writes a model.
 
-
-def save(model: ir.Model, path: Path, external: bool | None = None) -> None:
-    """Writes a model; the weights to PATH.data if `external`, which defaults to True above protobuf's limit.
-
+    Args:
+        model: The model.
+        path: The .onnx file.
+        external: True writes the weights to PATH.data; None does so if they exceed protobuf's limit.
+    Returns:
+        The name of the file with the weights, or None.
     Raises:
+        ValueError: the weights must not be external, but exceed the limit.
         OSError: the file cannot be written; the message contains the size.
     """
-    size = weight_bytes(model)
-    external = size > PROTOBUF_LIMIT if external is None else external
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    if size > PROTOBUF_LIMIT and external is False:
+        raise ValueError(f"external_data=False: {size / 1e9:.1f} GB of weights do not fit into one file (2 GB)")
+    beside = f"{path.name}.data" if external or size > PROTOBUF_LIMIT else None
     try:
-        ir.save(model, path, external_data=f"{path.name}.data" if external else None)
+        ir.save(model, path, external_data=beside)
     except Exception as error:
         cause: BaseException | None = error
         while not isinstance(cause, OSError):
@@ -91,6 +96,7 @@ def save(model: ir.Model, path: Path, external: bool | None = None) -> None:
                 raise
             cause = cause.__cause__
         raise OSError(cause.errno, f"{cause.strerror or cause} ({size / 2**20:.0f} MiB of weights)") from error
+    return beside
 
 
 def run_graph(

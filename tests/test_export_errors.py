@@ -122,7 +122,7 @@ def test_a_file_that_computes_something_else_is_not_left(model: nn.Module, tmp_p
     """Detects one weight that differs by one per mille between model and file."""
     real = graphs.save
 
-    def save_damaged(graph: Any, path: Path, external: bool) -> None:
+    def save_damaged(graph: Any, path: Path, external: bool | None) -> None:
         real(graph, path, external)
         proto = onnx.load(path)
         tensor = next(t for t in proto.graph.initializer if t.name.endswith("patch_embed.proj.weight"))

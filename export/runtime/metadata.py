@@ -62,16 +62,12 @@ class OnnxInfo:
 
     def to_table(self) -> Table:
         """Returns the description as a rich table; long lists are shortened."""
-        rows: dict[str, Any] = {
-            "producer": self.producer,
-            "opsets": ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in self.opsets.items()),
-            "nodes": counted(self.nodes),
-        }
+        opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in self.opsets.items())
+        rows: dict[str, Any] = {"producer": self.producer, "opsets": opsets, "nodes": counted(self.nodes)}
         rows |= {f"input {i['name']}": f"{i['dtype']} {i['shape']}" for i in self.inputs}
         rows |= {f"output {o['name']}": f"{o['dtype']} {o['shape']}" for o in self.outputs}
-        rows["output meaning"] = self.output
-        rows["preprocessing"] = self.data_config and str(self.data_config.to_dict())
-        rows["preprocessing happens"] = "in the file" if self.preprocess else "before the file"
+        rows |= {"output meaning": self.output, "preprocessing": self.data_config and str(self.data_config.to_dict())}
+        rows |= {"preprocessing happens": "in the file" if self.preprocess else "before the file"}
         rows |= {"classes": self.class_names} | self.metadata
         return two_columns(self.path, ((what, _shortened(value)) for what, value in rows.items()))
 
@@ -256,13 +252,7 @@ def read_signature(info: OnnxInfo) -> Signature:
     tail = tuple(dim for dim in out["shape"][1:] if isinstance(dim, int) and dim > 0)
     is_known = bool(tail) and len(tail) == len(out["shape"]) - 1 and out["dtype"] in _DTYPES
     return Signature(
-        path=path,
-        input=entry["name"],
-        dtype=dtype,
-        shape=shape,
-        image_hw=image_hw,
-        patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None,
-        output=out["name"],
-        output_dtype=np.dtype(_DTYPES.get(out["dtype"], np.float32)),
-        output_tail=tail if is_known else None,
-    )
+        path=path, input=entry["name"], dtype=dtype, shape=shape, image_hw=image_hw,
+        patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None, output=out["name"],
+        output_dtype=np.dtype(_DTYPES.get(out["dtype"], np.float32)), output_tail=tail if is_known else None,
+    )  # fmt: skip

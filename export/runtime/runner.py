@@ -50,6 +50,7 @@ class OnnxRunner:
     Attributes:
         info: Description of the file.
         providers: The providers in use, the requested one first.
+        takes_pixels: True if the file takes uint8 [B, height, width, channels] and contains the preprocessing.
         notes: Reasons why "auto" selected the CPU; otherwise empty.
 
     Raises:
@@ -72,7 +73,7 @@ class OnnxRunner:
         self.path = Path(path)
         self.info: OnnxInfo = inspect_onnx(self.path)
         self._signature = read_signature(self.info)
-        self.in_chans = self._signature.in_chans
+        self.in_chans, self.takes_pixels = self._signature.in_chans, self._signature.takes_pixels
         if data_config is not None and not isinstance(data_config, DataConfig):
             data_config = DataConfig.from_dict(data_config)
         self.data_config = data_config or self.info.data_config
@@ -177,11 +178,6 @@ class OnnxRunner:
         if self.takes_pixels:
             return generator.integers(0, 256, (batch, height, width, self.in_chans), np.uint8)
         return generator.standard_normal((batch, self.in_chans, height, width)).astype(self._signature.dtype)
-
-    @property
-    def takes_pixels(self) -> bool:
-        """True if the file takes uint8 [B, height, width, channels] and contains the preprocessing."""
-        return self._signature.takes_pixels
 
 
 def _class_names(info: OnnxInfo, signature: Signature, names: Sequence[str] | None) -> tuple[str, ...] | None:
