@@ -115,11 +115,15 @@ def _failing_module(module: nn.Module, example: Tensor) -> str:
     """Runs torch.export again, and returns the module whose forward was entered last."""
     names = {m: name.removeprefix("model.") or "the model itself" for name, m in module.named_modules()}
     entered: list[str] = []
+
+    def leave(*_: Any) -> None:
+        entered.pop()
+
     hooks = nn.modules.module
-    handles = [
-        hooks.register_module_forward_pre_hook(lambda m, args: entered.append(names.get(m, type(m).__name__))),
-        hooks.register_module_forward_hook(lambda m, args, result: entered.pop() and None),
-    ]
+    handles = [hooks.register_module_forward_hook(leave)]
+    handles.append(
+        hooks.register_module_forward_pre_hook(lambda m, args: entered.append(names.get(m, type(m).__name__)))
+    )
     try:
         torch.export.export(module, (example,), strict=False)
     except Exception:  # the same error again
@@ -137,7 +141,7 @@ def _first_line(error: BaseException) -> str:
 
 def _rename_symbols(model: ir.Model) -> None:
     """Renames torch's symbols, such as s34, to "batch", and "rows" and "columns" of patches."""
-    symbol, names = re.compile(r"[A-Za-z_]\w*"), {}
+    symbol, names = re.compile(r"[A-Za-z_]\w*"), dict[str, str]()
     for dim, name in zip(model.graph.inputs[0].shape or (), (BATCH, "channels", "rows", "columns")):
         names |= dict.fromkeys(symbol.findall(str(dim)), name)
     for value in (*model.graph.inputs, *(output for node in model.graph for output in node.outputs)):

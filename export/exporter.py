@@ -123,9 +123,8 @@ def export_onnx(
         check_verifiable(options)
     labelled = None if validation is None else check_labelled(Path(validation), vit, options)
 
+    output = output if vit.num_classes else "features"
     report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision, output)
-    if not vit.num_classes:
-        report.output = "features"
     clock = partial(_timed, report.seconds)
     with file_aside(path) as aside:
         with clock("capture"):
@@ -170,8 +169,9 @@ def _complete(
     """Sets the given preprocessing and class names, and checks that nothing is missing."""
     if data_config is not None:
         check_type("data_config", data_config, DataConfig, Mapping)
-        given = isinstance(data_config, DataConfig)
-        vit.set_data_config(data_config if given else DataConfig.from_dict(data_config))
+        if not isinstance(data_config, DataConfig):
+            data_config = DataConfig.from_dict(data_config)
+        vit.set_data_config(data_config)
     if names is not None:
         check_type("class_names", names, list, tuple)
         if len(names) != vit.num_classes:

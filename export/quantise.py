@@ -76,12 +76,12 @@ def quantise(
             made = candidate
         return passed
 
-    kept: tuple[Product, ...] | None = ()
+    kept: tuple[Product, ...] = ()
     if held_out and not passes(()):
         attention = sum(product.weight is None for product in products)
         most = attention + (len(products) - attention) // 2
-        kept = fewest_kept(_by_error(model, products, scheme, ranges, held_out), passes, most)
-        if kept is None:
+        kept = fewest_kept(_by_error(model, products, scheme, ranges, held_out), passes, most) or ()
+        if not kept:
             raise QuantisationError(
                 f"{options.precision}: with {most} of {len(products)} MatMuls in float, {losses[-1].line()}; "
                 f"must be {EIGHT_BIT_BUDGET}"

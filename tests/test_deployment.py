@@ -170,7 +170,6 @@ def test_the_server_builds_engines_for_a_tensorrt_file(file: Exports, tmp_path: 
 
 
 def test_a_repository_of_a_file_with_a_fixed_batch(exported: Any, tmp_path: Path) -> None:
-    """Parsed by the server's own schema; the weights beside the file are copied."""
     path, models = exported("fixed"), tmp_path / "models"
     folder = write_triton_repository(path, models, instances=2, device="cpu")
     names = ["1", "1/fixed.onnx.data", "1/model.onnx", "config.pbtxt"]
@@ -205,7 +204,6 @@ def test_shapes_for_tensorrt(file: Exports, tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_a_model_card(file: Exports, tmp_path: Path) -> None:
-    """The card contains the metadata of the file, and the hashes of the files on disk."""
     report = export_onnx(digits_vit(), tmp_path / "m.onnx", external_data=True, target="tensorrt", source="a test")
     text = write_card(tmp_path / "m.onnx", "cc-by-4.0").read_text()
     for name in ("m.onnx", "m.onnx.data"):

@@ -175,7 +175,6 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_command_with_a_model_that_brings_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A repository (here a folder of that form): not random weights, and said to be the source."""
     repository: Any = make("transformers_vit")
     repository.save_pretrained(tmp_path / "repository")
     assert not run("export", str(tmp_path / "repository"), "-o", str(tmp_path / "m.onnx"), "--json")

@@ -69,7 +69,6 @@ OTHERS = {
 @pytest.mark.parametrize("backend", ["", "sdpa"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_padded_towers_give_what_they_give_for_patches(name: str, backend: str, tmp_path: Path) -> None:
-    """Also as an ONNX file."""
     family, right = OTHERS[name]
     tower, images = family.build().eval(), torch.rand(3, 3, *IMAGE, device=DEVICE)
     with torch.no_grad():

@@ -31,7 +31,6 @@ UnsupportedInputError = vit_fast.UnsupportedInputError
 
 
 def calibrated(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A small model of a library, and what it takes."""
     subject = SUBJECTS[name]
     model = subject.build().eval().to(DEVICE, dtype)
     given = {key: value.to(DEVICE, dtype) for key, value in subject.inputs().items()}

@@ -64,7 +64,6 @@ def compare(family: Family, runner: Any, plain: nn.Module, sizes: Sizes, **optio
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_runner_returns_what_the_tower_returns(name: str) -> None:
-    """Runs images of mixed sizes, one image and many, in different orders."""
     family = FAMILIES[name]
     tower, plain = build(family)
     runner = vit_fast.GraphRunner(tower, budgets=BUDGETS, max_images=4)

@@ -111,7 +111,6 @@ def test_generate_returns_the_same_tokens(name: str) -> None:
 
 
 def test_what_becomes_of_a_model_with_a_runner() -> None:
-    """Training, pickles, a second runner, and models without a tower."""
     from vit_fast.integrations.transformers import graph_vision_tower, ungraph_vision_tower
 
     model, inputs = build("qwen2_vl")

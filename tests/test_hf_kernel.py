@@ -37,7 +37,6 @@ print(sorted(kernel.__all__))
 
 @pytest.fixture(scope="module")
 def variant(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written by the command."""
     folder = tmp_path_factory.mktemp("hub") / "repository"
     assert run("hf-kernel", str(folder)) == 0
     return folder / "build" / "torch-universal"

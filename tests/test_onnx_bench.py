@@ -60,7 +60,6 @@ def test_what_a_runtime_cannot_run_is_refused_before_it_is_exported(monkeypatch:
 
 @pytest.mark.slow
 def test_a_cold_start_counts_the_export_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in a child, which checks the output; failures give their reason."""
     monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -57,7 +57,6 @@ def _step(images: torch.Tensor, **options: object) -> tuple[float, Trainer]:
 
 
 def test_each_option_does_what_its_formula_says() -> None:
-    """Compares one step with the formula, on the same model and images."""
     images, labels = torch.randn(8, 3, 32, 32), torch.arange(8) % 2
     model = small_model(drop_path_rate=0.0)
     log_p = model(images).log_softmax(1)

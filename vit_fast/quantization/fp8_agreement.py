@@ -95,12 +95,12 @@ def find_kept(
         reached[len(kept)] = same.double().mean().item()
         return reached[len(kept)] >= wanted
 
-    also: Sequence[Linear] | None = ()
+    also: Sequence[Linear] = ()
     if not passes(()):
         few = exact[: sum(map(len, first))]
         damage = {one: (logits(one.__eq__, first) - few).square().sum().item() for one in linears}
-        also = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
-        if also is None:
+        also = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1) or ()
+        if not also:
             enough = max(reached)
             reason = (
                 f"the top-1 agreement on {len(exact)} images is {reached[enough]:.1%} with {enough} of "
