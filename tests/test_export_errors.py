@@ -24,12 +24,16 @@ def model() -> nn.Module:
     return make("vit")
 
 
+WRONG_TYPES = {
+    "class_names": "0123456789", "dynamic_batch": "no", "preprocess": None, "external_data": 1, "validation": 5,
+    "calibration_cache": 5,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"opset": 17}, ValueError, "opset must be None or between 18 and .*, got 17"),
-        ({"opset": 99}, ValueError, "opset must be .*, got 99"),
-        ({"opset": "20"}, ValueError, "opset must be .*, got '20'"),
+        *(({"opset": n}, ValueError, f"opset must be None or between 18 and .*, got {n!r}") for n in (17, 99, "20")),
         ({"precision": "fp9"}, ValueError, "precision must be one of 'fp32', 'fp16'"),
         ({"target": "coreml"}, ValueError, "target must be one of 'generic', 'ort-cpu'"),
         ({"output": "classes"}, ValueError, "output must be one of .*, got 'classes'"),
@@ -41,11 +45,7 @@ def model() -> nn.Module:
         ({"images": ["absent.jpg"]}, ImageError, r"absent\.jpg: no such file"),
         ({"class_names": ["one"]}, ValueError, "class_names must have 10 names.*got 1"),
         ({"dynamic_size": True, "preprocess": True}, UnsupportedInputError, "resizes all images to one size"),
-        (
-            {"precision": "int8-dynamic", "target": "tensorrt"},
-            UnsupportedInputError,
-            "precision must be .* for TensorRT",
-        ),
+        ({"precision": "int8-dynamic", "target": "tensorrt"}, UnsupportedInputError, "must be one of .* for TensorRT"),
         ({"precision": "bf16", "target": "ort-cpu"}, UnsupportedInputError, "CPU provider has no bf16 Conv"),
         ({"precision": "bf16", "opset": 21}, UnsupportedInputError, "opset must be at least 22 for bf16 Conv"),
         ({"precision": "fp8", "target": "ort-cpu"}, UnsupportedInputError, "target must be .* for fp8, got ort-cpu"),
@@ -54,12 +54,7 @@ def model() -> nn.Module:
         ({"calibration_cache": "c.json"}, ValueError, "calibration needs precision='int8'"),
         ({"validation": "absent"}, ImageError, "must be a folder with one subfolder"),
         ({"data_config": {"sharpness": 1}}, ValueError, "sharpness"),
-        ({"class_names": "0123456789"}, TypeError, "class_names must be"),
-        ({"dynamic_batch": "no"}, TypeError, "dynamic_batch must be"),
-        ({"preprocess": None}, TypeError, "preprocess must be"),
-        ({"external_data": 1}, TypeError, "external_data must be"),
-        ({"validation": 5}, TypeError, "validation must be"),
-        ({"calibration_cache": 5}, TypeError, "calibration_cache must be"),
+        *(({name: value}, TypeError, f"{name} must be") for name, value in WRONG_TYPES.items()),
         *(({"path": name}, ValueError, r"path must end in \.onnx, got") for name in ("m", "m.md", "m.plan", ".")),
     ],
 )

@@ -107,6 +107,11 @@ def an_input(dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (torch.randn(2, TOKENS, WIDTH) + 0.3).to(DEVICE, dtype)
 
 
+def a_block(**kept: None) -> tuple[Tensor, BlockTensors, BlockScales]:
+    x = an_input()
+    return x, parameters(torch.bfloat16), some_scales(x, **kept)
+
+
 def positions(layout: str, prefix: int, heads: int = 1) -> Rope:
     angles = 3 * torch.randn(1, heads, TOKENS - prefix, WIDTH // HEADS // 2, device=DEVICE)
     return Rope(angles.cos(), angles.sin(), prefix, layout)
@@ -166,8 +171,7 @@ def test_empty_batches_and_strided_rows() -> None:
 
 
 def test_torch_compile_takes_it_whole() -> None:
-    x = an_input()
-    tensors, scales = parameters(torch.bfloat16), some_scales(x)
+    x, tensors, scales = a_block()
     block = quantize_block(tensors, scales, x.dtype)
 
     def two(x: Tensor) -> Tensor:
@@ -219,8 +223,7 @@ def test_rows_of_weights_of_next_to_nothing_leave_their_bias() -> None:
 
 
 def test_a_nan_stays_in_its_image() -> None:
-    x = an_input()
-    tensors, scales = parameters(torch.bfloat16), some_scales(x)
+    x, tensors, scales = a_block()
     clean, _, _ = run(x, tensors, scales)
     x[1, 3, 7] = torch.nan
     y, y8, _ = run(x, tensors, scales, scales.qkv)
@@ -232,8 +235,7 @@ def test_a_nan_stays_in_its_image() -> None:
 
 @pytest.mark.parametrize("kept", [{}, {"fc2": None}], ids=str)
 def test_what_a_block_hands_on_is_what_the_next_would_make(kept: dict[str, None]) -> None:
-    x = an_input()
-    tensors, scales = parameters(torch.bfloat16), some_scales(x, **kept)
+    x, tensors, scales = a_block(**kept)
     assert scales.qkv is not None
     y, y8, statistics = run(x, tensors, scales, scales.qkv)
     assert y8 is not None and statistics is not None and y8.dtype == E4M3
@@ -260,8 +262,7 @@ def test_parts_of_k_end_in_e4m3_too() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("handed", [False, True])
 def test_opcheck(handed: bool) -> None:
-    x, tensors = an_input(), parameters(torch.bfloat16)
-    scales = some_scales(x)
+    x, tensors, scales = a_block()
     given = run(x, tensors, scales, scales.qkv)[1:] if handed else (None, None)
     block, next_factor = quantize_block(tensors, scales, x.dtype), 1 / scales.qkv if handed else None
     settings = {"heads": HEADS, "attention_scale": 0.25, "eps": EPS, "activation": "gelu", "next_statistics": handed}
@@ -280,8 +281,7 @@ def test_its_flop_are_those_of_its_products() -> None:
 
 
 def test_refusals_of_scales() -> None:
-    x = an_input()
-    tensors, scales = parameters(torch.bfloat16), some_scales(x)
+    _, tensors, scales = a_block()
     assert scales.qkv is not None
     for wrong, word in (
         (scales._replace(proj=scales.qkv), r"scales\.proj must be float32 of shape \(\), got .* \(96,\)"),
@@ -296,8 +296,7 @@ def test_refusals_of_scales() -> None:
 
 
 def test_refusals_name_every_reason() -> None:
-    x = an_input()
-    tensors, scales = parameters(torch.bfloat16), some_scales(x)
+    x, tensors, scales = a_block()
     block = quantize_block(tensors, scales, torch.bfloat16)
     narrow = tensors._replace(fc2_weight=tensors.fc2_weight[:, :30])
     for wrong, dtype, word in (

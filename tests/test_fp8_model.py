@@ -38,6 +38,12 @@ def calibrated(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Modul
     return model, given
 
 
+def in_fp8(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    model, given = calibrated(name)
+    vit_fast.fuse(model, precision="fp8")
+    return model, given
+
+
 def definition(model: nn.Module) -> nn.Module:
     """The model with its blocks as they are defined in e4m3, by the scales that it has."""
     copied = sharing_copy(model)
@@ -198,8 +204,7 @@ def test_what_cannot_be_done_is_refused_with_all_reasons(monkeypatch: pytest.Mon
 
 
 def test_a_forward_that_is_not_inference_is_refused() -> None:
-    model, given = calibrated("timm-vit")
-    vit_fast.fuse(model, precision="fp8")
+    model, given = in_fp8("timm-vit")
     with pytest.raises(UnsupportedInputError, match=r"does not support gradients.*torch.no_grad"):
         model(**given)
     with torch.no_grad(), pytest.raises(UnsupportedInputError, match=r"evaluation mode: call eval\(\)"):
@@ -226,8 +231,7 @@ def test_half_the_model_stays_where_the_kernels_do_not_run_it_as_a_whole() -> No
     assert scales_of(model.blocks[1]) is None
     with torch.no_grad():
         assert torch.isfinite(model(**given)).all()
-    hooked, given = calibrated("timm-vit")
-    vit_fast.fuse(hooked, precision="fp8")
+    hooked, given = in_fp8("timm-vit")
     seen: list[int] = []
     hooked.blocks[0].mlp.fc2.register_forward_hook(lambda *_: seen.append(1))
     with torch.no_grad():
@@ -238,8 +242,7 @@ def test_half_the_model_stays_where_the_kernels_do_not_run_it_as_a_whole() -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ours", "transformers-vit"])
 def test_a_compiled_model_in_fp8_is_one_graph_that_follows_its_weights(name: str) -> None:
-    model, given = calibrated(name)
-    vit_fast.fuse(model, precision="fp8")
+    model, given = in_fp8(name)
     subject = SUBJECTS[name]
     seen = OurOperators()
     compiled: Any = torch.compile(model, backend=seen, fullgraph=True, dynamic=False)
@@ -274,16 +277,14 @@ def test_padded_images_run_in_half_precision() -> None:
 
 
 def test_onnx_of_a_model_in_fp8_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
-    model, _ = calibrated("ours")
-    vit_fast.fuse(model, precision="fp8")
+    model, _ = in_fp8("ours")
     with pytest.raises(UnsupportedInputError, match=r"vit_fast.fuse\(model\).*precision='fp8'"):
         vit_fast.export.export_onnx(model, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
 def test_graph_runners_and_freeze_look_after_quantised_weights() -> None:
-    model, given = calibrated("timm-vit")
-    vit_fast.fuse(model, precision="fp8")
+    model, given = in_fp8("timm-vit")
     kept = frozen_of(model)
     assert len(kept) == 2 and all(isinstance(each, Quantised) for each in kept)
     addresses = [tensor.data_ptr() for each in kept for tensor in each.tensors]
@@ -299,8 +300,7 @@ def test_graph_runners_and_freeze_look_after_quantised_weights() -> None:
 
 
 def test_weights_made_in_inference_mode_are_followed_outside_of_it() -> None:
-    model, given = calibrated("ours")
-    vit_fast.fuse(model, precision="fp8")
+    model, given = in_fp8("ours")
     vit_fast.unfreeze(model)
     with torch.inference_mode():
         before = model(**given)

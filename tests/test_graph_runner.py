@@ -36,12 +36,13 @@ BACKEND = "sdpa" if DEVICE.type == "cpu" else "triton"  # sdpa reads lengths on 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5} if DEVICE.type == "cpu" else {"rtol": 3e-2, "atol": 3e-2}
 
 
-def build(family: Family, backend: str = BACKEND) -> tuple[nn.Module, nn.Module]:
-    """A fused tower, and the same as its library made it."""
+def build(name: str) -> tuple[Family, nn.Module, nn.Module]:
+    """A family, its tower fused, and its tower as the library made it."""
+    family = FAMILIES[name]
     tower = family.build().eval()
     plain = copy.deepcopy(tower)
-    vit_fast.fuse(tower, backend)
-    return tower, plain
+    vit_fast.fuse(tower, BACKEND)
+    return family, tower, plain
 
 
 def assert_equal(found: Any, expected: Any, **tolerance: float) -> None:
@@ -64,8 +65,7 @@ def compare(family: Family, runner: Any, plain: nn.Module, sizes: Sizes, **optio
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_runner_returns_what_the_tower_returns(name: str) -> None:
-    family = FAMILIES[name]
-    tower, plain = build(family)
+    family, tower, plain = build(name)
     runner = vit_fast.GraphRunner(tower, budgets=BUDGETS, max_images=4)
     for sizes in CALLS:
         compare(family, runner, plain, sizes)
@@ -82,8 +82,7 @@ def test_a_runner_returns_what_the_tower_returns(name: str) -> None:
 @pytest.mark.parametrize("name", EVERY_CODE)
 def test_outputs_belong_to_the_caller(name: str) -> None:
     """Later calls leave them, and they can be changed in place, also by tensors with gradients."""
-    family = FAMILIES[name]
-    tower, _ = build(family)
+    family, tower, _ = build(name)
     runner = vit_fast.GraphRunner(tower, budgets=BUDGETS)
     found = pytree.tree_leaves(runner(**family.call(MIXED[:1])))
     before = copy.deepcopy(found)
@@ -94,8 +93,7 @@ def test_outputs_belong_to_the_caller(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY_CODE)
 def test_what_no_graph_can_run_is_an_error_or_runs_eagerly(name: str) -> None:
-    family = FAMILIES[name]
-    tower, plain = build(family)
+    family, tower, plain = build(name)
     small = vit_fast.GraphRunner(tower, budgets=(8,))
     with pytest.raises(vit_fast.UnsupportedInputError, match=r"at most 8 tokens, the largest budget, got"):
         small(**family.call(TOO_LARGE))
@@ -109,8 +107,7 @@ def test_what_no_graph_can_run_is_an_error_or_runs_eagerly(name: str) -> None:
 @pytest.mark.parametrize("name", EVERY_CODE)
 def test_padding_never_reaches_a_token(name: str) -> None:
     """Unused tokens of the buffers are NaN: not a bit changes."""
-    family = FAMILIES[name]
-    tower, _ = build(family)
+    family, tower, _ = build(name)
     runner = vit_fast.GraphRunner(tower, budgets=(64,))
     inputs = family.call(MIXED[:2])
     expected = family.real(runner(**inputs), MIXED[:2])
@@ -123,10 +120,10 @@ def test_padding_never_reaches_a_token(name: str) -> None:
 
 
 def test_what_changed_after_the_capture_is_an_error() -> None:
-    family, ran = FAMILIES["qwen2_vl"], []
+    ran: list[Any] = []
 
     def use(change: Any, fallback: str = "error") -> Any:
-        tower, _ = build(family)
+        family, tower, _ = build("qwen2_vl")
         runner = vit_fast.GraphRunner(tower, budgets=BUDGETS, fallback=fallback)
         runner(**family.call(MIXED))
         change(tower)
@@ -162,8 +159,7 @@ def test_what_changed_after_the_capture_is_an_error() -> None:
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "pixtral", "siglip2"])
 def test_attention_that_does_not_know_the_lengths_never_runs_packed(name: str) -> None:
     """Layers run the library's own attention to return its weights."""
-    family = FAMILIES[name]
-    tower, plain = build(family)
+    family, tower, plain = build(name)
     runners = [vit_fast.GraphRunner(tower, budgets=BUDGETS, fallback=fallback) for fallback in ("error", "eager")]
 
     def check(**options: Any) -> None:
@@ -178,7 +174,7 @@ def test_attention_that_does_not_know_the_lengths_never_runs_packed(name: str) -
 
 
 def test_what_a_call_may_not_ask_for() -> None:
-    tower, plain = build(FAMILIES["qwen2_vl"])
+    _, tower, plain = build("qwen2_vl")
     runner = vit_fast.GraphRunner(tower, budgets=(16, 64), max_images=2)
     inputs = grids(MIXED)
     for given, message in (
@@ -189,10 +185,10 @@ def test_what_a_call_may_not_ask_for() -> None:
         with pytest.raises(vit_fast.UnsupportedInputError, match=message):
             runner(**given)
     for name, pixels in (("qwen2_vl", "hidden_states"), ("siglip2", "pixel_values"), ("pixtral", "pixel_values")):
-        other, given = FAMILIES[name], FAMILIES[name].call(MIXED)
+        given = FAMILIES[name].call(MIXED)
         given[pixels] = given[pixels].narrow(1 if name == "pixtral" else -1, 0, 1)
         with pytest.raises(ValueError, match=r"each token must have shape .*, got \[1\]|contain images \[B, 3, H, W\]"):
-            vit_fast.GraphRunner(build(other)[0], budgets=(64,))(**given)  # copy_ would broadcast it
+            vit_fast.GraphRunner(build(name)[1], budgets=(64,))(**given)  # copy_ would broadcast it
     with torch.autocast(DEVICE.type, torch.bfloat16), pytest.raises(vit_fast.UnsupportedInputError, match="autocast"):
         runner(**inputs)
     for changed, message in (
@@ -208,8 +204,7 @@ def test_what_a_call_may_not_ask_for() -> None:
 
 
 def test_what_a_runner_refuses() -> None:
-    family = FAMILIES["qwen2_vl"]
-    tower, plain = build(family)
+    _, tower, plain = build("qwen2_vl")
     for arguments, message in (
         ({}, "either example or budgets must be given, got NoneType and None"),
         ({"example": torch.zeros(1, 2), "budgets": (8,)}, r"got Tensor and \(8,\)"),
