@@ -94,14 +94,9 @@ def exportable_copy(model: nn.Module) -> nn.Module:
 
 
 def _run_as_block(
-    block: ExportedBlock,
-    parts: Any,
-    x: Tensor,
-    attend: Callable[[Tensor], Tensor],
-    ordinary: bool = True,
-    rope: Rope | None = None,
-    keys: Keys | None = None,
-) -> Tensor:
+    block: ExportedBlock, parts: Any, x: Tensor, attend: Callable[[Tensor], Tensor], ordinary: bool = True,
+    rope: Rope | None = None, keys: Keys | None = None,
+) -> Tensor:  # fmt: skip
     """Replaces FusedNormMlp.run_as_block."""
     if ordinary and keys is None:
         y: Tensor = block(x, rope)

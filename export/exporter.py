@@ -43,26 +43,13 @@ LEAST_HELD_OUT = 32
 
 
 def export_onnx(
-    model: nn.Module,
-    path: str | Path,
-    *,
-    opset: int | None = None,
-    dynamic_batch: bool = True,
-    dynamic_size: bool = False,
-    precision: Precision = "fp32",
-    preprocess: bool = False,
-    target: Target = "generic",
-    output: Output = "logits",
-    external_data: bool | None = None,
-    calibration: Iterable[str | Path] | None = None,
-    calibration_cache: str | Path | None = None,
-    images: Iterable[str | Path] | None = None,
-    validation: str | Path | None = None,
-    data_config: DataConfig | Mapping[str, Any] | None = None,
-    class_names: Sequence[str] | None = None,
-    source: str | None = None,
-    verify: bool = True,
-) -> ExportReport:
+    model: nn.Module, path: str | Path, *, opset: int | None = None, dynamic_batch: bool = True,
+    dynamic_size: bool = False, precision: Precision = "fp32", preprocess: bool = False, target: Target = "generic",
+    output: Output = "logits", external_data: bool | None = None, calibration: Iterable[str | Path] | None = None,
+    calibration_cache: str | Path | None = None, images: Iterable[str | Path] | None = None,
+    validation: str | Path | None = None, data_config: DataConfig | Mapping[str, Any] | None = None,
+    class_names: Sequence[str] | None = None, source: str | None = None, verify: bool = True,
+) -> ExportReport:  # fmt: skip
     """Exports a Vision Transformer to an ONNX file, and verifies that its outputs match the model.
 
     Args:

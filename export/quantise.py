@@ -36,12 +36,9 @@ class QuantisationError(VitFastError, RuntimeError):
 
 
 def quantise(
-    model: ir.Model,
-    options: ExportOptions,
-    calibration: Sequence[np.ndarray],
-    held_out: Sequence[np.ndarray],
+    model: ir.Model, options: ExportOptions, calibration: Sequence[np.ndarray], held_out: Sequence[np.ndarray],
     cache: Path | None = None,
-) -> tuple[ir.Model, Quantised]:
+) -> tuple[ir.Model, Quantised]:  # fmt: skip
     """Quantizes a float graph with one input, which is smoothed in place.
 
     Args:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SURE = 0.1
-"""The model is sure of an image if its most probable class is more probable than the next by this much."""
+"""The model counts as sure of an image if it prefers its class to the file's by this probability."""
 FLIPS = 0.01
-"""Allowed share of images of which the model is sure and whose class changes. Of fewer than 100 images, none may."""
+"""Allowed share of images of which the model is sure and whose class changes; with fewer than 100 images, none may."""
 RMS = 0.05
 """Allowed root mean square error of the logits, in standard deviations of the logits."""
 EIGHT_BIT_BUDGET = (

@@ -47,13 +47,9 @@ class Found:
 
 
 def find_kept(
-    copied: nn.Module,
-    blocks: Sequence[EmulatedBlock],
-    scales: Mapping[str, BlockScales],
-    batches: Sequence[Tensor],
-    wanted: float,
-    always: Mapping[str, Collection[str]],
-) -> Found:
+    copied: nn.Module, blocks: Sequence[EmulatedBlock], scales: Mapping[str, BlockScales], batches: Sequence[Tensor],
+    wanted: float, always: Mapping[str, Collection[str]],
+) -> Found:  # fmt: skip
     """Finds the fewest linear layers to keep in half precision for the required top-1 agreement.
 
     A layer's sensitivity is the change of the logits if this layer alone is rounded. Bisection finds how many of the

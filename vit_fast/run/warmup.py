@@ -42,13 +42,9 @@ class WarmUp:
 
 
 def warm_up(
-    model: nn.Module,
-    batch_sizes: Sequence[int],
-    training: bool = False,
-    *,
-    example: Tensor | None = None,
+    model: nn.Module, batch_sizes: Sequence[int], training: bool = False, *, example: Tensor | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> WarmUp:
+) -> WarmUp:  # fmt: skip
     """Compiles the kernels that a model needs, so that its first call compiles none.
 
     Calls a copy of the model, which shares its parameters, once per batch size, and records the launches without
