@@ -142,17 +142,13 @@ def test_external_data_cannot_leave_the_folder(folder: Path, tmp_path: Path) -> 
     path = _with_location(folder, tmp_path, "weights.data")
     weights = path.parent / "weights.data"
 
-    os.link(secret, weights)
-    for read in (OnnxRunner, inspect_onnx):
-        with pytest.raises(ModelFileError, match="hard link"):
-            read(path)
-    weights.unlink()
-    weights.symlink_to(secret)
-    with pytest.raises(ModelFileError, match="symbolic link"):
-        OnnxRunner(path)
-    weights.unlink()
-    with pytest.raises(ModelFileError, match="does not exist"):
-        OnnxRunner(path)
+    hard, symbolic, none = (lambda: os.link(secret, weights)), (lambda: weights.symlink_to(secret)), (lambda: None)
+    for make, message in ((hard, "hard link"), (symbolic, "symbolic link"), (none, "does not exist")):
+        make()
+        for read in (OnnxRunner, inspect_onnx):
+            with pytest.raises(ModelFileError, match=message):
+                read(path)
+        weights.unlink(missing_ok=True)
     (path.parent / "sub").symlink_to(tmp_path, target_is_directory=True)
     for location in ("sub/secret.data", "../secret.data", str(secret), "x/../../secret.data", "", ".", "C:\\x.data"):
         with pytest.raises(ModelFileError, match="external data rejected"):
@@ -179,13 +175,13 @@ def test_external_data_lies_beside_the_name_given(folder: Path, tmp_path: Path) 
     (tmp_path / "link").mkdir()
     for name in ("beside.onnx", "beside.onnx.data"):
         shutil.copy(folder / name, tmp_path / "real" / name)
-    link = tmp_path / "link" / "beside.onnx"
+    link, weights = (tmp_path / "link" / name for name in ("beside.onnx", "beside.onnx.data"))
     link.symlink_to(tmp_path / "real" / "beside.onnx")
     with pytest.raises(ModelFileError, match="does not exist"):
         OnnxRunner(link, "cpu")
-    os.link(tmp_path / "real" / "beside.onnx.data", link.parent / "beside.onnx.data")
+    os.link(tmp_path / "real" / weights.name, weights)
     with pytest.raises(ModelFileError, match="hard link"):
         OnnxRunner(link, "cpu")
-    (link.parent / "beside.onnx.data").unlink()
-    shutil.copy(folder / "beside.onnx.data", link.parent / "beside.onnx.data")
+    weights.unlink()
+    shutil.copy(folder / weights.name, weights)
     assert OnnxRunner(link, "cpu")(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
