@@ -27,9 +27,8 @@ IMAGE = (24, 40)  # 6 x 10 patches of 4 x 4; windows of 4 x 4 patches, some of t
 
 def by_transformers(tower: torch.nn.Module, images: Tensor) -> Tensor:
     """Its own processor's patches, and the grids given as tensors."""
-    processor = transformers.Qwen2VLImageProcessor(
-        patch_size=4, temporal_patch_size=2, merge_size=2, do_resize=False, do_rescale=False, do_normalize=False
-    )
+    plain = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), False)
+    processor = transformers.Qwen2VLImageProcessor(patch_size=4, temporal_patch_size=2, merge_size=2, **plain)
     made = processor(list(images.cpu()), return_tensors="pt").to(DEVICE)
     out: Tensor = tower(made["pixel_values"], made["image_grid_thw"]).pooler_output
     return out.unflatten(0, (len(images), -1))
