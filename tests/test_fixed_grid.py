@@ -6,7 +6,6 @@ import copy
 import re
 from pathlib import Path
 
-import onnxruntime
 import pytest
 import torch
 from graph_tapes import NoHost
@@ -17,7 +16,7 @@ from tower_calls import FAMILIES
 
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import export_onnx
+from vit_fast.export import OnnxRunner, export_onnx
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("transformers.vision_utils")
@@ -28,9 +27,8 @@ IMAGE = (24, 40)  # 6 x 10 patches of 4 x 4 pixels; windows of 4 x 4 patches, so
 
 def by_transformers(tower: torch.nn.Module, images: Tensor) -> Tensor:
     """Returns the tower's output for the patches and grids of transformers' processor."""
-    processor = transformers.Qwen2VLImageProcessor(
-        patch_size=4, temporal_patch_size=2, merge_size=2, do_resize=False, do_rescale=False, do_normalize=False
-    )
+    plain = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), False)
+    processor = transformers.Qwen2VLImageProcessor(patch_size=4, temporal_patch_size=2, merge_size=2, **plain)
     made = processor(list(images.cpu()), return_tensors="pt").to(DEVICE)
     out: Tensor = tower(made["pixel_values"], made["image_grid_thw"]).pooler_output
     return out.unflatten(0, (len(images), -1))
@@ -80,9 +78,8 @@ def test_padded_towers_give_what_they_give_for_patches(name: str, backend: str, 
         model = vit_fast.FixedGrid(tower, IMAGE)
         torch.testing.assert_close(model(images), expected, rtol=1e-3, atol=1e-4)
     assert export_onnx(model, tmp_path / "m.onnx").verified
-    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: images[:2].cpu().numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), expected[:2].cpu(), rtol=1e-3, atol=1e-4)
+    found = OnnxRunner(tmp_path / "m.onnx", "cpu")(images[:2].cpu())
+    torch.testing.assert_close(found, expected[:2].cpu(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.each_value
@@ -144,12 +141,11 @@ def test_it_is_exported(tmp_path: Path) -> None:
         export_onnx(model, tmp_path / "m.onnx")
     vit_fast.fuse(model, "triton")
     assert export_onnx(model, tmp_path / "m.onnx").verified
-    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    runner = OnnxRunner(tmp_path / "m.onnx", "cpu")
     for batch in (1, 3):
         images = torch.rand(batch, 3, *IMAGE, device=DEVICE)
-        (found,) = session.run(None, {session.get_inputs()[0].name: images.cpu().numpy()})
         with torch.no_grad():
-            torch.testing.assert_close(torch.from_numpy(found), model(images).cpu(), rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(runner(images.cpu()), model(images).cpu(), rtol=1e-3, atol=1e-4)
 
 
 def test_what_it_refuses() -> None:

@@ -49,18 +49,17 @@ def test_candidates_pass_the_gate_and_a_wrong_one_does_not(name: str, dtype: tor
 
 def test_what_a_runtime_cannot_run_is_refused_before_it_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builders, "_exported", None)
-    reasons = {
-        "onnxruntime": (BF16, "no bf16 kernels for CPUs"),
-        "onnxruntime-int8": (torch.float16, "must be fp32 for int8"),
-    }
-    for name, (dtype, reason) in (reasons | {"openvino": (torch.float16, "it needs a CPU, and fp32 or bf16")}).items():
+    for name, dtype, reason in (
+        ("onnxruntime", BF16, "no bf16 kernels for CPUs"),
+        ("onnxruntime-int8", torch.float16, "must be fp32 for int8"),
+        ("openvino", torch.float16, "it needs a CPU, and fp32 or bf16"),
+    ):
         with pytest.raises(UnsupportedInputError, match=reason):
             make(get_candidate(name), make_task(dtype))
 
 
 @pytest.mark.slow
 def test_a_cold_start_counts_the_export_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in a child, which checks the output; failures give their reason."""
     monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
