@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import gc
 import json
@@ -14,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ from .builders import make
 from .correctness import MAX_CHECKED_IMAGES, Expected, checked_rows, expect, judge_outputs, stepper
 from .machine import products_in
 from .models import MAX_VIEWS, Model, Task
-from .rows import PARTS, REST, Group, Row, Status, add_verdict, make_row
+from .rows import PARTS, REST, Group, Row, Status, make_row
 
 # Time limit to build, compile and check a candidate, of a round of timing, and of a cold start.
 CANDIDATE_SECONDS = 900.0
@@ -57,14 +55,12 @@ def make_problem(group: Group, images: Sequence[Path], device: torch.device) -> 
     """Makes weights, batches and the reference of a group.
 
     Raises:
-        TooLarge: out of memory.
-        Exception: the reference fails, e.g. for a dtype that an operator does not support.
+        Exception: the reference fails, e.g. for a dtype that an operator does not support, or out of memory.
     """
-    with out_of_memory_is_too_large():
-        task, batches = make_task(group, images, device)
-        # as many batches as agreement needs images
-        few = math.ceil(MAX_CHECKED_IMAGES / task.batch_size) if task.whole and not task.training else 1
-        return Problem(task, batches, expect(task, *(batch.to(device) for batch in batches[:few])))
+    task, batches = make_task(group, images, device)
+    # as many batches as agreement needs images
+    few = math.ceil(MAX_CHECKED_IMAGES / task.batch_size) if task.whole and not task.training else 1
+    return Problem(task, batches, expect(task, *(batch.to(device) for batch in batches[:few])))
 
 
 def make_task(group: Group, images: Sequence[Path], device: torch.device) -> tuple[Task, list[Tensor]]:
@@ -87,34 +83,25 @@ class Prepared:
     call_s: float
 
 
-class TooLarge(Exception):
-    """A candidate or its inputs do not fit into memory."""
-
-
 def prepare(
     candidate: Candidate, group: Group, problem: Problem, *, explained: bool = False
 ) -> tuple[Prepared | None, Row]:
     """Builds and checks a candidate, and profiles it if explained.
 
     Returns:
-        The prepared candidate or None, and its row, which contains the reason.
-    Raises:
-        TooLarge: out of memory.
+        The prepared candidate or None, and its row, which contains status and reason.
     """
-
-    status: Status = "failed"
+    status: Status
     try:
-        with out_of_memory_is_too_large(), at_most(CANDIDATE_SECONDS):
+        with at_most(CANDIDATE_SECONDS):
             ready, row = _build_and_check(candidate, group, problem)
             if ready is not None and explained:
                 row["explained"] = profile(ready.call, problem.task.device, group)
             return ready, row
-    except TooLarge:
-        raise
     except UnsupportedInputError as error:
         status, reason = "unsupported", f"{error.what}: {'; '.join(error.reasons)}"
     except Exception as error:
-        reason = describe_error(error)
+        status, reason = "out of memory" if is_out_of_memory(error) else "failed", describe_error(error)
         if any(sign in reason for sign in ("No available kernel", "No viable backend")):
             status, reason = "unsupported", "torch has no such attention kernel on this device"
     return None, make_row(group, candidate, status, reason)
@@ -122,33 +109,45 @@ def prepare(
 
 def _build_and_check(candidate: Candidate, group: Group, problem: Problem) -> tuple[Prepared | None, Row]:
     task, expected, device = problem.task, problem.expected, problem.task.device
-    before = _allocated(device)
-    start = time.perf_counter()
+    allocated = torch.cuda.memory_allocated if device.type == "cuda" else lambda _: 0
+    before, start = allocated(device), time.perf_counter()
     function, call, check = _callers(candidate, task, problem.batches)
     build_s = time.perf_counter() - start
-    first: list[object] = []
-    first_call_s = _seconds(lambda: first.append(check()), device)
+    first_call_s, first = _timed(check, device)
     # A CUDA graph is replayed from the third call on: in inference, check that call, after one with another batch.
     call(1)
-    last: list[object] = []
-    call_s = _seconds(lambda: last.append(call(0)), device)
-    verdict = judge_outputs(candidate, task, expected, (first if task.training else last).pop())
+    call_s, last = _timed(lambda: call(0), device)
+    verdict = judge_outputs(candidate, task, expected, first if task.training else last)
+    del first, last  # not to count their memory
     row = make_row(group, candidate, "measured" if verdict.passed else "incorrect", verdict.reason)
-    if verdict.agreement is not None and expected.classes:
-        shares = [_share_alike(call(place), best) for place, best in enumerate(expected.classes, 1)]
-        verdict = dataclasses.replace(verdict, agreement=statistics.fmean([verdict.agreement, *shares]))
-    add_verdict(row, verdict)
-    row.update(build_s=round(build_s, 3), first_call_s=round(first_call_s, 3))
+    agreement = verdict.agreement
+    if agreement is not None and expected.classes:
+        answers = [call(place).argmax(-1) for place in range(1, 1 + len(expected.classes))]  # type: ignore[attr-defined]
+        same = [answer == best for answer, best in zip(answers, expected.classes, strict=True)]
+        agreement = statistics.fmean([agreement, *(float(each.double().mean()) for each in same)])
+    row.update(
+        max_error=verdict.max_error if math.isfinite(verdict.max_error) else None,  # because of JSON
+        allowed_error=verdict.allowed_error,
+        agreement=agreement,
+        build_s=round(build_s, 3),
+        first_call_s=round(first_call_s, 3),
+    )
     if not verdict.passed:
         return None, row
-    resident = _allocated(device) - before if device.type == "cuda" else _parameter_bytes(function)
-    if resident is not None:
+    resident = allocated(device) - before
+    if device.type == "cpu" and isinstance(function, nn.Module):
+        resident = sum(t.numel() * t.element_size() for t in [*function.parameters(), *function.buffers()])
+    if device.type == "cuda" or isinstance(function, nn.Module):
         row["peak_MiB"] = round((resident + peak_memory_of_call(lambda: call(1), device)) / 2**20, 1)
     return Prepared(candidate, call, row, call_s), row
 
 
-def _share_alike(outputs: Any, classes: Tensor) -> float:
-    return float((outputs.argmax(-1) == classes).double().mean())
+def _timed(action: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    synchronise(device)
+    start = time.perf_counter()
+    output = action()
+    synchronise(device)
+    return time.perf_counter() - start, output
 
 
 def _callers(candidate: Candidate, task: Task, batches: list[Tensor]) -> tuple[object, Call, Callable[[], object]]:
@@ -176,35 +175,6 @@ def _callers(candidate: Candidate, task: Task, batches: list[Tensor]) -> tuple[o
             return step.gradients(batches[0].to(task.device), checked_rows(task), range(len(batches[0])))
 
     return function, call, check
-
-
-@contextlib.contextmanager
-def out_of_memory_is_too_large() -> Iterator[None]:
-    """Turns errors of exhausted memory into TooLarge."""
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise TooLarge from error
-        raise
-
-
-def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    synchronise(device)
-    start = time.perf_counter()
-    action()
-    synchronise(device)
-    return time.perf_counter() - start
-
-
-def _allocated(device: torch.device) -> int:
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
-
-
-def _parameter_bytes(function: object) -> int | None:
-    if not isinstance(function, nn.Module):
-        return None
-    return sum(t.numel() * t.element_size() for t in [*function.parameters(), *function.buffers()])
 
 
 def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:

@@ -10,7 +10,6 @@ import torch
 
 from vit_fast.measure import compare
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.check import Verdict
 from vit_fast.measure.clock import Timing, percentile
 from vit_fast.work import Work, total
 
@@ -114,13 +113,6 @@ def make_row(group: Group, candidate: Candidate, status: Status, reason: str | N
         "reason": reason,
         **dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS)),
     }
-
-
-def add_verdict(row: Row, verdict: Verdict) -> None:
-    """Adds the error and the agreement; an infinite error becomes None, because of JSON."""
-    row["max_error"] = verdict.max_error if verdict.max_error != float("inf") else None
-    row["allowed_error"] = verdict.allowed_error
-    row["agreement"] = verdict.agreement
 
 
 def add_timing(row: Row, timing: Timing, group: Group) -> None:

@@ -100,7 +100,7 @@ def test_kill_9_keeps_the_rows_and_the_run_can_go_on(add, tmp_path: Path) -> Non
         file.write('{"kind": "row", "val')  # cut in the middle of a line
     add("deadly", lambda task: build("sdpa", task))
     journal = records.Journal.resume(folder)
-    before = [value for kind, value in journal.entries if kind == "row"]
+    before = list(journal.found["row"])
     done = [(row["candidate"], row["batch"], row["status"]) for row in before]
     assert done == [("eager", 1, "measured"), ("deadly", 1, "measured")]
     again = dataclasses.replace(make_configuration(**journal.header["request"]), protocol=QUICK)
@@ -129,7 +129,7 @@ def test_what_ends_the_process_twice_is_failed_and_leaves_the_others(tmp_path: P
         assert ended.returncode == -signal.SIGKILL, ended.stderr
     ended = subprocess.run([sys.executable, "-c", AGAIN, str(folder)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    found = [value for kind, value in records.Journal.resume(folder).entries if kind == "row"]
+    found = records.Journal.resume(folder).found["row"]
     assert {(row["candidate"], row["batch"]): row["status"] for row in found} == {
         ("eager", 1): "measured",
         ("deadly", 1): "measured",

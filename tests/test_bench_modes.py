@@ -57,7 +57,9 @@ class Simulated:
         for selection in selections:
             row = make_row(group, selection, "measured")
             ms = self.ms[group.batch_size] * (1 if selection.name == "eager" else 2)
-            run.found.add("row", row | {"images_per_s": 1e3 * group.batch_size / ms, "ms": ms, "samples_ms": [ms] * 4})
+            run.findings.add(
+                "row", row | {"images_per_s": 1e3 * group.batch_size / ms, "ms": ms, "samples_ms": [ms] * 4}
+            )
         return []
 
 
