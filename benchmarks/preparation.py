@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import math
 import re
@@ -25,8 +24,9 @@ from torch.autograd import DeviceType
 from vit_fast.apps.data import make_transform, random_crop, read_image
 from vit_fast.config import ViTConfig
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.clock import Call, cold_copies, peak_memory_of_call, synchronise, without_profiler_chatter
+from vit_fast.measure.clock import Call, cold_copies, synchronise
 from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 from vit_fast.model import VisionTransformer
 
@@ -138,7 +138,7 @@ def _build_and_check(candidate: Candidate, group: Group, problem: Problem) -> tu
     if device.type == "cpu" and isinstance(function, nn.Module):
         resident = sum(t.numel() * t.element_size() for t in [*function.parameters(), *function.buffers()])
     if device.type == "cuda" or isinstance(function, nn.Module):
-        row["peak_MiB"] = round((resident + peak_memory_of_call(lambda: call(1), device)) / 2**20, 1)
+        row["peak_MiB"] = round((resident + clock.peak_memory_of_call(lambda: call(1), device)) / 2**20, 1)
     return Prepared(candidate, call, row, call_s), row
 
 
@@ -237,7 +237,7 @@ def profile(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
     """
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
-    with without_profiler_chatter(), torch.profiler.profile(activities=activities) as profiler:
+    with clock.without_profiler_chatter(), torch.profiler.profile(activities=activities) as profiler:
         for number in range(PROFILED_CALLS):
             call(number)
         synchronise(device)
@@ -256,9 +256,7 @@ def profile(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
 def release_memory(device: torch.device, forget_compiled: bool = True) -> None:
     if forget_compiled:
         torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    clock.free_memory(device)
 
 
 def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import gc
+import itertools
 import math
 import os
 import random
@@ -22,8 +23,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -40,14 +40,10 @@ CPU_CACHE_BYTES = 64 * 2**20
 class Protocol:
     """The length of a measurement.
 
-    A call is timed `repeats` times, or for `seconds` and at least `least_repeats` times.
+    A call is timed `repeats` times, or for `seconds` and at least `least_repeats` times. Before, it is called up to
+    `warmup_repeats` times or for `warmup_seconds`, at least once.
 
     Attributes:
-        repeats: Timed calls.
-        seconds: Timed seconds, with at least least_repeats calls.
-        least_repeats: The fewest timed calls.
-        warmup_repeats: The most untimed calls before.
-        warmup_seconds: The most untimed seconds before; there is always one call.
         launch: On CUDA, "counted" includes the host's time to launch the call, as in a latency-bound program; "hidden"
             queues the call behind other work, so that only device time counts.
     """
@@ -228,7 +224,16 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         call()
-    return _peak_of_profile(profiler)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max([0, *itertools.accumulate(changes)])
+
+
+def free_memory(device: torch.device) -> None:
+    """Frees the memory of objects that nothing refers to."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 # Messages of its start and stop, and about memory that was allocated before it started.
@@ -252,19 +257,6 @@ def without_profiler_chatter() -> Iterator[None]:
             for line in written:
                 if not any(sign in line for sign in _CHATTER):
                     os.write(2, line)
-
-
-def _peak_of_profile(profiler: Any) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
-    allocated = peak = 0
-    for _, change in changes:
-        allocated += change
-        peak = max(peak, allocated)
-    return peak
 
 
 def _host_clock(call: Call, number: int) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ from ..fusion.fuse import unfuse
 from .build import build
 from .candidate import AS_FILE, ORIGINAL, Candidate, variations
 from .check import Reference, errors_of, judge, same_class
-from .clock import Protocol, Samples, peak_memory_of_call, synchronise
+from .clock import Protocol, Samples, free_memory, peak_memory_of_call, synchronise
 from .compare import format_number
 from .limits import Interruption, at_most, describe_error, is_out_of_memory
-from .optimized import Optimized, call, first_batch, tensors_in, version_of
+from .optimized import Optimized, call, first_batch, tensors_in, version_of, with_inputs
 from .runtimes import OnnxFile, open_reference
 from .search import OutOfTime, Refused
 
@@ -83,10 +82,7 @@ class Expected:
         if few < batch and not _are_alike(checked, exact, leaves_of(call(model, some))):
             exact, checked = leaves_of(call(exact_model, example)), outputs
         errors = [
-            {
-                measure: max(error, rounding * size_of(right, measure))
-                for measure, error in errors_of(leaf, right).items()
-            }
+            {m: max(error, rounding * size_of(right, m)) for m, error in errors_of(leaf, right).items()}
             for leaf, right in zip(checked, exact, strict=True)
         ]
         shapes = [tuple(leaf.shape) for leaf in outputs]
@@ -134,9 +130,9 @@ def _untouched(model: nn.Module, example: Any) -> Any:
     watched |= {name: (buffer,) for name, buffer in model.named_buffers()}
     kept = {name: [tensor.clone() for tensor in tensors] for name, tensors in watched.items()}
     watched["its parameters"] = tuple(model.parameters())  # too large to copy
-    before = {name: _versions(tensors) for name, tensors in watched.items()}
+    before = {name: [*map(version_of, tensors)] for name, tensors in watched.items()}
     output = call(model, example)
-    written = [name for name, tensors in watched.items() if _versions(tensors) != before[name]]
+    written = [name for name, tensors in watched.items() if [*map(version_of, tensors)] != before[name]]
     for name in written:
         for tensor, value in zip(watched[name], kept.get(name, ())):
             tensor.copy_(value)
@@ -145,24 +141,13 @@ def _untouched(model: nn.Module, example: Any) -> Any:
     return output
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [version_of(tensor) for tensor in tensors]
-
-
 def _exact(model: nn.Module) -> tuple[Callable[..., Any], float]:
     if isinstance(model, OnnxFile):
         return open_reference(model.path, model.image_hw), FILE_ROUNDING
     with _naming_fp64():
         exact = copy.deepcopy(model)
         unfuse(exact)
-        exact = exact.double()
-
-    def computed(*args: Any, **kwargs: Any) -> Any:
-        some, named = pytree.tree_map(_double, (args, kwargs))
-        with _naming_fp64():
-            return exact(*some, **named)
-
-    return computed, 0.0
+        return _naming_fp64()(with_inputs(exact.double(), Tensor.double)), 0.0
 
 
 @contextlib.contextmanager
@@ -172,10 +157,6 @@ def _naming_fp64() -> Iterator[None]:
     except Exception as error:  # whatever the model raises
         reason = f"the fp64 reference fails: {describe_error(error)[:200]}"
         raise UnsupportedInputError("optimizing this model", [reason]) from None
-
-
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 @dataclass(frozen=True)
@@ -250,7 +231,7 @@ class Trials:
             with contextlib.nullcontext() if candidate == ORIGINAL else at_most(max(seconds, 1.0)):
                 optimized, self.checked[candidate] = self._build_and_check(candidate)
         except Exception as error:  # a candidate may fail in any way; the others are tried all the same
-            self._forget()
+            free_memory(self.device)
             if candidate == ORIGINAL or isinstance(error, Refused):
                 raise
             if isinstance(error, TimeoutError):
@@ -300,16 +281,11 @@ class Trials:
 
     def release(self, candidate: Candidate) -> None:
         self.prepared.pop(candidate, None)
-        self._forget()
+        free_memory(self.device)
 
     def variations(self, candidate: Candidate) -> Sequence[Candidate]:
         base = AS_FILE if isinstance(self.model, OnnxFile) and candidate == ORIGINAL else candidate
         return variations(base, self.device, first_batch(self.example))
-
-    def _forget(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def device_of_example(example: Any) -> torch.device:
