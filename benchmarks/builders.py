@@ -28,22 +28,18 @@ from vit_fast.measure.candidate import AS_FILE, PRECISIONS, RUNTIMES, Candidate
 from vit_fast.model import VisionTransformer
 
 from . import operators
-from .machine import short_name
 from .models import Model, OutputOf, Task
 
 # The allowed error of lower precision as a share of the largest output; the accuracy rule is for full precision.
 LOSSY_TOLERANCE = 0.35
+ORT = ("onnx", "onnxscript", "onnxruntime")
 MOST_FILES = 4  # exported files that are cached for further batch sizes
 
 Function = Callable[[Tensor], Tensor]
 
 
 def make(candidate: Candidate, task: Task) -> Function:
-    """Builds a candidate, or its first block if that is the task.
-
-    Raises:
-        UnsupportedInputError: the candidate cannot do the task; all reasons.
-    """
+    """Builds a candidate, or its first block if that is the task; UnsupportedInputError lists all reasons."""
     assert candidate.builder is not None
     made: Function = candidate.builder(candidate, task)
     if not task.model.block:
@@ -156,12 +152,7 @@ def _build_optimized(candidate: Candidate, task: Task) -> nn.Module:
 
 
 def build_file(candidate: Candidate, task: Task, *, io_binding: bool = True) -> Function:
-    """Opens the export of the task's model, or the given ONNX file, in the candidate's runtime.
-
-    Raises:
-        UnsupportedInputError: the runtime does not support the dtype on this device.
-        ProviderError: the execution provider is not available.
-    """
+    """Opens the export of the task's model, or the given ONNX file, in the candidate's runtime."""
     fp32, on_cpu = task.dtype == torch.float32, task.device.type == "cpu"
     reasons = []
     if candidate.engine == "openvino":
@@ -172,7 +163,7 @@ def build_file(candidate: Candidate, task: Task, *, io_binding: bool = True) -> 
     if candidate.engine == "tensorrt" and on_cpu:
         reasons.append("it needs a GPU")
     if candidate.precision == "int8" and not fp32:
-        reasons.append(f"the dtype must be fp32 for int8, got {short_name(task.dtype)}")
+        reasons.append(f"the dtype must be fp32 for int8, got {task.dtype}")
     if task.model.onnx is not None and (candidate.precision or not fp32):
         reasons.append(f"the dtype of a given file must be fp32 without quantization, got {task.model.name}")
     if reasons:
@@ -261,68 +252,58 @@ def _build_torchao(candidate: Candidate, task: Task) -> nn.Module:
 
 
 def _all() -> Iterator[Candidate]:
-    of_inference: dict[str, Any] = {"trainable": False}
-    of_lossy: dict[str, Any] = {"tolerance": LOSSY_TOLERANCE, "trainable": False}
-    for backend, summary in (
-        ("eager", "our model in plain PyTorch: the reference"),
-        ("sdpa", "our model with torch's scaled_dot_product_attention"),
-        ("triton", "our model with our Triton kernels"),
-    ):
-        yield Candidate(base=backend, summary=summary, attention=backend, mlp=backend, builder=build, fullgraph=True)
-    kernels = Candidate(attention="triton", mlp="triton")
-    triton = partial(dataclasses.replace, kernels)
+    def named(base: str, summary: str, builder: Callable[..., Any], **fields: Any) -> Candidate:
+        return Candidate(base=base, summary=summary, builder=builder, **fields)
+
+    on_eager, on_sdpa, on_triton = ({"attention": name, "mlp": name} for name in ("eager", "sdpa", "triton"))
+    inference = {"trainable": False}
+    lossy = inference | {"tolerance": LOSSY_TOLERANCE}
+    file = inference | {"compilable": False}
+    onnx: dict[str, Any] = file | {"engine": "onnxruntime", "packages": ORT, "peer": True, "build_s": 7.0}
+
+    yield named("eager", "our model in plain PyTorch: the reference", build, **on_eager, fullgraph=True)
+    yield named("sdpa", "our model with torch's scaled_dot_product_attention", build, **on_sdpa, fullgraph=True)
+    yield named("triton", "our model with our Triton kernels", build, **on_triton, fullgraph=True)
     frozen, e4m3 = partial(_build_changed, Candidate(frozen=True)), partial(_build_changed, Candidate(precision="fp8"))
-    yield triton(base="triton-frozen", summary="triton with frozen weights", builder=frozen, **of_inference)
-    yield triton(
-        base="triton-graphs", summary="triton-frozen in a CUDA graph", builder=_build_graphs, compilable=False,
-        **of_inference,
-    )  # fmt: skip
+    yield named("triton-frozen", "triton with frozen weights", frozen, **on_triton, **inference)
+    yield named("triton-graphs", "triton-frozen in a CUDA graph", _build_graphs, **on_triton, **file)
     summary = "triton with linear layers in e4m3, calibrated"
-    yield triton(base="triton-fp8", summary=summary, builder=e4m3, precision="fp8", **of_lossy)
-    for name, kernel in (
-        ("flash", SDPBackend.FLASH_ATTENTION),
-        ("cudnn", SDPBackend.CUDNN_ATTENTION),
-        ("efficient", SDPBackend.EFFICIENT_ATTENTION),
-    ):
-        yield Candidate(
-            base=f"sdpa-{name}", summary=f"sdpa restricted to the {name} kernel", attention="sdpa", mlp="sdpa",
-            builder=build, fullgraph=True, context=partial(sdpa_kernel, kernel),
-        )  # fmt: skip
+    yield named("triton-fp8", summary, e4m3, **on_triton, **lossy, precision="fp8")
+    for kernel in ("flash", "cudnn", "efficient"):
+        only = partial(sdpa_kernel, getattr(SDPBackend, f"{kernel.upper()}_ATTENTION"))
+        summary = f"sdpa restricted to the {kernel} kernel"
+        yield named(f"sdpa-{kernel}", summary, build, **on_sdpa, fullgraph=True, context=only)
+
     for library in PEERS:
         peer, needs = partial(build_peer, library), (library.NAME,)
-        yield Candidate(base=library.NAME, summary=library.PEER, builder=peer, packages=needs, peer=True)
+        yield named(library.NAME, library.PEER, peer, packages=needs, peer=True)
         yield from _fused(library.NAME, f"{library.NAME}'s model", peer, True, needs)
-    yield Candidate(base="given", summary="the given model", builder=build_given, peer=True)
+    yield named("given", "the given model", build_given, peer=True)
     yield from _fused("given", "the given model", build_given, False, ())
-    in_file: dict[str, Any] = {"compilable": False, "trainable": False}
-    optimized = Candidate(base="optimized", builder=_build_optimized, **in_file)
-    yield dataclasses.replace(optimized, summary="cached result of vit_fast.optimize, lossless")
+
+    summary = "cached result of vit_fast.optimize"
+    yield named("optimized", f"{summary}, lossless", _build_optimized, **file)
     for precision in PRECISIONS:
-        yield dataclasses.replace(
-            optimized, base=f"optimized-{precision}", summary=f"cached result of vit_fast.optimize in {precision}",
-            precision=precision, tolerance=LOSSY_TOLERANCE,
-        )  # fmt: skip
-    ort = ("onnx", "onnxscript", "onnxruntime")
-    file = Candidate("onnxruntime", builder=build_file, packages=ort, peer=True, build_s=7.0, **in_file)
-    calibrated = {"precision": "int8", "peer": False, "build_s": 9.0, **of_lossy}
-    for base, summary, changes in (
-        ("onnxruntime", "ONNX Runtime, exported by vit_fast.export", {}),
-        ("onnxruntime-nobinding", "onnxruntime through session.run",
-         {"builder": partial(build_file, io_binding=False)}),
-        ("onnxruntime-int8", "onnxruntime, static int8 calibrated on an image", calibrated),
-        ("tensorrt", "onnxruntime with the TensorRT provider", {"engine": "tensorrt"}),
-        ("openvino", "OpenVINO on a CPU, exported by vit_fast.export",
-         {"engine": "openvino", "packages": ("onnx", "onnxscript", "openvino")}),
-        ("torch-onnx", "ONNX Runtime, exported by torch.onnx.export", {"builder": _export_by_torch}),
-        ("timm-onnx", "ONNX Runtime, timm's model exported by timm",
-         {"builder": _export_by_timm, "packages": (*ort, "timm")}),
-    ):  # fmt: skip
-        yield dataclasses.replace(file, base=base, summary=summary, **changes)
-    torchao = Candidate(builder=_build_torchao, packages=("torchao",), peer=True, **of_lossy)
+        fields = file | lossy | {"precision": precision}
+        yield named(f"optimized-{precision}", f"{summary} in {precision}", _build_optimized, **fields)
+
+    yield named("onnxruntime", "ONNX Runtime, exported by vit_fast.export", build_file, **onnx)
+    slow = partial(build_file, io_binding=False)
+    yield named("onnxruntime-nobinding", "onnxruntime through session.run", slow, **onnx)
+    calibrated = onnx | lossy | {"precision": "int8", "peer": False, "build_s": 9.0}
+    yield named("onnxruntime-int8", "onnxruntime, static int8 calibrated on an image", build_file, **calibrated)
+    yield named("tensorrt", "onnxruntime with the TensorRT provider", build_file, **onnx | {"engine": "tensorrt"})
+    openvino = onnx | {"engine": "openvino", "packages": (*ORT[:2], "openvino")}
+    yield named("openvino", "OpenVINO on a CPU, exported by vit_fast.export", build_file, **openvino)
+    yield named("torch-onnx", "ONNX Runtime, exported by torch.onnx.export", _export_by_torch, **onnx)
+    by_timm = onnx | {"packages": (*ORT, "timm")}
+    yield named("timm-onnx", "ONNX Runtime, timm's model exported by timm", _export_by_timm, **by_timm)
+
+    ao = lossy | {"packages": ("torchao",), "peer": True}
     summary = "sdpa with torchao's int8 weights and dynamic activations"
-    yield dataclasses.replace(torchao, base="torchao-int8", summary=summary, precision="int8", build_s=9.0)
+    yield named("torchao-int8", summary, _build_torchao, **ao, precision="int8", build_s=9.0)
     summary = "sdpa with torchao's float8 weights and dynamic activations by row"
-    yield dataclasses.replace(torchao, base="torchao-fp8", summary=summary, precision="fp8")
+    yield named("torchao-fp8", summary, _build_torchao, **ao, precision="fp8")
     for base, summary, packages in (
         ("flex", "FlexAttention, compiled", ()),
         ("flash-attn", "attention of flash-attn", ("flash_attn",)),
@@ -330,9 +311,7 @@ def _all() -> Iterator[Candidate]:
         ("cublaslt", "MLP in PyTorch with cuBLASLt's GELU epilogue", ()),
         ("transformer-engine", "LayerNormMLP of NVIDIA TransformerEngine", ("transformer_engine",)),
     ):
-        yield Candidate(
-            base=base, summary=summary, builder=_build_operator, packages=packages, peer=True, compilable=False
-        )
+        yield named(base, summary, _build_operator, packages=packages, peer=True, compilable=False)
 
 
 def _fused(

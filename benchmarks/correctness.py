@@ -52,10 +52,9 @@ class TrainingStep:
         self.optimizer.step()
 
     def gradients(self, images: Tensor, rows: Sequence[int], places: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        """Computes gradients of the summed loss of some images (rows) of a batch; their places decide the labels.
+        """Computes the gradient of each image [B, C, H, W] and the norm of all parameters' gradients [1].
 
-        Returns:
-            The gradient of each image [B, C, H, W], and the norm of all parameters' gradients [1].
+        The loss is the sum over some images (rows) of the batch; their places decide the labels.
         """
         self.optimizer.zero_grad()
         leaf = images.detach().clone().requires_grad_()
@@ -122,10 +121,7 @@ class Expected(Reference):
 
 
 def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
-    """Computes the fp64 reference of a batch, and eager's error in the task's dtype.
-
-    `others` are the batches after it, to measure agreement of a whole model.
-    """
+    """Computes the fp64 reference of a batch, eager's error in the task's dtype, and the classes of other batches."""
     rows = checked_rows(task)
     if task.model.onnx is not None:
         from vit_fast.measure.runtimes import open_reference

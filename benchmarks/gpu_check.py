@@ -271,7 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--parts must consist of {', '.join(PARTS)}, got {', '.join(unknown)}")
     chosen = [job for job in JOBS if job.part in parts]
     if options.dry_run:
-        print(job_table(chosen))
+        print(f"{'job':40s} limit", *(f"{job.name:40s} {job.limit_s:4.0f} s" for job in chosen), sep="\n")
+        print(f"ends after {TOTAL_SECONDS} s; a job whose limit is longer than the time left is skipped")
         return 0
     if options.out is None:
         parser.error("--out must be a folder, got nothing")
@@ -330,13 +331,6 @@ def run_jobs(
         found.append(result)
         note(found, None)
     return found
-
-
-def job_table(jobs: Sequence[Job]) -> str:
-    """Returns the jobs in their order, with their time limits."""
-    lines = [f"{job.name:40s} {job.limit_s:4.0f} s" for job in jobs]
-    total = f"ends after {TOTAL_SECONDS} s; a job whose limit is longer than the time left is skipped"
-    return "\n".join([f"{'job':40s} limit", *lines, total])
 
 
 def _line(row: Found) -> str:

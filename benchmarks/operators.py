@@ -33,10 +33,7 @@ _WORD = re.compile(r"(attention|mlp|matmul):(\d+)x(\d+)x(\d+)(?::(\w+))?")
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator ("attention", "mlp", "matmul") of given sizes.
-
-    The sizes are tokens, heads and head_dim, or tokens, width and hidden width.
-    """
+    """An "attention" of tokens x heads x head_dim, or an "mlp" or "matmul" of tokens x width x hidden width."""
 
     part: str
     sizes: tuple[int, int, int]
@@ -108,11 +105,7 @@ class Operation(nn.Module):
 
 
 def build(name: str, operator: Operator, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-    """Builds a library's version of an operator as a module of x.
-
-    Raises:
-        UnsupportedInputError: the library does not have it, or not on this device.
-    """
+    """Builds a library's version of an operator as a module of x; UnsupportedInputError lists all reasons."""
     table = {"attention": _ATTENTION, "mlp": _MLP, "matmul": _MATMUL}[operator.part]
     reasons = [] if name in table else [f"it has no {operator.part}; candidates: {', '.join(table)}"]
     if name in _ON_A_GPU and device.type == "cpu":

@@ -52,11 +52,7 @@ class Problem:
 
 
 def make_problem(group: Group, images: Sequence[Path], device: torch.device) -> Problem:
-    """Makes weights, batches and the reference of a group.
-
-    Raises:
-        Exception: the reference fails, e.g. for a dtype that an operator does not support, or out of memory.
-    """
+    """Makes weights, batches and the reference of a group; raises whatever the reference raises."""
     task, batches = make_task(group, images, device)
     # as many batches as agreement needs images
     few = math.ceil(MAX_CHECKED_IMAGES / task.batch_size) if task.whole and not task.training else 1
@@ -86,11 +82,7 @@ class Prepared:
 def prepare(
     candidate: Candidate, group: Group, problem: Problem, *, explained: bool = False
 ) -> tuple[Prepared | None, Row]:
-    """Builds and checks a candidate, and profiles it if explained.
-
-    Returns:
-        The prepared candidate or None, and its row, which contains status and reason.
-    """
+    """Builds and checks a candidate; returns it if it is correct, and its row with status and reason."""
     status: Status
     try:
         with at_most(CANDIDATE_SECONDS):
@@ -178,10 +170,9 @@ def _callers(candidate: Candidate, task: Task, batches: list[Tensor]) -> tuple[o
 
 
 def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
-    """Runs a candidate of a group in a new process.
+    """Measures cold_s, seconds of a new process to its first correct output, and cold_MiB, its peak host memory.
 
-    Returns:
-        cold_s, seconds to the first correct output, and cold_MiB, peak host memory; or cold_failed, the reason.
+    Returns the reason as cold_failed if that fails.
     """
     asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
     asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
@@ -228,12 +219,9 @@ def part_of(name: str) -> str:
 
 
 def profile(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
-    """Profiles some calls of a warm candidate with torch's profiler.
+    """Returns kernels, [part, name, calls, ms] per call, the longest first; and least, [operations, bytes] per part.
 
     Kernel names decide the part on a GPU, operator names on a CPU. Eager attention's matmuls on a GPU count as linears.
-
-    Returns:
-        kernels: [part, name, calls, ms] per call, the longest first; least: [operations, bytes] of each part.
     """
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]

@@ -37,12 +37,7 @@ def default_folder(machine: Mapping[str, Any]) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Checks that a record can be written there.
-
-    Raises:
-        ValueError: there is an unfinished run.
-        OSError: the folder is not empty or cannot be written.
-    """
+    """Raises ValueError for a folder with an unfinished run, and OSError if a record cannot be written there."""
     if (partial := _partial(folder)).exists():
         raise ValueError(f"{partial} contains an unfinished run; add --resume {folder}, or use another folder")
     check_new_folder(folder)
@@ -83,11 +78,7 @@ class Journal(Findings):
 
     @classmethod
     def begin(cls, folder: Path, request: Mapping[str, Any], machine: Mapping[str, Any]) -> Journal:
-        """Starts the journal of a new run.
-
-        Raises:
-            ValueError, OSError: see check_folder.
-        """
+        """Starts the journal of a new run; see check_folder."""
         check_folder(folder)
         _partial(folder).mkdir(parents=True)
         journal = cls(folder, {"format": FORMAT, "request": dict(request), "machine": dict(machine)})
@@ -102,8 +93,7 @@ class Journal(Findings):
     def resume(cls, folder: Path) -> Journal:
         """Opens the journal of an interrupted run in the folder of `--out`, with or without .partial.
 
-        Raises:
-            ValueError: there is no such run, or it is of another format.
+        Raises ValueError if there is no such run, or if it is of another format.
         """
         folder = folder.with_name(folder.name.removesuffix(PARTIAL))
         path = _partial(folder) / JOURNAL_NAME
@@ -160,9 +150,7 @@ def to_json(record: Record) -> bytes:
 def read_record(path: str | Path) -> Record:
     """Reads a record of `vit-fast bench` from its JSON file or folder, also of the format before.
 
-    Raises:
-        OSError: the file does not exist.
-        ValueError: it is not such a record.
+    Raises OSError for a missing file, and ValueError for anything else.
     """
     record = read_any(path)
     if not is_bench(record):

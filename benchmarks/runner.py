@@ -133,14 +133,9 @@ class Watch:
 
 
 def run(configuration: Configuration, listener: Listener | None = None, journal: Journal | None = None) -> Record:
-    """Runs a configuration.
+    """Runs a configuration, and returns the record: plain data with a row per candidate and group.
 
-    Args:
-        configuration: See make_configuration.
-        listener: Receives the progress.
-        journal: Stores rows as they are measured; rows that it contains are not measured again.
-    Returns:
-        The record: plain data with machine, ceilings, controls, configuration, and a row per candidate and group.
+    A journal stores rows as they are measured. Rows that it contains are not measured again.
     """
     machine = describe(configuration.device) if journal is None else journal.header["machine"]
     return _Run(configuration, listener or Silent(), journal or Findings()).record(machine)

@@ -29,14 +29,10 @@ NARROW = {"hidden_size": 64, "num_heads": 1, "intermediate_size": 128, "out_hidd
 
 
 def tower_calls(device: str, scale: int = 1, **changes: int) -> dict[str, dict[str, Callable[[], object]]]:
-    """Calls of Qwen2.5-VL's tower for each size: "eager", fused and frozen, and "graph", by a `GraphRunner`.
+    """Returns calls of Qwen2.5-VL's tower by size and candidate: "eager", fused and frozen, and "graph".
 
-    Args:
-        device: Device of the tower.
-        scale: Divisor of height and width.
-        changes: Fields of the tower's configuration to replace.
-    Returns:
-        By name of the size and of the candidate; empty without a transformers that has such towers.
+    `scale` divides height and width; `changes` replace fields of the tower's configuration. The result is empty
+    without a transformers that has such towers.
     """
     if not all(map(importlib.util.find_spec, ("transformers", "transformers.vision_utils"))):
         return {}

@@ -53,11 +53,7 @@ class CachedResult:
 
     @classmethod
     def from_dict(cls, data: Any) -> CachedResult:
-        """Reads the output of to_dict, also of format 1.
-
-        Raises:
-            ValueError: it is not a result of a known format.
-        """
+        """Reads the output of to_dict, also of format 1; raises ValueError for anything else."""
         version = data.get("format") if isinstance(data, dict) else None
         if version not in (1, FORMAT):
             raise ValueError(f"must be a result of vit_fast.optimize of format {FORMAT}, got format {version!r}")
@@ -76,11 +72,7 @@ class CachedResult:
 
 
 def folder() -> Path:
-    """Returns the folder of cached results.
-
-    Raises:
-        OSError: the user has no home.
-    """
+    """Returns the folder of cached results; raises OSError if the user has no home."""
     if named := os.environ.get("VIT_FAST_CACHE"):
         return Path(named)
     try:
@@ -159,11 +151,7 @@ def look_up(key: dict[str, Any]) -> CachedResult | None:
 
 
 def store(result: CachedResult) -> Path:
-    """Writes a result to the cache, and replaces one with the same key.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Writes a result to the cache, and replaces one with the same key; raises OSError if that fails."""
     path = folder() / _name(result.key)
     with file_aside(path) as aside:
         aside.write_text(json.dumps(result.to_dict(), indent=1))

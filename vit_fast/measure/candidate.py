@@ -168,11 +168,7 @@ class Candidate:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Candidate:
-        """Reads the output of to_dict.
-
-        Raises:
-            ValueError: a field, its type, an engine or a precision is unknown.
-        """
+        """Reads the output of to_dict; raises ValueError for an unknown field, type, engine or precision."""
         for name, value in data.items():
             if name not in CONFIGURATION or not isinstance(value, str | bool | int):
                 raise ValueError(f"a candidate must consist of {', '.join(CONFIGURATION)}, got {name}={value!r}")
@@ -186,12 +182,7 @@ ORIGINAL, AS_FILE = Candidate(), Candidate("onnxruntime")
 
 
 def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
-    """Returns the first candidates on a device: cheap ones before slow ones, lossy ones first if they are allowed.
-
-    Args:
-        device: Device of the model and the example.
-        allowed: Precisions that may be used besides the model's own.
-    """
+    """Returns the first candidates on a device, also in the allowed precisions: lossy ones and cheap ones first."""
     on_cuda = device.type == "cuda"
     backends = _backends(device)
     parts = [(name, name) for name in backends] + list(itertools.permutations(backends, 2))

@@ -139,15 +139,11 @@ def time_interleaved(
     *,
     on_round: Callable[[int, Mapping[str, Samples]], Collection[str]] | None = None,
 ) -> dict[str, Timing]:
-    """Times several calls interleaved until each satisfies the protocol.
+    """Times several calls interleaved until each satisfies the protocol; exceptions of a call are not caught.
 
     Args:
         calls: Functions of the round's number, which selects their inputs.
-        device: The device that computes.
-        protocol: None means Protocol().
         on_round: Called after every round with its number and the samples so far; returns the names to continue with.
-    Returns:
-        A Timing for each call that was timed at least once. Exceptions of a call are not caught.
     """
     device = torch.device(device)
     protocol = Protocol() if protocol is None else protocol

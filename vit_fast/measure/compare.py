@@ -24,8 +24,7 @@ def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, 
     """Returns the speed of the other relative to the base.
 
     Args:
-        base_ms: Durations in ms in the order of measurement, at least one.
-        other_ms: Durations of the other.
+        base_ms, other_ms: Durations in ms in the order of measurement.
         paired: True if samples with the same index are of the same round: the result is the median of the ratios of
             the rounds, in which drift of the machine cancels out. False compares the medians.
         share: The quantile to compare; 0.5 is the median.
@@ -66,9 +65,7 @@ def _blocks(count: int, generator: np.random.Generator) -> np.ndarray:
 def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: float = 0.5) -> dict[str, Any]:
     """Compares two timings of identical code in the same rounds.
 
-    Returns:
-        The ratio, its interval, `resolution` for ratios within these rounds, and `between_runs` for ratios to another
-        run, both as a share.
+    Returns `resolution` for ratios within these rounds and `between_runs` for ratios to another run, both as a share.
     """
     low, high = ratio_interval(first_ms, again_ms, paired=True, share=share)
     found = ratio(first_ms, again_ms, paired=True, share=share)

@@ -110,11 +110,7 @@ class Optimization:
         return f"{'; '.join(facts)} ({'; '.join(notes)})."
 
     def save(self, path: str | Path) -> None:
-        """Writes the candidate and its figures, without weights, for `load_optimized`.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Writes the candidate and its figures, without weights, for `load_optimized`; may raise OSError."""
         with file_aside(Path(path)) as aside:
             aside.write_text(json.dumps(self.cached.to_dict(), indent=1))
 
@@ -212,13 +208,10 @@ def load_optimized(
     """Builds the candidate that `Optimization.save` wrote for a model on this machine, and checks it.
 
     Args:
-        path: The file.
         model: A model of the same architecture, with any weights; or the same ONNX file.
         example: Input; None means random images of the saved shape.
-        calibration: See optimize.
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not such a file, or was written for another architecture.
+        ValueError: the file is not such a file, or was written for another architecture.
         Refused: the candidate is not available here, or fails its check.
     """
     check_type("path", path, str, Path)

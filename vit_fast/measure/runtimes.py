@@ -29,11 +29,7 @@ Run = Callable[[Tensor], Tensor]
 class OnnxFile(nn.Module):
     """An ONNX file as a module, run by ONNX Runtime with its default settings and torch's number of threads.
 
-    `image_hw` is height and width of the images, if they are dynamic in the file.
-
-    Raises:
-        ModelFileError: the file is missing, damaged, unsafe, or takes no images.
-        ProviderError: ONNX Runtime cannot run on the device.
+    `image_hw` is height and width of the images, if they are dynamic in the file. Raises the errors of OnnxRunner.
     """
 
     def __init__(self, path: str | Path, device: torch.device | str = "cpu", image_hw: Size | None = None) -> None:
@@ -76,9 +72,7 @@ def session(
 ) -> Function:
     """Exports a model, and returns a function with the model's interface that a runtime computes.
 
-    Raises:
-        UnsupportedInputError: the model cannot be exported, or has several inputs or outputs; all reasons.
-        ProviderError: the runtime is not available on the device.
+    Raises UnsupportedInputError if the model cannot be exported, or has several inputs or outputs.
     """
     images = only_images(example)
     leaves, spec = pytree.tree_flatten(output)
@@ -108,11 +102,7 @@ def session(
 def write_onnx(
     candidate: Candidate, model: nn.Module, path: Path, images: Tensor, image_files: Sequence[str | Path]
 ) -> None:
-    """Exports a model in the candidate's precision for its runtime; copies a file.
-
-    Raises:
-        UnsupportedInputError: the library is not supported, or the images are not of the model's size.
-    """
+    """Exports a model in the candidate's precision for its runtime; copies a file."""
     calibration = find_images(image_files or [sample_image()]) if candidate.precision == "int8" else None
     if isinstance(model, OnnxFile):
         _convert_file(candidate, model, path, calibration)

@@ -46,10 +46,7 @@ class Rule:
 class Expected:
     """The outputs of a model for the timed example, and for more batches to measure agreement.
 
-    Raises:
-        ValueError: the model writes into its inputs or its own tensors, is random, or returns no finite floating
-            outputs.
-        UnsupportedInputError: it cannot be copied and run in fp64.
+    Raises an error for a model that writes into tensors, is random, returns no finite floats, or does not run in fp64.
     """
 
     def __init__(self, model: nn.Module, example: Any, others: Sequence[Any] = ()) -> None:
@@ -91,11 +88,7 @@ class Expected:
     def check(
         self, function: Callable[..., Any], candidate: Candidate, rule: Rule
     ) -> tuple[float, float | None, float]:
-        """Returns the largest error, the allowed one (None if loss is allowed) and the agreement of a candidate.
-
-        Raises:
-            Refused: it fails the check.
-        """
+        """Returns largest error, allowed error (None if loss is allowed) and agreement; raises Refused."""
         is_original = candidate == ORIGINAL
         outputs = [self.output] if is_original else [call(function, batch) for batch in self.batches]
         found = self.outputs if is_original else [leaves_of(output) for output in outputs]
@@ -164,7 +157,6 @@ class Checked:
     """The check of a candidate.
 
     Attributes:
-        error: Largest error against fp64.
         allowed: The allowed error; None if loss is allowed.
         agreement: Top-1 agreement with the model or, for outputs that are no logits, the share with the same direction.
         first_call_s: Seconds to build it and for the first call, including compilation.
