@@ -58,19 +58,20 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[
     """Measures the device's ceilings: a large copy in GB/s (read and written), a square matmul in TFLOP/s per dtype."""
     device = torch.device(device)
     size, nbytes = MATMUL_SIZE[device.type], COPY_BYTES[device.type]
-    matmul = {}
-    for name in dict.fromkeys(dtypes):
+
+    def matmul(name: str) -> float:
         left, right = (torch.randn(size, size, device=device).to(DTYPES[name]) for _ in range(2))
         with products_in(name):
-            timing = time_call(lambda _, left=left, right=right: left @ right, device, CEILING_PROTOCOL)
-        matmul[name] = 2 * size**3 / (min(timing.samples_ms) * 1e9)
+            timing = time_call(lambda _: left @ right, device, CEILING_PROTOCOL)
+        return 2 * size**3 / (min(timing.samples_ms) * 1e9)
+
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     timing = time_call(lambda _: target.copy_(source), device, CEILING_PROTOCOL)
     return {
         "copy_GB_per_s": 2 * nbytes / (min(timing.samples_ms) * 1e6),
         "copy_bytes": nbytes,
-        "matmul_TFLOP_per_s": matmul,
+        "matmul_TFLOP_per_s": {name: matmul(name) for name in dict.fromkeys(dtypes)},
         "matmul_size": size,
     }
 

@@ -121,11 +121,8 @@ def draw(record: Record) -> bytes:
 
     panels = {title: measured(rows)[::-1] for title, rows in report.groups(record).items() if measured(rows)}
     panels = panels or {"nothing was measured": []}
-    lines = [
-        report.heading(record),
-        report.ceilings_line(record),
-        *(line[:170] for line in report.not_measured(record)[:4]),
-    ]
+    notes = [line[:170] for line in report.not_measured(record)[:4]]
+    lines = [report.heading(record), report.ceilings_line(record), *notes]
     foot = "\n".join(part for line in lines for part in textwrap.wrap(line, 150))
     inches = 0.8 + sum(0.6 + 0.32 * len(rows) for rows in panels.values()) + 0.13 * foot.count("\n")
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
