@@ -38,12 +38,13 @@ def default_folder(machine: Mapping[str, Any]) -> Path:
 
 def check_folder(folder: Path) -> None:
     """Raises ValueError for a folder with an unfinished run, and OSError if a record cannot be written there."""
+    check_new_folder(folder)
     if (partial := _partial(folder)).exists():
         raise ValueError(f"{partial} contains an unfinished run; add --resume {folder}, or use another folder")
-    check_new_folder(folder)
 
 
 def _partial(folder: Path) -> Path:
+    folder = folder if folder.name else folder.absolute()  # of "."
     return folder.with_name(f"{folder.name.removesuffix(PARTIAL)}{PARTIAL}")
 
 
@@ -73,7 +74,7 @@ class Journal(Findings):
 
     def __init__(self, folder: Path, header: dict[str, Any], entries: Iterable[tuple[str, Any]] = ()) -> None:
         super().__init__(entries)
-        self.folder, self.header = folder, header
+        self.folder, self.header = folder if folder.name else folder.absolute(), header
         self._path = _partial(folder) / JOURNAL_NAME
 
     @classmethod
