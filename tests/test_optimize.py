@@ -27,11 +27,6 @@ from vit_fast.measure.trials import Expected, Rule, Trials
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
-@pytest.fixture
-def images() -> Tensor:
-    return torch.randn(4, 3, 32, 32)
-
-
 FROZEN = Candidate(attention="sdpa", mlp="sdpa", frozen=True)
 CHOICES = [
     Candidate(),

@@ -17,7 +17,7 @@ import pytest
 import torch
 from command_line import run
 from fused_models import assert_within
-from torch import Tensor, nn
+from torch import nn
 
 import vit_fast
 from vit_fast.commands.words import open_model
@@ -63,11 +63,6 @@ def _write_half(path: Path) -> None:
     border = [info("images", shape=["b", 3, 32, 32])], [info("means", shape=["b", 3])]
     graph = onnx.helper.make_graph(nodes, "half", *border)
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10), path)
-
-
-@pytest.fixture
-def images() -> Tensor:
-    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
 CHOICES = [
