@@ -93,7 +93,9 @@ class Worker:
                 self.stop()
             return found
         self.stop()
-        return {"outcome": f"failed: {problem}; rows kept: {rows_kept(folder)}"}
+        journal = folder.with_name(folder.name + PARTIAL) / JOURNAL_NAME
+        rows = journal.read_text().count('{"kind": "row"') if journal.is_file() else 0
+        return {"outcome": f"failed: {problem}; rows kept: {rows}"}
 
     def stop(self) -> None:
         """Ends the process and its children; the next job gets a new one."""
@@ -174,12 +176,6 @@ def figures(rows: Sequence[Row]) -> Found:
             name = f"{row['model']} B{row['batch']} {row['candidate']}"
             found[name] = f"{row['ms']:.3f} ms{host}, {row['TFLOP_per_s']:.3g} TFLOP/s, {peer}"
     return found
-
-
-def rows_kept(folder: Path) -> int:
-    """Counts the rows that a job wrote before it ended."""
-    path = folder.with_name(folder.name + PARTIAL) / JOURNAL_NAME
-    return path.read_text().count('{"kind": "row"') if path.is_file() else 0
 
 
 def tests(name: str, limit_s: float, *arguments: str, parallel: bool = True) -> Job:
@@ -284,8 +280,11 @@ def _record(jobs: Sequence[Job], out: Path) -> int:
     path = out / "summary.json"
     machine = describe("cuda" if torch.cuda.is_available() else "cpu")
     record: dict[str, Any] = {"machine": machine, "total_seconds": TOTAL_SECONDS}
-    names = {job.name for job in jobs}
-    kept = [row for row in _rows_before(path, machine) if row["name"] not in names]
+    names, kept = {job.name for job in jobs}, []
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        before = json.loads(path.read_text())
+        if all(before["machine"].get(name) == machine.get(name) for name in ("device", "commit")):
+            kept = [row for row in before["rows"] if row["name"] not in names]
     worker = Worker(out)
 
     def note(found: list[Found], running: str | None) -> None:
@@ -298,15 +297,6 @@ def _record(jobs: Sequence[Job], out: Path) -> int:
     finally:
         worker.stop()
     return sum(row["outcome"].startswith(("failed", "INCORRECT")) for row in found)
-
-
-def _rows_before(path: Path, machine: dict[str, Any]) -> list[Found]:
-    try:
-        record = json.loads(path.read_text())
-        same = all(record["machine"].get(name) == machine.get(name) for name in ("device", "commit"))
-        return list(record["rows"]) if same else []
-    except (OSError, ValueError, LookupError):
-        return []
 
 
 def run_jobs(

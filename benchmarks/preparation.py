@@ -282,17 +282,13 @@ def _draw(name: str, parameter: Tensor, owner: nn.Module, generator: torch.Gener
     return 0.3 * noise
 
 
+@functools.lru_cache(maxsize=2)
 def weights_of(model: Model, dtype: torch.dtype) -> dict[str, Tensor] | None:
     """Returns a model's parameters, its own or random ones, in a dtype; None for a model with weights inside."""
-    if model.operator is not None:
-        return rounded(model.operator.weights(), dtype)
-    return None if model.config is None else _of_whole(model, dtype)
-
-
-@functools.lru_cache(maxsize=2)
-def _of_whole(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    assert model.config is not None
-    return rounded(random_weights(model.config) if model.weights is None else model.weights, dtype)
+    weights = model.weights if model.operator is None else model.operator.weights()
+    if weights is None and model.config is not None:
+        weights = random_weights(model.config)
+    return None if weights is None else rounded(weights, dtype)
 
 
 def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

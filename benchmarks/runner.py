@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from vit_fast.measure import clock, compare
@@ -99,22 +99,15 @@ class Watch:
         late = now_s >= self._start_s + SHARE_OF_ALL * (self._end_s - self._start_s)
         if number % ROUNDS_BETWEEN or not (self._allocated and (long_enough or late)):
             return self._remaining
-        if self._can_rank():
+        if compare.control(self._samples[self.best], self._samples[AGAIN])["resolution"] <= compare.UNRANKABLE:
             return () if long_enough or narrowed else self._remaining
-        fewer = {self.best, AGAIN, *self._best_of_each_side()}
+        sides = [[name for name in self._peers if self._peers[name] is peer] for peer in set(self._peers.values())]
+        fastest = [min(names, key=lambda name: percentile(self._samples[name], 0.5)) for names in sides]
+        fewer = {self.best, AGAIN, *fastest}
         if not narrowed and len(fewer) < len(self._samples):
             self._remaining = fewer
             self._listener.say(f"noisy machine: continuing with {', '.join(sorted(fewer - {AGAIN}))}")
         return self._remaining
-
-    def _best_of_each_side(self) -> Iterator[str]:
-        for side in set(self._peers.values()):
-            names = [name for name, peer in self._peers.items() if peer == side]
-            yield min(names, key=lambda name: percentile(self._samples[name], 0.5))
-
-    def _can_rank(self) -> bool:
-        resolution = compare.control(self._samples[self.best], self._samples[AGAIN])["resolution"]
-        return bool(resolution <= compare.UNRANKABLE)
 
     def _tracked(self, name: str, call: Call) -> Call:
         def run_it(number: int) -> object:

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -184,7 +184,7 @@ ORIGINAL, AS_FILE = Candidate(), Candidate("onnxruntime")
 def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
     """Returns the first candidates on a device, also in the allowed precisions: lossy ones and cheap ones first."""
     on_cuda = device.type == "cuda"
-    backends = _backends(device)
+    backends = ("triton", "sdpa") if on_cuda and not triton_unavailable_reasons(device) else ("sdpa",)
     parts = [(name, name) for name in backends] + list(itertools.permutations(backends, 2))
     found: list[Candidate] = []
     precisions: tuple[Precision | None, ...] = (None, "bf16", "fp16")
@@ -236,14 +236,6 @@ def variations(candidate: Candidate, device: torch.device, batch: int) -> list[C
     if candidate.engine == "torch":
         changes.append({"channels_last": True})
     if device.type == "cpu":
-        changes += [{"threads": count} for count in _thread_counts()]
+        used, there = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+        changes += [{"threads": count} for count in dict.fromkeys((used // 2, there)) if count not in (0, used)]
     return [dataclasses.replace(candidate, **change) for change in changes]
-
-
-def _backends(device: torch.device) -> Sequence[str]:
-    return ("sdpa",) if device.type != "cuda" or triton_unavailable_reasons(device) else ("triton", "sdpa")
-
-
-def _thread_counts() -> list[int]:
-    used, there = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    return [count for count in dict.fromkeys((used // 2, there)) if count > 0 and count != used]

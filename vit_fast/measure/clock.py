@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,7 +122,12 @@ class Samples(list[float]):
 
     def take(self, number: int) -> None:
         """Times one more call, in round `number`."""
-        self.append(_host_clock(self._call, number) if self._clock is None else self._clock(number))
+        if self._clock is not None:
+            self.append(self._clock(number))
+            return
+        start = time.perf_counter_ns()
+        self._call(number)
+        self.append((time.perf_counter_ns() - start) / 1e6)
 
     def timing(self) -> Timing:
         """Summarizes at least one sample."""
@@ -147,7 +151,7 @@ def time_interleaved(
     """
     device = torch.device(device)
     protocol = Protocol() if protocol is None else protocol
-    with _current(device):
+    with open_queue(device).current() if device.type == "cuda" else contextlib.nullcontext():
         for call in calls.values():
             _warm_up(call, device, protocol)
         samples = {name: Samples(call, device, protocol) for name, call in calls.items()}
@@ -187,20 +191,11 @@ def synchronise(device: torch.device) -> None:
         open_queue(device).synchronise()
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    return open_queue(device).current() if device.type == "cuda" else contextlib.nullcontext()
-
-
 def cold_copies(nbytes: int, device: torch.device | str) -> int:
     """Returns the number of copies of an input, at least two, that are together twice as large as the cache."""
-    return max(2, math.ceil(2 * cache_bytes(torch.device(device)) / max(nbytes, 1)))
-
-
-def cache_bytes(device: torch.device) -> int:
-    """Returns the bytes of the L2 of a GPU, or an upper bound for the last-level cache of a CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    return CPU_CACHE_BYTES
+    on_gpu = torch.device(device).type == "cuda"
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else CPU_CACHE_BYTES
+    return max(2, math.ceil(2 * cache / max(nbytes, 1)))
 
 
 def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int:
@@ -253,9 +248,3 @@ def without_profiler_chatter() -> Iterator[None]:
             for line in written:
                 if not any(sign in line for sign in _CHATTER):
                     os.write(2, line)
-
-
-def _host_clock(call: Call, number: int) -> float:
-    start = time.perf_counter_ns()
-    call(number)
-    return (time.perf_counter_ns() - start) / 1e6
