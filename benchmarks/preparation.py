@@ -36,7 +36,7 @@ from .machine import products_in
 from .models import MAX_VIEWS, Model, Task
 from .rows import PARTS, REST, Group, Row, Status, make_row
 
-# Time limit to build, compile and check a candidate, of a round of timing, and of a cold start.
+# Time limit of each of these: preparing a candidate, a round of timing, a cold start.
 CANDIDATE_SECONDS = 900.0
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 PROFILED_CALLS = 3

@@ -28,9 +28,10 @@ from .rows import Group, Record, Row, Status, add_timing, finish, is_lower, key_
 
 # The second name of the fastest full-precision candidate of a group.
 AGAIN = "again"
-# A measurement that is cut short counts if it has so many repeats, or fewer repeats and so many milliseconds.
+# A measurement that is cut short counts with FLOOR_REPEATS repeats, or with FLOOR_LEAST_REPEATS that took FLOOR_MS.
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
-# The share of a group's time for all candidates, before noise reduces them, and the rounds between checks.
+# On a noisy machine, all candidates get this share of a group's time, and the best ones the rest. The noise is checked
+# every ROUNDS_BETWEEN rounds.
 SHARE_OF_ALL, ROUNDS_BETWEEN = 0.4, 5
 
 

@@ -102,7 +102,7 @@ def write_onnx(
 ) -> None:
     """Exports a model in the candidate's precision for its runtime; copies a file."""
     calibration = find_images(image_files or [sample_image()]) if candidate.precision == "int8" else None
-    on_ort = "ort-cuda" if images.device.type == "cuda" else "ort-cpu"
+    on_ort: Any = "ort-cuda" if images.device.type == "cuda" else "ort-cpu"
     if isinstance(model, OnnxFile):
         from vit_fast.export.quantise import quantise_file
         from vit_fast.export.runtime.model_files import copy_model
