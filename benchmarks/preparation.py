@@ -101,8 +101,8 @@ def prepare(
 
 def _build_and_check(candidate: Candidate, group: Group, problem: Problem) -> tuple[Prepared | None, Row]:
     task, expected, device = problem.task, problem.expected, problem.task.device
-    allocated = torch.cuda.memory_allocated if device.type == "cuda" else lambda _: 0
-    before, start = allocated(device), time.perf_counter()
+    on_gpu = device.type == "cuda"
+    before, start = torch.cuda.memory_allocated(device) if on_gpu else 0, time.perf_counter()
     function, call, check = _callers(candidate, task, problem.batches)
     build_s = time.perf_counter() - start
     first_call_s, first = _timed(check, device)
@@ -114,9 +114,11 @@ def _build_and_check(candidate: Candidate, group: Group, problem: Problem) -> tu
     row = make_row(group, candidate, "measured" if verdict.passed else "incorrect", verdict.reason)
     agreement = verdict.agreement
     if agreement is not None and expected.classes:
-        answers = [call(place).argmax(-1) for place in range(1, 1 + len(expected.classes))]  # type: ignore[attr-defined]
-        same = [answer == best for answer, best in zip(answers, expected.classes, strict=True)]
-        agreement = statistics.fmean([agreement, *(float(each.double().mean()) for each in same)])
+        shares = [agreement]
+        for place, classes in enumerate(expected.classes, 1):
+            outputs: Any = call(place)
+            shares.append(float((outputs.argmax(-1) == classes).double().mean()))
+        agreement = statistics.fmean(shares)
     row.update(
         max_error=verdict.max_error if math.isfinite(verdict.max_error) else None,  # because of JSON
         allowed_error=verdict.allowed_error,
@@ -126,10 +128,10 @@ def _build_and_check(candidate: Candidate, group: Group, problem: Problem) -> tu
     )
     if not verdict.passed:
         return None, row
-    resident = allocated(device) - before
-    if device.type == "cpu" and isinstance(function, nn.Module):
-        resident = sum(t.numel() * t.element_size() for t in [*function.parameters(), *function.buffers()])
-    if device.type == "cuda" or isinstance(function, nn.Module):
+    if on_gpu or isinstance(function, nn.Module):
+        weights = [*function.parameters(), *function.buffers()] if isinstance(function, nn.Module) else []
+        on_cpu = sum(tensor.numel() * tensor.element_size() for tensor in weights)
+        resident = torch.cuda.memory_allocated(device) - before if on_gpu else on_cpu
         row["peak_MiB"] = round((resident + clock.peak_memory_of_call(lambda: call(1), device)) / 2**20, 1)
     return Prepared(candidate, call, row, call_s), row
 
