@@ -22,7 +22,7 @@ from vit_fast.measure import cache, candidate
 from vit_fast.measure.build import build
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.search import Refused
-from vit_fast.measure.trials import Expected, Rule, Trials
+from vit_fast.measure.trials import Trials
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -113,12 +113,8 @@ def test_what_cannot_be_had_says_why(model, images) -> None:
         build(Candidate(attention="sdpa", mlp="sdpa"), plain, images, plain(images), ())
 
 
-def trials_of(model: nn.Module, images: Tensor, **rule) -> Trials:
-    return Trials(model, images, Expected(model, images, ()), (), Rule(0.99, **rule))
-
-
 def test_wrong_answers_are_refused(model, images, monkeypatch) -> None:
-    trials = trials_of(model, images)
+    trials = Trials(model, images)
     for change, reason in (
         (lambda output: output + 1e-3, "error must be at most"),
         (lambda output: output[:2], "the output must be"),
@@ -126,14 +122,14 @@ def test_wrong_answers_are_refused(model, images, monkeypatch) -> None:
     ):
         function = lambda values, change=change: change(model(values))  # noqa: E731
         with pytest.raises(Refused, match=reason):
-            trials.expected.check(function, Candidate(channels_last=True), trials.rule)
+            trials.expected.check(function, Candidate(channels_last=True))
     turned = lambda values: model(values).roll(1, 1)  # noqa: E731
     with pytest.raises(Refused, match="the agreement must be at least"):
-        trials.expected.check(turned, Candidate(precision="bf16"), trials.rule)
+        trials.expected.check(turned, Candidate(precision="bf16"))
 
 
 def test_memory_limit(model, images) -> None:
-    trials = trials_of(model, images, memory_limit=10)
+    trials = Trials(model, images, memory_limit=10)
     with pytest.raises(Refused, match="memory_limit"):
         trials.prepare(Candidate(attention="sdpa", mlp="sdpa"), 60)
     trials.prepare(Candidate(), 60)

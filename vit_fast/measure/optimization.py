@@ -34,7 +34,7 @@ from .limits import describe_error, patient_interrupt
 from .optimized import Optimized, first_batch, only_images
 from .runtimes import OnnxFile
 from .search import SHARE, Found, Objective, Refused, Trial, paired, search
-from .trials import Checked, Expected, Rule, Trials, device_of_example
+from .trials import Checked, Trials, device_of_example
 
 REBUILDING_S = 1800.0  # time limit to build a cached candidate
 COMPILE_ALONE = [Candidate(engine, frozen=frozen) for engine in ("compile", "max-autotune") for frozen in (False, True)]
@@ -182,12 +182,10 @@ def optimize(
     }
     with patient_interrupt(signal.SIGINT) as interruption:
         key = cache.key_of(model, example, request)
-        if progress is not None:
-            progress("the reference in fp64", time.perf_counter() - start)
-        expected = Expected(model, example, images if allowed else ())
-        rule = Rule(min_agreement, memory_limit)
-        trials = Trials(model, example, expected, image_files, rule, progress, interruption)
-        trials.start = start
+        trials = Trials(
+            model, example, images if allowed else (), image_files, min_agreement, memory_limit,
+            start=start, tell=progress, interruption=interruption,
+        )  # fmt: skip
         cached = None if again else cache.look_up(key)
         if cached is not None and cached.suffices(budget_s):
             with contextlib.suppress(Refused):  # it is not available any more: search
@@ -227,8 +225,7 @@ def load_optimized(
         raise ValueError(f"{path}: was written for another architecture or file than this {type(module).__name__}")
     if example is None:
         example = _example_of(result, module)
-    rule = Rule(request["min_agreement"] or 0.0, request["memory_limit"])
-    trials = Trials(module, example, Expected(module, example), image_files, rule)
+    trials = Trials(module, example, (), image_files, request["min_agreement"] or 0.0, request["memory_limit"])
     trials.prepare(result.candidate, REBUILDING_S)
     return trials.prepared[result.candidate][0]
 

@@ -35,14 +35,6 @@ MOST_IN_FP64 = 8
 FILE_ROUNDING = 2e-5
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Limits of a candidate: agreement if loss is allowed, and bytes of its own weights and the peak of a call."""
-
-    min_agreement: float
-    memory_limit: int | None = None
-
-
 class Expected:
     """The outputs of a model for the timed example, and for more batches to measure agreement.
 
@@ -86,7 +78,7 @@ class Expected:
         return Reference(exact, errors, [leaf.dtype for leaf in outputs], shapes, range(few))
 
     def check(
-        self, function: Callable[..., Any], candidate: Candidate, rule: Rule
+        self, function: Callable[..., Any], candidate: Candidate, min_agreement: float = 0.99
     ) -> tuple[float, float | None, float]:
         """Returns largest error, allowed error (None if loss is allowed) and agreement; raises Refused."""
         is_original = candidate == ORIGINAL
@@ -100,8 +92,8 @@ class Expected:
             raise Refused(verdict.reason)
         same = [same_class(mine[0], theirs[0]) for mine, theirs in zip(found, self.outputs)]
         agreement = float(torch.cat(same).double().mean())
-        if lossy and agreement < rule.min_agreement:
-            raise Refused(f"the agreement must be at least {rule.min_agreement:.1%}, got {agreement:.1%}")
+        if lossy and agreement < min_agreement:
+            raise Refused(f"the agreement must be at least {min_agreement:.1%}, got {agreement:.1%}")
         return verdict.max_error, None if lossy else verdict.allowed_error, agreement
 
 
@@ -173,27 +165,29 @@ class Checked:
 class Trials:
     """Builds, checks and times candidates for a model in evaluation mode; the bench of search.search.
 
-    `tell` is called with the current step and the seconds since the start; `interruption` ends the search.
+    Args:
+        others: More batches like the example, to measure agreement.
+        min_agreement, memory_limit: See optimize.
+        start: Start of the search by time.perf_counter; None means now.
+        tell: Called with the current step and the seconds since the start.
+        interruption: Ends the search.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        example: Any,
-        expected: Expected,
-        image_files: Sequence[str | Path],
-        rule: Rule,
-        tell: Callable[[str, float], None] | None = None,
-        interruption: Interruption | None = None,
-    ) -> None:
-        self.model, self.example, self.expected = model, example, expected
-        self.image_files, self.rule, self.tell = image_files, rule, tell
-        self.interruption = interruption or Interruption()
+        self, model: nn.Module, example: Any, others: Sequence[Any] = (), image_files: Sequence[str | Path] = (),
+        min_agreement: float = 0.99, memory_limit: int | None = None, *, start: float | None = None,
+        tell: Callable[[str, float], None] | None = None, interruption: Interruption | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.example, self.image_files = model, example, image_files
+        self.min_agreement, self.memory_limit = min_agreement, memory_limit
+        self.start = time.perf_counter() if start is None else start
+        self.tell, self.interruption = tell, interruption or Interruption()
         self.device = device_of_example(example)
+        self._tell("the reference in fp64")
+        self.expected = Expected(model, example, others)
         self.checked: dict[Candidate, Checked] = {}
         self.took: dict[Candidate, float] = {}  # seconds of those that were prepared or timed out
         self.prepared: dict[Candidate, tuple[Optimized, Samples]] = {}
-        self.start = time.perf_counter()
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
@@ -238,18 +232,16 @@ class Trials:
         start = time.perf_counter()
         before = _own_bytes(self.device)
         what = self.model, self.example, self.expected.output, self.image_files
-        optimized = build(candidate, *what, self.rule.min_agreement)
+        optimized = build(candidate, *what, self.min_agreement)
         call(optimized, self.example)
         synchronise(self.device)
         first_call_s = time.perf_counter() - start
-        error, allowed, agreement = self.expected.check(optimized, candidate, self.rule)
+        error, allowed, agreement = self.expected.check(optimized, candidate, self.min_agreement)
         peak = peak_memory_of_call(lambda: call(optimized, self.example), self.device)
         peak += max(0, _own_bytes(self.device) - before)
-        limit = self.rule.memory_limit
-        if limit is not None and peak > limit and candidate != ORIGINAL:
-            raise Refused(
-                f"needs {format_number(peak / 2**20)} MiB, memory_limit is {format_number(limit / 2**20)} MiB"
-            )
+        if self.memory_limit is not None and peak > self.memory_limit and candidate != ORIGINAL:
+            needed, limit = format_number(peak / 2**20), format_number(self.memory_limit / 2**20)
+            raise Refused(f"needs {needed} MiB, memory_limit is {limit} MiB")
         return optimized, Checked(error, allowed, agreement, first_call_s, peak)
 
     def call_ms(self, candidate: Candidate, number: int) -> float:
