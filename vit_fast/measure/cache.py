@@ -106,28 +106,21 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Returns device, driver, versions, and torch's precision of fp32 matmuls."""
     versions = {name: version for name in PACKAGES if (version := installed(name)) is not None}
     versions |= {"vit_fast": __version__, "python": platform.python_version()}
-    precision = torch.get_float32_matmul_precision()
+    found = {"versions": versions, "fp32": torch.get_float32_matmul_precision()}
     if device.type != "cuda":
-        return {"device": cpu_name(), "threads": torch.get_num_threads(), "versions": versions, "fp32": precision}
-    properties = torch.cuda.get_device_properties(device)
+        return found | {"device": cpu_name(), "threads": torch.get_num_threads()}
     driver = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009  # builds without CUDA lack it
-    return {
-        "device": properties.name,
-        "driver": driver,
-        "cuda": torch.version.cuda,
-        "versions": versions,
-        "fp32": precision,
-    }
+    return found | {"device": torch.cuda.get_device_name(device), "driver": driver, "cuda": torch.version.cuda}
 
 
 def model_key(model: nn.Module) -> str:
     """Returns a hash of a model's class and of its tensors' names, shapes and dtypes; of a file, of its content."""
     described = [f"{type(model).__module__}.{type(model).__qualname__}"]
     for name, value in model.state_dict().items():  # quantized layers also have other entries, files one text
+        content = value if isinstance(value, str) else type(value).__name__
         if isinstance(value, torch.Tensor):
-            described.append(f"{name} {tuple(value.shape)} {value.dtype}")
-        else:
-            described.append(f"{name} {value if isinstance(value, str) else type(value).__name__}")
+            content = f"{tuple(value.shape)} {value.dtype}"
+        described.append(f"{name} {content}")
     return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
 
 

@@ -53,17 +53,14 @@ class Candidate:
         precision: Number format of the computation, if it is lower than the model's.
         frozen: True to prepare weights once, by `vit_fast.freeze` or by torch.compile's freezing.
         graphs: True to replay CUDA graphs.
-        channels_last: True for the memory format channels_last.
         threads: CPU threads; None means torch's number.
         split: Images per call of the model, which splits a batch; None does not split it.
-        base: Name of a candidate of the benchmark.
-        summary: Description in one line.
+        base, summary: Name and description of a candidate of the benchmark.
         builder: Builds this candidate for a benchmarks.models.Task: a function of images, an nn.Module if it can be
             compiled. Raises UnsupportedInputError with all reasons.
         packages: Packages that must be installed, besides torch.
         peer: True for another project's implementation. Ratios are relative to the fastest peer.
-        compilable: True if torch.compile accepts it.
-        trainable: True if it can run training steps.
+        compilable, trainable: True if torch.compile accepts it, and if it can run training steps.
         fullgraph: True to compile it without graph breaks.
         context: Context manager of each call.
         tolerance: Largest allowed error as a share of the largest output, for lower precision; None means the rule of

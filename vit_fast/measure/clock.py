@@ -98,8 +98,6 @@ class Timing:
         cls, samples_ms: Sequence[float], host_ms: Sequence[float] = (), host_bound: bool = False
     ) -> Timing:
         """Summarizes at least one sample."""
-        if not samples_ms:
-            raise ValueError("samples_ms must have at least one sample, got none")
         p20, median, p80 = (percentile(samples_ms, share) for share in (0.2, 0.5, 0.8))
         host = percentile(host_ms, 0.5) if host_ms else None
         return cls(median, p20, p80, len(samples_ms), host, host_bound, tuple(samples_ms))
