@@ -53,8 +53,8 @@ class Silent:
 class Watch:
     """Decides after every round which candidates to continue with; see clock.time_interleaved.
 
-    On a quiet machine, all candidates are timed until the protocol is satisfied. If noise prevents a ranking, the rest
-    of the time until end_s goes to the best candidate of vit-fast and the best peer, if it is allocated to this timing.
+    On a quiet machine, all candidates are timed until the protocol is satisfied. If noise prevents a ranking and this
+    timing has its own share of the time (`allocated`), the best of vit-fast and the best peer get the rest until end_s.
 
     Attributes:
         best: The fastest candidate at full precision, which is timed twice, and compared with the others.

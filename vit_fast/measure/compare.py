@@ -49,14 +49,14 @@ def ratio_interval(
 
 
 def _ratios(base: np.ndarray, other: np.ndarray, paired: bool, share: float) -> np.ndarray:
-    """Ratios of resampled [RESAMPLES, count]. Other quantiles than the median are not of the same rounds."""
+    """Returns the ratio of each of the resampled durations [RESAMPLES, count], by round for the median."""
     if paired and share == 0.5 and base.shape == other.shape:
         return np.median(base / other, axis=1)
     return np.quantile(base, share, axis=1) / np.quantile(other, share, axis=1)
 
 
 def _blocks(count: int, generator: np.random.Generator) -> np.ndarray:
-    """Indices [RESAMPLES, count] in circular blocks of about sqrt(count)."""
+    """Returns indices [RESAMPLES, count] of circular blocks of about sqrt(count) samples."""
     length = max(1, round(math.sqrt(count)))
     starts = generator.integers(0, count, (RESAMPLES, math.ceil(count / length), 1))
     return ((starts + np.arange(length)) % count).reshape(RESAMPLES, -1)[:, :count]
