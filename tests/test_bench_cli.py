@@ -155,23 +155,6 @@ def test_an_interrupted_run_is_written_and_can_go_on(tmp_path: Path, image_files
     assert sorted(path.name for path in folder.iterdir()) == ["plot.png", "record.json", "report.html", "table.md"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "must be the JSON of a record"),
-        ("[]", "must be a record"),
-        ('{"format": "vit-fast-bench/9"}', "vit-fast-bench/9"),
-        ('{"format": "vit-fast-bench/3", "machine": {}}', "must be a text, got nothing"),
-    ],
-)
-def test_a_file_that_is_no_record_is_refused(content: str, message: str, tmp_path: Path, capsys) -> None:
-    path = tmp_path / "record.json"
-    path.write_text(content)
-    assert run("compare", str(path), str(path)) == 2
-    assert message in capsys.readouterr().err
-    assert run("compare", str(tmp_path / "none.json"), str(path)) == 2
-
-
 def exact(record: dict, resolution: float = 0.02, factors: dict[str, float] | None = None) -> dict:
     """A record whose rows took 10 ms each, times a factor by candidate, and whose control says this resolution."""
     made = copy.deepcopy(record)

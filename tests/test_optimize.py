@@ -145,11 +145,8 @@ def test_finds_keeps_and_gives_again(model, images, one_engine, objective) -> No
     )
     assert model.training and model.blocks[0].training
     model.eval()
-    assert (
-        told[:2] == ["the reference in fp64", "original"]
-        and first.table[0].candidate == Candidate()
-        and first.table[0].speedup == 1
-    )
+    assert told[:2] == ["the reference in fp64", "original"]
+    assert first.table[0].candidate == Candidate() and first.table[0].speedup == 1
     assert {row.candidate.name for row in first.table} >= {"original", "fused sdpa"}
     assert [row.reason for row in first.table].count(None) == 1
     chosen = next(row for row in first.table if row.reason is None)
@@ -196,14 +193,13 @@ def test_ctrl_c_ends_the_search_whatever_swallows_it(model, images, monkeypatch)
 
 @pytest.mark.slow
 def test_answers_with_loss_hold_for_these_weights_alone(model, images, one_engine) -> None:
-    found = vit_fast.optimize(model, images, budget_s=60, lossless=False, allow=["bf16"], min_agreement=0.0)
+    how = {"lossless": False, "allow": ["bf16"], "min_agreement": 0.0}
+    found = vit_fast.optimize(model, images, budget_s=60, **how)
     assert any(row.candidate.precision == "bf16" and row.ms for row in found.table)
-    assert vit_fast.optimize(model, images, budget_s=60, lossless=False, allow=["bf16"], min_agreement=0.0).from_cache
+    assert vit_fast.optimize(model, images, budget_s=60, **how).from_cache
     with torch.no_grad():
         model.head.weight.add_(1)
-    assert not vit_fast.optimize(
-        model, images, budget_s=1, lossless=False, allow=["bf16"], min_agreement=0.0
-    ).from_cache
+    assert not vit_fast.optimize(model, images, budget_s=1, **how).from_cache
 
 
 def test_save_and_load(model, images, one_engine, tmp_path) -> None:
