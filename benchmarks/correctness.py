@@ -21,7 +21,7 @@ from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, a
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.check import MEASURES, Reference, Verdict, errors_of, judge, same_class
 
-from .builders import define
+from .candidates import define
 from .models import Task
 
 MAX_CHECKED_IMAGES = 8

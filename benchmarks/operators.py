@@ -5,7 +5,7 @@ mlp:197x768x3072[:activation]     LayerNorm + MLP + residual on [B, tokens, widt
 matmul:197x768x3072               the first linear layer alone
 
 `--train` measures the backward alone. The reference is "eager". To add an operator of a library, add its function to a
-table below, and its name and packages to builders.py.
+table below, and its name and packages to candidates.py.
 """
 
 from __future__ import annotations

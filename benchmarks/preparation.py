@@ -30,7 +30,7 @@ from vit_fast.measure.clock import Call, cold_copies, synchronise
 from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 from vit_fast.model import VisionTransformer
 
-from .builders import make
+from .candidates import make
 from .correctness import MAX_CHECKED_IMAGES, Expected, checked_rows, expect, judge_outputs, stepper
 from .machine import products_in
 from .models import MAX_VIEWS, Model, Task

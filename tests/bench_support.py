@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vit_fast.benchmarks import builders, machine, runner
+from vit_fast.benchmarks import candidates, machine, runner
 from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.configuration import Configuration, make_configuration
 from vit_fast.benchmarks.models import Task, resolve
@@ -38,7 +38,7 @@ def named(name: str, build: Callable[[Task], Any], **fields: Any) -> Candidate:
 
 def build(name: str, task: Task) -> nn.Module:
     """Our model or operator as a candidate of this name, also for a single block."""
-    return builders.build(get_candidate(name), task)
+    return candidates.build(get_candidate(name), task)
 
 
 def make_task(word: str, dtype: torch.dtype = torch.float32, training: bool = False, batch: int = 5) -> Task:

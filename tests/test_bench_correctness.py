@@ -13,8 +13,7 @@ from torch import Tensor
 
 from vit_fast import ViTConfig
 from vit_fast.apps.data import sample_image
-from vit_fast.benchmarks.builders import make
-from vit_fast.benchmarks.candidates import get_candidate
+from vit_fast.benchmarks.candidates import get_candidate, make
 from vit_fast.benchmarks.correctness import Expected, expect, judge_outputs
 from vit_fast.benchmarks.models import Task, describe_ours, resolve
 from vit_fast.benchmarks.preparation import image_views, random_weights, rotating_batches, rounded

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.benchmarks import builders, candidates, models, runner
+from vit_fast.benchmarks import candidates, models, runner
 from vit_fast.benchmarks.candidates import choose
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.models import Task, resolve
@@ -277,7 +277,7 @@ def test_our_candidates_refuse_a_model_of_another_shape() -> None:
     for name in ("eager", "timm", "given"):
         candidate = candidates.get_candidate(name)
         if name == "given":
-            assert isinstance(builders.make(candidate, task), nn.Module)
+            assert isinstance(candidates.make(candidate, task), nn.Module)
         else:
             with pytest.raises(vit_fast.UnsupportedInputError, match="must be one of our variants"):
-                builders.make(candidate, task)
+                candidates.make(candidate, task)

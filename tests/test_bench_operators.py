@@ -9,8 +9,7 @@ import torch
 from bench_support import QUICK, make_task
 
 from vit_fast.benchmarks import operators, runner
-from vit_fast.benchmarks.builders import make
-from vit_fast.benchmarks.candidates import get_candidate
+from vit_fast.benchmarks.candidates import get_candidate, make
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.correctness import expect, judge_outputs, stepper
 from vit_fast.benchmarks.models import resolve

@@ -239,7 +239,7 @@ def test_ctrl_c_keeps_what_was_measured(add) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from vit_fast.benchmarks import builders, candidates, configuration, machine, records, runner
+from vit_fast.benchmarks import candidates, configuration, machine, records, runner
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
 
@@ -248,7 +248,7 @@ machine.MATMUL_SIZE["cpu"], machine.COPY_BYTES["cpu"] = 64, 2**16
 def deadly(candidate, task):
     if task.batch_size == 2:
         os.kill(os.getpid(), 9)
-    return builders.build(candidates.CANDIDATES["sdpa"], task)
+    return candidates.build(candidates.CANDIDATES["sdpa"], task)
 
 candidates.CANDIDATES["deadly"] = Candidate(base="deadly", builder=deadly)
 chosen = configuration.make_configuration(models=["vit_test"], batch_sizes=[1, 2], dtypes=["fp32"],

@@ -6,9 +6,8 @@ import pytest
 import torch
 from bench_support import QUICK, make_task
 
-from vit_fast.benchmarks import builders, machine, runner
-from vit_fast.benchmarks.builders import make
-from vit_fast.benchmarks.candidates import get_candidate
+from vit_fast.benchmarks import candidates, machine, runner
+from vit_fast.benchmarks.candidates import get_candidate, make
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.correctness import expect, judge_outputs
 from vit_fast.benchmarks.preparation import cold_start
@@ -36,7 +35,7 @@ def test_candidates_pass_the_gate_and_a_wrong_one_does_not(name: str, dtype: tor
 
 
 def test_what_a_runtime_cannot_run_is_refused_before_it_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builders, "_exported", None)
+    monkeypatch.setattr(candidates, "_exported", None)
     reasons = {
         "onnxruntime": (BF16, "no bf16 kernels for CPUs"),
         "onnxruntime-int8": (torch.float16, "must be fp32 for int8"),
