@@ -180,11 +180,11 @@ def optimize(
         "min_agreement": min_agreement if allowed else None,
         "memory_limit": memory_limit,
     }
-    with patient_interrupt(signal.SIGINT) as interruption:
+    with patient_interrupt(signal.SIGINT) as check_interrupt:
         key = cache.key_of(model, example, request)
         trials = Trials(
             model, example, images if allowed else (), image_files, min_agreement, memory_limit,
-            start=start, tell=progress, interruption=interruption,
+            start=start, tell=progress, check_interrupt=check_interrupt,
         )  # fmt: skip
         cached = None if again else cache.look_up(key)
         if cached is not None and cached.suffices(budget_s):
@@ -294,7 +294,7 @@ def _of(result: CachedResult, trials: Trials, table: tuple[Row, ...] = ()) -> Op
 
 
 def _result(found: Found, trials: Trials, key: dict[str, Any], objective: Objective, budget_s: float) -> Optimization:
-    original, share = found.of(ORIGINAL), SHARE[objective]
+    original, share = found.trials[0], SHARE[objective]
     rows = tuple(_row(trial, original, trials, share) for trial in found.trials)
     chosen = next(row for row in rows if row.candidate == found.chosen)
     compiled = [row.speedup for row in rows if row.speedup is not None and row.candidate in COMPILE_ALONE]

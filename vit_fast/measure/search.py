@@ -73,9 +73,6 @@ class Found:
     tried: int
     finish_s: float | None
 
-    def of(self, candidate: Any) -> Trial:
-        return next(trial for trial in self.trials if trial.candidate == candidate)
-
 
 def paired(one: Sequence[float], other: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
     """Returns the samples of two trials from the rounds that both were in: each trial's last ones."""

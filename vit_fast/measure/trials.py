@@ -22,7 +22,7 @@ from .candidate import AS_FILE, ORIGINAL, Candidate, variations
 from .check import Reference, errors_of, judge, same_class
 from .clock import Protocol, Samples, free_memory, peak_memory_of_call, synchronise
 from .compare import format_number
-from .limits import Interruption, at_most, describe_error, is_out_of_memory
+from .limits import at_most, describe_error, is_out_of_memory
 from .optimized import Optimized, call, first_batch, tensors_in, version_of, with_inputs
 from .runtimes import OnnxFile, open_reference
 from .search import OutOfTime, Refused
@@ -170,18 +170,18 @@ class Trials:
         min_agreement, memory_limit: See optimize.
         start: Start of the search by time.perf_counter; None means now.
         tell: Called with the current step and the seconds since the start.
-        interruption: Ends the search.
+        check_interrupt: See patient_interrupt.
     """
 
     def __init__(
         self, model: nn.Module, example: Any, others: Sequence[Any] = (), image_files: Sequence[str | Path] = (),
         min_agreement: float = 0.99, memory_limit: int | None = None, *, start: float | None = None,
-        tell: Callable[[str, float], None] | None = None, interruption: Interruption | None = None,
+        tell: Callable[[str, float], None] | None = None, check_interrupt: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.model, self.example, self.image_files = model, example, image_files
         self.min_agreement, self.memory_limit = min_agreement, memory_limit
         self.start = time.perf_counter() if start is None else start
-        self.tell, self.interruption = tell, interruption or Interruption()
+        self.tell, self.check_interrupt = tell, check_interrupt
         self.device = device_of_example(example)
         self._tell("the reference in fp64")
         self.expected = Expected(model, example, others)
@@ -209,7 +209,7 @@ class Trials:
 
     def prepare(self, candidate: Candidate, seconds: float) -> None:
         """Builds and checks a candidate; raises Refused, or OutOfTime after so many seconds."""
-        self.interruption.check()
+        self.check_interrupt()
         self._tell(candidate.name)
         start = time.perf_counter()
         try:
@@ -246,7 +246,7 @@ class Trials:
 
     def call_ms(self, candidate: Candidate, number: int) -> float:
         """Times one call of a prepared candidate in a round; raises Refused if it fails."""
-        self.interruption.check()
+        self.check_interrupt()
         samples = self.prepared[candidate][1]
         try:
             samples.take(number)
