@@ -6,8 +6,8 @@
 Needs torch, triton, numpy, pillow and pytest; libraries that are not installed are named. The jobs, tests and run
 configurations of `vit-fast bench`, run in a fixed order, the most important ones first. Each has a time limit and is
 skipped if less time is left. A job that fails, hangs or loses the GPU does not affect the others: its process is
-ended, and the journal keeps its rows. Compiled kernels are shared between the jobs. DIR/summary.json is written after
-each job; DIR/JOB contains its record, and `vit-fast report DIR/*/` shows them. Results of other parts in DIR are kept
+ended, and its rows stay in the journal. Compiled kernels are shared between the jobs. DIR/summary.json is written after
+each job; DIR/JOB contains its record, and `vit-fast report DIR/*/` shows them. Results of other parts in DIR stay
 if they are of the same device and commit.
 """
 
@@ -95,7 +95,7 @@ class Worker:
         self.stop()
         journal = folder.with_name(folder.name + PARTIAL) / JOURNAL_NAME
         rows = journal.read_text().count('{"kind": "row"') if journal.is_file() else 0
-        return {"outcome": f"failed: {problem}; rows kept: {rows}"}
+        return {"outcome": f"failed: {problem}; rows saved: {rows}"}
 
     def stop(self) -> None:
         """Ends the process and its children; the next job gets a new one."""
@@ -165,9 +165,10 @@ def run_bench(request: dict[str, Any], folder: Path, seconds: float) -> Found:
 
 def figures(rows: Sequence[Row]) -> Found:
     """Returns the outcome of a job, and each of our rows relative to the best peer."""
-    wrong = [f"{row['model']} {row['candidate']}" for row in rows if row["status"] in ("incorrect", "failed")]
+    failed = [f"{row['model']} {row['candidate']}" for row in rows if row["status"] in ("incorrect", "failed")]
     late = all(row["status"] in ("skipped", "interrupted") for row in rows)
-    found: Found = {"outcome": f"INCORRECT or failed: {', '.join(wrong)}" if wrong else NO_TIME if late else "measured"}
+    outcome = f"INCORRECT or failed: {', '.join(failed)}" if failed else NO_TIME if late else "measured"
+    found: Found = {"outcome": outcome}
     for row in measured(rows):
         if row["candidate"].startswith("triton"):
             ratio = row["ratio_to_best_peer"]

@@ -90,7 +90,7 @@ def best_ceilings(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def products_in(name: str) -> Iterator[None]:
-    """Allows TF32 matmuls for tf32, and keeps torch's setting for other names of DTYPES."""
+    """Allows TF32 matmuls for tf32, and uses torch's setting for other names of DTYPES."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else before)
     try:

@@ -316,7 +316,7 @@ def image_views(paths: Sequence[Path], model: Model, count: int, seed: int = 0) 
 
 
 def rotating_batches(views: Tensor, batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Makes different batches of views on a device, so many that the next one is never in the cache."""
+    """Makes different batches of views on a device, enough that the next one is never in the cache."""
     nbytes = batch_size * views[0].numel() * dtype.itemsize
     on_device = views.to(device=device, dtype=dtype)
     batches = []

@@ -35,7 +35,7 @@ class Column:
 
 
 def _number(row: Row, field: str, pattern: str | int = 3) -> str:
-    """Formats a field by a pattern, or with so many significant digits."""
+    """Formats a field by a format string, or with this number of significant digits."""
     if (value := row.get(field)) is None:
         return ""
     return pattern.format(value) if isinstance(pattern, str) else format_number(value, pattern)

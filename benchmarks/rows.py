@@ -267,7 +267,7 @@ def _warnings(first: Record, second: Record, drift: float, pairs: list[dict[str,
     if first["configuration"]["images"] != second["configuration"]["images"]:
         warnings.append("images differ")
     if drift > 0.01:
-        warnings.append(f"the ceilings of the machine differ by {drift:.1%}: smaller differences cannot be told apart")
+        warnings.append(f"the ceilings of the machine differ by {drift:.1%}: smaller differences cannot be measured")
     if any(pair["verdict"] == compare.UNKNOWN for pair in pairs):
         warnings.append(f"some pairs cannot be ranked; {compare.QUIET_RUN}")
     return warnings

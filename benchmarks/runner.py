@@ -1,7 +1,7 @@
 """Run of a configuration: builds and checks each candidate, times the correct ones interleaved, returns the record.
 
 A candidate that is missing, unsupported, incorrect, broken or too large becomes a row with the reason and does not
-affect the others. Ctrl-C keeps what was measured, and a journal keeps it if the process is killed.
+affect the others. After Ctrl-C, the record contains what was measured. If the process is killed, the journal does.
 """
 
 from __future__ import annotations

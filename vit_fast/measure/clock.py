@@ -63,7 +63,7 @@ class Protocol:
                 raise ValueError(f"{name} must be a number of seconds >= 0, got {getattr(self, name)}")
 
     def lasting(self, seconds: float | None) -> Protocol:
-        """Returns a protocol of so many timed seconds with any number of calls; None returns this one."""
+        """Returns a protocol that times each call for these seconds; None returns this one."""
         return self if seconds is None else dataclasses.replace(self, repeats=sys.maxsize, seconds=seconds)
 
     def share_of(self, samples_ms: Sequence[float]) -> float:

@@ -100,5 +100,5 @@ def compare_rows(
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Formats a number with so many significant digits and without an exponent: 0.012, 4.56, 1,235."""
+    """Formats a number with `digits` significant digits and without an exponent: 0.012, 4.56, 1,235."""
     return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

@@ -29,7 +29,7 @@ class _Alarm(TimeoutError):
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[Callable[[], None]]:
-    """Raises TimeoutError in a block after so many seconds, and ends the compilers that the block started.
+    """Raises TimeoutError in a block after `seconds`, and ends the compilers that the block started.
 
     The alarm repeats until the block ends, because a weakref callback, a `__del__` or a handler may swallow the error.
     While it unwinds, cleanup gets CLEANUP_S. An alarm of the caller is delayed until the block ends. Code that never

@@ -209,7 +209,7 @@ def load_optimized(
         model: A model of the same architecture, with any weights; or the same ONNX file.
         example: Input; None means random images of the saved shape.
     Raises:
-        ValueError: the file is not such a file, or was written for another architecture.
+        ValueError: the file was not written by `save`, or for another architecture.
         Refused: the candidate is not available here, or fails its check.
     """
     check_type("path", path, str, Path)

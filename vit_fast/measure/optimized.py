@@ -140,7 +140,7 @@ def hook_reasons(model: nn.Module) -> list[str]:
 
 
 def in_pieces(function: Function, size: int) -> Function:
-    """Splits the batch into calls of so many images; every output's first axis is the batch."""
+    """Splits the batch into calls of `size` images; every output's first axis is the batch."""
 
     def cut(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))

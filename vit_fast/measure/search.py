@@ -34,7 +34,7 @@ SCOUTING_CALLS, FIRST_ROUNDS = 3, 4
 ENOUGH_ROUNDS, MOST_ROUNDS, FINE = 60, 240, 0.02
 # The most candidates whose variations are tried.
 MOST_VARIED = 8
-# A candidate is cheap if it is prepared within so many times the seconds of the original.
+# A candidate is cheap if preparing it takes at most QUICK times as long as preparing the original.
 QUICK = 4
 FAR_BEHIND, BEHIND = 1.5, 1.05
 # Shares of the budget after which no candidate, and no variation, is prepared.

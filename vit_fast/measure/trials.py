@@ -208,7 +208,7 @@ class Trials:
         return checks_s + candidate.seconds * max([1.0, *slow])
 
     def prepare(self, candidate: Candidate, seconds: float) -> None:
-        """Builds and checks a candidate; raises Refused, or OutOfTime after so many seconds."""
+        """Builds and checks a candidate; raises Refused, or OutOfTime after `seconds`."""
         self.check_interrupt()
         self._tell(candidate.name)
         start = time.perf_counter()
