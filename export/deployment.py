@@ -279,7 +279,7 @@ def _checks(facts: dict[str, Any]) -> list[str]:
     else:
         lines.append("Not verified.")
     if accuracy := facts.get("accuracy"):
-        lines += ["", f"Top-1 accuracy on {accuracy['images']} labelled images: {accuracy['file']:.2%} (model:"]
+        lines += ["", f"Top-1 accuracy on {accuracy['images']} labeled images: {accuracy['file']:.2%} (model:"]
         lines[-1] += f" {accuracy['model']:.2%})."
     if eight_bit := facts.get("eight_bit"):
         kept = ", ".join(eight_bit["kept"]) or "none"
