@@ -328,9 +328,7 @@ class FusedNormMlp(FusedModule):
 
     def packable(self) -> BlockParts | None:
         parts = parts_of(self)
-        attention: Any = parts.attention
-        backend = self.vit_fast_backend
-        return parts if is_packable(parts, backend) and attention.module.vit_fast_backend == backend else None
+        return parts if self.vit_fast_backend == "sdpa" and is_packable(parts) else None
 
     def whole(self) -> BlockParts | None:
         """Returns its parts if one operator can run it now; else None."""
