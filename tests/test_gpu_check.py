@@ -32,8 +32,8 @@ def test_a_job_that_raises_dies_or_hangs_leaves_the_others(tmp_path: Path, monke
         worker.stop()
     assert [row["outcome"] for row in found] == [
         "measured", "failed: ValueError: no such kernel", "measured",
-        "failed: the process died; see log.txt; rows kept: 0", "measured",
-        "failed: more than 5 s; rows kept: 3", "measured",
+        "failed: the process died; see log.txt; rows saved: 0", "measured",
+        "failed: more than 5 s; rows saved: 3", "measured",
     ]  # fmt: skip
     assert found[0]["pid"] == found[2]["pid"] and len({found[place]["pid"] for place in (2, 4, 6)}) == 3
     assert "printed by a job" in (tmp_path / "log.txt").read_text()
@@ -152,13 +152,8 @@ def test_plans_of_other_parts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_job_of_bench_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
-    request = {
-        "models": ["mlp:5x16x32"],
-        "candidates": ["eager"],
-        "batch_sizes": [2],
-        "dtypes": ["fp32"],
-        "device": "cpu",
-    }
+    request = {"models": ["mlp:5x16x32"], "candidates": ["eager"], "batch_sizes": [2], "dtypes": ["fp32"]}
+    request["device"] = "cpu"
     assert gpu_check.run_bench(request, tmp_path / "mlp", 60.0)["outcome"] == "measured"
     rows = json.loads((tmp_path / "mlp" / "record.json").read_bytes())["rows"]
     ours = rows[0] | {"candidate": "triton", "best_peer": "eager", "ratio_to_best_peer": 1.5, "verdict": "faster"}

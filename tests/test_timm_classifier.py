@@ -1,4 +1,4 @@
-"""A fused timm classifier computes only the token that its head reads, where nothing else can see the others."""
+"""A fused timm classifier computes only the token that its head reads, unless something else needs the others."""
 
 import copy
 from collections.abc import Callable

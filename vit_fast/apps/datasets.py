@@ -132,9 +132,8 @@ def _of_torchvision(path: Path) -> TrainingData | None:
     try:
         parts: list[Any] = [getattr(datasets, name)(root, train=train) for train in (True, False)]
     except Exception as error:  # torchvision raises almost anything for damaged files
-        raise ImageError(
-            f"{path}: torchvision cannot read it as {name}: {str(error) or type(error).__name__}"
-        ) from None
+        reason = str(error) or type(error).__name__
+        raise ImageError(f"{path}: torchvision cannot read it as {name}: {reason}") from None
     digits = name == "MNIST"  # torchvision calls its classes "0 - zero"
     classes = tuple(map(str, range(10))) if digits else tuple(parts[0].classes)
     return TrainingData(
@@ -155,11 +154,8 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
     ) -> None:
         self.source, self.augment, self.seed, self.epoch = source, augment, seed, 0
         self.whole = augment and not isinstance(source, SmallImages)  # a random crop is not cropped again
-        data_config = (
-            dataclasses.replace(model.data_config, crop_pct=1.0, crop_mode="squash")
-            if self.whole
-            else model.data_config
-        )
+        whole: dict[str, Any] = {"crop_pct": 1.0, "crop_mode": "squash"} if self.whole else {}
+        data_config = dataclasses.replace(model.data_config, **whole)
         self.transform = make_transform(data_config, model.config.image_hw, model.config.in_chans)
 
     def __len__(self) -> int:

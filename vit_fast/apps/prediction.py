@@ -146,23 +146,18 @@ def _task(model: VisionTransformer, files: Sequence[Path], class_names: Sequence
     """Describes everything that the predictions depend on; a run is only resumed if it is equal."""
     listed = hashlib.sha256("\0".join(map(str, files)).encode())
     facts = {
-        "model": model.config.to_dict(),
-        "parameters": weights_digest(model),
-        "data_config": model.data_config.to_dict(),
-        "class_names": list(class_names),
-        "images": len(files),
-        "files": listed.hexdigest(),
-        "part": PART,
-    }
+        "model": model.config.to_dict(), "parameters": weights_digest(model),
+        "data_config": model.data_config.to_dict(), "class_names": list(class_names), "images": len(files),
+        "files": listed.hexdigest(), "part": PART,
+    }  # fmt: skip
     return json.dumps(facts, indent=2)
 
 
 def _begin(parts: Path, task: str) -> None:
     if (parts / _TASK).is_file():
         if (parts / _TASK).read_text(encoding="utf-8") != task:
-            raise PredictionError(
-                f"{parts}: must not hold parts of another model or other images; repeat that run, or remove it"
-            )
+            belongs = "must not hold parts of another model or other images"
+            raise PredictionError(f"{parts}: {belongs}; repeat that run, or remove it")
         return
     if parts.is_dir() and any(not path.name.startswith(".") for path in parts.iterdir()):
         raise PredictionError(f"{parts}: must be a new or empty folder, or hold the parts of this run; remove it")

@@ -77,10 +77,10 @@ class Trainer:
                 (loss * (len(part) / len(images))).backward()
             right = (logits.detach().argmax(1) == own).sum()
             found += torch.stack([loss.detach().double() * len(part), right, torch.full_like(right, len(part))])
-        total, right_count, count = self.processes.sum(found).tolist()
-        if not math.isfinite(total):
+        measure = self._sum(found)
+        if not math.isfinite(measure.loss):
             self.optimizer.zero_grad(set_to_none=True)
-            raise TrainingError(f"step {self.step_count}: the loss is {total / count}; a smaller lr may help")
+            raise TrainingError(f"step {self.step_count}: the loss is {measure.loss}; a smaller lr may help")
         if self.config.max_grad_norm:
             nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         self.optimizer.step()
@@ -88,7 +88,7 @@ class Trainer:
         self.scheduler.step()
         self.step_count += 1
         self._average()
-        return Measure(total / count, int(right_count), int(count))
+        return measure
 
     @torch.no_grad()
     def measure(self, batches: Iterable[tuple[Tensor, Tensor]], own: int) -> Measure:
@@ -110,8 +110,11 @@ class Trainer:
                     loss = F.cross_entropy(logits, labels, reduction="sum").double()
                     right = (logits.argmax(1) == labels).sum()
                     found += torch.stack([loss, right, torch.full_like(right, len(labels))])
-        total, right_count, count = self.processes.sum(found).tolist()
-        return Measure(total / count, int(right_count), int(count))
+        return self._sum(found)
+
+    def _sum(self, found: Tensor) -> Measure:
+        total, right, count = self.processes.sum(found).tolist()
+        return Measure(total / count, int(right), int(count))
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -161,14 +164,11 @@ def parameter_groups(model: VisionTransformer, config: TrainConfig) -> list[dict
         if parameter.requires_grad:
             layer = _layer(name, depth) if config.layer_decay != 1 else depth + 1
             groups.setdefault((layer, parameter.dim() >= 2 and name not in exempt), []).append(parameter)
-    return [
-        {
-            "params": parameters,
-            "weight_decay": config.weight_decay if decays else 0.0,
-            "lr": config.lr * config.layer_decay ** (depth + 1 - layer),
-        }
-        for (layer, decays), parameters in sorted(groups.items(), key=lambda item: (item[0][0], not item[0][1]))
-    ]
+    found = []
+    for (layer, decays), parameters in sorted(groups.items(), key=lambda item: (item[0][0], not item[0][1])):
+        lr, weight_decay = config.lr * config.layer_decay ** (depth + 1 - layer), config.weight_decay * decays
+        found.append({"params": parameters, "weight_decay": weight_decay, "lr": lr})
+    return found
 
 
 def _layer(name: str, depth: int) -> int:

@@ -82,7 +82,7 @@ class FusedModule(nn.Module):
     @classmethod
     def head_width(cls, module: Any) -> int | None:
         """Width of an attention head in channels; None without attention."""
-        return None
+        return getattr(module, "head_dim", None)
 
     @classmethod
     def triton_reasons(cls, module: Any) -> list[str]:

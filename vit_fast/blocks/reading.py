@@ -106,11 +106,11 @@ class PartReader(Inspector):
     `activation_classes` and `norm_classes` map dotted paths of classes to the operators' names; libraries add theirs.
     """
 
-    activation_classes: ClassVar[Mapping[str, str]] = {
+    activation_classes: ClassVar[dict[str, str]] = {
         "torch.nn.modules.activation.ReLU": "relu",
         "torch.nn.modules.activation.SiLU": "silu",
     }
-    norm_classes: ClassVar[Mapping[str, str]] = {
+    norm_classes: ClassVar[dict[str, str]] = {
         "torch.nn.modules.normalization.LayerNorm": "layer_norm",
         "torch.nn.modules.normalization.RMSNorm": "rms_norm",
     }

@@ -133,3 +133,8 @@ def is_padding(mask: Any) -> bool:
 def names_keys(mask: Any) -> bool:
     """True if a mask is a padding mask or `Keys`, which fused layers support."""
     return isinstance(mask, Keys) or is_padding(mask)
+
+
+def keys_of(mask: Tensor | Keys | None, x: Tensor) -> Keys | None:
+    """Converts a padding mask to the keys that the tokens of x [B, N, ...] attend to; None means all keys."""
+    return mask if mask is None or isinstance(mask, Keys) else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
