@@ -171,20 +171,25 @@ class Packed(Frozen):
         )
 
     def takes(self, x: Tensor) -> bool:
-        """Returns True if a call with these tokens can run packed: without gradients, and not traced or intercepted."""
-        if x.dtype is not self.dtype or type(x) is not Tensor or torch.compiler.is_compiling():
-            return False
-        # FLOP counters and FakeTensor are dispatch modes; neither they nor tracers support packed weights
-        if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
-            return False
-        if x.numel() == 0 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-            return False
-        return not in_transform()
+        """Returns True if a call with these tokens can run packed."""
+        return x.dtype is self.dtype and is_plain_call(x)
 
     def steps(self) -> tuple[Steps, Settings]:
         """Returns the current steps and settings."""
         self.ensure_current()
         return self._steps, self._settings
+
+
+def is_plain_call(x: Tensor) -> bool:
+    """Returns True if a call with these tokens is not traced, intercepted or under autocast."""
+    if type(x) is not Tensor or torch.compiler.is_compiling():
+        return False
+    # FLOP counters and FakeTensor are dispatch modes; neither they nor tracers support packed weights
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+        return False
+    if x.numel() == 0 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return False
+    return not in_transform()
 
 
 def run_packed(
