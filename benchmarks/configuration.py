@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -250,7 +251,9 @@ def _some(what: str, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 # Estimated seconds on two CPU cores to compile a model, for each batch size and dtype.
-COMPILING_S = {"none": 0.0, "default": 25.0, "freezing": 25.0, "reduce-overhead": 30.0, "max-autotune": 240.0}
+COMPILING_S = {"none": 0.0, "default": 25.0, "freezing": 13.0, "reduce-overhead": 30.0, "max-autotune": 240.0}
+# The same, if a candidate in this mode was compiled before in the group: most of its C++ kernels exist.
+COMPILING_NEXT_S = {"freezing": 7.0}
 # The shortest timing of a candidate.
 TIMED_S, ROUNDS = 1.5, 20
 # Calls before a candidate is timed; time of the images and the fp64 reference of a group, in calls of one image.
@@ -300,8 +303,12 @@ class Allocation:
         self.planned: Planned = {group: [] for group in groups}
         needed = sum(self._fixed_s(group) for group in groups)
         every = [(c.name, group.dtype_name) for group, found in groups.items() for c in found]
-        labels = list(dict.fromkeys(label for label, _ in every))
-        for label, dtype in sorted(dict.fromkeys(every), key=lambda one: labels.index(one[0])):
+        modes = {c.name: c.compile_mode for found in groups.values() for c in found}
+        labels = list(modes)
+        # candidates that share compiled kernels are chosen together, for one dtype after the other
+        sharing = [mode if mode in COMPILING_NEXT_S else label for label, mode in modes.items()]
+        ranks = {label: sharing.index(share) for label, share in zip(labels, sharing)}
+        for label, dtype in sorted(dict.fromkeys(every), key=lambda one: ranks[one[0]]):
             chosen = [
                 (group, c)
                 for group, found in groups.items()
@@ -323,7 +330,11 @@ class Allocation:
         if candidate.missing_packages():
             return 0.0
         building_s = candidate.build_s if first is group else 0.0
-        return building_s + COMPILING_S[candidate.compile_mode] + CALLS_BEFORE * self._calls[group]
+        mode, before = candidate.compile_mode, takewhile(lambda c: c.name != candidate.name, self.planned[group])
+        compiling_s = COMPILING_S[mode]
+        if mode in COMPILING_NEXT_S and any(c.compile_mode == mode for c in before):
+            compiling_s = COMPILING_NEXT_S[mode]
+        return building_s + compiling_s + CALLS_BEFORE * self._calls[group]
 
     def _fixed_s(self, group: Group) -> float:
         return CEILINGS_S + REFERENCE_CALLS * self._calls[group] / group.batch_size + self._timed[group]

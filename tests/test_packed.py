@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import vit_fast
 from vit_fast.accuracy import judge
-from vit_fast.blocks import block
+from vit_fast.blocks import block, packed
 from vit_fast.blocks.fused import FusedNormMlp
 from vit_fast.blocks.packed import PackedLinear, pack_reasons
 
@@ -86,10 +86,15 @@ def test_every_kind_of_block(name: str, dtype: torch.dtype, runs: list[int], req
 @pytest.mark.pairwise
 @pytest.mark.parametrize("outputs", [32, 384])
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "relu", "silu", "quick_gelu"])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "as on a CPU that is not from Intel"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_packed_layer_serves_any_number_of_rows(dtype: torch.dtype, activation: str | None, outputs: int) -> None:
+def test_a_packed_layer_serves_any_number_of_rows(
+    dtype: torch.dtype, elsewhere: bool, activation: str | None, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if reasons := pack_reasons(dtype):
         pytest.skip(reasons[0])
+    if elsewhere:
+        monkeypatch.setattr(packed, "mkl_is_faster", lambda: False)
     torch.manual_seed(0)
     weight, bias, scale = torch.randn(outputs, 48) / 7, torch.randn(outputs), torch.randn(outputs)
     layer = PackedLinear(weight.to(dtype), bias.to(dtype), activation, scale.to(dtype))

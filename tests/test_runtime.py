@@ -88,6 +88,17 @@ def test_freezing_makes_constants_of_the_weights_and_holds_during_a_call_alone()
     assert not inductor.freezing
 
 
+def test_a_frozen_graph_is_not_that_of_another_model_compiled_without_freezing() -> None:
+    model, x = torch.nn.Linear(8, 8).eval().requires_grad_(False), torch.randn(2, 8)
+    plain, run = vit_fast.compile(model), compile_frozen(model)
+    with torch.no_grad():
+        plain(x)
+        before = run(x)
+        model.weight.mul_(2)
+        assert torch.equal(run(x), before), "the graph of plain, which reads the weights, ran"
+        torch.testing.assert_close(plain(x), model(x))
+
+
 def test_compile_names_its_modes() -> None:
     with pytest.raises(ValueError, match="mode must be one of 'default', 'reduce-overhead', 'max-autotune'"):
         vit_fast.compile(nn.Linear(2, 2), mode="fast")

@@ -8,11 +8,13 @@ import pytest
 import timm
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 import vit_fast
 from vit_fast.blocks.block import run_packed_blocks
 from vit_fast.blocks.packed import pack_reasons
+from vit_fast.libraries.timm import timm_classifier
 
 pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))
 
@@ -62,6 +64,46 @@ def test_logits_are_those_of_timm(changes: dict[str, Any], how: str) -> None:
             assert flops[0] < 0.75 * flops[1], "the last of two blocks computes one token"
 
 
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "written": lambda model: model.blocks[0].attn.qkv.weight.data.mul_(2),
+    "replaced": lambda model: setattr(model.blocks[1].mlp.fc1, "bias", torch.nn.Parameter(torch.ones(256))),
+    "converted": lambda model: model.bfloat16(),
+    "activation": lambda model: setattr(model.blocks[0].mlp, "act", torch.nn.Tanh()),
+    "drop path": lambda model: setattr(model.blocks[0], "drop_path1", torch.nn.Dropout(0.0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    "settings", [{}, {"reg_tokens": 3, "init_values": 0.5, "qkv_bias": False}], ids=["plain", "other"]
+)
+def test_unfrozen_blocks_change_no_bit(
+    settings: dict[str, Any], change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, runs, run = build(**settings), [], timm_classifier._run_block
+    monkeypatch.setattr(timm_classifier, "_run_block", lambda *args: (runs.append(args), run(*args))[1])
+    plain = copy.deepcopy(model)
+    vit_fast.fuse(model, "sdpa")
+    with torch.no_grad():
+        assert torch.equal(model(IMAGES), plain(IMAGES)) and len(runs) == 2
+        for each in (model, plain):
+            change(each)
+        images = IMAGES.to(plain.head.weight.dtype)
+        assert torch.equal(model(images), plain(images))
+
+
+def test_global_hooks_see_the_modules_of_unfrozen_blocks() -> None:
+    model, seen = build(), []
+    vit_fast.fuse(model, "sdpa")
+    handle = register_module_forward_hook(lambda module, args, output: seen.append(type(module)))
+    try:
+        with torch.no_grad():
+            model(IMAGES)
+    finally:
+        handle.remove()
+    assert seen.count(torch.nn.GELU) == 2
+
+
 def _hook(path: str) -> Callable[[Any, list[Tensor]], Any]:
     def register(model: Any, seen: list[Tensor]) -> None:
         model.get_submodule(path).register_forward_hook(lambda module, args, output: seen.append(output))
@@ -74,15 +116,17 @@ def _replace_method(model: Any, seen: list[Tensor]) -> None:
     model.forward_head = lambda tokens: (seen.append(tokens), original(tokens))[1]
 
 
+@pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize(
     "watch",
     [*map(_hook, ("blocks", "blocks.1", "norm", "blocks.1.mlp.fc2", "blocks.1.attn.proj")), _replace_method],
     ids=["blocks", "last", "norm", "fc2", "proj", "forward_head"],
 )
-def test_whoever_watches_the_tokens_gets_all(watch: Callable[[Any, list[Tensor]], Any]) -> None:
+def test_whoever_watches_the_tokens_gets_all(watch: Callable[[Any, list[Tensor]], Any], frozen: bool) -> None:
     model = build()
     vit_fast.fuse(model, "sdpa")
-    vit_fast.freeze(model)
+    if frozen:
+        vit_fast.freeze(model)
     seen: list[Tensor] = []
     with torch.no_grad():
         expected = model(IMAGES)

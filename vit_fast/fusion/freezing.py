@@ -18,10 +18,10 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
     five launches: qkv, attention, proj, fc1, fc2. This needs memory for a second copy of the qkv and fc1 weights, in
     the dtype of the matmuls (autocast's dtype if called under autocast).
 
-    On a CPU (backend sdpa), packs the linear layers with MKL (fp32) or oneDNN (bf16, fp16), folds LayerScale in,
-    and applies activation and residual in place. This needs memory for a second copy of the weights of all linear
-    layers in the blocks. Under autocast, torch.compile, torch.export, tracing and torch.func, a forward runs the
-    original modules.
+    On a CPU (backend sdpa), packs the linear layers with oneDNN, or with MKL for fp32 on CPUs from Intel, folds
+    LayerScale in, and applies activation and residual in place. This needs memory for a second copy of the weights of
+    all linear layers in the blocks. Under autocast, torch.compile, torch.export, tracing and torch.func, a forward runs
+    the original modules.
 
     A forward in another dtype, in training mode, or with gradients uses the original weights.
 
