@@ -113,7 +113,7 @@ def test_normalisations_that_do_not_fit_change_nothing(normalize: object, messag
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(3, 3), "no convolution that could be its patch embedding"),
+        (nn.Linear(3, 3), "must have a convolution as patch embedding, got none"),
         (nn.Conv2d(3, 8, 3, padding=1), r"padding must be 0, got \(1, 1\)"),
         (nn.Conv2d(3, 6, 2, stride=2, groups=3), "groups must be 1, got 3"),
     ],

@@ -111,8 +111,8 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path, monkeypatch: pyte
     for content, message in (
         (whole[:-1], "cannot read it as MNIST"),
         (b"not an IDX file", "cannot read it as MNIST"),
-        (whole[:7] + b"\2" + whole[8:-1], "the same number"),
-        (whole[:-1] + b"\x0a", "labels must be 0 to 9"),
+        (whole[:7] + b"\2" + whole[8:-1], "equal lengths"),
+        (whole[:-1] + b"\x0a", "labels must be between 0 and 9"),
     ):
         labels.write_bytes(content)
         with pytest.raises(ImageError, match=message):
@@ -121,7 +121,7 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ImageError, match="Dataset not found"):
         open_data(tmp_path)
     _write_mnist(tmp_path / "FashionMNIST" / "raw")
-    with pytest.raises(ImageError, match="must hold one data set of torchvision, got MNIST, FashionMNIST"):
+    with pytest.raises(ImageError, match="must contain one torchvision data set, got MNIST, FashionMNIST"):
         open_data(tmp_path)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name))
@@ -141,7 +141,7 @@ def test_other_paths_are_refused(tmp_path: Path) -> None:
     for label in ("a", "c"):
         (tmp_path / "other" / label).mkdir()
         Image.new("L", (4, 4)).save(tmp_path / "other" / label / "1.png")
-    with pytest.raises(ValueError, match="validation must have the classes"):
+    with pytest.raises(ValueError, match="validation images must have the classes"):
         open_data(tmp_path / "one", tmp_path / "other")
-    with pytest.raises(ValueError, match="test set of its own"):
+    with pytest.raises(ValueError, match="data that contain a test set"):
         open_data(None, tmp_path / "one")

@@ -78,4 +78,4 @@ def test_the_command_refuses_what_is_no_batch_size(capsys: pytest.CaptureFixture
 
 def test_training_is_modelled_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("kernels", "--warm-up", "vit_test", "--training") == 2
-    assert "--training needs --model" in capsys.readouterr().err
+    assert "--training must be used with --model" in capsys.readouterr().err
