@@ -90,8 +90,8 @@ def quantise(
             )
         kept = found
     return made[0], Quantised(
-        products=len(products) - len(kept),
-        kept=tuple(product.name for product in kept),
+        matmuls=len(products) - len(kept),
+        in_float=tuple(product.name for product in kept),
         methods=dict(Counter(one.method for one in ranges.values())),
     )
 

@@ -77,7 +77,7 @@ def verify_file(
     failed = [check for check in checks if not check.passed]
     if failed:
         worst = max(failed, key=lambda check: check.max_error if np.isfinite(check.max_error) else np.inf)
-        same = "" if worst.top1_agreement is None else f", the same class on {worst.top1_agreement:.1%}"
+        same = "" if worst.top1_agreement is None else f", top-1 agreement {worst.top1_agreement:.1%}"
         raise VerificationError(
             f"{options.precision} file differs from eager at batch {worst.batch}, size {worst.image_hw}: "
             f"max error {worst.max_error:.2e}, rms error {worst.rms_error:.2e}{same}, another class on {worst.flips} "
@@ -100,7 +100,7 @@ def verify_preprocessing(
     levels = np.abs(got - want) * 255 * np.reshape(per_channel(data_config.std, in_chans), (1, -1, 1, 1))
     if not levels.max() <= PIXEL_TOLERANCE:
         raise VerificationError(
-            f"preprocessing in the graph must match Pillow within {PIXEL_TOLERANCE} grey levels, got {levels.max():.1f}"
+            f"preprocessing in the graph must match Pillow within {PIXEL_TOLERANCE} gray levels, got {levels.max():.1f}"
         )
 
 

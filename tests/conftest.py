@@ -92,9 +92,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     except (RuntimeError, ValueError) as error:
-        if INTERPRETED or "fp32 products must be allowed in TF32" not in str(error):
+        if INTERPRETED or "fp32 matmuls must be allowed to use TF32" not in str(error):
             raise
-        pytest.skip("only the interpreter computes exact fp32 products")
+        pytest.skip("only the interpreter computes exact fp32 matmuls")
 
 
 @pytest.fixture(autouse=True)

@@ -151,7 +151,7 @@ def test_what_passes_is_asked_again(gpu: list[torch.device], monkeypatch: pytest
     with monkeypatch.context() as capturing:
         capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert backends.resolve_backend("auto", GPU) == "sdpa" and gpu == []
-        assert "warm up first" in backends.triton_unavailable_reasons(GPU)[0]
+        assert "before a CUDA graph capture" in backends.triton_unavailable_reasons(GPU)[0]
     with monkeypatch.context() as crowded:
         crowded.setattr(probe, "_run_and_compare", full)
         assert "OutOfMemoryError: no room" in backends.triton_unavailable_reasons(GPU)[0]
@@ -171,11 +171,11 @@ def _on_rocm(patch: pytest.MonkeyPatch) -> None:
 
 BROKEN = {
     "ROCm": (_on_rocm, "got ROCm 6.4"),
-    "no device": (lambda patch: patch.setattr(torch.cuda, "is_available", lambda: False), "torch finds no CUDA device"),
+    "no device": (lambda patch: patch.setattr(torch.cuda, "is_available", lambda: False), "torch found no CUDA device"),
     "old device": (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5)), "7.5"),
     "compiler": (
         lambda patch: patch.setattr(probe, "_run_and_compare", _broken),
-        "a small kernel did not run on cuda:0: RuntimeError: the compiler gave up",
+        "the test kernel failed on cuda:0: RuntimeError: the compiler gave up",
     ),
     "wrong answers": (
         lambda patch: patch.setattr(probe, "_run_and_compare", lambda device: ("it does not match the reference",)),
@@ -216,7 +216,7 @@ def test_triton_itself_fails_to_start(case: str, tmp_path: Path) -> None:
     kept = {name: value for name, value in environment(str(tmp_path)).items() if name != "CC"}
     changes = {"PATH": str(tmp_path), "TRITON_LIBCUDA_PATH": str(tmp_path)}  # looked for before the compiler is
     said = run_python(["-c", "\n".join(lines)], kept | changes)
-    assert said.startswith("a small kernel did not run on cpu:0: RuntimeError: ")
+    assert said.startswith("the test kernel failed on cpu:0: RuntimeError: ")
     assert ("C compiler" if case == "compiler" else "active drivers") in said
 
 

@@ -194,7 +194,7 @@ def test_folded_beforehand_it_is_the_same(dtype: torch.dtype) -> None:
         assert_equal(by_one(x, None, frozen), by_one(x, None, tensors))
         tensors.fc1_weight.zero_()  # it follows no change
         assert not torch.equal(by_one(x, None, frozen)[0], by_one(x, None, tensors)[0])
-    with pytest.raises(UnsupportedInputError, match="they have no gradients"):
+    with pytest.raises(UnsupportedInputError, match="folded weights have no gradients"):
         by_one(x, None, frozen)
 
 

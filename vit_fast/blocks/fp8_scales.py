@@ -89,11 +89,11 @@ class Fp8Scales(nn.Module):
 
     def check(self, backend: str) -> None:
         """Raises UnsupportedInputError if the block cannot run in e4m3 now."""
-        reasons = ["it must be in evaluation mode: call eval() first"] if self.training else []
+        reasons = ["the block must be in evaluation mode: call eval() first"] if self.training else []
         if is_exporting():
-            reasons.append("it cannot be exported: export the unfused model with precision='fp8' (--precision fp8)")
+            reasons.append("export does not support FP8 blocks: export the unfused model with precision='fp8'")
         elif backend != "triton":
-            reasons.append(f"its backend must be 'triton', got {backend!r}")
+            reasons.append(f"the backend of the block must be 'triton', got {backend!r}")
         if reasons:
             raise UnsupportedInputError("a block in FP8", [*reasons, BACK])
 
@@ -111,7 +111,7 @@ class Fp8Scales(nn.Module):
         mlp: Any = parts.mlp
         self.check("triton")
         if torch.is_grad_enabled() and needs_gradient(x, *block_tensors(attention, mlp)):
-            reason = "e4m3 does not support gradients: call it within torch.no_grad()"
+            reason = "FP8 does not support gradients: call the model within torch.no_grad()"
             raise UnsupportedInputError("a block in FP8", [reason, BACK])
         cached = self.cached_of(parts)
         if cached.rope_head and not _matmul_can_rotate(rope):

@@ -38,7 +38,7 @@ def take_weights(
         for their_name, part in zip(their_names, weights[our_name].chunk(len(their_names)))
     }
     problems = [f"its parameter {name} has no counterpart" for name in theirs if name not in found]
-    problems += [f"it has no counterpart for our {name}" for name in weights if name not in converted.origins]
+    problems += [f"vit-fast's parameter {name} has no counterpart" for name in weights if name not in converted.origins]
     refuse(type(model).__name__, problems)
     model.load_state_dict(found)
 

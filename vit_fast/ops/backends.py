@@ -102,7 +102,7 @@ def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
     if reasons or dtype != torch.float32 or _computes_exactly() or _tf32_is_allowed():
         return reasons
     return [
-        "fp32 products must be allowed in TF32, got "
+        "fp32 matmuls must be allowed to use TF32, got "
         f"torch.backends.cuda.matmul.fp32_precision={torch.backends.cuda.matmul.fp32_precision!r}: call "
         "torch.set_float32_matmul_precision('high'), use float16 or bfloat16, or backend='sdpa'"
     ]
@@ -128,7 +128,7 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
     reasons = []
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            return ("torch finds no CUDA device here",)
+            return ("torch found no CUDA device",)
         if rocm := getattr(torch.version, "hip", None):  # ROCm devices are "cuda" too, with other capabilities
             return (f"the GPU must be from NVIDIA, got ROCm {rocm}",)
         capability = torch.cuda.get_device_capability(device)

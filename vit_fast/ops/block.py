@@ -130,7 +130,7 @@ def fused_block(
         present.append(number)
     keep = needs_gradient(x, *flat)
     if keep and tensors.qkv_sum is not None:
-        reason = "they have no gradients: pass the parameters, or use torch.no_grad()"
+        reason = "folded weights have no gradients: pass the parameters, or use torch.no_grad()"
         raise UnsupportedInputError("a block of folded weights with gradients enabled", [reason])
     inner, inner_eps = inner_norm or ("none", 0.0)
     words = text_of(

@@ -165,7 +165,7 @@ def _folded(x: Tensor, t: Any, rope_head: int, s: BlockSettings) -> dict[str, Fo
     rms = is_rms(s.norm)
     if t.qkv_sum is not None:
         if t.qkv_weight.dtype != s.dtype:
-            reason = f"its weights must be folded for matmuls in {s.dtype}, got {t.qkv_weight.dtype}: fold them again"
+            reason = f"the weights must be folded in {s.dtype}, got {t.qkv_weight.dtype}: fold them again"
             raise UnsupportedInputError("a block of folded weights", [reason])
         folded: Any = {"qkv": (t.qkv_weight, t.qkv_sum, t.qkv_bias), "fc1": (t.fc1_weight, t.fc1_sum, t.fc1_bias)}
         folded |= {} if s.inner_norm == "none" else {"fc2": (t.fc2_weight, t.fc2_sum, t.fc2_bias)}

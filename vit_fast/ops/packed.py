@@ -222,7 +222,7 @@ def pack_reasons(dtype: torch.dtype) -> tuple[str, ...]:
     mkldnn = torch.ops.mkldnn
     if dtype == torch.float32:
         has_mkl = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-        return () if has_mkl else ("this build of torch has no MKL, which packs fp32 weights",)
+        return () if has_mkl else ("packing fp32 weights requires a build of torch with MKL",)
     supported = {
         torch.bfloat16: lambda: mkldnn._is_mkldnn_bf16_supported(),
         torch.float16: lambda: mkldnn._is_mkldnn_fp16_supported(),

@@ -34,7 +34,7 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
     if cached is not None:
         return cached
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return (f"no kernel has run on {device} yet, and none can be tried inside a CUDA-graph capture: warm up first",)
+        return (f"the test kernel must run on {device} before a CUDA graph capture: call the model once first",)
     with _lock:
         if device not in _found:
             # A new thread has none of the caller's modes: fake tensors, torch.func, inference mode, a default
@@ -53,7 +53,7 @@ def _failure(device: torch.device, error: Exception) -> str:
     message = " ".join(str(error).split())
     if len(message) > _LONGEST_MESSAGE:
         message = f"{message[: _LONGEST_MESSAGE // 2]} ... {message[-_LONGEST_MESSAGE // 2 :]}"
-    return f"a small kernel did not run on {device}: {type(error).__name__}: {message}"
+    return f"the test kernel failed on {device}: {type(error).__name__}: {message}"
 
 
 def _run_and_compare(device: torch.device) -> tuple[str, ...]:
@@ -68,4 +68,4 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
     verdict = judge(out.cpu(), reference.attention(q, k, v), exact)
     if verdict.passed:
         return ()
-    return (f"a small kernel does not match the reference on {device}: {verdict}",)
+    return (f"the test kernel does not match the reference on {device}: {verdict}",)
