@@ -93,7 +93,7 @@ class Worker:
                 self.stop()
             return found
         self.stop()
-        return {"outcome": f"failed: {problem}; rows kept: {rows_kept(folder)}"}
+        return {"outcome": f"failed: {problem}; rows saved: {rows_kept(folder)}"}
 
     def stop(self) -> None:
         """Ends the process and its children; the next job gets a new one."""

@@ -37,7 +37,7 @@ def test_bytes_give_what_normalised_images_gave(name: str) -> None:
     with torch.no_grad():
         expected = subject.run(model, {argument: normalised(pictures)})
         report = vit_fast.fuse(model, backend="sdpa", normalize=(MEAN, STD))
-        assert [module.part for module in report.fused].count("normalisation") == 1
+        assert [module.part for module in report.fused].count("normalization") == 1
         for given in (pictures, pictures.float(), pictures.contiguous(memory_format=torch.channels_last)):
             torch.testing.assert_close(subject.run(model, {argument: given}), expected, rtol=1e-4, atol=1e-4)
         vit_fast.unfuse(model)

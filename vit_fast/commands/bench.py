@@ -37,7 +37,9 @@ def bench(
     amp: Annotated[bool, typer.Option("--amp", help="With --train: run the forward under bf16 autocast.")] = False,
     data: Annotated[
         str,
-        typer.Option(help="Memory that contains the images; host includes the copy to the GPU.", metavar="device|host"),
+        typer.Option(
+            help="Memory of the images; with host, the time includes the copy to the GPU.", metavar="device|host"
+        ),
     ] = "device",
     explain: Annotated[
         bool, typer.Option("--explain", help="Also measure the time per layer and kernel, and print its lower bound.")
@@ -67,7 +69,7 @@ def bench(
         typer.Option(help="Skip candidates that do not fit into this time; 0 means no limit.", metavar="SECONDS"),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Time each candidate for this many seconds.", metavar="SECONDS")
+        float | None, typer.Option(help="Measure each candidate for this many seconds.", metavar="SECONDS")
     ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Resume the interrupted run in this folder.", metavar="FOLDER")

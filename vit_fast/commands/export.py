@@ -44,7 +44,9 @@ def export(
     ] = False,
     validation: Annotated[
         Path | None,
-        typer.Option(help="Labeled images, one subfolder per class: fail if the file is less accurate than the model."),
+        typer.Option(
+            help="Labeled images, one subfolder per class: fail if the accuracy drops by more than 0.6 points."
+        ),
     ] = None,
     classes: ClassNames = None,
     img_size: Side = None,

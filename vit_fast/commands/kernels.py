@@ -41,7 +41,7 @@ def kernels(
         ),
     ] = None,
     training: Annotated[
-        bool, typer.Option("--training", help="With --model: forward and backward instead of a frozen block.")
+        bool, typer.Option("--training", help="With --model: forward and backward instead of the frozen forward.")
     ] = False,
     host: Annotated[
         bool,

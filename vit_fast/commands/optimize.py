@@ -45,7 +45,7 @@ def optimize(
     ] = False,
     memory_limit: Annotated[
         float | None,
-        typer.Option(help="Skip candidates that need more than this many MiB beyond the model.", min=0.001),
+        typer.Option(help="Skip candidates that need more than this many MiB in addition to the model.", min=0.001),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     save: Annotated[Path | None, typer.Option(help="Save the result for vit_fast.load_optimized.")] = None,
