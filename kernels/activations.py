@@ -1,13 +1,14 @@
-"""Activations of the MLP and their derivatives, in fp32 registers.
+"""Activation functions of the MLP and their derivatives, computed in fp32.
 
-Exact GELU is x * Phi(x) with Phi the normal distribution function. For results in fp16 or bf16, Phi is computed from
-its logit, Phi(x) = 1 / (1 + exp(-x P(|x|))), with a polynomial P of degree 5 fitted to log(Phi(x) / Phi(-x)) / x on
-|x| <= 5.6 for the relative error of both tails. This takes one EX2 and one RCP, a third of erf's instructions, with an
-error below one rounding of fp16 and bf16. In the negative tail, where Phi(x) is tiny, 1 + erf would cancel. fp32 uses
-erf.
+Exact GELU is x Phi(x), where Phi is the standard normal CDF. fp32 computes Phi with erf, fp16 and bf16 with its logit:
 
-Tanh GELU is the same expression with the paper's cubic (Hendrycks and Gimpel, arXiv 1606.08415):
-0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
+    Phi(x) = 1 / (1 + exp(-x P(|x|)))
+
+P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6 for a small relative error of both
+tails. With one EX2 and one RCP, it takes a third of the instructions of erf. Its error is below one rounding error of
+fp16 and bf16. In the negative tail, where Phi(x) is tiny, 1 + erf would cancel.
+
+Tanh GELU (Hendrycks and Gimpel, arXiv 1606.08415) has the same form, because 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def _reciprocal(x):
 
 @triton.jit
 def _logistic(u):
-    """1 / (1 + 2^u) for u [...]: 0 where u is large, 1 where it is very negative, NaN where it is NaN."""
+    """Returns 1 / (1 + 2^u): 0 for large u, 1 for very negative u, NaN for NaN."""
     return _reciprocal(1.0 + tl.math.exp2(u))
 
 
 @triton.jit
 def _normal_cdf(x, EXACT: tl.constexpr):
-    """Phi(x): by erf if EXACT, else by the fitted logit (coefficients times -log2 e)."""
+    """Returns Phi(x), with erf if EXACT, else with P, whose coefficients are multiplied by -log2(e)."""
     if EXACT:
         return 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)
     else:
@@ -50,7 +51,7 @@ def _normal_cdf(x, EXACT: tl.constexpr):
 
 @triton.jit
 def _gate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """The factor g(x) of activations of the form x * g(x)."""
+    """Returns g(x) of an activation x g(x)."""
     if ACTIVATION == "gelu":
         return _normal_cdf(x, EXACT)
     elif ACTIVATION == "gelu_tanh":
@@ -65,18 +66,18 @@ def _gate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """act(x) for fp32 x [...]; EXACT if the result stays fp32."""
+    """Returns act(x) in fp32; EXACT if the result stays fp32."""
     if ACTIVATION == "identity":
         return x
     elif ACTIVATION == "relu":
-        return tl.where(x < 0.0, 0.0, x)  # a comparison, so that NaN stays NaN
+        return tl.where(x < 0.0, 0.0, x)  # tl.maximum would replace NaN by 0
     else:
         return x * _gate(x, ACTIVATION, EXACT)
 
 
 @triton.jit
 def activate_with_slope(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """(act(x), act'(x)) for fp32 x [...]."""
+    """Returns (act(x), act'(x)) in fp32; EXACT as in `activate`."""
     if ACTIVATION == "identity":
         return x, tl.full(x.shape, 1.0, tl.float32)
     elif ACTIVATION == "relu":
@@ -88,7 +89,7 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
             density = 0.3989422804014327 * tl.math.exp2(x * x * -0.7213475204444817)
             slope = gate + x * density
         elif ACTIVATION == "gelu_tanh":
-            # clamped, because the other factor is 0 there, and 0 times infinity is NaN
+            # the other factor is 0 for large x: clamp, because 0 times infinity is NaN
             square = tl.minimum(x * x, 1e4)
             slope = gate + value * (1.0 - gate) * (1.5957691216057308 + 0.2140644488 * square)
         elif ACTIVATION == "quick_gelu":

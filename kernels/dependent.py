@@ -1,12 +1,12 @@
-"""Programmatic dependent launch: a kernel starts before the one before it in its stream has ended.
+"""Programmatic dependent launch: a kernel starts before the previous kernel in its stream has ended.
 
-The launches of a small batch are short, so that starting a kernel and loading its weights takes as long as its work. A
-kernel with DEPENDENT may start as soon as all programs of the previous one are running. It computes addresses and
-prefetches weights into L2, and then waits for the end of the previous kernel, whose results it sees from then on. Until
-then it neither reads nor writes memory: a prefetch into L2 is correct even of weights that are being written.
+For small batches, starting a kernel and loading its weights takes as long as its work. A kernel with DEPENDENT may
+start as soon as every program of the previous kernel has passed its own wait or ended. It computes addresses,
+prefetches weights into L2, and then waits until the previous kernel has ended and its results are visible. Before this
+wait it neither loads nor stores. It may prefetch into L2 even weights that are still being written.
 
-Every kernel that is launched this way waits. After its wait, all earlier launches have therefore ended, and it lets the
-next one start.
+Each kernel first waits and then lets the next one start. After its wait, all earlier kernels have therefore ended, not
+only the previous one.
 
 Source: CUDA C++ Programming Guide, Programmatic Dependent Launch; PTX ISA, griddepcontrol (sm_90 and newer).
 """
@@ -23,7 +23,7 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Waits for the previous launch, and lets the next one start; does nothing without DEPENDENT."""
+    """Waits for the previous kernel, then lets the next one start; does nothing without DEPENDENT."""
     if DEPENDENT and not _INTERPRETED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -31,7 +31,7 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(pointer, row, first, last, rows, columns, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """Prefetches columns first .. last of ROWS rows of [rows, columns] into L2, with one prefetch per STEP."""
+    """Prefetches columns first .. last of ROWS rows of a matrix [rows, columns] into L2, once per STEP columns."""
     if _INTERPRETED:
         return
     index = tl.minimum(row + tl.arange(0, ROWS), rows - 1)

@@ -1,4 +1,4 @@
-"""Properties of GPUs for the launch policies: architecture, tile generation, and number formats of matmuls."""
+"""GPU properties that the launch policies use: architecture, multiprocessors, tensor cores and number formats."""
 
 from __future__ import annotations
 
@@ -10,35 +10,29 @@ import torch
 
 @dataclass(frozen=True)
 class Gpu:
-    """Properties of a GPU that the launch policy needs.
-
-    Args:
-        arch: Architecture name, e.g. sm_90.
-        sm_count: Streaming multiprocessors.
-    """
+    """Architecture, e.g. sm_90, and number of streaming multiprocessors of a GPU."""
 
     arch: str
     sm_count: int
 
 
-# The H200, used by the interpreter and the offline compiler.
+# The H200. The interpreter and the static checks launch as on this GPU.
 REFERENCE_GPU = Gpu("sm_90", 132)
 _stand_in: Gpu | None = None
 
 
 def set_stand_in(gpu: Gpu) -> None:
-    """Makes `gpu_of` return `gpu` for CPU tensors in this process, for `stand_in_driver.py`."""
+    """Makes `gpu_of` return `gpu` for CPU tensors in this process; `stand_in_driver.install` calls it."""
     global _stand_in
     _stand_in = gpu
 
 
 def has_stand_in() -> bool:
-    """True if the stand-in driver is installed."""
     return _stand_in is not None
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """Returns the GPU of a device; for a CPU the stand-in or the reference GPU."""
+    """Returns the GPU of a device; for the CPU, the stand-in if one is set, else `REFERENCE_GPU`."""
     if device.type != "cuda":
         return _stand_in or REFERENCE_GPU
     return _real_gpu(device.index if device.index is not None else torch.cuda.current_device())
@@ -51,7 +45,7 @@ def _real_gpu(index: int) -> Gpu:
 
 
 def generation(arch: str) -> str:
-    """Returns the tile generation: "ampere" (mma.sync: sm_80, 86, 89 and 120), "hopper" or "blackwell"."""
+    """Returns the tensor core generation: "ampere" (mma.sync: sm_80, 86, 89, 120), "hopper" (wgmma) or "blackwell"."""
     number = int(arch.removeprefix("sm_"))
     return "hopper" if 90 <= number < 100 else "blackwell" if 100 <= number < 120 else "ampere"
 
@@ -62,22 +56,22 @@ def has_fp8(arch: str) -> bool:
 
 
 def starts_early(arch: str) -> bool:
-    """True for architectures with programmatic dependent launch, see dependent.py."""
+    """True for architectures with programmatic dependent launch (dependent.py)."""
     return int(arch.removeprefix("sm_")) >= 90
 
 
 def reads_descriptors(arch: str) -> bool:
-    """True if tiles are loaded through TMA descriptors, if the layout allows."""
+    """True for architectures on which kernels use TMA descriptors, if the layout of the tensors allows it."""
     return generation(arch) != "ampere"
 
 
 def matrix_instruction(arch: str) -> str:
-    """Returns the matrix instruction for half precision and TF32, named as in `offline.Stats.has`."""
+    """Returns the SASS instruction of half-precision and TF32 matmuls, as in `offline.Stats.has`."""
     return {"ampere": "HMMA", "hopper": "HGMMA", "blackwell": "TCGEN05"}[generation(arch)]
 
 
 def product_kind(dtype: torch.dtype) -> str:
-    """Returns the number format of matmuls with operands of this dtype: "half", "fp8" (e4m3), or "tf32" for fp32."""
+    """Returns the number format of matmuls with operands of a dtype: "half", "fp8" (e4m3), or "tf32" for fp32."""
     if dtype == torch.float8_e4m3fn:
         return "fp8"
     return "half" if dtype.itemsize == 2 else "tf32"

@@ -1,8 +1,7 @@
-"""Conversion to e4m3 (four bits of exponent, three of mantissa).
+"""Rounding of matmul inputs to e4m3 (4 exponent bits, 3 mantissa bits): x8 = e4m3(x / scale).
 
-The kernel that writes the operand of a quantised linear layer divides it by its scale and rounds it: the epilogue that
-writes the residual stream, the attention, the activation. Kernels get the reciprocals of scales and multiply: a
-division per column and tile would be 8 % of the longest epilogue's instructions.
+The kernel that computes the input of an FP8 linear layer also rounds it. Kernels receive reciprocal scales and
+multiply: divisions would add 8 % to the instructions of the longest epilogue.
 
 Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
 """
@@ -19,10 +18,10 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def to_e4m3(value):
-    """Rounds fp32 to e4m3, ties to even; saturates at 448 and preserves NaN.
+    """Rounds fp32 to e4m3, with ties to even; saturates at 448 and preserves NaN.
 
-    Uses the instruction directly: on sm_89 the compiler's conversion goes through fp16, rounded to zero, and its
-    documentation does not state whether it saturates.
+    Uses inline PTX: on sm_89, Triton's conversion first truncates to fp16, and Triton does not document whether it
+    saturates.
     """
     if _INTERPRETED:
         return value.to(tl.float8e4nv)
@@ -42,7 +41,7 @@ def to_e4m3(value):
 
 @triton.jit
 def divided(value, scale_ptr):
-    """Multiplies fp32 by the reciprocal scale in memory and rounds to e4m3; returns the value if there is none."""
+    """Multiplies fp32 values by the reciprocal scale in memory and rounds to e4m3; without a scale, does nothing."""
     if scale_ptr is None:
         return value
     else:
@@ -51,6 +50,6 @@ def divided(value, scale_ptr):
 
 @triton.jit
 def divided_columns(value, scale_ptr, col, N, COLS: tl.constexpr):
-    """Multiplies a tile [ROWS, COLS], columns col .. col + COLS of N, by reciprocal scales fp32 [N]; rounds to e4m3."""
+    """Multiplies a tile [ROWS, COLS] that starts at column `col` by reciprocal scales fp32 [N]; rounds to e4m3."""
     cols = col + tl.arange(0, COLS)
     return to_e4m3(value.to(tl.float32) * tl.load(scale_ptr + cols, mask=cols < N, other=1.0)[None, :])

@@ -1,7 +1,7 @@
 """A kernel launch as data: kernel, arguments, grid and compile options.
 
-A launcher first builds a `Launch` and then runs it. The description needs no GPU, so `offline.py` compiles exactly the
-kernels that would be launched, from meta tensors.
+A launcher builds a `Launch`, which needs no GPU and accepts meta tensors. `inspect/offline.py` compiles the same
+`Launch` that `run` would launch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_GRID_0 = 2**31 - 1
 
-# Held while triton may parse, compile and load a kernel. Otherwise several threads compile the same kernel, and
+# Held while triton parses, compiles and loads a kernel. Without it, several threads compile the same kernel, and
 # `ast.parse` of Python 3.11 may raise "AST constructor recursion depth mismatch".
 compiling = threading.RLock()
 
@@ -32,10 +32,8 @@ class Launch:
     Args:
         kernel: The function decorated with `triton.jit`.
         grid: Programs along the three grid axes; at most 2^31 - 1 on the first, 65,535 on the others.
-        args: Runtime arguments by name: tensors, tensor descriptors, numbers, or None for an absent one.
+        args: Runtime arguments by name: tensors, tensor descriptors, numbers, or None if absent.
         constants: Compile-time arguments (`tl.constexpr`) by name.
-        num_warps: Warps per program.
-        num_stages: Number of software-pipelining stages.
         maxnreg: Maximum registers per thread; None lets the compiler choose.
     """
 
@@ -49,7 +47,6 @@ class Launch:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def options(self) -> dict[str, Any]:
-        """Returns triton's compile options."""
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.maxnreg is not None:
             options["maxnreg"] = self.maxnreg
@@ -61,7 +58,7 @@ class Launch:
         """Launches on the current stream of `device`; an empty grid launches nothing.
 
         Raises:
-            ValueError: the grid is larger than a GPU accepts.
+            ValueError: the grid is larger than CUDA allows.
         """
         if math.prod(self.grid) == 0:
             return
@@ -80,7 +77,7 @@ class Launch:
             key = self._specialisation(device)
             ready = _ready.get(key)
             if ready is None:
-                ready = _keep(key, self.kernel, self._run_by_triton())
+                ready = _cache(key, self.kernel, self._run_by_triton())
             else:
                 ready.launch(self, driver.get_current_stream(device))
         if listening.listener is not None:
@@ -91,19 +88,19 @@ class Launch:
             return self.kernel[self.grid](**self.args, **self.constants, **self.options())
 
     def _specialisation(self, device: int) -> tuple[Any, ...]:
-        """Returns a key that is at least as specific as triton's own: it contains the values of integers."""
+        """Returns a key at least as specific as triton's own, because it contains the values of integers."""
         constants = tuple(self.constants.values())
         return (
             id(self.kernel), device, self.num_warps, self.num_stages, self.maxnreg,
-            constants, tuple(map(type, constants)), *map(_specialised_by, self.args.values()),
+            constants, tuple(map(type, constants)), *map(_specialization_of, self.args.values()),
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A compiled kernel and the order of its arguments."""
+    """A compiled kernel and the names of its parameters in order."""
 
-    kernel: Any  # a reference, so that no other kernel gets its id
+    kernel: Any  # keeps the kernel alive, because its id is part of the key
     compiled: Any
     names: tuple[str, ...]
 
@@ -116,14 +113,14 @@ class Ready:
         )  # fmt: skip
 
 
-# By `Launch._specialisation`. Triton's own search for the compiled kernel takes several times as long as the launch;
+# Compiled kernels by `Launch._specialisation`. Triton's own lookup takes several times as long as the launch;
 # `vit-fast kernels --host` measures both.
 _ready: dict[tuple[Any, ...], Ready] = {}
 MAX_READY = 4096
 
 
 class _Listening(threading.local):
-    """This thread's callback for launches; called with each launch and its compiled kernel or None."""
+    """This thread's callback, called after each launch with its compiled kernel, or None if that is unknown."""
 
     listener: Callable[[Launch, Ready | None], None] | None = None
 
@@ -131,7 +128,7 @@ class _Listening(threading.local):
 listening = _Listening()
 
 
-def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any) -> Ready | None:
+def _cache(key: tuple[Any, ...], kernel: Any, compiled: Any) -> Ready | None:
     if not isinstance(compiled, CompiledKernel):  # still compiling, or skipped by a hook
         return None
     if len(_ready) >= MAX_READY:
@@ -140,8 +137,8 @@ def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any) -> Ready | None:
     return ready
 
 
-def _specialised_by(value: Any) -> Any:
-    """Returns the properties of a runtime argument by which triton may specialise a kernel."""
+def _specialization_of(value: Any) -> Any:
+    """Returns the properties of an argument on which triton may specialize a kernel."""
     kind = type(value)
     if kind is int or value is None:
         return value
@@ -153,7 +150,7 @@ def _specialised_by(value: Any) -> Any:
 
 
 def is_watched(*kernels: Any) -> bool:
-    """True if launch hooks or debugging are active; triton then launches these kernels itself."""
+    """True if hooks or debugging are active, so that triton must launch these kernels itself."""
     runtime = triton.knobs.runtime
     for kernel in kernels:
         if kernel.debug or kernel.pre_run_hooks:
@@ -168,7 +165,7 @@ def is_watched(*kernels: Any) -> bool:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Returns a / b, rounded up; triton's `cdiv` is a device function, which takes microseconds on the host."""
+    """Returns a / b, rounded up; triton's `cdiv` takes microseconds on the host."""
     return -(-a // b)
 
 

@@ -1,20 +1,19 @@
-"""LayerNorm statistics, and the input rows of a linear layer with the LayerNorm folded in (`folding.py`).
+"""LayerNorm statistics, and the input of a linear layer with the LayerNorm folded in (`folding.py`).
 
-The kernel that writes x also writes statistics of pieces of its columns (`row_parts.py`); the kernel that reads x
-combines them (Chan, Golub and LeVeque, 1983). A separate launch computes them only if another operator wrote x.
+The kernel that writes x [M, C] also writes statistics of pieces of its rows (`row_parts.py`). The kernel that reads x
+combines them (Chan, Golub and LeVeque, 1983). A separate launch computes them if another operator wrote x.
 
 Two cases need care:
-- fp32 rows: everything is fp32, or autocast keeps the residual stream in fp32 with half-precision matmuls. Multiplying
-  x itself by the folded weight W'' would lose precision if the mean is larger than the standard deviation, and fp16
-  cannot represent every x. So the rows are normalised first, n = (x - mean) rstd in the dtype of the matmuls, and
+- x in fp32: everything is fp32, or autocast keeps the residual stream in fp32 with half-precision matmuls. A matmul of
+  x itself with the folded weight W'' would lose precision if the mean is larger than the standard deviation. Also, fp16
+  cannot represent every x. So a launch normalizes x first, n = (x - mean) rstd in the dtype of the matmuls, and
   z = n W''^T + c.
-- Constant rows of fp16 or bf16: rstd is 1 / sqrt(eps) and would amplify the rounding error of mean s - x W''. A
-  negative sign of the stored rstd marks such a row. The forward takes max(rstd, 0) and so returns c, as LayerNorm does.
-  The gradient through a constant row is not zero: the backward multiplies by |rstd|, but only where no large numbers
-  cancel (`gradient_epilogues.py`).
+- Constant rows of fp16 or bf16: their rstd is 1 / sqrt(eps) and would amplify the rounding error of mean s - x W''. A
+  negative rstd marks such a row. The forward uses max(rstd, 0) and so returns c, as LayerNorm does. The gradient of a
+  constant row is not zero: the backward multiplies by |rstd|, but only where no large numbers cancel
+  (`gradient_epilogues.py`).
 
-RMSNorm is the same with mean 0: rstd is 1 / sqrt(mean square + eps), from the same statistics. A row of zeros is
-treated like a constant row.
+RMSNorm uses the same statistics with mean 0: rstd is 1 / sqrt(mean square + eps). A row of zeros counts as constant.
 
 Source: LayerNorm, arXiv 1607.06450; RMSNorm, arXiv 1910.07467.
 """
@@ -32,20 +31,19 @@ from .fp8 import divided_columns
 from .launch import Launch, ceil_div
 from .row_parts import PIECE, row_parts
 
-# Relative to the mean. The standard deviation of any other fp16 or bf16 row is far larger: at least 2^-11 / sqrt(C).
+# Maximum std / mean of a constant row. In any other fp16 or bf16 row, it is far larger: at least 2^-11 / sqrt(C).
 _CONSTANT_ROW = tl.constexpr(1e-6)
 _MAX_CHUNK = 2048
 _PIECE = tl.constexpr(PIECE)
-_AT_ONCE = tl.constexpr(16)  # pieces of rows
+_AT_ONCE = tl.constexpr(16)  # pieces that are loaded at once
 _ROWS = 64
 
 
 @triton.jit
 def piece_statistics(values, col, N, COLS: tl.constexpr, WHOLE: tl.constexpr = False):
-    """Mean and sum of squared deviations of each row of `values`, [ROWS] each.
+    """Returns the mean and the sum of squared deviations of each row of a piece, [ROWS] each.
 
-    `values` [ROWS, COLS], fp32, are columns `col` to `col + COLS` of rows of N columns. Columns past the last one are
-    ignored. WHOLE: no column is past the last one. `store_statistics` skips a piece that begins past the last one.
+    `values`, fp32 [ROWS, COLS], begin at column `col` of N. Ignores columns past the last one; WHOLE: there are none.
     """
     if WHOLE:
         mean = tl.sum(values, 1) / COLS
@@ -61,7 +59,7 @@ def piece_statistics(values, col, N, COLS: tl.constexpr, WHOLE: tl.constexpr = F
 
 @triton.jit
 def _merge(mean, squares, count, other_mean, other_squares, other_count):
-    """Merges (mean, sum of squared deviations) of `count` numbers with those of `other_count` other numbers."""
+    """Merges the statistics of `count` numbers with those of `other_count` others."""
     share = other_count / (count + other_count)
     offset = other_mean - mean
     return mean + share * offset, squares + other_squares + count * share * offset * offset
@@ -69,7 +67,7 @@ def _merge(mean, squares, count, other_mean, other_squares, other_count):
 
 @triton.jit
 def merge_next(left, right, col, N, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Merges the `piece_statistics` of LEFT columns from `col` on with those of the next RIGHT columns."""
+    """Merges the statistics of LEFT columns from `col` on with those of the next RIGHT columns."""
     count = tl.maximum(tl.minimum(N - col, LEFT), 1).to(tl.float32)
     other = tl.maximum(tl.minimum(N - col - LEFT, RIGHT), 0).to(tl.float32)
     return _merge(left[0], left[1], count, right[0], right[1], other)
@@ -77,7 +75,7 @@ def merge_next(left, right, col, N, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 @triton.jit
 def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Stores statistics [ROWS] of the piece that begins at column `col`, unless `col` is past the last column."""
+    """Stores the statistics of the piece that begins at column `col`, unless `col` is past the last column."""
     step = tl.arange(0, ROWS)
     part = part_ptr + tl.cast(row, tl.int64) * (2 * PARTS) + col // _PIECE + step * (2 * PARTS)
     mask = (row + step < M) & (col < N)
@@ -87,12 +85,12 @@ def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr
 
 @triton.jit
 def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr):
-    """(mean, rstd) [ROWS] of rows of C columns; rstd is negative for a constant row.
+    """Returns (mean, rstd) [ROWS] of rows of C columns; rstd is negative for a constant row.
 
-    For RMSNorm, (0, 1 / root mean square); the latter is negative for a row of zeros.
+    For RMSNorm, mean is 0, and rstd is negative for a row of zeros.
 
-    Pieces are summed along the first axis: along the second, the compiler would use the layout of these loads for the
-    tile of the matmul too.
+    Sums along the first axis. Along the second, the compiler would use the layout of these loads for the tile of the
+    matmul too.
     """
     step = tl.arange(0, ROWS)
     inside = (row + step < M)[None, :]
@@ -128,8 +126,8 @@ def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.c
 def _row_statistics_kernel(
     x_ptr,  # [M, C] fp16 or bf16
     part_ptr,  # fp32 [M, 2, PARTS]
-    out8_ptr,  # [M, C] e4m3: x times out_scale, fp32 [C]; or None
-    out_scale_ptr,
+    out8_ptr,  # [M, C] e4m3, x times out_scale [C]; or None
+    out_scale_ptr,  # fp32 [C], reciprocal scales, or None
     M, C,
     ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -146,14 +144,25 @@ def _row_statistics_kernel(
         tl.store(out8_ptr + (rows.to(tl.int64)[:, None] * C + cols[None, :]), narrow, mask=mask)
 
 
+def row_statistics_launch(
+    x: Tensor, part: Tensor, out8: Tensor | None = None, out_scale: Tensor | None = None
+) -> Launch:
+    """Returns the launch that writes statistics of x [M, C], fp16 or bf16, to `part`, and x in e4m3 to `out8`."""
+    M, C = x.shape
+    args = {"x_ptr": x, "part_ptr": part, "out8_ptr": out8, "out_scale_ptr": out_scale, "M": M, "C": C}
+    constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
+    programs = ceil_div(M, _ROWS) * row_parts(C)
+    return Launch(_row_statistics_kernel, (programs,), args, constants, num_warps=4, device=x.device)
+
+
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["rstd_ptr"])
 def _normalise_kernel(
     x_ptr,  # [M, C] fp32
-    mean_ptr,  # fp32 [M], or None: not stored
+    mean_ptr,  # fp32 [M], or None
     rstd_ptr,  # fp32 [M]
-    normalised_ptr,  # [M, C] (x - mean) rstd
+    normalised_ptr,  # [M, C]
     M, C, eps,
-    RMS: tl.constexpr,  # without the mean
+    RMS: tl.constexpr,  # mean is 0
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -167,7 +176,7 @@ def _normalise_kernel(
             mask = inside[:, None] & (cols < C)[None, :]
             total += tl.sum(tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0), 1)
         mean = total / C
-        # corrects the rounding of the sum, so that a constant row becomes exact zeros
+        # correct the rounding error of the mean, so that a constant row becomes exactly 0
         left = tl.zeros((ROWS,), tl.float32)
         for first in tl.range(0, C, BLOCK_C):
             cols = first + tl.arange(0, BLOCK_C)
@@ -194,15 +203,37 @@ def _normalise_kernel(
         tl.store(normalised_ptr + start + cols[None, :], normalised.to(normalised_ptr.dtype.element_ty), mask=mask)
 
 
+def chunk(width: int) -> tuple[int, int]:
+    """Returns columns per step and rows per program of a reduction over rows."""
+    block = min(triton.next_power_of_2(width), _MAX_CHUNK)
+    return block, max(1, 4096 // block // 2)
+
+
+def normalise_launch(
+    x: Tensor, eps: float, rstd: Tensor, normalised: Tensor, rms: bool = False, mean: Tensor | None = None
+) -> Launch:
+    """Returns the launch that normalizes x, fp32 [M, C], and writes rstd and mean [M]; with `rms`, the mean is 0."""
+    M, C = x.shape
+    block, rows = chunk(C)
+    args = {"x_ptr": x, "mean_ptr": mean, "rstd_ptr": rstd, "normalised_ptr": normalised, "M": M, "C": C, "eps": eps}
+    constants = {"RMS": rms, "ROWS": rows, "BLOCK_C": block}
+    return Launch(_normalise_kernel, (ceil_div(M, rows),), args, constants, num_warps=4, device=x.device)
+
+
+def is_normalised(statistics: Tensor) -> bool:
+    """True for statistics of rows that were normalized before the matmul."""
+    return statistics.shape[0] == 1
+
+
 @dataclass(frozen=True)
 class InputRows:
-    """Input of a folded linear layer.
+    """Input x of a folded linear layer, with its statistics.
 
     Args:
-        source: Operand of the matmul [M, C], in its dtype: x, or (x - mean) rstd if x is fp32.
-        statistics: Statistics of the rows of x: fp32 [M, 2, parts] (`row_parts.py`), or rstd alone, fp32 [1, M], if
-            `source` is normalised.
-        eps: Added to the variance.
+        source: Operand of the matmul, [M, C]: x, or (x - mean) rstd in the dtype of the matmul if x is fp32.
+        statistics: LayerNorm statistics of x, fp32 [M, 2, parts] (`row_parts.py`); rstd, fp32 [1, M], if `source` is
+            normalized.
+        eps: Epsilon of the LayerNorm.
     """
 
     source: Tensor
@@ -211,18 +242,18 @@ class InputRows:
 
     @property
     def part(self) -> Tensor | None:
-        """The statistics to combine; None if `source` is normalised."""
+        """Statistics that the matmul combines; None if `source` is normalized."""
         return self.statistics if self.statistics.dim() == 3 else None
 
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Input rows and statistics for the backward of a folded linear layer.
+    """Input x of a folded linear layer, with mean and rstd for the backward.
 
     Args:
-        source: Operand of the matmuls [M, C], in their dtype: x, or (x - mean) rstd if x is fp32.
-        statistics: fp32 [2, M]: mean and rstd, which is negative for a constant row. If `source` is normalised, fp32
-            [1, M]: rstd, never negative.
+        source: As in `InputRows`.
+        statistics: Mean and rstd, fp32 [2, M]; rstd is negative for a constant row. If `source` is normalized, only
+            rstd, fp32 [1, M], which is never negative.
     """
 
     source: Tensor
@@ -230,65 +261,31 @@ class RowStatistics:
 
     @property
     def mean(self) -> Tensor | None:
-        """Row means fp32 [M]; None if `source` is normalised."""
+        """Means of the rows, fp32 [M]; None if `source` is normalized."""
         return None if is_normalised(self.statistics) else self.statistics[0]
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """The dtype of x."""
         return torch.float32 if is_normalised(self.statistics) else self.source.dtype
 
     @property
     def rstd(self) -> Tensor:
-        """1 / sqrt(variance + eps) of the rows, fp32 [M]."""
         return self.statistics[-1]
 
 
-def is_normalised(statistics: Tensor) -> bool:
-    """True for the statistics of rows that were normalised beforehand."""
-    return statistics.shape[0] == 1
-
-
-def chunk(width: int) -> tuple[int, int]:
-    """Returns columns per step and rows per program of a kernel that reduces rows of this width."""
-    block = min(triton.next_power_of_2(width), _MAX_CHUNK)
-    return block, max(1, 4096 // block // 2)
-
-
-def row_statistics_launch(
-    x: Tensor, part: Tensor, out8: Tensor | None = None, out_scale: Tensor | None = None
-) -> Launch:
-    """Returns the launch that writes statistics of x [M, C], fp16 or bf16, and x times out_scale in e4m3 to out8."""
-    M, C = x.shape
-    args = {"x_ptr": x, "part_ptr": part, "out8_ptr": out8, "out_scale_ptr": out_scale, "M": M, "C": C}
-    constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
-    programs = ceil_div(M, _ROWS) * row_parts(C)
-    return Launch(_row_statistics_kernel, (programs,), args, constants, num_warps=4, device=x.device)
-
-
-def normalise_launch(
-    x: Tensor, eps: float, rstd: Tensor, normalised: Tensor, rms: bool = False, mean: Tensor | None = None
-) -> Launch:
-    """Returns the launch that writes (x - mean) rstd [M, C] of fp32 rows, rstd and optionally mean, fp32 [M].
-
-    For an RMSNorm mean is 0.
-    """
-    M, C = x.shape
-    block, rows = chunk(C)
-    args = {"x_ptr": x, "mean_ptr": mean, "rstd_ptr": rstd, "normalised_ptr": normalised, "M": M, "C": C, "eps": eps}
-    constants = {"RMS": rms, "ROWS": rows, "BLOCK_C": block}
-    return Launch(_normalise_kernel, (ceil_div(M, rows),), args, constants, num_warps=4, device=x.device)
+def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
+    return torch.empty(M, 2, row_parts(C), dtype=torch.float32, device=device)
 
 
 def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> InputRows:
-    """Returns x as the input of a folded linear layer.
+    """Returns x as the input of a folded linear layer. Normalizes x in fp32, and else computes missing statistics.
 
     Args:
         x: [M, C], contiguous.
-        eps: Added to the variance.
-        part: LayerNorm statistics of half-precision x, if the kernel that wrote x also wrote them.
-        dtype: Dtype of the matmuls: that of x, or fp16 or bf16 for fp32 x.
-        rms: True for an RMSNorm.
+        eps: Epsilon of the LayerNorm.
+        part: Statistics of half-precision x (`row_parts.py`), or None.
+        dtype: Dtype of the matmul.
+        rms: True for RMSNorm.
     """
     M, C = x.shape
     if x.dtype == torch.float32:
@@ -299,8 +296,3 @@ def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, r
         part = new_statistics(M, C, x.device)
         row_statistics_launch(x, part).run()
     return InputRows(x, part, eps)
-
-
-def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
-    """Returns an empty tensor for the statistics of M rows of C columns."""
-    return torch.empty(M, 2, row_parts(C), dtype=torch.float32, device=device)

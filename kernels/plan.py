@@ -1,17 +1,19 @@
-"""Launch plans: the launches of an operator, recorded at the second call of a signature and replayed from the third on.
+"""Launch plans: the launches of an operator, recorded once and replayed in later calls.
 
     result = run(function, arguments)        # function(*arguments), replayed if there is a plan
 
-`function` allocates tensors and runs launches. They depend on the shapes, strides, dtypes, devices and alignments of
-its tensors, on its other arguments, and on torch's setting for fp32 products, which together are the key of a plan. A
-plan holds the compiled kernels with their grids and arguments, and every address as an offset into an input or a
-buffer. A replay allocates the buffers and launches the kernels on the current stream. Tensor maps are cached by
+The first call with a signature runs the function, the second one records a plan, and later ones replay it. A signature
+consists of the function, the shapes, strides, dtypes, devices and alignments of its tensors, its other arguments, and
+torch's setting for fp32 matmuls. The launches may depend on nothing else.
+
+A plan holds the compiled kernels with their grids and arguments, and stores each address as an offset into an input or
+a buffer. A replay allocates the buffers and launches the kernels on the current stream. Tensor maps are cached by
 address.
 
-A function may allocate, take views, launch, and call torch operators on these tensors, which a replay calls again.
-Anything else (a tensor from elsewhere, a result that is not a tensor) cannot be planned; every call then runs the
-function. Buffers that only kernels use share one allocation and overlap if they are never needed at the same time. A
-kernel must therefore not read memory that no kernel wrote.
+The function may allocate tensors, take views, launch kernels, and call torch operators, which a replay calls again. A
+function that uses a tensor from elsewhere, or returns anything but tensors, cannot be planned and runs in every call.
+Buffers that only kernels use share one allocation, and overlap if they are not needed at the same time. A kernel must
+therefore not read memory that no kernel wrote.
 
 Under Triton's interpreter and with launch hooks, functions run without plans.
 """
@@ -33,16 +35,16 @@ Function = Callable[..., Any]
 MAX_PLANS = 2048
 MAX_SEEN = 16384
 _plans: dict[tuple[Any, ...], LaunchPlan | None] = {}  # None: cannot be planned
-_seen: set[int] = set()  # hashes of the signatures that ran once; a collision only records one call early
+_seen: set[int] = set()  # hashes of the signatures that ran once; a collision only records a plan one call early
 _UNSEEN: Any = object()
 _INTERPRETED = is_interpreted()
 
 
 def run(function: Function, arguments: Sequence[Any]) -> Any:
-    """Returns function(*arguments); replays its plan if there is one.
+    """Returns function(*arguments), replayed if there is a plan.
 
     Args:
-        arguments: Tensors, None, and hashable values. Results must not share memory with the tensors.
+        arguments: Tensors, None, and hashable values. The results must not share memory with them.
     """
     if _INTERPRETED:
         return function(*arguments)
@@ -69,7 +71,7 @@ def run(function: Function, arguments: Sequence[Any]) -> Any:
 
 
 def forget() -> None:
-    """Drops all plans and signatures: needed after a change of the launch policy."""
+    """Drops all plans, e.g. after a change of the launch policy."""
     _plans.clear()
     _seen.clear()
 

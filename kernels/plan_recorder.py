@@ -1,6 +1,7 @@
-"""Records launch plans: runs a function once, with its allocations, views, torch operators and launches.
+"""Records launch plans: runs a function once and notes its allocations, views, torch operators and launches.
 
-Tensors are tracked by identity: a view belongs to the value from which it was created, even if others share the memory.
+A plan refers to memory as numbered values: inputs, buffers, and results of torch operators. Tensors are tracked by
+identity, not by address: a view belongs to the value from which it was created, even if values share memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .launch import Launch, Ready, ceil_div, listening
 from .plan_steps import At, Base, LaunchPlan, PlannedLaunch, Step, TorchCall, View
 
-_ALIGNMENT = 256  # bytes, of a buffer in the arena
+_ALIGNMENT = 256  # bytes, of a buffer in the shared allocation
 _ATEN = torch.ops.aten
 _ALLOCATIONS = {
     _ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.empty_like.default,
@@ -32,15 +33,18 @@ _UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class _UnplannableError(Exception):
-    """Raised if a plan cannot repeat the function; the message is the reason."""
+    """Raised if the function cannot be planned; the message is the reason."""
 
 
 def record(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, bool, LaunchPlan | None]:
-    """Returns function(*arguments), True if all its launches were recorded, and its plan or None."""
-    # aliases, because a tensor that is passed twice must count as two inputs
+    """Returns (function(*arguments), complete, plan).
+
+    `complete` is False if a kernel was not compiled yet. `plan` is None if the function cannot be planned.
+    """
+    # aliases, so that a tensor that is passed twice counts as two inputs
     own = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
     recorder = _Recorder([value for value in own if isinstance(value, Tensor)])
-    with _noting(recorder.launched), recorder:
+    with _listening_to(recorder.record_launch), recorder:
         result = function(*own)
     try:
         return result, recorder.complete, recorder.plan(result)
@@ -49,7 +53,7 @@ def record(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any,
 
 
 @contextmanager
-def _noting(listener: Callable[[Launch, Ready | None], None]) -> Iterator[None]:
+def _listening_to(listener: Callable[[Launch, Ready | None], None]) -> Iterator[None]:
     outer, listening.listener = listening.listener, listener
     try:
         yield
@@ -59,9 +63,9 @@ def _noting(listener: Callable[[Launch, Ready | None], None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Value:
-    """Memory of a plan: an input, a buffer, or the result of a torch operator."""
+    """Memory of a plan."""
 
-    kind: str
+    kind: str  # "input", "buffer", or "result" of a torch operator
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -73,17 +77,17 @@ class _Value:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records every torch operator below autograd while it is active, and every launch that it is notified of."""
+    """Records torch operators below autograd while it is active, and the launches passed to `record_launch`."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.complete = True  # False if a kernel was not compiled yet; the plan is then recorded later
+        self.complete = True  # False if a kernel was not compiled yet; a later call then records the plan
         self._device = inputs[0].device if inputs else torch.device("cpu")
         self._values: list[_Value] = []
         self._steps: list[Step] = []
         self._addresses: list[At] = []
         self._kernels: dict[int, Any] = {}
-        self._where: Any = WeakIdKeyDictionary()  # tensor -> number of its value, address at which that starts
+        self._places: Any = WeakIdKeyDictionary()  # tensor -> number and address of its value
         self._reason = "" if inputs else "no argument is a tensor"
         if any(tensor.device != self._device for tensor in inputs):
             self._reason = "the arguments are on several devices"
@@ -94,12 +98,12 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         try:
-            self._note(func, args, kwargs or {}, result)
+            self._record_operator(func, args, kwargs or {}, result)
         except _UnplannableError as error:
             self._reason = self._reason or str(error)
         return result
 
-    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if func in _ALLOCATIONS:
             self._add(result, "buffer")
             return
@@ -111,7 +115,7 @@ class _Recorder(TorchDispatchMode):
         fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in own]
         if not fresh and not func._schema.is_mutable:
             for tensor in outputs:
-                self._where[tensor] = self._place(own[tensor.untyped_storage()._cdata])
+                self._places[tensor] = self._place(own[tensor.untyped_storage()._cdata])
             return
         if fresh and len(fresh) < len(outputs):
             raise _UnplannableError(f"{func} returns both views and new tensors")
@@ -121,18 +125,18 @@ class _Recorder(TorchDispatchMode):
             self._add(tensor, "result")
         self._steps.append(TorchCall(func, positional, named, len(fresh)))
 
-    def launched(self, launch: Launch, ready: Ready | None) -> None:
-        """Records a launch and its compiled kernel; None if triton launched it itself."""
+    def record_launch(self, launch: Launch, ready: Ready | None) -> None:
+        """Records a launch; `ready` is None if its kernel was not compiled yet."""
         try:
-            self._steps.append(self._planned(launch, ready))
+            self._steps.append(self._planned_launch(launch, ready))
         except _UnplannableError as error:
             self._reason = self._reason or str(error)
 
-    def _planned(self, launch: Launch, ready: Ready | None) -> PlannedLaunch:
+    def _planned_launch(self, launch: Launch, ready: Ready | None) -> PlannedLaunch:
         if ready is None:
             self.complete = False
             raise _UnplannableError("a kernel was not compiled yet")
-        from triton.backends.nvidia.driver import CudaLauncher  # importable here, because triton just launched a kernel
+        from triton.backends.nvidia.driver import CudaLauncher  # importable once triton has launched a kernel
 
         launcher = ready.compiled.run
         if not isinstance(launcher, CudaLauncher) or launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -148,7 +152,7 @@ class _Recorder(TorchDispatchMode):
 
     def _planned_value(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._at(value) if value.numel() else 0  # never read
+            return self._at(value) if value.numel() else 0  # empty tensors are never read
         if not isinstance(value, TensorDescriptor):
             return value
         elsewhere = copy.copy(value)
@@ -158,12 +162,12 @@ class _Recorder(TorchDispatchMode):
     def _add(self, tensor: Tensor, kind: str) -> None:
         if tensor.device != self._device:
             raise _UnplannableError(f"all tensors must be on {self._device}, got one on {tensor.device}")
-        self._where[tensor] = (len(self._values), tensor.data_ptr())
+        self._places[tensor] = (len(self._values), tensor.data_ptr())
         size = tensor.untyped_storage().nbytes()
         self._values.append(_Value(kind, tensor.shape, tensor.stride(), tensor.dtype, size))
 
     def _place(self, tensor: Tensor) -> tuple[int, int]:
-        place: tuple[int, int] | None = self._where.get(tensor)
+        place: tuple[int, int] | None = self._places.get(tensor)
         if place is None:
             raise _UnplannableError("a tensor is neither an argument nor created by the function")
         return place
@@ -186,7 +190,7 @@ class _Recorder(TorchDispatchMode):
         return View(at, tensor.shape, tensor.stride(), tensor.dtype)
 
     def plan(self, result: Any) -> LaunchPlan:
-        """Returns the plan of all recorded steps, with these results; raises if it cannot repeat them."""
+        """Returns the plan of the recorded steps; raises if a replay cannot repeat them."""
         if self._reason:
             raise _UnplannableError(self._reason)
         single = isinstance(result, Tensor)
@@ -211,7 +215,7 @@ class _Recorder(TorchDispatchMode):
         return sum(value.kind == kind for value in self._values)
 
     def _arrange(self, outputs: Sequence[View]) -> tuple[dict[int, At], tuple[Any, ...]]:
-        """Returns the place of each value in a replay, and the buffers: inputs first, then buffers, then results."""
+        """Returns the place of each value, numbered as in `plan_steps.py`, and the buffers."""
         launched = _uses(self._steps, PlannedLaunch)
         as_tensor = {view.at.value for view in outputs} | set(_uses(self._steps, TorchCall))
         inputs = self._count("input")
@@ -241,7 +245,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _uses(steps: Sequence[Step], kind: type) -> dict[int, tuple[int, int]]:
-    """Returns the first and the last of these steps that use each value."""
+    """Returns the first and the last step of a kind that use each value."""
     uses: dict[int, tuple[int, int]] = {}
     for position, step in enumerate(steps):
         if isinstance(step, kind):
@@ -251,7 +255,7 @@ def _uses(steps: Sequence[Step], kind: type) -> dict[int, tuple[int, int]]:
 
 
 def _last_uses(steps: Sequence[Step], kept: set[int], inputs: int) -> list[tuple[int, ...]]:
-    """Returns the values that no step after each one uses."""
+    """Returns for each step the values that no later step uses, except inputs and those in `kept`."""
     last = {value: position for position, step in enumerate(steps) for value in step.uses()}
     return [
         tuple(value for value, at in last.items() if at == position and value >= inputs and value not in kept)
@@ -260,7 +264,7 @@ def _last_uses(steps: Sequence[Step], kept: set[int], inputs: int) -> list[tuple
 
 
 def _overlay(needs: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
-    """Returns offsets of buffers in one allocation, and its bytes.
+    """Returns offsets of buffers in one allocation, and its size. Buffers may overlap if no step needs both.
 
     Args:
         needs: Bytes of each buffer, and the first and the last step that use it.

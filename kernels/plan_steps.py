@@ -1,6 +1,6 @@
-"""Steps of launch plans: kernel launches and calls of torch operators, complete except for addresses.
+"""Steps of launch plans: kernel launches and calls of torch operators, with all arguments but the addresses.
 
-A step names its tensors by number: the inputs of a plan, its buffers, then the results of its torch operators.
+Steps refer to memory by number: first the inputs of the plan, then its buffers, then the results of torch operators.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_MAPS = 256  # cached tensor maps per descriptor
 
 @dataclass(eq=False)
 class At:
-    """An address: bytes past the start of a value. The recorder renumbers values once it has seen all of them."""
+    """An address: the number of a value and an offset in bytes. The recorder changes both after the last step."""
 
     value: int
     offset: int
@@ -41,7 +41,7 @@ class View:
     dtype: torch.dtype
 
     def of(self, values: Values) -> Tensor:
-        """Returns the tensor, given the values of a replay."""
+        """Returns this view of the values of a replay."""
         base: Tensor = values[self.at.value]
         if not self.at.offset and base.shape == self.shape and base.stride() == self.stride:
             return base
@@ -50,13 +50,13 @@ class View:
 
 
 class PlannedLaunch:
-    """A kernel launch without addresses and stream: a call of the C function that Triton's own launcher calls.
+    """A kernel launch without addresses and stream; calls the C function behind Triton's launcher.
 
     Args:
-        ready: The compiled kernel, kept alive.
-        grid: As in `Launch`, of three axes.
-        values: In the order of the kernel's parameters, constants included; in place of a tensor an `At`, in place of a
-            tensor descriptor one whose base is a `Base`.
+        ready: The compiled kernel.
+        grid: Programs along three axes.
+        values: All arguments of the kernel in order, including constants. An `At` replaces each tensor, and a `Base`
+            the base of each tensor descriptor.
     Raises:
         LookupError: this version of Triton has another launch interface.
     """
@@ -65,7 +65,7 @@ class PlannedLaunch:
         self.ready, self.grid = ready, grid
         compiled = ready.compiled
         self._launch, arguments, encoders = _intercept(compiled, grid, values)
-        self._nested = isinstance(arguments[-1], list | tuple)  # triton 3.7 passes the kernel's arguments as one
+        self._nested = isinstance(arguments[-1], list | tuple)  # triton 3.7 passes them as one sequence
         self._front = tuple(arguments[4:-1]) if self._nested else ()
         self.arguments = list(arguments[-1] if self._nested else arguments[4:])
         self.pointers = {place: at for place, at in enumerate(self.arguments) if isinstance(at, At)}
@@ -75,12 +75,12 @@ class PlannedLaunch:
         self.maps = dict(zip(places, encoders))
 
     def prepare(self) -> None:
-        """Collects the positions of addresses among the arguments; must be called after the last renumbering."""
+        """Collects the positions of addresses; call it after values are renumbered."""
         self._at_pointers = [(place, at.value, at.offset) for place, at in self.pointers.items()]
         self._at_maps = [(place, maps.at.value, maps.at.offset, maps) for place, maps in self.maps.items()]
 
     def uses(self) -> list[int]:
-        """Numbers of the values it reads or writes."""
+        """Returns the numbers of the values that the step uses."""
         return [at.value for at in (*self.pointers.values(), *(maps.at for maps in self.maps.values()))]
 
     def __call__(self, stream: int, values: Values, addresses: list[int]) -> None:
@@ -97,23 +97,21 @@ class PlannedLaunch:
 
 
 class Base:
-    """Stands for the tensor of a descriptor: Triton's launcher only asks for its address."""
+    """Replaces the tensor of a descriptor, of which Triton's launcher only needs the address."""
 
     def __init__(self, address: int, at: At) -> None:
         self._address, self.at = address, at
 
     def data_ptr(self) -> int:
-        """The address."""
         return self._address
 
 
 class TensorMaps:
-    """The tensor maps of one descriptor, cached by address.
+    """Tensor maps of one descriptor, cached by address.
 
     Args:
-        descriptor: The descriptor; `encode` replaces its base.
-        at: Start of its tensor.
-        make: Triton's function that encodes a descriptor; returns a list that starts with the map.
+        at: Address of the descriptor's tensor.
+        make: Triton's function that encodes a descriptor. Returns a list that starts with the map.
     """
 
     def __init__(self, descriptor: TensorDescriptor, at: At, make: Callable[[TensorDescriptor], list[Any]]) -> None:
@@ -121,7 +119,7 @@ class TensorMaps:
         self.kept: dict[int, Any] = {}
 
     def encode(self, address: int) -> Any:
-        """Returns the map for an address, and caches it."""
+        """Encodes and caches the map for an address."""
         descriptor = copy.copy(self.descriptor)
         descriptor.base = Base(address, self.at)
         tensor_map = self.make(descriptor)[0]
@@ -134,7 +132,7 @@ class TensorMaps:
 def _intercept(
     compiled: Any, grid: tuple[int, int, int], values: Sequence[Any]
 ) -> tuple[Callable[..., None], tuple[Any, ...], list[TensorMaps]]:
-    """Returns the C function behind a launcher, its arguments, and the encoders of its tensor maps."""
+    """Returns the C function behind Triton's launcher, its arguments, and the encoders of its tensor maps."""
     notes: list[tuple[Any, ...]] = []
 
     def note(*arguments: Any) -> None:
@@ -143,7 +141,7 @@ def _intercept(
     launch, other = compiled.run.launch, copy.copy(compiled.run)
     other.launch, encoders = note, []
     described = [value for value in values if isinstance(value, TensorDescriptor)]
-    if described:  # the launcher is a closure that expands them, and then calls its own `launcher`
+    if described:  # `launch` is then a closure that expands them and calls `launcher`, the C function
         cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or ()))
         make, metadata = launch.__globals__["make_tensordesc_arg"], cells["tensordesc_meta"].cell_contents
         noting = cells | {"launcher": types.CellType(note)}
@@ -159,11 +157,11 @@ def _intercept(
 
 @dataclass(frozen=True)
 class TorchCall:
-    """The call of a torch operator.
+    """A call of a torch operator.
 
     Args:
         operator: An overload of torch.ops.
-        positional, named: Its arguments, with `View` in place of tensors.
+        positional, named: Its arguments; a `View` replaces each tensor.
         results: Number of tensors that it returns.
     """
 
@@ -181,7 +179,7 @@ class TorchCall:
                 addresses.append(tensor.data_ptr())
 
     def uses(self) -> list[int]:
-        """Numbers of the values it reads or writes."""
+        """Returns the numbers of the values that the step uses."""
         flat = [item for value in (*self.positional, *self.named.values()) for item in _flat(value)]
         return [item.at.value for item in flat if isinstance(item, View)]
 
@@ -201,16 +199,13 @@ Step = PlannedLaunch | TorchCall
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The steps of one call, for any addresses.
+    """A recorded call, for tensors at any addresses.
 
     Args:
-        device: Device of all tensors.
-        buffers: Arguments of `torch.empty_strided`: shape, strides, dtype; numbered after the inputs.
-        steps: The steps in order, each with the values that no later step uses. Results of torch operators are
-            numbered in order.
-        outputs: The results.
+        buffers: Shape, strides and dtype of each buffer.
+        steps: Each step with the numbers of the values that no later step uses.
+        outputs: The results of the function.
         single: True if the result is one tensor, not a tuple.
-        kernels: The functions decorated with `triton.jit`.
     """
 
     device: torch.device
@@ -221,7 +216,7 @@ class LaunchPlan:
     kernels: tuple[Any, ...]
 
     def replay(self, values: Values, addresses: list[int]) -> Any:
-        """Returns the results for the tensors of a call and their addresses; extends both lists."""
+        """Repeats the call with these tensors at these addresses, and returns its results. Extends both lists."""
         device = self.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -240,5 +235,5 @@ class LaunchPlan:
             return self.outputs[0].of(values)
         outputs = []
         for view in self.outputs:
-            outputs.append(view.of(values))  # a comprehension would be one more function call
+            outputs.append(view.of(values))  # a comprehension costs one more function call
         return outputs

@@ -4,8 +4,8 @@
         model(images)
     compile_all(requests)           # into triton's cache on disk, and into this process
 
-Triton passes a description of each kernel to a hook before it compiles it. Any process can compile the same binary from
-it, without a device.
+Before triton compiles a kernel, it passes a description of the kernel to a hook. From this description, any process
+can compile the kernel, even without a GPU.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .launch import compiling
 
 Progress = Callable[[int, int], None]
 
-# Fewer kernels are not worth another process, which has to import torch and triton.
+# The minimum for another process, which first has to import torch and triton.
 KERNELS_A_PROCESS = 4
 
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel to compile: its function, triton's description of its specialisation, and its GPU."""
+    """A kernel to compile: its function, triton's description of its specialization, and its GPU."""
 
     module: str
     name: str
@@ -46,7 +46,7 @@ class Request:
     warp_size: int
 
     def compile(self) -> bool:
-        """Loads the kernel from triton's cache on disk or compiles it; returns True if it compiled."""
+        """Compiles the kernel, unless it is in triton's cache on disk; returns True if it compiled."""
         function = getattr(importlib.import_module(self.module), self.name)
         compiled = []
 
@@ -64,10 +64,10 @@ class Request:
 
 @contextlib.contextmanager
 def collect() -> Iterator[list[Request]]:
-    """Collects the kernels of vit-fast that this thread would compile, in the order of their launches.
+    """Collects the vit-fast kernels that this thread would compile, in the order of their launches.
 
-    They are not launched, so their results are undefined. Other threads and other kernels run as usual, without launch
-    plans.
+    They are not launched, so their results are undefined. Other kernels and other threads run as usual, but without
+    launch plans.
     """
     runtime, thread = triton.knobs.runtime, threading.get_ident()
     before = runtime.jit_cache_hook
@@ -83,31 +83,31 @@ def collect() -> Iterator[list[Request]]:
         return True
 
     runtime.jit_cache_hook = hook
-    runtime.launch_enter_hook.add(_listen)
+    runtime.launch_enter_hook.add(_prevent_plans)
     try:
         yield requests
     finally:
-        runtime.launch_enter_hook.remove(_listen)
+        runtime.launch_enter_hook.remove(_prevent_plans)
         runtime.jit_cache_hook = before
         requests += collected
 
 
-def _listen(*_: Any) -> None:
-    """Does nothing: with a launch hook, no plan is recorded or replayed (`launch.is_watched`)."""
+def _prevent_plans(*_: Any) -> None:
+    """Does nothing, but any launch hook prevents launch plans (`launch.is_watched`)."""
 
 
 def compile_all(requests: Sequence[Request], progress: Progress | None = None) -> int:
-    """Compiles kernels, in several processes if there are many; returns the number that were not in triton's cache.
+    """Compiles kernels, in several processes if there are many. Returns the number that were not in triton's cache.
 
     Args:
         requests: The result of `collect`.
-        progress: Called with the number of finished kernels and of all.
+        progress: Called with the number of finished and of all kernels.
     Raises:
         RuntimeError: a kernel does not compile; the message contains triton's.
     """
     total, compiled, here = len(requests), 0, 0
     tell = progress if progress is not None else lambda done, total: None
-    for request in requests:  # in this process, until the first one that is not in the cache
+    for request in requests:  # in this process, until one was not in the cache
         if compiled and _processes(total - here) > 1:
             break
         compiled += _compile_here(request)
@@ -138,7 +138,7 @@ def _failure(request: Request, error: Exception) -> str:
 
 
 def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
-    """Yields True for each kernel that was not cached; every process takes the next request when it is ready."""
+    """Compiles kernels in several processes; yields True for each one that was not cached."""
     if not requests:
         return
     left: SimpleQueue[Request] = SimpleQueue()
@@ -155,26 +155,26 @@ def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
                 if isinstance(result, RuntimeError):
                     raise result
                 yield result
-        finally:  # after an error or an interruption, processes finish their kernel and start no other
-            list(_rest(left))
+        finally:  # after an error or Ctrl-C, each process finishes its kernel and starts no other
+            list(_take_all(left))
 
 
-def _rest(queue: SimpleQueue[Request]) -> Iterator[Request]:
-    """Takes items from a queue that several threads read, until it is empty."""
+def _take_all(queue: SimpleQueue[Request]) -> Iterator[Request]:
+    """Yields items of a queue that several threads read, until it is empty."""
     with contextlib.suppress(Empty):
         while True:
             yield queue.get_nowait()
 
 
 def _feed(left: SimpleQueue[Request], results: SimpleQueue[bool | RuntimeError]) -> None:
-    """Sends requests to one process, one after another."""
+    """Starts a process, and sends it the next request whenever it is ready."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
     with subprocess.Popen(
         command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
         assert process.stdin is not None and process.stdout is not None
-        for request in _rest(left):
+        for request in _take_all(left):
             try:
                 process.stdin.write(json.dumps(asdict(request)) + "\n")
                 process.stdin.flush()
@@ -199,7 +199,7 @@ class _Driver:
 
 
 def serve() -> None:
-    """Compiles the requests on stdin, one per line; prints true, false (cached) or an error for each, as JSON."""
+    """Compiles the requests on stdin, one per line. Replies in JSON: true, false if cached, or an error."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a compiler may print to stdout
     for line in sys.stdin:
@@ -208,7 +208,7 @@ def serve() -> None:
         triton.runtime.driver.set_active(_Driver(target))
         try:
             reply: bool | str = request.compile()
-        except Exception as error:  # whatever the compiler raises
+        except Exception as error:  # compilers raise any type
             reply = _failure(request, error)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()

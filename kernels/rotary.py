@@ -1,22 +1,22 @@
-"""qk-norm and rotary positions on packed qkv [B, N, 3, H, D], forward and backward, for heads of any even size.
+"""qk-norm and rotary positions on packed qkv [B, N, 3, H, D], forward and backward, for any even D.
 
-With n the normalised head (or all heads of a token), w and b the norm's affine, y = n w + b, (y_1, y_2) a pair of its
-channels, and cos and sin those of the pair's angle at the token:
+Let n be a normalized head (or all heads of a token), w and b the weight and bias of the norm, and y = n w + b. A pair
+of channels (y_1, y_2) is rotated by an angle that depends on pair and token:
 
     out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
 
-Pairs are channels j and j + D/2, or 2j and 2j + 1; the first `prefix` tokens are not rotated. The backward rotates by
-the opposite angle, dy = R^T dout, and then, with dn = dy w and means over the channels that were normalised together,
+Pairs are channels j and j + D/2, or 2j and 2j + 1. The first `prefix` tokens are not rotated. The backward rotates by
+the opposite angle, dy = R^T dout. With dn = dy w, and means over the channels that are normalized together:
 
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 
-without mean(dn) for RMSNorm. n is recomputed from x. Each program sums over its own tokens in a fixed order, and the
-programs' sums are added afterwards, so results are deterministic.
+For RMSNorm, mean(dn) is omitted. n is recomputed from x. Each program sums dw and db over its own tokens, and the sums
+of the programs are added afterwards. The order is fixed, so results are deterministic.
 
-A program processes ROWS heads of one or more tokens as two tiles [ROWS, BLOCK]: the first and the second member
-of each pair. v is copied unless the kernel works in place.
+A program processes ROWS heads as two tiles [ROWS, BLOCK]: the first and the second channel of each pair. v is copied
+unless the kernel works in place.
 
-Source: arXiv 2104.09864, 2302.05442; differentiation of the formulas above; the tests compare with fp64 autograd.
+Source: arXiv 2104.09864, 2302.05442; differentiation of the formulas above.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torch import Tensor
 from .device import gpu_of
 from .launch import Launch, ceil_div
 
-_TILE = 1024  # elements of each of a program's two tiles; more if a norm spans all heads
+_TILE = 1024  # elements per tile; more if a norm spans all heads
 
 
 @triton.jit
 def _load_pairs(pointer, offsets, pairs, inside, D: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Loads both members of pairs in fp32 from rows of D channels that start at `offsets`."""
+    """Loads both channels of pairs in fp32; `offsets` are the starts of heads."""
     if INTERLEAVED:
         first = tl.load(pointer + (offsets + 2 * pairs), mask=inside, other=0.0)
         second = tl.load(pointer + (offsets + 2 * pairs + 1), mask=inside, other=0.0)
@@ -63,7 +63,7 @@ def _store_pairs(pointer, first, second, offsets, pairs, inside, D: tl.constexpr
 def _load_affine(
     q_ptr, k_ptr, which, head, pairs, inside, D: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Loads the rows' part of a vector of the norm of q (which = 0) or of k, [D] or if WIDE [H D]."""
+    """Loads weight or bias of the norm of q (which = 0) or k, [D], or [H D] if WIDE."""
     start = head * D if WIDE else head * 0
     if which == 0:
         first, second = _load_pairs(q_ptr, start, pairs, inside, D, INTERLEAVED)
@@ -77,7 +77,7 @@ def _load_angles(
     cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows,
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Loads cos and sin [ROWS, BLOCK] of the pairs; 1 and 0 for tokens that are not rotated."""
+    """Loads cos and sin [ROWS, BLOCK]; 1 and 0 for tokens that are not rotated."""
     position = token % N - prefix
     row = (token // N).to(tl.int64) * image_rows + head * head_rows + position
     offsets = row * ROW_STEP + pairs * PAIR_STEP
@@ -89,7 +89,7 @@ def _load_angles(
 
 @triton.jit
 def _mean(first, second, H, D: tl.constexpr, WIDE: tl.constexpr):
-    """Mean over a head [ROWS, 1], or over all heads of the tile, which belong to one token."""
+    """Returns means of heads [ROWS, 1], or if WIDE the mean of a token: all heads of the tile."""
     sums = tl.sum(first + second, 1)
     if WIDE:
         return tl.sum(sums, 0) / (H * D)
@@ -99,7 +99,7 @@ def _mean(first, second, H, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _normalise(first, second, inside, eps, H, D: tl.constexpr, RMS: tl.constexpr, WIDE: tl.constexpr):
-    """Returns the normalised pairs, zeros outside, and rstd."""
+    """Returns the normalized pairs and rstd."""
     if not RMS:
         mean = _mean(first, second, H, D, WIDE)
         first = tl.where(inside, first - mean, 0.0)
@@ -113,7 +113,7 @@ def normed_pairs(
     first, second, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, which, head, pairs, inside, eps, H,
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Applies the norm of q (which = 0) or of k to pairs; INTERLEAVED is the pair layout of its weight and bias."""
+    """Applies the norm of q (which = 0) or k. INTERLEAVED: pairs are adjacent in weight and bias."""
     first, second, _ = _normalise(first, second, inside, eps, H, D, NORM == "rms_norm", WIDE)
     if q_weight_ptr is not None:
         weight1, weight2 = _load_affine(q_weight_ptr, k_weight_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED)
@@ -128,7 +128,7 @@ def normed_pairs(
 
 @triton.jit
 def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Returns token and head of each row of the `block`-th tile, and True if the row exists; all [ROWS, 1]."""
+    """Returns token, head and validity of each row of the `block`-th tile, [ROWS, 1]."""
     step = tl.arange(0, ROWS)[:, None]
     if WIDE:
         return block + step * 0, step, (step < H) & (block < M)
@@ -140,17 +140,17 @@ def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "N", "H", "prefix", "image_rows", "head_rows"])
 def _qk_norm_rope_kernel(
     x_ptr,  # [M, 3, H, D]
-    out_ptr,  # likewise, or x itself
+    out_ptr,  # like x, or x itself
     q_weight_ptr, k_weight_ptr,  # [D], or if WIDE [H D]; both None: ones
-    q_bias_ptr, k_bias_ptr,  # likewise; both None: zeros
-    cos_ptr, sin_ptr,  # [B or 1, H or 1, N - prefix, D / 2]; None: nothing is rotated
+    q_bias_ptr, k_bias_ptr,  # the same; both None: zeros
+    cos_ptr, sin_ptr,  # [B or 1, H or 1, N - prefix, D / 2]; None: no rotation
     M, N, H, prefix, eps,
     image_rows, head_rows,  # table rows between images and between heads; 0 if shared
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # table elements between rows and between pairs
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr,
     SEPARATE: tl.constexpr,  # pairs are adjacent in x, and D / 2 apart in out
     INVERSE: tl.constexpr,  # rotate by the opposite angle
-    PARTS: tl.constexpr,  # 2: q and k; 3: v is copied too
+    PARTS: tl.constexpr,  # 2: q and k; 3: also copies v
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     INTERLEAVED: tl.constexpr = LAYOUT != "half"
@@ -175,7 +175,7 @@ def _qk_norm_rope_kernel(
             turned = second * cos + first * sin
             first = first * cos - second * sin
             second = turned
-    if SEPARATE:  # other threads write a head than read it
+    if SEPARATE:  # a thread stores other elements of a head than it loads
         tl.debug_barrier()
     _store_pairs(out_ptr, first, second, offsets, pairs, inside, D, INTERLEAVED and not SEPARATE)
 
@@ -183,12 +183,12 @@ def _qk_norm_rope_kernel(
 @triton.jit(do_not_specialize=["M", "N", "H", "prefix", "image_rows", "head_rows", "blocks"])
 def _qk_norm_rope_grad_kernel(
     grad_ptr,  # [M, 3, H, D]
-    x_ptr,  # likewise, before norm and rotation
-    out_ptr,  # likewise, or grad itself
+    x_ptr,  # [M, 3, H, D], input of the forward
+    out_ptr,  # [M, 3, H, D], or grad itself
     q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,  # as in the forward
-    part_ptr,  # fp32 [programs of a part, 2, 2, D or H D]: per program, sums for weight and bias of q and k
+    part_ptr,  # fp32 [programs per part, 2, 2, D or H D]: partial dw and db of q and k; or None
     M, N, H, prefix, eps, image_rows, head_rows,
-    blocks,  # tiles of q, of k
+    blocks,  # tiles of q, and of k
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -252,14 +252,13 @@ class QkvSettings:
     """Norms and rotary positions of q and k.
 
     Args:
-        weights, biases: Affine of the norms of q and k, contiguous, each [D], or [H D] if `wide`; None: ones, zeros.
-        tables: cos and sin [B or 1, H or 1, T, D / 2] that `can_be_read` accepts; None: no rotation.
+        weights, biases: For the norms of q and k, contiguous, [D], or [H D] if `wide`; None: ones, zeros.
+        tables: cos and sin [B or 1, H or 1, T, D / 2] for which `can_be_read` is True; None: no rotation.
         norm: "layer_norm", "rms_norm" or "none".
-        eps: Epsilon of the norms.
-        wide: All heads of a token are normalised together.
+        wide: True if all heads of a token are normalized together.
         prefix: Number of tokens that are not rotated.
-        layout: "half": channels j and j + D/2 are a pair; "interleaved": 2j and 2j + 1; "interleaved_half": pairs of
-            "half" that are adjacent in qkv only.
+        layout: Channels of a pair: "half" (j and j + D/2), "interleaved" (2j and 2j + 1), or "interleaved_half"
+            (adjacent in qkv, but j and j + D/2 in weights and biases).
     """
 
     weights: tuple[Tensor, Tensor] | None = None
@@ -273,20 +272,20 @@ class QkvSettings:
 
 
 def can_be_read(cos: Tensor, sin: Tensor) -> bool:
-    """True if the kernels can read tables [..., T, P] in place: equal strides, multiples of a row's."""
+    """True if the kernels can read tables [..., T, P] in place: equal strides, multiples of the stride of T."""
     *outer, row, _ = cos.stride()
     whole = row > 0 and not any(step % row for step, size in zip(outer, cos.shape) if size > 1)
     return whole and cos.stride() == sin.stride()
 
 
 def table_steps(table: Tensor) -> tuple[int, ...]:
-    """Returns the strides of a table: in rows for leading dimensions, 0 if shared; in elements for rows and pairs."""
+    """Returns the strides of a table: of leading dimensions in rows, 0 if shared; of rows and pairs in elements."""
     *outer, row, pair = table.stride()
     return *(step // row if size > 1 else 0 for step, size in zip(outer, table.shape)), row, pair
 
 
 def _arguments(x: Tensor, settings: QkvSettings) -> tuple[dict[str, Any], dict[str, Any], int, int]:
-    """Returns arguments and constants of both kernels, the number of tiles of q, and the warps of a program."""
+    """Returns shared arguments and constants of both kernels, the number of tiles of q, and warps per program."""
     s = settings
     B, N, _, H, D = x.shape
     (cos, sin), (q_weight, k_weight) = s.tables or (None, None), s.weights or (None, None)
@@ -309,11 +308,11 @@ def _arguments(x: Tensor, settings: QkvSettings) -> tuple[dict[str, Any], dict[s
 def qk_norm_rope_launch(
     x: Tensor, out: Tensor, settings: QkvSettings, inverse: bool = False, separate: bool = False
 ) -> Launch:
-    """Returns the launch that normalises and rotates q and k of x [B, N, 3, H, D] into `out`, which may be x.
+    """Returns the launch that normalizes and rotates q and k of x [B, N, 3, H, D] into `out`, which may be x.
 
     Args:
         inverse: Rotate by the opposite angle: the gradient of a rotation without norms.
-        separate: Write pairs D/2 apart; they are adjacent in the output of a "rotary" matmul.
+        separate: Pairs are adjacent in x, and D/2 apart in `out`.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     biases = settings.biases
@@ -326,17 +325,17 @@ def qk_norm_rope_launch(
 def qk_norm_rope_grad_launch(
     grad: Tensor, x: Tensor, out: Tensor, part: Tensor | None, settings: QkvSettings
 ) -> Launch:
-    """Returns the launch that writes the gradient of x [B, N, 3, H, D], with norms, to `out`, which may be `grad`.
+    """Returns the launch that writes the gradient of x [B, N, 3, H, D] with norms to `out`, which may be `grad`.
 
     Args:
-        part: Output: sums for weight and bias of q and k, fp32 [programs, 2, 2, D or H D]; or None.
+        part: Output: partial dw and db of q and k, fp32 [programs, 2, 2, D or H D]; or None.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     parts = 2 if out is grad else 3
     args |= {"grad_ptr": grad, "out_ptr": out, "part_ptr": part, "blocks": blocks}
     programs = blocks if part is None else part.shape[0]
     constants |= {"PARTS": parts}
-    # without maxnreg the compiler uses 96 registers and spills on sm_100
+    # without maxnreg, ptxas uses 96 registers and spills on sm_100
     return Launch(
         _qk_norm_rope_grad_kernel, (programs * parts,), args, constants,
         num_warps=warps, maxnreg=128, device=x.device,
@@ -344,7 +343,7 @@ def qk_norm_rope_grad_launch(
 
 
 def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
-    """Returns a copy of x [B, N, 3, H, D], contiguous, with q and k normalised and rotated."""
+    """Returns a copy of x [B, N, 3, H, D], contiguous, with q and k normalized and rotated."""
     out = torch.empty_like(x)
     qk_norm_rope_launch(x, out, settings).run()
     return out
@@ -353,12 +352,12 @@ def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
 def qk_norm_rope_gradients(
     grad: Tensor, x: Tensor | None, settings: QkvSettings, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradient of x, and those of the norms' weights and biases, fp32 [2, 2, D or H D], or None.
+    """Returns dx, and dw and db of q and k, fp32 [2, 2, D or H D], or None.
 
     Args:
         grad: [B, N, 3, H, D], contiguous.
         x: Input of the forward, contiguous; None without norms.
-        out: Output: the gradient of x; may be `grad`. None allocates a tensor.
+        out: Output: dx; may be `grad`. None allocates it.
     """
     out = torch.empty_like(grad) if out is None else out
     if x is None:

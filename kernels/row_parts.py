@@ -1,13 +1,13 @@
-"""Layout of LayerNorm statistics between kernels: one pair per piece of columns; the reading kernel combines them.
+"""Layout of LayerNorm statistics, which one kernel writes per piece of a row and the next kernel combines.
 
-fp32 [M, 2, row_parts(C)]: means, then sums of squared deviations, of PIECE columns each; the last piece may be shorter.
-The shape depends on C alone, so that operators can be traced without triton. A row's pieces are adjacent, because they
-are written once and read by every tile.
+fp32 [M, 2, row_parts(C)]: for each of M rows, the means of its pieces, then their sums of squared deviations. A piece
+has PIECE columns; the last one may be shorter. The statistics of a row are adjacent, because every tile reads them.
+The shape depends only on C, so operators can be traced without triton.
 """
 
 from __future__ import annotations
 
-PIECE = 64  # columns; a matmul's epilogue processes this many or half as many at a time
+PIECE = 64  # columns
 
 
 def row_parts(width: int) -> int:

@@ -197,6 +197,21 @@ def test_denormals_are_flushed_only_if_asked_for_and_nan_wins_or_loses(device: D
     assert np.isnan(execute(device, "max.NaN.f32", "f32", nan, one).view(np.float32)).all()
 
 
+def test_the_largest_and_the_smallest_of_three(device: Device) -> None:
+    """From sm_100 on, LLVM merges two max instructions into one with three inputs."""
+    sources = [_random("f32", seed) for seed in range(3)]
+    values = np.stack([source.view(np.float32) for source in sources])
+    for name, function in (("min", np.min), ("max", np.max), ("min.NaN", np.min), ("max.NaN", np.max)):
+        found = execute(device, f"{name}.f32", "f32", *sources).view(np.float32)
+        np.testing.assert_array_equal(found, function(values, axis=0))
+
+
+def test_an_unknown_number_of_inputs_is_refused(device: Device) -> None:
+    sources = [_random("f32", seed) for seed in range(3)]
+    with pytest.raises(AssertionError, match="kind='unsupported'"):
+        execute(device, "add.f32", "f32", *sources)
+
+
 def test_mixed_precision(device: Device) -> None:
     a, b, c = _random("bf16", 1), _random("bf16", 2), _random("f32", 3)
     found = _as_torch(execute(device, "fma.rn.f32.bf16", "f32", a, b, c), "f32")

@@ -1,8 +1,7 @@
 """Fused softmax attention, forward and backward: the functions that the operators call.
 
-Inputs are fixed, packed or masked (attention_sequences.py). Tensors are views [B, H, N, D] with
-arbitrary strides and last stride 1, so the qkv layer's output is read in place and the gradients are written into one
-packed tensor. No [N, N] matrix is stored.
+Inputs are fixed, packed or masked (attention_sequences.py). Tensors are views [B, H, N, D] with arbitrary strides and
+last stride 1. So q, k and v are read in place from the output of the qkv layer, and their gradients have its layout.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ def problem_of(
     q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor, sequences: torch.Tensor | None = None,
     keep: torch.Tensor | None = None, longest: int = 0,
 ) -> Problem:  # fmt: skip
-    """Returns the launch policy's inputs for a call: device, shape, and memory access.
+    """Returns the input of the launch policy for a call with these tensors.
 
-    Packed sequences are represented by their mean length, because one outlier determines the maximum.
+    The length of packed sequences is their mean, because one long sequence would determine the maximum.
     """
     batch, heads, n_q, head_dim = q.shape
     gpu = gpu_of(q.device)
@@ -56,7 +55,7 @@ def attention_forward(
     o_scale: torch.Tensor | None = None, sequences: torch.Tensor | None = None, keep: torch.Tensor | None = None,
     longest: int = 0,
 ) -> None:  # fmt: skip
-    """Writes o = softmax(scale q k^T) v [o_scale] and its log-sum-exp.
+    """Computes o = softmax(scale q k^T) v [* o_scale] and its log-sum-exp.
 
     Args:
         q: Queries [B, H, N_q, D], D from 16 to 128; fp32, fp16 or bf16; last stride 1. B is 1 if packed.
@@ -65,10 +64,10 @@ def attention_forward(
         o: Output [B, H, N_q, D] in q's dtype, or in e4m3 with o_scale; last stride 1.
         lse: Output, fp32 [B, H, N_q], contiguous, base 2; inf for a row without keys.
         scale: Multiplier of q k^T; positive and finite.
-        o_scale: fp32 [1]; None: o is not scaled.
-        sequences: Packed inputs: int32 [S + 1], contiguous, on the device, see attention_sequences.py.
+        o_scale: Reciprocal scale of o in e4m3, fp32 [1]; None otherwise.
+        sequences: Packed inputs: int32 [S + 1], contiguous, on the device.
         keep: Key mask of masked inputs: bool [B, N_kv], last stride 1.
-        longest: Length of the longest sequence. It selects tiles and does not change results.
+        longest: Length of the longest sequence. It affects only the choice of tiles.
     """
     form: dict[str, Any] = {"sequences": sequences, "keep": keep}
     config = forward_config(problem_of(q, k, v, o, **form, longest=longest))
@@ -90,7 +89,7 @@ def attention_backward(
     keep: torch.Tensor | None = None,
     longest: int = 0,
 ) -> None:
-    """Writes dq, dk and dv for the gradient `do` of o.
+    """Computes dq, dk and dv from the gradient `do` of o.
 
     Args:
         q, k, v, scale, sequences, keep, longest: See `attention_forward`.

@@ -1,16 +1,18 @@
-"""Attention backward: dq, dk and dv from q, k, v, o, lse and do, without any [N, N] matrix.
+"""Attention backward: dq, dk and dv from q, k, v, o, lse and do, without an [N, N] matrix.
 
 With p = 2^(scale log2(e) q k^T - lse) recomputed tile by tile:
 
     delta = sum_D do * o            ds = p * (do v^T - delta)
     dq = scale ds k                 dk = scale ds^T q                 dv = p^T do
 
-Two kernels, so that one program sums each gradient element in a fixed order: no atomics, deterministic results. The
-first has a program per query tile and computes delta and dq; the second has one per key tile and computes dk and dv.
-Both stream the other side as the looped forward streams keys. Rows past the end are read as 0 and their lse as +inf,
-which makes their p 0. Source: FlashAttention-2, arXiv 2307.08691.
+Two kernels, so that one program sums each gradient element in a fixed order: no atomics, deterministic results.
+- dq: a program per query tile computes delta and dq, and streams keys.
+- dkdv: a program per key tile computes dk and dv, and streams queries.
 
+Both stream tiles as the looped forward does. Rows past the end are read as 0 and their lse as +inf, so their p is 0.
 fp32 tiles wider than 64 columns spill in TF32, so their matmuls run in fp32.
+
+Source: FlashAttention-2, arXiv 2307.08691.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ def _dq_step(
     k, v, keep, start, n_kv, qk_scale, qt, dot, lse, delta, dq,
     KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of keys start .. start + KEYS to dq (without scale) of a query tile."""
+    """Adds keys start .. start + KEYS to dq / scale of a query tile."""
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
     kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
     vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
     scores = dot_transposed(qt, kt, PRECISION)  # [BLOCK_M, KEYS]
     p = tl.math.exp2(scores * qk_scale - lse[:, None])
     if MASKED or keep is not None:
-        # a masked key has score 0, and its p may overflow if all real scores are much lower
+        # a masked key has score 0, and its p overflows if all real scores are much lower
         p = tl.where(real_keys(keep, start, n_kv, KEYS)[None, :], p, 0.0)
     dp = dot_transposed(dot, vt, PRECISION)
     return dot_add(p * (dp - delta[:, None]), kt, dq, PRECISION)
@@ -58,7 +60,7 @@ def _query_tile(
     queries, gradients, outputs, lse_ptr, delta_ptr, row_offset, start, n_q,
     ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Loads q, do and lse of queries start .. start + ROWS; stores and returns delta. `row_offset` is that of row 0."""
+    """Returns q, do, lse and delta of a query tile, and stores delta. `row_offset`: position of query 0 in lse."""
     do_early = load_tile(gradients, start, n_q, ROWS, FORM, TMA, True)
     ot = load_tile(outputs, start, n_q, ROWS, FORM, TMA, True)
     delta = tl.sum(do_early[0].to(tl.float32) * ot[0].to(tl.float32), 1)
@@ -67,7 +69,7 @@ def _query_tile(
     rows = start + tl.arange(0, ROWS)
     row_offset += rows
     tl.store(delta_ptr + row_offset, delta, mask=rows < n_q)
-    # Reloads do and delta: one tile for both uses would stay in registers in the layout of the sum, and spill.
+    # Reload do and delta: do would stay in registers in the layout of the sum, and spill.
     tl.debug_barrier()
     delta = tl.load(delta_ptr + row_offset, mask=rows < n_q, other=0.0)
     qt = load_tile(queries, start, n_q, ROWS, FORM, TMA, True)
@@ -78,9 +80,10 @@ def _query_tile(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_bwd_dq_kernel(
+    # LO and HI block of tiles; keys: a: full tiles, b: the rest
     q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
-    delta_ptr,  # written: fp32 [B, H, N_q], contiguous
+    delta_ptr,  # output: fp32 [B, H, N_q], contiguous
     sequences, keep,
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
@@ -114,6 +117,7 @@ def _attention_bwd_dq_kernel(
         queries, gradients, outputs, lse_ptr, delta_ptr, bh.to(tl.int64) * n_q, start, end, BLOCK_M, FORM, TMA and FIXED
     )
     acc = zero_tile(BLOCK_M, FORM)
+    # full tiles, then the remaining keys
     if FIXED and FULL:
         assume_a_tile(full_end, TMA)
     if FULL or (TMA and not FIXED):
@@ -144,7 +148,7 @@ def _dkdv_step(
     q, do, lse_ptr, delta_ptr, row_offset, start, n_q, qk_scale, kt, vt, dk, dv,
     QUERIES: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of queries start .. start + QUERIES to dk (without scale) and dv of a key tile."""
+    """Adds queries start .. start + QUERIES to dk / scale and dv of a key tile."""
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
     qt = load_tile(q, start, n_q, QUERIES, FORM, TMA, MASKED)
     dot = load_tile(do, start, n_q, QUERIES, FORM, TMA, MASKED)
@@ -164,6 +168,7 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_bwd_dkdv_kernel(
+    # LO and HI block of tiles; queries: a: full tiles, b: the rest
     q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # fp32 [B, H, N_q], contiguous
@@ -201,6 +206,7 @@ def _attention_bwd_dkdv_kernel(
     vt = load_tile(values, start, end, BLOCK_N, FORM, TMA and FIXED, True)
     dkt = zero_tile(BLOCK_N, FORM)
     dvt = zero_tile(BLOCK_N, FORM)
+    # full tiles, then the remaining queries
     if FIXED and FULL:
         assume_a_tile(full_end, TMA)
     if FULL or (TMA and not FIXED):
@@ -228,7 +234,7 @@ def _attention_bwd_dkdv_kernel(
                 BLOCK_M, FORM, False, True,
             )  # fmt: skip
     if keep is not None:
-        # the accumulators of masked keys are not 0, but do not affect other rows
+        # the accumulators of masked keys are not 0, but their gradients are
         here = real_keys(kept, start, end, BLOCK_N)[:, None]
         dkt = chosen(dkt, here)
         dvt = chosen(dvt, here)
@@ -242,10 +248,7 @@ def backward_launches(
     for_dq: BackwardConfig, for_dkdv: BackwardConfig,
     sequences: torch.Tensor | None = None, keep: torch.Tensor | None = None,
 ) -> tuple[Launch, Launch]:  # fmt: skip
-    """Returns the launch that writes dq and delta, fp32 [B, H, N_q], and the one that writes dk and dv from delta.
-
-    For other arguments see `attention.attention_backward`.
-    """
+    """Returns the launches of both kernels; `attention.attention_backward` describes the tensors."""
     shared = lse, delta, scale, q, k, sequences, keep
     first = _launch(_attention_bwd_dq_kernel, {"q": q, "do": do, "o": o, "dq": dq}, {"k": k, "v": v}, for_dq, *shared)
     second = _launch(

@@ -1,18 +1,21 @@
-"""Attention forward: o = softmax(scale * q k^T) v for every head, not causal, accumulated in fp32.
+"""Attention forward: o = softmax(scale * q k^T) v for every head, without a causal mask, accumulated in fp32.
 
 Two kernels:
-- row: all keys of a head (at most 256) stay on chip in up to three power-of-two chunks (197 -> 128 + 64 + 16), so that
-  a query tile has its full row of scores at once: one maximum, one exponential per score, no rescaling. A program
-  reuses K and V for TILES query tiles.
-- looped: keys stream through in BLOCK_N tiles with the running maximum and sum of online softmax (Milakov and
-  Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Full tiles need no mask. Inputs are fixed, packed
-  or masked (attention_sequences.py). For fixed inputs, at most two smaller power-of-two tiles cover the rest, and only
-  the last is masked. For packed and masked inputs, full tiles are read through TMA descriptors if the layout allows.
-  The last tile of a sequence is then read through masked pointers, because a descriptor's box would include the next
-  sequence, which may contain NaN. Without descriptors, one loop masks all tiles, because a second loop would spill.
+- row: all keys of a head (at most 256) stay on chip, in up to three power-of-two chunks (197 -> 128 + 64 + 16). A query
+  tile has its full row of scores at once: one maximum, one exponential per score, no rescaling. A program loads K and V
+  once for TILES query tiles.
+- looped: keys stream through in tiles of BLOCK_N, with an online softmax (Milakov and Gimelshein, arXiv 1805.02867;
+  FlashAttention-2, arXiv 2307.08691).
 
-Both store lse = log2(sum 2^(scale log2(e) q k^T)), base 2, for the backward. scale log2(e) is folded into the fp32
-multiply-add before exp2, never into q.
+Masks of the looped kernel, for the three forms of inputs (attention_sequences.py):
+- fixed: full tiles need no mask. At most two smaller power-of-two tiles cover the remaining keys, of which only the
+  last one may need a mask.
+- packed or masked, with TMA: full tiles are loaded through descriptors, the last tile of a sequence through masked
+  pointers. A descriptor's box would include the next sequence, which may contain NaN.
+- packed or masked, without TMA: all tiles go through one loop that masks, because two loops would spill.
+
+Both kernels store lse = log2(sum 2^(scale log2(e) q k^T)) for the backward. The factor scale log2(e) is applied in the
+fp32 multiply-add before exp2, never to q.
 """
 
 from __future__ import annotations
@@ -29,17 +32,16 @@ from .attention_policy import ForwardConfig, cover
 from .attention_sequences import last_kept, real_keys, rows_of_program
 from .attention_tiles import assume_a_tile, dot_add, dot_transposed, load_tile, scaled, store_tile, zero_tile
 
-# The row kernel is compiled per multiple of LENGTH_CLASS keys, not per length. For 197 keys, three programs fit on a
-# multiprocessor of sm_90 with 8, but only two with 16. With 8, the loop is half a percent longer than for a constant
-# length.
+# LENGTH_CLASS consecutive lengths share one compiled row kernel. With 8, three programs for 197 keys fit on a
+# multiprocessor of sm_90; with 16, only two. With 8, the loop is 0.5 % longer than for a constant length.
 LENGTH_CLASS = tl.constexpr(8)
 
 
 @triton.jit
 def _masked_row(scores, n_kv, START: tl.constexpr, KEYS: tl.constexpr, SURE: tl.constexpr):
-    """Sets the scores [ROWS, KEYS] of keys past the last one to -inf; the first key is START.
+    """Sets scores of keys past the last one to -inf.
 
-    SURE < n_kv <= SURE + LENGTH_CLASS, so only LENGTH_CLASS columns need a comparison.
+    SURE < n_kv <= SURE + LENGTH_CLASS, so only LENGTH_CLASS columns are compared with n_kv.
     """
     key = START + tl.arange(0, KEYS)
     real = (key < SURE) | ((key < SURE + LENGTH_CLASS) & (key < n_kv))
@@ -60,9 +62,10 @@ def _store_output(target, acc, inverse, o_scale_ptr, start, n_q, ROWS: tl.conste
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_fwd_row_kernel(
+    # LO and HI block of tiles; a, b, c: key tiles of up to three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
-    o_scale_ptr,  # fp32 [1], the factor of o in e4m3; or None
+    o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
     n_heads, n_q, n_kv, qk_scale,
@@ -86,7 +89,7 @@ def _attention_fwd_row_kernel(
     key_sources = ((k_a, k_a_hi), (k_b, k_b_hi), (k_c, k_c_hi))
     value_sources = ((v_a, v_a_hi), (v_b, v_b_hi), (v_c, v_c_hi))
 
-    # K and V of the head, [CHUNK, D] each; only the last chunk can pass the end
+    # only the last chunk may pass the end
     keys = ()
     values = ()
     for i in tl.static_range(COUNT):
@@ -129,9 +132,9 @@ def _online_step(
     k, v, keep, start, n_kv, qk_scale, qt, row_max, total, acc,
     KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """Adds keys start .. start + KEYS to the running maximum, sum and weighted values of a query tile.
+    """Adds keys start .. start + KEYS to the running maximum, sum and output of a query tile; FIRST: acc is zero.
 
-    With `keep`, a row may have no key so far; its maximum is then -inf. FIRST: acc is zero.
+    With `keep`, a row may have no keys so far; its maximum is then -inf.
     """
     kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
     vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
@@ -152,9 +155,10 @@ def _online_step(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_fwd_looped_kernel(
+    # LO and HI block of tiles; a, b, c: key tiles of up to three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
-    o_scale_ptr,  # fp32 [1], the factor of o in e4m3; or None
+    o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
     sequences, keep,
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n, keep_stride_b,
@@ -187,6 +191,7 @@ def _attention_fwd_looped_kernel(
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = zero_tile(BLOCK_M, FORM)
+    # full tiles, then the remaining keys
     if FIXED and FULL:
         assume_a_tile(full_end, TMA)
     if FULL or (TMA and not FIXED):
@@ -219,7 +224,7 @@ def _attention_fwd_looped_kernel(
             )
 
     lse = row_max + tl.math.log2(total)
-    if not FIXED:  # lse = inf makes every p of the backward 0
+    if not FIXED:  # rows without keys: lse = inf makes every p of the backward 0
         lse = tl.where(total == 0.0, float("inf"), lse)
         total = tl.where(total == 0.0, 1.0, total)
     rows = start + tl.arange(0, BLOCK_M)
@@ -239,7 +244,7 @@ def forward_launch(
     sequences: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
 ) -> Launch:
-    """Returns the launch of the forward with a configuration; for other arguments see `attention.attention_forward`."""
+    """Returns the launch of the forward; `attention.attention_forward` describes the tensors."""
     n_q, n_kv = q.shape[2], k.shape[2]
     args = {"lse_ptr": lse, "o_scale_ptr": o_scale, "qk_scale": scale * LOG2_E}
     constants = {"BLOCK_M": config.block_m, "STAGES": config.num_stages, "DEPENDENT": config.dependent}

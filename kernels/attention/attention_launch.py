@@ -1,4 +1,4 @@
-"""Launches of attention kernels: layouts, TMA descriptors, arguments."""
+"""Launches of the attention kernels: memory access, TMA descriptors, arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..launch import Launch
 from .attention_policy import BackwardConfig, ForwardConfig, split_head_dim
 
 LOG2_E = 1.4426950408889634
-# Integers that do not specialise kernels: lengths, and strides, whose alignment is the constant ALIGN.
+# Integers on which Triton does not specialize: lengths, and strides, whose alignment is the constant ALIGN.
 UNSPECIALISED = ["n_sequences", "n_heads", "n_q", "n_kv", "keep_stride_b"] + [
     f"{name}_stride_{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bhn"
 ]
@@ -24,9 +24,9 @@ _MAX_TILE_ROWS = 256
 
 
 def access_of(*tensors: torch.Tensor) -> str:
-    """Returns the access that the layout of these tensors [B, H, N, D] allows, see `Problem.access`.
+    """Returns the fastest access that the layout of these tensors [B, H, N, D] allows, see `Problem.access`.
 
-    Rows in e4m3, which are only written, need only the element alignment of half precision, e.g. with 72 channels.
+    An output in e4m3 needs rows aligned to 8 bytes, not 16: it is only written, e.g. with 72 channels.
     """
     if tma_allows(*tensors):
         return "tma"
@@ -40,7 +40,7 @@ def access_of(*tensors: torch.Tensor) -> str:
 
 
 def tma_allows(*tensors: torch.Tensor) -> bool:
-    """True if TMA descriptors can describe all of these tensors [B, H, N, D]."""
+    """True if all tensors [B, H, N, D] can have TMA descriptors."""
     return all(_tma_allows(tensor) for tensor in tensors)
 
 
@@ -49,21 +49,21 @@ def _tma_allows(tensor: torch.Tensor) -> bool:
     if tensor.data_ptr() % _TMA_ALIGNMENT or tensor.storage_offset() * size % _TMA_ALIGNMENT:
         return False
     for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1]):
-        # the stride of a dimension of length 1 is never used: _descriptor passes a legal one
+        # the stride of a dimension of length 1 does not matter: _descriptor passes a legal one
         if length > 1 and (stride <= 0 or stride * size % _TMA_ALIGNMENT or stride * size >= _TMA_MAX_STRIDE):
             return False
     return all(0 < length < 2**31 for length in tensor.shape)
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Returns a TMA descriptor of [B, H, N, D] for boxes of `rows` by `columns` of one head."""
+    """Returns a TMA descriptor for boxes [rows, columns] of one head."""
     legal = _TMA_ALIGNMENT // tensor.element_size()
     strides = [stride if length > 1 else legal for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1])]
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns])
 
 
 def _tile_arguments(name: str, tensor: torch.Tensor, rows: int, tma: bool) -> dict[str, Any]:
-    """Returns the arguments `name` and `name`_hi for both blocks of tiles of `rows` rows; None if absent."""
+    """Returns the arguments `name` and `name`_hi, the LO and HI block of a tile; None if absent."""
     lo, hi = split_head_dim(tensor.shape[-1])
     if rows == 0:
         return {name: None, f"{name}_hi": None}
@@ -73,18 +73,17 @@ def _tile_arguments(name: str, tensor: torch.Tensor, rows: int, tma: bool) -> di
 
 
 def needs_wide_offsets(*tensors: torch.Tensor) -> bool:
-    """True if rows of one tile may lie 2^31 elements apart."""
+    """True if offsets within a tile may exceed int32."""
     return any(_MAX_TILE_ROWS * abs(tensor.stride(2)) >= 2**31 for tensor in tensors)
 
 
 def _common_alignment(*tensors: torch.Tensor) -> int:
-    """Returns the largest power of two up to 16 that divides every used stride of rows, heads and images."""
+    """Returns the largest power of two up to 16 that divides all strides but the last."""
     used = (stride for tensor in tensors for length, stride in zip(tensor.shape[:3], tensor.stride()[:3]) if length > 1)
     return math.gcd(16, *used)
 
 
 def sequence_arguments(sequences: torch.Tensor | None, keep: torch.Tensor | None) -> dict[str, Any]:
-    """Returns the arguments for packed and masked inputs, see attention_sequences.py."""
     return {
         "sequences": sequences,
         "keep": keep,
@@ -108,16 +107,14 @@ def tiled_launch(
     sequences: torch.Tensor | None,
     keep: torch.Tensor | None,
 ) -> Launch:
-    """Returns the launch of an attention kernel whose programs hold a tile of one side and stream the other.
+    """Returns the launch of an attention kernel. A program owns a tile of queries or keys, and streams the other side.
 
     Args:
-        own: Tensors [B, H, N, D] by argument name, of which a program reads and writes one tile.
-        streamed: Tensors of which a program reads all rows of a head or of a sequence.
-        block: Rows of a program's tile.
-        pieces: Rows of the tiles of `streamed`, which the kernel names a, b and c; 0 for an absent one.
-        tiles: Programs per head, unless packed.
-        args, constants: Further arguments of this kernel.
-        sequences, keep: Packed or masked inputs, see attention_sequences.py; both None: fixed.
+        own, streamed: Tensors [B, H, N, D] by argument name.
+        block: Rows of an own tile.
+        pieces: Rows of the streamed tiles a, b and c; 0 if absent.
+        tiles: Own tiles per head. Ignored for packed inputs.
+        args, constants: Further arguments of the kernel.
     """
     fixed = sequences is None and keep is None
     rows = next(iter(own.values()))
@@ -130,7 +127,7 @@ def tiled_launch(
         arguments |= _tile_arguments(name, tensor, block, tma and fixed)
     for name, tensor in streamed.items():
         for letter, piece in zip("abc", pieces):
-            if letter == "b" and not fixed:  # the last tile of a sequence is read by pointers
+            if letter == "b" and not fixed:  # the last tile of a sequence
                 arguments |= _tile_arguments(f"{name}_b", tensor, block, tma=False)
             else:
                 arguments |= _tile_arguments(f"{name}_{letter}", tensor, piece, tma)

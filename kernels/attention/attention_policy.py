@@ -1,4 +1,4 @@
-"""Configurations of the attention kernels, from rules and a table of tuned entries; calls are never timed."""
+"""Launch policy of the attention kernels: configurations from a table of tuned entries or else from rules."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ..device import generation, reads_descriptors, starts_early
 TABLE_PATH = Path(__file__).with_name("attention_table.json")
 MAX_ROW_KEYS = 256
 MIN_BLOCK = 16
-_SMALL_AMPERE = ("sm_86", "sm_89")  # without maxnreg, ptxas uses fewer registers than some kernels need
-SHORT = 64  # tokens of a sequence for which larger tiles would be mostly empty: the windows of Qwen2.5-VL
-# (largest chunk, chunks) of the row scheme, the default first. Each holds MAX_ROW_KEYS keys, because an entry of the
-# tuned table serves every length up to that.
+_SMALL_AMPERE = ("sm_86", "sm_89")  # without maxnreg, ptxas gives some kernels too few registers
+SHORT = 64  # tokens; larger tiles would be mostly empty for such sequences, e.g. windows of Qwen2.5-VL
+# (largest chunk, maximum chunks) of the row kernel, the default first. All cover MAX_ROW_KEYS keys, because a tuned
+# entry applies to every length up to that.
 ROW_CHUNKS = ((128, 3), (128, 2), (256, 1))
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Tiles of the forward kernel.
+    """Configuration of a forward kernel.
 
     Args:
-        scheme: "row" (all keys on chip, at most 256) or "looped".
+        scheme: Kernel: "row" (all keys on chip, at most 256) or "looped".
         block_m: Queries per tile.
-        block_n: Keys per tile of the looped scheme; the largest chunk of the row scheme.
-        chunks: Maximum chunks of keys in the row scheme, 1 to 3. 197 keys are (128, 64, 16) in three, 256 in one.
-        tiles: Maximum query tiles per program in the row scheme.
-        tma: Read and write through TMA descriptors if the layout allows.
+        block_n: Keys per tile of the looped kernel; largest chunk of the row kernel.
+        chunks: Maximum chunks of the row kernel, 1 to 3. 197 keys are (128, 64, 16) in three chunks, 256 in one.
+        tiles: Maximum query tiles per program of the row kernel.
+        tma: Use TMA descriptors if the layout allows.
         dependent: Start before the previous launch has ended (dependent.py).
     """
 
@@ -48,7 +48,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Tiles of one backward kernel: block_m queries by block_n keys."""
+    """Configuration of a backward kernel, with tiles of block_m queries by block_n keys."""
 
     block_m: int
     block_n: int
@@ -73,9 +73,9 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 
 @cache
 def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
-    """Returns at most `pieces` descending powers of two from 16 to `largest` that cover `length` with the least excess.
+    """Covers `length` by at most `pieces` descending powers of two from 16 to `largest`, with the least excess.
 
-    Only the last piece exceeds it: 197 -> (128, 64, 16). Of equal covers, returns the one with fewer pieces.
+    Only the last piece exceeds the length: 197 -> (128, 64, 16). Of equal covers, returns the one with fewer pieces.
     """
     if length <= 0:
         return ()
@@ -97,16 +97,13 @@ def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of the launch policy.
+    """Input of the launch policy.
 
     Args:
-        arch: Architecture, e.g. "sm_90".
-        sm_count: Streaming multiprocessors of the device.
         element: The `product_kind` of the tensors: "half" or "tf32".
-        batch_heads: Batch times heads.
-        access: Access that the layout of all tensors allows: "tma" (descriptors), "vector" (16-byte loads only: a
-            stride of 0, or an output that no descriptor can write), or "scalar" (unaligned rows).
-        form: "fixed", "packed" or "masked", see attention_sequences.py.
+        access: Fastest access that the layout of all tensors allows: "tma" (descriptors), "vector" (16-byte loads, e.g.
+            because a stride is 0), or "scalar" (unaligned rows).
+        form: "fixed", "packed" or "masked" (attention_sequences.py).
     """
 
     arch: str
@@ -121,7 +118,7 @@ class Problem:
 
     @property
     def of_one_long(self) -> Problem:
-        """Returns the problem with one sequence that is too long for the row scheme."""
+        """The same problem with a fixed sequence that is too long for the row kernel."""
         longest = MAX_ROW_KEYS + 1
         return replace(self, n_q=max(self.n_q, longest), n_kv=max(self.n_kv, longest), form="fixed")
 
@@ -132,7 +129,6 @@ class Problem:
 
     @property
     def generation(self) -> str:
-        """The generation whose tiles to use: "ampere", "hopper" or "blackwell"."""
         return generation(self.arch)
 
     @property
@@ -148,7 +144,7 @@ class Problem:
         return f"{self.element}/{self.width}/{length}/{access}"
 
 
-# Maximum columns and (padded) keys of a head for which the row scheme does not spill, by generation and TMA.
+# (columns, padded keys) up to which the row kernel does not spill, by generation and TMA.
 _ROW_LIMITS = {
     ("hopper", True): (80, 256),
     ("hopper", False): (64, 256),
@@ -159,35 +155,35 @@ _ROW_LIMITS = {
 
 
 def forward_config(problem: Problem) -> ForwardConfig:
-    """Returns the forward configuration of a problem: tuned for this architecture, or by rule."""
     if problem.form != "fixed":
         return _forward_of_sequences(problem, forward_config(problem.of_one_long))
-    measured = _measured(problem, "forward")
+    measured = _tuned(problem, "forward")
     config = ForwardConfig(**measured) if measured else _forward_rule(problem)
     if config.scheme == "row":
-        config = replace(config, tiles=_fill(problem, config))
-    early = config.tiles == 1 and problem.element == "half" and starts_early(problem.arch)  # in TF32 it spills
+        config = replace(config, tiles=_tiles_per_program(problem, config))
+    early = config.tiles == 1 and problem.element == "half" and starts_early(problem.arch)  # spills in TF32
     return replace(config, dependent=early)
 
 
 def dq_config(problem: Problem) -> BackwardConfig:
-    """Returns the configuration of the dq kernel."""
     if problem.form != "fixed":
         problem = problem.of_one_long
-    measured = _measured(problem, "dq")
+    measured = _tuned(problem, "dq")
     return BackwardConfig(**measured) if measured else _dq_rule(problem)
 
 
 def dkdv_config(problem: Problem) -> BackwardConfig:
-    """Returns the configuration of the dk, dv kernel."""
     if problem.form != "fixed":
         return _dkdv_of_sequences(problem, dkdv_config(problem.of_one_long))
-    measured = _measured(problem, "dkdv")
+    measured = _tuned(problem, "dkdv")
     return BackwardConfig(**measured) if measured else _dkdv_rule(problem)
 
 
 def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
-    """Returns the tiles of one long sequence, smaller if its masked last tile, of equal size, would spill."""
+    """Adapts the configuration of a long fixed sequence to packed and masked inputs.
+
+    Tiles are smaller for short sequences, and where the last tile, masked and as large as the others, would spill.
+    """
     width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
     if problem.n_q <= SHORT or (blackwell and width == 128):
         config = replace(config, block_m=min(config.block_m, SHORT))
@@ -212,17 +208,17 @@ def _dkdv_of_sequences(problem: Problem, config: BackwardConfig) -> BackwardConf
     if width >= 80 and problem.generation == "ampere" and problem.form == "masked":
         config = replace(config, block_m=16)
     if width == 80 and (problem.arch == "sm_80" if half else problem.arch in _SMALL_AMPERE):
-        config = replace(config, block_m=16)  # 32 queries spill, of half precision with triton 3.6
+        config = replace(config, block_m=16)  # 32 queries spill; in half precision only with triton 3.6
     if width == 128 and problem.generation == "hopper" and config.tma:
         config = replace(config, block_m=64, num_warps=8)
     return config
 
 
-def _fill(problem: Problem, config: ForwardConfig) -> int:
-    """Returns query tiles per program: as many as the configuration allows while programs fill the GPU four times."""
+def _tiles_per_program(problem: Problem, config: ForwardConfig) -> int:
+    """Returns query tiles per program: config.tiles, or fewer, for at least four programs per multiprocessor."""
     tiles = -(-problem.n_q // config.block_m)
     per_program = config.tiles
-    # on ampere the kernel for a single tile spills
+    # the kernel for a single tile spills on ampere
     fewest = 2 if problem.generation == "ampere" else 1
     while per_program > fewest and problem.batch_heads * -(-tiles // per_program) < 4 * problem.sm_count:
         per_program //= 2
@@ -239,11 +235,11 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         return ForwardConfig("looped", 32, 32, num_warps=4, num_stages=1)
     most_columns, most_keys = _ROW_LIMITS[generation, tma]
     keys = sum(cover(problem.n_kv, 128, 3))
-    # 100 KB of shared memory hold the keys and values of one head, or three programs with smaller tiles, whose loads,
-    # exponentials and products overlap
+    # 100 KB of shared memory fit one program of the row kernel, or three of the looped kernel, which overlap loads,
+    # exponentials and matmuls
     alone = problem.arch in ("sm_86", "sm_89", "sm_120") and width * (4 * keys + 128) > 49 * 1024
     if generation == "ampere" and (problem.n_q <= 64 or alone) and 128 < keys <= most_keys and width <= most_columns:
-        # a few queries (attention pooling) are one tile, for which the row kernel spills: see _fill
+        # few queries (attention pooling) are a single tile, for which the row kernel spills (_tiles_per_program)
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if width <= most_columns and keys in range(1, most_keys + 1):
         # one query tile per program on blackwell: two would need all of its tensor memory
@@ -254,10 +250,10 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
     if tma:
         return ForwardConfig("looped", 128, 64, num_warps=4, num_stages=2, tma=True)
     if problem.arch == "sm_120" and width == 128:
-        # 128 queries spill there
+        # 128 queries spill
         return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
     if generation == "ampere" and width == 48 and problem.arch != "sm_80":
-        # 168 registers: three programs of 4 warps fit, or one of 8; with 128 registers it spills
+        # needs 168 registers: three programs of 4 warps fit, or one of 8; spills with 128
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
         # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits
@@ -289,12 +285,12 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
     if problem.generation == "ampere" and problem.width == 128:
         return BackwardConfig(32, 32, num_warps=8, num_stages=2)
     if problem.arch == "sm_120" and problem.width == 96:
-        # 32 queries spill there
+        # 32 queries spill
         return BackwardConfig(16, 64, num_warps=8, num_stages=2)
     if problem.generation == "ampere":
         return BackwardConfig(32, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=2)
     if problem.uses_tma:
-        # 64 queries of 128 columns and their tail spill on hopper
+        # 64 queries with 128 columns spill on hopper
         block_m = 32 if problem.generation == "hopper" and problem.width == 128 else 64
         # without maxnreg, ptxas uses 128 registers on blackwell and spills
         maxnreg = 168 if problem.generation == "blackwell" and problem.width == 48 else None
@@ -304,11 +300,11 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
 
 @cache
 def _table() -> dict[str, dict[str, dict[str, Any]]]:
-    """Returns the tuned table next to this file: architecture -> shape class -> kernel -> configuration."""
+    """Returns the tuned table: architecture -> shape class -> kernel -> configuration."""
     table: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE_PATH.read_text())["architectures"]
     return table
 
 
-def _measured(problem: Problem, kernel: str) -> dict[str, Any] | None:
+def _tuned(problem: Problem, kernel: str) -> dict[str, Any] | None:
     config: dict[str, Any] | None = _table().get(problem.arch, {}).get(problem.shape_class, {}).get(kernel)
     return config

@@ -1,14 +1,15 @@
-"""Device helpers of attention kernels: the rows and keys of a program.
+"""Device helpers of the attention kernels: the rows and keys of a program.
 
 Inputs come in three forms:
 
 - fixed: q [B, H, N_q, D], k and v [B, H, N_kv, D]. Every query attends to every key of its head.
-- packed: q, k, v [1, H, total, D], and `sequences` int32 [S + 1] on the device: the start of each sequence and the end
-  of the last. The host does not know the lengths. Sequence i has the tile slots from sequences[i] // BLOCK + i on,
-  which are enough for any start. So total // BLOCK + S + 1 programs per head suffice, and each program searches for its
-  sequence. Rows after the last sequence have no keys; their results are 0.
-- masked: like fixed, with `keep` bool [B, N_kv], the keys of each image. The loop ends with the last unmasked key. The
-  output of a row without keys is 0, as in torch's attention.
+- packed: q, k, v [1, H, total, D], and `sequences` (cu_seqlens), int32 [S + 1] on the device: the start of each
+  sequence and the end of the last one. The host does not know the lengths, so it launches total // BLOCK + S + 1
+  programs per head. Each is a slot for one tile. The slots of sequence i begin at sequences[i] // BLOCK + i, and are
+  always enough for its tiles. A program searches for the sequence of its slot. Rows after the last sequence have no
+  keys; their results are 0.
+- masked: like fixed, with a key mask `keep`, bool [B, N_kv]. The loop over keys ends at the last unmasked key. The
+  output of a query without keys is 0, as in torch's attention.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_WAYS = tl.constexpr(128)  # sequences compared at once: two steps find one of 16,384
+_WAYS = tl.constexpr(128)  # sequences compared at once; two steps search 16,384 sequences
 _KEYS_AT_ONCE = tl.constexpr(1024)
 
 
@@ -29,9 +30,9 @@ def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
 
 @triton.jit
 def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
-    """Returns the first row of a slot's tile, begin and end of its sequence, and the end on the other side.
+    """Returns (start, begin, end, others_end) of a slot: first row of its tile, begin and end of its sequence.
 
-    The two ends differ only for rows after the last sequence.
+    `others_end` is the end of the streamed rows: `end`, or `begin` after the last sequence.
     """
     stride = tl.cdiv(n_sequences + 1, _WAYS)
     index = tl.arange(0, _WAYS) * stride
@@ -46,7 +47,7 @@ def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
     end = tl.load(sequences + tl.minimum(found + 1, n_sequences))
     behind = found == n_sequences
     start = begin + (slot - begin // BLOCK - found) * BLOCK
-    # memory outside the tensors is never read, even if `sequences` is invalid
+    # invalid `sequences` must not cause accesses outside the tensors
     begin = tl.minimum(tl.maximum(begin, 0), n_rows)
     end = tl.minimum(tl.where(behind, n_rows, end), n_rows)
     return tl.maximum(start, begin), begin, end, tl.where(behind, begin, end)
@@ -54,9 +55,9 @@ def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
 
 @triton.jit
 def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl.constexpr):
-    """Returns image, head, head index in the batch, first row, begin and end of its sequence, end on the other side.
+    """Returns (b, h, bh, start, begin, end, others_end): image, head, head index in the batch, then as `_find_rows`.
 
-    Tiles of one head are adjacent on the grid, so that its K and V are read from L2.
+    Tiles of one head are adjacent on the grid, so that they share its K and V in L2.
     """
     if sequences is not None:
         slots = n_rows // BLOCK + n_sequences + 1
@@ -78,7 +79,7 @@ def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl
 
 @triton.jit
 def real_keys(keep, start, n_kv, KEYS: tl.constexpr):
-    """True for keys start .. start + KEYS before n_kv that are not masked; `keep` is a row of bool or None."""
+    """Returns True for keys start .. start + KEYS that exist and are not masked."""
     key = start + tl.arange(0, KEYS)
     real = key < n_kv
     if keep is not None:
@@ -88,7 +89,7 @@ def real_keys(keep, start, n_kv, KEYS: tl.constexpr):
 
 @triton.jit
 def last_kept(kept, n_keys):
-    """Returns one more than the last unmasked key; 0 if all are masked."""
+    """Returns the index after the last unmasked key; 0 if all are masked."""
     end = 0
     for first in range(0, n_keys, _KEYS_AT_ONCE):
         key = first + tl.arange(0, _KEYS_AT_ONCE)

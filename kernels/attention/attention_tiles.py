@@ -1,14 +1,14 @@
-"""Device helpers of attention kernels: loads, stores and products of tiles of one head.
+"""Device helpers of the attention kernels: loads, stores and products of tiles of one head.
 
-A tile is rows of one head, [ROWS, D]. Triton's blocks are powers of two, so a tile is a tuple of one or two blocks, LO
-columns and HI columns (80 = 64 + 16), which costs less than padding to the next power of two (128).
+A tile holds ROWS rows of one head, [ROWS, D]. Triton's blocks have power-of-two sizes. A tile is therefore a tuple of
+one or two blocks, LO and HI columns wide (80 = 64 + 16). Padding to the next power of two (128) would cost more.
 
 Tensors [B, H, N, D] with arbitrary strides and last stride 1 are accessed through TMA descriptors or pointers. Related
 arguments are grouped:
 
-- source, target: (first block's descriptor or pointer, second's, image, head, strides of images, heads and rows)
-- FORM: (D, LO, HI, WIDE, ALIGN); WIDE if rows of a tile may lie 2^31 elements apart. Strides are in units of ALIGN
-  elements: the product shows the compiler that it may load 16 bytes at once.
+- source, target: (descriptor or pointer of the LO block, of the HI block, image, head, strides of images, heads, rows).
+  Strides are in units of ALIGN elements: their product with a constant shows the compiler that rows are aligned.
+- FORM: (D, LO, HI, WIDE, ALIGN). WIDE: offsets within a tile need int64.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_TF32 = tl.constexpr("tf32")  # triton 3.6 does not accept a string as default
+_TF32 = tl.constexpr("tf32")  # triton 3.6 fails with a string as default
 
 
 @triton.jit
 def _pointers(source, start, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FORM: tl.constexpr):
-    """Returns pointers [ROWS, COLS] to a block; offsets of images and heads are in 64 bits."""
+    """Returns pointers to a block; offsets of images and heads are int64."""
     pointer, _, b, h, stride_b, stride_h, stride_n = source
     WIDE: tl.constexpr = FORM[3]
     ALIGN: tl.constexpr = FORM[4]
@@ -35,7 +35,7 @@ def _pointers(source, start, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.
 
 @triton.jit
 def _mask(start, n_rows, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr):
-    """True for elements [ROWS, COLS] of a block that lie inside the head."""
+    """Returns True for elements of a block inside the head."""
     mask = (start + tl.arange(0, ROWS))[:, None] < n_rows
     if COLUMN + COLS > D:
         mask = mask & ((COLUMN + tl.arange(0, COLS))[None, :] < D)
@@ -47,7 +47,7 @@ def _load_block(
     source, start, n_rows, INDEX: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Loads [ROWS, COLS] from row `start`; zeros outside the tensor, which TMA fills itself."""
+    """Loads a block; elements outside the tensor are 0, with TMA by hardware."""
     D: tl.constexpr = FORM[0]
     COLS: tl.constexpr = FORM[1 + INDEX]
     COLUMN: tl.constexpr = INDEX * FORM[1]
@@ -66,7 +66,7 @@ def _load_block(
 
 @triton.jit
 def load_tile(source, start, n_rows, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr):
-    """Loads rows start .. start + ROWS of one head; MASKED if they may pass its end."""
+    """Loads rows start .. start + ROWS of one head; MASKED: some may lie past its end."""
     lo = _load_block(source, start, n_rows, 0, ROWS, FORM, TMA, MASKED)
     if FORM[2] > 0:
         return lo, _load_block(source, start, n_rows, 1, ROWS, FORM, TMA, MASKED)
@@ -92,7 +92,7 @@ def _store_block(
 
 @triton.jit
 def store_tile(target, tile, start, n_rows, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr):
-    """Stores rows start .. start + ROWS of one head in the target's dtype, except outside the tensor."""
+    """Stores rows start .. start + ROWS of one head; skips elements outside the tensor."""
     _store_block(target, tile[0], start, n_rows, 0, ROWS, FORM, TMA)
     if FORM[2] > 0:
         _store_block(target, tile[1], start, n_rows, 1, ROWS, FORM, TMA)
@@ -100,7 +100,6 @@ def store_tile(target, tile, start, n_rows, ROWS: tl.constexpr, FORM: tl.constex
 
 @triton.jit
 def zero_tile(ROWS: tl.constexpr, FORM: tl.constexpr):
-    """Returns a zero accumulator in fp32."""
     lo = tl.zeros((ROWS, FORM[1]), tl.float32)
     if FORM[2] > 0:
         return lo, tl.zeros((ROWS, FORM[2]), tl.float32)
@@ -110,7 +109,7 @@ def zero_tile(ROWS: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def scaled(tile, factor):
-    """Multiplies a tile by a scalar or by factors of its rows [ROWS, 1]."""
+    """Multiplies a tile by a scalar, or by one factor per row [ROWS, 1]."""
     if len(tile) > 1:
         return tile[0] * factor, tile[1] * factor
     else:
@@ -119,7 +118,7 @@ def scaled(tile, factor):
 
 @triton.jit
 def chosen(tile, rows):
-    """Sets the rows of a tile to zero for which `rows` [ROWS, 1] is False."""
+    """Zeros the rows of a tile where `rows` [ROWS, 1] is False."""
     if len(tile) > 1:
         return tl.where(rows, tile[0], 0.0), tl.where(rows, tile[1], 0.0)
     else:
@@ -128,7 +127,7 @@ def chosen(tile, rows):
 
 @triton.jit
 def dot_transposed(a, b, PRECISION: tl.constexpr = _TF32):
-    """Computes a b^T over head_dim, [ROWS_A, ROWS_B] in fp32."""
+    """Returns a b^T, fp32 [ROWS_A, ROWS_B]."""
     product = tl.dot(a[0], b[0].T, input_precision=PRECISION)
     if len(a) > 1:
         product = tl.dot(a[1], b[1].T, product, input_precision=PRECISION)
@@ -137,7 +136,7 @@ def dot_transposed(a, b, PRECISION: tl.constexpr = _TF32):
 
 @triton.jit
 def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
-    """Computes [acc +] weights @ tile; weights [ROWS, KEYS] in fp32 are rounded to the tile's dtype."""
+    """Returns [acc +] weights @ tile; rounds weights, fp32 [ROWS, KEYS], to the tile's dtype."""
     weights = weights.to(tile[0].dtype)
     if acc is None:
         lo = tl.dot(weights, tile[0], input_precision=PRECISION)
@@ -157,8 +156,8 @@ def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
 def assume_a_tile(n_full, TMA: tl.constexpr):
     """Tells the compiler that a loop over n_full rows runs at least once.
 
-    If the loop may run zero times, wgmma accumulators in flight are merged with zeros, and ptxas then waits for every
-    product (warning C7515). Loads by pointers are not affected.
+    Otherwise the compiler merges the wgmma accumulators in flight with zeros, and ptxas serializes wgmma (warning
+    C7515). This happens only in loops with TMA loads.
     """
     if TMA:
         tl.assume(n_full > 0)

@@ -1,4 +1,4 @@
-"""Builds of the attention kernels, for compiling without a GPU."""
+"""Builds of the attention kernels, for the static checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..attention.attention_policy import ROW_CHUNKS, Problem, dkdv_config, dq_co
 from ..device import REFERENCE_GPU, has_fp8, matrix_instruction
 from .offline import Build, meta
 
-# (tokens, head_dim): ViT at 224 and 384 pixels, ViT-H, SigLIP So400m, and one of every other tile width.
+# (tokens, head_dim): ViT at 224 and 384 pixels, ViT-H, SigLIP So400m, and each remaining tile width.
 _HALF_SHAPES = (
     (197, 64), (256, 64), (577, 64), (197, 80), (257, 80), (256, 72), (729, 72),
     (197, 32), (197, 48), (577, 48), (577, 96), (577, 128),
@@ -22,14 +22,14 @@ _HALF_SHAPES = (
 _FP32_SHAPES = ((197, 64), (257, 80), (577, 128))
 _TUNED_SHAPES = ((197, 64), (256, 72), (197, 80))
 _CORE_SHAPES = ((197, 64), (577, 64), (257, 80))
-# (mean length of packed sequences, head_dim): images and windows of Qwen-VL, SigLIP 2, and every other tile width.
+# (mean length of packed sequences, head_dim): images and windows of Qwen-VL, SigLIP 2, and each remaining tile width.
 _PACKED_SHAPES = (
     (1024, 80), (64, 80), (1024, 64), (1024, 72), (1024, 128), (64, 128), (1024, 96), (1024, 48), (1024, 32),
 )  # fmt: skip
 _E4M3_SHAPES = ((197, 64, "tma"), (577, 64, "tma"), (257, 80, "tma"), (729, 72, "vector"))
 _MASKED_SHAPES = ((256, 72), (1024, 64), (1024, 128))
 _HEADS = 4
-_FULL_BATCH = 256  # fills every GPU several times
+_FULL_BATCH = 256  # several waves on every GPU
 _SMALL_BATCH = 1
 
 
@@ -42,7 +42,7 @@ class _Case:
     head_dim: int
     batch: int
     access: str
-    queries: int | None = None  # if different from tokens, as in attention pooling
+    queries: int | None = None  # unless equal to tokens, e.g. in attention pooling
     form: str = "fixed"
 
     @property
@@ -62,7 +62,7 @@ class _Case:
             large = (self.tokens, self.head_dim, self.form) == (1024, 80, "packed")
             return self.access == "tma" and (large or (self.arch == "sm_90" and self.head_dim == 72))
         if self.arch == "sm_120" and self.access == "tma" and self.head_dim in (96, 128):
-            return self.element == "half"  # the tightest: they spilled with sm_80's tiles
+            return self.element == "half"  # spilled with the tiles of sm_80
         return (
             (self.tokens, self.head_dim) in _CORE_SHAPES
             and self.dtype == torch.bfloat16
@@ -84,7 +84,10 @@ class _Case:
         )
 
     def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns q, k, v as views of a packed tensor: aligned, one image for the batch, or off by an element."""
+        """Returns q, k, v as views of a packed tensor with the access of this case.
+
+        "vector" has batch stride 0, "scalar" an offset of one element.
+        """
         tokens = max(self.n_q, self.tokens)
         shape = (1 if self.access == "vector" else self.batch, tokens, 3, _HEADS, self.head_dim)
         flat = torch.empty(torch.Size(shape).numel() + 1, dtype=self.dtype, device="meta")
@@ -101,7 +104,6 @@ class _Case:
         return torch.empty((self.batch, _HEADS, self.n_q), dtype=torch.float32, device="meta")
 
     def needs(self, tma: bool) -> tuple[str, ...]:
-        """Returns the required instructions: the matrix instruction for half precision, and TMA for descriptors."""
         if self.element != "half" or self.access == "scalar":
             return ()
         matrix = matrix_instruction(self.arch)
@@ -109,7 +111,7 @@ class _Case:
 
 
 def offline_builds(arch: str) -> Iterator[Build]:
-    """Yields every kernel, shape class, dtype and access of the launch policy, and candidates of the tuner."""
+    """Yields each kernel for each shape class, dtype and access of the launch policy, and candidates of the tuner."""
     for case in _cases(arch):
         yield from _builds(case)
     yield from _tuned_builds(arch)
@@ -123,7 +125,7 @@ def _cases(arch: str) -> Iterator[_Case]:
         for access in ("tma", "vector", "scalar"):
             yield _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, access)
     yield _Case(arch, torch.bfloat16, "half", 197, 64, _SMALL_BATCH, "tma")
-    # SigLIP's pooling: one query per image
+    # attention pooling of SigLIP: one query per image
     yield _Case(arch, torch.bfloat16, "half", 196, 64, _FULL_BATCH, "tma", queries=1)
     for tokens, head_dim in _CORE_SHAPES:
         yield _Case(arch, torch.float16, "half", tokens, head_dim, _FULL_BATCH, "tma")
@@ -132,13 +134,12 @@ def _cases(arch: str) -> Iterator[_Case]:
 
 
 def builds_of_lengths(arch: str, lengths: Iterable[tuple[int, int]]) -> Iterator[Build]:
-    """Yields the kernels that the launch policy chooses for each (n_q, n_kv), in bf16 at head_dim 64."""
+    """Yields the builds of bf16 and head_dim 64 for each (n_q, n_kv)."""
     for n_q, n_kv in lengths:
         yield from _builds(_Case(arch, torch.bfloat16, "half", n_kv, 64, _FULL_BATCH, "tma", queries=n_q))
 
 
 def _fp8_builds(arch: str) -> Iterator[Build]:
-    """Yields the forward with output in e4m3."""
     for tokens, head_dim, access in _E4M3_SHAPES if has_fp8(arch) else ():
         case = _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, access)
         (q, k, v), config = case.packed(), forward_config(case.problem())
@@ -148,7 +149,7 @@ def _fp8_builds(arch: str) -> Iterator[Build]:
 
 
 def _tuned_builds(arch: str) -> Iterator[Build]:
-    """Yields the row kernel with the other chunks that tuning tries, if descriptors are supported."""
+    """Yields the row kernel with the other chunks that the tuner tries, for architectures with descriptors."""
     for tokens, head_dim in _TUNED_SHAPES:
         case = _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, "tma")
         problem, (q, k, v) = case.problem(), case.packed()
@@ -176,7 +177,7 @@ def _builds(case: _Case) -> Iterator[Build]:
     sequences = keep = None
     if case.form == "masked":
         keep = torch.empty((case.batch, case.tokens), dtype=torch.bool, device="meta")
-    elif case.form == "packed":  # all images of the batch are one row of tokens
+    elif case.form == "packed":  # concatenate all images along the tokens
         tensors = [tensor.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for tensor in tensors]
         sequences = torch.empty(case.batch + 1, dtype=torch.int32, device="meta")
     q, k, v, dq, dk, dv, o, do = tensors

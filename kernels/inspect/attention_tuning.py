@@ -1,7 +1,7 @@
-"""Searches configurations of the attention kernels on this machine's GPU, and writes the fastest to the table.
+"""Measures configurations of the attention kernels on this machine's GPU, and writes the fastest ones to the table.
 
-`vit-fast kernels --tune` runs it. A candidate must compile, run, and compute the result of the configuration chosen by
-rule; the lowest median device time wins.
+`vit-fast kernels --tune` calls it. A candidate must compile, run, and match the output of the configuration chosen by
+rule. The candidate with the lowest median device time wins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..launch import Launch
 
 Config = ForwardConfig | BackwardConfig
 
-# One shape per class of the table that occurs in ViTs: (batch, tokens, heads, head_dim).
+# One shape per class of the table that ViTs use: (batch, tokens, heads, head_dim).
 SHAPES = (
     (256, 197, 12, 64),
     (64, 577, 16, 64),
@@ -44,7 +44,7 @@ SHAPES = (
     (64, 197, 12, 32),
     (64, 577, 12, 128),
 )
-_TOLERANCE = 2e-2  # difference of bf16 results of order one between two tilings
+_TOLERANCE = 2e-2  # between bf16 results of order one with different tiles
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Task:
 
 
 def candidates(task: Task) -> Iterator[Config]:
-    """Yields the configurations to try, the one by rule first."""
+    """Yields configurations to measure, first the one by rule."""
     yield task.by_rule
     tma = task.problem.uses_tma
     if task.kernel != "forward":
@@ -80,7 +80,7 @@ def candidates(task: Task) -> Iterator[Config]:
 
 
 def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, float]:
-    """Returns the fastest configuration with a correct result, and its time.
+    """Returns the fastest configuration with a matching result, and its time.
 
     Args:
         measure: Returns the time of a launch; an exception excludes the candidate.
@@ -114,7 +114,7 @@ def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, flo
 
 
 def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.device) -> Iterator[Task]:
-    """Yields the three kernels at one shape, with random data."""
+    """Yields a task for each of the three kernels, with random data of one shape."""
     shape = (batch, tokens, 3, heads, head_dim)
     packed = torch.randn(shape, device=device, dtype=torch.bfloat16)
     gradients = torch.empty_like(packed)
@@ -138,7 +138,7 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
 def tune(
     shapes: Iterable[tuple[int, int, int, int]] = SHAPES, path: Path = TABLE_PATH, report: Callable[[str], None] = print
 ) -> None:
-    """Measures every shape on the current GPU and updates the table after each one.
+    """Measures all kernels and shapes on the current GPU, and updates the table after each one.
 
     Raises:
         RuntimeError: there is no GPU.
@@ -153,12 +153,11 @@ def tune(
 
 
 def _measure(launch: Launch) -> float:
-    """Returns the median device time in ms; L2 is cleared between calls."""
+    """Returns the median device time in ms, with L2 cleared between calls."""
     return float(triton.testing.do_bench(launch.run, warmup=10, rep=60, return_mode="median"))
 
 
 def write_entry(path: Path, problem: Problem, kernel: str, config: Config) -> None:
-    """Writes a configuration to the table."""
     table = json.loads(path.read_text())
     classes = table["architectures"].setdefault(problem.arch, {})
     classes.setdefault(problem.shape_class, {})[kernel] = asdict(config)

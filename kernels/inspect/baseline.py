@@ -1,6 +1,6 @@
 """Committed statistics of compiled kernels: all builds for sm_90, and the core builds for other architectures.
 
-`vit-fast kernels --update-baseline` changes `baseline.json`; tests never do.
+Only `vit-fast kernels --update-baseline` changes `baseline.json`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ BASELINE_PATH = Path(__file__).with_name("baseline.json")
 ALLOWED_GROWTH = 1.10
 _GROWING = ("registers", "instructions", "wgmma_waits")
 _MUST_STAY = {"hgmma": "HGMMA", "tcgen05": "TCGEN05", "tma_loads": "TMA loads", "tma_stores": "TMA stores"}
-_KEPT = ("registers", "instructions", "spills", "shared_bytes", "ctas_per_sm", "hmma", *_MUST_STAY)
+_RECORDED = ("registers", "instructions", "spills", "shared_bytes", "ctas_per_sm", "hmma", *_MUST_STAY)
 
 
 def is_recorded(build: Build, arch: str) -> bool:
-    """True if the baseline contains this build."""
     return build.core or arch == REFERENCE_GPU.arch
 
 
 def read_baseline(path: Path = BASELINE_PATH) -> dict[str, Any]:
-    """Returns the baseline: {"triton": version, "builds": {key: counts}}."""
+    """Returns the baseline: {"triton": version, "builds": {key: statistics}}."""
     baseline: dict[str, Any] = json.loads(path.read_text())
     return baseline
 
@@ -39,7 +38,7 @@ def is_comparable(baseline: Mapping[str, Any]) -> bool:
 
 
 def regressions(baseline: Mapping[str, Any], key: str, stats: Stats) -> list[str]:
-    """Lists the statistics of a build that are worse than in the baseline; reports builds that are missing there."""
+    """Lists statistics of a build that are worse than in the baseline, or that the build is not in the baseline."""
     before = baseline["builds"].get(key)
     if before is None:
         return ["not in the baseline (vit-fast kernels --update-baseline)"]
@@ -52,18 +51,18 @@ def regressions(baseline: Mapping[str, Any], key: str, stats: Stats) -> list[str
     return found + [f"lost its {word}" for name, word in _MUST_STAY.items() if before[name] and not now[name]]
 
 
-def _kept(stats: Stats) -> dict[str, int]:
-    names = (*_KEPT, "wgmma_waits") if stats.wgmma_waits else _KEPT
+def _recorded_counts(stats: Stats) -> dict[str, int]:
+    names = (*_RECORDED, "wgmma_waits") if stats.wgmma_waits else _RECORDED
     return {name: getattr(stats, name) for name in names}
 
 
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
-    """Replaces the counts of the builds in `found`; keeps other existing builds of the same triton version."""
+    """Replaces the builds in `found`; other builds stay if they exist and the triton version is the same."""
     kept: dict[str, Any] = {}
     if path.exists() and is_comparable(old := read_baseline(path)):
         existing = {build.key(arch) for arch in ARCHS for build in builds(arch) if is_recorded(build, arch)}
         kept = {key: counts for key, counts in old["builds"].items() if key in existing}
-    kept |= {key: _kept(stats) for key, stats in found.items()}
+    kept |= {key: _recorded_counts(stats) for key, stats in found.items()}
     lines = [f"  {json.dumps(key)}: {json.dumps(kept[key])}" for key in sorted(kept)]
     text = f'{{"triton": {json.dumps(triton.__version__)}, "builds": {{\n' + ",\n".join(lines) + "\n}}\n"
     temporary = path.with_suffix(".tmp")

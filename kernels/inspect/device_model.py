@@ -1,12 +1,13 @@
-"""Models the device time of launches from their machine code and the launch policy, without measurements.
+"""Estimates the device time of launches from their machine code and the launch policy, without measurements.
 
     with recorded() as launches:    # under the stand-in driver; nothing is launched
         model(images)
     rows = model_launches(launches, "sm_90")
 
-Matmuls are modelled as in `matmul_model.py`, with the epilogue's instructions counted in SASS; other kernels by their
-instructions (loops without matrix products count as one step), waves and bytes. A launch takes at least the time of
-reading and writing its tensors once. The floor is the longer of operations and bytes at rates that a GPU sustains.
+Matmuls are modeled as in `matmul_model.py`, but with the instructions of the epilogue counted in SASS. Other kernels
+are modeled by instructions, waves and bytes; a loop without matrix products counts as one step. A launch takes at
+least the time to read and write its tensors once. Its floor is the time of its operations or of its bytes, whichever is
+longer, at rates that a GPU sustains.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from ..precompile import collect
 from .offline import Stats, compile_launch, disassemble, read_stats
 from .sass import Loops, count_loops
 
-# Name, clock in GHz, DRAM in GB/s, by data sheets; the multiprocessors are those of the stand-in driver.
+# Name, clock in GHz and DRAM bandwidth in GB/s, from data sheets.
 GPUS = {
     "sm_80": ("A100 SXM", 1.41, 2039), "sm_86": ("A10", 1.695, 600), "sm_89": ("L40S", 2.52, 864),
     "sm_90": ("H100 SXM", 1.755, 3350), "sm_100": ("B200", 1.85, 8000), "sm_103": ("B300", 1.9, 8000),
     "sm_120": ("RTX 5090", 2.41, 1792),
 }  # fmt: skip
-_SUSTAINED = 0.832  # of the tensor cores' rate: 790 of 949 TFLOP/s, bf16, H100
-_STREAMED = 0.92  # of the DRAM's
-_EARLY = 1750  # cycles of OVERHEAD that a launch overlaps with the previous one (dependent.py)
+_SUSTAINED = 0.832  # fraction of the tensor cores' peak: 790 of 949 TFLOP/s, bf16, H100
+_STREAMED = 0.92  # fraction of the DRAM bandwidth
+_EARLY = 1750  # cycles of OVERHEAD that a dependent launch overlaps with the previous one (dependent.py)
 
 _ATTENTION_PRODUCTS = {"_attention_bwd_dq_kernel": 3, "_attention_bwd_dkdv_kernel": 4}
 
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Records the launches of this thread without compiling or launching their kernels."""
+    """Records the launches of this thread; neither compiles nor launches kernels."""
     found: list[Launch] = []
     with collect():
         outer, listening.listener = listening.listener, lambda launch, ready: found.append(launch)
@@ -54,7 +55,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def model_launches(launches: Sequence[Launch], arch: str) -> list[dict[str, Any]]:
-    """Returns a row for each launch; compiles its kernel."""
+    """Compiles the kernels of launches, and returns a row for each launch."""
     rows = []
     for launch in launches:
         compiled = compile_launch(launch, arch)
@@ -64,17 +65,16 @@ def model_launches(launches: Sequence[Launch], arch: str) -> list[dict[str, Any]
 
 
 def model_launch(launch: Launch, arch: str, loops: Loops, stats: Stats) -> dict[str, Any]:
-    """Returns the row of one launch: its tile, waves, bytes, instructions and modelled microseconds."""
-    clock, streamed = GPUS[arch][1] * 1e3, GPUS[arch][2] * 1e3 * _STREAMED  # cycles and bytes a microsecond
+    clock, streamed = GPUS[arch][1] * 1e3, GPUS[arch][2] * 1e3 * _STREAMED  # cycles and bytes per microsecond
     gpu = gpu_of(launch.device)
     moved = _bytes(launch)
     product = _product(launch)
     flop, itemsize = (product.flop, product.itemsize) if product else (_attention_flop(launch), 2)
     sustained = 2 * PRODUCTS[arch] * gpu.sm_count * clock * _SUSTAINED * 2 / itemsize
     if product:
-        tile, waves, issue, cycles = _matmul(product, loops, gpu)
+        tile, waves, issue, cycles = _matmul_cycles(product, loops, gpu)
     else:
-        tile, issue, cycles = "", *_other(launch, loops, stats)
+        tile, issue, cycles = "", *_other_cycles(launch, loops, stats)
         waves = math.prod(launch.grid) / gpu.sm_count / stats.ctas_per_sm
     cycles["DRAM"] = moved / streamed * clock
     early = _EARLY if launch.constants.get("DEPENDENT") else 0
@@ -97,7 +97,7 @@ def _name(launch: Launch) -> str:
 
 @dataclass(frozen=True)
 class _Product:
-    """A launch of matmuls as one of `sizes` M, N, K."""
+    """A launch of one or more matmuls, as a single one of `sizes` M, N, K."""
 
     config: MatmulConfig
     sizes: tuple[int, int, int]
@@ -121,7 +121,7 @@ def _product(launch: Launch) -> _Product | None:
     if "EPILOGUE" in c:
         sizes = (args["M"], args["N"], args["K"])
         flop = 2.0 * math.prod(sizes)
-    else:  # the matmuls of all weight gradients, as one with their tiles stacked
+    else:  # all weight gradients as one matmul, with their tiles stacked
         pairs = [(args[f"P{suffix}"], args[f"Q{suffix}"]) for suffix in ("", "2", "3", "4")]
         sizes = (sum(config.tiles(P, Q) for P, Q in pairs) * config.block_m, config.block_n, args["M"])
         flop = 2.0 * args["M"] * sum(P * Q for P, Q in pairs)
@@ -129,8 +129,8 @@ def _product(launch: Launch) -> _Product | None:
     return _Product(config, sizes, args["splits"], flop, a.element_size())
 
 
-def _matmul(product: _Product, loops: Loops, gpu: Gpu) -> tuple[str, float, float, dict[str, float]]:
-    """Returns the tile as text, waves, cycles to issue its instructions and products, and cycles of each resource."""
+def _matmul_cycles(product: _Product, loops: Loops, gpu: Gpu) -> tuple[str, float, float, dict[str, float]]:
+    """Returns tile, waves, cycles to issue instructions, and cycles per resource."""
     config, sizes, splits = product.config, product.sizes, product.splits
     issued = loops.tile * config.num_warps / 4
     found = launch_cycles(config, sizes, product.itemsize, gpu, issued * 4 / ISSUE + DRAIN, splits)
@@ -144,8 +144,8 @@ def _matmul(product: _Product, loops: Loops, gpu: Gpu) -> tuple[str, float, floa
     return words, tiles / gpu.sm_count, found.products + busiest * issued, cycles
 
 
-def _other(launch: Launch, loops: Loops, stats: Stats) -> tuple[float, dict[str, float]]:
-    """Returns the issue cycles of the busiest multiprocessor's programs, and the cycles of each resource."""
+def _other_cycles(launch: Launch, loops: Loops, stats: Stats) -> tuple[float, dict[str, float]]:
+    """Returns cycles to issue instructions, and cycles per resource."""
     args, c = launch.args, launch.constants
     trips = c.get("TILES") or (ceil_div(args["n_kv"], c["BLOCK_N"]) if "BLOCK_N" in c else 1)
     programs = ceil_div(math.prod(launch.grid), gpu_of(launch.device).sm_count)
@@ -168,7 +168,7 @@ def _bytes(launch: Launch) -> int:
 
 
 def _tensors(launch: Launch) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yields identity and bytes of each tensor; views of the same elements have one identity."""
+    """Yields identity and bytes of each tensor; views of the same elements share an identity."""
     for value in launch.args.values():
         tensor = value.base if isinstance(value, TensorDescriptor) else value
         if isinstance(tensor, Tensor):

@@ -1,6 +1,6 @@
-"""Builds of the matmul and of the kernels of linear layers, for compiling without a GPU.
+"""Builds of the matmul and of the kernels of linear layers, for the static checks.
 
-The shapes are ViT-B/16's at batch 256: 50,432 rows, C = 768, F = 3072; in FP8 ViT-L/16's, C = 1024, F = 4096.
+Shapes are those of ViT-B/16 at batch 256: 50,432 tokens, C = 768, F = 3072; in FP8 those of ViT-L/16.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _normed(
     dtype: torch.dtype, keep: bool = False, normalised: bool = False, gated: bool = False, C: int = _C, N: int = _F,
     result: torch.dtype | None = None, head_step: HeadStep | None = None,
 ) -> Operands:  # fmt: skip
-    """Returns operands after a norm of A's rows. `keep`: as in training; `normalised`: A is normalised (fp32 rows)."""
+    """Returns operands after a norm of A's rows. `keep`: for training; `normalised`: A is normalized (fp32 x)."""
     statistics = keep and not normalised
     return Operands(
         meta(_M, C, dtype=dtype), meta(N, C, dtype=dtype), meta(_M, N // 2 if gated else N, dtype=result or dtype),
@@ -89,7 +89,7 @@ def _partial(whole: Operands) -> Operands:
 
 
 def _before_norm(operands: Operands) -> Operands:
-    """Adds the tensors that the activation epilogues write or read before a norm of the hidden layer."""
+    """Adds the tensors that activation epilogues, forward and backward, need before a norm of the hidden layer."""
     if operands.column_part is not None:
         return replace(operands, hidden=meta(2, _M), along=meta(_M))
     return replace(operands, out_part=meta(_M, 2, row_parts(operands.out.shape[1])))
@@ -177,13 +177,13 @@ def _backward_cases(dtype: torch.dtype, config: MatmulConfig, widest: bool) -> I
     if dtype == _HALF:
         with_factor = _activation_grad(torch.float16, config, meta(1))
         yield "activation_grad", "gelu with a factor", with_factor, "gelu", 1
-        what = "residual in fp32"  # as autocast keeps the residual stream
+        what = "residual in fp32"  # the residual stream under autocast
         yield "layer_norm_grad", what, _layer_norm_grad(dtype, _FULL), "identity", 1
         yield "layer_norm_grad", f"{what}, rounded beside it", _layer_norm_grad(dtype, _FULL, True), "identity", 1
 
 
 def _fp8_cases(dtype: torch.dtype) -> Iterator[_Case]:
-    """Yields cases with operands in e4m3, or for half precision with results in e4m3."""
+    """Yields cases with operands in e4m3; for half precision, with results in e4m3."""
     eight = dtype == _E4M3
 
     def normed(result: torch.dtype, N: int = _F8, gated: bool = False) -> Operands:
@@ -203,7 +203,7 @@ def _fp8_cases(dtype: torch.dtype) -> Iterator[_Case]:
         yield "partial", "5 parts", _partial(whole), "identity", 5
 
 
-# Core builds, for the widest configuration.
+# Cases that are core builds in the configuration with the largest tile.
 _CORE = {
     "sm_80": ("gelu",),
     "sm_90": (
@@ -249,7 +249,7 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
                         operands, epilogue=epilogue, config=config, activation=activation, split_k=parts
                     )
                     yield Build(
-                        # "partial" is the first launch of a "residual" matmul
+                        # with split-K, "partial" is the first launch of a "residual" matmul
                         "matmul_residual" if epilogue == "partial" else f"matmul_{epilogue}",
                         f"{kind} {_tile(config)} {what}",
                         launch,
@@ -259,7 +259,7 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
 
 
 def _product_builds(arch: str) -> Iterator[Build]:
-    """Yields the matmuls of weight gradients: of one linear layer, of the two of an MLP, of the four of a block."""
+    """Yields the matmuls of weight gradients of one linear layer, of the two of an MLP, and of the four of a block."""
     for kind in ("half", "tf32"):
         wide, narrow = meta(_M, _F, dtype=_KINDS[kind]), meta(_M, _C, dtype=_KINDS[kind])
         pairs, out = [(wide, narrow), (narrow, wide)] * 2, [meta(5, _F, _C), meta(5, _C, _F)] * 2
@@ -279,8 +279,8 @@ def _tile(config: MatmulConfig) -> str:
     return f"{config.block_m}x{config.block_n}x{config.block_k} {paths}"
 
 
-def _small_launches(arch: str, dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    """Yields launches around matmuls of `dtype`; x and the parameters have the dtype of the residual stream."""
+def _other_launches(arch: str, dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """Yields the other launches around matmuls of `dtype`; x and the parameters have the dtype `stream`."""
     x, rows = meta(_M, _C, dtype=stream), meta(_M, _C, dtype=dtype)
     weight, vector, bias = meta(_F, _C, dtype=stream), meta(_C, dtype=stream), meta(_F, dtype=stream)
     normalised = stream == torch.float32
@@ -322,7 +322,7 @@ def _small_launches(arch: str, dtype: torch.dtype, stream: torch.dtype) -> Itera
 
 
 def _weight_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    """Yields conversions of weights in the forward and in the backward of a LayerScale."""
+    """Yields conversions of weights, for the forward and for the backward of a LayerScale."""
     weight, scale = meta(_F, _C, dtype=stream), meta(_F, dtype=stream)
     made, factored = ScaledWeight(meta(_F, _C, dtype=dtype), None), meta(_C)
     plain = int(dtype != stream)
@@ -335,11 +335,11 @@ def _weight_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[
 
 
 def offline_builds(arch: str) -> Iterator[Build]:
-    """Yields all builds for an architecture."""
+    """Yields the builds for an architecture."""
     yield from _matmul_builds(arch)
     yield from _product_builds(arch)
     for name, dtype, stream in (("bf16", _HALF, _HALF), ("fp32", _FULL, _FULL), ("autocast", _HALF, _FULL)):
-        for kernel, launch in _small_launches(arch, dtype, stream):
+        for kernel, launch in _other_launches(arch, dtype, stream):
             yield Build(kernel, name, launch)
     if has_fp8(arch):
         x, x8 = meta(_M, _C8, dtype=_HALF), meta(_M, _C8, dtype=_E4M3)

@@ -1,10 +1,10 @@
 """Compiles kernels without a GPU, and reads statistics of their machine code.
 
-`builds(arch)` collects the shipped configurations of the modules in `PROVIDERS`; `compile_build` compiles one and reads
-registers, spills, shared memory, occupancy and instructions. Needs triton, whose wheel contains ptxas and cuobjdump,
-without `TRITON_INTERPRET`.
+`builds(arch)` yields the shipped configurations from the modules in `PROVIDERS`. `compile_build` compiles one, and
+reads registers, spills, shared memory, occupancy and instructions. This needs triton, whose wheel contains ptxas and
+cuobjdump, without `TRITON_INTERPRET`.
 
-To add kernels, add a module with `offline_builds(arch)` to `PROVIDERS`.
+To add kernels, add a module with a function `offline_builds(arch)` to `PROVIDERS`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a streaming multiprocessor: CUDA C programming guide, technical specifications; cuda_occupancy.h."""
+    """Limits of a multiprocessor. Source: CUDA C++ Programming Guide, technical specifications; cuda_occupancy.h."""
 
     shared_bytes: int
     shared_bytes_per_block: int
@@ -77,7 +77,7 @@ class Build:
     Args:
         kernel: Name of the kernel, e.g. "attention_fwd_row".
         case: Description of the configuration, unique per kernel, e.g. "bf16 N197 D64".
-        launch: The launch of the real launcher, with meta tensors.
+        launch: The launch, with meta tensors.
         core: Compiled by the static tests; `vit-fast kernels` compiles the others too.
         needs: Required instructions, named as in `Stats.has`, e.g. ("HGMMA", "UTMALDG").
     """
@@ -89,16 +89,15 @@ class Build:
     needs: tuple[str, ...] = ()
 
     def key(self, arch: str) -> str:
-        """The name of this build in the baseline."""
         return f"{arch}/{self.kernel}/{self.case}"
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Resources and instructions of a compiled build, and seconds to compile it.
+    """Resources and instruction counts of a compiled build, and the seconds to compile it.
 
-    More `wgmma_waits` than in PTX mean that ptxas serialised wgmma (warnings C75xx) and waits for every product.
-    `early_accesses` are those to global memory before the wait for the previous launch (dependent.py).
+    If SASS has more `wgmma_waits` than PTX, ptxas has serialized wgmma (warnings C75xx). `early_accesses` are accesses
+    to global memory before the wait for the previous launch (dependent.py).
     """
 
     registers: int
@@ -125,15 +124,14 @@ class Stats:
 
     @property
     def spills(self) -> int:
-        """Instructions that move registers to or from local memory."""
+        """Number of instructions that move registers to or from local memory."""
         return self.spill_loads + self.spill_stores
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
         return asdict(self)
 
     def has(self, instruction: str) -> bool:
-        """True if the machine code contains an instruction, named as in SASS; TCGEN05 and E4M3 mean such matmuls."""
+        """True if the machine code contains a SASS instruction; TCGEN05 and E4M3 stand for all such matmuls."""
         fields = {
             "HGMMA": self.hgmma,
             "HMMA": self.hmma,
@@ -148,15 +146,14 @@ class Stats:
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns a tensor without memory."""
     return torch.empty(shape, device="meta", dtype=dtype)
 
 
 def builds(arch: str) -> Iterator[Build]:
-    """Yields all shipped builds for an architecture.
+    """Yields the shipped builds for an architecture.
 
     Raises:
-        ValueError: the architecture is not one of `ARCHS`.
+        ValueError: the architecture is unknown.
     """
     if arch not in LIMITS:
         raise ValueError(f"arch must be one of {', '.join(ARCHS)}, got {arch!r}")
@@ -168,7 +165,7 @@ def compile_launch(launch: Launch, arch: str) -> Any:
     """Compiles a launch for an architecture; returns triton's CompiledKernel.
 
     Raises:
-        RuntimeError: the kernels were decorated for the interpreter.
+        RuntimeError: triton's interpreter is active.
     """
     if is_interpreted():
         raise RuntimeError(
@@ -181,20 +178,18 @@ def compile_launch(launch: Launch, arch: str) -> Any:
 
 
 def specialisation(launch: Launch) -> str:
-    """Returns the compiler's inputs as text; launches with equal text share one binary."""
+    """Returns the inputs of the compiler as text; launches with equal text share one binary."""
     return repr((launch.kernel.__name__, _specialise(launch), launch.options()))
 
 
 def compile_build(build: Build, arch: str) -> Stats:
-    """Compiles a build for an architecture; returns its statistics."""
     start = time.perf_counter()
     compiled = compile_launch(build.launch, arch)
     return read_stats(compiled, arch, time.perf_counter() - start)
 
 
 def problems(build: Build, stats: Stats, arch: str) -> list[str]:
-    """Lists reasons not to ship a build: spills, serialised wgmma, missing or early instructions, too much shared
-    memory."""
+    """Lists reasons not to ship a build."""
     found = []
     if stats.spills:
         found.append(f"spills: {stats.spill_loads} loads, {stats.spill_stores} stores")
@@ -214,7 +209,7 @@ def problems(build: Build, stats: Stats, arch: str) -> list[str]:
 
 
 def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
-    """Returns the types, constants and divisibility that triton's launcher would derive from the arguments."""
+    """Returns types, constants and divisibility of the arguments, as triton's launcher does."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(launch.constants)
     attributes: dict[tuple[int, ...], Any] = {}
@@ -235,12 +230,12 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tu
 
 
 def _type_of(value: Any) -> tuple[str, bool]:
-    """Returns triton's type name of an argument, and True if the argument is divisible by 16."""
+    """Returns triton's type of an argument, and True if it is divisible by 16."""
     if isinstance(value, TensorDescriptor):
         block = ",".join(str(size) for size in value.block_shape)
         return f"tensordesc<{_TYPE_NAMES[value.base.dtype]}[{block}]>", False
     if isinstance(value, torch.Tensor):
-        # a meta tensor has no address: its storage counts as aligned
+        # a meta tensor has no address: assume that its storage is aligned
         return f"*{_TYPE_NAMES[value.dtype]}", value.storage_offset() * value.element_size() % 16 == 0
     if isinstance(value, bool):
         return "i1", False
@@ -252,7 +247,7 @@ def _type_of(value: Any) -> tuple[str, bool]:
 
 
 def disassemble(compiled: Any) -> tuple[str, str]:
-    """Returns cuobjdump's resource usage and machine code (SASS) of a compiled kernel."""
+    """Returns the output of cuobjdump for a compiled kernel: resource usage, and machine code (SASS)."""
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -269,7 +264,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 
 
 def early_accesses(sass: str) -> int:
-    """Returns the number of accesses to global memory before ACQBULK, which a prefetch (CCTL) is not."""
+    """Returns the number of accesses to global memory before ACQBULK; prefetches (CCTL) do not count."""
     names = _INSTRUCTION.findall(sass)
     before = names[: names.index("ACQBULK")] if "ACQBULK" in names else []
     return sum(name in _GLOBAL_ACCESSES for name in before)
@@ -316,7 +311,7 @@ def read_stats(compiled: Any, arch: str, seconds: float) -> Stats:
 
 
 def _occupancy(limits: Limits, registers: int, shared_bytes: int, warps: int, tensor_columns: int) -> int:
-    """Blocks per multiprocessor: 65,536 registers, 1 KiB of shared memory reserved per block, 512 TMEM columns."""
+    """Returns blocks per multiprocessor; each block reserves 1 KiB of shared memory."""
     registers_per_warp = (max(registers, 1) + 7) // 8 * 8 * 32
     by_registers = 65_536 // registers_per_warp // warps
     by_shared = limits.shared_bytes // (shared_bytes + _KIB)

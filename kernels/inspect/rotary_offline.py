@@ -1,7 +1,7 @@
-"""Builds of the kernels of qk-norm and rotary positions, for compiling without a GPU.
+"""Builds of the kernels of qk-norm and rotary positions, for the static checks.
 
-Shapes are those of models: DINOv3-B (heads of 64, 5 prefix tokens), a head of 72 with a table for each image, RMSNorm
-of heads of 128, and InternViT-6B's RMSNorm over the width of 25 such heads.
+Shapes are those of models: DINOv3-B (head_dim 64, 5 prefix tokens), head_dim 72 with a table per image, RMSNorm over
+head_dim 128, and the RMSNorm of InternViT-6B over all 25 heads of 128.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _launches(dtype: torch.dtype) -> Iterator[tuple[str, str, Launch]]:
 
 
 def offline_builds(arch: str) -> Iterator[Build]:
-    """Yields all builds for an architecture."""
+    """Yields the builds for an architecture."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         for kernel, what, launch in _launches(dtype):
             core = arch == "sm_90" and name == "bf16" and what.startswith("layer_norm, rope")

@@ -1,4 +1,4 @@
-"""Counts instructions of loops in SASS, as printed by cuobjdump."""
+"""Counts the instructions of loops in SASS, as printed by cuobjdump."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _PRODUCT = re.compile(r"\b(?:[HQI]G?MMA|UTC\w*MMA)\b")
 
 @dataclass(frozen=True)
 class Loops:
-    """Instructions of a warp.
+    """Instructions per warp.
 
     Args:
-        step: In one step of the innermost loop around the matrix products, without `tile`.
-        tile: Around that loop, in one step of the outer one. If one loop walks over all steps of all tiles, those that
-            only a tile's last step executes. 0 without an outer loop.
-        once: Outside loops.
+        step: In one step of the innermost loop around matrix products, without `tile`.
+        tile: In one step of the outer loop, outside the innermost loop; 0 without an outer loop. In a single loop over
+            all steps of all tiles: instructions that only the last step of a tile executes.
+        once: Outside these loops.
     """
 
     step: int
@@ -27,10 +27,10 @@ class Loops:
 
 
 def count_loops(sass: str) -> Loops:
-    """Returns the counts of a kernel; all `once` where no loop has matrix products.
+    """Returns the counts of a kernel; all are `once` if no loop has matrix products.
 
-    A loop is a backward branch around a product. A wait on a barrier that was moved out of line also branches back,
-    after a TRYWAIT, but repeats nothing.
+    A loop is a backward branch around a matrix product. ptxas moves some waits for barriers out of line; these branch
+    back too, after a TRYWAIT, but are no loops.
     """
     lines = [(int(m[1], 16), m[2]) for m in _LINE.finditer(sass)]
     index_of = {address: index for index, (address, _) in enumerate(lines)}
@@ -52,6 +52,6 @@ def count_loops(sass: str) -> Loops:
     inner = stop - start + 1
     around = [end - begin + 1 for begin, end in outer if begin <= start and stop <= end]
     skipped = max((to - at for at, to in branches if start <= at < to <= stop + 1), default=0)
-    # a jump over most of the loop is one over the end of a tile
+    # a jump over most of the loop skips the end of a tile
     tile = around[0] - inner if around else skipped if 2 * skipped > inner else 0
     return Loops(inner if around else inner - tile, tile, executed - max([inner, *around]))

@@ -1,8 +1,8 @@
 /* A stand-in for libcuda.so.1: the functions that Triton's launch path calls. It executes nothing and reads no tensor.
  *
- * It counts calls, checks every tensor map by the rules that cuda.h documents for cuTensorMapEncodeTiled and every
- * launch by the limits of the device that stand_in_configure describes, and refuses what breaks them with the driver's
- * error codes. What was refused is kept as text for stand_in_violation.
+ * It counts calls and checks them: tensor maps by the rules that cuda.h documents for cuTensorMapEncodeTiled, launches
+ * by the limits of the device that stand_in_configure sets. It rejects a call that breaks a rule with the error code of
+ * the driver, and saves a description for stand_in_violation.
  */
 #include "cuda.h"
 #include <stdatomic.h>
@@ -35,7 +35,7 @@ void stand_in_configure(int arch, int multiprocessors, int shared_per_block, int
 static char violations[MAX_VIOLATIONS][TEXT];
 static _Thread_local char last_error[TEXT] = "refused by the stand-in driver";
 
-/* The text of a violation; empty past the last one and past the first MAX_VIOLATIONS. */
+/* The description of a violation; empty past the last one and past MAX_VIOLATIONS. */
 const char *stand_in_violation(int index) { return index >= 0 && index < MAX_VIOLATIONS ? violations[index] : ""; }
 
 static CUresult refuse(CUresult code, const char *text) {
@@ -52,7 +52,7 @@ void stand_in_reset(void) {
   memset(violations, 0, sizeof violations);
 }
 
-/* Triton puts this text into its exception. */
+/* Triton raises an exception with this text. */
 CUresult cuGetErrorString(CUresult code, const char **text) {
   *text = last_error;
   return CUDA_SUCCESS;
@@ -78,18 +78,18 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
   case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = device.arch % 10; break;
   case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK: *value = 65536; break;
   case CU_DEVICE_ATTRIBUTE_WARP_SIZE: *value = 32; break;
-  default: *value = 0; /* clocks and bus width: of a device that does not exist */
+  default: *value = 0; /* clocks and bus width */
   }
   return CUDA_SUCCESS;
 }
 
-/* Every address is the device's. */
+/* Returns every address as a device address. */
 CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr pointer) {
   *(CUdeviceptr *)data = pointer;
   return CUDA_SUCCESS;
 }
 
-/* ---- modules: a function is its name and the shared memory it was allowed ---- */
+/* ---- modules: a function is a name and a limit of shared memory ---- */
 
 typedef struct {
   char name[128];
@@ -116,7 +116,7 @@ CUresult cuModuleGetFunction(CUfunction *found, CUmodule module, const char *nam
 }
 
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction handle) {
-  /* registers and spills stay 0: `vit-fast kernels` reads them from the machine code */
+  /* registers and spills are 0 here; `vit-fast kernels` reads them from the machine code */
   *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? MAX_THREADS : 0;
   return CUDA_SUCCESS;
 }
@@ -192,7 +192,7 @@ static unsigned element_bytes(CUtensorMapDataType type) {
   case CU_TENSOR_MAP_DATA_TYPE_UINT64:
   case CU_TENSOR_MAP_DATA_TYPE_INT64:
   case CU_TENSOR_MAP_DATA_TYPE_FLOAT64: return 8;
-  default: return 0; /* packed types, whose further rules are not checked here: refused */
+  default: return 0; /* rejects packed types, whose rules are not implemented here */
   }
 }
 
@@ -200,8 +200,8 @@ static unsigned swizzle_bytes(CUtensorMapSwizzle swizzle) {
   return swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64 : 128;
 }
 
-/* The first rule that a map breaks, or NULL. That strides grow from dimension to dimension is how cuda.h computes an
- * example, not a rule: [B, H, N, D] views of packed qkv have the larger stride along N. */
+/* Returns the first rule that a map breaks, or NULL. Strides need not grow from dimension to dimension, as they do in
+ * the example in cuda.h: in [B, H, N, D] views of packed qkv, N has a larger stride than H. */
 static const char *broken_rule(const CUtensorMap *map, unsigned size, unsigned rank, const void *address,
                                const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
                                const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle) {
@@ -243,7 +243,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
   const char *rule = broken_rule(map, size, rank, address, dims, strides, box, steps, interleave, swizzle);
   stand_in_descriptors++;
   memset(map, 0, sizeof *map);
-  if (rule == NULL) { /* what it describes, so that two can be compared: the address, the rest in 15 words */
+  if (rule == NULL) { /* pack the description: the address, and 15 words for the rest */
     map->opaque[0] = (cuuint64_t)address;
     map->opaque[1] = (cuuint64_t)type << 32 | rank << 16 | swizzle << 8 | fill;
     for (unsigned i = 0; i < rank; i++)

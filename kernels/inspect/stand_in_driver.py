@@ -1,11 +1,11 @@
-"""Triton's launch path without a GPU: a driver that accepts CPU tensors and launches nothing.
+"""Triton's launch path without a GPU: a stand-in for the CUDA driver that accepts CPU tensors and launches nothing.
 
 `install(arch)` builds a libcuda.so.1 from `stand_in_driver.c` and makes it Triton's driver for this process. Triton
-then specialises, compiles and loads kernels, encodes descriptors and packs arguments as on that GPU; only the last call
-into the driver does nothing. So launches and descriptors can be counted and checked, and host time measured. Results
-are undefined.
+then specializes, compiles and loads kernels, encodes descriptors and packs arguments as on that GPU. Only the last call
+into the driver does nothing, so results are undefined. This serves to count and check launches and descriptors, and to
+measure host time.
 
-It needs a separate process, without CUDA and without Triton's interpreter.
+Install it in a separate process, without CUDA and without Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..device import Gpu, has_stand_in, set_stand_in
 from ..launch import is_interpreted
 from .offline import LIMITS
 
-# Multiprocessors of A100, A10, L40S, H200, B200, B300, RTX 5090.
+# Numbers of multiprocessors: A100, A10, L40S, H200, B200, B300, RTX 5090.
 SM_COUNTS = {
     "sm_80": 108, "sm_86": 72, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 160, "sm_120": 170,
 }  # fmt: skip
@@ -42,11 +42,10 @@ class Counters:
     """Calls of the driver since it was installed or reset.
 
     Args:
-        launches: Launched kernels.
-        dependent: Launches that may start before the previous one has ended.
-        descriptors: Encoded tensor maps, including refused ones.
+        dependent: Programmatic dependent launches.
+        descriptors: Encoded tensor maps, including rejected ones.
         modules: Loaded kernels.
-        violations: Calls that were refused because they break a rule.
+        violations: Rejected calls.
         largest_shared: Largest shared memory of a launch, in bytes.
     """
 
@@ -58,12 +57,11 @@ class Counters:
     largest_shared: int
 
     def as_dict(self) -> dict[str, int]:
-        """The fields, for JSON."""
         return asdict(self)
 
 
 class StandInDriver:
-    """The driver of this process; made by `install`."""
+    """The stand-in driver of this process; `install` creates it."""
 
     def __init__(self, library: ctypes.CDLL, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -71,26 +69,24 @@ class StandInDriver:
         library.stand_in_violation.restype = ctypes.c_char_p
 
     def counters(self) -> Counters:
-        """Returns the current counters."""
         values = (ctypes.c_long.in_dll(self._library, f"stand_in_{name}").value for name in _COUNTERS)
         return Counters(*values)
 
     def violations(self) -> list[str]:
-        """Describes the refused calls, at most 64."""
+        """Describes the rejected calls, at most 64."""
         count = min(self.counters().violations, 64)
         return [self._library.stand_in_violation(index).decode() for index in range(count)]
 
     def reset(self) -> None:
-        """Resets counters and violations."""
         self._library.stand_in_reset()
 
 
 def install(arch: str, library: Path | None = None) -> StandInDriver:
-    """Makes the stand-in Triton's driver for this process, before any kernel is launched.
+    """Makes the stand-in Triton's driver for this process. Must be called before the first launch.
 
     Args:
         arch: One of `SM_COUNTS`, e.g. "sm_90".
-        library: A libcuda.so.1 that contains `stand_in_driver.c`; by default it is built.
+        library: A libcuda.so.1 that contains `stand_in_driver.c`; None builds it.
     Raises:
         ValueError: the architecture is unknown.
         RuntimeError: CUDA or the interpreter is active, a driver is installed, or no C compiler is found.
@@ -106,7 +102,8 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
     if has_stand_in():
         raise RuntimeError("the stand-in driver is already installed in this process")
     library = library or _build()
-    # Triton links its launcher against the library in this folder; one of that name, once loaded, serves every process.
+    # Triton links its launcher against libcuda.so.1 in this folder. The loader then reuses the first library of that
+    # name in this process, which must be the stand-in.
     os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     if not hasattr(ctypes.CDLL(library.name), "stand_in_configure"):
@@ -123,7 +120,7 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
 
 
 class _TritonDriver(CudaDriver):  # type: ignore[misc]  # triton brings no types
-    """Triton's CUDA driver, with the device's properties in place of torch's."""
+    """Triton's CUDA driver with the properties of the stand-in GPU."""
 
     def __init__(self, arch: int) -> None:
         super().__init__()
@@ -137,7 +134,7 @@ class _TritonDriver(CudaDriver):  # type: ignore[misc]  # triton brings no types
 
 
 def _build() -> Path:
-    """Builds libcuda.so.1 in Triton's cache, once per content of its source."""
+    """Builds libcuda.so.1 in Triton's cache unless it is there already."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise RuntimeError("no C compiler found, which Triton needs too: install gcc (Debian, Ubuntu: apt install gcc)")

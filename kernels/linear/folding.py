@@ -1,19 +1,22 @@
 """LayerNorm folded into the linear layer that follows it.
 
-With gamma, beta the affine of the LayerNorm, W [F, C] and b the linear layer, mean and rstd of a row x:
+With gamma and beta of the LayerNorm, W [F, C] and b of the linear layer, and mean and rstd of a row x:
 
     W'' = W gamma - rowmean(W gamma), rounded to the dtype of x
-    s   = rowsum(W''), 0 but for rounding
+    s   = rowsum(W''), 0 except for rounding errors
     c   = W beta + b
     z   = rstd (x W''^T - mean s) + c          = LayerNorm(x) W^T + b
 
-The matmul then reads x itself, and LayerNorm only adds two numbers per row to its epilogue. Without s, the relative
-error in bf16 would be 16 % for rows whose mean is 100 times their spread. One launch folds the two linear layers of a
-block that follow LayerNorms.
+The matmul then reads x itself, and its epilogue needs only mean and rstd of each row. s corrects the rounding of W'':
+without it, the relative error in bf16 would be 16 % for rows whose mean is 100 times their standard deviation. RMSNorm
+has no mean: W'' = W gamma, without s.
 
-RMSNorm has no mean: W'' = W gamma, without s. The rows of a gated layer are interleaved, so that a tile of the matmul
-holds both members of each pair: row 2j is the gate's j-th, row 2j + 1 the other's. The rows of q and k are interleaved
-likewise if rotary positions rotate channels j and j + D/2 of a head: q k^T does not depend on the order of channels.
+One launch folds the two linear layers of a block that follow LayerNorms. It also permutes rows of W:
+
+- Gated layers: row 2j is row j of the gate, row 2j + 1 is row j of the other weight. So a tile of the matmul contains
+  both factors of each product.
+- q and k, if rotary positions rotate channels j and j + D/2: these channels become adjacent. q k^T does not depend on
+  the order of channels.
 
 Source: vit-fast's own derivation, checked in fp64 by the tests.
 """
@@ -35,7 +38,7 @@ from ..layer_norm import chunk
 
 @triton.jit
 def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
-    """Loads [BLOCK_C] of a vector [C] in fp32; DEFAULT if there is none."""
+    """Loads columns of a vector [C] in fp32; DEFAULT without a vector."""
     if pointer is None:
         return tl.full(cols.shape, DEFAULT, tl.float32)
     else:
@@ -44,9 +47,9 @@ def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
 
 @triton.jit
 def row_pointers(pointer, gate_ptr, rows, C, F=0, HEAD: tl.constexpr = 0):
-    """Returns pointers to rows of C elements; with a gate, even ones are rows of the gate, odd ones rows of the weight.
+    """Returns pointers to rows of the weight and of the gate, by the permuted rows of W''.
 
-    HEAD: head_dim of q and k, the first two thirds of F rows, whose pairs become adjacent; 0 keeps the order.
+    HEAD: head_dim if q and k, the first two thirds of F rows, are permuted; else 0.
     """
     if HEAD:
         place = rows % HEAD
@@ -63,7 +66,6 @@ def _fold_rows(
     weight_ptr, gamma_ptr, beta_ptr, bias_ptr, gate_ptr, gate_bias_ptr, folded_ptr, sum_ptr, shift_ptr, program, F, C,
     HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Folds the `program`-th ROWS rows of a linear layer."""
     rows = program * ROWS + tl.arange(0, ROWS)
     inside = rows < F
     start = rows.to(tl.int64)[:, None] * C
@@ -102,13 +104,13 @@ def _fold_kernel(
     beta_ptr,  # [C] or None
     bias_ptr,  # [F] or None, with a gate [F / 2]
     gate_ptr, gate_bias_ptr,  # like weight and bias; None: no gate
-    folded_ptr,  # [F, C] W'', in the dtype of x
-    sum_ptr,  # fp32 [F] s, or None: of an RMSNorm
-    shift_ptr,  # fp32 [F] c
-    # of a second layer, or None:
+    folded_ptr,  # output: [F, C] W'', in the dtype of x
+    sum_ptr,  # output: fp32 [F] s; None for RMSNorm
+    shift_ptr,  # output: fp32 [F] c
+    # the same of a second layer, or None:
     weight2_ptr, gamma2_ptr, beta2_ptr, bias2_ptr, gate2_ptr, gate_bias2_ptr, folded2_ptr, sum2_ptr, shift2_ptr,
     F, C, F2, C2,
-    HEAD: tl.constexpr,  # head_dim if the first layer is qkv and its pairs become adjacent; else 0
+    HEAD: tl.constexpr,  # of the first layer: head_dim if its q and k are permuted; else 0
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -127,16 +129,16 @@ def _fold_kernel(
 
 @dataclass(frozen=True)
 class NormedLinear:
-    """A linear layer with the LayerNorm before it.
+    """A linear layer and the LayerNorm before it.
 
     Args:
         weight: [F, C].
         bias: [F]; None means zeros.
-        gamma, beta: The LayerNorm's affine [C]; None means ones, zeros.
-        rms: True for an RMSNorm.
-        gate, gate_bias: Like weight and bias; None: no gate.
-        rope_head: head_dim D of a qkv layer in which channels j and j + D/2 become adjacent; else 0. Only for the first
-            of two layers that are folded together.
+        gamma, beta: Weight and bias of the LayerNorm [C]; None means ones, zeros.
+        rms: True for RMSNorm.
+        gate, gate_bias: Weight and bias of the gate, like `weight` and `bias`; None means no gate.
+        rope_head: head_dim D of a qkv layer whose channels j and j + D/2 become adjacent; else 0. Only for the first of
+            two layers that are folded together.
     """
 
     weight: Tensor
@@ -150,11 +152,10 @@ class NormedLinear:
 
     @property
     def rows(self) -> int:
-        """Rows of the weight and of the gate."""
+        """Rows of weight and gate."""
         return self.weight.shape[0] * (1 if self.gate is None else 2)
 
     def contiguous(self) -> NormedLinear:
-        """Returns the layer with contiguous tensors."""
         tensors = (self.bias, self.gamma, self.beta, self.gate, self.gate_bias)
         bias, gamma, beta, gate, gate_bias = (tensor if tensor is None else tensor.contiguous() for tensor in tensors)
         return NormedLinear(self.weight.contiguous(), bias, gamma, beta, self.rms, gate, gate_bias, self.rope_head)
@@ -162,11 +163,11 @@ class NormedLinear:
 
 @dataclass(frozen=True)
 class FoldedLinear:
-    """A linear layer with the LayerNorm before it folded in.
+    """A linear layer that contains the LayerNorm before it.
 
     Args:
-        weight: W'' [F, C] in the dtype of x; F counts the rows of the gate too.
-        weight_sum: s, fp32 [F]; None for an RMSNorm.
+        weight: W'' [F, C] in the dtype of x; F includes the rows of the gate.
+        weight_sum: s, fp32 [F]; None for RMSNorm.
         shift: c, fp32 [F].
         scale: Scales of a weight in e4m3, fp32 [F]; None for other dtypes.
     """
@@ -178,7 +179,7 @@ class FoldedLinear:
 
 
 def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear]) -> Launch:
-    """Returns the launch that folds one or two linear layers with contiguous tensors into those of `folded`."""
+    """Returns the launch that folds one or two contiguous linear layers into `folded`."""
     args: dict[str, Any] = {}
     block, rows = chunk(max(linear.weight.shape[1] for linear in linears))
     for index, suffix in enumerate(("", "2")):
@@ -197,7 +198,7 @@ def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear])
 
 
 def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[FoldedLinear]:
-    """Folds LayerNorms into the linear layers after them, for inputs of this dtype; one launch per two layers."""
+    """Folds LayerNorms into the linear layers that follow, for inputs x of `dtype`; one launch per two layers."""
     folded = []
     dense = [linear.contiguous() for linear in linears]
     for linear in dense:
@@ -210,5 +211,4 @@ def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[Fo
 
 
 def fold_linear(linear: NormedLinear, dtype: torch.dtype) -> FoldedLinear:
-    """Folds a single layer, see `fold_linears`."""
     return fold_linears([linear], dtype)[0]

@@ -1,33 +1,33 @@
-"""Backward of linear layers after a LayerNorm or before a residual: formulas, and the LayerNorm's backward.
+"""Backward of linear layers after a LayerNorm or before a residual: the formulas, and the backward of the LayerNorm.
 
-With z = n W''^T + c = LayerNorm(x) W^T + b folded as in `layer_norm.py`, n = (x - mean) rstd the normalised row, dz the
-gradient of z, g = dz W'' that of n, U = dz^T n:
+After a LayerNorm, z = n W''^T + c = LayerNorm(x) W^T + b, where n = (x - mean) rstd is the normalized row. With dz the
+gradient of z, g = dz W'' the gradient of n, and U = dz^T n:
 
-    dx     = rstd (g - mean_c(g) - n mean_c(g n)), of RMSNorm without mean_c(g)
+    dx     = rstd (g - mean_c(g) - n mean_c(g n)), for RMSNorm without mean_c(g)
     dW     = U gamma + (sum_m dz) beta^T
     dgamma = sum_f U W
     dbeta  = sum_f (sum_m dz) W
     db     = sum_m dz
 
-mean_c(g) is 0 but for rounding, as the rows of a LayerNorm's W'' sum to 0, and C mean_c(g n) = sum_f dz (z - c).
-Hence two cases:
-- dz is an input (qkv): one pass over dz W and x, with g = dz W gamma, which needs no folded weight. It also writes n
-  unless x is already normalised.
+For a LayerNorm, mean_c(g) is 0 except for rounding errors, because the rows of W'' sum to 0. C mean_c(g n) is equal to
+sum_f dz (z - c). There are two cases:
+- dz is an input (qkv): one pass over dz W and x computes dx, with g = dz W gamma, which needs no folded weight. It also
+  writes n unless x is normalized already.
 - dz is the result of a matmul (fc1, before an activation): its epilogue sums dz (z - c) and stores dz~ = rstd dz. Then
   U = dz~^T x - (sum_m dz~ mean) for every column, without another pass over x or g.
 
-With y = r + ls (h W^T + b) and V = dy^T h:
+Before a residual, y = r + ls (h W^T + b). With V = dy^T h:
 
     dW  = ls V
     dls = sum_f V W + b sum_m dy
     db  = ls sum_m dy
 
-so the branch itself, h W^T + b, is neither saved nor recomputed.
+So the branch h W^T + b is neither saved nor recomputed.
 
-Sums over rows are written in parts of `SUM_ROWS` rows, by extra programs of another launch, and added in order by the
-kernel that reads them. This file contains the LayerNorm's backward; `weight_gradients.py` the parameters' gradients.
+Extra programs of another launch write partial sums over SUM_ROWS rows each. The kernel that reads them adds them in
+order. This file contains the backward of the LayerNorm, `weight_gradients.py` the gradients of the parameters.
 
-Source: differentiation of the formulas above; the tests compare with fp64 autograd.
+Source: differentiation of the formulas above.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from .folding import load_columns
 SUM_ROWS = 256  # rows per partial sum
 _SUM_ROWS = tl.constexpr(SUM_ROWS)
 _SUM_COLS = tl.constexpr(128)
-_AT_ONCE = tl.constexpr(64)  # parts loaded at once
+_AT_ONCE = tl.constexpr(64)  # parts that are loaded at once
 
 
 @triton.jit
 def sum_rows(tile):
-    """Returns sums [COLS] over the rows of a tile [ROWS, COLS] of four warps, of 32 or 128 columns.
+    """Returns sums over the rows of a tile of 32 or 128 columns and four warps; tl.sum has bank conflicts.
 
-    A thread adds its own rows of four columns. Their sums pass through shared memory, where tl.sum has bank conflicts.
+    Each thread adds its rows of four columns; only these sums pass through shared memory.
     """
     COLS: tl.constexpr = tile.shape[1]
     HALVINGS: tl.constexpr = 2 if COLS == 128 else 4
@@ -67,13 +67,13 @@ def sum_rows(tile):
 
 @triton.jit
 def column_sum_programs(M, N):
-    """Returns the number of programs of `store_column_sums` for [M, N]."""
+    """Returns the number of programs of `store_column_sums`."""
     return tl.cdiv(M, _SUM_ROWS) * tl.cdiv(N, _SUM_COLS)
 
 
 @triton.jit
 def store_column_sums(source_ptr, part_ptr, program, M, N):
-    """Stores one program's share of the sums over rows of [M, N], fp32 parts [M / SUM_ROWS, N]."""
+    """Stores one program's share of partial sums of [M, N] over rows, fp32 [M / SUM_ROWS, N]."""
     tiles = tl.cdiv(N, _SUM_COLS)
     part = program // tiles
     col = program % tiles * _SUM_COLS
@@ -85,11 +85,23 @@ def store_column_sums(source_ptr, part_ptr, program, M, N):
     tl.store(part_ptr + part.to(tl.int64) * N + cols, sum_rows(total), mask=cols < N)
 
 
+def new_column_sums(source: Tensor) -> Tensor:
+    """Returns an empty tensor for the partial sums of `source` [M, N] over rows."""
+    M, N = source.shape
+    return torch.empty(ceil_div(M, SUM_ROWS), N, dtype=torch.float32, device=source.device)
+
+
+def column_sum_tiles(source: Tensor) -> int:
+    """Returns `column_sum_programs`, computed on the host."""
+    M, N = source.shape
+    return ceil_div(M, SUM_ROWS) * ceil_div(N, _SUM_COLS.value)
+
+
 @triton.jit
 def add_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
-    """Returns a tile of COLS columns whose rows add up to the sum of fp32 parts of at least N columns, `stride` apart.
+    """Returns a tile whose rows add up to the sum of `parts` fp32 vectors, `stride` elements apart.
 
-    Threads add what they load; only their sums pass through shared memory.
+    The caller reduces the tile, so that threads add what they load before they exchange sums.
     """
     cols = col + tl.arange(0, COLS)
     total = tl.zeros((_AT_ONCE, COLS), tl.float32)
@@ -103,16 +115,16 @@ def add_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["rstd_ptr"])
 def _layer_norm_grad_kernel(
-    grad_ptr,  # [M, C] dz W, the gradient of the LayerNorm's result
+    grad_ptr,  # [M, C] dz W
     gamma_ptr,  # [C] or None
-    source_ptr,  # [M, C] x, or n if there is no mean
-    mean_ptr,  # fp32 [M] or None
-    rstd_ptr,  # fp32 [M], negative for a constant row if there is a mean
-    residual_ptr,  # [M, C] added to dx, or None
-    out_ptr,  # [M, C] dx
-    normalised_ptr,  # [M, C] n, written if there is a mean
-    summed_ptr,  # [M, F] dz, whose rows are summed
-    sum_part_ptr,  # fp32 [M / SUM_ROWS, F]
+    source_ptr,  # [M, C] x, or n without a mean
+    mean_ptr,  # fp32 [M], or None if x was normalized before the matmul
+    rstd_ptr,  # fp32 [M]; with a mean, negative for a constant row
+    residual_ptr,  # [M, C] or None
+    out_ptr,  # output: [M, C] [residual +] dx
+    normalised_ptr,  # output: [M, C] n; None without a mean
+    summed_ptr,  # [M, F] dz
+    sum_part_ptr,  # output: fp32 [M / SUM_ROWS, F], partial sums of dz over M
     M, C, F,
     RMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -154,10 +166,10 @@ def _layer_norm_grad_kernel(
             if mean_ptr is not None:
                 stored = normalised.to(normalised_ptr.dtype.element_ty)
                 tl.store(normalised_ptr + start + cols[None, :], stored, mask=mask)
-            # fma rounds here: the compiler would fuse a plain product with the sum below
+            # tl.fma rounds here; the compiler would fuse a plain product with the sum below
             dx = tl.fma(tl.abs(rstd)[:, None], grad - total[:, None] - normalised * along[:, None], 0.0)
             dx = dx.to(out_ptr.dtype.element_ty)
-            if residual_ptr is not None:  # adds rounded values, as autograd adds the gradients of two branches
+            if residual_ptr is not None:  # add rounded values, as autograd adds the gradients of two branches
                 added = tl.load(residual_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
                 dx = (dx.to(tl.float32) + added).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + start + cols[None, :], dx, mask=mask)
@@ -167,11 +179,7 @@ def layer_norm_grad_launch(
     grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, out: Tensor,
     normalised: Tensor | None, summed: Tensor, sum_part: Tensor, rms: bool = False,
 ) -> Launch:  # fmt: skip
-    """Returns the launch that writes [residual +] dx to `out` [M, C] from dz W [M, C].
-
-    It also writes the normalised rows to `normalised` unless `rows` contains them, and sums over the rows of dz [M, F],
-    `summed`, to fp32 parts [M / SUM_ROWS, F].
-    """
+    """Returns the launch of `_layer_norm_grad_kernel`, which describes the tensors."""
     (M, C), F = grad.shape, summed.shape[1]
     block, count = chunk(C)
     args = {
@@ -187,21 +195,9 @@ def layer_norm_grad_launch(
 def layer_norm_gradient(
     grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, summed: Tensor, rms: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns [residual +] dx, the normalised rows in the dtype of the matmuls, and parts of the sums of `summed`."""
+    """Returns [residual +] dx, normalized x in the dtype of the matmuls, and partial sums of `summed` over M."""
     out = torch.empty_like(grad, dtype=rows.input_dtype)
     normalised = None if rows.mean is None else torch.empty_like(rows.source)
     sum_part = new_column_sums(summed)
     layer_norm_grad_launch(grad, gamma, rows, residual, out, normalised, summed, sum_part, rms).run()
     return out, rows.source if normalised is None else normalised, sum_part
-
-
-def new_column_sums(source: Tensor) -> Tensor:
-    """Returns an empty tensor for the parts of the sums over the rows of [M, N]."""
-    M, N = source.shape
-    return torch.empty(ceil_div(M, SUM_ROWS), N, dtype=torch.float32, device=source.device)
-
-
-def column_sum_tiles(source: Tensor) -> int:
-    """Returns `column_sum_programs` on the host."""
-    M, N = source.shape
-    return ceil_div(M, SUM_ROWS) * ceil_div(N, _SUM_COLS.value)

@@ -1,20 +1,19 @@
-"""A norm between the hidden layer of an MLP and its second linear layer, as in EVA-02: forward and backward.
+"""Norm between the hidden layer of an MLP and its second linear layer, as in EVA-02: forward and backward.
 
-It is folded into the second layer as a LayerNorm is into the first (`folding.py`): the matmul that writes the hidden
-layer h [M, F] also writes statistics of its rows, and the second matmul, which adds the residual, reads h itself.
+The norm is folded into the second layer, as a LayerNorm is into the first (`folding.py`). The matmul that writes the
+hidden layer h [M, F] also writes statistics of its rows; the second matmul, which adds the residual, reads h itself.
 
-With h^ = (h - mean) rstd the normalised row, y = r + ls (h^ W''^T + c), dy the gradient of y, g = (ls dy) W'' that of
-h^ (whose mean over f is 0 but for rounding, for a LayerNorm):
+Let h^ = (h - mean) rstd and y = r + ls (h^ W''^T + c). With dy the gradient of y, and g = (ls dy) W'' that of h^:
 
     dh           = rstd (g - h^ along)
     F along      = sum_f g h^ = sum_c ls dy (y' - c),       y' = h^ W''^T + c
 
-so along is known before g: the forward saves y' - c [M, C], and one pass over that and dy, the narrow side of the
-layer, computes it, with the sums of dy for the gradients of beta and the bias. The next matmul computes g, dh and the
-rest of "activation_grad". It stores h^, so that the gradients of W, gamma, beta and bias are those of `gradients.py`
-for normalised rows.
+For a LayerNorm, the mean of g over f is 0 except for rounding errors. `along` can be computed before g: the forward
+saves y' - c [M, C], and one launch reads it with dy. Both have C columns, fewer than h. The launch also sums dy for the
+gradients of beta and the bias. The next matmul computes g, dh and the rest of "activation_grad". It stores h^, so that
+the formulas of `gradients.py` for normalized rows give the gradients of W, gamma, beta and bias.
 
-Source: differentiation of the formulas above; the tests compare with fp64 autograd.
+Source: differentiation of the formulas above.
 """
 
 from __future__ import annotations
@@ -34,13 +33,70 @@ from .folding import FoldedLinear, load_columns
 from .gradients import column_sum_programs, column_sum_tiles, new_column_sums, store_column_sums
 
 
+@dataclass(frozen=True)
+class HiddenLinear:
+    """The second linear layer of an MLP, which contains the norm before it.
+
+    Args:
+        folded: W'' [C, F], c and s; RMSNorm has no s.
+        eps: Epsilon of the norm.
+    """
+
+    folded: FoldedLinear
+    eps: float
+
+
+@dataclass(frozen=True)
+class HiddenRows:
+    """Tensors that the forward saves for the backward.
+
+    Args:
+        branch: y' - c [M, C], in the dtype of the result.
+        statistics: Mean and rstd of h, fp32 [2, M]; rstd is negative for a constant row of half precision.
+    """
+
+    branch: Tensor
+    statistics: Tensor
+
+
+def hidden_linear_residual(
+    h: Tensor, part: Tensor | None, second: HiddenLinear, scale: Tensor | None, residual: Tensor | None,
+    out_part: Tensor | None, dtype: torch.dtype, keep: bool,
+) -> tuple[Tensor, HiddenRows | None]:  # fmt: skip
+    """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and tensors for the backward if `keep`.
+
+    Args:
+        h: [M, F].
+        part: LayerNorm statistics of h (`row_parts.py`); None for fp32 h, which an extra launch normalizes.
+        out_part: Output: LayerNorm statistics of the result.
+    """
+    folded, M, C = second.folded, h.shape[0], second.folded.weight.shape[0]
+    out = torch.empty(M, C, dtype=dtype, device=h.device)
+    scale = None if scale is None else scale.contiguous()
+    branch = torch.empty_like(out) if keep else None
+    statistics = torch.empty(2, M, dtype=torch.float32, device=h.device)
+    source = h
+    if part is None:
+        source = torch.empty_like(h)
+        rms = folded.weight_sum is None
+        normalise_launch(h, second.eps, statistics[1], source, rms, statistics[0] if keep else None).run()
+    made = keep and part is not None
+    operands = Operands(
+        source, folded.weight, out, b_is_nk=True, z=branch, residual=residual, bias=folded.shift, scale=scale,
+        weight_sum=None if part is None else folded.weight_sum, row_part=part, eps=second.eps,
+        mean=statistics[0] if made else None, rstd=statistics[1] if made else None, out_part=out_part,
+    )  # fmt: skip
+    matmul_launch(operands, epilogue="residual", config=matmul_config(operands, "residual")).run()
+    return out, None if branch is None else HiddenRows(branch, statistics)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _along_kernel(
     grad_ptr,  # [M, C] dy
     branch_ptr,  # [M, C] y' - c
     scale_ptr,  # [C] ls or None
-    along_ptr,  # fp32 [M]
-    sum_part_ptr,  # fp32 [M / SUM_ROWS, C] of sum_m dy
+    along_ptr,  # output: fp32 [M]
+    sum_part_ptr,  # output: fp32 [M / SUM_ROWS, C], partial sums of dy over M
     M, C, F,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -63,67 +119,10 @@ def _along_kernel(
         tl.store(along_ptr + rows, total / F, mask=inside)
 
 
-@dataclass(frozen=True)
-class HiddenLinear:
-    """The second linear layer of an MLP with the norm before it folded in.
-
-    Args:
-        folded: W'', c and s [C, F]; an RMSNorm has no s.
-        eps: Epsilon of the norm.
-    """
-
-    folded: FoldedLinear
-    eps: float
-
-
-@dataclass(frozen=True)
-class HiddenRows:
-    """Tensors that `hidden_linear_residual` saves for the backward.
-
-    Args:
-        branch: y' - c [M, C], in the dtype of the result.
-        statistics: Mean and rstd of the rows of h, fp32 [2, M]; rstd is negative for a constant row of half precision.
-    """
-
-    branch: Tensor
-    statistics: Tensor
-
-
-def hidden_linear_residual(
-    h: Tensor, part: Tensor | None, second: HiddenLinear, scale: Tensor | None, residual: Tensor | None,
-    out_part: Tensor | None, dtype: torch.dtype, keep: bool,
-) -> tuple[Tensor, HiddenRows | None]:  # fmt: skip
-    """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and with `keep` the inputs of the backward.
-
-    Args:
-        h: [M, F].
-        part: LayerNorm statistics of h (`row_parts.py`); None for fp32 h, which a separate launch normalises.
-        out_part: Output: LayerNorm statistics of the result; or None.
-    """
-    folded, M, C = second.folded, h.shape[0], second.folded.weight.shape[0]
-    out = torch.empty(M, C, dtype=dtype, device=h.device)
-    scale = None if scale is None else scale.contiguous()
-    branch = torch.empty_like(out) if keep else None
-    statistics = torch.empty(2, M, dtype=torch.float32, device=h.device)
-    source = h
-    if part is None:
-        source = torch.empty_like(h)
-        rms = folded.weight_sum is None
-        normalise_launch(h, second.eps, statistics[1], source, rms, statistics[0] if keep else None).run()
-    made = keep and part is not None
-    operands = Operands(
-        source, folded.weight, out, b_is_nk=True, z=branch, residual=residual, bias=folded.shift, scale=scale,
-        weight_sum=None if part is None else folded.weight_sum, row_part=part, eps=second.eps,
-        mean=statistics[0] if made else None, rstd=statistics[1] if made else None, out_part=out_part,
-    )  # fmt: skip
-    matmul_launch(operands, epilogue="residual", config=matmul_config(operands, "residual")).run()
-    return out, None if branch is None else HiddenRows(branch, statistics)
-
-
 def along_launch(
     grad: Tensor, branch: Tensor, scale: Tensor | None, width: int, along: Tensor, sum_part: Tensor
 ) -> Launch:
-    """Returns the launch that writes `along` fp32 [M] for a hidden layer of `width` columns, and sums of dy's rows."""
+    """Returns the launch of `_along_kernel`, which describes the tensors; `width` is F."""
     M, C = grad.shape
     block, count = chunk(C)
     args = {
@@ -132,12 +131,12 @@ def along_launch(
     }  # fmt: skip
     constants = {"ROWS": count, "BLOCK_C": block}
     programs = ceil_div(M, count) + column_sum_tiles(grad)
-    # without maxnreg the compiler uses 40 registers and spills on sm_100
+    # without maxnreg, ptxas uses 40 registers and spills on sm_100
     return Launch(_along_kernel, (programs,), args, constants, num_warps=4, maxnreg=64, device=grad.device)
 
 
 def along_rows(grad: Tensor, branch: Tensor, scale: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
-    """Returns `along` fp32 [M], and fp32 parts of the sums over the rows of dy [M, C]."""
+    """Returns `along` and the partial sums of dy."""
     along, sum_part = grad.new_empty(grad.shape[0], dtype=torch.float32), new_column_sums(grad)
     scale = None if scale is None else scale.contiguous()
     along_launch(grad, branch, scale, width, along, sum_part).run()

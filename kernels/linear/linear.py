@@ -1,10 +1,9 @@
-"""Linear layers fused with their neighbouring operations in a block: forward and backward as sequences of launches.
+"""Linear layers fused with the neighboring operations of a block: forward and backward as sequences of launches.
 
-Forward: `layer_norm_linear` (LayerNorm, linear, activation; `_keeping` for training) and `linear_residual` (linear,
-LayerScale, residual).
-Backward: `product_gradient` and `layer_norm_linear_gradient`; for an MLP `activation_gradient` and `input_gradient`.
-The operators compose them with `weight_products`, and finish with `vector_gradients.parameter_gradients`. All tensors
-are contiguous, rows [M, *].
+Forward: `layer_norm_linear` (LayerNorm, linear, activation), for training `layer_norm_linear_keeping`, and
+`linear_residual` (linear, LayerScale, residual).
+Backward: `product_gradient` and `layer_norm_linear_gradient` for attention, `activation_gradient` and `input_gradient`
+for the MLP, then `weight_products` and `parameter_gradients` in other files. All tensors are contiguous.
 """
 
 from __future__ import annotations
@@ -24,21 +23,6 @@ from .scaled_weights import ScaledWeight
 from .split_k import finish_residual_launch
 
 
-@dataclass(frozen=True)
-class FoldedGradient:
-    """Gradient of a folded linear layer's output z, as an operand of the backward's matmuls.
-
-    Args:
-        scaled: dz~ = rstd dz [M, F] in the dtype of z; dz for rows that are constant or were normalised.
-        row_part: Parts of sum_f dz (z - c), fp32 [M, parts].
-        column_part: Parts of sum_m dz and sum_m dz~ mean, fp32 [sums, 2, F].
-    """
-
-    scaled: Tensor
-    row_part: Tensor
-    column_part: Tensor
-
-
 def layer_norm_linear(
     rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
     head_step: HeadStep | None = None, out_part: Tensor | None = None, dtype: torch.dtype | None = None,
@@ -47,13 +31,13 @@ def layer_norm_linear(
     """Returns act(LayerNorm(x) W^T + b) [M, F].
 
     Args:
-        gated: The result is act(g) u, half as wide.
-        head_step: Norms and rotary positions of q and k, or None.
-        out_part: Output: LayerNorm statistics of the result (`row_parts.py`); or None.
-        dtype: Dtype of the result; None means that of the rows.
-        out_scale: fp32 [1], the multiplier of a result in e4m3; else None.
-        z: Output: the activation's input [M, F]; or None.
-        statistics: Output: mean and rstd of the rows, fp32 [2, M]; or None.
+        gated: Compute act(g) u, half as wide, in place of act.
+        head_step: Norms and rotary positions of q and k.
+        out_part: Output: LayerNorm statistics of the result (`row_parts.py`).
+        dtype: Dtype of the result; None means that of `rows`.
+        out_scale: Reciprocal scale of a result in e4m3, fp32 [1].
+        z: Output: the input of the activation [M, F].
+        statistics: Output: mean and rstd of x, fp32 [2, M].
     """
     source = rows.source
     out = source.new_empty((source.shape[0], folded.weight.shape[0] // (2 if gated else 1)), dtype=dtype)
@@ -66,7 +50,7 @@ def layer_norm_linear(
     epilogue = "gated" if gated else "layer_norm" if head_step is None else head_step.epilogue
     config = matmul_config(operands, epilogue, activation)
     matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
-    if out_part is not None and not gated:  # the epilogue has no registers for both statistics and activation
+    if out_part is not None and not gated:  # the epilogue has too few registers for activation and statistics
         row_statistics_launch(out, out_part).run()
     return out
 
@@ -75,10 +59,7 @@ def layer_norm_linear_keeping(
     rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
     head_step: HeadStep | None = None, out_part: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, RowStatistics]:  # fmt: skip
-    """Returns `layer_norm_linear`, the activation's input z [M, F] and the rows' statistics.
-
-    Without an activation, z is the result.
-    """
+    """Returns the result of `layer_norm_linear`, the input z of the activation, and mean and rstd of x."""
     source, M = rows.source, rows.source.shape[0]
     z = None if activation == "identity" and not gated else source.new_empty((M, folded.weight.shape[0]))
     finished = None if rows.part is None else torch.empty(2, M, dtype=torch.float32, device=source.device)
@@ -94,10 +75,11 @@ def linear_residual(
     """Returns [residual +] scale (h W^T + b) [M, C], and its LayerNorm statistics (`row_parts.py`) or None.
 
     Args:
-        residual: In the dtype of h or in fp32, which is also the dtype of the result.
-        statistics: Compute statistics for a LayerNorm that follows; only for half-precision results.
-        dtype: Dtype of the result without a residual; None means that of h.
-        out8: Output: the result times out_scale, fp32 [C], in e4m3 [M, C]; or None.
+        residual: [M, C], fp32 or in the dtype of h; the result has its dtype.
+        statistics: Return statistics; only for half-precision results.
+        dtype: Dtype of the result without residual; None means that of h.
+        out8: Output: the result in e4m3 [M, C].
+        out_scale: Reciprocal scales of out8, fp32 [C].
     """
     M, C = h.shape[0], weight.shape[0]
     bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
@@ -126,18 +108,33 @@ def _run_residual(operands: Operands) -> None:
     finish_residual_launch(part, o.bias, o.scale, o.residual, o.out, o.out_part, o.out8, o.out_scale, early).run()
 
 
+@dataclass(frozen=True)
+class FoldedGradient:
+    """Gradient dz of the output of a folded linear layer, as `activation_gradient` returns it.
+
+    Args:
+        scaled: dz~ = rstd dz [M, F] in the dtype of z; dz in rows that are constant or were normalized before.
+        row_part: Partial sums of dz (z - c) over F, fp32 [M, parts].
+        column_part: Partial sums of dz and of dz~ mean over M, fp32 [sums, 2, F].
+    """
+
+    scaled: Tensor
+    row_part: Tensor
+    column_part: Tensor
+
+
 def activation_gradient(
     grad: Tensor, scaled: ScaledWeight, z: Tensor, rows: RowStatistics, folded: FoldedLinear, activation: str,
     gated: bool = False, hidden: Tensor | None = None, along: Tensor | None = None,
 ) -> tuple[FoldedGradient, Tensor]:  # fmt: skip
-    """Returns the gradient of fc1's output from that of fc2's, and recomputes h = act(z) [M, F], gated act(g) u.
+    """Returns the gradient of fc1's output, and recomputes h = act(z) [M, F], or act(g) u if gated.
 
     Args:
-        grad: dy [M, C].
+        grad: Gradient dy of fc2's output [M, C].
         scaled: diag(ls) W2 [C, F].
-        z: fc1's output [M, F], gated [M, 2 F].
-        hidden, along: Statistics and `along` of a norm between h and fc2 that is folded into `scaled`
-            (`hidden_norm.py`); h is then returned normalised. None means no norm.
+        z: fc1's output [M, F], or [M, 2 F] if gated.
+        hidden, along: For a norm between h and fc2 (`hidden_norm.py`): its statistics and `along`. h is then returned
+            normalized.
     """
     weight = scaled.weight
     (M, width), F = z.shape, weight.shape[1]
@@ -158,7 +155,7 @@ def activation_gradient(
 def input_gradient(
     gradient: FoldedGradient, rows: RowStatistics, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns [residual +] dx [M, C] in the dtype of x, and, if `rounded`, also in the dtype of the matmuls."""
+    """Returns [residual +] dx [M, C] twice: in the dtype of x and, if `rounded`, in that of the matmuls."""
     out = torch.empty_like(rows.source, dtype=rows.input_dtype)
     narrow = torch.empty_like(rows.source) if rounded and out.dtype != rows.source.dtype else None
     operands = Operands(
@@ -170,7 +167,7 @@ def input_gradient(
 
 
 def product_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
-    """Returns dh = dy diag(ls) W [M, F], for a linear layer that does not follow an activation."""
+    """Returns dh = dy diag(ls) W [M, F] of a linear layer that does not follow an activation."""
     return _product(grad, scaled.weight, scaled.factor)
 
 
@@ -184,11 +181,11 @@ def _product(a: Tensor, b: Tensor, scale: Tensor | None = None) -> Tensor:
 def layer_norm_linear_gradient(
     grad: Tensor, rows: RowStatistics, linear: NormedLinear, weight: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns [residual +] dx in the dtype of x, the normalised rows [M, C], and parts of the sums over grad's rows.
+    """Returns [residual +] dx in the dtype of x, normalized x [M, C], and partial sums of `grad` over M.
 
     Args:
         grad: dz [M, F].
-        weight: That of `linear` [F, C], in the dtype of grad.
+        weight: The weight of `linear` [F, C] in the dtype of grad.
         residual: [M, C], in the dtype of x.
     """
     product = _product(grad, weight)

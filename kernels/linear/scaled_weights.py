@@ -1,10 +1,10 @@
-"""Weights as operands of matmuls: contiguous, in the matmul dtype; in the backward of a LayerScale, diag(ls) W.
+"""Weights as operands of matmuls: contiguous, in the dtype of the matmul, and scaled by LayerScale for the backward.
 
     W~ = diag(ls) W / f, rounded to the dtype
 
-f is 1 except in fp16, where a LayerScale of 1e-5 (CaiT, DINOv2) would make W~ underflow, which loss scaling does not
-prevent. In fp16, f is the largest scale, rounded down to a power of two, and the matmul multiplies by f again. One
-launch converts all weights of a block's step; weights that need no conversion are used directly.
+f is 1 except in fp16. There, a LayerScale of 1e-5 (CaiT, DINOv2) would make W~ underflow, which loss scaling does not
+prevent. So f is the largest scale, rounded down to a power of two, and the matmul multiplies by f again. One launch
+converts all weights of a step of the block. Weights that need no conversion are used directly.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..launch import Launch, ceil_div
 from ..layer_norm import chunk
 from .folding import load_columns
 
-_AT_ONCE = 3  # weights per launch
+_AT_ONCE = 3  # maximum number of weights per launch
 
 
 @triton.jit
 def _largest_power(scale_ptr, F, BLOCK: tl.constexpr):
-    """Returns the power of two below the largest magnitude of a vector [F], at least the smallest normal number."""
+    """Returns the largest magnitude, rounded down to a power of two, at least 2^-126."""
     largest = tl.full((BLOCK,), 2.0**-126, tl.float32)
     for first in tl.range(0, F, BLOCK):
         largest = tl.maximum(largest, tl.abs(load_columns(scale_ptr, first + tl.arange(0, BLOCK), F, 0.0)))
@@ -39,7 +39,6 @@ def _largest_power(scale_ptr, F, BLOCK: tl.constexpr):
 def _scale_rows(
     weight_ptr, scale_ptr, factor_ptr, scaled_ptr, program, F, C, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Scales the `program`-th ROWS rows of a weight."""
     rows = program * ROWS + tl.arange(0, ROWS)
     inside = rows < F
     start = rows.to(tl.int64)[:, None] * C
@@ -63,9 +62,9 @@ def _scale_rows(
 def _scaled_weights_kernel(
     weight_ptr,  # [F, C]
     scale_ptr,  # [F] or None
-    factor_ptr,  # fp32 [C], f repeated; or None if it is 1
-    scaled_ptr,  # [F, C]
-    # of a second and a third weight, or None:
+    factor_ptr,  # output: fp32 [C], f repeated; None if f is 1
+    scaled_ptr,  # output: [F, C]
+    # the same of a second and a third weight, or None:
     weight2_ptr, scale2_ptr, factor2_ptr, scaled2_ptr, weight3_ptr, scale3_ptr, factor3_ptr, scaled3_ptr,
     F, C, F2, C2, F3, C3,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -88,7 +87,7 @@ class ScaledWeight:
 
     Args:
         weight: W~ [F, C].
-        factor: f repeated, fp32 [C]; None if it is 1.
+        factor: f repeated, fp32 [C]; None if f is 1.
     """
 
     weight: Tensor
@@ -96,7 +95,7 @@ class ScaledWeight:
 
 
 def scaled_weights_launch(pairs: Sequence[tuple[Tensor, Tensor | None]], into: Sequence[ScaledWeight]) -> Launch:
-    """Returns the launch that scales up to three contiguous weights [F, C] by scales [F] into those of `into`."""
+    """Returns the launch that scales up to three contiguous weights and writes them to `into`."""
     args: dict[str, Any] = {}
     block, rows = chunk(max(weight.shape[1] for weight, _ in pairs))
     for index, suffix in enumerate(("", "2", "3")):
@@ -112,7 +111,7 @@ def scaled_weights_launch(pairs: Sequence[tuple[Tensor, Tensor | None]], into: S
 
 
 def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> list[ScaledWeight]:
-    """Returns diag(ls) W in a dtype for each W [F, C] and ls [F], or W if ls is None."""
+    """Returns diag(ls) W in `dtype` for pairs of W [F, C] and ls [F]; W if ls is None."""
     made: list[ScaledWeight] = []
     todo: list[tuple[tuple[Tensor, Tensor | None], ScaledWeight]] = []
     for weight, scale in pairs:
@@ -131,5 +130,5 @@ def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.d
 
 
 def in_dtype(dtype: torch.dtype, *weights: Tensor) -> list[Tensor]:
-    """Returns contiguous weights [F, C] in a dtype; copies only those that are not."""
+    """Returns contiguous weights in `dtype`; copies only where necessary."""
     return [made.weight for made in scaled_weights([(weight, None) for weight in weights], dtype)]

@@ -1,9 +1,9 @@
-"""Split-K for "residual" matmuls: sums the parts of the "partial" epilogue, and applies the residual epilogue.
+"""Split-K for "residual" matmuls: sums the parts of the "partial" epilogue, and applies the "residual" epilogue.
 
-    out = [residual +] [scale] (sum over parts + bias), with its LayerNorm statistics if a LayerNorm follows
+    out = [residual +] [scale] (sum over parts + bias), with LayerNorm statistics if a LayerNorm follows
 
-A few rows give too few tiles to fill a GPU; splitting K gives more. The parts are fp32 and are added in order: no
-atomics, deterministic results. A program computes one piece of the columns (`row_parts.py`).
+Small batches have too few tiles to fill a GPU; splitting K gives more. The parts are added in order, so results are
+deterministic. A program computes ROWS rows of one piece of columns (`row_parts.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..matmul.matmul_tiles import READ_AT_ONCE
 from ..row_parts import PIECE, row_parts
 from .folding import load_columns
 
-_ROWS = 16  # many small programs, because there are few rows
-_REGISTERS = 40  # the 32 for full occupancy spill on blackwell, and the few programs do not reach full occupancy
+_ROWS = 16  # per program: few, because M is small
+_REGISTERS = 40  # the 32 for full occupancy spill on blackwell, and there are too few programs for full occupancy
 _PIECE = tl.constexpr(PIECE)
 
 
@@ -31,10 +31,10 @@ def _finish_residual_kernel(
     bias_ptr,  # [C] or None
     scale_ptr,  # [C] or None
     residual_ptr,  # [M, C] or None
-    out_ptr,  # [M, C]
-    row_part_ptr,  # fp32 [M, 2, PARTS], or None: no statistics
-    out8_ptr,  # [M, C] e4m3: out times out_scale, fp32 [C]; or None
-    out_scale_ptr,
+    out_ptr,  # output: [M, C]
+    row_part_ptr,  # output: LayerNorm statistics, fp32 [M, 2, PARTS]; or None
+    out8_ptr,  # output: out in e4m3 [M, C]; or None
+    out_scale_ptr,  # fp32 [C], reciprocal scales of out8; or None
     splits, M, C,
     ROWS: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -66,10 +66,7 @@ def finish_residual_launch(
     row_part: Tensor | None, out8: Tensor | None = None, out_scale: Tensor | None = None,
     dependent: bool = False,
 ) -> Launch:  # fmt: skip
-    """Returns the launch that sums parts fp32 [splits, M, C] into out [M, C].
-
-    It also writes LayerNorm statistics to row_part unless None, and out times out_scale in e4m3 to out8 unless None.
-    """
+    """Returns the launch of `_finish_residual_kernel`, which describes the tensors."""
     splits, M, C = part.shape
     args = {
         "part_ptr": part, "bias_ptr": bias, "scale_ptr": scale, "residual_ptr": residual, "out_ptr": out,

@@ -1,7 +1,6 @@
-"""Gradients of a block's vectors, from the parts that `weight_gradients.py` writes: one launch for all.
+"""Gradients of the vectors of a block, from the parts that `weight_gradients.py` writes: one launch for all.
 
-`gradients.py` states the formulas: LayerNorm's gamma and beta, biases before residuals, and LayerScale. Each sum has a
-fixed order: no atomics, deterministic results.
+Vectors are gamma and beta of LayerNorms, biases before residuals, and LayerScales; `gradients.py` states the formulas.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from .weight_gradients import (
     weight_grad_launch,
 )
 
-_COLS = 32  # per program
-_REGISTERS = 64  # the 32 for full occupancy spill, and the few programs do not reach full occupancy
+_COLS = 32  # columns per program
+_REGISTERS = 64  # the 32 for full occupancy spill, and there are too few programs for full occupancy
 
 
 @triton.jit
@@ -53,7 +52,7 @@ def _branch_columns(
     grad_part_ptr, scale_part_ptr, bias_ptr, scale_ptr, bias_grad_ptr, scale_grad_ptr, col, F, C, sums,
     WEIGHT_COLS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Computes COLS columns of db and the gradient of LayerScale."""
+    """Computes COLS columns of db and dls."""
     cols = col + tl.arange(0, COLS)
     total = tl.zeros((COLS,), tl.float32)
     if grad_part_ptr is not None:
@@ -69,12 +68,12 @@ def _branch_columns(
 
 @triton.jit(do_not_specialize=["sums"])
 def _vector_grad_kernel(
-    # a LayerNorm before a linear layer, or None:
+    # LayerNorm before a linear layer, or None:
     vector_part_ptr,  # fp32 [F / WEIGHT_ROWS, 2, C]
     gamma_grad_ptr,  # [C] or None
     beta_grad_ptr,  # [C] or None
     F, C,
-    # a linear layer before a residual, or None:
+    # linear layer before a residual, or None:
     grad_part2_ptr,  # fp32 [sums, C2], or None
     scale_part2_ptr,  # fp32 [F2 / WEIGHT_COLS, C2], or None
     bias2_ptr,  # [C2] or None
@@ -82,7 +81,7 @@ def _vector_grad_kernel(
     bias_grad2_ptr,  # [C2] or None
     scale_grad2_ptr,  # [C2] or None
     F2, C2,
-    # a second one of each, or None:
+    # a second LayerNorm and a second linear layer, or None:
     vector_part3_ptr, gamma_grad3_ptr, beta_grad3_ptr, F3, C3,
     grad_part4_ptr, scale_part4_ptr, bias4_ptr, scale4_ptr, bias_grad4_ptr, scale_grad4_ptr, F4, C4,
     sums,
@@ -111,7 +110,7 @@ def _vector_grad_kernel(
 
 
 def vector_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -> Launch:
-    """Returns the launch for gradients of gamma, beta, LayerScale and biases before residuals; empty without any."""
+    """Returns the launch of `_vector_grad_kernel`; its grid is empty if there are no vectors."""
     args: dict[str, Any] = {}
     programs, sums = 0, 0
     for index, ((products, found), suffix) in enumerate(slots(folded, residual)):
@@ -148,7 +147,7 @@ def vector_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -
 def parameter_gradients(
     folded: Sequence[FoldedProducts], residual: Sequence[ResidualProducts]
 ) -> tuple[list[FoldedGradients], list[ResidualGradients]]:
-    """Returns the gradients of up to two linear layers of each kind, with equal numbers of rows."""
+    """Returns the gradients of up to two linear layers of each kind, with the same M."""
     first = [(products, room_for(products)) for products in folded]
     second = [(products, room_for(products)) for products in residual]
     weight_grad_launch(first, second).run()

@@ -1,8 +1,7 @@
-"""Weight gradients of a block's linear layers, from the partial products of `weight_products.py`: one launch for all.
+"""Weight gradients of the linear layers of a block, from the products of `weight_products.py`: one launch for all.
 
-`gradients.py` states the formulas. One launch finishes up to two linear layers after LayerNorms ("folded") and two
-before residuals, i.e. a whole block. It writes parts of the vectors' gradients for `vector_gradients.py`. Each sum
-has a fixed order: no atomics, deterministic results.
+The launch finishes up to two linear layers after LayerNorms ("folded") and two before residuals; `gradients.py` states
+the formulas. It also writes parts of the gradients of vectors for `vector_gradients.py`.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from .gradients import (
     sum_rows,
 )
 
-ROWS, COLS = 32, 128  # of a tile
+ROWS, COLS = 32, 128  # tile size
 
 
 @triton.jit
 def _sum_splits(part_ptr, splits, offsets, mask, M, N):
-    """Returns a tile of the sum of fp32 parts [splits, M, N]."""
+    """Returns a tile of the sum of [splits, M, N] over splits."""
     total = tl.zeros(offsets.shape, tl.float32)
     for split in tl.range(0, splits):
         total += tl.load(part_ptr + tl.cast(split, tl.int64) * M * N + offsets, mask=mask, other=0.0)
@@ -104,7 +103,7 @@ def _tiles(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _residual_tiles(grad_part_ptr, C, F, M, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Returns the programs of `_residual_tile`: weight tiles, then column sums."""
+    """Returns the programs of `_residual_tile`: tiles of the weight, then column sums of dy."""
     tiles = _tiles(C, F, ROWS, COLS)
     if grad_part_ptr is not None:
         tiles += column_sum_programs(M, C)
@@ -113,27 +112,27 @@ def _residual_tiles(grad_part_ptr, C, F, M, ROWS: tl.constexpr, COLS: tl.constex
 
 @triton.jit(do_not_specialize=["M", "splits", "sums", "splits2", "splits3", "sums3", "splits4"])
 def _weight_grad_kernel(
-    # a linear layer after a LayerNorm, or None:
-    part_ptr,  # fp32 [splits, F, C] of dz~^T x, or of dz^T n
-    sum_ptr,  # fp32 [sums, F] of sum_m dz
-    shift_ptr,  # fp32 [sums, F] of sum_m dz~ mean, the rows of both 2 F apart; None of dz^T n
+    # linear layer after a LayerNorm, or None:
+    part_ptr,  # fp32 [splits, F, C], parts of dz~^T x or of dz^T n
+    sum_ptr,  # fp32 [sums, F], partial sums of dz over M
+    shift_ptr,  # fp32 [sums, F], partial sums of dz~ mean, interleaved with those of dz; None for dz^T n
     weight_ptr, gate_ptr,  # [F, C] and None, or with a gate [F / 2, C] each
     gamma_ptr,  # [C] or None
     beta_ptr,  # [C] or None
-    out_ptr, gate_out_ptr,  # dW, like the weights
-    bias_grad_ptr, gate_bias_grad_ptr,  # [F], or with a gate [F / 2] each; or None
-    vector_part_ptr,  # fp32 [F / ROWS, 2, C] of dgamma and dbeta
+    out_ptr, gate_out_ptr,  # output: dW, like the weights
+    bias_grad_ptr, gate_bias_grad_ptr,  # output: [F], or with a gate [F / 2] each; or None
+    vector_part_ptr,  # output: fp32 [F / ROWS, 2, C], parts of dgamma and dbeta
     F, C, splits, sums,
-    # a linear layer before a residual, or None:
-    part2_ptr,  # fp32 [splits2, C2, F2] of dy^T h
+    # linear layer before a residual, or None:
+    part2_ptr,  # fp32 [splits2, C2, F2], parts of V = dy^T h
     weight2_ptr,  # [C2, F2]
     scale2_ptr,  # [C2] or None
-    out2_ptr,  # [C2, F2] dW
-    scale_part2_ptr,  # fp32 [F2 / COLS, C2] of sum_f V W, or None
+    out2_ptr,  # output: [C2, F2] dW
+    scale_part2_ptr,  # output: fp32 [F2 / COLS, C2], partial sums of V W over F; or None
     grad2_ptr,  # [M, C2] dy
-    grad_part2_ptr,  # fp32 [M / SUM_ROWS, C2] of sum_m dy, or None
+    grad_part2_ptr,  # output: fp32 [M / SUM_ROWS, C2], partial sums of dy over M; or None
     F2, C2, splits2,
-    # a second one of each, or None:
+    # a second layer of each kind, or None:
     part3_ptr, sum3_ptr, shift3_ptr, weight3_ptr, gate3_ptr, gamma3_ptr, beta3_ptr, out3_ptr, gate_out3_ptr,
     bias_grad3_ptr, gate_bias_grad3_ptr, vector_part3_ptr,
     F3, C3, splits3, sums3,
@@ -177,9 +176,9 @@ class FoldedProducts:
     """Inputs of the gradients of a linear layer after a LayerNorm.
 
     Args:
-        part: fp32 [splits, F, C] of dz~^T x, or of dz^T n.
-        column_part: fp32 [sums, 2, F] of sum_m dz and sum_m dz~ mean, or [sums, F] of the former.
-        linear: Its parameters, contiguous.
+        part: Parts of dz~^T x or of dz^T n, fp32 [splits, F, C].
+        column_part: Partial sums over M: of dz and dz~ mean, fp32 [sums, 2, F], or for dz^T n of dz, fp32 [sums, F].
+        linear: The layer, contiguous.
     """
 
     part: Tensor
@@ -192,11 +191,9 @@ class ResidualProducts:
     """Inputs of the gradients of a linear layer before a residual.
 
     Args:
-        part: fp32 [splits, C, F] of dy^T h.
+        part: Parts of V = dy^T h, fp32 [splits, C, F].
         grad: dy [M, C], contiguous.
-        weight: [C, F], contiguous.
-        bias: [C], contiguous, or None.
-        scale: LayerScale [C], contiguous, or None.
+        weight, bias, scale: The layer [C, F], [C] and its LayerScale [C], contiguous.
     """
 
     part: Tensor
@@ -208,10 +205,10 @@ class ResidualProducts:
 
 @dataclass(frozen=True)
 class FoldedGradients:
-    """Gradients of a linear layer and the LayerNorm before it, in the parameters' dtypes; None for an absent one.
+    """Gradients of a linear layer and the LayerNorm before it, in the dtypes of the parameters; None if absent.
 
     Args:
-        vector_part: Parts of the gradients of gamma and beta, fp32 [F / 32, 2, C].
+        vector_part: Parts of dgamma and dbeta, fp32 [F / 32, 2, C].
     """
 
     weight: Tensor
@@ -225,11 +222,11 @@ class FoldedGradients:
 
 @dataclass(frozen=True)
 class ResidualGradients:
-    """Gradients of a linear layer and the LayerScale after it, in the parameters' dtypes; None for an absent one.
+    """Gradients of a linear layer and the LayerScale after it, in the dtypes of the parameters; None if absent.
 
     Args:
-        grad_part: Parts of sum_m dy, if there is a bias.
-        scale_part: Parts of sum_f V W, fp32 [F / 128, C], if there is a LayerScale.
+        grad_part: Partial sums of dy over M, fp32 [M / 256, C]; None without a bias.
+        scale_part: Partial sums of V W over F, fp32 [F / 128, C]; None without a LayerScale.
     """
 
     weight: Tensor
@@ -244,7 +241,7 @@ Residual = tuple[ResidualProducts, ResidualGradients]
 
 
 def room_for(products: FoldedProducts | ResidualProducts) -> Any:
-    """Returns empty `FoldedGradients` or `ResidualGradients` for these products."""
+    """Returns empty gradients for these products."""
 
     def like(tensor: Tensor | None) -> Any:
         return None if tensor is None else torch.empty_like(tensor)
@@ -272,7 +269,7 @@ def slots(folded: Sequence[Folded], residual: Sequence[Residual]) -> list[tuple[
 
 
 def weight_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -> Launch:
-    """Returns the launch that writes gradients of weights and of biases after LayerNorms, and parts of the others."""
+    """Returns the launch of `_weight_grad_kernel`, which describes the tensors."""
     args: dict[str, Any] = {}
     programs, M = 0, 0
     for index, ((products, found), suffix) in enumerate(slots(folded, residual)):

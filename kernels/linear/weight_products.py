@@ -1,12 +1,9 @@
-"""The matmuls of weight gradients: a^T b of one to four pairs of operands with equal numbers of rows, in one launch.
+"""The matmuls of weight gradients: a^T b for one to four pairs of operands with the same M, in one launch.
 
-    part[split] = a^T b over one of `splits` parts of the rows, fp32
+    part[split] = a^T b over one of `splits` parts of M, fp32
 
-A weight gradient has few output tiles, and each sums over all rows. Splitting the sum occupies all multiprocessors; the
-four gradients of a block together need fewer parts. `weight_gradients.py` adds the parts in order: no atomics,
-deterministic results.
-
-Source of the tile walk: `matmul.py`.
+A weight gradient has few output tiles, and each sums over all of M. Splitting this sum occupies all multiprocessors.
+The four gradients of a block need fewer parts together than one by one. `weight_gradients.py` adds the parts in order.
 """
 
 from __future__ import annotations
@@ -33,8 +30,8 @@ def _store_parts(
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Computes this program's share of a product from unit `start` on; returns its first unit of the next product."""
-    # the sizes are not specialised, as in `matmul.py`
+    """Computes this program's units of a product, i.e. parts of tiles; returns its first unit of the next product."""
+    # sizes are not specialized, as in `matmul.py`
     P = P // ALIGN * ALIGN
     Q = Q // ALIGN * ALIGN
     tiles_p = tl.cdiv(P, BLOCK_P)
@@ -60,9 +57,9 @@ def _store_parts(
 def _weight_products_kernel(
     a,  # [M, P]
     b,  # [M, Q]
-    out,  # fp32 [splits, P, Q]
+    out,  # output: fp32 [splits, P, Q]
     P, Q,
-    a2, b2, out2, P2, Q2,  # of other matmuls, or None
+    a2, b2, out2, P2, Q2,  # the same of other products, or None
     a3, b3, out3, P3, Q3,
     a4, b4, out4, P4, Q4,
     M, splits,
@@ -84,12 +81,12 @@ Pair = tuple[Tensor, Tensor]
 
 
 def weight_products_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config: MatmulConfig) -> Launch:
-    """Returns the launch that computes fp32 parts [splits, P, Q] of one to four products into `out`.
+    """Returns the launch that computes the parts of one to four products.
 
     Args:
         pairs: a [M, P] and b [M, Q], contiguous.
-        out: One tensor per product.
-        config: Tiles of a result, `block_k` along the rows; `config.tma` requires operands that `fits_tma` accepts.
+        out: Output: fp32 [splits, P, Q] per product.
+        config: Configuration, with `block_k` along M.
     """
     (first, _), splits = pairs[0], out[0].shape[0]
     args: dict[str, Any] = {"M": first.shape[0], "splits": splits}
@@ -116,7 +113,7 @@ def weight_products_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config:
 
 
 def weight_products(*pairs: Pair) -> list[Tensor]:
-    """Returns a^T b of one to four pairs a [M, P] and b [M, Q], as fp32 parts [splits, P, Q]."""
+    """Returns the parts of a^T b, fp32 [splits, P, Q], for one to four pairs."""
     config, splits = products_config(pairs)
     out = [torch.empty(splits, a.shape[1], b.shape[1], dtype=torch.float32, device=a.device) for a, b in pairs]
     weight_products_launch(pairs, out, config).run()

@@ -1,14 +1,15 @@
-"""Forward epilogues of `matmul.py`. With acc = A B of row m and column n, and mean and rstd of the rows of A:
+"""Forward epilogues of `matmul.py`, with acc = A B, and mean and rstd of each row of A:
 
     z = rstd (acc scale - mean weight_sum) + bias
     "layer_norm":        out = act(z)
-    "rotary", "qk_norm": out = z, with norms over the heads of q and k and their rotary positions (`qk_epilogue.py`)
+    "rotary", "qk_norm": out = z, with norms and rotary positions of the heads of q and k (`qk_epilogue.py`)
     "gated":             out = act(g) u, half as wide; columns 2j and 2j + 1 of z are g and u (`folding.py`)
     "residual":          out = [residual +] [scale] (acc + bias)
 
-If a norm of A's rows is folded into B, "residual" uses z without bias in place of acc. "layer_norm" and its variants
-multiply acc by the scales of e4m3 weights; for "residual", `scale` and `bias` contain these scales. `where` is (row,
-column, M, N) of a piece of a tile, SHAPE is (rows, columns, TMA, dtype of the stored values).
+If a norm of A's rows is folded into B, "residual" uses z without bias in place of acc. In "layer_norm" and its
+variants, `scale` contains the scales of e4m3 weights; in "residual", `scale` and `bias` include them.
+
+`where` is (row, column, M, N) of a piece of a tile, SHAPE is (rows, columns, TMA, dtype of the stored values).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def row_factors(
     row_part_ptr, mean_ptr, rstd_ptr, row, M, K, eps, first_column,
     ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
-    """Returns rstd and -rstd mean [ROWS], or 1 and 0 without statistics; first-column programs store mean and rstd."""
+    """Returns (rstd, -rstd mean), or (1, 0) without statistics. Tiles in the first column store mean and rstd."""
     scale = tl.full((ROWS,), 1.0, tl.float32)
     shift = tl.zeros((ROWS,), tl.float32)
     if row_part_ptr is not None:
@@ -45,7 +46,7 @@ def row_factors(
 
 @triton.jit
 def normed(acc, weight_sum_ptr, scale_ptr, factors, where, COLS: tl.constexpr):
-    """Converts the product of the rows to that of the normalised rows; `scale_ptr`: scales of e4m3 weights."""
+    """Returns z without bias; `scale_ptr`: scales of e4m3 weights."""
     col, N = where[1], where[3]
     cols = col + tl.arange(0, COLS)
     value = acc * factors[0][:, None]
@@ -61,7 +62,7 @@ def layer_norm_epilogue(
     acc, out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, factors, heads, where,
     SHAPE: tl.constexpr, HEADS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Stores the epilogue's result, and returns it as stored."""
+    """Stores z and out; returns out as stored."""
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     COLS: tl.constexpr = SHAPE[1]
@@ -72,7 +73,7 @@ def layer_norm_epilogue(
     value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)[None, :]
     value = finished_heads(value, heads, where, ROWS, COLS, HEADS)
     if z is not None:
-        # the activation of the rounded z, which the backward reads, so that both see the same hidden layer
+        # apply the activation to the rounded z, as the backward does
         kept = rounded(value, DTYPE)
         store_tile(z, kept, row, col, M, N, ROWS, COLS, TMA)
         value = kept.to(tl.float32)
@@ -89,7 +90,7 @@ def layer_norm_epilogue(
 
 @triton.jit
 def residual_epilogue(acc, out, z, addend, bias_ptr, scale_ptr, where, SHAPE: tl.constexpr):
-    """Stores the epilogue's result, and returns it as stored; `addend` is a piece of the residual or None."""
+    """Stores acc in z, and out; returns out as stored."""
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     COLS: tl.constexpr = SHAPE[1]

@@ -1,18 +1,21 @@
-"""Backward epilogues of `matmul.py`. With acc = A B of row m and column n, and mean and rstd of the LayerNorm's rows:
+"""Backward epilogues of `matmul.py`, with acc = A B, and mean and rstd of the rows of the LayerNorm's input x:
 
     "activation_grad": h = act(z),  dz = acc act'(z),  out = rstd dz
-    "gated_grad":      the same after "gated": acc [M, N] is the gradient of h = act(g) u, z and out are twice as wide
-    "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient, and h the same in the dtype of A;
+    "gated_grad":      the same after "gated": acc [M, N] is the gradient of h = act(g) u; z and out are twice as wide
+    "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient, h is out in the dtype of A
                        coefficient = rstd^2 / N sum dz (z - c)
 
-The first two also store partial sums of dz (z - c) for each row, and of dz and out mean for each column. If a norm of
-h follows, acc is the gradient of the normalised h^. The norm's backward subtracts h^ along from it, where along is
-mean(acc h^), and h^ is stored in place of h (`hidden_norm.py`).
+The first two also store partial sums: of dz (z - c) per row, and of dz and out mean per column. Exceptions:
 
-For a constant row (rstd < 0, see `layer_norm.py`), "activation_grad" uses 1 and "layer_norm_grad" uses |rstd| in place
-of rstd: its weight gradient, dz~ (x - mean), then cancels between numbers a thousand times smaller. Rows that were
-normalised beforehand have no mean. rstd is then 1, except in "layer_norm_grad": out = [residual +] rstd acc - x
-coefficient. `where` and SHAPE are as in `forward_epilogues.py`.
+- If a norm of h follows (`hidden_norm.py`), acc is the gradient of the normalized h^. The backward of the norm
+  subtracts h^ along from acc, where along is mean(acc h^). h^ is stored in place of h.
+- If a row is constant (rstd < 0, see `layer_norm.py`), "activation_grad" uses 1 in place of rstd, and
+  "layer_norm_grad" multiplies acc by |rstd|. So numbers that cancel in the weight gradient, dz~ (x - mean), are a
+  thousand times smaller.
+- If the rows were normalized beforehand, there is no mean. rstd is 1 in "activation_grad" and "gated_grad", and
+  "layer_norm_grad" computes out = [residual +] rstd acc - x coefficient, with rstd in place of rstd^2.
+
+`where` and SHAPE are as in `forward_epilogues.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def activation_row_factors(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr):
-    """Returns (rstd, mean) [ROWS] for "activation_grad": the factors of dz in dz~ and of dz~ in its column sums."""
+    """Returns (rstd, mean) for "activation_grad"."""
     rstd = tl.full((ROWS,), 1.0, tl.float32)
     mean = tl.zeros((ROWS,), tl.float32)
     if mean_ptr is not None:
@@ -41,7 +44,7 @@ def activation_row_factors(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr):
 
 @triton.jit
 def layer_norm_row_factors(mean_ptr, rstd_ptr, row_part_ptr, row, M, N, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns (factor of acc, mean, coefficient) [ROWS] for "layer_norm_grad"."""
+    """Returns (factor of acc, mean, coefficient) for "layer_norm_grad"."""
     scale = load_rows(rstd_ptr, row, M, ROWS)
     mean = tl.zeros((ROWS,), tl.float32)
     coefficient = sum_row_parts(row_part_ptr, row, M, ROWS, PARTS) * scale / N
@@ -54,8 +57,9 @@ def layer_norm_row_factors(mean_ptr, rstd_ptr, row_part_ptr, row, M, N, ROWS: tl
 
 @triton.jit
 def _in_layout_of(tile, anchor):
-    """Ties a tile to the registers of `anchor`, so that the compiler does not compute the activation twice: in the
-    layout of the product and in that of the store of h. The assembler removes the move.
+    """Returns `tile` in the register layout of `anchor`.
+
+    Otherwise the compiler computes the activation twice, in the layouts of acc and of h. ptxas removes the mov.
     """
     if _INTERPRETED:
         return tile
@@ -67,7 +71,7 @@ def _in_layout_of(tile, anchor):
 
 @triton.jit
 def _through_norm(acc, hidden, statistics_ptr, along_ptr, where, SHAPE: tl.constexpr):
-    """Returns the gradient of the hidden layer before its norm, and the normalised hidden layer."""
+    """Returns the gradient of h from that of the normalized h^, and h^."""
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     mean = load_rows(statistics_ptr, row, M, ROWS)
@@ -119,13 +123,13 @@ def activation_grad_epilogue(
         grad = acc * slope
     width = WIDER * N
     bias = tl.load(bias_ptr + cols, mask=cols < width, other=0.0)
-    # rows past M have a zero gradient; columns past N have one as well, so the bias loaded there does not matter
+    # the gradient is 0 in rows past M and columns past N, so the bias loaded there does not matter
     along_row = tl.sum(grad * (pre - bias[None, :]), 1)
     part = row_part_ptr + tl.cast(row, tl.int64) * PARTS + col // COLS + tl.arange(0, ROWS) * PARTS
     tl.store(part, along_row, mask=(rows < M) & (col < N))
     scaled = rounded(grad * rstd[:, None], DTYPE)
     store_tile(out, scaled, row, wide, M, width, ROWS, COLS_Z, TMA)
-    # sum the rounded values, because the weight gradient's matmul sums these
+    # sum the rounded values, as the matmul of the weight gradient does
     along_column = tl.sum(grad, 0)
     shifted = tl.sum(scaled.to(tl.float32) * mean[:, None], 0)
     parts = column_part_ptr + tl.cast(row // ROWS, tl.int64) * (2 * width) + cols
@@ -141,7 +145,7 @@ def layer_norm_grad_epilogue(acc, out, h, x, residual, factors, where, SHAPE: tl
     COLS: tl.constexpr = SHAPE[1]
     TMA: tl.constexpr = SHAPE[2]
     value = load_tile(x, row, col, M, N, ROWS, COLS, TMA and EARLY == 0)
-    if residual is not None and TMA and EARLY > 0:  # issues both loads at once; TMA loads are waited for one by one
+    if residual is not None and TMA and EARLY > 0:  # both loads in flight at once, which TMA loads are not
         addend = load_tile(residual, row, col, M, N, ROWS, COLS, False)
     acc = acc * scale[:, None] - (value.to(tl.float32) - mean[:, None]) * coefficient[:, None]
     if residual is not None:

@@ -1,28 +1,28 @@
-"""One matmul, out = epilogue(A B), with the surrounding pointwise operations fused into its epilogue.
+"""The matmul kernel: out = epilogue(A B), with the surrounding pointwise operations fused into the epilogue.
 
-A program walks over output tiles (persistent) and accumulates each in fp32 over K. A and B come through TMA
-descriptors, or by pointers where the device or the layout has no TMA. B may be transposed as [N, K], the layout of
-torch's Linear.
+The kernel is persistent: each program loops over output tiles, and accumulates each in fp32 over K. A and B are loaded
+through TMA descriptors, or by pointers if the device or the layout does not support TMA. B may be [N, K], the layout of
+torch.nn.Linear's weight. `matmul_launch.py` launches the kernel, and `matmul_policy.py` chooses its tiles.
 
-Epilogues, with acc = A B, each family in a file with its formulas:
+Epilogues, with acc = A B; the file of each family contains its formulas:
 
-- `forward_epilogues.py`: "layer_norm" (LayerNorm folded into a linear layer, activation), "rotary" and "qk_norm"
-  (LayerNorm folded into the qkv layer, then q and k norms, rotation or both), "gated", and "residual" (bias,
-  LayerScale, residual, statistics for the next LayerNorm).
+- `forward_epilogues.py`, after a LayerNorm that is folded into B: "layer_norm" (activation), "gated" (gated
+  activation), "rotary" and "qk_norm" (q and k norms, rotary positions).
+- `forward_epilogues.py`, before a residual: "residual" (bias, LayerScale, residual, statistics for the next LayerNorm).
 - `gradient_epilogues.py`: "activation_grad" and "gated_grad" (backward of the activation), "layer_norm_grad".
-- "partial": out[split] = acc over one of `splits` parts of K, fp32, summed later in a fixed order (`split_k.py`).
+- "partial", for split-K: out[split] = acc over one of `splits` parts of K, in fp32. `split_k.py` sums the parts.
 
-Operands of e4m3 (`fp8.py`) carry scales. sm_90's tensor cores accumulate e4m3 products in about 14 bits over all
-of K: every 32 products add an error of up to 2^-13 of the sum. For comparison, rounding an operand to e4m3 has an error
-of 2^-4. Adding partial sums in fp32 every 128 products would need registers that 128 x 256 tiles do not have.
+Operands in e4m3 (`fp8.py`) have scales. sm_90's tensor cores accumulate products of e4m3 in about 14 bits: every 32
+products add an error of up to 2^-13 of the sum. For comparison, rounding an operand to e4m3 has an error of 2^-4.
+Adding partial sums in fp32 every 128 products would need registers that 128 x 256 tiles do not have.
 
-In "residual" and "layer_norm_grad" the residual stream (out, x and residual) may be fp32 with half-precision A and B,
-as under autocast; each is read and written in its own dtype. For a folded RMSNorm, weight_sum is None and the mean 0.
+Under autocast, the residual stream (out, x and residual of "residual" and "layer_norm_grad") is fp32, while A and B are
+half precision. For a folded RMSNorm, weight_sum is None and the mean is 0.
 
-An absent argument is None. Wide tiles are cut into SUB_TILES pieces along N before the epilogue, so that it needs fewer
-registers. Every sum has a fixed order: no atomics, deterministic results.
+The epilogue processes a wide tile in SUB_TILES pieces along N, to need fewer registers. Every sum has a fixed order: no
+atomics, deterministic results.
 
-Source of the folding: vit-fast's own derivation, stated in `folding.py`; of the tile walk: triton's matmul tutorial.
+Source of the order of tiles: triton's matmul tutorial.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ from .matmul_tiles import accumulate, cut, load_pieces, store_tile, tile_positio
 
 @triton.jit
 def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr):
-    """Returns row and column of a unit's tile, and begin and end of its part of K.
-
-    A unit is a tile or, with SPLIT, one of `splits` parts of K of a tile.
-    """
+    """Returns tile row, tile column, and begin and end along K of a unit: a tile or, with SPLIT, a part of one."""
     tiles = tiles_m * tiles_n
     tile_m, tile_n = tile_position(unit % tiles if SPLIT else unit, tiles_m, tiles_n, GROUP_M)
     if SPLIT:
@@ -59,7 +56,7 @@ def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, GROUP_M: tl.
         return tile_m, tile_n, 0, K
 
 
-# Not specialised: sizes, and the alignment of pointers to the second row of a tensor [2, M], which depends on M.
+# Triton specializes neither on sizes, nor on the alignment of pointers to the second row of [2, M], which depends on M.
 @triton.jit(
     do_not_specialize=["M", "N", "K", "splits", "tokens", "prefix", "image_rows"],
     do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "hidden_ptr"],
@@ -69,48 +66,48 @@ def _matmul_kernel(
     b,  # [K, N], or [N, K] if B_IS_NK
     out,  # [M, N]; "partial": fp32 [splits, M, N]
     z,  # [M, N] pre-activation, or None: "layer_norm" and "residual" store it, "activation_grad" reads it
-    h,  # [M, N] or None. "activation_grad": the activation, possibly normalised; others: out in another dtype
+    h,  # [M, N] or None. "activation_grad": output of the activation (normalized); others: out in another dtype
     x,  # [M, N], "layer_norm_grad": input of the LayerNorm
     residual,  # [M, N] or None
-    mean_ptr,  # fp32 [M] or None: forward epilogues store it, gradients read it (None: rows were normalised before)
-    rstd_ptr,  # fp32 [M] or None: likewise; negative for a constant row (see layer_norm.py)
+    mean_ptr,  # fp32 [M] or None: forward epilogues store it, gradients read it (None: A's rows are normalized)
+    rstd_ptr,  # fp32 [M] or None: likewise; negative for a constant row (layer_norm.py)
     bias_ptr,  # [N]
-    weight_sum_ptr,  # fp32 [N], or None: RMSNorm in place of LayerNorm
-    scale_ptr,  # "residual": [N] or None; "layer_norm": fp32 [N] or None; "activation_grad": fp32 [1], a factor of B
+    weight_sum_ptr,  # fp32 [N]; None for RMSNorm
+    scale_ptr,  # "residual": [N] or None; "layer_norm": fp32 [N] or None; "activation_grad": factor of B, fp32 [1]
     out8,  # [M, N] e4m3 or None: "residual" stores `out` times out_scale
     out_scale_ptr,  # fp32 [N], or [1] in "layer_norm", whose `out` is then e4m3; or None
-    row_part_ptr,  # fp32 or None. Forward epilogues read statistics of A's rows. Gradients: sums [M, PARTS] over pieces
-    # of the columns, which "activation_grad" stores and "layer_norm_grad" reads
-    out_part_ptr,  # fp32 or None: "residual" and "gated" store statistics of the rows of out
+    row_part_ptr,  # fp32 or None. Forward epilogues: LayerNorm statistics of A. Gradients: partial sums of rows,
+    # [M, PARTS], which "activation_grad" stores and "layer_norm_grad" reads
+    out_part_ptr,  # fp32 or None: "residual" and "gated" store LayerNorm statistics of out
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
-    hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of the rows of h if a norm of h follows; else None
-    along_ptr,  # fp32 [M], mean of normalised row times its gradient; None: no norm
+    hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of h if a norm of h follows; else None
+    along_ptr,  # fp32 [M], mean of normalized h times its gradient; None: no norm of h
     q_weight_ptr, k_weight_ptr,  # "qk_norm": [HEAD]; both None: ones
     q_bias_ptr, k_bias_ptr,  # likewise; both None: zeros
     cos_ptr, sin_ptr,  # "rotary", "qk_norm": [images or 1, tokens - prefix, HEAD / 2]; None: no rotation
     weights,  # B as a pointer if DEPENDENT, else None
     M, N, K, eps, splits, qk_eps,
-    tokens, prefix, image_rows,  # per image: tokens, those without rotation, and rows of the tables (0 if shared)
+    tokens, prefix, image_rows,  # per image: tokens, tokens without rotation, and rows of the tables (0 if shared)
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
     B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr,
-    # "residual": number of pieces of the residual that are loaded ahead. Gradients: x, z and residual are pointers if
-    # EARLY > 0, else TMA descriptors if TMA.
+    # "residual": number of pieces of the residual that are loaded ahead. Gradients: unless 0, x, z and residual are
+    # pointers even with TMA
     EARLY: tl.constexpr,
-    PARTS: tl.constexpr,  # per row of row_part_ptr
-    OUT_PARTS: tl.constexpr,  # per row of out_part_ptr
+    PARTS: tl.constexpr,  # length of a row of row_part_ptr
+    OUT_PARTS: tl.constexpr,  # pieces per row of out_part_ptr
     TIMES: tl.constexpr,  # stored pieces of a tile per piece of statistics
-    WHOLE: tl.constexpr,  # no piece of statistics passes the last column
+    WHOLE: tl.constexpr,  # all pieces of statistics have full width
     HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; in "qk_norm" also columns of a piece
     NORM: tl.constexpr,  # of q and k: "layer_norm", "rms_norm" or "none"
     HALVES: tl.constexpr,  # in the norms' vectors, pairs are channels j and j + HEAD / 2
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of the tables: rows, pairs
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
-    DEPENDENT: tl.constexpr,  # starts early and prefetches `weights`, see dependent.py
+    DEPENDENT: tl.constexpr,  # starts early and prefetches `weights` (dependent.py)
 ):  # fmt: skip
-    # The sizes are not specialised: with K = 1 as a constant, the compiler would remove its loop and pipeline the tile
-    # loop instead, with too much shared memory. The next two lines state the alignment, which vector loads need.
+    # Sizes are not specialized: with a constant K = 1, the compiler would remove the loop over K and pipeline the loop
+    # over tiles, with too much shared memory. These two lines state the alignment that vector loads need.
     N = N // ALIGN * ALIGN
     K = K // ALIGN * ALIGN
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -120,7 +117,7 @@ def _matmul_kernel(
     FOLDED: tl.constexpr = EPILOGUE == "layer_norm" or EPILOGUE == "gated" or OF_HEADS
     BEFORE_ACTIVATION: tl.constexpr = EPILOGUE == "activation_grad" or EPILOGUE == "gated_grad"
     COLS: tl.constexpr = BLOCK_N // SUB_TILES
-    WIDTH: tl.constexpr = COLS // 2 if EPILOGUE == "gated" else COLS  # columns that are stored
+    WIDTH: tl.constexpr = COLS // 2 if EPILOGUE == "gated" else COLS  # columns that a piece stores
     SHAPE: tl.constexpr = (BLOCK_M, COLS, TMA, DTYPE)
     HEADS: tl.constexpr = (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP)
     heads = (q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, qk_eps, cos_ptr, sin_ptr, tokens, prefix, image_rows)
@@ -182,7 +179,7 @@ def _matmul_kernel(
                 else:
                     tl.static_assert(EPILOGUE == "layer_norm_grad", "unknown epilogue")
                     layer_norm_grad_epilogue(pieces[i], out, h, x, residual, factors, where, SHAPE, EARLY)
-                if out_part_ptr is not None:
+                if out_part_ptr is not None:  # statistics of the stored values; merges TIMES pieces
                     width = N // 2 if EPILOGUE == "gated" else N
                     start = col // 2 if EPILOGUE == "gated" else col
                     found = piece_statistics(value.to(tl.float32), start + i * WIDTH, width, WIDTH, WHOLE)

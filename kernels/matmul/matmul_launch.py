@@ -1,8 +1,4 @@
-"""Operands, tiles and launches of matmuls.
-
-`matmul_config` chooses from a table by architecture, precision, epilogue and size; nothing is searched at the first
-call. `matmul_launch` puts operands, descriptors and configuration together.
-"""
+"""Operands, configurations and launches of the matmul kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ EPILOGUES = (
     "layer_norm", "rotary", "qk_norm", "gated", "residual", "activation_grad", "gated_grad", "layer_norm_grad",
     "partial",
 )  # fmt: skip
-# Widths of tensors in units of the product's width.
+# Widths of tensors as multiples of N.
 _WIDER = {("gated", "out"): 0.5, ("gated_grad", "out"): 2, ("gated_grad", "z"): 2}
 TL_DTYPES = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
@@ -36,20 +32,17 @@ TL_DTYPES = {
 
 @dataclass(frozen=True)
 class MatmulConfig:
-    """Tiles of one matmul.
+    """Configuration of a matmul launch.
 
     Args:
         block_m, block_n, block_k: Tile sizes, powers of two.
         sub_tiles: Pieces along N that the epilogue processes one after another: 1, 2 or 4.
-        num_warps: Warps per program.
-        num_stages: Number of software-pipelining stages: tiles of A and B in flight.
-        tma: Access operands and results through TMA descriptors.
-        flatten: One pipelined loop over all tiles of a program: the loads of the next tile overlap the epilogue of this
-            one. Ignored for "partial", which hardly has an epilogue.
+        tma: Access tiles through TMA descriptors.
+        flatten: Pipeline the loops over tiles and over K as one loop: the loads of the next tile overlap the epilogue
+            of this one. Ignored for "partial", whose epilogue is short.
         ctas_per_sm: Programs per multiprocessor of the persistent grid.
-        group_m: Number of tile rows that are processed together, to reuse columns of B from L2.
-        maxnreg: Maximum registers per thread; None lets the compiler choose.
-        dependent: Start before the previous launch has ended (dependent.py), in matmuls with weights.
+        group_m: Rows of tiles that are processed together, to reuse columns of B in L2.
+        dependent: Start before the previous launch has ended (dependent.py), if B is a weight [N, K].
     """
 
     block_m: int
@@ -71,24 +64,23 @@ class MatmulConfig:
         return self.block_n // self.sub_tiles
 
     def tiles(self, M: int, N: int) -> int:
-        """Output tiles of an [M, N] result."""
         return ceil_div(M, self.block_m) * ceil_div(N, self.block_n)
 
     def row_parts(self, N: int) -> int:
-        """Pieces that cover a row of N columns: the last size of `row_part` in "activation_grad"."""
+        """Returns the last dimension of `row_part` in "activation_grad"."""
         return ceil_div(N, self.piece)
 
     def column_parts(self, M: int) -> int:
-        """Tiles that cover a column of M rows: the leading size of `column_part`."""
+        """Returns the first dimension of `column_part`."""
         return ceil_div(M, self.block_m)
 
 
 @dataclass(frozen=True)
 class HeadStep:
-    """Norms and rotary positions in a qkv matmul; pairs that are rotated are adjacent columns.
+    """Norms and rotary positions in the epilogue of a qkv matmul.
 
     Args:
-        settings: Norms over the head; tables [B or 1, 1, T, D / 2] that `rotary.can_be_read` accepts.
+        settings: Norms over each head; tables [B or 1, 1, T, D / 2] for which `rotary.can_be_read` is True.
         tokens: Tokens per image.
         head_dim: D.
     """
@@ -99,11 +91,9 @@ class HeadStep:
 
     @property
     def epilogue(self) -> str:
-        """The matmul's epilogue for this step."""
         return "rotary" if self.settings.norm == "none" else "qk_norm"
 
     def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The kernel's arguments and constants."""
         s = self.settings
         (cos, sin), weights, biases = s.tables or (None, None), s.weights or (None, None), s.biases or (None, None)
         image_rows, _, row_step, pair_step = (0, 0, 0, 0) if cos is None else table_steps(cos)
@@ -124,20 +114,15 @@ _NO_STEP = HeadStep(QkvSettings(), 0, 0).arguments()
 
 @dataclass(frozen=True)
 class Operands:
-    """Everything a matmul reads and writes, named as in the kernel; `matmul.py` lists the operands of each epilogue.
+    """Arguments of `_matmul_kernel`, which describes them for each epilogue.
 
     Args:
-        a: [M, K].
-        b: [K, N], or [N, K] if `b_is_nk`.
-        out: [M, N]; for the "partial" epilogue fp32 [split_k, M, N].
-        row_part: Statistics of A's rows (`row_parts.py`) if a norm of them is folded into B; for "activation_grad" and
-            "layer_norm_grad" sums over pieces of rows [M, parts].
-        out_part: Output: LayerNorm statistics of `out`, for the next norm.
-        hidden, along: For "activation_grad" and "gated_grad" before a norm of the hidden layer: mean and rstd of its
-            rows, fp32 [2, M], and fp32 [M] (`hidden_norm.py`).
-        eps: Added to the variance of A's rows.
-        head_step: For "rotary" and "qk_norm", whose N is 3 H D.
-        x, residual: [M, N], like `out` in the dtype of the residual stream: that of `a` and `b`, or fp32.
+        row_part: LayerNorm statistics of `a` (`row_parts.py`) if a norm is folded into `b`; for "activation_grad" and
+            "layer_norm_grad" partial sums of rows [M, parts].
+        out_part: LayerNorm statistics of `out`, for the next norm.
+        hidden, along: For a norm of h after "activation_grad" or "gated_grad" (`hidden_norm.py`).
+        head_step: For "rotary" and "qk_norm", where N = 3 H D.
+        x, residual: In the dtype of `out`: that of `a` and `b`, or fp32.
     """
 
     a: Tensor
@@ -165,36 +150,35 @@ class Operands:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """M, N, K."""
         M, K = self.a.shape
         return M, self.b.shape[0] if self.b_is_nk else self.b.shape[1], K
 
     def of_rows(self, rows: slice) -> Operands:
-        """Returns the operands of some rows of a "residual" matmul."""
+        """Returns a slice of the rows of a "residual" matmul."""
         names = ("a", "out", "residual", "out_part", "out8")
         given = {name: getattr(self, name) for name in names}
         return replace(self, **{name: tensor[rows] for name, tensor in given.items() if tensor is not None})
 
     def tiled(self) -> list[Tensor]:
-        """Returns the tensors that are read or written by tiles, with descriptors if the configuration uses TMA."""
+        """Returns the tensors that are accessed by tiles."""
         tiled = (self.a, self.b, self.out, self.z, self.h, self.x, self.residual, self.out8)
         return [tensor for tensor in tiled if tensor is not None]
 
 
 def fits_tma(tensors: Iterable[Tensor]) -> bool:
-    """True if descriptors can describe all of these tensors: not empty, rows and addresses aligned to 16 bytes."""
+    """True if all tensors can have TMA descriptors: not empty, rows and addresses aligned to 16 bytes."""
     return all(t.numel() > 0 and t.shape[-1] * t.element_size() % 16 == 0 and _address(t) % 16 == 0 for t in tensors)
 
 
 def tiled(tensor: Tensor | None, rows: int, cols: int, tma: bool) -> Any:
-    """Returns a tensor, or its descriptor for tiles [rows, cols], as a kernel's argument."""
+    """Returns a tensor as kernel argument: with `tma` its descriptor for tiles [rows, cols]."""
     if tensor is None or not tma:
         return tensor
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
 
 
 def _address(tensor: Tensor) -> int:
-    # a meta tensor has no address: its storage counts as aligned
+    # a meta tensor has no address: assume that its storage is aligned
     return int(tensor.storage_offset()) * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
 
 
@@ -211,7 +195,7 @@ def matmul_launch(
     Args:
         operands: Contiguous tensors.
         epilogue: One of `EPILOGUES`.
-        config: Tiles; `config.tma` requires operands that `fits_tma` accepts.
+        config: Configuration; `config.tma` requires that `fits_tma` is True for the operands.
         activation: "identity" or one of `ACTIVATIONS`, for "layer_norm", "activation_grad" and the gated epilogues.
         split_k: Parts of K, for "partial".
     """
@@ -221,12 +205,12 @@ def matmul_launch(
     dependent = config.dependent and o.b_is_nk  # B is then a weight
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
-    # registers limit the pieces of x or residual in flight: one in e4m3, no early loads of an fp32 x
+    # registers limit early loads: one piece of the residual with e4m3, none of x in fp32
     early = 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles
     if o.x is not None:
         early = int(o.x.element_size() == 2)
     reads_z = epilogue in ("activation_grad", "gated_grad")
-    if reads_z:  # the widest tiles have no registers for early loads if they compute gelu_tanh's slope
+    if reads_z:  # the widest tiles with gelu_tanh have no registers for early loads
         early = int(o.a.element_size() == 2 and not (activation == "gelu_tanh" and cols == 256))
 
     def piece(name: str) -> Any:
@@ -268,7 +252,7 @@ def matmul_launch(
 
 
 def _pieces_of_statistics(config: MatmulConfig, epilogue: str) -> int:
-    """Returns the number of stored pieces of a tile per piece of LayerNorm statistics."""
+    """Returns the pieces of a tile per piece of LayerNorm statistics."""
     width = int(config.piece * _WIDER.get((epilogue, "out"), 1))
     if PIECE % width or config.sub_tiles % (PIECE // width):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Models the time of a matmul on a GPU from data sheets and from instruction counts of compiled kernels.
+"""Estimates the time of a matmul on a GPU, in cycles, from data sheets and instruction counts of compiled kernels.
 
-The results are estimates in cycles of a multiprocessor, not measurements. `matmul_policy.py` orders configurations by
-them, and `device_model.py` prints them.
+Nothing here is measured. `matmul_policy.py` orders configurations by these estimates, and `device_model.py` prints
+them.
 """
 
 from __future__ import annotations
@@ -12,31 +12,30 @@ from ..device import Gpu, generation
 from ..launch import ceil_div
 from .matmul_launch import MatmulConfig, Operands
 
-# Dense fp16 multiply-adds a cycle with fp32 sums: A100, A10, L40S, H100, B200, B300, RTX 5090.
+# Dense fp16 multiply-adds with fp32 sums, per multiprocessor and cycle: A100, A10, L40S, H100, B200, B300, RTX 5090.
 PRODUCTS = {
     "sm_80": 1024, "sm_86": 512, "sm_89": 512, "sm_90": 2048, "sm_100": 4096, "sm_103": 4096, "sm_120": 256,
 }  # fmt: skip
-# Bytes a cycle from L2, of the operands' tiles: for all multiprocessors, the A100's and about the RTX 4090's; for one.
-_L2_BYTES = {"sm_86": 2048, "sm_89": 2048, "sm_120": 2048}
-_L2_BYTES_HBM = 5120
-_L2_PORT = 64
-_L2_HOLDS = 2**25
-_SHARED_BYTES = 128  # a cycle: mma.sync has the warps read their operands, 32 rows by a share of the columns each
-_LATENCY = 700  # from the request of a tile of A and B to its arrival
-ISSUE = 3.0  # instructions a cycle in an epilogue: 75 % of four schedulers
-DRAIN = 600  # an epilogue's exposed latencies: its first loads, its last stores
-OVERHEAD = 2500  # from the end of one launch to the arrival of the next one's first loads, in a graph
-# Instructions a warp issues for a tile outside the loop over K: so many, and for every element of a thread ...
+_L2_BYTES = {"sm_86": 2048, "sm_89": 2048, "sm_120": 2048}  # L2 bandwidth in bytes per cycle, about the RTX 4090's
+_L2_BYTES_HBM = 5120  # the same for other architectures: the A100's
+_L2_PORT = 64  # bytes per cycle from L2 to one multiprocessor
+_L2_HOLDS = 2**25  # bytes
+_SHARED_BYTES = 128  # bytes per cycle of shared memory, from which the warps read the operands of mma.sync
+_LATENCY = 700  # cycles from the request of a tile of A and B to its arrival
+ISSUE = 3.0  # instructions per cycle in an epilogue: 75 % of four schedulers
+DRAIN = 600  # cycles of exposed latency per epilogue: first loads and last stores
+OVERHEAD = 2500  # cycles from the end of a launch to the arrival of the next one's first loads, in a CUDA graph
+# Instructions of a warp per tile, outside the loop over K: a constant, and those per element of a thread.
 _TILE_INSTRUCTIONS = 250
 _INSTRUCTIONS = {
     "layer_norm": 7, "rotary": 18, "qk_norm": 29, "gated": 10, "residual": 2, "activation_grad": 35, "gated_grad": 54,
     "layer_norm_grad": 11, "partial": 4,
 }  # fmt: skip
-_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # more: GELU, a residual, its statistics, a result in e4m3
+_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # added by GELU, a residual, statistics, an e4m3 output
 
 
 def epilogue_instructions(operands: Operands, epilogue: str, activation: str = "identity") -> int:
-    """Returns a thread's instructions for each element of a tile after the loop over K, counted in SASS of sm_90."""
+    """Returns the instructions of an epilogue per element and thread, counted in SASS of sm_90."""
     count = _INSTRUCTIONS[epilogue]
     if epilogue == "layer_norm" and activation != "identity":
         count += _ACTIVATION
@@ -51,11 +50,10 @@ class Cycles:
     """Cycles that the busiest multiprocessor spends on its tiles.
 
     Args:
-        products: Matmul on the tensor cores.
+        products: Tensor cores.
         loads: Loads of operands from L2.
-        latency: Latency of loads that the number of loads in flight does not hide.
-        epilogues: Instructions after the loops over K.
-        total: The launch, with overlapping work counted once.
+        latency: Latency that the loads in flight do not hide.
+        total: The whole launch; overlapping work counts once.
     """
 
     products: float
@@ -71,11 +69,9 @@ def launch_cycles(
     """Returns the estimate of one launch.
 
     Args:
-        config: The tiles.
-        sizes: M, N, K of the product.
-        itemsize: Bytes an element of A and B.
-        gpu: The GPU.
-        epilogue: Cycles of a tile's epilogue.
+        sizes: M, N, K.
+        itemsize: Bytes per element of A and B.
+        epilogue: Cycles per epilogue of a tile.
         splits: Parts of K.
     """
     M, N, K = sizes
@@ -91,17 +87,17 @@ def launch_cycles(
         product = max(product, steps * (32 * config.num_warps + area / 32 + border) * depth / _SHARED_BYTES)
     together, under_way = min(tiles, config.ctas_per_sm), max(1, config.num_stages - 1)
     wait = steps * _LATENCY / (under_way * together)
-    # a flattened loop issues the next tile's first loads before the epilogue
+    # a flattened loop issues the first loads of the next tile before the epilogue
     early = under_way if config.flatten and splits == 1 else 0
-    whole, rest = divmod(units, gpu.sm_count)  # waves, and the multiprocessors that have a tile in the last one
+    whole, rest = divmod(units, gpu.sm_count)  # full waves, and tiles in the last one
     waves = [(count, active) for count, active in ((whole, gpu.sm_count), (1, rest)) if count and active]
     moved = max(0, steps - early) * border * depth
     loads = [(count, moved / min(_L2_PORT, _l2_bytes(gpu) / active)) for count, active in waves]
     loops = sum(count * max(product, load, wait) for count, load in loads)
-    if config.ctas_per_sm > 1:  # all epilogues but the last ones overlap the products of another program's tile
+    if config.ctas_per_sm > 1:  # epilogues overlap the matmuls of other programs, except the last ones
         last = (tiles - 1) % together + 1
         total = max(loops, (tiles - last) * epilogue + loops * last / tiles) + last * epilogue
-    else:  # only these first loads overlap the epilogue
+    else:  # only the first loads of a flattened loop overlap the epilogue
         total = loops + tiles * ((0 if early else _LATENCY) + epilogue)
     loading = sum(count * load for count, load in loads)
     return Cycles(tiles * product, loading, tiles * wait, tiles * epilogue, OVERHEAD + total)
@@ -112,7 +108,7 @@ def _l2_bytes(gpu: Gpu) -> int:
 
 
 def epilogue_cycles(config: MatmulConfig, instructions: int) -> float:
-    """Returns the estimate of a tile's epilogue from `epilogue_instructions`."""
+    """Returns the estimated cycles per epilogue of a tile, from `epilogue_instructions`."""
     a_warp = _TILE_INSTRUCTIONS + instructions * config.block_m * config.block_n / (32 * config.num_warps)
     return a_warp * config.num_warps / ISSUE + DRAIN
 
@@ -120,17 +116,11 @@ def epilogue_cycles(config: MatmulConfig, instructions: int) -> float:
 def predicted_cycles(
     config: MatmulConfig, sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int, splits: int = 1
 ) -> float:
-    """Returns the estimate of a matmul, including the launch that sums the parts of split-K.
-
-    Args:
-        config, sizes, itemsize, gpu: See `launch_cycles`.
-        instructions: `epilogue_instructions` without split-K.
-        splits: Parts of K; several are stored in fp32.
-    """
+    """Returns the estimated cycles of a matmul. With split-K, includes the launch that sums the parts."""
     epilogue = epilogue_cycles(config, instructions if splits == 1 else _INSTRUCTIONS["partial"])
     cycles = launch_cycles(config, sizes, itemsize, gpu, epilogue, splits).total
-    if splits > 1:  # parts written and read, the sum's other operands read, its result written
+    if splits > 1:  # writes and reads the parts, reads the residual, writes the sum
         M, N, _ = sizes
-        rate = _l2_bytes(gpu) / (1 if 4 * splits * M * N <= _L2_HOLDS else 4)  # of DRAM, about
+        rate = _l2_bytes(gpu) / (1 if 4 * splits * M * N <= _L2_HOLDS else 4)  # DRAM has about a quarter of L2's rate
         cycles += OVERHEAD + (8 * splits + 2 * itemsize) * M * N / rate
     return cycles

@@ -1,7 +1,7 @@
-"""Tiles of matmuls: a table by architecture, product precision and size, without search at the first call.
+"""Launch policy of matmuls: chooses a configuration from a table per architecture, number format and epilogue.
 
-Every row compiles without spills for its architecture (`vit-fast kernels`). The row with the lowest modelled time of
-the busiest multiprocessor is chosen (`matmul_model.py`).
+Chooses the entry with the lowest modeled time of the busiest multiprocessor (`matmul_model.py`); nothing is timed at
+run time. Every entry compiles without spills for its architecture (`vit-fast kernels`).
 """
 
 from __future__ import annotations
@@ -20,28 +20,156 @@ from ..row_parts import PIECE
 from .matmul_launch import MatmulConfig, Operands, fits_tma
 from .matmul_model import epilogue_instructions, predicted_cycles
 
-# Epilogues that need more registers than the others.
+# Epilogues that need many registers.
 _HEAVY = ("activation_grad", "weight_products")
-_MAX_SPLITS = 16  # of a weight gradient
-_MAX_RESIDUAL_SPLITS = 8
-_MIN_STEPS = 4  # of K in a part
-NORMED_HEADS = (64, 128)  # channels of the heads that a "qk_norm" matmul can normalise
+_MAX_SPLITS = 16  # parts of K of a weight gradient
+_MAX_RESIDUAL_SPLITS = 8  # parts of K of a "residual" matmul
+_MIN_STEPS = 4  # steps along K per part
+NORMED_HEADS = (64, 128)  # head_dims that a "qk_norm" matmul can normalize
+
+
+def matmul_config(operands: Operands, epilogue: str, activation: str = "identity") -> MatmulConfig:
+    """Returns the configuration for these operands on their device; the interpreter always uses the largest tile."""
+    return _choose(operands, epilogue, activation)[0]
+
+
+def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
+    """Returns the configuration of a "residual" matmul and the number of parts of K, which `split_k.py` sums.
+
+    Small batches have fewer tiles than multiprocessors: fc2 of ViT-B has 48 of the smallest tiles at batch 1.
+    """
+    return _choose(operands, "residual", most=_MAX_RESIDUAL_SPLITS)
+
+
+def rows_in_whole_waves(operands: Operands) -> int:
+    """Returns the number of rows for the first launch of a "residual" matmul; a second launch computes the rest.
+
+    The tiles of the first launch fill whole waves. A partial wave would take as long as a whole one. So the second
+    launch uses smaller tiles or split-K, to spread its rows over the GPU.
+    """
+    rows = operands.sizes[0]
+    return rows if is_interpreted() else _best_head(*_best_key(operands, "residual", most=_MAX_RESIDUAL_SPLITS))
+
+
+@lru_cache(4096)
+def _best_head(
+    gpu: Gpu, kind: str, epilogue: str, instructions: int, tma: bool, sizes: tuple[int, int, int], itemsize: int,
+    *limits: int,
+) -> int:  # fmt: skip
+    """Returns the rows of the first launch that minimize the predicted cycles of both launches."""
+    M, N, K = sizes
+
+    def cycles(rows: int) -> float:
+        part = (rows, N, K)
+        config, splits = _best(gpu, kind, epilogue, instructions, tma, part, itemsize, *limits)
+        return predicted_cycles(config, part, itemsize, gpu, instructions, splits) if rows else 0.0
+
+    heads = [M]
+    for config in config_table(gpu.arch, kind, epilogue, tma):
+        tiles = config.tiles(M, N) // gpu.sm_count * gpu.sm_count
+        heads.append(tiles // ceil_div(N, config.block_n) * config.block_m)
+    return min((head for head in heads if 0 < head <= M), key=lambda head: cycles(head) + cycles(M - head), default=M)
+
+
+def _choose(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[MatmulConfig, int]:
+    if is_interpreted():
+        kind = "fp8" if operands.a.dtype == torch.float8_e4m3fn else "half"
+        table = config_table("sm_90", kind, epilogue, fits_tma(operands.tiled()))
+        return next(config for config in table if is_usable(config, operands, epilogue)), 1
+    return _best(*_best_key(operands, epilogue, activation, most))
+
+
+def _best_key(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[Any, ...]:
+    """Returns the arguments of `_best`, by which its results are cached."""
+    gpu, dtype = gpu_of(operands.a.device), operands.a.dtype
+    instructions, tma = epilogue_instructions(operands, epilogue, activation), fits_tma(operands.tiled())
+    wanted = _requirements(operands, epilogue)
+    return gpu, product_kind(dtype), epilogue, instructions, tma, operands.sizes, dtype.itemsize, most, *wanted
+
+
+@lru_cache(4096)
+def _best(
+    gpu: Gpu, kind: str, epilogue: str, instructions: int, tma: bool, sizes: tuple[int, int, int], itemsize: int,
+    most: int, narrowest: int, largest: int, piece: int,
+) -> tuple[MatmulConfig, int]:  # fmt: skip
+    table = [c for c in config_table(gpu.arch, kind, epilogue, tma) if _meets(c, narrowest, largest, piece)]
+    partial = config_table(gpu.arch, kind, "partial", tma) if most > 1 else ()
+    return choose_split(table, sizes, itemsize, gpu, instructions, partial, most)
+
+
+def choose_split(
+    table: Sequence[MatmulConfig], sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int,
+    partial: Sequence[MatmulConfig] = (), most: int = 1,
+) -> tuple[MatmulConfig, int]:  # fmt: skip
+    """Returns the configuration and parts of K with the fewest predicted cycles; prefers fewer parts and larger tiles.
+
+    Args:
+        table: Configurations for one part.
+        partial: Configurations for 2 to `most` parts.
+    """
+    steps = [(config, ceil_div(sizes[2], config.block_k)) for config in partial]
+    candidates = [(config, 1) for config in table]
+    candidates += [(c, parts) for parts in range(2, most + 1) for c, count in steps if count >= _MIN_STEPS * parts]
+    return min(candidates, key=lambda c: predicted_cycles(c[0], sizes, itemsize, gpu, instructions, c[1]))
+
+
+def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
+    """True if these operands can use a configuration of the table."""
+    return _meets(config, *_requirements(operands, epilogue))
+
+
+def _requirements(operands: Operands, epilogue: str) -> tuple[int, int, int]:
+    """Returns (narrowest, largest, piece): minimum columns and maximum elements of a tile, and columns of a piece.
+
+    The minimum is for whole pieces of LayerNorm statistics. With a norm of the hidden layer, tiles larger than
+    128 x 128 spill. In "qk_norm", a piece is a head; 0 means any width.
+    """
+    narrowest = 0 if operands.out_part is None else 2 * PIECE if epilogue == "gated" else PIECE
+    behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
+    head = operands.head_step.head_dim if operands.head_step and epilogue == "qk_norm" else 0
+    return narrowest, 128 * 128 if behind else 2**31, head
+
+
+def _meets(config: MatmulConfig, narrowest: int, largest: int, piece: int) -> bool:
+    fits = config.block_n >= narrowest and config.block_m * config.block_n <= largest
+    return fits and piece in (0, config.piece)
+
+
+def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:
+    """Returns the configuration of `weight_products.py` for these pairs of operands, and the number of parts of M.
+
+    Chooses the smallest number that occupies the multiprocessors at least 90 % as well as the best one.
+    """
+    first = pairs[0][0]
+    gpu, M = gpu_of(first.device), first.shape[0]
+    arch, kind = ("sm_90", "half") if is_interpreted() else (gpu.arch, product_kind(first.dtype))
+    config = config_table(arch, kind, "weight_products", fits_tma(tensor for pair in pairs for tensor in pair))[0]
+    programs = gpu.sm_count * config.ctas_per_sm
+    tiles = sum(config.tiles(a.shape[1], b.shape[1]) for a, b in pairs)
+    most = max(1, min(_MAX_SPLITS, ceil_div(M, config.block_k) // _MIN_STEPS))
+
+    def busy(splits: int) -> float:
+        units = tiles * splits
+        return units / (ceil_div(units, programs) * programs)
+
+    best = max(busy(splits) for splits in range(1, most + 1))
+    return config, next(splits for splits in range(1, most + 1) if busy(splits) >= 0.9 * best)
 
 
 @cache
 def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Returns configurations from the widest tile to the smallest.
+    """Returns configurations from the largest tile to the smallest.
 
-    Narrow tiles, of which a multiprocessor holds several and which small batches use, start early (`dependent.py`).
+    Those with several programs per multiprocessor, which small batches use, start early (`dependent.py`).
 
     Args:
-        arch: e.g. "sm_90"; sm_120 and unknown ones use the pointer tables, which run on every architecture.
+        arch: Architecture, e.g. "sm_90".
         kind: The `product_kind` of the operands: "half", "fp8" or "tf32".
-        epilogue: One of `EPILOGUES` ("qk_norm" for "half" only), or "weight_products".
-        tma: True if tensor descriptors can describe the operands.
+        epilogue: One of `EPILOGUES` ("qk_norm" only for "half"), or "weight_products".
+        tma: True if TMA descriptors can describe the operands.
     """
     table = _table(arch, kind, epilogue, tma)
-    # on blackwell the address of the weights makes larger tiles spill
+    # the extra pointer to the weights makes larger tiles spill on blackwell
     most = 64 * 64 if generation(arch) == "blackwell" else 128 * 128
     early = (c.ctas_per_sm > 1 and c.block_m * c.block_n <= most and starts_early(arch) for c in table)
     return tuple(replace(c, dependent=dependent) for c, dependent in zip(table, early))
@@ -71,10 +199,10 @@ def _table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig
         special = dict.fromkeys(("residual", "partial"), _HALF_BLACKWELL_RESIDUAL)
         special["layer_norm"] = _HALF_BLACKWELL_LAYER_NORM
         table = special.get(epilogue, _HALF_BLACKWELL_HEAVY if epilogue in _HEAVY else _HALF_BLACKWELL)
-    if epilogue == "partial" and blackwell and table[0].tma:  # wide tiles spill, and narrow ones with 72 registers
+    if epilogue == "partial" and blackwell and table[0].tma:  # wide tiles spill, narrow ones too without maxnreg
         fitting = (config for config in table if config.block_n < 256)
         return tuple(replace(config, maxnreg=128) if config.block_n == 64 else config for config in fitting)
-    # a weight gradient is as large as its weight: splitting K, not small tiles, fills the multiprocessors
+    # weight gradients fill the multiprocessors by splitting K, not with small tiles
     return table[:1] if epilogue == "weight_products" else table
 
 
@@ -84,7 +212,7 @@ _HALF_HOPPER = (
     MatmulConfig(64, 128, 64, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
-# Without maxnreg the compiler uses up to 246 registers; with 168 it does not spill.
+# Without maxnreg, ptxas uses up to 246 registers, although it does not spill with 168.
 _HALF_HOPPER_LAYER_NORM = (replace(_HALF_HOPPER[0], maxnreg=184), *_HALF_HOPPER[1:])
 _HALF_HOPPER_GATED = (replace(_HALF_HOPPER[0], maxnreg=232), *_HALF_HOPPER[1:])
 _HALF_BLACKWELL = (
@@ -92,7 +220,7 @@ _HALF_BLACKWELL = (
     MatmulConfig(128, 128, 64, sub_tiles=4, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
-# With LayerNorm statistics as input or output, the compiler spills with other tiles or without the limit.
+# With LayerNorm statistics as input or output, other tiles spill, and these do without maxnreg.
 _HALF_BLACKWELL_LAYER_NORM = (_HALF_BLACKWELL[0], replace(_HALF_BLACKWELL[1], maxnreg=192), _HALF_BLACKWELL[2])
 _HALF_BLACKWELL_RESIDUAL = (
     replace(_HALF_BLACKWELL[0], maxnreg=248),
@@ -109,15 +237,15 @@ _TF32_HOPPER = (
 )
 _TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),)
 _TF32_BLACKWELL_HALVES = (replace(_TF32_BLACKWELL[0], sub_tiles=2),)
-# With several products in one launch and without maxnreg, the compiler uses 72 registers and spills.
+# With several products in one launch, ptxas uses 72 registers and spills without maxnreg.
 _TF32_BLACKWELL_PRODUCTS = (replace(_TF32_BLACKWELL[0], maxnreg=128),)
 
 
 def _fp8_table(arch: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Tiles for operands in e4m3: steps along K as many bytes long as those of half precision."""
+    """Steps along K have as many bytes as those of half precision."""
     if tma:
         return _FP8
-    limit = 144 if arch == "sm_120" else None  # without it, ptxas uses 96 and spills
+    limit = 144 if arch == "sm_120" else None  # without it, ptxas uses 96 registers and spills
     return (
         MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3),
         MatmulConfig(64, 64, 64, sub_tiles=2, num_warps=4, num_stages=3, ctas_per_sm=2, maxnreg=limit),
@@ -133,14 +261,14 @@ _FP8 = (
 
 
 def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Tiles of "qk_norm": those of "rotary" for half precision, cut into heads of each size.
+    """Returns the configurations of "rotary", with pieces that are whole heads of 64 or 128.
 
-    Heads of 128 channels spill in tiles of 128 x 256, and with 4 warps in those of 128 x 128.
+    Heads of 128 spill in tiles of 128 x 256, and in tiles of 128 x 128 with 4 warps.
     """
     if kind != "half":
         return ()
     table = config_table(arch, kind, "rotary", tma)
-    # without maxnreg the compiler uses 249 registers on sm_90, more than it needs
+    # without maxnreg, ptxas uses 249 registers on sm_90, more than needed
     of_64 = [replace(c, sub_tiles=c.block_n // 64, maxnreg=232 if c.block_n == 256 else c.maxnreg) for c in table]
     of_128 = [replace(c, sub_tiles=1) for c in table if c.block_n == 128]
     eight = [replace(c, num_warps=8, ctas_per_sm=1) if c.block_m == 128 else c for c in of_128]
@@ -148,13 +276,13 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
 
 
 def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Tiles of "gated_grad", which holds the product, and z and its gradient, each twice as wide."""
+    """Tiles are narrower than elsewhere, because z and its gradient are twice as wide as acc."""
     depth = 64 if kind == "half" else 32
     if tma:
         wide = MatmulConfig(128, 128, depth, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=kind == "half")
-        if generation(arch) == "hopper":  # without maxnreg the compiler uses 247, more than it needs
+        if generation(arch) == "hopper":  # without maxnreg, ptxas uses 247 registers, more than needed
             wide = replace(wide, maxnreg=232)
-        if generation(arch) == "blackwell":  # 128 columns spill there
+        if generation(arch) == "blackwell":  # 128 columns spill
             wide = MatmulConfig(128, 64, depth, sub_tiles=2, num_warps=8, num_stages=3, tma=True)
         small = MatmulConfig(64, 64, depth, sub_tiles=2, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2)
         return (wide, small) if kind == "half" else (small,)
@@ -164,10 +292,7 @@ def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ..
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
-    """Tiles loaded by pointers: sm_80, 86, 89 and 120, and layouts that tensor descriptors cannot describe.
-
-    If entries differ between architectures or epilogues without a comment, the other choice spills.
-    """
+    """Entries that differ without a comment avoid spills."""
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
     if kind == "tf32" and blackwell:
         stages = 2 if epilogue == "layer_norm" else 3
@@ -179,8 +304,10 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
     halves = (kind == "half" and (blackwell or (epilogue == "activation_grad" and not hopper))) or (
         kind == "tf32" and arch == "sm_120"
     )
-    limit = 160 if kind == "half" and blackwell and epilogue == "layer_norm" else None  # without it, 96
-    # 512 cycles a step on an A100: loads that are issued two steps ahead hardly arrive in time
+    limit = (
+        160 if kind == "half" and blackwell and epilogue == "layer_norm" else None
+    )  # without it, ptxas uses 96 registers
+    # a step takes 512 cycles on an A100: loads must be issued three steps ahead to arrive in time
     stages = 4 if kind == "half" and arch == "sm_80" else 3
     return (
         MatmulConfig(128, width, depth, sub_tiles=4 if quarters else 2, num_warps=8, num_stages=stages),
@@ -188,130 +315,3 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
             64, 64, small, sub_tiles=2 if halves else 1, num_warps=4, num_stages=3, ctas_per_sm=2, maxnreg=limit
         ),
     )
-
-
-def choose_split(
-    table: Sequence[MatmulConfig], sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int,
-    partial: Sequence[MatmulConfig] = (), most: int = 1,
-) -> tuple[MatmulConfig, int]:  # fmt: skip
-    """Returns the configuration and the parts of K with the lowest `predicted_cycles`: from `table` for one part, from
-    `partial` for up to `most`. Of equal ones, returns the fewest parts and the widest tile."""
-    steps = [(config, ceil_div(sizes[2], config.block_k)) for config in partial]
-    candidates = [(config, 1) for config in table]
-    candidates += [(c, parts) for parts in range(2, most + 1) for c, count in steps if count >= _MIN_STEPS * parts]
-    return min(candidates, key=lambda c: predicted_cycles(c[0], sizes, itemsize, gpu, instructions, c[1]))
-
-
-def matmul_config(operands: Operands, epilogue: str, activation: str = "identity") -> MatmulConfig:
-    """Returns the configuration for these operands on their device.
-
-    The interpreter uses the widest tile, because its time depends on the number of tiles.
-    """
-    return _chosen(operands, epilogue, activation)[0]
-
-
-def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
-    """Returns the configuration of a "residual" matmul and its parts of K, which `split_k.py` sums.
-
-    A few rows have too few tiles for the multiprocessors: fc2 of ViT-B has 48 of the smallest at batch 1.
-    """
-    return _chosen(operands, "residual", most=_MAX_RESIDUAL_SPLITS)
-
-
-def rows_in_whole_waves(operands: Operands) -> int:
-    """Returns the number of rows of a "residual" matmul's first launch; a second launch computes the others.
-
-    The tiles of the first rows are whole waves. A last wave of few tiles takes as long as a whole one, so the other
-    rows get narrower tiles or parts of K, which spread over the GPU.
-    """
-    rows = operands.sizes[0]
-    return rows if is_interpreted() else _best_head(*_question(operands, "residual", most=_MAX_RESIDUAL_SPLITS))
-
-
-@lru_cache(4096)
-def _best_head(
-    gpu: Gpu, kind: str, epilogue: str, instructions: int, tma: bool, sizes: tuple[int, int, int], itemsize: int,
-    *limits: int,
-) -> int:  # fmt: skip
-    M, N, K = sizes
-
-    def cycles(rows: int) -> float:
-        part = (rows, N, K)
-        config, splits = _best(gpu, kind, epilogue, instructions, tma, part, itemsize, *limits)
-        return predicted_cycles(config, part, itemsize, gpu, instructions, splits) if rows else 0.0
-
-    heads = [M]
-    for config in config_table(gpu.arch, kind, epilogue, tma):
-        tiles = config.tiles(M, N) // gpu.sm_count * gpu.sm_count
-        heads.append(tiles // ceil_div(N, config.block_n) * config.block_m)
-    return min((head for head in heads if 0 < head <= M), key=lambda head: cycles(head) + cycles(M - head), default=M)
-
-
-def _chosen(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[MatmulConfig, int]:
-    if is_interpreted():
-        kind = "fp8" if operands.a.dtype == torch.float8_e4m3fn else "half"
-        table = config_table("sm_90", kind, epilogue, fits_tma(operands.tiled()))
-        return next(config for config in table if is_usable(config, operands, epilogue)), 1
-    return _best(*_question(operands, epilogue, activation, most))
-
-
-def _question(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[Any, ...]:
-    """Returns the arguments of `_best`."""
-    gpu, dtype = gpu_of(operands.a.device), operands.a.dtype
-    instructions, tma = epilogue_instructions(operands, epilogue, activation), fits_tma(operands.tiled())
-    wanted = _requirements(operands, epilogue)
-    return gpu, product_kind(dtype), epilogue, instructions, tma, operands.sizes, dtype.itemsize, most, *wanted
-
-
-@lru_cache(4096)
-def _best(
-    gpu: Gpu, kind: str, epilogue: str, instructions: int, tma: bool, sizes: tuple[int, int, int], itemsize: int,
-    most: int, narrowest: int, largest: int, piece: int,
-) -> tuple[MatmulConfig, int]:  # fmt: skip
-    table = [c for c in config_table(gpu.arch, kind, epilogue, tma) if _meets(c, narrowest, largest, piece)]
-    partial = config_table(gpu.arch, kind, "partial", tma) if most > 1 else ()
-    return choose_split(table, sizes, itemsize, gpu, instructions, partial, most)
-
-
-def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
-    """True if a configuration of the table may be chosen for these operands."""
-    return _meets(config, *_requirements(operands, epilogue))
-
-
-def _requirements(operands: Operands, epilogue: str) -> tuple[int, int, int]:
-    """Returns the fewest columns of a tile, for whole pieces of statistics, its most elements, and the columns of a
-    piece if that is a head, else 0.
-
-    Behind a norm of the hidden layer, forward and backward, larger tiles than 128 x 128 spill.
-    """
-    narrowest = 0 if operands.out_part is None else 2 * PIECE if epilogue == "gated" else PIECE
-    behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
-    head = operands.head_step.head_dim if operands.head_step and epilogue == "qk_norm" else 0
-    return narrowest, 128 * 128 if behind else 2**31, head
-
-
-def _meets(config: MatmulConfig, narrowest: int, largest: int, piece: int) -> bool:
-    fits = config.block_n >= narrowest and config.block_m * config.block_n <= largest
-    return fits and piece in (0, config.piece)
-
-
-def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:
-    """Returns the configuration of `weight_products.py` for these pairs of operands, and the number of parts.
-
-    It is the smallest number for which the multiprocessors are at least 90 % as busy as with the best. Each part has at
-    least four steps, and there are at most 16.
-    """
-    first = pairs[0][0]
-    gpu, M = gpu_of(first.device), first.shape[0]
-    arch, kind = ("sm_90", "half") if is_interpreted() else (gpu.arch, product_kind(first.dtype))
-    config = config_table(arch, kind, "weight_products", fits_tma(tensor for pair in pairs for tensor in pair))[0]
-    programs = gpu.sm_count * config.ctas_per_sm
-    tiles = sum(config.tiles(a.shape[1], b.shape[1]) for a, b in pairs)
-    most = max(1, min(_MAX_SPLITS, ceil_div(M, config.block_k) // _MIN_STEPS))
-
-    def busy(splits: int) -> float:
-        units = tiles * splits
-        return units / (ceil_div(units, programs) * programs)
-
-    best = max(busy(splits) for splits in range(1, most + 1))
-    return config, next(splits for splits in range(1, most + 1) if busy(splits) >= 0.9 * best)

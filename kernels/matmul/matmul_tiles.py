@@ -1,7 +1,6 @@
-"""Device helpers for tiles of row-major matrices: position, loads, stores, pieces, products.
+"""Device helpers for tiles of row-major matrices.
 
-Accesses use TMA descriptors, or pointers if the device or the layout has no TMA. Source of the walk over output tiles:
-triton's matmul tutorial.
+Tiles are accessed through TMA descriptors, or by pointers if the device or the layout does not support TMA.
 """
 
 from __future__ import annotations
@@ -12,14 +11,17 @@ import triton.language as tl
 from ..launch import is_interpreted
 
 _INTERPRETED = tl.constexpr(is_interpreted())
-# Columns per thread if fp32 is read together with half precision. With 8 columns, 16 bytes of half precision, each load
-# of fp32 would use half of every sector.
+# Columns that a thread reads at once where fp32 and half precision are mixed. With 8 columns (16 bytes of half
+# precision), each load of fp32 would use only half of every sector.
 READ_AT_ONCE = tl.constexpr(4)
 
 
 @triton.jit
 def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Returns row and column of the `tile`-th tile; GROUP_M rows of tiles share columns in L2."""
+    """Returns tile row and tile column of the `tile`-th tile. GROUP_M tile rows share columns of B in L2.
+
+    Source: triton's matmul tutorial.
+    """
     group = tile // (GROUP_M * tiles_n)
     first = group * GROUP_M
     rows = min(tiles_m - first, GROUP_M)
@@ -29,9 +31,9 @@ def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def tile_offsets(row, col, columns, ROWS: tl.constexpr, COLS: tl.constexpr, AT_ONCE: tl.constexpr = 0):
-    """Returns element offsets of a tile of a row-major [*, columns] tensor: int64 up to the tile, int32 inside it.
+    """Returns element offsets of a tile: int64 up to the tile, int32 inside it.
 
-    AT_ONCE: unless 0, the most columns that a thread reads at once.
+    AT_ONCE: Maximum number of columns that a thread reads at once; 0 for no limit.
     """
     base = tl.cast(row, tl.int64) * columns + col
     cols = tl.arange(0, COLS)
@@ -47,7 +49,7 @@ def tile_mask(row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def load_tile(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """Loads [ROWS, COLS] from a row-major [rows, columns] tensor; zeros outside, which TMA fills itself."""
+    """Loads a tile of a matrix [rows, columns]; elements outside are 0."""
     if TMA:
         return source.load([row, col])
     else:
@@ -57,7 +59,7 @@ def load_tile(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.cons
 
 @triton.jit
 def store_tile(target, values, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """Stores [ROWS, COLS] to a row-major [rows, columns] tensor, except outside it."""
+    """Stores a tile of a matrix [rows, columns]; skips elements outside."""
     if TMA:
         target.store([row, col], values)
     else:
@@ -67,7 +69,10 @@ def store_tile(target, values, row, col, rows, columns, ROWS: tl.constexpr, COLS
 
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr):
-    """Rounds an fp32 tile to DTYPE. If a tile is reused, the compiler alone would round bf16 numbers one by one."""
+    """Rounds an fp32 tile to DTYPE.
+
+    Uses packed bf16 conversions. The compiler converts numbers one by one if the tile is used again.
+    """
     if _INTERPRETED or DTYPE != tl.bfloat16:
         return value.to(DTYPE)
     else:
@@ -82,7 +87,7 @@ def accumulate(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Returns acc [BLOCK_M, BLOCK_N], fp32, over k_start .. k_stop: multiples of BLOCK_K, or K at the end."""
+    """Returns the tile of A B at (row, col) in fp32, summed over k_start .. k_stop: multiples of BLOCK_K, or K."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(k_start, k_stop, BLOCK_K):
         if A_IS_KM:
@@ -99,13 +104,13 @@ def accumulate(
 
 @triton.jit
 def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Returns the left and the right half of a tile [ROWS, COLS]."""
+    """Returns the left and the right half of a tile."""
     return tl.split(tile.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
 
 
 @triton.jit
 def cut(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
-    """Cuts a tile [ROWS, COLS] along its columns into a tuple of 1, 2 or 4 pieces, from left to right."""
+    """Cuts a tile along N into a tuple of 1, 2 or 4 pieces."""
     if PIECES == 1:
         return (tile,)
     elif PIECES == 2:
@@ -120,7 +125,7 @@ def cut(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
 
 @triton.jit
 def load_pieces(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
-    """Loads the pieces of a tile of `source` by pointers, and issues all loads before it waits for the first."""
+    """Loads PIECES adjacent pieces by pointers; issues all loads before it waits for one."""
     pieces = ()
     for i in tl.static_range(PIECES):
         piece = load_tile(source, row, col + i * COLS, rows, columns, ROWS, COLS, False)
@@ -130,14 +135,14 @@ def load_pieces(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.co
 
 @triton.jit
 def load_rows(pointer, row, M, ROWS: tl.constexpr):
-    """Loads [ROWS] of a per-row fp32 vector [M]; zeros past its end."""
+    """Loads ROWS elements of a vector [M]; 0 past its end."""
     rows = row + tl.arange(0, ROWS)
     return tl.load(pointer + rows, mask=rows < M, other=0.0)
 
 
 @triton.jit
 def sum_row_parts(pointer, row, M, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Sums rows of fp32 [M, PARTS] to [ROWS]; along the first axis, for the reason stated in `combine_statistics`."""
+    """Returns sums over rows of [M, PARTS]. Sums along the first axis, as `combine_statistics` does."""
     step = tl.arange(0, ROWS)
     base = pointer + tl.cast(row, tl.int64) * PARTS
     total = tl.zeros((ROWS,), tl.float32)

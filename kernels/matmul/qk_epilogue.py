@@ -1,7 +1,7 @@
-"""Epilogue of a qkv matmul for columns of q and k: norms over the heads, and rotary positions.
+"""Epilogue of a qkv matmul for the columns of q and k: norms over each head, and rotary positions.
 
-The formulas are those of `rotary.py`. Pairs that are rotated are adjacent columns here, because `folding.py` reorders
-the rows of the weight. A norm reads the unrounded accumulators, a whole head at a time.
+`rotary.py` states the formulas. The two channels of a pair are adjacent columns here, because `folding.py` permutes the
+rows of the weight. A norm reads the unrounded accumulators of a whole head.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from ..rotary import normed_pairs
 
 
 @triton.jit
-def finished_heads(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
-    """Returns a piece [ROWS, COLS] of the matmul's result, with columns of q and k normalised and rotated if requested.
+def _normed_columns(value, heads, which, ROWS: tl.constexpr, HEADS: tl.constexpr):
+    """Normalizes a head of q (which = 0) or of k, [ROWS, HEAD].
 
-    heads: (q_weight, k_weight, q_bias, k_bias, eps, cos, sin, tokens, prefix, image_rows) of `_matmul_kernel`.
-    HEADS: its (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP).
+    HALVES: the pairs are channels j and j + HEAD / 2 of the norm's weight and bias.
     """
-    col, N = where[1], where[3]
-    if HEADS[1] != "none":
-        if col < 2 * (N // 3):
-            value = _normed_columns(value, heads, col // (N // 3), ROWS, HEADS)
-    if heads[5] is not None:
-        if col < 2 * (N // 3):
-            value = _rotated_columns(value, heads, where, ROWS, COLS, HEADS)
-    return value
+    q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, eps, _, _, _, _, _ = heads
+    HEAD: tl.constexpr = HEADS[0]
+    first, second = tl.split(value.reshape(ROWS, HEAD // 2, 2))
+    pairs = tl.arange(0, HEAD // 2)[None, :]
+    first, second = normed_pairs(
+        first, second, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, which, 0, pairs, pairs < HEAD // 2, eps, 1,
+        HEAD, HEADS[1], False, not HEADS[2],
+    )  # fmt: skip
+    return tl.join(first, second).reshape(ROWS, HEAD)
 
 
 @triton.jit
 def _rotated_columns(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
-    """Rotates pairs of adjacent columns of q and k by the angles of their tokens."""
+    """Rotates pairs of adjacent columns of q and k by the angles of their token."""
     _, _, _, _, _, cos_ptr, sin_ptr, tokens, prefix, image_rows = heads
     row, col, M, N = where
     HEAD: tl.constexpr = HEADS[0]
@@ -48,17 +48,17 @@ def _rotated_columns(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr
 
 
 @triton.jit
-def _normed_columns(value, heads, which, ROWS: tl.constexpr, HEADS: tl.constexpr):
-    """Normalises a head of q (which = 0) or of k, [ROWS, HEAD].
+def finished_heads(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
+    """Returns a piece [ROWS, COLS] of qkv after the norms and rotary positions of q and k.
 
-    With HALVES the norm's vectors have its pairs at channels j and j + HEAD / 2.
+    heads: (q_weight, k_weight, q_bias, k_bias, eps, cos, sin, tokens, prefix, image_rows) of `_matmul_kernel`.
+    HEADS: its (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP).
     """
-    q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, eps, _, _, _, _, _ = heads
-    HEAD: tl.constexpr = HEADS[0]
-    first, second = tl.split(value.reshape(ROWS, HEAD // 2, 2))
-    pairs = tl.arange(0, HEAD // 2)[None, :]
-    first, second = normed_pairs(
-        first, second, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, which, 0, pairs, pairs < HEAD // 2, eps, 1,
-        HEAD, HEADS[1], False, not HEADS[2],
-    )  # fmt: skip
-    return tl.join(first, second).reshape(ROWS, HEAD)
+    col, N = where[1], where[3]
+    if HEADS[1] != "none":
+        if col < 2 * (N // 3):
+            value = _normed_columns(value, heads, col // (N // 3), ROWS, HEADS)
+    if heads[5] is not None:
+        if col < 2 * (N // 3):
+            value = _rotated_columns(value, heads, where, ROWS, COLS, HEADS)
+    return value

@@ -1,1 +1,1 @@
-"""A PTX emulator: executes on the CPU what Triton compiles, and reports races and stray accesses. See README.md."""
+"""PTX emulator: runs compiled kernels on the CPU, and reports races and invalid accesses. See README.md."""

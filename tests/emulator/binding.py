@@ -1,4 +1,4 @@
-"""Binding of the emulator: what it executed and found, how it orders warps, and planted defects."""
+"""Python binding of the emulator: reports, profiles, orders of execution, and planted defects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Report(NamedTuple):
-    """A defect, the first time that it was seen at an instruction."""
+    """A defect, as first seen at an instruction; `count` is the number of times."""
 
     kind: str
     kernel: str
@@ -37,7 +37,7 @@ class Found(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Counts of one instruction; the figures of memory are those of the first CTA of each launch."""
+    """Counts of one instruction; those of memory are from the first CTA of each launch."""
 
     index: int
     opcode: str
@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """A kernel's instructions."""
+    """The executed instructions of a kernel."""
 
     kernel: str
     launches: int
@@ -61,11 +61,11 @@ class Profile(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """An order of execution; the default is one warp after another, each until it waits, and copies as late as allowed.
+    """An order of execution.
 
     Args:
-        seed: Nonzero for a random order of warps in random portions.
-        early: Asynchronous copies arrive 0 as late as allowed, 1 at once, 2 at a random one of both.
+        seed: 0 runs one warp after another, each until it waits; else, warps run random portions in random order.
+        early: Asynchronous copies complete 0 as late as allowed, 1 at once, 2 at either time at random.
         reverse: Run CTAs from the last to the first.
     """
 
@@ -75,7 +75,7 @@ class Schedule(NamedTuple):
 
 
 class Emulator:
-    """The emulator in a shared library that `build` made. `reports` and `profile` also clear what they return."""
+    """The emulator in a shared library from `build`. `reports` and `profile` clear what they return."""
 
     def __init__(self, library: Path) -> None:
         self.binding = ctypes.CDLL(str(library))
@@ -89,7 +89,7 @@ class Emulator:
         self.binding.emulator_schedule(*map(int, schedule))
 
     def shorten_fp8_sums(self, bits: int) -> None:
-        """Keep as many significant bits of the sums of 8-bit wgmma; 0 for fp32."""
+        """Truncates the sums of 8-bit wgmma to `bits` significant bits; 0 restores fp32."""
         self.binding.emulator_set_fp8_bits(bits)
 
     def reports(self) -> list[Report]:
@@ -99,12 +99,12 @@ class Emulator:
         return [Profile(*kernel, [Row(*row) for row in rows]) for *kernel, rows in self._ask("profile")]
 
     def find(self, word: str) -> list[Found]:
-        """The instructions of the kernels loaded so far whose opcode contains a word."""
+        """Returns the instructions of loaded kernels whose opcode contains a word."""
         return [Found(*row) for row in self._ask("find", word.encode())]
 
     @contextmanager
     def without(self, instruction: Found) -> Iterator[None]:
-        """Leaves an instruction out: a planted defect."""
+        """Skips an instruction, to plant a defect."""
         self.binding.emulator_leave_out(instruction.kernel, instruction.index, 1)
         try:
             yield
@@ -113,7 +113,7 @@ class Emulator:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records launches as a CUDA graph does, without executing them. Memory freed meanwhile stays valid."""
+        """Records launches without executing them, as a CUDA graph does. Memory that is freed meanwhile stays valid."""
         process = ctypes.CDLL(None)
         process.emulator_hold_memory(1)
         self.binding.emulator_record(1)

@@ -1,4 +1,4 @@
-"""Builds the emulator's libraries, once for each state of their sources."""
+"""Builds the emulator's libraries, and caches them by a hash of their sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CACHE = ROOT / "build" / "emulator"  # libraries by the hash of their sources, a
 DRIVER = ROOT / "kernels" / "inspect" / "stand_in_driver.c"
 OLDEST_COMPILER = 12
 
-# Products and sums are rounded as written; vector code is used where this machine has it, with the same results.
+# No contraction to fma: products and sums are rounded as written, also in vector code.
 OPTIONS = [
     "-std=c++20",
     "-O2",
@@ -34,7 +34,7 @@ RENAMED = [f"-D{name}=checked_{name}" for name in ("cuModuleLoadData", "cuLaunch
 
 
 def why_unavailable() -> str | None:
-    """The reason why the emulator cannot be built here, or None."""
+    """Returns the reason why the emulator cannot be built here, or None."""
     if sys.platform != "linux":
         return f"the emulator needs Linux, this is {sys.platform}"
     if importlib.util.find_spec("triton") is None:
@@ -47,7 +47,7 @@ def why_unavailable() -> str | None:
 
 
 def build() -> Path:
-    """Returns the folder with libcuda.so.1 (for Triton), emulator.so (the same under another name) and preload.so."""
+    """Returns the folder with libcuda.so.1 (for Triton), emulator.so (the same library) and preload.so."""
     sources = sorted((HERE / "source").iterdir())
     machine = _machine_options()
     key = hashlib.sha256(
@@ -58,7 +58,7 @@ def build() -> Path:
     folder = CACHE / key.hexdigest()[:16]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several test processes one builds, the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one test process builds, the others wait
         if not folder.exists():
             with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
                 _compile(Path(scratch), machine)
@@ -68,7 +68,7 @@ def build() -> Path:
 
 
 def _compile(out: Path, machine: list[str]) -> None:
-    every = out / "emulator.cpp"  # one unit: the headers are read once
+    every = out / "emulator.cpp"  # one translation unit compiles faster
     parts = sorted(path for path in (HERE / "source").glob("*.cpp") if path.stem != "preload")
     every.write_text("".join(f'#include "{path}"\n' for path in parts))
     objects = [str(out / "driver.o"), str(out / "emulator.o")]
@@ -97,7 +97,7 @@ def _run(command: list[str]) -> None:
 
 
 def _includes() -> str:
-    """The option for cuda.h, which Triton brings."""
+    """Returns the option for the include folder of cuda.h, which is part of Triton's wheel."""
     triton = importlib.util.find_spec("triton")
     assert triton is not None and triton.origin is not None
     return f"-I{Path(triton.origin).parent / 'backends' / 'nvidia' / 'include'}"

@@ -1,4 +1,4 @@
-"""Runs each test on the emulator under several schedules, and fails those in which it reports a defect."""
+"""Pytest plugin: runs each test on the emulator under several schedules, and fails it if a defect is reported."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from execute import ARCHS
 from .binding import Emulator, Profile, Schedule
 from .process import start
 
-# ptxas merges such a copy, or waits for every wgmma of the function: both are correct, and the second is slow.
-# The static check for C75xx tells which.
+# ptxas removes such a copy or serializes all wgmma of the function, which is correct but slow. `vit-fast kernels` shows
+# which one.
 MERGED_OR_SERIALISED = "register-of-wgmma-in-flight"
 _emulator = pytest.StashKey[Emulator]()
 
@@ -59,7 +59,7 @@ def emulator(request: pytest.FixtureRequest) -> Emulator:
 
 @pytest.fixture(autouse=True)
 def schedule(request: pytest.FixtureRequest, emulator: Emulator) -> Schedule:
-    """The order of execution; a random one depends on the seed and the test alone."""
+    """Sets the order of execution. A random order depends only on the seed and the name of the test."""
     seed = zlib.crc32(f"{request.config.getoption('seed')} {request.node.nodeid}".encode()) or 1
     chosen = Schedule() if request.param == "fixed" else Schedule(seed, early=2, reverse=bool(seed & 1))
     emulator.schedule(chosen)
@@ -98,7 +98,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _figures(kernel: Profile) -> str:
-    """Instructions a CTA; memory accesses of the first CTA of each launch against the least."""
+    """Returns instructions per CTA, and wavefronts and sectors relative to the minimum."""
     executed = sum(row.executed for row in kernel.rows)
     text = f"{kernel.kernel}: {kernel.launches} launches, {executed / kernel.ctas:.0f} instructions a CTA"
     for family in ("ld.shared", "st.shared", "ldmatrix", "stmatrix", "ld.global", "st.global", "cp.async"):

@@ -1,4 +1,4 @@
-"""Makes the emulator Triton's GPU for this process."""
+"""Installs the emulator as Triton's GPU in this process."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from .binding import Emulator
 from .build import build
 
-# Of the same launch Triton emits the same PTX for these but for the name of the target, so it is compiled once.
-# test_executed_kernels.py compares a build of every kernel.
+# Triton emits the same PTX for these except for the name of the target, so each kernel is compiled once for all.
+# test_executed_kernels.py checks this for a build of every kernel.
 SAME_PTX = {"sm_80": "sm_89", "sm_86": "sm_89"}
 
 
 def start(arch: str) -> Emulator:
-    """Starts the emulator in a process that tests/execute.py made and that has not launched a kernel.
+    """Starts the emulator. tests/execute.py must have started this process, and no kernel may have been launched.
 
-    Triton stops at PTX, so ptxas is not needed; its cache must be one for this alone.
+    Triton compiles only to PTX, so it must not share its cache with other processes.
     """
     if not hasattr(ctypes.CDLL(None), "emulator_find_allocation"):
         raise RuntimeError("the emulator must know all memory from the start: use tests/execute.py")

@@ -1,4 +1,4 @@
-"""Runs hand-written PTX on the emulator: arrays as memory, tensor maps, and what was reported."""
+"""Runs hand-written PTX on the emulator, with numpy arrays as memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _TENSOR_MAP = 128  # bytes
 _FIND = ctypes.CFUNCTYPE(
     ctypes.c_bool, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint64)
 )
-# CUtensorMapDataType by bytes an element
+# CUtensorMapDataType by bytes per element
 _MAP_TYPES = {1: 0, 2: 1, 4: 2, 8: 4}
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
-# Registers of every kind, pointers %a0.. to the arrays, %t the thread.
+# Registers of every kind; %a0, %a1, ... point to the arrays, %t is the thread index.
 _KERNEL = """
 .version 8.7
 .target sm_90a
@@ -60,11 +60,11 @@ class _LaunchConfig(ctypes.Structure):
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor in global memory, and the box of it that one TMA copy moves.
+    """A tensor map of an array in global memory.
 
     Args:
         array: Row-major; its last dimension is the first one of the map.
-        box: Sizes, as the array's.
+        box: Sizes of the box, in the order of the array's dimensions.
         swizzle: Bytes: 0, 32, 64 or 128.
     """
 
@@ -74,7 +74,7 @@ class TensorMap:
 
 
 class Device:
-    """The emulator as an sm_90 whose memory are numpy arrays."""
+    """The emulator as an sm_90, with numpy arrays as global memory."""
 
     def __init__(self, folder: Path) -> None:
         self.emulator = Emulator(folder / "emulator.so")
@@ -96,9 +96,9 @@ class Device:
         self, body: str, *arguments: np.ndarray | TensorMap, threads: int = 32, grid: int = 1,
         shared: int = 0, dependent: bool = False,
     ) -> list[Report]:  # fmt: skip
-        """Executes `body` with the arrays at %a0, %a1, ... (of a tensor map: the map) and returns what was reported.
+        """Executes `body` and returns the reports. %a0, %a1, ... point to the arrays or tensor maps.
 
-        A `dependent` launch may start before the previous one has ended.
+        A `dependent` launch is a programmatic dependent launch.
         """
         arrays = [argument.array if isinstance(argument, TensorMap) else argument for argument in arguments]
         self._spans = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
@@ -146,7 +146,7 @@ class Device:
 
 
 def swizzled(box: np.ndarray, swizzle: int) -> np.ndarray:
-    """The bytes of a box as a swizzle places them: 16-byte chunks exclusive-or the row of 128 bytes."""
+    """Returns the bytes of a box in swizzled order: XORs chunk indices (16 bytes) with row indices (128 bytes)."""
     flat = box.reshape(-1).view(np.uint8)
     placed = np.zeros_like(flat)
     for start in range(0, flat.size, 16):

@@ -1,6 +1,6 @@
-// Arithmetic and logic: one function of one to three operands for each opcode.
+// Arithmetic and logic: one function for each opcode and number of inputs.
+#include <map>
 #include <string_view>
-#include <unordered_map>
 #include "instructions.hpp"
 
 namespace emulator {
@@ -75,10 +75,15 @@ template <class Half> u32 fused_pair(u32 a, u32 b, u32 c) {
 
 // ---- shorthand for the table ----
 
-#define OF1(T, E) MAP1(T, T, E)
-#define OF2(T, E) MAP2(T, T, T, E)
-#define OF3(T, E) MAP3(T, T, T, T, E)
-#define BOTH_SIGNS(name, bits, F) {name ".s" #bits, F}, {name ".u" #bits, F}
+struct Entry {
+  const char* opcode;
+  size_t inputs;
+  Run run;
+};
+#define OF1(T, E) 1, MAP1(T, T, E)
+#define OF2(T, E) 2, MAP2(T, T, T, E)
+#define OF3(T, E) 3, MAP3(T, T, T, T, E)
+#define BOTH_SIGNS(name, bits, ...) {name ".s" #bits, __VA_ARGS__}, {name ".u" #bits, __VA_ARGS__}
 #define HALVES(name, suffix, Half, operation) \
   {name "." suffix, OF2(u16, (on_half<Half, operation>(a, b)))}, \
   {name "." suffix "x2", OF2(u32, (on_pair<Half, operation>(a, b)))}
@@ -88,33 +93,36 @@ template <class Half> u32 fused_pair(u32 a, u32 b, u32 c) {
   {"fma." suffix, OF3(u16, fused<Half>(a, b, c))}, {"fma." suffix "x2", OF3(u32, fused_pair<Half>(a, b, c))}, \
   {"neg." suffix, OF1(u16, a ^ 0x8000)}, {"neg." suffix "x2", OF1(u32, a ^ 0x80008000)}, \
   {"abs." suffix, OF1(u16, a & 0x7FFF)}, {"abs." suffix "x2", OF1(u32, a & 0x7FFF7FFF)}, \
-  {"add.f32." suffix, MAP2(float, u32, float, Half::from(a) + b)}, \
-  {"sub.f32." suffix, MAP2(float, u32, float, Half::from(a) - b)}, \
-  {"fma.f32." suffix, MAP3(float, u32, u32, float, std::fma(Half::from(a), Half::from(b), c))}
+  {"add.f32." suffix, 2, MAP2(float, u32, float, Half::from(a) + b)}, \
+  {"sub.f32." suffix, 2, MAP2(float, u32, float, Half::from(a) - b)}, \
+  {"fma.f32." suffix, 3, MAP3(float, u32, u32, float, std::fma(Half::from(a), Half::from(b), c))}
 #define WITH_FLUSH1(name, E) \
   {name ".f32", OF1(float, E)}, {name ".ftz.f32", OF1(float, [](float a) { return flush(E); }(flush(a)))}
 #define WITH_FLUSH2(name, E) \
   {name ".f32", OF2(float, E)}, \
   {name ".ftz.f32", OF2(float, [](float a, float b) { return flush(E); }(flush(a), flush(b)))}
-#define ON_PREDICATES(E) \
-  [](Warp& w, Instruction& I, u32 mask) { \
+#define ON_PREDICATES(inputs, E) \
+  inputs, [](Warp& w, Instruction& I, u32 mask) { \
     const u32 a = predicate(w, I, 1), b = predicate(w, I, I.operands.size() - 1); \
     (void)b; \
     set_predicate(w, I, 0, E, mask); \
   }
 
-constexpr std::pair<const char*, Run> TABLE[] = {
+constexpr Entry TABLE[] = {
     // integers
-    BOTH_SIGNS("add", 16, OF2(u16, a + b)), BOTH_SIGNS("add", 32, OF2(u32, a + b)), BOTH_SIGNS("add", 64, OF2(u64, a + b)),
-    BOTH_SIGNS("sub", 16, OF2(u16, a - b)), BOTH_SIGNS("sub", 32, OF2(u32, a - b)), BOTH_SIGNS("sub", 64, OF2(u64, a - b)),
+    BOTH_SIGNS("add", 16, OF2(u16, a + b)), BOTH_SIGNS("add", 32, OF2(u32, a + b)),
+    BOTH_SIGNS("add", 64, OF2(u64, a + b)),
+    BOTH_SIGNS("sub", 16, OF2(u16, a - b)), BOTH_SIGNS("sub", 32, OF2(u32, a - b)),
+    BOTH_SIGNS("sub", 64, OF2(u64, a - b)),
     BOTH_SIGNS("mul.lo", 16, OF2(u16, (u32)a * b)), BOTH_SIGNS("mul.lo", 32, OF2(u32, a * b)),
     BOTH_SIGNS("mul.lo", 64, OF2(u64, a * b)),
     {"mul.hi.u32", OF2(u32, (u64)a * b >> 32)}, {"mul.hi.s32", OF2(i32, (i64)a * b >> 32)},
     {"mul.hi.u64", OF2(u64, (unsigned __int128)a * b >> 64)}, {"mul.hi.s64", OF2(i64, (__int128)a * b >> 64)},
-    {"mul.wide.s16", MAP2(i32, i16, i16, (i32)a * b)}, {"mul.wide.u16", MAP2(u32, u16, u16, (u32)a * b)},
-    {"mul.wide.s32", MAP2(i64, i32, i32, (i64)a * b)}, {"mul.wide.u32", MAP2(u64, u32, u32, (u64)a * b)},
+    {"mul.wide.s16", 2, MAP2(i32, i16, i16, (i32)a * b)}, {"mul.wide.u16", 2, MAP2(u32, u16, u16, (u32)a * b)},
+    {"mul.wide.s32", 2, MAP2(i64, i32, i32, (i64)a * b)}, {"mul.wide.u32", 2, MAP2(u64, u32, u32, (u64)a * b)},
     BOTH_SIGNS("mad.lo", 32, OF3(u32, a * b + c)), BOTH_SIGNS("mad.lo", 64, OF3(u64, a * b + c)),
-    {"mad.wide.s32", MAP3(i64, i32, i32, i64, (i64)a * b + c)}, {"mad.wide.u32", MAP3(u64, u32, u32, u64, (u64)a * b + c)},
+    {"mad.wide.s32", 3, MAP3(i64, i32, i32, i64, (i64)a * b + c)},
+    {"mad.wide.u32", 3, MAP3(u64, u32, u32, u64, (u64)a * b + c)},
     {"div.s32", OF2(i32, divide(a, b))}, {"div.u32", OF2(u32, divide(a, b))},
     {"div.s64", OF2(i64, divide(a, b))}, {"div.u64", OF2(u64, divide(a, b))},
     {"rem.s32", OF2(i32, remainder_of(a, b))}, {"rem.u32", OF2(u32, remainder_of(a, b))},
@@ -129,22 +137,29 @@ constexpr std::pair<const char*, Run> TABLE[] = {
     {"or.b16", OF2(u16, a | b)}, {"or.b32", OF2(u32, a | b)}, {"or.b64", OF2(u64, a | b)},
     {"xor.b16", OF2(u16, a ^ b)}, {"xor.b32", OF2(u32, a ^ b)}, {"xor.b64", OF2(u64, a ^ b)},
     {"not.b16", OF1(u16, ~a)}, {"not.b32", OF1(u32, ~a)}, {"not.b64", OF1(u64, ~a)},
-    {"shl.b16", MAP2(u16, u16, u32, b > 15 ? 0 : a << b)}, {"shl.b32", OF2(u32, b > 31 ? 0 : a << b)},
-    {"shl.b64", MAP2(u64, u64, u32, b > 63 ? 0 : a << b)},
-    {"shr.u16", MAP2(u16, u16, u32, b > 15 ? 0 : a >> b)}, {"shr.s16", MAP2(i16, i16, u32, a >> std::min(b, 15u))},
+    {"shl.b16", 2, MAP2(u16, u16, u32, b > 15 ? 0 : a << b)}, {"shl.b32", OF2(u32, b > 31 ? 0 : a << b)},
+    {"shl.b64", 2, MAP2(u64, u64, u32, b > 63 ? 0 : a << b)},
+    {"shr.u16", 2, MAP2(u16, u16, u32, b > 15 ? 0 : a >> b)},
+    {"shr.s16", 2, MAP2(i16, i16, u32, a >> std::min(b, 15u))},
     {"shr.u32", OF2(u32, b > 31 ? 0 : a >> b)}, {"shr.b32", OF2(u32, b > 31 ? 0 : a >> b)},
-    {"shr.s32", MAP2(i32, i32, u32, a >> std::min(b, 31u))}, {"shr.s64", MAP2(i64, i64, u32, a >> std::min(b, 63u))},
-    {"shr.u64", MAP2(u64, u64, u32, b > 63 ? 0 : a >> b)}, {"shr.b64", MAP2(u64, u64, u32, b > 63 ? 0 : a >> b)},
-    {"bfe.u32", MAP3(u32, u32, u32, u32, extract_bits(a, b, c))}, {"bfe.s32", MAP3(i32, i32, u32, u32, extract_bits(a, b, c))},
-    {"bfe.u64", MAP3(u64, u64, u32, u32, extract_bits(a, b, c))}, {"bfe.s64", MAP3(i64, i64, u32, u32, extract_bits(a, b, c))},
+    {"shr.s32", 2, MAP2(i32, i32, u32, a >> std::min(b, 31u))},
+    {"shr.s64", 2, MAP2(i64, i64, u32, a >> std::min(b, 63u))},
+    {"shr.u64", 2, MAP2(u64, u64, u32, b > 63 ? 0 : a >> b)}, {"shr.b64", 2, MAP2(u64, u64, u32, b > 63 ? 0 : a >> b)},
+    {"bfe.u32", 3, MAP3(u32, u32, u32, u32, extract_bits(a, b, c))},
+    {"bfe.s32", 3, MAP3(i32, i32, u32, u32, extract_bits(a, b, c))},
+    {"bfe.u64", 3, MAP3(u64, u64, u32, u32, extract_bits(a, b, c))},
+    {"bfe.s64", 3, MAP3(i64, i64, u32, u32, extract_bits(a, b, c))},
     {"prmt.b32", OF3(u32, permute_bytes(a, b, c))},
     {"shf.l.wrap.b32", OF3(u32, ((u64)b << 32 | a) << (c & 31) >> 32)},
     {"shf.r.wrap.b32", OF3(u32, ((u64)b << 32 | a) >> (c & 31))},
-    {"popc.b32", OF1(u32, std::popcount(a))}, {"clz.b32", OF1(u32, std::countl_zero(a))}, {"brev.b32", OF1(u32, reverse_bits(a))},
+    {"popc.b32", OF1(u32, std::popcount(a))}, {"clz.b32", OF1(u32, std::countl_zero(a))},
+    {"brev.b32", OF1(u32, reverse_bits(a))},
     // fp32
     WITH_FLUSH2("add", a + b), WITH_FLUSH2("sub", a - b), WITH_FLUSH2("mul", a * b), WITH_FLUSH2("div", a / b),
     WITH_FLUSH2("min", std::fmin(a, b)), WITH_FLUSH2("max", std::fmax(a, b)),
     {"min.NaN.f32", OF2(float, min_nan(a, b))}, {"max.NaN.f32", OF2(float, max_nan(a, b))},
+    {"min.f32", OF3(float, std::fmin(std::fmin(a, b), c))}, {"max.f32", OF3(float, std::fmax(std::fmax(a, b), c))},
+    {"min.NaN.f32", OF3(float, min_nan(min_nan(a, b), c))}, {"max.NaN.f32", OF3(float, max_nan(max_nan(a, b), c))},
     {"fma.f32", OF3(float, std::fma(a, b, c))},
     {"fma.ftz.f32", OF3(float, flush(std::fma(flush(a), flush(b), flush(c))))},
     {"abs.f32", OF1(u32, a & 0x7FFFFFFF)}, {"abs.ftz.f32", OF1(float, flush(std::fabs(a)))},
@@ -161,22 +176,26 @@ constexpr std::pair<const char*, Run> TABLE[] = {
     {"add.f64", OF2(double, a + b)}, {"sub.f64", OF2(double, a - b)}, {"mul.f64", OF2(double, a * b)},
     {"div.f64", OF2(double, a / b)}, {"fma.f64", OF3(double, std::fma(a, b, c))}, {"neg.f64", OF1(double, -a)},
     {"sqrt.f64", OF1(double, std::sqrt(a))},
-    // halves, also mixed with fp32
+    // half precision, also mixed with fp32
     HALF_TYPE("bf16", Bf16), HALF_TYPE("f16", Fp16),
     // predicates
-    {"and.pred", ON_PREDICATES(a & b)}, {"or.pred", ON_PREDICATES(a | b)}, {"xor.pred", ON_PREDICATES(a ^ b)},
-    {"not.pred", ON_PREDICATES(~a)}, {"mov.pred", ON_PREDICATES(a)},
+    {"and.pred", ON_PREDICATES(2, a & b)}, {"or.pred", ON_PREDICATES(2, a | b)}, {"xor.pred", ON_PREDICATES(2, a ^ b)},
+    {"not.pred", ON_PREDICATES(1, ~a)}, {"mov.pred", ON_PREDICATES(1, a)},
 };
 
 }  // namespace
 
-// Rounding to nearest even and the words of approximations change nothing here.
-Run arithmetic(const Words& opcode) {
-  static const std::unordered_map<std::string_view, Run> table(std::begin(TABLE), std::end(TABLE));
+// Ignores rounding to nearest even and the words for approximation.
+Run arithmetic(const Words& opcode, size_t inputs) {
+  static const auto table = [] {
+    std::map<std::pair<std::string_view, size_t>, Run> runs;
+    for (const Entry& entry : TABLE) runs[{entry.opcode, entry.inputs}] = entry.run;
+    return runs;
+  }();
   std::string key = opcode[0];
   for (size_t i = 1; i < opcode.size(); i++)
     if (opcode[i] != "rn" && opcode[i] != "approx" && opcode[i] != "full") key += "." + opcode[i];
-  auto found = table.find(key);
+  auto found = table.find({key, inputs});
   return found == table.end() ? nullptr : found->second;
 }
 

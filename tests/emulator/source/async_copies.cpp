@@ -1,4 +1,4 @@
-// cp.async and mbarriers. A copy is done as late as it may be, so that a missing wait shows in the values.
+// cp.async and mbarriers. Copies complete as late as allowed, so that a missing wait gives incorrect values.
 #include <utility>
 #include "instructions.hpp"
 
@@ -110,14 +110,14 @@ void mbarrier_arrive(Warp& w, Instruction& I, u32 mask) {
     complete_phase(*b);
   });
 }
-// The first try of a wait fails unless the phase is complete, as hardware may let it: code must try again.
+// The first try fails unless the phase is complete, as it may on hardware; code must try again.
 bool mbarrier_try_wait(Warp& w, Instruction& I, u32 mask) {
   const int lane = std::countr_zero(mask);
   const u32 address = words(w, I, 1)[lane] + I.offset, parity = words(w, I, 2)[lane] & 1;
   Mbarrier* b = find_mbarrier(w, I, address, "wait");
   if (!b) return w.cta->aborted = true;
   auto complete = [&] { return (b->phase & 1) != parity; };
-  if (!complete() && w.tried && b->pending == 0) {  // the last moment at which bytes may come
+  if (!complete() && w.tried && b->pending == 0) {  // the latest time at which the loads may complete
     for (auto& load : std::exchange(b->loads, {})) deliver(*w.cta, *b, load);
     complete_phase(*b);
   }

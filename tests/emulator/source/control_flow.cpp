@@ -1,4 +1,4 @@
-// The reconvergence point of a divergent branch: its immediate post-dominator.
+// Reconvergence points of divergent branches: their immediate post-dominators.
 #include "parser.hpp"
 
 namespace emulator {
@@ -43,7 +43,7 @@ void find_reconvergence_points(Kernel& kernel) {
   }
   for (int b = 0; b < blocks; b++) {
     if (code[last(b)].kind != BRANCH) continue;
-    int nearest = exit;  // the post-dominator that has the most itself
+    int nearest = exit;  // the post-dominator with the most post-dominators
     auto count = [&](int block) { return std::count(dominated_by[block].begin(), dominated_by[block].end(), true); };
     for (int i = 0; i < blocks; i++)
       if (i != b && dominated_by[b][i] && count(i) > count(nearest)) nearest = i;

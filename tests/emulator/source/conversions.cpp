@@ -23,7 +23,7 @@ template <class T> void float_to_integer(Warp& w, Instruction& I, u32 mask) {
   map1<T, float>(w, I, mask, [&](float a) { return to_integer<T>(round_to_integral(a, I.mode)); });
 }
 
-// Registers may be wider than the types: the low part is read, and the result is extended.
+// Registers may be wider than the types: reads the low part, and extends the result.
 template <class To, class From> void convert_integer(Warp& w, Instruction& I, u32 mask) {
   const Operand &to = I.operands[0], &from = I.operands[1];
   each_lane(mask, [&](int lane) {
@@ -98,7 +98,7 @@ template <class T> void set_predicates(Warp& w, Instruction& I, u32 mask) {
   set_predicate(w, I, 0, result, mask);
   if (I.destinations > 1) set_predicate(w, I, 1, opposite, mask);
 }
-template <float decode(u32)> void set_predicates_of_halves(Warp& w, Instruction& I, u32 mask) {  // of a pair: one each
+template <float decode(u32)> void set_predicates_of_halves(Warp& w, Instruction& I, u32 mask) {  // one predicate per half
   const u32 *a = words(w, I, I.destinations), *b = words(w, I, I.destinations + 1);
   for (u32 half = 0; half < I.destinations; half++) {
     u32 result = 0;
@@ -151,7 +151,7 @@ Run conversion(const Words& opcode, Instruction& I) {
   for (size_t i = 1; i < opcode.size(); i++) {
     const std::string& word = opcode[i];
     if (word == "relu" || word == "sat") return nullptr;
-    if (word == "satfinite" || word == "ftz") continue;  // conversions to eight bits always saturate
+    if (word == "satfinite" || word == "ftz") continue;  // conversions to 8-bit floats always saturate
     if (word[0] == 'r') rounding = word;
     else types += (types.empty() ? "" : "<") + word;
   }

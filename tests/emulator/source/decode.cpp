@@ -1,4 +1,4 @@
-// One statement to an instruction. A decoder returns false for what the emulator does not execute.
+// Decodes statements to instructions. A decoder returns false for an unsupported instruction.
 #include "parser.hpp"
 
 namespace emulator {
@@ -13,7 +13,7 @@ Words words_of(const std::string& opcode) {
 }
 Words in_braces(const std::string& list) { return list[0] == '{' ? split_list(list.substr(1, list.size() - 2)) : Words{list}; }
 
-// The position among names of the first that an opcode has, or -1.
+// Returns the index of the first of these names in an opcode, or -1.
 template <size_t count> int which(const Words& opcode, const char* const (&names)[count]) {
   for (size_t i = 0; i < count; i++)
     if (has(opcode, names[i])) return i;
@@ -92,7 +92,7 @@ bool Parser::branch(Instruction& I, const Words&, const Words& arguments) {
   return true;
 }
 bool Parser::barrier(Instruction& I, const Words& opcode, const Words& arguments) {
-  if (has(opcode, "warp")) return true;  // lanes run together
+  if (has(opcode, "warp")) return true;  // bar.warp.sync: lanes run in lockstep
   if (!has(opcode, "sync")) return false;
   I.kind = BARRIER, I.count = arguments.size() > 1 ? std::stoi(arguments[1]) : 0;
   add_operands(I, arguments[0]);
@@ -104,7 +104,7 @@ bool Parser::grid_control(Instruction& I, const Words& opcode, const Words&) {
 }
 bool Parser::fence(Instruction& I, const Words& opcode, const Words&) {
   if (has(opcode, "proxy")) I.run = fence_proxy, I.kind = COLLECTIVE;
-  return true;  // between threads: memory is written at once
+  return true;  // other fences: memory is written at once
 }
 
 // ---- moves, memory ----
@@ -118,7 +118,7 @@ bool Parser::move(Instruction& I, const Words& opcode, const Words& arguments) {
   else {
     i64 offset;
     I.operands.push_back(from.find('+') == std::string::npos ? operand(from) : address(from, offset));
-    I.run = opcode[1] == "pred" ? arithmetic(opcode) : I.bytes == 8 ? move64 : move32;
+    I.run = opcode[1] == "pred" ? arithmetic(opcode, 1) : I.bytes == 8 ? move64 : move32;
   }
   return true;
 }
@@ -158,7 +158,7 @@ bool Parser::atomics(Instruction& I, const Words& opcode, const Words& arguments
   return I.mode >= 0 && I.vector == 1 && supported;
 }
 
-// ---- between lanes, matrices of 8 x 8 ----
+// ---- exchange between lanes, 8 x 8 matrices ----
 
 bool Parser::between_lanes(Instruction& I, const Words& opcode, const Words& arguments) {
   add_destinations(I, arguments[0]);
@@ -231,7 +231,7 @@ bool Parser::mbarrier(Instruction& I, const Words& opcode, const Words& argument
   return waits || I.run;
 }
 
-// ---- products ----
+// ---- matrix products ----
 
 bool Parser::matrix_product(Instruction& I, const Words& opcode, const Words& arguments) {
   const size_t words = opcode.size();  // mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
@@ -264,12 +264,13 @@ bool Parser::warp_group_product(Instruction& I, const Words& opcode, const Words
   return I.type != UNKNOWN_TYPE && opcode[5] == "f32";
 }
 
-// ---- everything of registers alone ----
+// ---- instructions on registers ----
 
 bool Parser::plain(Instruction& I, const Words& opcode, const Words& arguments) {
   const std::string& name = opcode[0];
   I.run = name == "cvt" ? conversion(opcode, I) : name == "setp" ? comparison(opcode, I)
-        : name == "selp" || name == "lop3" || name == "bfi" ? selection(opcode) : arithmetic(opcode);
+        : name == "selp" || name == "lop3" || name == "bfi" ? selection(opcode)
+        : arithmetic(opcode, arguments.size() - 1);
   if (!I.run) return false;
   if (name == "selp") I.undefined = OF_CHOSEN;
   if (I.opcode == "and.pred") I.undefined = OF_AND;

@@ -1,7 +1,7 @@
-// The driver's functions that load and launch, and the interface for Python.
+// Driver functions that load and launch kernels, and the interface for Python.
 //
-// The project's stand-in driver checks each call; here the launch is executed. A module image is "\177ELF" "PTX" and the
-// text of the PTX, as the emulator has Triton write in place of a cubin.
+// The stand-in driver checks each call; this file executes the launch. A module image is "\177ELF" "PTX" and the text of
+// the PTX, which `process.py` makes Triton write in place of a cubin.
 #include <cuda.h>
 #include <dlfcn.h>
 #include <mutex>
@@ -57,7 +57,7 @@ bool is_dependent(const CUlaunchConfig& c) {
 void run(RecordedLaunch& r) {
   if (!settings.find_allocation)
     settings.find_allocation = (bool (*)(u64, u64*, u64*))dlsym(RTLD_DEFAULT, "emulator_find_allocation");
-  r.launch.parameters = (u8*)(((u64)r.parameters.data() + 63) & ~63ull);  // tensor maps lie on 64 bytes
+  r.launch.parameters = (u8*)(((u64)r.parameters.data() + 63) & ~63ull);  // aligns tensor maps to 64 bytes
   execute(r.launch);
 }
 
@@ -92,7 +92,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction function, void** p
   return result;
 }
 
-// As a CUDA graph: launches are recorded and not executed, and executed later, any number of times.
+// As a CUDA graph: records launches without executing them; a replay executes them.
 void emulator_record(int on) {
   std::lock_guard hold(lock);
   if (on) recorded.clear();
@@ -116,7 +116,7 @@ const char* emulator_reports() {
   reports.clear();
   return reply(list);
 }
-// Per kernel executed since the last call [name, launches, CTAs, [[index, opcode, line, executed, lanes, accesses,
+// For each kernel executed since the last call: [name, launches, CTAs, [[index, opcode, line, executed, lanes, accesses,
 // wavefronts, ideal wavefronts, bytes, sectors], ...]].
 const char* emulator_profile() {
   std::lock_guard hold(lock);
@@ -136,7 +136,7 @@ const char* emulator_profile() {
   }
   return reply(list);
 }
-// [[kernel, its name, index, opcode, line, executed], ...] of the instructions whose opcode contains a word.
+// [[kernel, its name, index, opcode, line, executed], ...] of instructions whose opcode contains a word.
 const char* emulator_find(const char* word) {
   std::lock_guard hold(lock);
   std::string list;
@@ -147,7 +147,7 @@ const char* emulator_find(const char* word) {
                            quoted(I.line >= 0 ? kernels[k]->lines[I.line] : ""), number(I.statistics.executed)));
   return reply(list);
 }
-// Leaves an instruction out, or puts it back: a planted defect.
+// Skips an instruction, to plant a defect, or restores it.
 void emulator_leave_out(int kernel, int index, int out) {
   static std::map<std::pair<int, int>, std::pair<Kind, Run>> left_out;
   Instruction& I = kernels[kernel]->code[index];

@@ -1,9 +1,9 @@
-// Loads, stores and atomics, and the checks of global memory: bounds, alignment, and what other CTAs do.
+// Global memory: loads, stores, atomics, and checks of bounds, alignment and conflicts between CTAs.
 #include "instructions.hpp"
 
 namespace emulator {
 
-// Live memory. Who wrote and read each byte in the current launch: 0 nobody, a CTA's serial number, or SEVERAL.
+// A live allocation. `written`, `read`: serial number of the CTA that used each byte in this launch, 0 or SEVERAL.
 struct Allocation {
   u64 first = 0, end = 0, launch = 0;
   std::vector<u32> written, read;
@@ -14,7 +14,7 @@ static constexpr u64 LARGEST_TRACKED = 256u << 20;
 static std::map<u64, std::unique_ptr<Allocation>> allocations;  // by first address
 
 static Allocation* find_allocation(u64 address) {
-  u64 first = 1, end = ~0ull;  // where nobody knows allocations, every address is one
+  u64 first = 1, end = ~0ull;  // without find_allocation, all addresses are valid
   if (settings.find_allocation && !settings.find_allocation(address, &first, &end)) return nullptr;
   auto& found = allocations[first];
   if (!found || found->end != end) {
@@ -51,7 +51,7 @@ u8* check_global(Warp& w, Instruction& I, u64 address, u32 bytes, const char* wh
   else return (u8*)address;
   return nullptr;
 }
-// Stricter than PTX, which allows to read what the previous grid does not write.
+// Stricter than PTX, which allows reading memory that the previous grid does not write.
 void check_grid_waited(Warp& w, const Instruction& I, const char* what) {
   if (!w.waited) report(w, I, "global-before-grid-wait", "%s before griddepcontrol.wait, while the previous grid may run", what);
 }
@@ -104,7 +104,7 @@ void measure_sectors(Warp& w, Instruction& I, const u64* addresses, u32 mask, u3
   I.statistics.accesses++;
 }
 
-// ---- elements of a lane ----
+// ---- elements per lane ----
 
 void load_element(Warp& w, const Instruction& I, int operand, int lane, const u8* from) {
   const Operand& o = I.operands[operand];
@@ -126,7 +126,7 @@ static bool is_parameter(Warp& w, u64 address, u32 bytes) {
   return address >= first && address + bytes <= first + w.cta->launch->kernel->parameter_bytes;
 }
 void load_parameter(Warp& w, Instruction& I, u32 mask) {
-  const Operand& base = I.operands[I.destinations];  // a register holds an address, as where one of two is selected
+  const Operand& base = I.operands[I.destinations];  // a register holds the address if code selects one of two parameters
   each_lane(mask, [&](int lane) {
     const u64 address = (base.constant ? (u64)w.cta->launch->parameters : longs(w, base)[lane]) + I.offset;
     if (!is_parameter(w, address, I.vector * I.bytes))

@@ -1,4 +1,4 @@
-// The functions that execute instructions, by family, and what families share.
+// The functions that execute instructions, by family, and helpers that several families use.
 #pragma once
 #include <vector>
 #include "numbers.hpp"
@@ -8,7 +8,7 @@ namespace emulator {
 
 using Words = std::vector<std::string>;  // of an opcode, between the dots
 
-Run arithmetic(const Words& opcode);  // nullptr if unknown
+Run arithmetic(const Words& opcode, size_t inputs);  // nullptr if unknown
 Run conversion(const Words& opcode, Instruction& I);
 Run comparison(const Words& opcode, Instruction& I);
 Run selection(const Words& opcode);  // selp, lop3, bfi
@@ -33,7 +33,7 @@ DECLARE(mma) DECLARE(wgmma_issue) DECLARE(wgmma_fence) DECLARE(wgmma_commit) DEC
 bool mbarrier_try_wait(Warp& w, Instruction& I, u32 mask);  // true when the phase is complete
 void wait_for_products(Warp& w, size_t may_stay);
 
-// Runs a warp until it waits or ends, or for `portion` instructions; returns false if it only waits on.
+// Runs a warp until it waits or ends, or for `portion` instructions; returns false if it made no progress.
 bool run_warp(Warp& w, u64 portion);
 
 // ---- memory ----
@@ -41,7 +41,7 @@ bool run_warp(Warp& w, u64 portion);
 void load_element(Warp& w, const Instruction& I, int operand, int lane, const u8* from);
 u64 store_value(Warp& w, const Instruction& I, int operand, int lane);
 
-// Check an access, report what is wrong, and return where it may take place.
+// These check an access and report violations; check_global returns nullptr for an invalid access.
 u8* check_global(Warp& w, Instruction& I, u64 address, u32 bytes, const char* what);
 void check_grid_waited(Warp& w, const Instruction& I, const char* what);
 void note_global_read(Warp& w, Instruction& I, u64 address, u32 bytes);
@@ -52,7 +52,7 @@ bool check_shared(Warp& w, const Instruction& I, u32 address, u32 bytes, u32 ali
 enum Proxy { GENERIC_PROXY, ASYNC_PROXY };
 void note_shared_read(Warp& w, const Instruction& I, u32 address, u32 bytes, Proxy proxy = GENERIC_PROXY);
 void note_readers(Warp& w, u32 address, u32 bytes);
-// `values`: of a store, where equal ones of two warps are no race; `copy`: that of an asynchronous one.
+// `values`: stored bytes; equal values from two warps are no race. `copy`: index of an asynchronous copy.
 void note_shared_write(Warp& w, const Instruction& I, u32 address, u32 bytes, const u8* values, int copy = -1);
 void measure_banks(Warp& w, Instruction& I, const u32* addresses, u32 mask, u32 bytes);
 inline int shared_offset(u32 address) { return (int)(address - SHARED_BASE); }
@@ -60,13 +60,13 @@ inline int shared_offset(u32 address) { return (int)(address - SHARED_BASE); }
 // ---- asynchronous work ----
 
 u32 new_copy(Warp& w, const Instruction& I);
-void observe(Warp& w, u32 copy);  // the warp has waited for it
+void observe(Warp& w, u32 copy);  // records that the warp has waited for the copy
 bool arrives_early();
 void deliver(Cta& cta, Mbarrier& barrier, const TmaCopy& load);
 void complete_phase(Mbarrier& barrier);
 void finish_stores(Warp& w, size_t may_stay);
 
-// Modes count as the stand-in driver's: 0 none, then 32, 64 and 128 bytes.
+// Mode as packed by the stand-in driver: 0 none, 1 to 3 for 32, 64 and 128 bytes.
 inline u32 swizzled(u32 address, u32 mode) {
   constexpr u32 bits[] = {0, 0x10, 0x30, 0x70};
   return address ^ (address >> 3 & bits[mode]);
@@ -76,7 +76,7 @@ inline u32 swizzled(u32 address, u32 mode) {
 
 int element_bytes(ElementType type);
 float decode(u32 bits, ElementType type);
-// A 16 x k from registers: consecutive k within one.
+// Reads A [16, k] from registers; a register holds consecutive k.
 void read_fragment_a(Warp& w, const Instruction& I, int first, int operands, float* a);
 inline int accumulator_row(int lane, int i) { return lane / 4 + 8 * (i >> 1 & 1); }
 inline int accumulator_column(int lane, int i) { return 8 * (i >> 2) + lane % 4 * 2 + (i & 1); }

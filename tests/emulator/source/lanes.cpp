@@ -1,4 +1,4 @@
-// Moves, packing, and exchange between the lanes of a warp.
+// Moves, packing, and exchange between lanes of a warp.
 #include "instructions.hpp"
 
 namespace emulator {

@@ -1,4 +1,4 @@
-// One launch: its CTAs one after another, the warps of each until all have ended.
+// Runs a launch: one CTA after another, until all of its warps have ended.
 #include <cstdarg>
 #include <cstdio>
 #include <random>
@@ -13,7 +13,7 @@ u64 launch_number = 0;
 static std::mt19937 generator;
 static u64 scheduled_launches = 0;
 constexpr size_t MOST_REPORTS = 400;
-constexpr u8 POISON = 0xFF;  // unwritten shared memory: NaN in every float format
+constexpr u8 POISON = 0xFF;  // in unwritten shared memory: NaN in every float format
 
 void start_schedule(u32 seed, int early, bool reverse) {
   settings.seed = seed, settings.early = early, settings.reverse = reverse;
@@ -45,11 +45,11 @@ void release(Cta& cta, u32 barrier) {
   for (auto& w : cta.warps)
     if (w.state == AT_BARRIER && w.barrier == barrier) w.state = READY;
   cta.epoch++, cta.sequence++;
-  for (u32 copy : cta.observed) cta.copies[copy].observers = ALL;  // whoever waited tells the others
+  for (u32 copy : cta.observed) cta.copies[copy].observers = ALL;  // after a barrier, all warps see copies that one has waited for
   cta.observed.clear();
 }
 
-// Releases the barriers at which all have arrived; returns whether there was one.
+// Releases the barriers at which all warps have arrived; returns true if there was one.
 bool release_barriers(Cta& cta) {
   const Kernel& kernel = *cta.launch->kernel;
   bool released = false;

@@ -1,4 +1,4 @@
-// mma.sync, and what it shares with wgmma: element types, operands in registers, products.
+// mma.sync, and helpers for wgmma: element types and operands in registers.
 #include "instructions.hpp"
 #include "product.hpp"
 
@@ -16,7 +16,7 @@ float decode(u32 bits, ElementType type) {
   }
 }
 
-// Consecutive elements of the register of a lane: f(index, value).
+// Calls f(index, value) for the elements of a register of a lane.
 template <class F> static void each_element(u32 bits, ElementType type, F f) {
   const int size = element_bytes(type);
   for (int e = 0; e < 4 / size; e++) f(e, decode(size == 4 ? bits : bits >> (8 * size * e) & ((1u << 8 * size) - 1), type));

@@ -1,4 +1,4 @@
-// Number formats: bf16, f16, e4m3, e5m2 and tf32, rounded as the hardware rounds them.
+// Conversions of bf16, f16, e4m3, e5m2 and tf32, rounded as on hardware.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -8,7 +8,7 @@
 
 namespace emulator {
 
-constexpr u32 HALF_NAN = 0x7FFF;  // what conversions make of NaN
+constexpr u32 HALF_NAN = 0x7FFF;  // NaN after a conversion
 
 inline float flush(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.f, x) : x; }  // .ftz
 
@@ -23,7 +23,7 @@ template <class T> inline u32 to_f16(T value) {
   return std::isnan(value) ? HALF_NAN : std::bit_cast<u16>((_Float16)value);
 }
 
-// Eight bits with a sign. The values of 0..largest rise.
+// An 8-bit float with a sign bit. The values of the codes 0..largest ascend.
 struct SmallFloat {
   std::array<float, 256> values;
   u32 largest;
@@ -39,7 +39,7 @@ struct SmallFloat {
     }
   }
   float decode(u32 bits) const { return values[bits & 0xFF]; }
-  u32 encode(float value) const {  // to nearest even, saturating
+  u32 encode(float value) const {  // rounds to nearest even, saturates
     if (std::isnan(value)) return 0x7F;
     const u32 sign = std::signbit(value) ? 0x80 : 0;
     const float x = std::fabs(value);
@@ -51,7 +51,7 @@ struct SmallFloat {
 };
 inline const SmallFloat e4m3(4, 3, 0x7E, false), e5m2(5, 2, 0x7B, true);
 
-// 10 bits of fraction; `half` is added below the last one: 0x1000 rounds ties away from zero.
+// Adds `half` to the 13 dropped bits: 0x1000 rounds ties away from zero.
 inline u32 round_to_tf32(float value, u32 half) {
   const u32 bits = std::bit_cast<u32>(value);
   return std::isfinite(value) ? (bits + half) & ~0x1FFFu : bits;
@@ -59,7 +59,7 @@ inline u32 round_to_tf32(float value, u32 half) {
 inline u32 to_tf32_away(float value) { return round_to_tf32(value, 0x1000); }
 inline u32 to_tf32_even(float value) { return round_to_tf32(value, 0xFFF + (std::bit_cast<u32>(value) >> 13 & 1)); }
 
-template <class T> inline T to_integer(double value) {  // saturating; NaN is 0
+template <class T> inline T to_integer(double value) {  // saturates; NaN becomes 0
   constexpr T lowest = std::numeric_limits<T>::min(), highest = std::numeric_limits<T>::max();
   if (std::isnan(value)) return 0;
   return value <= (double)lowest ? lowest : value >= (double)highest ? highest : (T)value;

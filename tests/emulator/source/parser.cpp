@@ -1,4 +1,4 @@
-// PTX text to a kernel: declarations, scopes, labels and operands.
+// Declarations, scopes, labels and operands.
 #include "parser.hpp"
 
 namespace emulator {
@@ -32,7 +32,7 @@ int type_bytes(const std::string& type) {
 
 // ---- operands ----
 
-constexpr u32 SINK = 64;  // words at the start of the register file that take what is written to `_`
+constexpr u32 SINK = 64;  // words at the start of the register file, for writes to `_`
 
 Operand Parser::constant(u64 value) {  // a 64-bit copy and a 32-bit copy, for 32 lanes each
   auto [known, fresh] = constant_slots.try_emplace(value, kernel->words);
@@ -88,7 +88,7 @@ Operand Parser::operand(std::string token) {
   if (isdigit(token[0]) || token[0] == '-') return literal(token);
   if (token == "global_smem") return constant(SHARED_BASE);
   for (auto& parameter : kernel->parameters)
-    if (parameter.name == token) {  // its address, which a launch fills in
+    if (parameter.name == token) {  // its address, which each launch fills in
       o = constant(0xABCD000000000000ull + parameter.offset);
       kernel->parameter_slots.push_back({o.slot64, parameter.offset});
       return o;
@@ -98,7 +98,7 @@ Operand Parser::operand(std::string token) {
   return constant(0);
 }
 
-// [base + offset]; a parameter is an offset into the parameters.
+// [base + offset]; the base of a parameter is the start of all parameters.
 Operand Parser::address(std::string token, i64& offset) {
   if (token.front() == '[') token = trim(token.substr(1, token.size() - 2));
   offset = 0;
@@ -116,7 +116,7 @@ Operand Parser::address(std::string token, i64& offset) {
 
 // ---- declarations ----
 
-void Parser::declare_module_data() {  // .global arrays: zeros, which nothing reads
+void Parser::declare_module_data() {  // .global arrays, filled with zeros; Triton's kernels do not read them
   constexpr size_t BYTES = 4096;
   for (size_t start = 0; (start = text.find("\n.global ", start)) != std::string::npos; start++) {
     const size_t bracket = text.find('[', start);
@@ -172,7 +172,7 @@ void Parser::declare_registers(const std::string& statement) {  // .reg .b32 %r<
 
 // ---- statements ----
 
-std::string Parser::take_until(char end) {  // without comments
+std::string Parser::take_until(char end) {  // drops comments
   std::string taken;
   for (; position < text.size() && text[position] != end; position++) {
     if (at("//")) position = std::min(text.find('\n', position), text.size() - 1);
@@ -191,7 +191,7 @@ bool Parser::read_label() {
   return true;
 }
 
-void Parser::read_line_number() {  // Triton writes file and line in words behind it
+void Parser::read_line_number() {  // Triton writes file and line as a comment after .loc
   const size_t end = std::min(text.find('\n', position), text.size()), comment = text.find("//", position);
   if (at(".loc") && comment < end) {
     const std::string words = trim(text.substr(comment + 2, end - comment - 2));

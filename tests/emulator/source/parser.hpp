@@ -1,4 +1,4 @@
-// The parser's view of a kernel: names in scope, operands, and the decoder of instructions.
+// Parses PTX text to a kernel: scopes, names, operands and instructions.
 #pragma once
 #include <unordered_map>
 #include "instructions.hpp"
@@ -7,7 +7,7 @@ namespace emulator {
 
 std::string trim(const std::string& text);
 Words split_list(const std::string& text);  // at commas outside brackets
-int type_bytes(const std::string& type);    // of a PTX type without its dot; 0 for pred and unknown ones
+int type_bytes(const std::string& type);    // PTX type without dot; 0 for pred and unknown types
 inline bool has(const Words& opcode, const char* word) { return std::find(opcode.begin(), opcode.end(), word) != opcode.end(); }
 
 class Parser {
@@ -79,7 +79,7 @@ class Parser {
   int line = -1, next_scope = 0;
   std::unique_ptr<Kernel> kernel = std::make_unique<Kernel>();
   std::vector<Scope> scopes;
-  std::map<std::pair<int, std::string>, int> labels;  // of a scope -> instruction
+  std::map<std::pair<int, std::string>, int> labels;  // (scope, name) -> instruction
   std::vector<Jump> jumps;
   std::map<u64, u32> constant_slots;
   std::unordered_map<std::string, u64> module_addresses;

@@ -1,6 +1,6 @@
-// Loaded before everything (LD_PRELOAD): knows the live memory of posix_memalign, where torch's CPU tensors lie.
+// Loaded first (LD_PRELOAD): tracks memory of posix_memalign, which torch uses for CPU tensors, and fills it with NaN.
 //
-// So the emulator can tell an address that belongs to no tensor. Fresh memory is filled with NaN.
+// This tells the emulator which addresses belong to no tensor.
 #include <dlfcn.h>
 #include <cstdint>
 #include <cstdlib>
@@ -20,11 +20,11 @@ struct Live {
   bool holding = false;
 };
 Live& live() {
-  static Live* made = new Live;  // never destroyed: memory is freed until the very end
+  static Live* made = new Live;  // never destroyed, because memory is freed until the process ends
   return *made;
 }
 
-// The containers above free memory too.
+// Set while the containers above free memory themselves.
 __attribute__((tls_model("initial-exec"))) thread_local bool inside = false;
 struct Inside {
   Inside() { inside = true; }
@@ -65,7 +65,7 @@ void free(void* memory) {
   original(memory);
 }
 
-// The live allocation that holds an address.
+// Finds the live allocation that contains an address.
 bool emulator_find_allocation(uint64_t address, uint64_t* first, uint64_t* end) {
   std::lock_guard hold(live().lock);
   auto after = live().sizes.upper_bound(address);
@@ -75,7 +75,7 @@ bool emulator_find_allocation(uint64_t address, uint64_t* first, uint64_t* end) 
   return address < *end;
 }
 
-// While it holds, freed memory stays live, as in the memory pool of a CUDA graph.
+// While on, freed memory stays live, as in the memory pool of a CUDA graph.
 void emulator_hold_memory(int on) {
   std::vector<void*> held;
   {

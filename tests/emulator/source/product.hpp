@@ -1,4 +1,4 @@
-// Products of matrices of 16 rows.
+// Matrix products with 16 rows.
 #pragma once
 #include "numbers.hpp"
 
@@ -11,8 +11,8 @@ template <int columns> void multiply(const float* a, const float* b, float* c, i
       for (int n = 0; n < columns; n++) c[i * stride + n] += a[i * k + j] * b[j * stride + n];
 }
 
-// The same with sums of few bits, as sm_90 computes products of 8-bit floats: the products of one instruction and the
-// accumulator are aligned to the largest of them and truncated to `bits` significant bits of it.
+// The same with short sums, as sm_90 multiplies 8-bit floats: the products of one instruction and the accumulator are
+// aligned to the largest of them, and truncated to `bits` significant bits.
 inline void multiply_short(const float* a, const float* b, float* c, int k, int columns, int stride, int bits) {
   for (int i = 0; i < 16; i++)
     for (int n = 0; n < columns; n++) {

@@ -1,4 +1,4 @@
-// Access to a warp's registers, and functions of one to three operands over its 32 lanes.
+// Access to the registers of a warp, and functions of one to three operands over its 32 lanes.
 #pragma once
 #include <bit>
 #include <type_traits>
@@ -36,7 +36,7 @@ template <class T> inline Slot<T>* slots(Warp& w, const Instruction& I, int i) {
   else return words(w, I, i);
 }
 
-// A predicate is one word, a bit a lane.
+// A predicate is one word with one bit per lane.
 inline u32 predicate(Warp& w, const Operand& o) {
   u32 bits = w.registers[o.slot];
   if (o.constant) bits = bits ? ALL : 0;
@@ -53,7 +53,7 @@ template <class S> inline void assign(S* destination, const S* values, u32 mask)
   else each_lane(mask, [&](int lane) { destination[lane] = values[lane]; });
 }
 
-// Source and destination may be the same register: results are collected first.
+// Collect the results first, because source and destination may be the same register.
 template <class R, class A, class F> inline void map1(Warp& w, Instruction& I, u32 mask, F f) {
   const Slot<A>* a = slots<A>(w, I, 1);
   Slot<R> result[32];

@@ -1,7 +1,7 @@
-// Shared memory: loads, stores, ldmatrix and stmatrix, and the checks that find races.
+// Shared memory: loads, stores, ldmatrix, stmatrix, and checks for races.
 //
-// A barrier begins a new epoch. Two warps that use the same bytes in one epoch race, unless both read or both write
-// equal values. Asynchronous copies race with every warp that has not waited for them.
+// A barrier begins a new epoch. Two warps that use the same bytes in one epoch race, unless both read, or both write
+// equal values. An asynchronous copy races with every warp that has not waited for it.
 #include "instructions.hpp"
 
 namespace emulator {
@@ -56,7 +56,7 @@ void note_shared_write(Warp& w, const Instruction& I, u32 address, u32 bytes, co
     report(w, I, "write-over-live-mbarrier", "offset %d", shared_offset(std::prev(barrier)->first));
   const u32 me = 1u << w.id;
   each_shadow(w, address, bytes, [&](Shadow& s, int offset) {
-    if (bytes > 1) {  // bytes of two warps may share a shadow
+    if (bytes > 1) {  // single bytes of two warps may share a shadow
       const bool live = s.written >= cta.first_epoch, race = live && !s.asynchronous && s.writer != w.id && s.written == cta.epoch;
       const bool equal = values && !std::memcmp(&cta.shared[offset], values + offset - shared_offset(address), 2);
       if (live && s.asynchronous && !has_waited(w, s)) report_async(w, I, s, "writes", offset);
@@ -69,7 +69,7 @@ void note_shared_write(Warp& w, const Instruction& I, u32 address, u32 bytes, co
     s.written = cta.epoch, s.writer = w.id, s.sequence = cta.sequence, s.asynchronous = copy >= 0, s.copy = copy;
   });
 }
-// Wavefronts: 4-byte accesses of a warp together, 8-byte ones by half warps, 16-byte ones by quarters.
+// A wavefront serves 4-byte accesses of a warp, 8-byte accesses of half a warp, or 16-byte accesses of a quarter.
 void measure_banks(Warp& w, Instruction& I, const u32* addresses, u32 mask, u32 bytes) {
   if (!w.cta->measured || !mask) return;
   const int together = bytes >= 16 ? 8 : bytes == 8 ? 16 : 32;
@@ -128,7 +128,7 @@ void store_shared(Warp& w, Instruction& I, u32 mask) {
   measure_banks(w, I, addresses, mask, bytes);
 }
 
-// ---- ldmatrix and stmatrix: 8 x 8 matrices of 16 bits, a row of 16 bytes at the address of one lane ----
+// ---- ldmatrix and stmatrix: 8 x 8 matrices of 16-bit elements; a lane has the address of a row of 16 bytes ----
 
 using Tile = u16[8][8];
 static u32 first_lanes(int count) { return count >= 32 ? ALL : (1u << count) - 1; }

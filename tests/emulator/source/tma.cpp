@@ -1,4 +1,4 @@
-// TMA: tensor copies between global and shared memory, of 1 to 5 dimensions, with swizzles.
+// TMA: tensor copies between global and shared memory, with 1 to 5 dimensions and swizzles.
 #include "instructions.hpp"
 
 namespace emulator {
@@ -7,7 +7,7 @@ namespace {
 struct TensorMap {
   u64 address;
   u32 rank, swizzle, element_bytes;
-  bool fills_nan;  // outside the tensor; otherwise 0
+  bool fills_nan;  // outside the tensor; else 0
   u64 sizes[5], strides[5];
   u32 box[5];
 
@@ -43,7 +43,7 @@ bool read_map(Warp& w, const Instruction& I, u64 at, TensorMap& map) {  // as th
   return true;
 }
 
-// At most 16 bytes of a box: `inside` of its `bytes` lie in the tensor, `skipped` bytes after the first.
+// Up to 16 bytes of a box. `inside` of its `bytes` lie in the tensor, after `skipped` bytes.
 struct Piece {
   u32 shared, bytes, inside, skipped;
   u64 global;
@@ -85,7 +85,7 @@ bool check_box(Warp& w, const Instruction& I, const TensorMap& map, u32 shared) 
   return check_shared(w, I, shared, map.box_bytes(), 16, "TMA");
 }
 
-// The operands of both directions: the box in shared memory, the map, the coordinates.
+// Reads the operands of a load or store: address in shared memory, map, coordinates.
 TmaCopy read_operands(Warp& w, Instruction& I, int lane) {
   TmaCopy copy{};
   copy.shared = words(w, I, 0)[lane] + I.offset, copy.map = longs(w, I, 1)[lane];
@@ -122,7 +122,7 @@ void deliver(Cta& cta, Mbarrier& barrier, const TmaCopy& load) {
   read_map(w, I, load.map, map);
   each_piece(map, load, [&](const Piece& p) {
     u8* to = cta.at(p.shared);
-    for (u32 i = 0; i < p.bytes; i++)  // a NaN is 0x7FFF of two bytes, 0x7FFFFFFF of four
+    for (u32 i = 0; i < p.bytes; i++)  // NaN: 0x7FFF or 0x7FFFFFFF
       to[i] = !map.fills_nan ? 0 : i % map.element_bytes == map.element_bytes - 1 ? 0x7F : 0xFF;
     if (p.inside && check_global(w, I, p.global, p.inside, "TMA load")) {
       note_global_read(w, I, p.global, p.inside);

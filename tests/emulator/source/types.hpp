@@ -1,4 +1,4 @@
-// The data shared by the emulator's parser, instructions, scheduler and driver.
+// Data types that the parser, the instructions, the scheduler and the driver share.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -28,26 +28,26 @@ using Run = void (*)(Warp&, Instruction&, u32 mask);
 
 enum RegisterClass : u8 { PREDICATE, B16, B32, B64 };
 
-// A slot of the register file, lanes side by side in 32-bit words. Constants and special registers have slots too.
+// A slot of the register file: 32-bit words of all lanes. Constants and special registers have slots too.
 struct Operand {
   u32 slot = 0;
-  u32 slot64 = 0;  // of a constant: its 64-bit copy
-  u32 number = 0;  // of a register; 0 for what is always defined: constants, special registers and `_`
+  u32 slot64 = 0;  // 64-bit copy of a constant
+  u32 number = 0;  // register number; 0 for constants, special registers and `_`, which are always defined
   RegisterClass cls = B32;
   bool negated = false, constant = false, discarded = false;
 };
 
 enum Kind : u8 { PLAIN, BRANCH, RETURN, BARRIER, TRY_WAIT, WGMMA, COLLECTIVE };
 
-// How undefined sources affect an instruction.
+// The effect of undefined sources on an instruction.
 enum Undefined : u8 {
   PASSED_ON,   // the result is undefined
-  REPORTED,    // memory, addresses and products
-  OF_PARTNER,  // a butterfly shuffle: the partner's value counts
-  OF_CHOSEN,   // selp: the chosen value counts
-  OF_AND,      // a false predicate decides
-  OF_OR,       // a true predicate decides
-  OF_ANY,      // packing: LLVM leaves halves undefined that nobody reads
+  REPORTED,    // memory, addresses and matrix products
+  OF_PARTNER,  // butterfly shuffle: that of the partner's value
+  OF_CHOSEN,   // selp: that of the chosen value
+  OF_AND,      // none if a predicate is false
+  OF_OR,       // none if a predicate is true
+  OF_ANY,      // packing: none unless all are undefined, because LLVM leaves unused halves undefined
 };
 
 enum Space : u8 { GLOBAL, SHARED, PARAMETER, GENERIC };
@@ -60,7 +60,7 @@ struct Allocation;
 
 struct Statistics {
   u64 executed = 0, lanes = 0;
-  // of memory instructions, in the first CTA of each launch
+  // memory instructions in the first CTA of each launch
   u64 accesses = 0, wavefronts = 0, ideal_wavefronts = 0, bytes = 0, sectors = 0;
 };
 
@@ -75,21 +75,21 @@ struct Instruction {
   i64 offset = 0, second_offset = 0;  // added to the first and second address
 
   Space space = GLOBAL;
-  int bytes = 0, vector = 1;  // of an element of memory; elements a lane
+  int bytes = 0, vector = 1;  // bytes per element in memory, elements per lane
   bool is_signed = false, is_float = false, transposed = false;
   int mode = 0;     // Atomic, Shuffle, Vote, comparison or rounding
-  int combine = 0;  // of setp with a third predicate: 1 and, 2 or, 3 xor
+  int combine = 0;  // setp with a third predicate: 1 and, 2 or, 3 xor
   int count = 0;    // matrices, coordinates, bytes of cp.async, groups that may stay pending, threads at a barrier
 
-  ElementType type = UNKNOWN_TYPE;  // of mma and wgmma
+  ElementType type = UNKNOWN_TYPE;  // operands of mma and wgmma
   int n = 0, k = 0, a_operands = 0, b_operands = 0;
   bool half_accumulator = false, transposed_b = false, negated_a = false, negated_b = false;
 
-  int target = -1, reconvergence = -1;  // of a branch: where it leads, and where its lanes join again
+  int target = -1, reconvergence = -1;  // of a branch
   int line = -1;                  // index into Kernel::lines
   std::string text, opcode;
   Statistics statistics;
-  Allocation* allocation = nullptr;  // the one used last, in which launch
+  Allocation* allocation = nullptr;  // the last one used, and the launch that used it
   u64 allocation_launch = 0;
 };
 
@@ -116,11 +116,11 @@ enum { TID, NTID = 3, CTAID = 6, NCTAID = 9, LANEID = 12, WARPID };
 
 std::unique_ptr<Kernel> parse(const std::string& text);
 
-// What happened to two bytes of shared memory.
+// The history of two bytes of shared memory.
 struct Shadow {
   u32 written = 0, read = 0;  // epochs
   u32 readers = 0;            // warps that read in that epoch
-  u32 sequence = 0;           // of the write, for fences
+  u32 sequence = 0;           // Cta::sequence at the write, for fences
   u32 copy = 0;               // index into Cta::copies if an asynchronous copy wrote
   u8 writer = 0;
   bool asynchronous = false;
@@ -136,7 +136,7 @@ struct TmaCopy {
   i32 coordinates[5];
   u32 shared, bytes, copy;
   int instruction;
-  std::vector<u8> source;  // of a store: shared memory when it was issued
+  std::vector<u8> source;  // of a store: contents of shared memory when it was issued
 };
 
 struct Mbarrier {
@@ -156,10 +156,10 @@ struct Wgmma {
   Instruction* instruction;
   bool accumulates;
   u64 descriptor_a, descriptor_b;
-  std::vector<u8> a, b;  // the operands in shared memory when it was issued
+  std::vector<u8> a, b;  // contents of the operands in shared memory when it was issued
 };
 
-// Asynchronous work of a warp: not committed, and committed group by group.
+// Asynchronous work of a warp: uncommitted work, and committed groups.
 template <class T> struct Groups {
   std::vector<T> open;
   std::vector<std::vector<T>> committed;
@@ -197,16 +197,16 @@ struct Warp {
   u32* registers = nullptr;
   std::vector<u32> file;
   std::vector<u32> defined;        // lanes, by register number
-  std::vector<u64> written_at;     // `executed`, by register number
-  std::vector<u8> in_flight;       // by register number: 1 accumulator, 2 operand A of a wgmma that was not waited for
+  std::vector<u64> written_at;     // value of `executed` at the last write, by register number
+  std::vector<u8> in_flight;       // by register number: 1 accumulator, 2 operand A of a wgmma in flight
   int registers_in_flight = 0;
   std::vector<Frame> stack;
   u32 exited = 0;
   u64 executed = 0, wgmma_fence = 0;
-  u32 proxy_fence = 0;             // Cta::sequence
-  u32 barrier = 0, mbarrier = 0;   // at which it waits
-  bool tried = false;              // the mbarrier, in vain
-  bool waited = false;             // for the previous grid
+  u32 proxy_fence = 0;             // Cta::sequence at the last fence
+  u32 barrier = 0, mbarrier = 0;   // that it waits for
+  bool tried = false;              // try_wait failed once
+  bool waited = false;             // griddepcontrol.wait was executed
   Groups<CpAsync> copies;
   Groups<TmaCopy> stores;
   Groups<Wgmma> products;
@@ -216,7 +216,7 @@ struct Launch {
   Kernel* kernel;
   u32 grid[3], block[3], shared_bytes;
   u8* parameters;
-  bool dependent;  // programmatic: the previous grid may still run
+  bool dependent;  // programmatic dependent launch
 };
 
 struct Cta {
@@ -238,10 +238,10 @@ struct Cta {
 // ---- what the interface sets and reads ----
 
 struct Settings {
-  u32 seed = 0;         // 0: warps in order, each until it waits; otherwise a random order in random portions
-  int early = 0;        // asynchronous copies arrive 0 as late as allowed, 1 at once, 2 at a random one of both
-  bool reverse = false; // CTAs from the last to the first
-  int fp8_bits = 0;     // significant bits that wgmma keeps of e4m3 and e5m2 sums; 0: fp32
+  u32 seed = 0;         // 0: one warp after another, each until it waits; else random portions in random order
+  int early = 0;        // asynchronous copies complete 0 as late as allowed, 1 at once, 2 at either time at random
+  bool reverse = false; // run CTAs from the last to the first
+  int fp8_bits = 0;     // significant bits of e4m3 and e5m2 sums in wgmma; 0: fp32
   bool (*find_allocation)(u64 address, u64* first, u64* end) = nullptr;
 };
 
@@ -255,7 +255,7 @@ extern u64 launch_number;
 extern std::map<std::string, Report> reports;
 
 void start_schedule(u32 seed, int early, bool reverse);
-bool flip_coin();  // of the random schedule
+bool flip_coin();  // false without a random schedule
 void execute(Launch& launch);
 void report(Warp& w, const Instruction& I, const char* kind, const char* format, ...) __attribute__((format(printf, 4, 5)));
 void report(const Kernel& kernel, const Instruction& I, const char* kind, const std::string& text);

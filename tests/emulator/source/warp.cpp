@@ -1,4 +1,4 @@
-// One warp: branches with reconvergence, barriers, undefined values, registers of wgmma in flight.
+// Runs one warp: divergence and reconvergence, barriers, undefined values, registers of wgmma in flight.
 #include "instructions.hpp"
 
 namespace emulator {
@@ -18,7 +18,7 @@ void finish(Warp& w) {
     report(kernel, kernel.code.back(), "grid-not-waited", "a warp ends without griddepcontrol.wait, and so may do before the previous grid");
 }
 
-// Lanes whose result is defined. Called only if some source is undefined in some lane.
+// Returns the lanes whose result is defined. Called only if a source is undefined in some lane.
 u32 defined_lanes(Warp& w, Instruction& I, u32 mask, u32 all_sources) {
   auto defined = [&](int i) { return w.defined[I.operands[i].number]; };
   switch (I.undefined) {
@@ -52,8 +52,8 @@ u32 defined_lanes(Warp& w, Instruction& I, u32 mask, u32 all_sources) {
   return all_sources;
 }
 
-// PTX forbids to use these registers. ptxas either merges the copy or serialises every wgmma of the function (C7515);
-// execution goes on as if serialised.
+// PTX forbids using these registers. ptxas either removes the copy, or serializes all wgmma of the function (C7515);
+// the emulator continues as if serialized.
 void check_in_flight(Warp& w, Instruction& I) {
   for (u32 i = 0; i < I.operands.size(); i++) {
     const u32 number = I.operands[i].number;

@@ -1,26 +1,26 @@
-// wgmma: products of a warp group, each warp its 16 rows. They are computed when they are waited for.
+// wgmma: each warp of a warp group computes 16 rows of the product, at the wait.
 #include "instructions.hpp"
 #include "product.hpp"
 
 namespace emulator {
 namespace {
 
-constexpr int K_BYTES = 32;  // of an operand, in every type
-constexpr int STRIDE = 256;  // the most columns
+constexpr int K_BYTES = 32;  // of K, in every type
+constexpr int STRIDE = 256;  // maximum columns
 
 // An operand in shared memory, described by a matrix descriptor.
 struct SharedOperand {
   u32 start, leading, stride, swizzle;
-  int element, rows, first;  // bytes of an element; rows (M or N) and the first of them
+  int element, rows, first;  // bytes per element; rows (M or N), and the first row
   bool transposed;           // MN-major
 
   SharedOperand(const Instruction& I, u64 descriptor, int rows, int first, bool transposed)
       : start((descriptor & 0x3FFF) << 4), leading((descriptor >> 16 & 0x3FFF) << 4), stride((descriptor >> 32 & 0x3FFF) << 4),
         swizzle((4 - (descriptor >> 62 & 3)) & 3), element(element_bytes(I.type)), rows(rows), first(first), transposed(transposed) {}
 
-  // Calls f(address, row, byte of K) for 16 bytes: of a row, or if transposed of one k and several rows.
+  // Calls f(address, row, byte of K) for each 16 bytes: of one row or, if transposed, of several rows at one k.
   template <class F> void each_chunk(F f) const {
-    const u32 span = swizzle ? 16u << swizzle : 16;  // bytes that lie together
+    const u32 span = swizzle ? 16u << swizzle : 16;  // contiguous bytes
     if (!transposed) {
       for (int row = 0; row < rows; row++)
         for (u32 half = 0; half < 2; half++) {
@@ -38,7 +38,7 @@ struct SharedOperand {
     }
   }
 
-  // Copies it as [rows][32 bytes of K].
+  // Returns a copy [rows][32 bytes of K].
   std::vector<u8> gather(Warp& w, const Instruction& I, bool issued) const {
     std::vector<u8> bytes(rows * K_BYTES);
     each_chunk([&](u32 address, int row, int k) {
