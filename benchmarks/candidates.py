@@ -55,8 +55,8 @@ def get_candidate(name: str) -> Candidate:
     """
     if name not in CANDIDATES:
         nearest = difflib.get_close_matches(name, CANDIDATES, n=1, cutoff=0.6)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
-        raise ValueError(f"unknown candidate {name!r}: {hint}must be one of {', '.join(CANDIDATES)}")
+        hint = f"did you mean {nearest[0]}?" if nearest else f"must be one of {', '.join(CANDIDATES)}"
+        raise ValueError(f"unknown candidate {name!r}: {hint}")
     return CANDIDATES[name]
 
 

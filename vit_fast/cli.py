@@ -69,6 +69,8 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:  # without "[Errno 2]"
+        return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
 
 

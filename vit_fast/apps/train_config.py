@@ -106,12 +106,12 @@ def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] =
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or name in fields_given:
-            raise ValueError(f"settings must be NAME=VALUE with different names, got {setting}")
+            raise ValueError(f"--set must be NAME=VALUE, once per name, got {setting}")
         try:
             fields_given[name] = json.loads(text)
         except ValueError:
             fields_given[name] = text
     known = {field.name for field in fields(TrainConfig)}
     if unknown := sorted(fields_given.keys() - known):
-        raise ValueError(f"settings must be among {', '.join(sorted(known))}, got {', '.join(unknown)}")
+        raise ValueError(f"--set NAME must be one of {', '.join(sorted(known))}, got {', '.join(unknown)}")
     return TrainConfig(**{**RECIPES.get(variant, {}), **fields_given})
