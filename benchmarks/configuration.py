@@ -333,12 +333,9 @@ class Allocation:
         return sum(self.preparing_s(group, c) for c in self.planned[group]) + self._fixed_s(group) - self._timed[group]
 
     def end_of_timing_s(self, group: Group, now_s: float, slowness: float) -> float:
-        """Returns the end of the timing of a group, in seconds from the start of the run.
+        """Returns the end of the timing of a prepared group; now and the end are seconds since the start of the run.
 
-        Args:
-            group: The group, whose candidates are prepared.
-            now_s: Seconds since the start of the run.
-            slowness: Measured time of the preparations so far relative to the estimate.
+        `slowness` is the measured time of the preparations so far relative to the estimate.
         """
         after = list(self.planned)[list(self.planned).index(group) :]
         free_s = self._budget_s - now_s - slowness * sum(map(self.prepared_s, after[1:]))

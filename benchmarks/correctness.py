@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, a
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.check import MEASURES, Reference, Verdict, errors_of, judge, same_class
 
-from .builders import define
+from .candidates import define
 from .models import Task
 
 MAX_CHECKED_IMAGES = 8
@@ -51,10 +52,9 @@ class TrainingStep:
         self.optimizer.step()
 
     def gradients(self, images: Tensor, rows: Sequence[int], places: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        """Computes gradients of the summed loss of some images (rows) of a batch; their places decide the labels.
+        """Computes the gradient of each image [B, C, H, W] and the norm of all parameters' gradients [1].
 
-        Returns:
-            The gradient of each image [B, C, H, W], and the norm of all parameters' gradients [1].
+        The loss is the sum over some images (rows) of the batch; their places decide the labels.
         """
         self.optimizer.zero_grad()
         leaf = images.detach().clone().requires_grad_()
@@ -108,31 +108,26 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class Expected:
-    """The expected outputs of every candidate of a group.
+class Expected(Reference):
+    """The expected outputs of every candidate of a group, or in training the images' gradients.
 
     Attributes:
-        reference: The outputs, or the images' gradients, in fp64 on the CPU.
         parameters: For training, eager's error and the fp64 value of the norm of all gradients (of a part: of each).
         classes: Classes in fp64 of the batches after the first, to measure agreement.
     """
 
-    reference: Reference
     parameters: Sequence[tuple[float, Tensor]] = ()
     classes: Sequence[Tensor] = ()
 
 
 def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
-    """Computes the fp64 reference of a batch, and eager's error in the task's dtype.
-
-    `others` are the batches after it, to measure agreement of a whole model.
-    """
+    """Computes the fp64 reference of a batch, eager's error in the task's dtype, and the classes of other batches."""
     rows = checked_rows(task)
     if task.model.onnx is not None:
         from vit_fast.measure.runtimes import open_reference
 
         outputs = open_reference(task.model.onnx, task.model.image_hw)(images[rows].float()).double()
-        return Expected(_reference(task, rows, outputs, {m: ONNX_TOLERANCE * size_of(outputs, m) for m in MEASURES}))
+        return _expected(task, rows, outputs, {m: ONNX_TOLERANCE * size_of(outputs, m) for m in MEASURES})
     weights = None if task.weights is None else {name: tensor.double() for name, tensor in task.weights.items()}
     exact_task = dataclasses.replace(task, weights=weights, dtype=torch.float64, amp=False)
     exact_model, eager_model = define(exact_task), define(task)
@@ -147,11 +142,11 @@ def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
         exact = exact_model(chosen.double()).cpu()
         errors = errors_of(eager_model(chosen), exact)
         classes = [exact_model(batch.double()).argmax(-1) for batch in others]
-    return Expected(_reference(task, rows, exact[: len(rows)], errors), classes=classes)
+    return _expected(task, rows, exact[: len(rows)], errors, classes=classes)
 
 
-def _reference(task: Task, rows: list[int], exact: Tensor, errors: dict[Measure, float]) -> Reference:
-    return Reference([exact], [errors], [_rounding(task)], [(task.batch_size, *exact.shape[1:])], rows)
+def _expected(task: Task, rows: list[int], exact: Tensor, errors: dict[Measure, float], **others: Any) -> Expected:
+    return Expected([exact], [errors], [_rounding(task)], [(task.batch_size, *exact.shape[1:])], rows, **others)
 
 
 def _rounding(task: Task) -> torch.dtype:
@@ -173,7 +168,7 @@ def _expect_gradients(
         )
         errors = [max(errors[0], error_of(norm, exact_norm) * size_of(exact_others[0]) / size_of(exact_norm))]
     parameters = list(zip(errors, exact_others, strict=True))
-    return Expected(_reference(task, rows, exact.cpu(), errors_of(eager, exact)), parameters)
+    return _expected(task, rows, exact.cpu(), errors_of(eager, exact), parameters=parameters)
 
 
 def stepper(task: Task, model: nn.Module, function: Function) -> TrainingStep | Backward:
@@ -182,16 +177,10 @@ def stepper(task: Task, model: nn.Module, function: Function) -> TrainingStep | 
 
 
 def checked_rows(task: Task) -> list[int]:
-    """Returns the indices of the images of a batch to check."""
-    operator = task.model.operator
-    return spread(task.batch_size, MAX_CHECKED_IMAGES if operator is None else operator.checked)
-
-
-def spread(count: int, most: int) -> list[int]:
-    """Returns up to `most` evenly spaced indices below count, including the first and the last."""
-    if count <= most:
-        return list(range(count))
-    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
+    """Returns the indices of the images of a batch to check: evenly spaced, with the first and the last."""
+    operator, count = task.model.operator, task.batch_size
+    most = MAX_CHECKED_IMAGES if operator is None else operator.checked
+    return [round(i * (count - 1) / (most - 1)) for i in range(most)] if count > most else list(range(count))
 
 
 def judge_outputs(candidate: Candidate, task: Task, expected: Expected, outputs: object) -> Verdict:
@@ -206,11 +195,10 @@ def judge_outputs(candidate: Candidate, task: Task, expected: Expected, outputs:
             if not error <= allowed:
                 reason = f"the error of {what} must be at most {allowed:.3g}, got {error:.3g}"
                 return Verdict(error, allowed, reason)
-    reference = expected.reference
-    verdict = judge([outputs], reference, factor, candidate.tolerance)
+    verdict = judge([outputs], expected, factor, candidate.tolerance)
     if not verdict.passed or task.training or not task.whole or not isinstance(outputs, Tensor):
         return verdict
-    same = same_class(outputs[[*reference.rows]].cpu(), reference.exact[0])
+    same = same_class(outputs[[*expected.rows]].cpu(), expected.exact[0])
     return dataclasses.replace(verdict, agreement=float(same.double().mean()))
 
 

@@ -6,8 +6,8 @@
 Needs torch, triton, numpy, pillow and pytest; libraries that are not installed are named. The jobs, tests and run
 configurations of `vit-fast bench`, run in a fixed order, the most important ones first. Each has a time limit and is
 skipped if less time is left. A job that fails, hangs or loses the GPU does not affect the others: its process is
-ended, and the journal keeps its rows. Compiled kernels are shared between the jobs. DIR/summary.json is written after
-each job; DIR/JOB contains its record, and `vit-fast report DIR/*/` shows them. Results of other parts in DIR are kept
+ended, and its rows stay in the journal. Compiled kernels are shared between the jobs. DIR/summary.json is written after
+each job; DIR/JOB contains its record, and `vit-fast report DIR/*/` shows them. Results of other parts in DIR stay
 if they are of the same device and commit.
 """
 
@@ -93,7 +93,9 @@ class Worker:
                 self.stop()
             return found
         self.stop()
-        return {"outcome": f"failed: {problem}; rows saved: {rows_kept(folder)}"}
+        journal = folder.with_name(folder.name + PARTIAL) / JOURNAL_NAME
+        rows = journal.read_text().count('{"kind": "row"') if journal.is_file() else 0
+        return {"outcome": f"failed: {problem}; rows saved: {rows}"}
 
     def stop(self) -> None:
         """Ends the process and its children; the next job gets a new one."""
@@ -163,9 +165,10 @@ def run_bench(request: dict[str, Any], folder: Path, seconds: float) -> Found:
 
 def figures(rows: Sequence[Row]) -> Found:
     """Returns the outcome of a job, and each of our rows relative to the best peer."""
-    wrong = [f"{row['model']} {row['candidate']}" for row in rows if row["status"] in ("incorrect", "failed")]
+    failed = [f"{row['model']} {row['candidate']}" for row in rows if row["status"] in ("incorrect", "failed")]
     late = all(row["status"] in ("skipped", "interrupted") for row in rows)
-    found: Found = {"outcome": f"INCORRECT or failed: {', '.join(wrong)}" if wrong else NO_TIME if late else "measured"}
+    outcome = f"INCORRECT or failed: {', '.join(failed)}" if failed else NO_TIME if late else "measured"
+    found: Found = {"outcome": outcome}
     for row in measured(rows):
         if row["candidate"].startswith("triton"):
             ratio = row["ratio_to_best_peer"]
@@ -174,12 +177,6 @@ def figures(rows: Sequence[Row]) -> Found:
             name = f"{row['model']} B{row['batch']} {row['candidate']}"
             found[name] = f"{row['ms']:.3f} ms{host}, {row['TFLOP_per_s']:.3g} TFLOP/s, {peer}"
     return found
-
-
-def rows_kept(folder: Path) -> int:
-    """Counts the rows that a job wrote before it ended."""
-    path = folder.with_name(folder.name + PARTIAL) / JOURNAL_NAME
-    return path.read_text().count('{"kind": "row"') if path.is_file() else 0
 
 
 def tests(name: str, limit_s: float, *arguments: str, parallel: bool = True) -> Job:
@@ -271,7 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--parts must consist of {', '.join(PARTS)}, got {', '.join(unknown)}")
     chosen = [job for job in JOBS if job.part in parts]
     if options.dry_run:
-        print(job_table(chosen))
+        print(f"{'job':40s} limit", *(f"{job.name:40s} {job.limit_s:4.0f} s" for job in chosen), sep="\n")
+        print(f"ends after {TOTAL_SECONDS} s; a job whose limit is longer than the time left is skipped")
         return 0
     if options.out is None:
         parser.error("--out must be a folder, got nothing")
@@ -283,8 +281,11 @@ def _record(jobs: Sequence[Job], out: Path) -> int:
     path = out / "summary.json"
     machine = describe("cuda" if torch.cuda.is_available() else "cpu")
     record: dict[str, Any] = {"machine": machine, "total_seconds": TOTAL_SECONDS}
-    names = {job.name for job in jobs}
-    kept = [row for row in _rows_before(path, machine) if row["name"] not in names]
+    names, kept = {job.name for job in jobs}, []
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        before = json.loads(path.read_text())
+        if all(before["machine"].get(name) == machine.get(name) for name in ("device", "commit")):
+            kept = [row for row in before["rows"] if row["name"] not in names]
     worker = Worker(out)
 
     def note(found: list[Found], running: str | None) -> None:
@@ -297,15 +298,6 @@ def _record(jobs: Sequence[Job], out: Path) -> int:
     finally:
         worker.stop()
     return sum(row["outcome"].startswith(("failed", "INCORRECT")) for row in found)
-
-
-def _rows_before(path: Path, machine: dict[str, Any]) -> list[Found]:
-    try:
-        record = json.loads(path.read_text())
-        same = all(record["machine"].get(name) == machine.get(name) for name in ("device", "commit"))
-        return list(record["rows"]) if same else []
-    except (OSError, ValueError, LookupError):
-        return []
 
 
 def run_jobs(
@@ -330,13 +322,6 @@ def run_jobs(
         found.append(result)
         note(found, None)
     return found
-
-
-def job_table(jobs: Sequence[Job]) -> str:
-    """Returns the jobs in their order, with their time limits."""
-    lines = [f"{job.name:40s} {job.limit_s:4.0f} s" for job in jobs]
-    total = f"ends after {TOTAL_SECONDS} s; a job whose limit is longer than the time left is skipped"
-    return "\n".join([f"{'job':40s} limit", *lines, total])
 
 
 def _line(row: Found) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import math
 import os
 import platform
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vit_fast.measure.clock import Call, Protocol, synchronise, time_call
 from vit_fast.version import cpu_name, installed
@@ -36,16 +34,17 @@ CEILING_PROTOCOL = Protocol(repeats=50, seconds=0.25, least_repeats=5, warmup_re
 
 def describe(device: torch.device | str) -> dict[str, Any]:
     """Returns device, versions, commit and date for a record, as plain data."""
-    device = torch.device(device)
+    device, threads = torch.device(device), torch.get_num_threads()
+    memory = memory_bytes(torch.device("cpu"))
     return {
-        "device": _device_name(device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_name()} ({threads} threads)",
         "device_type": device.type,
         "gpu": _describe_gpu(device) if device.type == "cuda" else None,
         "cpu": cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "load_average": round(os.getloadavg()[0], 2),
-        "memory_GiB": None if (there := memory_bytes(torch.device("cpu"))) is None else round(there / 2**30, 1),
+        "memory_GiB": memory and round(memory / 2**30, 1),
         "os": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed(name))},
@@ -59,19 +58,20 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[
     """Measures the device's ceilings: a large copy in GB/s (read and written), a square matmul in TFLOP/s per dtype."""
     device = torch.device(device)
     size, nbytes = MATMUL_SIZE[device.type], COPY_BYTES[device.type]
-    matmul = {}
-    for name in dict.fromkeys(dtypes):
+
+    def matmul(name: str) -> float:
         left, right = (torch.randn(size, size, device=device).to(DTYPES[name]) for _ in range(2))
         with products_in(name):
-            timing = time_call(functools.partial(_matmul, left, right), device, CEILING_PROTOCOL)
-        matmul[name] = 2 * size**3 / (min(timing.samples_ms) * 1e9)
+            timing = time_call(lambda _: left @ right, device, CEILING_PROTOCOL)
+        return 2 * size**3 / (min(timing.samples_ms) * 1e9)
+
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     timing = time_call(lambda _: target.copy_(source), device, CEILING_PROTOCOL)
     return {
         "copy_GB_per_s": 2 * nbytes / (min(timing.samples_ms) * 1e6),
         "copy_bytes": nbytes,
-        "matmul_TFLOP_per_s": matmul,
+        "matmul_TFLOP_per_s": {name: matmul(name) for name in dict.fromkeys(dtypes)},
         "matmul_size": size,
     }
 
@@ -88,24 +88,15 @@ def best_ceilings(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return measured[0] | {"copy_GB_per_s": copy, "matmul_TFLOP_per_s": matmul, "taken": len(measured)}
 
 
-def _matmul(left: Tensor, right: Tensor, _: int) -> Tensor:
-    return left @ right
-
-
 @contextlib.contextmanager
 def products_in(name: str) -> Iterator[None]:
-    """Allows TF32 matmuls for tf32, and keeps torch's setting for other names of DTYPES."""
+    """Allows TF32 matmuls for tf32, and uses torch's setting for other names of DTYPES."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else before)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def short_name(dtype: torch.dtype) -> str:
-    """Returns fp32, fp16, bf16 or fp64."""
-    return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}[dtype]
 
 
 def has_bf16() -> bool:
@@ -115,28 +106,14 @@ def has_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def checkout() -> Path | None:
-    """Returns the root of the repository, or None for an installed package."""
-    root = Path(__file__).resolve().parent.parent
-    return root if (root / ".git").exists() and (root / "pyproject.toml").exists() else None
-
-
 def commit() -> str | None:
     """Returns the commit, with "-dirty" if tracked files differ from it; None outside a repository."""
-    root = checkout()
-    if root is None:
+    root = Path(__file__).resolve().parent.parent
+    if not ((root / ".git").exists() and (root / "pyproject.toml").exists()):  # an installed package
         return None
     head = output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
-    if head is None:
-        return None
-    changes = output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
+    changes = head and output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
     return f"{head}-dirty" if changes else head
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_name()} ({torch.get_num_threads()} threads)"
 
 
 def _describe_gpu(device: torch.device) -> dict[str, Any]:
@@ -266,10 +243,9 @@ def _gpu_slowed(device: torch.device) -> bool:
 
 
 def joules_of(call: Call, ms: float, device: torch.device) -> float | None:
-    """Measures the energy of a call that takes about ms, with NVML's counter for the whole board.
+    """Measures joules of a call that takes about ms, with NVML's counter for the whole board.
 
-    Returns:
-        Joules, or None on a CPU, without the package nvidia-ml-py, and if the GPU has no such counter.
+    Returns None on a CPU, without the package nvidia-ml-py, and if the GPU has no such counter.
     """
     counter = _energy_counter(device) if device.type == "cuda" else None
     if counter is None:

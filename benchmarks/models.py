@@ -43,7 +43,7 @@ class Model:
     """A model to measure.
 
     Attributes:
-        name: Its name in tables: the word of `--models`, or the name of a file without folders.
+        name: The word of `--models`, or the name of a file without folders.
         shape: Shape of one input: [channels, height, width], or tokens first.
         data: Preprocessing of images; None for a model that takes random numbers.
         parts: Returns the work of each part for a batch size, in inference or training; None if it is unknown.
@@ -52,7 +52,6 @@ class Model:
         make: Builds any other model, in fp32 on the CPU.
         onnx, precision: Path of an ONNX file, and the precision of its weights, if lower than fp32.
         block: True for the first block only.
-        operator: The operator, for a single operator.
         source: The word of `--models`, if that is not the name.
     """
 
@@ -126,10 +125,7 @@ class Task:
 def resolve(given: str) -> Callable[[Size | None], list[Model]]:
     """Looks up the models of a word of `--models` without building them; the docstring of this file lists the forms.
 
-    Returns:
-        A function of the image size (None for the model's own) that returns the models, or raises ValueError.
-    Raises:
-        ValueError: the word names no model.
+    Returns a function of the image size (None for the model's own) that returns the models. Both raise ValueError.
     """
     if (operator := Operator.parse(given)) is not None:
         return lambda size: [Model(given, operator.shape, None, operator.parts, operator=operator)]

@@ -1,16 +1,17 @@
-"""Single operators as models, and the functions of all libraries that compute them.
+"""Single operators as models, with the functions of all libraries that compute them; calls of a vision tower.
 
 attention:197x12x64               softmax attention on packed qkv [B, tokens, 3, heads, head_dim]
 mlp:197x768x3072[:activation]     LayerNorm + MLP + residual on [B, tokens, width]; gelu by default
 matmul:197x768x3072               the first linear layer alone
 
 `--train` measures the backward alone. The reference is "eager". To add an operator of a library, add its function to a
-table below, and its name and packages to builders.py.
+table below, and its name and packages to candidates.py.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from vit_fast import ops
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.ops.matmul import matmul
+from vit_fast.fusion.fuse import fuse
 from vit_fast.ops.reference import ACTIVATIONS
 from vit_fast.work import Work
 
@@ -33,10 +34,7 @@ _WORD = re.compile(r"(attention|mlp|matmul):(\d+)x(\d+)x(\d+)(?::(\w+))?")
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator ("attention", "mlp", "matmul") of given sizes.
-
-    The sizes are tokens, heads and head_dim, or tokens, width and hidden width.
-    """
+    """An "attention" of tokens x heads x head_dim, or an "mlp" or "matmul" of tokens x width x hidden width."""
 
     part: str
     sizes: tuple[int, int, int]
@@ -108,11 +106,7 @@ class Operation(nn.Module):
 
 
 def build(name: str, operator: Operator, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-    """Builds a library's version of an operator as a module of x.
-
-    Raises:
-        UnsupportedInputError: the library does not have it, or not on this device.
-    """
+    """Builds a library's version of an operator as a module of x; UnsupportedInputError lists all reasons."""
     table = {"attention": _ATTENTION, "mlp": _MLP, "matmul": _MATMUL}[operator.part]
     reasons = [] if name in table else [f"it has no {operator.part}; candidates: {', '.join(table)}"]
     if name in _ON_A_GPU and device.type == "cpu":
@@ -145,6 +139,12 @@ def _flex(qkv: Tensor) -> Tensor:
 def _compiled(function: Function) -> Any:
     """Compiles at the first call, because importing the compiler takes seconds."""
     return torch.compile(function, dynamic=False)
+
+
+def _matmul(x: Tensor, weight: Tensor) -> Tensor:
+    from vit_fast.ops.matmul import matmul  # registers operators, which models do not need
+
+    return matmul(x, weight)
 
 
 def _flash_attn(qkv: Tensor) -> Tensor:
@@ -193,7 +193,51 @@ _MLP: dict[str, Function] = {
     "cublaslt": _cublaslt,
     "transformer-engine": _transformer_engine,
 }
-_MATMUL: dict[str, Function] = {"eager": F.linear, "triton": matmul}
+_MATMUL: dict[str, Function] = {"eager": F.linear, "triton": _matmul}
 # On a CPU, the epilogue of _addmm_activation is exact GELU.
 _ON_A_GPU = ("flash-attn", "xformers", "cublaslt", "transformer-engine")
 _OF_GELU_TANH = ("cublaslt", "transformer-engine")
+
+
+# Frames after temporal merging, height and width in patches of 14 pixels.
+TOWER_SIZES = {
+    "document": (1, 92, 66),
+    "photo": (1, 54, 72),
+    "thumbnail": (1, 16, 16),
+    "16-frame video": (8, 24, 36),
+}
+NARROW_TOWER = {"hidden_size": 64, "num_heads": 1, "intermediate_size": 128, "out_hidden_size": 64}
+
+
+def tower_calls(device: str, scale: int = 1, **changes: int) -> dict[str, dict[str, Callable[[], object]]]:
+    """Returns calls of Qwen2.5-VL's tower by size and candidate: "eager", fused and frozen, and "graph".
+
+    `scale` divides height and width; `changes` replace fields of the tower's configuration. The result is empty
+    without a transformers that has such towers.
+    """
+    if not all(map(importlib.util.find_spec, ("transformers", "transformers.vision_utils"))):
+        return {}
+    from transformers import Qwen2_5_VLConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel as Tower
+
+    from vit_fast.fusion.freezing import freeze
+    from vit_fast.run.budgets import budgets_for
+    from vit_fast.run.graph_runner import GraphRunner
+
+    config = Qwen2_5_VLConfig(vision_config=changes).vision_config
+    tower: nn.Module = Tower._from_config(config).to(device, torch.bfloat16).eval()
+    fuse(tower, "triton")
+    freeze(tower)
+    merge = config.spatial_merge_size
+    grids = {
+        name: (frames, *(-(-side // scale // merge) * merge for side in sides))
+        for name, (frames, *sides) in TOWER_SIZES.items()
+    }
+    runner = GraphRunner(tower, budgets=budgets_for(list(grids.values())))
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    calls: dict[str, dict[str, Callable[[], object]]] = {}
+    for name, grid in grids.items():
+        patches = torch.zeros(grid[0] * grid[1] * grid[2], width, dtype=torch.bfloat16, device=device)
+        run = torch.no_grad()(partial(tower, patches, torch.tensor([grid], device=device)))
+        calls[name] = {"eager": run, "graph": partial(runner, patches, torch.tensor([grid]))}
+    return calls

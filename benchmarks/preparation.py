@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import gc
 import json
 import math
 import re
@@ -14,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,18 +24,19 @@ from torch.autograd import DeviceType
 from vit_fast.apps.data import make_transform, random_crop, read_image
 from vit_fast.config import ViTConfig
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.clock import Call, cold_copies, peak_memory_of_call, synchronise, without_profiler_chatter
+from vit_fast.measure.clock import Call, cold_copies, synchronise
 from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 from vit_fast.model import VisionTransformer
 
-from .builders import make
+from .candidates import make
 from .correctness import MAX_CHECKED_IMAGES, Expected, checked_rows, expect, judge_outputs, stepper
 from .machine import products_in
 from .models import MAX_VIEWS, Model, Task
-from .rows import PARTS, REST, Group, Row, Status, add_verdict, make_row
+from .rows import PARTS, REST, Group, Row, Status, make_row
 
-# Time limit to build, compile and check a candidate, of a round of timing, and of a cold start.
+# Time limit of each of these: preparing a candidate, a round of timing, a cold start.
 CANDIDATE_SECONDS = 900.0
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 PROFILED_CALLS = 3
@@ -54,17 +52,11 @@ class Problem:
 
 
 def make_problem(group: Group, images: Sequence[Path], device: torch.device) -> Problem:
-    """Makes weights, batches and the reference of a group.
-
-    Raises:
-        TooLarge: out of memory.
-        Exception: the reference fails, e.g. for a dtype that an operator does not support.
-    """
-    with out_of_memory_is_too_large():
-        task, batches = make_task(group, images, device)
-        # as many batches as agreement needs images
-        few = math.ceil(MAX_CHECKED_IMAGES / task.batch_size) if task.whole and not task.training else 1
-        return Problem(task, batches, expect(task, *(batch.to(device) for batch in batches[:few])))
+    """Makes weights, batches and the reference of a group; raises whatever the reference raises."""
+    task, batches = make_task(group, images, device)
+    # as many batches as agreement needs images
+    few = math.ceil(MAX_CHECKED_IMAGES / task.batch_size) if task.whole and not task.training else 1
+    return Problem(task, batches, expect(task, *(batch.to(device) for batch in batches[:few])))
 
 
 def make_task(group: Group, images: Sequence[Path], device: torch.device) -> tuple[Task, list[Tensor]]:
@@ -87,34 +79,21 @@ class Prepared:
     call_s: float
 
 
-class TooLarge(Exception):
-    """A candidate or its inputs do not fit into memory."""
-
-
 def prepare(
     candidate: Candidate, group: Group, problem: Problem, *, explained: bool = False
 ) -> tuple[Prepared | None, Row]:
-    """Builds and checks a candidate, and profiles it if explained.
-
-    Returns:
-        The prepared candidate or None, and its row, which contains the reason.
-    Raises:
-        TooLarge: out of memory.
-    """
-
-    status: Status = "failed"
+    """Builds and checks a candidate; returns it if it is correct, and its row with status and reason."""
+    status: Status
     try:
-        with out_of_memory_is_too_large(), at_most(CANDIDATE_SECONDS):
+        with at_most(CANDIDATE_SECONDS):
             ready, row = _build_and_check(candidate, group, problem)
             if ready is not None and explained:
                 row["explained"] = profile(ready.call, problem.task.device, group)
             return ready, row
-    except TooLarge:
-        raise
     except UnsupportedInputError as error:
         status, reason = "unsupported", f"{error.what}: {'; '.join(error.reasons)}"
     except Exception as error:
-        reason = describe_error(error)
+        status, reason = "out of memory" if is_out_of_memory(error) else "failed", describe_error(error)
         if any(sign in reason for sign in ("No available kernel", "No viable backend")):
             status, reason = "unsupported", "torch has no such attention kernel on this device"
     return None, make_row(group, candidate, status, reason)
@@ -122,33 +101,47 @@ def prepare(
 
 def _build_and_check(candidate: Candidate, group: Group, problem: Problem) -> tuple[Prepared | None, Row]:
     task, expected, device = problem.task, problem.expected, problem.task.device
-    before = _allocated(device)
-    start = time.perf_counter()
+    on_gpu = device.type == "cuda"
+    before, start = torch.cuda.memory_allocated(device) if on_gpu else 0, time.perf_counter()
     function, call, check = _callers(candidate, task, problem.batches)
     build_s = time.perf_counter() - start
-    first: list[object] = []
-    first_call_s = _seconds(lambda: first.append(check()), device)
+    first_call_s, first = _timed(check, device)
     # A CUDA graph is replayed from the third call on: in inference, check that call, after one with another batch.
     call(1)
-    last: list[object] = []
-    call_s = _seconds(lambda: last.append(call(0)), device)
-    verdict = judge_outputs(candidate, task, expected, (first if task.training else last).pop())
+    call_s, last = _timed(lambda: call(0), device)
+    verdict = judge_outputs(candidate, task, expected, first if task.training else last)
+    del first, last  # not to count their memory
     row = make_row(group, candidate, "measured" if verdict.passed else "incorrect", verdict.reason)
-    if verdict.agreement is not None and expected.classes:
-        shares = [_share_alike(call(place), best) for place, best in enumerate(expected.classes, 1)]
-        verdict = dataclasses.replace(verdict, agreement=statistics.fmean([verdict.agreement, *shares]))
-    add_verdict(row, verdict)
-    row.update(build_s=round(build_s, 3), first_call_s=round(first_call_s, 3))
+    agreement = verdict.agreement
+    if agreement is not None and expected.classes:
+        shares = [agreement]
+        for place, classes in enumerate(expected.classes, 1):
+            outputs: Any = call(place)
+            shares.append(float((outputs.argmax(-1) == classes).double().mean()))
+        agreement = statistics.fmean(shares)
+    row.update(
+        max_error=verdict.max_error if math.isfinite(verdict.max_error) else None,  # because of JSON
+        allowed_error=verdict.allowed_error,
+        agreement=agreement,
+        build_s=round(build_s, 3),
+        first_call_s=round(first_call_s, 3),
+    )
     if not verdict.passed:
         return None, row
-    resident = _allocated(device) - before if device.type == "cuda" else _parameter_bytes(function)
-    if resident is not None:
-        row["peak_MiB"] = round((resident + peak_memory_of_call(lambda: call(1), device)) / 2**20, 1)
+    if on_gpu or isinstance(function, nn.Module):
+        weights = [*function.parameters(), *function.buffers()] if isinstance(function, nn.Module) else []
+        on_cpu = sum(tensor.numel() * tensor.element_size() for tensor in weights)
+        resident = torch.cuda.memory_allocated(device) - before if on_gpu else on_cpu
+        row["peak_MiB"] = round((resident + clock.peak_memory_of_call(lambda: call(1), device)) / 2**20, 1)
     return Prepared(candidate, call, row, call_s), row
 
 
-def _share_alike(outputs: Any, classes: Tensor) -> float:
-    return float((outputs.argmax(-1) == classes).double().mean())
+def _timed(action: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    synchronise(device)
+    start = time.perf_counter()
+    output = action()
+    synchronise(device)
+    return time.perf_counter() - start, output
 
 
 def _callers(candidate: Candidate, task: Task, batches: list[Tensor]) -> tuple[object, Call, Callable[[], object]]:
@@ -178,40 +171,10 @@ def _callers(candidate: Candidate, task: Task, batches: list[Tensor]) -> tuple[o
     return function, call, check
 
 
-@contextlib.contextmanager
-def out_of_memory_is_too_large() -> Iterator[None]:
-    """Turns errors of exhausted memory into TooLarge."""
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise TooLarge from error
-        raise
-
-
-def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    synchronise(device)
-    start = time.perf_counter()
-    action()
-    synchronise(device)
-    return time.perf_counter() - start
-
-
-def _allocated(device: torch.device) -> int:
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
-
-
-def _parameter_bytes(function: object) -> int | None:
-    if not isinstance(function, nn.Module):
-        return None
-    return sum(t.numel() * t.element_size() for t in [*function.parameters(), *function.buffers()])
-
-
 def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
-    """Runs a candidate of a group in a new process.
+    """Measures cold_s, seconds of a new process to its first correct output, and cold_MiB, its peak host memory.
 
-    Returns:
-        cold_s, seconds to the first correct output, and cold_MiB, peak host memory; or cold_failed, the reason.
+    Returns the reason as cold_failed if that fails.
     """
     asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
     asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
@@ -258,16 +221,13 @@ def part_of(name: str) -> str:
 
 
 def profile(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
-    """Profiles some calls of a warm candidate with torch's profiler.
+    """Returns kernels, [part, name, calls, ms] per call, the longest first; and least, [operations, bytes] per part.
 
     Kernel names decide the part on a GPU, operator names on a CPU. Eager attention's matmuls on a GPU count as linears.
-
-    Returns:
-        kernels: [part, name, calls, ms] per call, the longest first; least: [operations, bytes] of each part.
     """
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
-    with without_profiler_chatter(), torch.profiler.profile(activities=activities) as profiler:
+    with clock.without_profiler_chatter(), torch.profiler.profile(activities=activities) as profiler:
         for number in range(PROFILED_CALLS):
             call(number)
         synchronise(device)
@@ -286,9 +246,7 @@ def profile(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
 def release_memory(device: torch.device, forget_compiled: bool = True) -> None:
     if forget_compiled:
         torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    clock.free_memory(device)
 
 
 def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
@@ -326,17 +284,13 @@ def _draw(name: str, parameter: Tensor, owner: nn.Module, generator: torch.Gener
     return 0.3 * noise
 
 
+@functools.lru_cache(maxsize=2)
 def weights_of(model: Model, dtype: torch.dtype) -> dict[str, Tensor] | None:
     """Returns a model's parameters, its own or random ones, in a dtype; None for a model with weights inside."""
-    if model.operator is not None:
-        return rounded(model.operator.weights(), dtype)
-    return None if model.config is None else _of_whole(model, dtype)
-
-
-@functools.lru_cache(maxsize=2)
-def _of_whole(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    assert model.config is not None
-    return rounded(random_weights(model.config) if model.weights is None else model.weights, dtype)
+    weights = model.weights if model.operator is None else model.operator.weights()
+    if weights is None and model.config is not None:
+        weights = random_weights(model.config)
+    return None if weights is None else rounded(weights, dtype)
 
 
 def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -362,7 +316,7 @@ def image_views(paths: Sequence[Path], model: Model, count: int, seed: int = 0) 
 
 
 def rotating_batches(views: Tensor, batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Makes different batches of views on a device, so many that the next one is never in the cache."""
+    """Makes different batches of views on a device, enough that the next one is never in the cache."""
     nbytes = batch_size * views[0].numel() * dtype.itemsize
     on_device = views.to(device=device, dtype=dtype)
     batches = []

@@ -13,7 +13,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,38 +37,52 @@ def default_folder(machine: Mapping[str, Any]) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Checks that a record can be written there.
-
-    Raises:
-        ValueError: there is an unfinished run.
-        OSError: the folder is not empty or cannot be written.
-    """
+    """Raises ValueError for a folder with an unfinished run, and OSError if a record cannot be written there."""
+    check_new_folder(folder)
     if (partial := _partial(folder)).exists():
         raise ValueError(f"{partial} contains an unfinished run; add --resume {folder}, or use another folder")
-    check_new_folder(folder)
 
 
 def _partial(folder: Path) -> Path:
+    folder = folder if folder.name else folder.absolute()  # of "."
     return folder.with_name(f"{folder.name.removesuffix(PARTIAL)}{PARTIAL}")
 
 
-class Journal:
-    """The findings of a run on disk, one (kind, value) per line, below a header: format, request and machine."""
+class Findings:
+    """The findings of a run by kind: row, control, ceilings, skipped, begun (a candidate of a group), resumed."""
 
-    def __init__(self, folder: Path, header: dict[str, Any], entries: list[tuple[str, Any]]) -> None:
-        self.folder, self.header, self.entries = folder, header, entries
+    def __init__(self, entries: Iterable[tuple[str, Any]] = ()) -> None:
+        self.found: dict[str, list[Any]] = defaultdict(list)
+        self._begun: list[Any] | None = None
+        self._ended: Counter[tuple[Any, ...]] = Counter()
+        for kind, value in entries:
+            Findings.add(self, kind, value)
+
+    def add(self, kind: str, value: Any) -> None:
+        self.found[kind].append(value)
+        if kind == "resumed" and self._begun is not None:
+            self._ended[tuple(self._begun)] += 1
+        self._begun = value if kind == "begun" else None
+
+    def has_ended(self, *begun: str | int) -> bool:
+        """True if the process ended twice while this was begun; once may have another reason."""
+        return self._ended[begun] > 1
+
+
+class Journal(Findings):
+    """Findings on disk, one (kind, value) per line, below a header: format, request and machine."""
+
+    def __init__(self, folder: Path, header: dict[str, Any], entries: Iterable[tuple[str, Any]] = ()) -> None:
+        super().__init__(entries)
+        self.folder, self.header = folder if folder.name else folder.absolute(), header
         self._path = _partial(folder) / JOURNAL_NAME
 
     @classmethod
     def begin(cls, folder: Path, request: Mapping[str, Any], machine: Mapping[str, Any]) -> Journal:
-        """Starts the journal of a new run.
-
-        Raises:
-            ValueError, OSError: see check_folder.
-        """
+        """Starts the journal of a new run; see check_folder."""
         check_folder(folder)
         _partial(folder).mkdir(parents=True)
-        journal = cls(folder, {"format": FORMAT, "request": dict(request), "machine": dict(machine)}, [])
+        journal = cls(folder, {"format": FORMAT, "request": dict(request), "machine": dict(machine)})
         try:
             journal._write("header", journal.header)
         except OSError:
@@ -79,8 +94,7 @@ class Journal:
     def resume(cls, folder: Path) -> Journal:
         """Opens the journal of an interrupted run in the folder of `--out`, with or without .partial.
 
-        Raises:
-            ValueError: there is no such run, or it is of another format.
+        Raises ValueError if there is no such run, or if it is of another format.
         """
         folder = folder.with_name(folder.name.removesuffix(PARTIAL))
         path = _partial(folder) / JOURNAL_NAME
@@ -91,15 +105,14 @@ class Journal:
         whole = path.read_bytes()
         text = whole[: whole.rfind(b"\n") + 1]  # the last line may be incomplete
         try:
-            entries = [(line["kind"], line["value"]) for line in map(json.loads, text.splitlines())]
-            header = entries[0][1]
+            (_, header), *entries = [(line["kind"], line["value"]) for line in map(json.loads, text.splitlines())]
             found = header["format"] if all(isinstance(header[part], dict) for part in ("request", "machine")) else None
         except (ValueError, LookupError, TypeError):
             found = None
         if found != FORMAT:
             raise ValueError(f"{path}: must be a journal of {FORMAT}, got {found or 'another file'}; start a new run")
         os.truncate(path, len(text))
-        journal = cls(folder, header, entries[1:])
+        journal = cls(folder, header, entries)
         journal.add("resumed", None)
         return journal
 
@@ -110,9 +123,11 @@ class Journal:
             if before.get(name) != machine[name]:
                 raise ValueError(f"{self.folder}: {name} must be {before.get(name)} to resume, got {machine[name]}")
 
-    def add(self, kind: str, value: object) -> None:
-        self.entries.append((kind, value))
-        self._write(kind, value)
+    def add(self, kind: str, value: Any) -> None:
+        """Adds a finding, and writes it to disk unless a resumed run should repeat it."""
+        super().add(kind, value)
+        if not (kind == "row" and value["status"] in ("skipped", "interrupted")):
+            self._write(kind, value)
 
     def _write(self, kind: str, value: object) -> None:
         with self._path.open("a") as file:
@@ -136,9 +151,7 @@ def to_json(record: Record) -> bytes:
 def read_record(path: str | Path) -> Record:
     """Reads a record of `vit-fast bench` from its JSON file or folder, also of the format before.
 
-    Raises:
-        OSError: the file does not exist.
-        ValueError: it is not such a record.
+    Raises OSError for a missing file, and ValueError for anything else.
     """
     record = read_any(path)
     if not is_bench(record):
@@ -215,16 +228,27 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "null": lambda v: v is None,
     "missing": lambda v: v is _MISSING,
 }
-_ABOUT = dict.fromkeys(("model", "dtype", "data"), "a text") | dict.fromkeys(("batch", "requested_batch"), "a count")
-_ROW: dict[str, Any] = _ABOUT | dict.fromkeys(("candidate", "task", "precision", "status", "compile_mode"), "a text")
-_ROW |= {"img_size": ["a count"], "peer": "a flag"} | dict.fromkeys(("reason", "defect"), "a text or null")
-_ROW |= {"images_per_s": "a number > 0 or null"}
-# Fields of measured rows; lists if they are not null.
-_RATES = dict.fromkeys(("images_per_s", "ms", "ms_p20", "ms_p80"), "a number > 0")
-_FIGURES = dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS, "cold_s", "cold_MiB"), "a number >= 0 or null or missing")
-_FIGURES |= _RATES | {"host_bound": "a flag or null or missing", "ratio_to_best_peer": "a number > 0 or null"}
-_FIGURES |= dict.fromkeys(("verdict", "best_peer", "defect"), "a text or null")
-_FIGURES |= dict.fromkeys(("samples_ms", "ratio_interval"), "a list or null")
+
+
+def _all(kind: str, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind)
+
+
+_ABOUT = _all("a text", "model dtype data") | _all("a count", "batch requested_batch")
+_ROW = (
+    _ABOUT
+    | _all("a text", "candidate task precision status compile_mode")
+    | _all("a text or null", "reason defect")
+    | {"img_size": ["a count"], "peer": "a flag", "images_per_s": "a number > 0 or null"}
+)
+_MEASURED = (
+    dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS, "cold_s", "cold_MiB"), "a number >= 0 or null or missing")
+    | _all("a number > 0", "images_per_s ms ms_p20 ms_p80")
+    | _all("a text or null", "verdict best_peer defect")
+    | _all("a list or null", "samples_ms ratio_interval")
+    | {"host_bound": "a flag or null or missing", "ratio_to_best_peer": "a number > 0 or null"}
+)
+# Fields of measured rows that are checked inside if they are not null.
 _LISTS = {
     "samples_ms": ["a number > 0"],
     "ratio_interval": ("a number > 0", "a number > 0"),
@@ -234,20 +258,18 @@ _LISTS = {
     },
 }
 _CEILINGS = {"matmul_TFLOP_per_s": {"*": "a number > 0"}, "copy_GB_per_s": "a number > 0"}
-_CEILINGS |= dict.fromkeys(("copy_bytes", "matmul_size"), "a count")
-_MACHINE = dict.fromkeys(("device", "date", "float32_matmul_precision"), "a text")
-_MACHINE |= {"threads": "a count", "packages": "an object", "gpu": "an object or null", "commit": "a text or null"}
-_CONTROL = {"img_size": "a list", "resolution": "a number >= 0", "between_runs": "a number >= 0"}
-_CONFIGURATION = {
-    "images": ["a text"], "dtypes": ["a text"], "batch_sizes": "a list", "img_size": "a list or null or missing",
-}  # fmt: skip
-_RECORD: dict[str, Any] = {
+_CEILINGS |= _all("a count", "copy_bytes matmul_size")
+_RECORD = {
     "vit_fast": "a text",
     "busy": ["a text"],
-    "configuration": _CONFIGURATION,
-    "machine": _MACHINE,
-}
-_RECORD |= {"controls": [_ABOUT | _CONTROL], "rows": [_ROW]}
+    "configuration": {
+        "images": ["a text"], "dtypes": ["a text"], "batch_sizes": "a list", "img_size": "a list or null or missing",
+    },
+    "machine": _all("a text", "device date float32_matmul_precision")
+    | {"threads": "a count", "packages": "an object", "gpu": "an object or null", "commit": "a text or null"},
+    "controls": [_ABOUT | {"img_size": "a list"} | _all("a number >= 0", "resolution between_runs")],
+    "rows": [_ROW],
+}  # fmt: skip
 
 
 def check_bench(record: dict[str, Any]) -> None:
@@ -258,12 +280,13 @@ def check_bench(record: dict[str, Any]) -> None:
     for number, row in enumerate(record["rows"]):
         if row["status"] == "measured":
             lists = {name: fields for name, fields in _LISTS.items() if row.get(name) is not None}
-            check(row, _FIGURES | lists, f"rows[{number}]")
+            check(row, _MEASURED | lists, f"rows[{number}]")
 
 
 def check(value: Any, schema: Any, where: str) -> None:
-    """Checks a value: a schema is a text of kinds, [one] for every item, a tuple for each, a dict for fields, "*" for
-    every field.
+    """Raises ValueError for a value that does not match a schema.
+
+    A schema is a text of kinds, [one] for every item, a tuple for each item, or a dict of fields; "*" is every field.
     """
     kinds = schema if isinstance(schema, str) else "an object" if isinstance(schema, dict) else "a list"
     fits = any(_KINDS[kind](value) for kind in kinds.split(" or "))

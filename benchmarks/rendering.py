@@ -17,20 +17,9 @@ from typing import Any
 from vit_fast.measure.candidate import COMPILE_MODES
 from vit_fast.measure.compare import SAME, UNKNOWN, format_number
 
+from . import report
 from .candidates import CANDIDATES, DEFAULT_NAMES
 from .records import RECORD_NAME, is_bench, to_json
-from .report import (
-    ceilings_line,
-    command,
-    groups,
-    heading,
-    label,
-    markdown,
-    not_measured,
-    objections,
-    remarks,
-    tables,
-)
 from .rows import Record, Row, measured
 
 REPORT_NAME = "report.html"
@@ -44,7 +33,7 @@ NAMES = list(dict.fromkeys((*DEFAULT_NAMES["cpu"], *DEFAULT_NAMES["cuda"], *_MOD
 
 def files(name: str, record: Record) -> dict[str, bytes]:
     """Returns the files of a record by name: JSON, tables, plot and page."""
-    found = {RECORD_NAME: to_json(record), "table.md": markdown(record).encode(), "plot.png": draw(record)}
+    found = {RECORD_NAME: to_json(record), "table.md": report.markdown(record).encode(), "plot.png": draw(record)}
     return found | {REPORT_NAME: render({name: record}).encode()}
 
 
@@ -54,23 +43,22 @@ def render(records: Mapping[str, Record]) -> str:
     for name, record in records.items():
         parts.append(f"<h2>{escape(name)}</h2>")
         parts += _bench(record) if is_bench(record) else [_other(record)]
-        parts.append(
-            _details("Environment", _table("environment", ("", ""), _flat(record, "machine", "configuration")))
-        )
+        environment = _table("environment", ("", ""), _flat(record, "machine", "configuration"))
+        parts.append(f"<details><summary>Environment</summary>{environment}</details>")
     return _TEMPLATE.read_text(encoding="utf-8").replace("<!-- body -->", "\n".join(parts), 1)
 
 
 def _bench(record: Record) -> Iterable[str]:
-    yield f"<p>{escape(heading(record))}; {escape(ceilings_line(record))}.</p>"
-    if reasons := objections(record):
+    yield f"<p>{escape(report.heading(record))}; {escape(report.ceilings_line(record))}.</p>"
+    if reasons := report.objections(record):
         yield f'<p class="objection" role="note">Must not be cited: {escape("; ".join(reasons))}.</p>'
     if record["controls"]:
-        yield "<ul>" + "".join(f"<li>{escape(remark)}</li>" for remark in remarks(record)) + "</ul>"
-    for caption, titles, lines in tables(record):
+        yield "<ul>" + "".join(f"<li>{escape(remark)}</li>" for remark in report.remarks(record)) + "</ul>"
+    for caption, titles, lines in report.tables(record):
         yield _table(f"{caption}; click a heading to sort", titles, lines)
-    if notes := not_measured(record):
+    if notes := report.not_measured(record):
         yield "<p>Not measured:</p><ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
-    yield f"<p>Command:</p><pre tabindex=0>{escape(command(record))}</pre>"
+    yield f"<p>Command:</p><pre tabindex=0>{escape(report.command(record))}</pre>"
 
 
 def _other(record: Record) -> str:
@@ -103,10 +91,6 @@ def _table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[object]]
     )
 
 
-def _details(summary: str, content: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
-
-
 def _flat(record: Mapping[str, Any], *names: str) -> list[tuple[str, str]]:
     found = []
     for name in names:
@@ -135,9 +119,10 @@ def draw(record: Record) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    panels = {title: measured(rows)[::-1] for title, rows in groups(record).items() if measured(rows)}
+    panels = {title: measured(rows)[::-1] for title, rows in report.groups(record).items() if measured(rows)}
     panels = panels or {"nothing was measured": []}
-    lines = [heading(record), ceilings_line(record), *(line[:170] for line in not_measured(record)[:4])]
+    notes = [line[:170] for line in report.not_measured(record)[:4]]
+    lines = [report.heading(record), report.ceilings_line(record), *notes]
     foot = "\n".join(part for line in lines for part in textwrap.wrap(line, 150))
     inches = 0.8 + sum(0.6 + 0.32 * len(rows) for rows in panels.values()) + 0.13 * foot.count("\n")
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
@@ -170,7 +155,7 @@ def _draw_bars(axes: Any, rows: list[Row]) -> None:
         texts.append(", ".join(filter(None, (format_number(rate), ratio))))
     bars = axes.barh(range(len(rows)), middle, 0.72, color=colours, xerr=whiskers, error_kw={"ecolor": INK})
     axes.bar_label(bars, texts, padding=4, fontsize=8.5, color=INK)
-    axes.set_yticks(range(len(rows)), [label(row) for row in rows])
+    axes.set_yticks(range(len(rows)), [report.label(row) for row in rows])
     for name, row in zip(axes.get_yticklabels(), rows, strict=True):
         name.set_fontweight("normal" if row["peer"] else "bold")
     axes.set_xlim(0, 1.3 * max(fast, default=1.0))

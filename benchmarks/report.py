@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class Column:
 
 
 def _number(row: Row, field: str, pattern: str | int = 3) -> str:
-    """Formats a field by a pattern, or with so many significant digits."""
+    """Formats a field by a format string, or with this number of significant digits."""
     if (value := row.get(field)) is None:
         return ""
     return pattern.format(value) if isinstance(pattern, str) else format_number(value, pattern)
@@ -92,24 +92,27 @@ def groups(record: Record) -> dict[str, list[Row]]:
     return grouped
 
 
+def _contests(record: Record) -> Iterator[tuple[list[Row], Row | None]]:
+    """Yields the measured rows of a group at full precision, and the best of vit-fast if there is a peer."""
+    for rows in groups(record).values():
+        if alike := [row for row in measured(rows) if not is_lower(row)]:
+            yield alike, next((row for row in alike if not row["peer"] and row["best_peer"]), None)
+
+
 def closing(record: Record) -> str:
     """Returns the result in a sentence: the best of ours relative to the best peer of each group, and a next step."""
     found, next_command, is_ranked = [], command(record), True
-    for rows in groups(record).values():
-        alike = [row for row in measured(rows) if not is_lower(row)]
-        if not alike:
-            continue
-        where = f"({alike[0]['dtype']}, batch {alike[0]['requested_batch']})"
-        ours = next((row for row in alike if not row["peer"] and row["best_peer"]), None)
+    for (fastest, *_), ours in _contests(record):
+        where = f"({fastest['dtype']}, batch {fastest['requested_batch']})"
         if ours is None:
-            found.append(f"{alike[0]['candidate']} is the fastest {where}")
+            found.append(f"{fastest['candidate']} is the fastest {where}")
         else:
             ratio = f"{ours['ratio_to_best_peer']:.2f}x {ours['best_peer']}"
             verdicts = {SAME: f"equal to {ours['best_peer']}", UNKNOWN: "not ranked, the machine is too noisy"}
             found.append(f"{verdicts.get(ours['verdict'], ratio)} {where}")
             is_ranked = is_ranked and ours["verdict"] != UNKNOWN
-        if alike[0]["task"] == "inference":
-            next_command = f"vit-fast optimize {alike[0]['model']} --batch {alike[0]['requested_batch']}"
+        if fastest["task"] == "inference":
+            next_command = f"vit-fast optimize {fastest['model']} --batch {fastest['requested_batch']}"
     if not is_ranked:
         seconds = 2 * (record["configuration"].get("seconds") or 5)
         longer = record | {"configuration": record["configuration"] | {"seconds": seconds}}
@@ -137,7 +140,7 @@ def remarks(record: Record) -> list[str]:
     return [*lines, *_best_batches(record)]
 
 
-def _best_batches(record: Record) -> Iterable[str]:
+def _best_batches(record: Record) -> Iterator[str]:
     best: dict[str, Row] = {}
     for row in measured(record["rows"]) if record["configuration"]["batch_sizes"] == ["best"] else []:
         name = " ".join(map(str, (row["model"], row["dtype"], *row["img_size"][:1], row["candidate"])))
@@ -148,11 +151,9 @@ def _best_batches(record: Record) -> Iterable[str]:
 
 def heading(record: Record) -> str:
     """Returns machine, versions, commit and date in a line, and BUSY for a busy machine."""
-    machine = record["machine"]
-    packages = machine["packages"]
+    machine, packages, gpu = record["machine"], record["machine"]["packages"], record["machine"]["gpu"]
     names = ("torch", "triton", "timm", "transformers", "torchvision")
     versions = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
-    gpu = machine["gpu"]
     driver = f", driver {gpu['driver']}" if gpu and gpu.get("driver") else ""
     commit = f", commit {machine['commit']}" if machine["commit"] else ""
     date = machine["date"].partition("T")[0]
@@ -172,17 +173,16 @@ def objections(record: Record) -> list[str]:
 def command(record: Record) -> str:
     """Returns the command line that repeats the run; names the images unless they are the default."""
     words, implied = ["vit-fast", "bench"], {"dtypes": "amp", "batch_sizes": "latency"}
-    if record["configuration"]["images"] != ["grace_hopper.jpg"]:
-        words += record["configuration"]["images"]
-    words += [
-        f"--{name}" for name in ("train", "amp", "explain", "cold", "latency") if record["configuration"].get(name)
-    ]
-    if size := record["configuration"].get("img_size"):
+    given = record["configuration"]
+    if given["images"] != ["grace_hopper.jpg"]:
+        words += given["images"]
+    words += [f"--{name}" for name in ("train", "amp", "explain", "cold", "latency") if given.get(name)]
+    if size := given.get("img_size"):
         sizes = size if isinstance(size[0], list) else [size]
         words += ["--img-size", ",".join("x".join(map(str, sides)) for sides in sizes)]
     for name in ("models", "batch_sizes", "dtypes", "candidates", "device", "data", "seconds"):
-        value = record["configuration"].get(name)
-        if value not in (None, "device") and not record["configuration"].get(implied.get(name, "")):
+        value = given.get(name)
+        if value not in (None, "device") and not given.get(implied.get(name, "")):
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             words += [f"--{name.replace('_', '-')}", text]
     return shlex.join(words)
@@ -265,10 +265,8 @@ def summary(record: Record) -> str:
     """Returns a table for a document: the best of ours, timm and the best peer of each group."""
     titles = ("model", "precision", "batch", "vit-fast (images/s)", "timm", "best peer", "ratio to best peer")
     lines = [f"| {' | '.join(titles)} |", "|---|---|---:|---|---:|---|---:|"]
-    for rows in groups(record).values():
-        alike = {row["candidate"]: row for row in measured(rows) if not is_lower(row)}
-        rates = {name: format_number(row["images_per_s"]) for name, row in alike.items()}
-        ours = next((row for row in alike.values() if not row["peer"] and row["best_peer"]), None)
+    for alike, ours in _contests(record):
+        rates = {row["candidate"]: format_number(row["images_per_s"]) for row in alike}
         if ours is not None:
             best, peer = (f"{rates[name]} (`{name}`)" for name in (ours["candidate"], ours["best_peer"]))
             about = ours["model"], ours["dtype"], str(ours["requested_batch"])
@@ -277,10 +275,7 @@ def summary(record: Record) -> str:
 
 
 def tables(record: Record, columns: list[Column] | None = None) -> Iterator[TableOf]:
-    """Yields caption, titles and rows of each table: the measured rows of a group, and their profiles.
-
-    `columns` are those of the measured rows; None means all.
-    """
+    """Yields caption, titles and rows of each table: the measured rows of a group, and their profiles."""
     columns = filled_columns(record) if columns is None else columns
     grouped = {title: measured(rows) for title, rows in groups(record).items() if measured(rows)}
     for title, rows in grouped.items():
@@ -289,7 +284,7 @@ def tables(record: Record, columns: list[Column] | None = None) -> Iterator[Tabl
     for title, rows in grouped.items():
         if explained := [row for row in rows if row.get("explained")]:
             yield f"Time per part, ms per call: {title}", *_parts(record, explained)
-            yield f"Longest kernels: {title}", ["kernel", "candidate", "part", "calls", "ms"], _kernels(explained)
+            yield f"Longest kernels: {title}", ["kernel", "candidate", "part", "calls", "ms"], list(_kernels(explained))
 
 
 def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
@@ -303,35 +298,27 @@ def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]
         for part, _, _, ms in row["explained"]["kernels"]:
             spent[-1][part] += ms
     parts = [part for part in (*PARTS, REST, "all") if part in floors or any(part in found for found in spent)]
-    lines = [_line(part, floors.get(part), [found.get(part) for found in spent]) for part in parts]
-    lines.append(_line("sum", sum(floors.values()), [sum(found.values()) for found in spent]))
-    # with host time, and what the profiler does not see, such as ONNX Runtime
-    lines.append(_line("measured without the profiler", None, [row["ms"] for row in rows]))
-    return ["part", "floor", *map(label, rows)], lines
+    lines: list[tuple[str, list[float | None]]] = [
+        *((part, [floors.get(part), *(found.get(part) for found in spent)]) for part in parts),
+        ("sum", [sum(floors.values()), *(sum(found.values()) for found in spent)]),
+        # with host time, and what the profiler does not see, such as ONNX Runtime
+        ("measured without the profiler", [None, *(row["ms"] for row in rows)]),
+    ]
+    cells = [[title, *("" if ms is None else format_number(ms, 4) for ms in line)] for title, line in lines]
+    return ["part", "floor", *map(label, rows)], cells
 
 
-def _line(title: str, floor: float | None, ms: Iterable[float | None]) -> list[str]:
-    return [title, *("" if value is None else f"{format_number(value, 4)}" for value in (floor, *ms))]
-
-
-def _kernels(rows: list[Row]) -> list[list[str]]:
-    lines = []
+def _kernels(rows: list[Row]) -> Iterator[list[str]]:
     for row in rows:
-        seen: dict[str, int] = defaultdict(int)
+        seen: Counter[str] = Counter()
         for part, name, calls, ms in row["explained"]["kernels"]:
             seen[part] += 1
             if seen[part] <= MOST_KERNELS:
-                lines.append([name, label(row), part, f"{calls:g}", format_number(ms, 4)])
-    return lines
+                yield [name, label(row), part, f"{calls:g}", format_number(ms, 4)]
 
 
 def fill(document: str, folder: Path) -> str:
-    """Fills every block of a markdown document from its record.
-
-    Raises:
-        OSError, ValueError: see records.read_record; or a record must not be cited, see objections.
-    """
-
+    """Fills every block of a markdown document from its record; raises ValueError if a record must not be cited."""
     tables = {"record": markdown, "summary": summary}
 
     def filled(match: re.Match[str]) -> str:
@@ -341,7 +328,7 @@ def fill(document: str, folder: Path) -> str:
 
 
 def check(path: Path) -> Record:
-    """Reads a record to cite; see fill."""
+    """Reads a record to cite; see objections."""
     record = read_record(path)
     if reasons := objections(record):
         raise ValueError(f"{path.name} must not be cited: {'; '.join(reasons)}")

@@ -10,7 +10,6 @@ import torch
 
 from vit_fast.measure import compare
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.check import Verdict
 from vit_fast.measure.clock import Timing, percentile
 from vit_fast.work import Work, total
 
@@ -114,13 +113,6 @@ def make_row(group: Group, candidate: Candidate, status: Status, reason: str | N
         "reason": reason,
         **dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS)),
     }
-
-
-def add_verdict(row: Row, verdict: Verdict) -> None:
-    """Adds the error and the agreement; an infinite error becomes None, because of JSON."""
-    row["max_error"] = verdict.max_error if verdict.max_error != float("inf") else None
-    row["allowed_error"] = verdict.allowed_error
-    row["agreement"] = verdict.agreement
 
 
 def add_timing(row: Row, timing: Timing, group: Group) -> None:
@@ -275,7 +267,7 @@ def _warnings(first: Record, second: Record, drift: float, pairs: list[dict[str,
     if first["configuration"]["images"] != second["configuration"]["images"]:
         warnings.append("images differ")
     if drift > 0.01:
-        warnings.append(f"the ceilings of the machine differ by {drift:.1%}: smaller differences cannot be told apart")
+        warnings.append(f"the ceilings of the machine differ by {drift:.1%}: smaller differences cannot be measured")
     if any(pair["verdict"] == compare.UNKNOWN for pair in pairs):
         warnings.append(f"some pairs cannot be ranked; {compare.QUIET_RUN}")
     return warnings

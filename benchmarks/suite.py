@@ -22,9 +22,9 @@ from vit_fast.apps.data import sample_image
 from vit_fast.benchmarks.candidates import default_names, parse_candidate
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.models import resolve
+from vit_fast.benchmarks.operators import TOWER_SIZES, tower_calls
 from vit_fast.benchmarks.preparation import Problem, cold_start, make_problem, prepare
 from vit_fast.benchmarks.rows import Group
-from vit_fast.benchmarks.towers import SIZES, tower_calls
 from vit_fast.measure.device_clock import Instant
 from vit_fast.work import total
 
@@ -89,7 +89,7 @@ tower_calls_on = functools.cache(tower_calls)
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU; vit-fast kernels --host counts launches without one")
 @pytest.mark.parametrize("candidate", ["eager", "graph"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", TOWER_SIZES)
 def test_tower(benchmark: Any, size: str, candidate: str) -> None:
     """Times a call of Qwen2.5-VL's tower with an image or a video."""
     pytest.importorskip("transformers.vision_utils")

@@ -1,9 +1,9 @@
-"""ONNX: export, verification, optimisation, quantisation, and a runner for ONNX Runtime.
+"""ONNX: export, verification, optimization, quantization, and a runner for ONNX Runtime.
 
     report = vit_fast.export.export_onnx(model, "model.onnx", target="ort-cpu")
     logits = vit_fast.export.OnnxRunner("model.onnx")(images)
 
-Imports names on first use, so that the package can be imported without onnx.
+Names are imported on first use, so that the package can be imported without onnx.
 """
 
 from __future__ import annotations
@@ -26,37 +26,17 @@ if TYPE_CHECKING:
     from .runtime.runner import OnnxRunner
     from .verification import VerificationError
 
-_LAZY = {
-    "CalibrationError": ".onnx_calibration",
-    "ExportReport": ".report",
-    "ModelFileError": ".runtime.model_files",
-    "OnnxRunner": ".runtime.runner",
-    "ProviderError": ".runtime.providers",
-    "QuantisationError": ".quantise",
-    "VerificationError": ".verification",
-    "export_onnx": ".exporter",
-    "inspect_onnx": ".runtime.metadata",
-    "trtexec_line": ".deployment",
-    "write_card": ".deployment",
-    "write_triton_repository": ".deployment",
-}
-
 __all__ = [
-    "CalibrationError",
-    "ExportReport",
-    "ModelFileError",
-    "OnnxRunner",
-    "ProviderError",
-    "QuantisationError",
-    "VerificationError",
-    "export_onnx",
-    "inspect_onnx",
-    "trtexec_line",
-    "write_card",
-    "write_triton_repository",
-]
+    "CalibrationError", "ExportReport", "ModelFileError", "OnnxRunner", "ProviderError", "QuantisationError",
+    "VerificationError", "export_onnx", "inspect_onnx", "trtexec_line", "write_card", "write_triton_repository",
+]  # fmt: skip
 
-
+_LAZY = {
+    "CalibrationError": ".onnx_calibration", "ExportReport": ".report", "ModelFileError": ".runtime.model_files",
+    "OnnxRunner": ".runtime.runner", "ProviderError": ".runtime.providers", "QuantisationError": ".quantise",
+    "VerificationError": ".verification", "export_onnx": ".exporter", "inspect_onnx": ".runtime.metadata",
+    "trtexec_line": ".deployment", "write_card": ".deployment", "write_triton_repository": ".deployment",
+}  # fmt: skip
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 

@@ -1,9 +1,9 @@
-"""Attention as one placeholder node, which is replaced by the form that is fastest on a target.
+"""Attention as one placeholder node, which is later replaced by the nodes that are fastest on the target.
 
     softmax(scale * q k^T) v
 
-With our custom_translation_table, torch's exporter writes attention of packed projections [B, N, q | k | v], and each
-other scaled_dot_product_attention, as one node.
+torch's exporter writes two kinds of placeholders, because of our custom_translation_table: Packed for attention of
+packed projections [B, N, q | k | v], and Sdpa for every other scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ DOMAIN = "vit_fast.placeholder"
 PACKED, SDPA = "Packed", "Sdpa"
 
 Form = Literal["plain", "attention", "attention_4d", "multi_head_attention"]
-"""plain: MatMul, Softmax, MatMul. attention: ONNX's own node (opset 23) on [B, N, C]; attention_4d: on [B, H, N, D].
-multi_head_attention: com.microsoft's node."""
+"""Nodes that replace a placeholder.
+
+plain: MatMul, Softmax, MatMul. attention: ONNX's Attention (opset 23) on [B, N, C]; attention_4d: on [B, H, N, D].
+multi_head_attention: com.microsoft's MultiHeadAttention on [B, N, C].
+"""
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the custom_translation_table with which torch.onnx.export writes attention as placeholder nodes."""
+    """Returns the custom_translation_table for torch.onnx.export, which writes attention as placeholder nodes."""
     import torch
     from onnxscript import opset18, values
 
-    _register(SDPA, ("q", "k", "v"), scale=onnx.defs.OpSchema.AttrType.FLOAT)
-    attributes = {"heads": onnx.defs.OpSchema.AttrType.INT, "scale": onnx.defs.OpSchema.AttrType.FLOAT}
-    _register(PACKED, ("qkv",), **attributes)
-    placeholders = values.Opset(DOMAIN, 1)
-    packed, placeholder = values.Op(placeholders, PACKED), values.Op(placeholders, SDPA)
+    kinds = onnx.defs.OpSchema.AttrType
+    _register(SDPA, ("q", "k", "v"), scale=kinds.FLOAT)
+    _register(PACKED, ("qkv",), heads=kinds.INT, scale=kinds.FLOAT)
+    packed, placeholder = (values.Op(values.Opset(DOMAIN, 1), name) for name in (PACKED, SDPA))
 
     def sdpa(
         query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
@@ -52,20 +54,16 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if attn_mask is None:
             return placeholder(query, key, value, scale=scale)
-        # no runtime has a fused form; q is scaled first, as in `_on_heads`
-        scores = opset18.MatMul(
-            opset18.Mul(query, opset18.CastLike(scale, query)), opset18.Transpose(key, perm=[0, 1, 3, 2])
-        )
-        nothing = opset18.CastLike(float("-inf"), query)
-        return opset18.MatMul(opset18.Softmax(opset18.Where(attn_mask, scores, nothing), axis=-1), value)
+        # no runtime fuses attention with a mask; scale q first, see `_on_heads`
+        scaled = opset18.Mul(query, opset18.CastLike(scale, query))
+        scores = opset18.MatMul(scaled, opset18.Transpose(key, perm=[0, 1, 3, 2]))
+        masked = opset18.Where(attn_mask, scores, opset18.CastLike(float("-inf"), query))
+        return opset18.MatMul(opset18.Softmax(masked, axis=-1), value)
 
     def packed_attention(qkv: Any, heads: int, scale: float) -> Any:
         return packed(qkv, heads=heads, scale=scale)
 
-    return {
-        torch.ops.aten.scaled_dot_product_attention.default: sdpa,
-        exported_attention._opoverload: packed_attention,
-    }
+    return {torch.ops.aten.scaled_dot_product_attention.default: sdpa, exported_attention._opoverload: packed_attention}
 
 
 def _register(name: str, inputs: tuple[str, ...], **attributes: Any) -> None:
@@ -87,7 +85,11 @@ def _register(name: str, inputs: tuple[str, ...], **attributes: Any) -> None:
 
 
 def lower_attention(model: ir.Model, form: Form) -> tuple[int, int]:
-    """Replaces all placeholders by the nodes of `form`, in place; returns the number of all and of packed ones."""
+    """Replaces the placeholders by nodes of a form, in place.
+
+    Returns:
+        The number of placeholders, and how many of them were packed.
+    """
     nodes = [node for node in model.graph if node.domain == DOMAIN]
     for count, node in enumerate(nodes):
         write = Writer(model.graph, f"attention.{count}", before=node)
@@ -98,15 +100,12 @@ def lower_attention(model: ir.Model, form: Form) -> tuple[int, int]:
 
 def _from_packed(write: Writer, node: ir.Node, form: Form) -> ir.Value:
     """[B, N, q | k | v] -> [B, N, C]."""
-    (qkv,) = node.inputs
-    shape = None if qkv is None else qkv.shape
+    (qkv,) = (value for value in node.inputs if value is not None)
     heads, scale = node.attributes.get_int("heads"), node.attributes.get_float("scale")
-    if shape is None or not isinstance(shape[2], int):
-        raise ValueError(f"attention {node.name}: the number of channels must be static, got {shape}")
-    C = shape[2] // 3
+    C = _static(node, qkv, 2)[0] // 3
     if form in ("attention", "multi_head_attention"):
-        q, k, v = write.op("Split", qkv, write.constant([C, C, C], "qkv.sizes"), outputs=3, axis=2)
-        return _on_rows(write, q, k, v, form, heads, scale)
+        q, k, v = write.node("Split", qkv, write.constant([C, C, C], "qkv.sizes"), outputs=3, axis=2).outputs
+        return _on_tokens(write, q, k, v, form, heads, scale)
     by_head = write.op("Reshape", qkv, write.constant([0, 0, 3, heads, C // heads], "qkv.heads"))
     by_head = write.op("Transpose", by_head, perm=[2, 0, 3, 1, 4])
     q, k, v = (
@@ -114,44 +113,42 @@ def _from_packed(write: Writer, node: ir.Node, form: Form) -> ir.Value:
         for i, name in enumerate("qkv")
     )
     mixed = write.op("Transpose", _on_heads(write, q, k, v, form, scale), perm=[0, 2, 1, 3])
-    merged: ir.Value = write.op("Reshape", mixed, write.constant([0, 0, C], "merged"))
-    return merged
+    return write.op("Reshape", mixed, write.constant([0, 0, C], "merged"))
 
 
 def _from_heads(write: Writer, node: ir.Node, form: Form) -> ir.Value:
     """q, k and v, [B, H, N, D] each -> [B, H, N, D]."""
     q, k, v = (value for value in node.inputs if value is not None)
-    scale, shape = node.attributes.get_float("scale"), q.shape
+    scale = node.attributes.get_float("scale")
     if form != "multi_head_attention":
         return _on_heads(write, q, k, v, form, scale)
-    heads, head_dim = (None, None) if shape is None else (shape[1], shape[3])
-    if not isinstance(heads, int) or not isinstance(head_dim, int):
-        raise ValueError(f"attention {node.name}: the number of heads and head_dim must be static, got {shape}")
+    heads, head_dim = _static(node, q, 1, 3)
     merged = [write.op("Transpose", value, perm=[0, 2, 1, 3]) for value in (q, k, v)]
     q, k, v = (write.op("Reshape", value, write.constant([0, 0, heads * head_dim], "rows")) for value in merged)
-    mixed = _on_rows(write, q, k, v, form, heads, scale)
+    mixed = _on_tokens(write, q, k, v, form, heads, scale)
     split = write.op("Reshape", mixed, write.constant([0, 0, heads, head_dim], "heads"))
-    by_head: ir.Value = write.op("Transpose", split, perm=[0, 2, 1, 3])
-    return by_head
+    return write.op("Transpose", split, perm=[0, 2, 1, 3])
 
 
-def _on_rows(write: Writer, q: ir.Value, k: ir.Value, v: ir.Value, form: Form, heads: int, scale: float) -> ir.Value:
-    mixed: ir.Value
+def _static(node: ir.Node, value: ir.Value, *axes: int) -> list[int]:
+    """Returns sizes of a value, which must not depend on the input."""
+    sizes = [] if value.shape is None else [size for axis in axes if isinstance(size := value.shape[axis], int)]
+    if len(sizes) < len(axes):
+        raise ValueError(f"attention {node.name}: heads and channels must be static, got shape {value.shape}")
+    return sizes
+
+
+def _on_tokens(write: Writer, q: ir.Value, k: ir.Value, v: ir.Value, form: Form, heads: int, scale: float) -> ir.Value:
     if form == "attention":
-        mixed = write.op("Attention", q, k, v, q_num_heads=heads, kv_num_heads=heads, scale=scale)
-    else:
-        mixed = write.op("MultiHeadAttention", q, k, v, domain=MICROSOFT, num_heads=heads, scale=scale)
-    return mixed
+        return write.op("Attention", q, k, v, q_num_heads=heads, kv_num_heads=heads, scale=scale)
+    return write.op("MultiHeadAttention", q, k, v, domain=MICROSOFT, num_heads=heads, scale=scale)
 
 
 def _on_heads(write: Writer, q: ir.Value, k: ir.Value, v: ir.Value, form: Form, scale: float) -> ir.Value:
-    mixed: ir.Value
     if form != "plain":
-        mixed = write.op("Attention", q, k, v, scale=scale)
-        return mixed
+        return write.op("Attention", q, k, v, scale=scale)
     # scale q before the product: in fp16, unscaled scores can exceed 65504
     dtype = q.dtype or ir.DataType.FLOAT
     scaled = write.op("Mul", q, write.constant(np.asarray(scale, dtype.numpy()), "scale"))
     scores = write.op("MatMul", scaled, write.op("Transpose", k, perm=[0, 1, 3, 2]))
-    mixed = write.op("MatMul", write.op("Softmax", scores, axis=-1), v)
-    return mixed
+    return write.op("MatMul", write.op("Softmax", scores, axis=-1), v)

@@ -1,4 +1,4 @@
-"""Captures a model as an ONNX graph by torch.export and torch's ONNX exporter; attention stays one node."""
+"""Captures a model as an ONNX graph with torch.export and torch's ONNX exporter. Attention stays one node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.libraries.image_model import ImageModel, Output
+from vit_fast.libraries.interface.image_model import ImageModel, Output
 
 from . import attention_nodes
 from .exported_blocks import exportable_copy
@@ -29,87 +29,65 @@ INPUT, BATCH = "images", "batch"
 class _Exported(nn.Module):
     """Runs the model in its dtype, with inputs and outputs in fp32."""
 
-    def __init__(self, vit: ImageModel, output: Output, dtype: torch.dtype, dynamic_size: bool) -> None:
+    def __init__(self, vit: ImageModel, options: ExportOptions, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = vit.model
-        self._vit, self._output, self._dtype, self._dynamic_size = vit, output, dtype, dynamic_size
+        self._vit, self._options, self._dtype = vit, options, dtype
 
     def forward(self, images: Tensor) -> Tensor:
-        output: Output = "logits" if self._output == "probabilities" else self._output
-        result = self._vit.forward(images.to(self._dtype), output, self._dynamic_size).float()
-        return result.softmax(-1) if self._output == "probabilities" else result
+        output: Output = "features" if self._options.output == "features" else "logits"
+        result = self._vit.forward(images.to(self._dtype), output, self._options.dynamic_size).float()
+        return result.softmax(-1) if self._options.output == "probabilities" else result
 
 
 def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
-    """Returns the model as an ONNX graph in which every attention is one placeholder node (see attention_nodes.py).
+    """Captures a model, for fp16 and bf16 a copy in that dtype, as an ONNX graph.
 
-    Args:
-        vit: The model. For fp16 and bf16, a copy in that dtype is captured.
-        options: Opset, precision, dynamic dimensions, output.
-    Returns:
-        A graph with one input, "images" [batch, in_chans, height, width] fp32, and one output named by options.output.
+    The input is "images" [batch, in_chans, height, width] fp32; the output is named options.output. Each attention is
+    one placeholder node (see attention_nodes.py).
+
     Raises:
-        UnsupportedInputError: an operator cannot be exported; names the module.
+        UnsupportedInputError: an operator cannot be exported; names its module.
     """
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(options.dtype, torch.float32)
     if dtype != torch.float32:
         vit = vit.copy_in(dtype)
     vit = dataclasses.replace(vit, model=exportable_copy(vit.model))
-    example = torch.randn(2, vit.in_chans, *_example_size(vit, options))
-    module = _Exported(vit, options.output, dtype, options.dynamic_size).eval()
     with vit.exporting("sdpa", options.dynamic_size), _quiet(), torch.no_grad():
-        exported = _torch_export(module, example, vit, options)
+        exported = _torch_export(_Exported(vit, options, dtype).eval(), vit, options)
         model = _to_onnx(exported, options)
     _rename_symbols(model)
     common_passes.ClearMetadataAndDocStringPass()(model)
     return model
 
 
-def _example_size(vit: ImageModel, options: ExportOptions) -> tuple[int, int]:
-    """Returns the size to trace with. For dynamic_size, unlike the model's and not square, or torch specializes it."""
+def _torch_export(module: nn.Module, vit: ImageModel, options: ExportOptions) -> Any:
     (height, width), (patch_h, patch_w) = vit.image_hw, vit.patch_hw
-    return (height + patch_h, width + 2 * patch_w) if options.dynamic_size else (height, width)
-
-
-def _torch_export(module: nn.Module, example: Tensor, vit: ImageModel, options: ExportOptions) -> Any:
-    dimensions: dict[int, Any] = {}
-    if options.dynamic_batch:
-        dimensions[0] = torch.export.Dim(BATCH)
-    else:
-        example = example[:1]
-    if options.dynamic_size:
-        for axis, name in ((2, "rows"), (3, "columns")):
-            dimensions[axis] = vit.patch_hw[axis - 2] * torch.export.Dim(name)
+    dimensions: dict[int, Any] = {0: torch.export.Dim(BATCH)} if options.dynamic_batch else {}
+    if options.dynamic_size:  # trace with a size that is neither the model's nor square, or torch specializes it
+        height, width = height + patch_h, width + 2 * patch_w
+        dimensions |= {2: patch_h * torch.export.Dim("rows"), 3: patch_w * torch.export.Dim("columns")}
+    example = torch.randn(2 if options.dynamic_batch else 1, vit.in_chans, height, width)
     try:
         return torch.export.export(module, (example,), dynamic_shapes=(dimensions,), strict=False)
     except Exception as error:
-        where = _failing_module(module, example)
-        raise UnsupportedInputError(
-            f"export of {vit.name}",
-            [f"{where} cannot be exported by torch.export: {_first_line(error)}"],
-        ) from error
+        reason = f"{_failing_module(module, example)} cannot be exported by torch.export: {_first_line(error)}"
+        raise UnsupportedInputError(f"export of {vit.name}", [reason]) from error
 
 
 def _to_onnx(exported: Any, options: ExportOptions) -> ir.Model:
-    # Write the graph for the requested opset, because the converter cannot lower the newest opsets.
     try:
         program = torch.onnx.export(
-            exported,
-            dynamo=True,
-            opset_version=options.opset,
-            input_names=[INPUT],
-            output_names=[options.output],
-            custom_translation_table=attention_nodes.translation_table(),
-            verbose=False,
-        )
+            exported, dynamo=True, opset_version=options.opset, input_names=[INPUT], output_names=[options.output],
+            custom_translation_table=attention_nodes.translation_table(), verbose=False,
+        )  # fmt: skip
     except Exception as error:
         raise UnsupportedInputError("export to ONNX", _untranslatable(exported, error)) from error
     model: ir.Model = program.model  # type: ignore[union-attr]  # None only without dynamo=True
-    written = model.opset_imports.get("")
-    if written != options.opset:
+    if (written := model.opset_imports.get("")) != options.opset:  # its converter cannot lower the newest opsets
         raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead"])
     for node in model.graph.all_nodes():
-        if node.op_type == "Resize":  # onnxscript before 0.7.2 does not match torch's Resize
+        if node.op_type == "Resize":  # before onnxscript 0.7.2, these attributes do not match torch
             if node.attributes.get_int("antialias", 0):
                 node.attributes.add(ir.AttrFloat32("cubic_coeff_a", -0.5))
                 node.attributes.add(ir.AttrInt64("exclude_outside", 1))
@@ -119,39 +97,33 @@ def _to_onnx(exported: Any, options: ExportOptions) -> ir.Model:
 
 
 def _untranslatable(exported: Any, error: BaseException) -> list[str]:
-    """Returns module and operator from the chain of exceptions that torch's exporter raises."""
-    causes: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None:
+    """Finds module and operator in the chain of exceptions that torch's exporter raises."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)
-        cause = cause.__cause__
-    text = "\n".join(map(str, causes))
-    match = re.search(r"target=([\w.:]+)", text)
-    operator = match.group(1) if match else None
-    reasons = []
+    match = re.search(r"target=(?:torch\.ops\.)?([\w.:]+)", "\n".join(map(str, causes)))
+    reason = _first_line(causes[-1])
     for node in exported.graph.nodes:
-        if node.op == "call_function" and operator and operator.removeprefix("torch.ops.") == str(node.target):
+        if match and node.op == "call_function" and str(node.target) == match[1]:
             stack = list((node.meta.get("nn_module_stack") or {}).values())
             path = stack[-1][0].split("model.", 1)[-1] if stack else "the model itself"
-            reason = f"the operator {node.target} cannot be translated to ONNX ({_first_line(causes[-1])})"
-            reasons.append(f"module {path!r}: {reason}")
-            break
-    return reasons or [_first_line(causes[-1])]
+            return [f"module {path!r}: the operator {node.target} cannot be translated to ONNX ({reason})"]
+    return [reason]
 
 
 def _failing_module(module: nn.Module, example: Tensor) -> str:
     """Runs torch.export again, and returns the module whose forward was entered last."""
-    names = {id(m): name.removeprefix("model.") or "the model itself" for name, m in module.named_modules()}
+    names = {m: name.removeprefix("model.") or "the model itself" for name, m in module.named_modules()}
     entered: list[str] = []
 
-    def enter(m: nn.Module, args: Any) -> None:
-        entered.append(names.get(id(m), type(m).__name__))
-
-    def leave(m: nn.Module, args: Any, result: Any) -> None:
+    def leave(*_: Any) -> None:
         entered.pop()
 
-    handles = [nn.modules.module.register_module_forward_pre_hook(enter)]
-    handles.append(nn.modules.module.register_module_forward_hook(leave))
+    hooks = nn.modules.module
+    handles = [hooks.register_module_forward_hook(leave)]
+    handles.append(
+        hooks.register_module_forward_pre_hook(lambda m, args: entered.append(names.get(m, type(m).__name__)))
+    )
     try:
         torch.export.export(module, (example,), strict=False)
     except Exception:  # the same error again
@@ -168,27 +140,17 @@ def _first_line(error: BaseException) -> str:
 
 
 def _rename_symbols(model: ir.Model) -> None:
-    """Renames torch's s34 to "batch", and the symbols of height and width to "rows" and "columns" (of patches)."""
-    names: dict[str, str] = {}
-    shape = model.graph.inputs[0].shape
-    for axis, name in ((0, BATCH), (2, "rows"), (3, "columns")):
-        dim = shape[axis] if shape is not None else None
-        if isinstance(dim, ir.SymbolicDim) and dim.value:
-            for symbol in re.findall(r"[A-Za-z_]\w*", dim.value):
-                names[symbol] = name
-    if not names:
-        return
-    pattern = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
-    values = [*model.graph.inputs, *(v for node in model.graph for v in node.outputs)]
-    for value in values:
-        if value.shape is None:
-            continue
-        value.shape = ir.Shape(
-            [
-                pattern.sub(lambda m: names[m.group()], d.value) if isinstance(d, ir.SymbolicDim) and d.value else d
+    """Renames torch's symbols, such as s34, to "batch", and "rows" and "columns" of patches."""
+    symbol, names = re.compile(r"[A-Za-z_]\w*"), dict[str, str]()
+    for dim, name in zip(model.graph.inputs[0].shape or (), (BATCH, "channels", "rows", "columns")):
+        names |= dict.fromkeys(symbol.findall(str(dim)), name)
+    for value in (*model.graph.inputs, *(output for node in model.graph for output in node.outputs)):
+        if value.shape is not None:
+            named = [
+                d if isinstance(d, int) or d.value is None else symbol.sub(lambda m: names.get(m[0], m[0]), d.value)
                 for d in value.shape
             ]
-        )
+            value.shape = ir.Shape(named)
 
 
 @contextlib.contextmanager

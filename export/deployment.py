@@ -1,7 +1,8 @@
-"""Deployment: a repository for Triton Inference Server, the command that builds a TensorRT engine, a model card.
+"""Deployment: repositories for Triton Inference Server, the command that builds a TensorRT engine, and model cards.
 
-A repository contains MODEL/config.pbtxt, labels.txt and MODEL/1/model.onnx. Triton Inference Server is not Triton, the
-language of the kernels.
+NVIDIA's Triton Inference Server is not Triton, the language of the kernels. A repository contains MODEL/config.pbtxt,
+MODEL/labels.txt and MODEL/1/model.onnx.
+
 Source: docs.nvidia.com, Triton Inference Server user guide, "Model Repository" and "Model Configuration";
 the schema is model_config.proto of triton-inference-server/common. TensorRT developer guide, "Working with Dynamic
 Shapes" and "trtexec". A strongly typed network computes in the types of the file, including 8-bit types.
@@ -39,28 +40,23 @@ LABELS = "labels.txt"
 
 Shape = tuple[int, ...]
 BATCHES = (1, 8, 64)
-"""Minimum, typical and maximum batch size."""
+"""Smallest, typical and largest batch size of an engine."""
 SIDES = (0.5, 1.0, 2.0)
-"""Minimum, typical and maximum height and width of a file for any size, relative to the model's."""
+"""Smallest, typical and largest height and width of an engine for images of any size, relative to the model's."""
 
 
 def write_triton_repository(
-    model_path: str | Path,
-    repository: str | Path,
-    *,
-    name: str | None = None,
-    max_batch: int = 64,
-    instances: int = 1,
-    device: str | None = None,
-) -> Path:
+    model_path: str | Path, repository: str | Path, *, name: str | None = None, max_batch: int = 64,
+    instances: int = 1, device: str | None = None,
+) -> Path:  # fmt: skip
     """Adds an ONNX file to a model repository for NVIDIA's Triton Inference Server.
 
     Args:
         model_path: The .onnx file; it is copied, with the weights beside it.
-        repository: The repository folder; created if missing.
-        name: The model's name in it; None means the file's.
-        max_batch: Largest batch into which the server combines requests. Has no effect for a file with a fixed batch.
-        instances: Copies of the model that run side by side on each device.
+        repository: The repository's folder; created if missing.
+        name: The model's name in the repository; None means the file's.
+        max_batch: Largest batch into which the server combines requests; ignored for a file with a fixed batch.
+        instances: Number of copies of the model that run concurrently on each device.
         device: "gpu", "cpu", or "auto", a GPU if the server has one; None selects it by the file's target.
     Returns:
         The model's folder.
@@ -90,12 +86,7 @@ def write_triton_repository(
 
 
 def check_triton_repository(repository: Path, name: str) -> Path:
-    """Returns the new folder of a model of this name.
-
-    Raises:
-        ValueError: the name is invalid.
-        FileExistsError: the repository has a model of this name.
-    """
+    """Returns the folder for a new model; raises FileExistsError if it exists, ValueError for an invalid name."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in (".", ".."):
         raise ValueError(f"name must consist of letters, digits, '_', '-' and '.', got {name!r}")
     target = repository / name
@@ -105,10 +96,10 @@ def check_triton_repository(repository: Path, name: str) -> Path:
 
 
 def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, device: str) -> str:
-    """Returns the config.pbtxt of a file: protobuf's text format of the server's ModelConfig.
+    """Returns the config.pbtxt of a file: the server's ModelConfig in protobuf's text format.
 
-    A file for TensorRT gets the server's TensorRT accelerator, which builds engines at the first request of a shape.
-    Warm-up requests of one image and of a full batch build them before the model is ready.
+    A file for TensorRT uses the server's TensorRT accelerator, which builds an engine at the first request. Warm-up
+    requests of one image and of a full batch build the engines before the model is ready.
     """
     dynamic = all(not isinstance(v["shape"][0], int) for v in [*info.inputs, *info.outputs] if v["shape"])
     config: dict[str, Any] = {
@@ -137,20 +128,12 @@ def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, dev
 
 
 def accelerator_mode(precision: str) -> str:
-    """Returns the name of a precision for the server's TensorRT accelerator.
-
-    Raises:
-        UnsupportedInputError: the accelerator does not support it.
-    """
-    known = ", ".join(ACCELERATOR_MODES)
+    """Returns the server's name of a precision; raises UnsupportedInputError if its TensorRT accelerator has none."""
     if precision not in ACCELERATOR_MODES:
-        raise UnsupportedInputError(
-            "a server's repository for TensorRT",
-            [
-                f"the precision of the server's TensorRT accelerator must be one of {known}, got {precision}",
-                "export without a repository, and build an engine by the trtexec line that export prints",
-            ],
-        )
+        known = ", ".join(ACCELERATOR_MODES)
+        reasons = [f"the precision of the server's TensorRT accelerator must be one of {known}, got {precision}"]
+        reasons.append("export without a repository, and build an engine with the trtexec command that export prints")
+        raise UnsupportedInputError("a repository for Triton Inference Server with TensorRT", reasons)
     return ACCELERATOR_MODES[precision]
 
 
@@ -160,7 +143,7 @@ def _warm_up(tensor: dict[str, Any], dims: tuple[int, ...], batch: int) -> dict[
 
 
 def _labels(info: OnnxInfo) -> tuple[str, ...]:
-    """Returns the class names for the server's labels file; () if a name does not fit on a line."""
+    """Returns the class names for the server's labels file; () if a name is not exactly one line."""
     names = info.class_names or ()
     one_per_line = all([name.strip()] == name.splitlines() for name in names)
     return names if info.output in ("logits", "probabilities") and one_per_line else ()
@@ -172,9 +155,8 @@ class _Name(str):
 
 def _tensor(value: dict[str, Any], dynamic: bool, info: OnnxInfo) -> dict[str, Any]:
     if value["dtype"] not in DATA_TYPES:
-        raise ModelFileError(
-            f"{info.path}: {value['name']} must be one of {', '.join(DATA_TYPES)}, got {value['dtype']}"
-        )
+        known = ", ".join(DATA_TYPES)
+        raise ModelFileError(f"{info.path}: {value['name']} must be one of {known}, got {value['dtype']}")
     dims = value["shape"][1:] if dynamic else value["shape"]
     return {
         "name": value["name"],
@@ -197,11 +179,8 @@ def _lines(message: dict[str, Any], indent: str = "") -> list[str]:
 
 
 def shape_profile(info: OnnxInfo, batches: tuple[int, int, int] = BATCHES) -> dict[str, Shape]:
-    """Returns the shapes to build an engine for, as "min", "opt" and "max"; none if the file has a fixed shape.
+    """Returns the shapes of an engine for these batch sizes, as "min", "opt" and "max"; none for a fixed shape.
 
-    Args:
-        info: The file.
-        batches: Minimum, typical and maximum batch size.
     Raises:
         ModelFileError: the file has no image input.
     """
@@ -232,7 +211,7 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
 
     Args:
         path: The .onnx file.
-        license_name: License of the weights; None leaves the field to be filled in.
+        license_name: License of the weights; None writes "unknown".
     Returns:
         The card.
     Raises:
@@ -243,9 +222,9 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
     card = path.with_suffix(".md")
     if card == path:
         raise ValueError(f"path must be an ONNX file, got {path}, the name of its card")
-    info, parts = inspect_onnx(path), parts_of(path)
+    info = inspect_onnx(path)
     try:
-        text = _text(info, parts, license_name)
+        text = _text(info, parts_of(path), license_name)
     except ModelFileError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # metadata of another structure

@@ -1,7 +1,7 @@
 """Quantizes MatMuls to 8 bits, with ONNX Runtime's quantizers and the scales of a scheme.
 
-Each DequantizeLinear feeds its MatMul directly, including those of attention, so that TensorRT fuses them. For ONNX
-Runtime on a CPU, MatMul and bias become one MatMulIntegerToFloat; its own QDQ fusion omits the bias.
+Each DequantizeLinear feeds its MatMul directly, also in attention, so that TensorRT fuses them. For ONNX Runtime on a
+CPU, we fuse MatMul and bias into one MatMulIntegerToFloat, because ONNX Runtime leaves the bias a separate node.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Product:
 
     Attributes:
         node: The MatMul.
-        name: Name of the linear layer in the model, if known; equal in all exports.
+        name: Name of the linear layer in the model if known; the same in every export.
     """
 
     node: ir.Node
@@ -49,7 +49,7 @@ class Product:
 
 
 def linears(model: ir.Model) -> list[Product]:
-    """Returns the linear layers over tokens in the order of the graph, without patch embedding and head.
+    """Returns the linear layers over tokens, in the order of the graph. Patch embedding and head are none.
 
     Raises:
         ValueError: the graph has no such layer.
@@ -79,7 +79,7 @@ def attention_products(model: ir.Model) -> list[Product]:
 
 
 def _name_of(node: ir.Node) -> str:
-    """Returns the prefix of the bias, because exporting renames a transposed weight."""
+    """Returns the layer's name, from its bias: the exporter renames transposed weights."""
     for use in node.outputs[0].uses():
         for value in use.node.inputs:
             if value is not None and value.const_value is not None and str(value.name).endswith(".bias"):
@@ -96,14 +96,10 @@ def is_probability(value: ir.Value) -> bool:
 def quantise_products(
     model: ir.Model, products: Sequence[Product], scheme: Scheme, ranges: Mapping[str, Range], *, fused: bool
 ) -> ir.Model:
-    """Returns a copy of a graph with these MatMuls quantized in QDQ format.
+    """Returns a copy of a float graph with these MatMuls quantized in QDQ format.
 
-    Args:
-        model: The float graph.
-        products: The MatMuls to quantize.
-        scheme: The number format of activations; weights are int8 or e4m3.
-        ranges: Ranges by name of the activation.
-        fused: Write MatMulIntegerToFloat instead of DequantizeLinear and MatMul.
+    `ranges` are those of the activations by name. Activations have the format of the scheme, weights int8 or e4m3. If
+    `fused`, MatMulIntegerToFloat replaces DequantizeLinear and MatMul.
     """
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
@@ -144,7 +140,7 @@ def quantise_products(
 
 
 def quantise_dynamically(model: ir.Model, products: Sequence[Product]) -> ir.Model:
-    """Returns a copy of a graph with these MatMuls in uint8 x int8; uint8 ranges are computed at run time."""
+    """Returns a copy of a graph with these MatMuls in uint8 x int8. Ranges of activations are computed at run time."""
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
     from onnxruntime.quantization.quant_utils import QuantizationMode
@@ -176,7 +172,7 @@ def _parameters(scheme: Scheme, limits: Range, dtype: ir.DataType | None) -> dic
 
 
 def _with_types(model: ir.Model, products: Sequence[Product]) -> onnx.ModelProto:
-    """Returns a graph with typed activations, without ONNX Runtime's inference, which fails for dynamic shapes."""
+    """Returns the graph with dtypes of activations; ONNX Runtime's own inference fails for dynamic shapes."""
     from onnxruntime.quantization.quant_utils import add_infer_metadata
 
     for product in products:
@@ -195,12 +191,13 @@ def _read(quantizer: Any) -> ir.Model:
 
 
 def _fuse_products(model: ir.Model) -> None:
-    """Replaces each MatMul of two DequantizeLinear, with the bias after it, by one node."""
+    """Replaces each MatMul of two DequantizeLinear, and the bias added to it, by one node."""
     for count, node in enumerate([node for node in model.graph if node.op_type == "MatMul"]):
-        restored = [None if value is None else value.producer() for value in node.inputs]
-        if any(one is None or one.op_type != "DequantizeLinear" for one in restored):
+        producers = [value.producer() for value in node.inputs if value is not None]
+        restored = [one.inputs for one in producers if one is not None and one.op_type == "DequantizeLinear"]
+        if len(restored) < 2:
             continue
-        (x, x_scale, x_zero), (weight, scales, _) = (one.inputs for one in restored if one is not None)
+        (x, x_scale, x_zero), (weight, scales, _) = restored
         old, bias = _with_bias(node)
         write = Writer(model.graph, f"eight_bit.{count}", before=node)
         inputs = [x, weight, x_scale, scales, x_zero, None, *([] if bias is None else [bias])]
@@ -210,12 +207,12 @@ def _fuse_products(model: ir.Model) -> None:
 
 
 def _with_bias(node: ir.Node) -> tuple[ir.Value, ir.Value | None]:
-    """Returns the output after the constant bias, and the bias; or the MatMul's output and None."""
+    """Returns the output of the Add of a constant bias, and the bias; otherwise the MatMul's output and None."""
     output = node.outputs[0]
-    uses = list(output.uses())
-    if len(uses) == 1 and uses[0].node.op_type == "Add" and not output.is_graph_output():
-        other = next((v for v in uses[0].node.inputs if v is not output), None)
+    users = [use.node for use in output.uses()]
+    if [user.op_type for user in users] == ["Add"] and not output.is_graph_output():
+        other = next((value for value in users[0].inputs if value is not output), None)
         array = constant_of(other)
         if array is not None and array.ndim == 1:
-            return uses[0].node.outputs[0], other
+            return users[0].outputs[0], other
     return output, None

@@ -1,6 +1,6 @@
-"""Blocks for the exporter. They run from BlockParts, with q, k and v as one linear layer for all libraries.
+"""Encoder blocks for export: they run from BlockParts, with q, k and v as one linear layer, whatever the library.
 
-Attention is one operator on the packed projections, which `attention_nodes.py` lowers for a target.
+Attention is one operator on the packed projections, which `attention_nodes.py` lowers for the target.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor, library, nn
 
 from vit_fast.blocks.block import run_mlp, runs_whole
 from vit_fast.blocks.fused import FusedNormMlp
-from vit_fast.blocks.parts import BlockParts, LinearParts, scale_of, tensors_of
+from vit_fast.blocks.parts import BlockParts, scale_of, tensors_of
 from vit_fast.fusion.fuse import sharing_copy
 from vit_fast.ops import attention_qkvpacked, qk_norm_rope, reference
-from vit_fast.ops.attention import scale_of as scale_of_heads
+from vit_fast.ops.attention import softmax_scale
 from vit_fast.ops.descriptions import Keys, Rope
 
 
@@ -46,17 +46,20 @@ class ExportedBlock(nn.Module):
         attention: Any = parts.attention
         mlp: Any = parts.mlp
         self._attention, self._mlp = attention, mlp
-        is_one = len(attention.qkv.weights) == len(attention.qkv.biases) == 1
-        self.qkv = None if is_one else _Joined(attention.qkv)
+        self.qkv = None
+        if not len(attention.qkv.weights) == len(attention.qkv.biases) == 1:  # concatenate them once, as constants
+            self.qkv = nn.Module()
+            for name, tensor in zip(("weight", "bias"), attention.qkv.tensors(), strict=True):
+                self.qkv.register_buffer(name, None if tensor is None else tensor.detach().contiguous())
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
-        """Maps [B, N, C], with rotary positions if the model has some, to [B, N, C]."""
+        """Maps [B, N, C] to [B, N, C], with rotary positions if the model has them."""
         attention, mlp = self._attention, self._mlp
         weight, bias = attention.qkv.tensors() if self.qkv is None else tensors_of(self.qkv)
         qkv = F.linear(reference.normalise(x, attention.norm.now()), weight, bias)
         packed = qkv.unflatten(-1, (3, attention.num_heads, -1))
         if rope is None and attention.qk_norm is None:
-            mixed = exported_attention(qkv, attention.num_heads, scale_of_heads(packed, attention.scale))
+            mixed = exported_attention(qkv, attention.num_heads, softmax_scale(packed, attention.scale))
         else:
             packed = qk_norm_rope(
                 packed, qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope, backend="sdpa"
@@ -64,26 +67,16 @@ class ExportedBlock(nn.Module):
             mixed = attention_qkvpacked(packed, scale=attention.scale, backend="sdpa").flatten(2)
         branch, scale = F.linear(mixed, *tensors_of(attention.proj)), scale_of(attention)
         x = x + (branch if scale is None else branch * scale)
-        normed, activate = reference.normalise(x, mlp.norm.now()), reference.ACTIVATIONS[mlp.activation]
         if mlp.fc1.chunk is None:
-            hidden = F.linear(normed, *mlp.fc1.tensors())
-            hidden = activate(hidden) if mlp.gate is None else activate(F.linear(normed, *mlp.gate.tensors())) * hidden
-        else:  # fc1 packs the gate: keep it one MatMul
-            halves = F.linear(normed, *replace(mlp.fc1, chunk=None).tensors()).chunk(2, -1)
-            hidden = activate(halves[mlp.gate.chunk]) * halves[mlp.fc1.chunk]
+            return run_mlp(mlp, x, "sdpa")
+        # fc1 packs the gate: keep it one MatMul
+        packed = F.linear(reference.normalise(x, mlp.norm.now()), *replace(mlp.fc1, chunk=None).tensors())
+        halves = packed.chunk(2, -1)
+        hidden = reference.ACTIVATIONS[mlp.activation](halves[mlp.gate.chunk]) * halves[mlp.fc1.chunk]
         if mlp.inner_norm is not None:
             hidden = reference.normalise(hidden, mlp.inner_norm.now())
         branch, scale = F.linear(hidden, *tensors_of(mlp.fc2)), scale_of(mlp)
         return x + (branch if scale is None else branch * scale)
-
-
-class _Joined(nn.Module):
-    """Concatenated weights and biases of several linear layers, as constants of the graph."""
-
-    def __init__(self, linear: LinearParts) -> None:
-        super().__init__()
-        for name, tensor in zip(("weight", "bias"), linear.tensors(), strict=True):
-            self.register_buffer(name, None if tensor is None else tensor.detach().contiguous())
 
 
 def exportable_copy(model: nn.Module) -> nn.Module:
@@ -93,23 +86,17 @@ def exportable_copy(model: nn.Module) -> nn.Module:
     for block in blocks:
         parts = block.read()
         if runs_whole(parts):
-            block.vit_fast_exported = exported = ExportedBlock(parts)
-            # keep the block's forward, which computes positions and masks
-            block.ready = partial(_same, parts)
-            block.is_idle = partial(_same, False)
-            block.run_as_block = partial(_run_as_block, exported)
+            block.vit_fast_exported = ExportedBlock(parts)
+            # the block's own forward still runs, because it computes positions and masks
+            block.ready, block.is_idle = partial(_constant, parts), partial(_constant, False)
+            block.run_as_block = partial(_run_as_block, block.vit_fast_exported)
     return copied
 
 
 def _run_as_block(
-    block: ExportedBlock,
-    parts: Any,
-    x: Tensor,
-    attend: Callable[[Tensor], Tensor],
-    ordinary: bool = True,
-    rope: Rope | None = None,
-    keys: Keys | None = None,
-) -> Tensor:
+    block: ExportedBlock, parts: Any, x: Tensor, attend: Callable[[Tensor], Tensor], ordinary: bool = True,
+    rope: Rope | None = None, keys: Keys | None = None,
+) -> Tensor:  # fmt: skip
     """Replaces FusedNormMlp.run_as_block."""
     if ordinary and keys is None:
         y: Tensor = block(x, rope)
@@ -117,5 +104,5 @@ def _run_as_block(
     return run_mlp(parts.mlp, attend(x), "sdpa")
 
 
-def _same(value: Any) -> Any:
+def _constant(value: Any) -> Any:
     return value

@@ -1,4 +1,4 @@
-"""export_onnx: exports a model to an ONNX file for a target, and verifies the file."""
+"""export_onnx: exports a model to an ONNX file and verifies the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vit_fast.blocks.fp8_scales import runs_in_fp8
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError, check_type
 from vit_fast.files import file_aside
-from vit_fast.libraries.image_model import ImageModel, Output
+from vit_fast.libraries.interface.image_model import ImageModel, Output
 from vit_fast.libraries.known import recognise
 from vit_fast.version import __version__, installed
 
@@ -30,7 +30,7 @@ from .capture import capture
 from .deployment import trtexec_line
 from .optimise import count_nodes, forget_inner_shapes, optimise
 from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, opset_for
-from .preprocessing import preprocessing_model
+from .preprocessing import write_preprocessing
 from .quantise import quantise
 from .report import ExportReport
 from .runtime.metadata import PREFIX, inspect_onnx
@@ -39,30 +39,17 @@ from .verification import BATCHES, check_labelled, check_verifiable, measure_acc
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
 HELD_OUT_IMAGES = 64
 LEAST_HELD_OUT = 32
-"""Smallest held-out set that shows how often quantization changes the top-1 class."""
+"""Fewest held-out images that show how often quantization changes the top-1 class."""
 
 
 def export_onnx(
-    model: nn.Module,
-    path: str | Path,
-    *,
-    opset: int | None = None,
-    dynamic_batch: bool = True,
-    dynamic_size: bool = False,
-    precision: Precision = "fp32",
-    preprocess: bool = False,
-    target: Target = "generic",
-    output: Output = "logits",
-    external_data: bool | None = None,
-    calibration: Iterable[str | Path] | None = None,
-    calibration_cache: str | Path | None = None,
-    images: Iterable[str | Path] | None = None,
-    validation: str | Path | None = None,
-    data_config: DataConfig | Mapping[str, Any] | None = None,
-    class_names: Sequence[str] | None = None,
-    source: str | None = None,
-    verify: bool = True,
-) -> ExportReport:
+    model: nn.Module, path: str | Path, *, opset: int | None = None, dynamic_batch: bool = True,
+    dynamic_size: bool = False, precision: Precision = "fp32", preprocess: bool = False, target: Target = "generic",
+    output: Output = "logits", external_data: bool | None = None, calibration: Iterable[str | Path] | None = None,
+    calibration_cache: str | Path | None = None, images: Iterable[str | Path] | None = None,
+    validation: str | Path | None = None, data_config: DataConfig | Mapping[str, Any] | None = None,
+    class_names: Sequence[str] | None = None, source: str | None = None, verify: bool = True,
+) -> ExportReport:  # fmt: skip
     """Exports a Vision Transformer to an ONNX file, and verifies that its outputs match the model.
 
     Args:
@@ -111,7 +98,7 @@ def export_onnx(
         precision=precision, preprocess=preprocess, target=target, output=output, external_data=external_data,
     )  # fmt: skip
     if runs_in_fp8(model):
-        reason = "call vit_fast.fuse(model) first, and export with precision='fp8' (--precision fp8), which calibrates"
+        reason = "call vit_fast.fuse(model) without precision, and export with precision='fp8' (--precision fp8)"
         raise UnsupportedInputError("export of a model in FP8", [reason])
     vit = recognise(model)
     _complete(vit, options, data_config, class_names)
@@ -123,9 +110,8 @@ def export_onnx(
         check_verifiable(options)
     labelled = None if validation is None else check_labelled(Path(validation), vit, options)
 
+    output = output if vit.num_classes else "features"
     report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision, output)
-    if not vit.num_classes:
-        report.output = "features"
     clock = partial(_timed, report.seconds)
     with file_aside(path) as aside:
         with clock("capture"):
@@ -138,9 +124,8 @@ def export_onnx(
                 graph, report.eight_bit = quantise(graph, options, batches, held_out, cache)
         _finish(graph, vit, options)
         report.nodes = dict(count_nodes(graph))
-        external = _external(graph, options)
         with clock("write"):
-            graphs.save(graph, aside, external)
+            report.external_data = graphs.save(graph, aside, options.external_data)
         del graph
         if verify:
             with clock("verify"):
@@ -152,7 +137,6 @@ def export_onnx(
             with clock("accuracy"):
                 report.accuracy = measure_accuracy(aside, vit, options, labelled)
         _write_metadata(aside, vit, options, source, report.measured())
-        report.external_data = f"{path.name}.data" if external else None
         report.bytes = sum(part.stat().st_size for part in aside.parent.iterdir())
     if target == "tensorrt":
         report.trtexec = trtexec_line(inspect_onnx(path))
@@ -166,11 +150,9 @@ def export_onnx(
 
 
 def _complete(
-    vit: ImageModel,
-    options: ExportOptions,
-    data_config: DataConfig | Mapping[str, Any] | None,
+    vit: ImageModel, options: ExportOptions, data_config: DataConfig | Mapping[str, Any] | None,
     names: Sequence[str] | None,
-) -> None:
+) -> None:  # fmt: skip
     """Sets the given preprocessing and class names, and checks that nothing is missing."""
     if data_config is not None:
         check_type("data_config", data_config, DataConfig, Mapping)
@@ -192,7 +174,7 @@ def _images(
     options: ExportOptions, calibration: Iterable[str | Path] | None, cache: Path | None,
     images: Iterable[str | Path] | None, verify: bool,
 ) -> tuple[list[Image.Image], list[Image.Image], int]:  # fmt: skip
-    """Returns images to calibrate with, images to verify with, and how many of the latter are whole, not crops."""
+    """Returns the images to calibrate with, the images to verify with, and how many of the latter are not crops."""
     if not options.is_eight_bit and (calibration is not None or cache is not None):
         raise ValueError(f"calibration needs precision='int8', 'int8-dynamic' or 'fp8', got {options.precision!r}")
     if options.needs_calibration and calibration is None and cache is None:
@@ -203,7 +185,7 @@ def _images(
         return measured, [], 0
     given = (left_over(files, CALIBRATION_IMAGES) or None) if images is None else find_images(images)
     count = HELD_OUT_IMAGES if options.is_eight_bit else max(BATCHES)
-    if given:  # 8-bit: all of them, because few images do not show rare changes
+    if given:  # for 8-bit precisions all of them, because rare changes of the class show only on many images
         count = min(count, max(max(BATCHES), len(given)))
     verified = read_images(given, count, seed=1)
     return measured, verified, min(count, len(given or [None]))
@@ -219,44 +201,31 @@ def _batches(photos: list[Image.Image], vit: ImageModel, options: ExportOptions)
 def _finish(graph: ir.Model, vit: ImageModel, options: ExportOptions) -> None:
     """Prepends the preprocessing, and sets names and documentation."""
     if options.preprocess and vit.data_config is not None:
-        batch = None if options.dynamic_batch else 1
-        graphs.prepend(graph, preprocessing_model(vit.data_config, vit.image_hw, vit.in_chans, options.opset, batch))
+        write = graphs.Writer(graph.graph, "preprocess", before=graph.graph[0])
+        batch, old = None if options.dynamic_batch else 1, graph.graph.inputs[0]
+        pixels, new = write_preprocessing(write, vit.data_config, vit.image_hw, vit.in_chans, batch)
+        ir.convenience.replace_all_uses_with(old, new)
+        graph.graph.inputs[0] = pixels
     forget_inner_shapes(graph)
     graph.producer_name, graph.producer_version = "vit-fast", __version__
     graph.graph.name = vit.name.replace("/", "_")
     graph.doc_string = json.dumps({"written by": "vit-fast", "see": "vit-fast export --inspect"})
 
 
-def _external(graph: ir.Model, options: ExportOptions) -> bool:
-    size = graphs.weight_bytes(graph)
-    if size > graphs.PROTOBUF_LIMIT and options.external_data is False:
-        raise ValueError(f"external_data=False: {size / 1e9:.1f} GB of weights do not fit into one file (2 GB)")
-    return size > graphs.PROTOBUF_LIMIT or bool(options.external_data)
-
-
 def _write_metadata(
     path: Path, vit: ImageModel, options: ExportOptions, source: str | None, measured: dict[str, Any]
 ) -> None:
-    """Replaces the metadata of a file by prefixed keys and JSON values, without reading the weights beside it."""
-    layout = "[batch, height, width, channels] uint8 pixels" if options.preprocess else (
-        "[batch, channels, height, width] fp32, normalized by data_config"
-    )  # fmt: skip
-    same = {name: getattr(vit, name) for name in ("library", "config", "class_names", "image_hw", "patch_hw")}
-    facts: dict[str, Any] = {
-        "format": 1,
-        "model": vit.name,
-        **same,
+    """Replaces the metadata of a file: prefixed keys, values in JSON. Does not read the weights beside it."""
+    normalized = "[batch, channels, height, width] fp32, normalized by data_config"
+    facts: dict[str, Any] = {"format": 1, "model": vit.name, "source": source} | measured
+    facts |= {name: getattr(vit, name) for name in ("library", "config", "class_names", "image_hw", "patch_hw")}
+    facts |= {name: getattr(options, name) for name in ("dynamic_size", "preprocess", "precision", "target")}
+    facts |= {
         "data_config": vit.data_config.to_dict() if vit.data_config else None,
-        "dynamic_size": options.dynamic_size,
-        "preprocess": options.preprocess,
-        "input": layout,
+        "input": "[batch, height, width, channels] uint8 pixels" if options.preprocess else normalized,
         "output": options.output if vit.num_classes else "features",
-        "precision": options.precision,
-        "target": options.target,
-        "source": source,
-        "versions": {"vit-fast": __version__}
-        | {package: version for package in PACKAGES if (version := installed(package))},
-    } | measured
+        "versions": {"vit-fast": __version__} | {name: version for name in PACKAGES if (version := installed(name))},
+    }
     proto = onnx.load_model(path, load_external_data=False)
     del proto.metadata_props[:]
     onnx.helper.set_model_props(proto, {PREFIX + key: json.dumps(value, default=str) for key, value in facts.items()})
@@ -265,10 +234,10 @@ def _write_metadata(
 
 def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel) -> list[str]:
     warnings = [f"not fully fused: {fusion.line()}" for fusion in report.fusions if not fusion.complete]
-    if options.precision.startswith("int8") and options.target in ("ort-cuda", "tensorrt"):
-        warnings.append("int8 is usually slower than fp16 on a GPU: measure both")
-    if options.precision.startswith("int8") and options.target in ("generic", "ort-cpu"):
-        warnings.append("int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); older ones may saturate: verify there")
+    if options.precision.startswith("int8"):
+        on_cpu = "int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); older ones may saturate: verify there"
+        on_gpu = "int8 is usually slower than fp16 on a GPU: measure both"
+        warnings.append(on_gpu if options.target in ("ort-cuda", "tensorrt") else on_cpu)
     if options.precision == "fp16" and options.target in ("generic", "ort-cpu"):
         warnings.append("ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, but no speedup")
     if options.target == "tensorrt" and options.opset >= ATTENTION_OPSET:

@@ -1,4 +1,4 @@
-"""Edits, joins, runs and saves graphs in memory."""
+"""Edits, runs and saves ONNX graphs in memory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20
 
 
 class Writer:
-    """Adds nodes to a graph.
-
-    Args:
-        graph: The graph.
-        prefix: Prefix of their names.
-        before: The node to add them before; None means at the end.
-    """
+    """Adds nodes and initializers to a graph; `prefix` begins their names, and nodes are inserted before `before`."""
 
     def __init__(self, graph: ir.Graph, prefix: str, before: ir.Node | None = None) -> None:
         self.graph, self.prefix, self.before, self._count = graph, prefix, before, 0
 
-    def op(
+    def op(self, op_type: str, *inputs: ir.Value | None, **options: Any) -> ir.Value:
+        """Adds a node with one output, and returns the output. See `node` for the options."""
+        return self.node(op_type, *inputs, **options).outputs[0]
+
+    def node(
         self, op_type: str, *inputs: ir.Value | None, domain: str = "", outputs: int = 1,
         dtype: ir.DataType | None = None, **attributes: Any,
-    ) -> Any:  # fmt: skip
-        """Returns the output of the new node, or a list of several; the dtype defaults to the first input's."""
+    ) -> ir.Node:  # fmt: skip
+        """Adds a node. The dtype of its outputs defaults to that of the first input."""
         name = self._name(op_type)
         node = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
         kind = dtype or next((v.dtype for v in inputs if v is not None and v.dtype is not None), ir.DataType.FLOAT)
@@ -43,7 +41,7 @@ class Writer:
             self.graph.append(node)
         else:
             self.graph.insert_before(self.before, node)
-        return node.outputs[0] if outputs == 1 else list(node.outputs)
+        return node
 
     def constant(self, array: np.ndarray | list[int], name: str) -> ir.Value:
         """Adds an initializer; a list becomes int64."""
@@ -67,65 +65,46 @@ def replace(old: ir.Value, new: ir.Value) -> None:
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 
-def prepend(model: ir.Model, front: ir.Model) -> None:
-    """Moves the nodes of `front` before those of `model`, in place: its output replaces the model's first input."""
-    graph, first = model.graph, model.graph[0]
-    nodes, initializers = list(front.graph), list(front.graph.initializers.values())
-    front_input, front_output = front.graph.inputs[0], front.graph.outputs[0]
-    for part in (front.graph.inputs, front.graph.outputs, front.graph.initializers):
-        part.clear()
-    for node in nodes:
-        front.graph.remove(node)
-        graph.insert_before(first, node)
-    for value in initializers:
-        graph.register_initializer(value)
-    ir.convenience.replace_all_uses_with(graph.inputs[0], front_output)
-    graph.inputs[0] = front_input
-
-
 def constant_of(value: ir.Value | None) -> np.ndarray | None:
-    """Returns the array of an initializer or constant; None for other values."""
+    """Returns the array of an initializer or constant; None if the value depends on the input."""
     return None if value is None or value.const_value is None else value.const_value.numpy()
 
 
-def weight_bytes(model: ir.Model) -> int:
-    return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
-
-
-def save(model: ir.Model, path: Path, external: bool | None = None) -> None:
+def save(model: ir.Model, path: Path, external: bool | None = None) -> str | None:
     """Writes a model.
 
     Args:
         model: The model.
         path: The .onnx file.
-        external: Write the weights to PATH.data; None means only if they exceed protobuf's limit.
+        external: True writes the weights to PATH.data; None does so if they exceed protobuf's limit.
+    Returns:
+        The name of the file with the weights, or None.
     Raises:
-        OSError: it cannot be written; the message contains the size.
+        ValueError: the weights must not be external, but exceed the limit.
+        OSError: the file cannot be written; the message contains the size.
     """
-    size = weight_bytes(model)
-    external = size > PROTOBUF_LIMIT if external is None else external
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    if size > PROTOBUF_LIMIT and external is False:
+        raise ValueError(f"external_data=False: {size / 1e9:.1f} GB of weights do not fit into one file (2 GB)")
+    beside = f"{path.name}.data" if external or size > PROTOBUF_LIMIT else None
     try:
-        ir.save(model, path, external_data=f"{path.name}.data" if external else None)
+        ir.save(model, path, external_data=beside)
     except Exception as error:
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
+        while not isinstance(cause, OSError):
+            if cause is None:
+                raise
             cause = cause.__cause__
-        if cause is None:
-            raise
         raise OSError(cause.errno, f"{cause.strerror or cause} ({size / 2**20:.0f} MiB of weights)") from error
+    return beside
 
 
 def run_graph(
     model: ir.Model, batches: Iterable[np.ndarray], values: Sequence[ir.Value] | None = None
 ) -> Iterator[list[np.ndarray]]:
-    """Computes values of a graph by ONNX Runtime on the CPU.
+    """Runs a graph with one input in ONNX Runtime on the CPU, and yields the arrays of each batch.
 
-    Args:
-        model: A graph with one input; not modified.
-        batches: Inputs.
-        values: Values to compute, including inner ones; None means the graph's outputs.
-    Yields:
-        The arrays of each batch.
+    `values`, which may be inner values of the graph, default to its outputs.
     """
     outputs = list(model.graph.outputs)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,11 @@
-"""Calibrates an ONNX graph: observes activations on images, smooths channels, chooses a range per activation.
+"""Calibrates an ONNX graph: observes activations on images, smooths channels, and chooses a range per activation.
 
-Smoothing moves large channels out of an activation into the weights that read it, exactly:
+Smoothing moves the scale of large channels from an activation into the weights that read it, without changing x W:
 
     x W = (x / s) (s W),     s_j = sqrt(max |x_j| / max |W_j|)
 
-The norm before the linear layer outputs x / s if its weight and bias are divided by s. In large ViTs, single channels
-are 100 to 1000 times the rest and would use up the whole 8-bit range of an activation.
+The norm before the linear layer outputs x / s if its weight and bias are divided by s. In large ViTs, some channels are
+100 to 1000 times larger than the others. Without smoothing, the others would get almost none of the 8-bit range.
 
 Source: SmoothQuant, arxiv.org/abs/2211.10438.
 """
@@ -32,14 +32,14 @@ from .graphs import Writer, constant_of, run_graph
 from .options import ExportOptions
 
 FORMAT = "vit-fast-calibration/2"
-"""Changes whenever the ranges for the same images change."""
+"""Version of the cache; increased whenever the same images would give other ranges."""
 PARAMETERS = {
     "LayerNormalization": (1, 2), "SkipLayerNormalization": (2, 3), "RMSNormalization": (1,),
     "SimplifiedLayerNormalization": (1,), "SkipSimplifiedLayerNormalization": (2,),
 }  # fmt: skip
 """Positions of weight and bias among a norm's inputs."""
 DEVIATIONS = 3.0
-"""Peak of a normalized channel that is assumed without images, in standard deviations."""
+"""Without images, the assumed peak of a normalized channel, in standard deviations."""
 
 
 class CalibrationError(VitFastError, ValueError):
@@ -48,13 +48,13 @@ class CalibrationError(VitFastError, ValueError):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Ranges and peaks of a model's activations: the content of a calibration cache.
+    """Content of a calibration cache.
 
     Attributes:
-        fingerprint: Hash of weights, precision and target; it must match that of the model.
+        fingerprint: Hash of weights, precision and target, which must match those of the model.
         images: Number of images.
-        peaks: Largest magnitude of each channel by activation, before smoothing.
-        ranges: Range by activation, after smoothing.
+        peaks: Largest magnitude of each channel by name of the activation, before smoothing.
+        ranges: Range by name of the activation, after smoothing.
     """
 
     fingerprint: str
@@ -63,11 +63,9 @@ class Calibration:
     ranges: dict[str, Range]
 
     def __post_init__(self) -> None:
-        numbers = [
-            *chain(*self.peaks.values()),
-            *(limit for one in self.ranges.values() for limit in (one.low, one.high)),
-        ]
-        if not np.isfinite(np.array(numbers, np.float64)).all() or any(r.low > r.high for r in self.ranges.values()):
+        limits = [(one.low, one.high) for one in self.ranges.values()]
+        numbers = np.array([*chain(*self.peaks.values(), *limits)], np.float64)
+        if not np.isfinite(numbers).all() or any(low > high for low, high in limits):
             raise ValueError("peaks and ranges must be finite, low <= high")
 
     def save(self, path: Path) -> None:
@@ -79,8 +77,7 @@ def load_calibration(path: Path, fingerprint: str) -> Calibration:
     """Reads a calibration cache.
 
     Raises:
-        CalibrationError: the file is missing or damaged, of another version, or for other weights or another precision
-            or target.
+        CalibrationError: the file is missing, damaged, or of another version, weights, precision or target.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -97,22 +94,13 @@ def load_calibration(path: Path, fingerprint: str) -> Calibration:
 
 
 def calibrate(
-    model: ir.Model,
-    products: Sequence[Product],
-    options: ExportOptions,
-    scheme: Scheme,
-    batches: Sequence[np.ndarray],
-    cache: Path | None,
-) -> dict[str, Range]:
+    model: ir.Model, products: Sequence[Product], options: ExportOptions, scheme: Scheme,
+    batches: Sequence[np.ndarray], cache: Path | None,
+) -> dict[str, Range]:  # fmt: skip
     """Smooths a graph in place and returns the ranges of its activations; {} for "int8-dynamic".
 
-    Args:
-        model: The graph.
-        products: The MatMuls to quantize.
-        options: Options of the file.
-        scheme: The number format.
-        batches: Inputs; may be empty.
-        cache: File of the calibration: written if there are batches, else read.
+    With batches, observes the activations and writes the cache, if any. Without batches, reads the cache.
+
     Raises:
         CalibrationError: the cache cannot be used, or activations are not finite.
     """
@@ -145,7 +133,7 @@ def _fingerprint(products: Sequence[Product], settings: str) -> str:
 
 
 def observe(model: ir.Model, products: Sequence[Product], batches: Sequence[np.ndarray]) -> dict[str, Observation]:
-    """Runs the graph on images and returns observations of the MatMuls' activations, by name.
+    """Runs the graph on images and observes the activations of the MatMuls, by name.
 
     Raises:
         CalibrationError: an activation is infinite or NaN.
@@ -162,22 +150,20 @@ def observe(model: ir.Model, products: Sequence[Product], batches: Sequence[np.n
 
 
 def choose_ranges(products: Sequence[Product], seen: Mapping[str, Observation], scheme: Scheme) -> dict[str, Range]:
-    """Returns a range per activation; 0 to 1 for a softmax."""
-    weights: dict[str, list[np.ndarray]] = {}
+    """Returns the range of each activation. The output of a softmax has the range 0 to 1."""
+    weights: dict[str, list[np.ndarray]] = {name: [] for name in seen}
     ranges = {}
     for product in products:
         for value in product.activations:
-            weights.setdefault(str(value.name), []).extend([] if product.weight is None else [product.weight])
+            if product.weight is not None:
+                weights[str(value.name)].append(product.weight.astype(np.float32))
             if is_probability(value):
                 ranges[str(value.name)] = Range(0.0, 1.0, "a softmax")
-    return {
-        name: ranges.get(name) or choose_range(one, [w.astype(np.float32) for w in weights[name]], scheme)
-        for name, one in seen.items()
-    }
+    return {name: ranges.get(name) or choose_range(one, weights[name], scheme) for name, one in seen.items()}
 
 
 def choose_range(seen: Observation, weights: Sequence[np.ndarray], scheme: Scheme) -> Range:
-    """Returns the range with the smallest error of the products with weights [C, F]; the widest without weights."""
+    """Returns the range with the smallest error of the MatMuls with these weights [C, F]; the widest if none."""
 
     def error(limits: Range) -> float:
         difference = seen.tokens - scheme.rounded(seen.tokens, limits)
@@ -189,16 +175,16 @@ def choose_range(seen: Observation, weights: Sequence[np.ndarray], scheme: Schem
 def smooth(
     model: ir.Model, products: Sequence[Product], peaks: Mapping[str, Sequence[float]], scheme: Scheme
 ) -> dict[str, np.ndarray]:
-    """Moves scales from the outputs of norms into the linear layers that follow, in place; outputs stay the same.
+    """Moves scales from the outputs of norms into the linear layers that follow, in place.
 
     Args:
-        model: The graph.
-        products: The linear layers. A norm with other readers is skipped.
-        peaks: By name of an activation, the largest magnitude of each channel [C]; by default estimated from the
-            norm's weight and bias.
+        model: The graph; its outputs stay the same.
+        products: The MatMuls. A norm whose output has other readers is skipped.
+        peaks: Largest magnitude of each channel [C], by name of the activation; estimated from the norm's weight and
+            bias for activations that are not in it.
         scheme: The number format; for e4m3, scales are powers of two.
     Returns:
-        By name of the activation, the scale [C] that divides it. Weights of the linear layers are new constants.
+        The scale [C] by which an activation was divided, by name.
     """
     readers: dict[str, list[Product]] = {}
     for product in products:
@@ -220,7 +206,7 @@ def smooth(
             raise CalibrationError(f"{name} must have {len(parameters[0])} peaks, got {len(peak)}")
         scale = smoothing_scale(peak, weights)
         scale = power_of_two(scale) if scheme.kind == "e4m3" else scale
-        write = Writer(model.graph, f"{norm.name}.smoothed", before=norm)
+        write = Writer(model.graph, f"{norm.name}.smoothed")
         for index, parameter in zip(PARAMETERS[norm.op_type], parameters):
             if parameter is not None:
                 divided = (parameter.astype(np.float64) / scale).astype(parameter.dtype)

@@ -1,37 +1,44 @@
-"""Optimizes a graph for its target: lowers attention and uses ONNX Runtime's fused operators."""
+"""Optimizes a graph for its target: replaces attention placeholders, and uses ONNX Runtime's fused operators."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
+from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
+from onnxscript.rewriter import pattern, rewrite
+from onnxscript.rewriter.ort_fusions.bias_gelu import fuse_bias_gelu
+from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_layer_normalization
+from onnxscript.rewriter.rules.common import no_op_transpose_rule, transpose_transpose_rule
 
-from vit_fast.libraries.image_model import ImageModel
+from vit_fast.libraries.interface.image_model import ImageModel
 
 from . import attention_nodes
-from .graphs import MICROSOFT, Writer, constant_of, replace
+from .graphs import MICROSOFT
 from .options import ATTENTION_OPSET, ExportOptions
 from .report import Fusion
 
 SKIP_NORM, BIAS_GELU, LAYER_NORM = "SkipLayerNormalization", "BiasGelu", "LayerNormalization"
 
 
-def attention_form(options: ExportOptions) -> attention_nodes.Form:
-    if options.targets_ort:
-        return "multi_head_attention"
-    if options.opset < ATTENTION_OPSET:
-        return "plain"
-    return "attention_4d" if options.target == "tensorrt" else "attention"
-
-
 def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[Fusion]:
-    """Lowers attention and, for ONNX Runtime, fuses LayerNorm and GELU, in place; returns the fusions of the target."""
-    form = attention_form(options)
+    """Replaces attention placeholders and, for ONNX Runtime, fuses LayerNorm and GELU, in place.
+
+    Returns:
+        The fusions of the target: how many were made, and how many were possible.
+    """
+    form: attention_nodes.Form = "attention_4d" if options.target == "tensorrt" else "attention"
+    if options.targets_ort:
+        form = "multi_head_attention"
+    elif options.opset < ATTENTION_OPSET:
+        form = "plain"
     sites, packed = attention_nodes.lower_attention(model, form)
     common_passes.RemoveUnusedNodesPass()(model)
-    _cancel_transposes(model)
+    # remove pairs of inverse transposes, which libraries use around attention
+    rewrite(model, [transpose_transpose_rule, no_op_transpose_rule])
     missing = vit.attentions - sites
     fusions = []
     if form != "plain":
@@ -52,7 +59,7 @@ def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
 
 
 def forget_inner_shapes(model: ir.Model) -> None:
-    """Drops shapes and types of inner values: the runtime infers them, and stale ones break quantizers."""
+    """Removes shapes and types of inner values: the runtime infers them, and outdated ones break quantizers."""
     outputs = set(map(id, model.graph.outputs))
     for node in model.graph:
         for value in node.outputs:
@@ -65,60 +72,34 @@ def count_nodes(model: ir.Model) -> Counter[str]:
 
 
 def _fuse_for_ort(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[Fusion]:
-    from onnxscript.rewriter.ort_fusions.bias_gelu import fuse_bias_gelu
-
-    _fuse_erf_gelu(model)
+    rewrite(model, pattern.RewriteRuleSet(_ERF_GELUS, commute=True))
     exact = [n for n in model.graph if n.op_type == "Gelu" and n.attributes.get_string("approximate", "none") == "none"]
     skip_norm = _fuse_skip_norm(model, vit, options)
     fuse_bias_gelu(model)
-    gelus = count_nodes(model)[BIAS_GELU]
     note = "" if len(exact) >= vit.depth else "the model's activation is not exact GELU"
-    return [skip_norm, Fusion(BIAS_GELU, gelus, vit.depth, note)]
+    return [skip_norm, Fusion(BIAS_GELU, count_nodes(model)[BIAS_GELU], vit.depth, note)]
 
 
-def _fuse_erf_gelu(model: ir.Model) -> None:
-    """Replaces x * 0.5 * (1 + erf(x / sqrt(2))), GELU before opset 20, by one node.
-
-    onnxscript's rule compares constants exactly, so it does not match the rounded constants of an fp16 graph.
-    """
-    for erf in [node for node in model.graph if node.op_type == "Erf"]:
-        inner = erf.inputs[0].producer() if erf.inputs[0] is not None else None
-        if inner is None or inner.op_type != "Div" or not _is_constant(inner.inputs[1], math.sqrt(2)):
-            continue
-        x, value, others = inner.inputs[0], erf.outputs[0], []
-        for op_type in ("Add", "Mul", "Mul"):
-            consumers = [use.node for use in value.uses()]
-            if len(consumers) != 1 or consumers[0].op_type != op_type:
-                break
-            others.append(next(operand for operand in consumers[0].inputs if operand is not value))
-            value = consumers[0].outputs[0]
-        is_x, is_half = [v is x for v in others[1:]], [_is_constant(v, 0.5) for v in others[1:]]
-        if len(others) == 3 and _is_constant(others[0], 1.0) and sum(is_x) == 1 and sum(is_half) == 1:
-            gelu = Writer(model.graph, f"{erf.name}.gelu", before=erf).op("Gelu", x, domain=MICROSOFT)
-            replace(value, gelu)
-    common_passes.RemoveUnusedNodesPass()(model)
+def _halved(op: Any, x: Any) -> Any:
+    """GELU before opset 20, x * (0.5 * (1 + erf(x / sqrt(2)))). onnxscript's rule does not match rounded constants."""
+    return op.Mul(x, op.Mul(_near(0.5), op.Add(op.Erf(op.Div(x, _near(math.sqrt(2)))), _near(1.0))))
 
 
-def _is_constant(value: ir.Value | None, expected: float) -> bool:
-    array = constant_of(value)
-    return array is not None and array.size == 1 and math.isclose(float(array.reshape(())), expected, rel_tol=2e-3)
+def _halved_last(op: Any, x: Any) -> Any:
+    return op.Mul(_near(0.5), op.Mul(x, op.Add(op.Erf(op.Div(x, _near(math.sqrt(2)))), _near(1.0))))
+
+
+_near = partial(pattern.Constant, rel_tol=2e-3)  # fp16
+_ERF_GELUS = [
+    pattern.RewriteRule(each, lambda op, x: op.Gelu(x, _domain=MICROSOFT)) for each in (_halved, _halved_last)
+]
 
 
 def _fuse_skip_norm(model: ir.Model, vit: ImageModel, options: ExportOptions) -> Fusion:
     if options.target == "ort-cpu":
-        # Seen in profiles of ONNX Runtime 1.31: its CPU kernel is not vectorised, the two others are.
+        # In profiles of ONNX Runtime 1.31, its CPU kernel is not vectorized, unlike the two others.
         return Fusion(SKIP_NORM, 0, 0, "not fused for the CPU, whose kernel is slower than Add and LayerNormalization")
-    from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_layer_normalization
-
     fuse_skip_layer_normalization(model)
     fused, wanted = count_nodes(model)[SKIP_NORM], 2 * vit.depth
     note = "" if fused >= wanted else "the last LayerNorm follows pooling, or a block has another residual structure"
     return Fusion(SKIP_NORM, fused, wanted, note)
-
-
-def _cancel_transposes(model: ir.Model) -> None:
-    """Removes pairs of inverse transposes, which libraries use around attention."""
-    from onnxscript.rewriter import rewrite
-    from onnxscript.rewriter.rules.common import no_op_transpose_rule, transpose_transpose_rule
-
-    rewrite(model, [transpose_transpose_rule, no_op_transpose_rule])

@@ -1,4 +1,4 @@
-"""Export options, and checks of their combinations."""
+"""Options of an export, and checks of their combinations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from vit_fast.arguments import check_choice
 from vit_fast.errors import UnsupportedInputError, check_type
-from vit_fast.libraries.image_model import Output
+from vit_fast.libraries.interface.image_model import Output
 
 from .report import EIGHT_BIT_BUDGET
 
@@ -16,7 +16,7 @@ Precision = Literal["fp32", "fp16", "bf16", "int8", "int8-dynamic", "fp8"]
 
 MIN_OPSET, DEFAULT_OPSET, ATTENTION_OPSET, BF16_OPSET = 18, 20, 23, 22
 HALF_SCALES_OPSET = 19
-"""The first opset whose QuantizeLinear supports fp16 and e4m3."""
+"""First opset whose QuantizeLinear supports fp16 and e4m3."""
 TRT_PRECISIONS = ("fp32", "fp16", "bf16", "int8", "fp8")
 FP8_TARGETS = ("generic", "tensorrt")
 
@@ -46,25 +46,22 @@ class ExportOptions:
         check_choice("target", self.target, get_args(Target))
         check_choice("precision", self.precision, get_args(Precision))
         check_choice("output", self.output, get_args(Output))
-        for name in ("dynamic_batch", "dynamic_size", "preprocess", "external_data"):
-            if (flag := getattr(self, name)) is not None or name != "external_data":
-                check_type(name, flag, bool)
+        for name in ("dynamic_batch", "dynamic_size", "preprocess"):
+            check_type(name, getattr(self, name), bool)
+        check_type("external_data", self.external_data, bool, type(None))
         newest = newest_opset()
         if not isinstance(self.opset, int) or isinstance(self.opset, bool) or not MIN_OPSET <= self.opset <= newest:
             raise ValueError(f"opset must be None or between {MIN_OPSET} and {newest}, got {self.opset!r}")
         if conflicts := self._conflicts():
-            raise UnsupportedInputError(
-                f"export with opset {self.opset}, precision {self.precision!r}, target {self.target!r}", conflicts
-            )
+            what = f"export with opset {self.opset}, precision {self.precision!r}, target {self.target!r}"
+            raise UnsupportedInputError(what, conflicts)
 
     def _conflicts(self) -> list[str]:
         conflicts = []
         if self.target == "tensorrt" and self.precision not in TRT_PRECISIONS:
             conflicts.append(f"precision must be one of {', '.join(TRT_PRECISIONS)} for TensorRT")
         if self.target == "tensorrt" and self.preprocess:
-            conflicts.append(
-                "preprocess must be False for TensorRT, which has no antialiased Resize: use target='ort-cuda'"
-            )
+            conflicts.append("preprocess must be False for TensorRT (no antialiased Resize): use target='ort-cuda'")
         if self.precision == "bf16" and self.target == "ort-cpu":
             conflicts.append("ONNX Runtime's CPU provider has no bf16 Conv, MatMul or LayerNormalization")
         if self.precision == "bf16" and self.opset < BF16_OPSET:
@@ -87,7 +84,7 @@ class ExportOptions:
 
     @property
     def dtype(self) -> str:
-        """Dtype of everything that is not quantized: fp16 for TensorRT, which keeps the dtypes of a graph."""
+        """Dtype of what is not quantized; in 8-bit files for TensorRT fp16, because TensorRT adds no casts."""
         if not self.is_eight_bit:
             return self.precision
         return "fp16" if self.precision == "fp8" or self.target == "tensorrt" else "fp32"
@@ -98,7 +95,7 @@ class ExportOptions:
 
     @property
     def budget(self) -> str:
-        """Description of the largest error that is allowed."""
+        """The largest allowed error, in words."""
         return EIGHT_BIT_BUDGET if self.is_eight_bit else f"max <= {BUDGETS[self.precision]:g}"
 
 

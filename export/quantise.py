@@ -1,7 +1,7 @@
 """Quantizes a graph to 8 bits: smooths, calibrates, and keeps layers in float until the loss is within the budget.
 
 Quantizes the linear layers inside blocks and, for e4m3, the MatMuls of attention. Norms, patch embedding and head stay
-in float; they are a few per cent of a ViT's arithmetic.
+in float; they need only a few percent of a ViT's operations.
 """
 
 from __future__ import annotations
@@ -26,30 +26,27 @@ from .report import EIGHT_BIT_BUDGET, Loss, Quantised, loss_of
 from .runtime.metadata import inspect_onnx, read_signature
 
 ERROR_BATCHES = 4
-"""Number of held-out batches that determine which MatMuls stay in float."""
+"""Number of held-out batches used to sort the MatMuls by error."""
 MARGIN = 0.9
-"""Share of the error budget for the graph, because the file is compared with eager afterwards."""
+"""Share of the error budget that quantization may use. The file, compared with eager later, may use all of it."""
 
 
 class QuantisationError(VitFastError, RuntimeError):
-    """Quantization changes the outputs of a model by more than the budget."""
+    """Quantization changes the model's outputs by more than the budget."""
 
 
 def quantise(
-    model: ir.Model,
-    options: ExportOptions,
-    calibration: Sequence[np.ndarray],
-    held_out: Sequence[np.ndarray],
+    model: ir.Model, options: ExportOptions, calibration: Sequence[np.ndarray], held_out: Sequence[np.ndarray],
     cache: Path | None = None,
-) -> tuple[ir.Model, Quantised]:
-    """Quantizes a graph in the scheme of its precision and target.
+) -> tuple[ir.Model, Quantised]:  # fmt: skip
+    """Quantizes a float graph with one input, which is smoothed in place.
 
     Args:
-        model: A float graph with one input; its large channels are smoothed in place.
+        model: The graph.
         options: Options of the file.
-        calibration: Batches of inputs to measure ranges on; may be empty for "int8-dynamic", and with a cache.
-        held_out: Batches to measure the loss on; may be empty.
-        cache: File of the calibration: written if there are calibration images, else read.
+        calibration: Batches of inputs to observe; may be empty for "int8-dynamic", and with a cache.
+        held_out: Batches of inputs to measure the loss on; if empty, all layers are quantized.
+        cache: See `calibrate`.
     Raises:
         CalibrationError: the cache cannot be used, or activations are not finite.
         QuantisationError: the loss exceeds the budget even with half of the linear layers in float.
@@ -65,47 +62,37 @@ def quantise(
             return quantise_dynamically(model, chosen)
         return quantise_products(model, chosen, scheme, ranges, fused=options.target == "ort-cpu")
 
-    made: list[ir.Model] = []  # the last one that passed, with the fewest in float
+    made = written(())  # the last graph that passed, with the fewest layers in float
     losses: list[Loss] = []
 
     def passes(kept: Collection[Product]) -> bool:
-        candidate = written(kept)
+        nonlocal made
+        candidate = written(kept) if kept else made
         losses.append(loss_of(_outputs(candidate, held_out), expected, options.output))
         if passed := losses[-1].acceptable(MARGIN):
-            made[:] = [candidate]
+            made = candidate
         return passed
 
     kept: tuple[Product, ...] = ()
-    if not held_out:
-        made.append(written(()))
-    elif not passes(()):
-        by_error = _by_error(model, products, scheme, ranges, held_out)
+    if held_out and not passes(()):
         attention = sum(product.weight is None for product in products)
         most = attention + (len(products) - attention) // 2
-        found = fewest_kept(by_error, passes, most)
-        if found is None:
+        kept = fewest_kept(_by_error(model, products, scheme, ranges, held_out), passes, most) or ()
+        if not kept:
             raise QuantisationError(
                 f"{options.precision}: with {most} of {len(products)} MatMuls in float, {losses[-1].line()}; "
                 f"must be {EIGHT_BIT_BUDGET}"
             )
-        kept = found
-    return made[0], Quantised(
-        matmuls=len(products) - len(kept),
-        in_float=tuple(product.name for product in kept),
-        methods=dict(Counter(one.method for one in ranges.values())),
-    )
+    names, methods = tuple(product.name for product in kept), Counter(one.method for one in ranges.values())
+    return made, Quantised(len(products) - len(kept), names, dict(methods))
 
 
 def quantise_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantised:
-    """Quantizes the linear layers over tokens of a float file of any exporter to int8.
+    """Quantizes a float file of any exporter: its linear layers over tokens, calibrated on image files, to int8.
 
-    Args:
-        source: A file that takes preprocessed images [B, channels, height, width] in fp32.
-        path: The file to write.
-        target: See export_onnx.
-        files: Image files to measure ranges on.
     Raises:
-        UnsupportedInputError: the file has other inputs, or no such layers.
+        UnsupportedInputError: the input is not preprocessed images [B, channels, height, width] in fp32, or the file
+            has no such layers.
         ModelFileError: the file is missing, damaged, unsafe, or takes no images.
     """
     info = inspect_onnx(source)
@@ -147,22 +134,16 @@ def _outputs(model: ir.Model, batches: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _by_error(
-    model: ir.Model,
-    products: Sequence[Product],
-    scheme: Scheme,
-    ranges: Mapping[str, Range],
+    model: ir.Model, products: Sequence[Product], scheme: Scheme, ranges: Mapping[str, Range],
     held_out: Sequence[np.ndarray],
-) -> list[Product]:
-    """Sorts MatMuls by the error of quantizing each alone, the largest first; attention before linear layers."""
+) -> list[Product]:  # fmt: skip
+    """Sorts the MatMuls: attention first, then by the error if one alone is quantized, the largest first."""
     seen = observe(model, products, held_out[:ERROR_BATCHES])
 
     def error(product: Product) -> float:
-        names = [str(value.name) for value in product.activations]
-        exact = [seen[name].tokens for name in names]
-        moved = [
-            scheme.rounded(x, ranges.get(name) or Range(float(x.min()), float(x.max()), "its own"))
-            for name, x in zip(names, exact)
-        ]
+        found = [(seen[name].tokens, ranges.get(name)) for name in (str(value.name) for value in product.activations)]
+        exact = [x for x, _ in found]
+        moved = [scheme.rounded(x, known or Range(float(x.min()), float(x.max()), "its own")) for x, known in found]
         if product.weight is None:
             return max(_relative(m, x) for m, x in zip(moved, exact))
         weight = product.weight.astype(np.float32)

@@ -1,7 +1,6 @@
 """Report of an export: fusions, quantization, and the comparison of the file with the model.
 
-After quantization, errors are spread over all elements, and the largest one says little. So `Loss` also counts changed
-classes.
+Quantization changes all outputs a little, so that their largest error means little. `Loss` also counts changed classes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vit_fast.libraries.image_model import Output
+from vit_fast.libraries.interface.image_model import Output
 
 from .runtime.metadata import counted, two_columns
 
@@ -20,30 +19,23 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SURE = 0.1
-"""The model is sure of an image if its most probable class leads by this probability."""
+"""The model counts as sure of an image if it prefers its class to the file's by this probability."""
 FLIPS = 0.01
-"""Allowed share of images that the model is sure of and whose class changes; so none of fewer than 100."""
+"""Allowed share of images of which the model is sure and whose class changes; with fewer than 100 images, none may."""
 RMS = 0.05
 """Allowed root mean square error of the logits, in standard deviations of the logits."""
 EIGHT_BIT_BUDGET = (
     f"rms error <= {RMS:g}, another class on at most {FLIPS:.0%} of the images that the model was sure of"
 )
 POINTS = 0.006
-"""Allowed loss of accuracy against the model; losing one image is always allowed."""
+"""Allowed loss of accuracy relative to the model. One more misclassified image is always allowed."""
 LEAST_PROBABILITY = 1e-30
-"""Smaller probabilities are raised to this value, before the logarithm."""
+"""Smaller probabilities are replaced by this value before the logarithm."""
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """Count of a fusion.
-
-    Attributes:
-        name: The fused operator.
-        fused: Its nodes in the graph.
-        wanted: Number of these nodes if all blocks were fused.
-        note: The reason why some are not fused, if known.
-    """
+    """Number of nodes of a fused operator, and their number if all blocks were fused; why some are not, if known."""
 
     name: str
     fused: int
@@ -60,13 +52,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Quantised:
-    """Result of quantise.
-
-    Attributes:
-        matmuls: Number of quantized MatMuls.
-        in_float: Names of the layers that stay in float to limit the loss.
-        methods: Number of ranges by the method that chose them.
-    """
+    """Number of quantized MatMuls, names of layers that stay in float, and number of ranges by method."""
 
     matmuls: int
     in_float: tuple[str, ...]
@@ -108,13 +94,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Loss):
-    """Comparison of the file with the eager model at one image size.
-
-    Attributes:
-        batch: Images in the largest batch.
-        image_hw: Height and width of the file's input images, in pixels.
-        passed: True if the loss is within the budget.
-    """
+    """Comparison of the file with the eager model for images of one size; `batch` is the largest batch size."""
 
     batch: int
     image_hw: tuple[int, int]
@@ -123,13 +103,7 @@ class Check(Loss):
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Top-1 accuracy of a model and of its exported file.
-
-    Attributes:
-        images: Number of labelled images.
-        model: Accuracy of the model.
-        file: Accuracy of the file.
-    """
+    """Top-1 accuracy of a model and of its exported file on labeled images."""
 
     images: int
     model: float
@@ -196,7 +170,7 @@ class ExportReport:
 
     @property
     def max_error(self) -> float | None:
-        """Largest max_error of all checks; None without checks."""
+        """The largest max_error of all checks; None without checks."""
         return max((check.max_error for check in self.checks), default=None)
 
     @property
@@ -206,12 +180,10 @@ class ExportReport:
 
     def measured(self) -> dict[str, Any]:
         """Returns the measurements of the file for its metadata."""
-        verification = {"reference": self.reference, "budget": self.budget, "checks": [asdict(c) for c in self.checks]}
-        return {
-            "verification": verification if self.checks else "not verified",
-            "eight_bit": None if self.eight_bit is None else asdict(self.eight_bit),
-            "accuracy": None if self.accuracy is None else asdict(self.accuracy),
-        }
+        facts = asdict(self)
+        verified = {name: facts[name] for name in ("reference", "budget", "checks")}
+        verification = verified if self.checks else "not verified"
+        return {"verification": verification, "eight_bit": facts["eight_bit"], "accuracy": facts["accuracy"]}
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"verified": self.verified, "max_error": self.max_error}
@@ -222,12 +194,9 @@ class ExportReport:
     def to_table(self) -> Table:
         """Returns the report as a rich table."""
         beside = f", weights in {self.external_data}" if self.external_data else ""
-        rows = [
-            ("opset, target, precision", f"{self.opset}, {self.target}, {self.precision}"),
-            ("output", self.output),
-            ("size", f"{self.bytes / 1e6:.1f} MB{beside}"),
-            (f"{sum(self.nodes.values())} nodes", counted(self.nodes)),
-        ]
+        rows = [("opset, target, precision", f"{self.opset}, {self.target}, {self.precision}"), ("output", self.output)]
+        rows.append(("size", f"{self.bytes / 1e6:.1f} MB{beside}"))
+        rows.append((f"{sum(self.nodes.values())} nodes", counted(self.nodes)))
         if self.eight_bit is not None:
             rows.append(("8-bit", self.eight_bit.line()))
         rows += [("fused" if f.complete else "NOT fully fused", f.line()) for f in self.fusions]
@@ -256,10 +225,10 @@ class ExportReport:
 
 
 def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Loss:
-    """Compares outputs [B, classes], or [B, N, classes] of tokens, or features [B, C].
+    """Compares outputs [B, classes], outputs per token [B, N, classes], or features [B, C].
 
-    Compares logarithms of probabilities, log max(p, 1e-30), because probabilities of many classes are all small and
-    unrelated ones would look equal. The logarithms differ from the logits by a constant per image.
+    Compares probabilities by their logarithms log max(p, 1e-30): with many classes, all probabilities are small, and
+    even unrelated ones would look equal.
     """
     agreement, flips = None, 0
     if output == "probabilities":

@@ -1,4 +1,4 @@
-"""Verifies a file: checks it by onnx, runs it by ONNX Runtime on real images, and compares it with eager in fp64.
+"""Verifies a file: checks it with onnx, runs it in ONNX Runtime on real images, and compares it with eager in fp64.
 
 max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16; for 8-bit, see report.Loss
 """
@@ -20,7 +20,7 @@ from vit_fast.apps.data import as_inputs, as_pixels, per_channel, read_image
 from vit_fast.apps.evaluation import evaluate, labelled_images
 from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError, VitFastError
-from vit_fast.libraries.image_model import ImageModel
+from vit_fast.libraries.interface.image_model import ImageModel
 
 from .graphs import run_graph
 from .options import BUDGETS, ExportOptions
@@ -31,10 +31,10 @@ from .runtime.providers import ProviderError, open_session
 from .runtime.runner import OnnxRunner
 
 FP64_PARAMETERS = 200_000_000
-"""Models with more parameters are compared with eager fp32, because a copy in fp64 would need too much memory."""
+"""Larger models are compared with eager in fp32, because a copy in fp64 would need too much memory."""
 BATCHES, BATCHES_LARGE, LABELLED_BATCH = (1, 3, 8), (1, 2), 16
 PIXEL_TOLERANCE = 1.5
-"""Largest difference, in grey levels, between preprocessing in the graph and in Pillow: both round after each axis."""
+"""Largest allowed difference between preprocessing in the graph and by Pillow, in gray levels. Both round twice."""
 
 
 class VerificationError(VitFastError, RuntimeError):
@@ -44,15 +44,8 @@ class VerificationError(VitFastError, RuntimeError):
 def verify_file(
     path: Path, vit: ImageModel, options: ExportOptions, images: list[Image.Image]
 ) -> tuple[list[Check], str]:
-    """Compares an ONNX file with its model.
+    """Compares a file with its model on real images, at least one; returns the checks and the name of the reference.
 
-    Args:
-        path: The file.
-        vit: The model.
-        options: Options of the file.
-        images: Real images, at least one.
-    Returns:
-        The checks, and a description of the reference.
     Raises:
         VerificationError: the file is invalid or cannot be loaded, an output is NaN, or the error exceeds the budget.
         UnsupportedInputError: ONNX Runtime cannot run this precision here.
@@ -74,8 +67,7 @@ def verify_file(
             batch = max(len(inputs) for _, inputs in pieces)
             shape = pieces[0][0].shape[1:3] if options.preprocess else size
             checks.append(_compare(got, expected, batch, shape, options))
-    failed = [check for check in checks if not check.passed]
-    if failed:
+    if failed := [check for check in checks if not check.passed]:
         worst = max(failed, key=lambda check: check.max_error if np.isfinite(check.max_error) else np.inf)
         same = "" if worst.top1_agreement is None else f", top-1 agreement {worst.top1_agreement:.1%}"
         raise VerificationError(
@@ -89,7 +81,7 @@ def verify_file(
 def verify_preprocessing(
     data_config: DataConfig, image_hw: Size, in_chans: int, opset: int, image: Image.Image
 ) -> None:
-    """Compares preprocessing in the graph with preprocessing by Pillow, on whole images.
+    """Compares preprocessing in the graph with preprocessing by Pillow.
 
     Raises:
         VerificationError: they differ by more than rounding.
@@ -111,17 +103,13 @@ def _sizes(vit: ImageModel, options: ExportOptions) -> list[Size]:
     return [(height, width), (height + 2 * patch_h, width), (max(patch_h, height - patch_h), width + patch_w)]
 
 
-Pieces = list[tuple[np.ndarray, torch.Tensor]]
-"""Batches of inputs for the file and for the eager model; they differ if the file contains the preprocessing."""
-
-
 def _pieces(
     vit: ImageModel, options: ExportOptions, images: list[Image.Image], size: Size, *, full: bool, few: bool
-) -> Iterator[Pieces]:
-    """Yields the batches of each check at one size: one check per batch size.
+) -> Iterator[list[tuple[np.ndarray, torch.Tensor]]]:
+    """Yields the batches of each check at one size, each as inputs of the file and of the eager model.
 
-    For 8-bit precisions, one check has all images, in batches of several sizes, because only many images show how
-    often the class changes.
+    There is one check per batch size. For 8-bit precisions, there is one check of all images, in batches of several
+    sizes, because only many images show how often the class changes.
     """
     if options.is_eight_bit:
         images = images if full else images[: sum(BATCHES)]
@@ -129,9 +117,9 @@ def _pieces(
             yield [_inputs(vit, options, [image], size, 1) for image in images]
             return
         fed, inputs = _inputs(vit, options, images, size, len(images))
-        cuts = list(range(len(images))) if not options.dynamic_batch else [0, 1, *range(4, len(images), BATCHES[-1])]
-        spans = zip(cuts, [*cuts[1:], len(images)])
-        yield [(fed[start:end], inputs[start:end]) for start, end in spans if start < end]
+        cuts = range(1, len(images)) if not options.dynamic_batch else [1, *range(4, len(images), BATCHES[-1])]
+        pieces = zip(np.split(fed, cuts), inputs.tensor_split(list(cuts)))
+        yield [(piece, same) for piece, same in pieces if len(piece)]
         return
     batches = (BATCHES_LARGE if few else BATCHES) if options.dynamic_batch else (1,)
     fed, inputs = _inputs(vit, options, images, size, max(batches))
@@ -142,7 +130,7 @@ def _pieces(
 def _inputs(
     vit: ImageModel, options: ExportOptions, images: list[Image.Image], size: Size, count: int
 ) -> tuple[np.ndarray, torch.Tensor]:
-    """Returns the inputs of the file and of the eager model; they differ if the file contains the preprocessing."""
+    """Returns inputs of the file and of the eager model; pixels for a file that contains the preprocessing."""
     if options.preprocess and vit.data_config is not None:
         pixels = as_pixels(images[0], count, vit.in_chans)
         planes = _run_preprocessing(vit.data_config, size, vit.in_chans, options.opset, pixels)
@@ -152,7 +140,7 @@ def _inputs(
 
 
 def _run_preprocessing(data: DataConfig, image_hw: Size, in_chans: int, opset: int, pixels: np.ndarray) -> np.ndarray:
-    ((planes,),) = run_graph(preprocessing_model(data, image_hw, in_chans, opset, batch=None), [pixels])
+    ((planes,),) = run_graph(preprocessing_model(data, image_hw, in_chans, opset), [pixels])
     return planes
 
 
@@ -165,11 +153,8 @@ def _eager(vit: ImageModel, inputs: torch.Tensor, options: ExportOptions) -> np.
 def check_verifiable(options: ExportOptions) -> None:
     """Raises UnsupportedInputError, before the model is captured, if ONNX Runtime cannot run the file here."""
     if options.precision == "bf16" and not _on_cuda(options):
-        reasons = [
-            "ONNX Runtime runs bf16 on CUDA only, but torch found no CUDA device",
-            "pass verify=False (--no-verify)",
-        ]
-        raise UnsupportedInputError("verification of a bf16 file", reasons)
+        reason = "ONNX Runtime runs bf16 on CUDA only, but torch found no CUDA device"
+        raise UnsupportedInputError("verification of a bf16 file", [reason, "pass verify=False (--no-verify)"])
 
 
 def _on_cuda(options: ExportOptions) -> bool:
@@ -185,9 +170,8 @@ def _session(path: Path, options: ExportOptions) -> Any:
         return open_session(path, **settings)
     except ModelFileError as error:
         if options.precision == "bf16":
-            raise UnsupportedInputError(
-                "verification of a bf16 file", [str(error), "pass verify=False, or export on a machine with CUDA"]
-            ) from error
+            reasons = [str(error), "pass verify=False, or export on a machine with CUDA"]
+            raise UnsupportedInputError("verification of a bf16 file", reasons) from error
         raise VerificationError(str(error)) from error
 
 
@@ -226,8 +210,7 @@ def measure_accuracy(
 
     def logits(images: list[Image.Image]) -> np.ndarray:
         inputs = as_inputs(images, vit.data_config, vit.image_hw, vit.in_chans)
-        result: np.ndarray = vit.forward(inputs, "logits").float().numpy()
-        return result
+        return np.asarray(vit.forward(inputs, "logits").float())
 
     files = [file for file, _ in labelled]
     of_file = evaluate(labelled, _outputs(files, runner.probabilities))

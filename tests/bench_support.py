@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from vit_fast.benchmarks import builders, machine, runner
+from vit_fast.benchmarks import candidates, machine, runner
 from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.configuration import Configuration, make_configuration
-from vit_fast.benchmarks.models import Task
+from vit_fast.benchmarks.models import Task, resolve
+from vit_fast.benchmarks.preparation import weights_of
 from vit_fast.benchmarks.rows import SPEED_FIELDS
 from vit_fast.measure import compare
 from vit_fast.measure.candidate import Candidate
@@ -36,7 +38,13 @@ def named(name: str, build: Callable[[Task], Any], **fields: Any) -> Candidate:
 
 def build(name: str, task: Task) -> nn.Module:
     """Our model or operator as a candidate of this name, also for a single block."""
-    return builders.build(get_candidate(name), task)
+    return candidates.build(get_candidate(name), task)
+
+
+def make_task(word: str, dtype: torch.dtype = torch.float32, training: bool = False, batch: int = 5) -> Task:
+    """The task of a model or operator on the CPU."""
+    (model,) = resolve(word)(None)
+    return Task(model, weights_of(model, dtype), dtype, torch.device("cpu"), batch, training)
 
 
 def breaking(error: Callable[[], None], after: int = 9, above: int = 0) -> Callable[[Task], Callable[[Tensor], Tensor]]:

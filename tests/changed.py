@@ -31,6 +31,7 @@ FP8 = ("fp8_*", "calibrate")
 EXPORT = ("export_*", "onnx_*", "deployment", "fixed_grid")
 TUNING = ("optimize*", "tuning_*")
 BENCH = ("bench_*", "onnx_bench", "gpu_check")
+LIBRARIES = (*FUSED, *FP8, "onnx_families", "export_rotary", "model_*", "weights_*", "bench_models")
 MODEL = ("model*", "mlp_block", "rotary_models")
 PREDICTION = ("predict*", "evaluate", "data", "files")
 TRAINING = ("train*",)
@@ -48,7 +49,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vit_fast/run": ("runtime", "graph_*", "warm_up", "new_batch_sizes", "stand_in_driver"),
     "vit_fast/apps": (*PREDICTION, *TRAINING, "docs"),
     "vit_fast/ops": (*KERNELS, *FP8, "stand_in_driver", "autocast", "transforms", "auto_backend"),
-    "vit_fast/libraries": (*FUSED, *FP8, "onnx_families", "export_rotary", "model_*", "weights_*", "bench_models"),
+    "vit_fast/libraries": LIBRARIES,
+    "vit_fast/libraries/interface": LIBRARIES,
+    "vit_fast/libraries/timm": LIBRARIES,
+    "vit_fast/libraries/transformers": LIBRARIES,
     "vit_fast/integrations": FUSED,
     "vit_fast/weights": ("weights_*", "model_against_timm", "calibrate"),
     "vit_fast/measure": (*TUNING, *BENCH),

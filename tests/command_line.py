@@ -1,6 +1,10 @@
-"""The command line in this process."""
+"""The command line in this process, and what it finds installed."""
 
 from __future__ import annotations
+
+import importlib.util
+
+import pytest
 
 from vit_fast.cli import main
 
@@ -12,3 +16,9 @@ def run(*arguments: str) -> int:
     except SystemExit as ended:
         return int(ended.code or 0)
     return 0
+
+
+def uninstall(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Lets a package seem not to be installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))

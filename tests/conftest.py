@@ -177,6 +177,12 @@ def model() -> nn.Module:
     return model
 
 
+@pytest.fixture
+def images() -> torch.Tensor:
+    """A batch for the test model."""
+    return torch.randn(4, 3, 32, 32)
+
+
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """ONNX files of a small model, by the names of `onnx_models.FILES`: exported("plain")."""

@@ -123,7 +123,6 @@ def held_out() -> tuple[Tensor, Tensor]:
 
 
 def write_digits(folder: Path, first: int, last: int) -> Path:
-    """A folder of images, one subfolder a class."""
     images, labels = digits()
     for i in range(first, last):
         (folder / str(labels[i].item())).mkdir(parents=True, exist_ok=True)

@@ -27,8 +27,8 @@ def main() -> None:
     for library, name in LIBRARIES.items():
         subject = SUBJECTS[name]
         original, inputs = subject.build(), subject.inputs()
-        ((argument, pictures),) = inputs.items()
-        share = {argument: pictures[dist.get_rank()][None]}
+        ((argument, pixels),) = inputs.items()
+        share = {argument: pixels[dist.get_rank()][None]}
         _, expected = gradients(subject, original, inputs)
         for check in (check_ddp, check_fsdp2):
             model = copy.deepcopy(original)

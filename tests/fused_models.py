@@ -1,4 +1,4 @@
-"""Small real models of every library that fuse knows, and how each is called."""
+"""Small models of every supported library, with their inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to fuse: make() builds it, inputs() draws what it takes, output() picks the tensor of a result."""
+    """A model to fuse: make() builds it, inputs() draws random inputs, output() returns one tensor of its result."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[..., dict[str, Tensor]]
@@ -57,7 +57,7 @@ def images(name: str, size: int = IMAGE) -> Callable[[], dict[str, Tensor]]:
 
 
 def _skip_before_it(library: str, known: bool, model: str) -> None:
-    """Skips a model that only later releases have than the installed one; with constraints.txt none is skipped."""
+    """Skips a model that the installed release lacks; with constraints.txt none is skipped."""
     pinned = re.search(rf"^{library}==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     if not known and pinned is not None and TorchVersion(version(library)) < pinned[1]:
         pytest.skip(f"{library} {version(library)} has no {model}")
@@ -72,7 +72,7 @@ def timm_subject(name: str, size: int = IMAGE, **overrides: Any) -> Subject:
         _skip_before_it("timm", timm.is_model(name), name)
         try:
             return timm.create_model(name, **settings)
-        except TypeError:  # an argument that came later
+        except TypeError:  # an argument of later releases
             _skip_before_it("timm", False, f"{name} with {', '.join(overrides)}")
             raise
 
@@ -123,7 +123,7 @@ def torch_encoder(dropout: float = 0.0) -> nn.Module:
 
 
 def plain_vit(name: str = "vit_tiny_patch16_224", depth: int = 2, **fields: Any) -> nn.Module:
-    """A small model of ours, not fused."""
+    """Returns a small model of ours, not fused."""
     import vit_fast
 
     sizes = {"img_size": IMAGE, "depth": depth, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
@@ -213,7 +213,7 @@ SUBJECTS: dict[str, Subject] = {
 
 
 def of_depth(depth: int) -> dict[str, Subject]:
-    """A model of so many blocks of each library."""
+    """Returns a model of this depth of each library."""
     return {
         "timm": timm_subject("vit_tiny_patch16_224", depth=depth),
         "transformers": transformers_subject(
@@ -225,7 +225,7 @@ def of_depth(depth: int) -> dict[str, Subject]:
 
 
 def rotary_of_depth(depth: int) -> dict[str, Subject]:
-    """A model with rotary positions of so many blocks of each library that has any."""
+    """Returns a model of this depth with rotary positions of each library that has one."""
     ours = functools.partial(plain_vit, "vit_small_patch16_dinov3", depth)
     theirs = functools.partial(transformers_subject, "DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2)
     return {
@@ -239,7 +239,7 @@ def rotary_of_depth(depth: int) -> dict[str, Subject]:
 
 
 def qk_norm_of_depth(depth: int) -> dict[str, Subject]:
-    """A model of so many blocks with norms of q and k, whose heads have 64 channels."""
+    """Returns a model of this depth with norms of q and k and head_dim 64."""
     sizes = {"depth": depth, "embed_dim": 128, "num_heads": 2}
     return {
         "timm": timm_subject("vit_tiny_patch16_224", qk_norm=True, **sizes),
@@ -248,7 +248,7 @@ def qk_norm_of_depth(depth: int) -> dict[str, Subject]:
     }
 
 
-DEEP = of_depth(24)  # deep enough for errors to add up along the residual stream
+DEEP = of_depth(24)  # deep enough for errors to accumulate in the residual stream
 LIBRARIES = {
     "timm": "timm-vit",
     "timm-rotary": "timm-dinov3",
@@ -259,7 +259,7 @@ LIBRARIES = {
 
 
 def gradients(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output, and the gradient of its squared sum by every parameter that takes part."""
+    """Returns the output, and the gradient of its sum of squares for each parameter that has one."""
     model.zero_grad(set_to_none=True)
     output = subject.run(model, inputs)
     output.square().sum().backward()
@@ -273,7 +273,7 @@ def assert_same_results(
     torch.testing.assert_close(found[0], expected[0], rtol=rtol / 10, atol=rtol / 50)
     assert found[1].keys() == expected[1].keys()
     largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
-    for name, gradient in expected[1].items():  # of the bias of a key it is zero but for rounding
+    for name, gradient in expected[1].items():  # a bias of k has a gradient of zero, except for rounding
         scale = max(float(gradient.abs().max()), 1e-3 * largest)
         torch.testing.assert_close(found[1][name] / scale, gradient / scale, rtol=rtol, atol=rtol / 5, msg=name)
 
@@ -283,7 +283,7 @@ def double_inputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def in_fp64(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The definition that everything is held against: the model as its library wrote it, in fp64."""
+    """Returns output and gradients of the reference: the library's own model in fp64."""
     return gradients(subject, copy.deepcopy(model).double(), double_inputs(inputs))
 
 
@@ -301,13 +301,13 @@ def attributes_of(model: nn.Module) -> dict[str, dict[str, str]]:
 
 
 def assert_within(actual: Tensor, before: Tensor, exact: Tensor, factor: float, what: str) -> None:
-    """The rule of accuracy, by root mean squares: the largest of a few dozen elements is a matter of luck."""
+    """Applies the accuracy rule to root mean squares, because the maximum of a few elements is noisy."""
     found = judge(actual, before, exact, factor, "rms")
     assert found.passed, f"{what}: {found}"
 
 
 def assert_fused_agrees(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> None:
-    """Fuses all of a model: outputs and gradients are as right as they were."""
+    """Fuses a model completely; outputs and gradients must be as accurate as before."""
     import vit_fast
 
     exact, exact_grads = in_fp64(subject, model, inputs)
@@ -321,7 +321,7 @@ def assert_fused_agrees(subject: Subject, model: nn.Module, inputs: dict[str, Te
 def assert_gradients_within(
     actual: dict[str, Tensor], before: dict[str, Tensor], exact: dict[str, Tensor], factor: float
 ) -> None:
-    """assert_within for every gradient; one that is zero but for rounding (a key's bias) is only held to be that."""
+    """Applies assert_within to all gradients; a gradient of zero (of a bias of k) may contain rounding errors."""
     assert actual.keys() == before.keys()
     largest = max(grad.abs().max().item() for grad in exact.values())
     for name, grad in actual.items():

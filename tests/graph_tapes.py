@@ -63,7 +63,7 @@ def leaves(tree: Any) -> list[Tensor]:
 def install(monkeypatch: Any) -> list[Tape]:
     """Lets `GraphRunner` capture on any device; returns the tapes, which fill as it does."""
     from vit_fast.kernels.launch import Launch
-    from vit_fast.ops import operators
+    from vit_fast.ops import registration
     from vit_fast.run import graph_runner
 
     tapes: list[Tape] = []
@@ -85,7 +85,7 @@ def install(monkeypatch: Any) -> list[Tape]:
 
         with monkeypatch.context() as patch:
             run()
-            patch.setattr(operators, "_run_by_plan", lambda: unplanned)
+            patch.setattr(registration, "_run_by_plan", lambda: unplanned)
             patch.setattr(Launch, "run", launch)
             with tape:
                 output = run()

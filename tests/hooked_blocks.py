@@ -1,4 +1,4 @@
-"""A small block of every class that fuse knows with a call of it, and what users do to the modules inside."""
+"""A small block of every class that fuse supports, a call of it, and changes that users make to modules inside."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.blocks.fused import FusedModule
-from vit_fast.libraries import known, transformers_blocks, transformers_packed
+from vit_fast.libraries import known
+from vit_fast.libraries.transformers import encoder_layer, families, packed_layers
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Undo = Callable[[], object]
-FORMS = transformers_blocks.FORMS.mixins | transformers_packed.FORMS.mixins
-LAYERS = [path for path, mixin in FORMS.items() if issubclass(mixin, transformers_blocks.FusedLayer)]
+FORMS = families.FORMS.mixins
+LAYERS = [path for path, mixin in FORMS.items() if issubclass(mixin, encoder_layer.FusedLayer)]
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_heads": 2, "intermediate_size": 96}
 
 
 def transformers_layer(path: str) -> tuple[nn.Module, Call]:
-    """An encoder layer of transformers by its dotted path, and how its model calls it."""
+    """Returns the encoder layer of transformers with this dotted path, and a call as by its model."""
     home, _, name = path.rpartition(".")
     try:
         module: Any = importlib.import_module(home)
@@ -42,7 +43,7 @@ def transformers_layer(path: str) -> tuple[nn.Module, Call]:
 
 
 def _config_of(module: Any) -> Any:
-    """The configuration of a model's layers, by their annotations or by that of the model."""
+    """Returns the configuration of a model's layers, found by the annotations of the layers or of the model."""
     classes = [getattr(module, path.rpartition(".")[2], None) for path in FORMS if path.startswith(module.__name__)]
     said = " ".join(str(inspect.signature(cls.__init__)) for cls in classes if cls is not None)
     named = re.findall(r"transformers[\w.]+Config", said)
@@ -67,9 +68,9 @@ def _call_of(mixin: type[FusedModule], layer: nn.Module) -> Call:
         angles = torch.randn(tokens, half).repeat(1, 2)
         return {"position_embeddings": (angles.cos(), angles.sin())}
 
-    if issubclass(mixin, transformers_packed.FusedPackedLayer):
+    if issubclass(mixin, packed_layers.FusedPackedLayer):
         return (torch.randn(7, width),), {"cu_seqlens": torch.tensor([0, 4, 7], dtype=torch.int32), **rotary(7)}
-    if issubclass(mixin, transformers_packed.FusedLlama4Layer):
+    if issubclass(mixin, packed_layers.FusedLlama4Layer):
         freqs = torch.polar(torch.ones(5, 1, half), torch.randn(5, 1, half))
         return (), {"hidden_state": torch.randn(2, 5, width), "freqs_ci": freqs}
     takes = inspect.signature(type(attention).forward).parameters
@@ -81,7 +82,7 @@ def _call_of(mixin: type[FusedModule], layer: nn.Module) -> Call:
 
 
 def blocks_of(subject: Subject) -> Iterator[tuple[nn.Module, Call]]:
-    """The first module of every class in a model that fuse fuses, and how the model calls it."""
+    """Yields the first module of each class that fuse supports in a model, and the model's call of it."""
     model = subject.build().eval()
     twin = copy.deepcopy(model)
     vit_fast.fuse(twin, "sdpa")
@@ -109,7 +110,7 @@ def _is_fused(name: str, module: nn.Module) -> bool:
     return isinstance(module, FusedModule) and bool(name) and not isinstance(module, nn.Sequential)
 
 
-# --- what users do ------------------------------------------------------------------------------------------
+# --- changes that users make --------------------------------------------------------------------------------
 
 
 def _first(value: Any) -> Any:
@@ -117,7 +118,7 @@ def _first(value: Any) -> Any:
 
 
 def changed(value: Any, scale: float) -> Any:
-    """A result, or arguments, with another first tensor."""
+    """Returns a result, or arguments, with a changed first tensor."""
     first = _first(value)
     if not isinstance(first, Tensor) or not first.is_floating_point():
         return value
@@ -157,7 +158,7 @@ def set_a_forward(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
         _noted(seen, args, kwargs)
         return changed(before(*args, **kwargs), 1.5)
 
-    module.forward = forward  # type: ignore[method-assign]  # what users do
+    module.forward = forward  # type: ignore[method-assign]  # as users do
     return lambda: module.__dict__.pop("forward")
 
 
@@ -184,7 +185,7 @@ def replace(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
     path, _, last = name.rpartition(".")
     parent, before = owner.get_submodule(path), owner.get_submodule(name)
     if not last or isinstance(parent, nn.Sequential | nn.MultiheadAttention):
-        return lambda: None  # the block itself; what its library does not call as a module
+        return lambda: None  # the block itself, or a module whose forward its library does not call
     setattr(parent, last, Wrapped(before, seen))
     return lambda: setattr(parent, last, before)
 
@@ -201,10 +202,10 @@ def run(block: nn.Module, call: Call) -> Tensor:
 
 
 def assert_changes_count(block: nn.Module, call: Call) -> int:
-    """After every change of every module a fused block does what the block does that was not fused, and back again.
+    """Applies every change to every module of a block. The fused block must match the original, also after undoing it.
 
     Returns:
-        How many of the changes were seen by a call.
+        Number of changes that a call noticed.
     """
     for parameter in block.eval().parameters():
         nn.init.normal_(parameter, 0.1, 0.2)

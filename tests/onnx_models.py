@@ -17,14 +17,10 @@ import vit_fast
 from vit_fast.export.options import newest_opset
 
 SIZE = 32
+NAMES = [f"thing {i}" for i in range(10)]
 SHAPE: dict[str, Any] = {
-    "depth": 2,
-    "embed_dim": 32,
-    "num_heads": 2,
-    "num_classes": 10,
-    "img_size": SIZE,
-    "patch_size": 8,
-}
+    "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 10, "img_size": SIZE, "patch_size": 8,
+}  # fmt: skip
 HF = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "image_size": SIZE,
     "patch_size": 8,
@@ -55,50 +51,33 @@ def timm_vit(**fields: Any) -> nn.Module:
     return VisionTransformer(**(SHAPE | fields))
 
 
+def of_transformers(config: str, model: str, **fields: Any) -> nn.Module:
+    import transformers
+
+    built: nn.Module = getattr(transformers, model)(getattr(transformers, f"{config}Config")(**HF, **fields))
+    return built
+
+
 def transformers_vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    names = {i: f"thing {i}" for i in range(10)}
-    return ViTForImageClassification(ViTConfig(**HF, id2label=names, label2id={v: k for k, v in names.items()}))
-
-
-def transformers_dinov2() -> nn.Module:
-    from transformers import Dinov2Config, Dinov2Model
-
-    return Dinov2Model(Dinov2Config(**HF))
+    names = dict(enumerate(NAMES))
+    return of_transformers(
+        "ViT", "ViTForImageClassification", id2label=names, label2id={v: k for k, v in names.items()}
+    )
 
 
 def transformers_deit_with_teacher() -> nn.Module:
-    from transformers import DeiTConfig, DeiTForImageClassificationWithTeacher
-
-    return DeiTForImageClassificationWithTeacher(DeiTConfig(**HF, num_labels=10))
+    return of_transformers("DeiT", "DeiTForImageClassificationWithTeacher", num_labels=10)
 
 
 def transformers_siglip2() -> nn.Module:
-    from transformers import Siglip2VisionConfig, Siglip2VisionModel
-
-    fields = {name: value for name, value in HF.items() if name != "image_size"}
-    return Siglip2VisionModel(Siglip2VisionConfig(**fields, num_patches=16))
-
-
-def transformers_clip() -> nn.Module:
-    from transformers import CLIPVisionConfig, CLIPVisionModel
-
-    return CLIPVisionModel(CLIPVisionConfig(**HF))
-
-
-def transformers_siglip() -> nn.Module:
-    from transformers import SiglipVisionConfig, SiglipVisionModel
-
-    return SiglipVisionModel(SiglipVisionConfig(**HF))
+    return of_transformers("Siglip2Vision", "Siglip2VisionModel", num_patches=16)
 
 
 def torchvision_vit() -> nn.Module:
     from torchvision.models import VisionTransformer
 
-    return VisionTransformer(
-        image_size=SIZE, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=10
-    )
+    shape = {"image_size": SIZE, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
+    return VisionTransformer(**shape, num_classes=10)
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -113,9 +92,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "timm": timm_vit,
     "timm_siglip": lambda: timm_vit(class_token=False, global_pool="map"),
     "transformers_vit": transformers_vit,
-    "transformers_dinov2": transformers_dinov2,
-    "transformers_clip": transformers_clip,
-    "transformers_siglip": transformers_siglip,
+    "transformers_dinov2": lambda: of_transformers("Dinov2", "Dinov2Model"),
+    "transformers_clip": lambda: of_transformers("CLIPVision", "CLIPVisionModel"),
+    "transformers_siglip": lambda: of_transformers("SiglipVision", "SiglipVisionModel"),
     "torchvision": torchvision_vit,
 }
 
@@ -135,7 +114,6 @@ def make(family: str) -> nn.Module:
     return randomised(FAMILIES[family]())
 
 
-NAMES = [f"thing {i}" for i in range(10)]
 FILES: dict[str, dict[str, Any]] = {
     "plain": {"target": "ort-cpu", "class_names": NAMES},
     "generic": {},

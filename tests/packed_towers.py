@@ -40,7 +40,7 @@ def image_inputs(batch: int = 0) -> dict[str, Any]:
 
 
 def naflex_inputs(batch: int = 0) -> dict[str, Tensor]:
-    """Patches of images three patches wide, padded to the longest."""
+    """Returns patches of images that are three patches wide, padded to the longest."""
     lengths = ((6, 2, 9), (9,), (4, 9))[batch]
     index = torch.arange(max(lengths), device=DEVICE)
     valid = index < torch.tensor(lengths, device=DEVICE)[:, None]
@@ -50,7 +50,7 @@ def naflex_inputs(batch: int = 0) -> dict[str, Tensor]:
 
 
 def made(path: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
-    """Builds a class by its path below transformers.models, with a configuration of the same package."""
+    """Builds a class, given its path below transformers.models and a configuration of the same package."""
 
     def make() -> nn.Module:
         pytest.importorskip("transformers", minversion="5.0")
@@ -78,7 +78,7 @@ LLAMA4 = {
 
 
 def towers_of_depth(depth: int) -> dict[str, Subject]:
-    """Returns the towers of transformers with so many layers."""
+    """Returns the towers of transformers with this depth."""
     sizes = ENCODER | {"num_hidden_layers": depth}
     return {
         "qwen2_vl": qwen(
@@ -97,7 +97,7 @@ def towers_of_depth(depth: int) -> dict[str, Subject]:
             made("pixtral.modeling_pixtral.PixtralVisionModel", "PixtralVisionConfig", **sizes,
                  image_size=32, patch_size=4),
             pixtral_inputs,
-            lambda result: result.last_hidden_state.square(),  # of RMSNorm: the sum of these squares is constant
+            lambda result: result.last_hidden_state.square(),  # because RMSNorm makes the sum of squares constant
         ),
         "siglip2": Subject(
             made("siglip2.modeling_siglip2.Siglip2VisionModel", "Siglip2VisionConfig", **sizes,
@@ -120,7 +120,7 @@ def towers_of_depth(depth: int) -> dict[str, Subject]:
 
 
 def naflex_of_depth(depth: int) -> dict[str, Subject]:
-    """Returns NaFlexVits with so many blocks."""
+    """Returns NaFlexVits with this depth."""
     return {
         "averaged": naflex("naflexvit_base_patch16_gap", depth=depth),
         "pooled by attention": naflex("naflexvit_base_patch16_siglip", depth=depth),
@@ -132,7 +132,7 @@ def naflex_of_depth(depth: int) -> dict[str, Subject]:
 
 
 def packed_of_depth(depth: int) -> dict[str, Subject]:
-    """Returns a tower for each way in which images of several sizes are told to blocks."""
+    """Returns a tower for each way in which blocks get the sizes of images."""
     names = ("qwen2_5_vl", "pixtral", "siglip2", "averaged", "rotary, a table an image")
     every = towers_of_depth(depth) | naflex_of_depth(depth)
     return {name: every[name] for name in names}

@@ -29,6 +29,7 @@ from vit_fast.kernels.attention import attention, attention_launch
 from vit_fast.kernels.attention.attention_backward import backward_launches
 from vit_fast.kernels.attention.attention_forward import forward_launch
 from vit_fast.kernels.attention.attention_policy import BackwardConfig, ForwardConfig
+from vit_fast.kernels.device import gpu_of
 
 HALF = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (16, 32, 48, 64, 72, 80, 88, 96, 128)
@@ -96,8 +97,8 @@ def test_drawn_shapes_and_layouts(data, batch, heads, lengths, head_dim, dtype, 
 
 
 def _skip_without_tma(tma: bool) -> None:
-    if tma and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("no TMA before capability 9.0")
+    if tma and int(gpu_of(DEVICE).arch.removeprefix("sm_")) < 90:
+        pytest.skip("no TMA before sm_90")
 
 
 FORWARD_CONFIGS = [

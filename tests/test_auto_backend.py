@@ -24,7 +24,7 @@ from vit_fast.blocks import fused as common
 from vit_fast.commands import info
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion import fuse as fusion
-from vit_fast.ops import backends, probe
+from vit_fast.ops import backends
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -64,8 +64,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
         "is_current_stream_capturing": False,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(probe, "_run_and_compare", answer)
-    monkeypatch.setattr(probe, "_found", {})
+    monkeypatch.setattr(backends, "_run_and_compare", answer)
+    monkeypatch.setattr(backends, "_probed", {})
     forget = backends._static_reasons.cache_clear
     forget()
     yield asked
@@ -83,7 +83,7 @@ def test_the_small_kernel_tells_right_from_wrong(factor: float, monkeypatch: pyt
         out.mul_(factor)
 
     monkeypatch.setattr(attention, "attention_forward", scaled)
-    reasons = probe._run_and_compare(kernel_support.DEVICE)
+    reasons = backends._run_and_compare(kernel_support.DEVICE)
     assert reasons == () if factor == 1 else "does not match the reference" in reasons[0]
 
 
@@ -107,8 +107,8 @@ def test_the_small_kernel_sees_none_of_the_callers_modes(monkeypatch: pytest.Mon
     reasons = []
 
     def ask(x: Tensor) -> Tensor:
-        monkeypatch.setattr(probe, "_found", {})
-        reasons.append(probe.probe_reasons(torch.device(kernel_support.DEVICE.type, 0)))
+        monkeypatch.setattr(backends, "_probed", {})
+        reasons.append(backends.probe_reasons(torch.device(kernel_support.DEVICE.type, 0)))
         return x.sum()
 
     for mode in (FakeTensorMode(), torch.device("meta"), torch.inference_mode()):
@@ -153,7 +153,7 @@ def test_what_passes_is_asked_again(gpu: list[torch.device], monkeypatch: pytest
         assert backends.resolve_backend("auto", GPU) == "sdpa" and gpu == []
         assert "before a CUDA graph capture" in backends.triton_unavailable_reasons(GPU)[0]
     with monkeypatch.context() as crowded:
-        crowded.setattr(probe, "_run_and_compare", full)
+        crowded.setattr(backends, "_run_and_compare", full)
         assert "OutOfMemoryError: no room" in backends.triton_unavailable_reasons(GPU)[0]
     assert backends.resolve_backend("auto", GPU) == "triton"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -174,11 +174,11 @@ BROKEN = {
     "no device": (lambda patch: patch.setattr(torch.cuda, "is_available", lambda: False), "torch found no CUDA device"),
     "old device": (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5)), "7.5"),
     "compiler": (
-        lambda patch: patch.setattr(probe, "_run_and_compare", _broken),
+        lambda patch: patch.setattr(backends, "_run_and_compare", _broken),
         "the test kernel failed on cuda:0: RuntimeError: the compiler gave up",
     ),
     "wrong answers": (
-        lambda patch: patch.setattr(probe, "_run_and_compare", lambda device: ("it does not match the reference",)),
+        lambda patch: patch.setattr(backends, "_run_and_compare", lambda device: ("it does not match the reference",)),
         "it does not match the reference",
     ),
 }
@@ -208,7 +208,7 @@ def test_auto_is_sdpa_where_triton_does_not_run(
 @pytest.mark.parametrize("case", ["compiler", "driver"])
 def test_triton_itself_fails_to_start(case: str, tmp_path: Path) -> None:
     """A process whose Triton has a real reason not to run: no C compiler on the PATH, or no driver."""
-    lines = ["import torch", "from vit_fast.ops.probe import probe_reasons"]
+    lines = ["import torch", "from vit_fast.ops.backends import probe_reasons"]
     if case == "compiler":  # Triton looks for a compiler once torch says that there is a CUDA device
         lines += ["torch.cuda.is_available = lambda: True"]
     lines += ["print(probe_reasons(torch.device('cpu', 0))[0])"]

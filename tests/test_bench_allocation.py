@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import types
 
 import numpy as np
 import pytest
 import torch
 from bench_support import Notes
 
-from vit_fast.benchmarks import runner
+from vit_fast.benchmarks import records, runner
 from vit_fast.benchmarks.candidates import parse_candidate
 from vit_fast.benchmarks.configuration import (
     ALWAYS,
@@ -127,11 +126,9 @@ def follow(
     names = {"timm": 0.1, "timm+fused+frozen": 0.09, "eager": 0.12, "openvino": 0.11}
     prepared = {name: machine.prepared(parse_candidate(name), group, seconds) for name, seconds in names.items()}
     protocol, notes = Protocol(repeats=80, seconds=4.0, least_repeats=5, warmup_repeats=1, warmup_seconds=0.0), Notes()
-    best = "timm+fused+frozen"
-    peers = {name: ready.row["peer"] for name, ready in prepared.items()}
-    watch = Watch(protocol, notes, lambda: machine.now_s, end_s, allocated, best, peers)
-    calls = {name: ready.call for name, ready in prepared.items()} | {AGAIN: prepared[best].call}
-    timings = time_interleaved(calls, CPU, protocol, on_round=watch)
+    watch = Watch(prepared, protocol, notes, lambda: machine.now_s, end_s, allocated)
+    assert watch.best == "timm+fused+frozen"
+    timings = time_interleaved(watch.calls, CPU, protocol, on_round=watch)
     return {name: timing.repeats for name, timing in timings.items()}, notes.said
 
 
@@ -171,13 +168,9 @@ def test_named_candidates_are_all_planned_and_without_a_limit() -> None:
     assert make_configuration(models=["vit_test"], device="cpu").time_budget_s == DEFAULT_TIME_BUDGET_S["cpu"]
 
 
-def test_a_resumed_run_leaves_out_what_the_first_did(default: Configuration, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_leaves_out_what_the_first_did(default: Configuration, tmp_path, monkeypatch) -> None:
     Machine().install(monkeypatch)
-    entries: list[tuple[str, object]] = []
-    journal = types.SimpleNamespace(
-        entries=entries, header={"machine": {}}, add=lambda kind, value: entries.append((kind, value))
-    )
-    first = runner.run(default, None, journal)
+    first = runner.run(default, None, journal := records.Journal.begin(tmp_path / "run", {}, {}))
     monkeypatch.setattr(runner, "measure_ceilings", lambda *_: TWO_CORES | {"matmul_TFLOP_per_s": {"fp32": 100.0}})
-    again = runner.run(default, None, journal)
+    again = runner.run(default, None, records.Journal.resume(journal.folder))
     assert again["skipped"] == first["skipped"] and len(again["rows"]) == len(first["rows"])

@@ -11,24 +11,17 @@ from pathlib import Path
 
 import pytest
 from bench_support import shrink
+from command_line import run
 from PIL import Image
 from rich.console import Console
 
 from vit_fast.benchmarks import records, rendering, report, runner
-from vit_fast.cli import main
 from vit_fast.commands.words import table
 from vit_fast.measure.limits import patient_interrupt
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
 SMALL = ["--models", "vit_test", "--batch-sizes", "2", "--dtypes", "fp32"]
-
-
-def vit_fast(*arguments: str) -> int:
-    """The exit status of a command line."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, image_files: Path) -> tup
     folder, printed = tmp_path_factory.mktemp("out") / "deep" / "run", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         shrink(patch)
-        status = vit_fast("bench", str(image_files), *SMALL, "--candidates", "eager,sdpa,timm", "--out", str(folder))
+        status = run("bench", str(image_files), *SMALL, "--candidates", "eager,sdpa,timm", "--out", str(folder))
     assert status == 0
     return folder, printed.getvalue()
 
@@ -72,63 +65,8 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(finished: tuple[P
     assert (folder / "table.md").read_text() == report.markdown(record)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{text}"], "not an image"),
-        (["{bomb}"], "bomb"),
-        (["{folder}"], "no image"),
-        (["--models", "vit_bse_patch16_224"], "vit_base_patch16_224"),
-        (["--models", "vit_nothing_*"], "unknown model"),
-        (["--models", ","], "models must name at least one"),
-        (["--candidates", "tim"], "did you mean timm"),
-        (["--candidates", "eager+compile:fastest"], "max-autotune"),
-        (["--candidates", "eager+compiled"], "+compile must be followed by"),
-        (["--candidates", "flex+compile"], "cannot be compiled"),
-        (["--batch-sizes", "1,x"], "1,x"),
-        (["--batch-sizes", "99999999999"], "it needs at least"),
-        (["--dtypes", "float32"], "fp32, fp16, bf16"),
-        (["--resume", "{folder}", "--train"], "must be the only option"),
-        (["--resume", "{folder}", "--explain"], "must be the only option"),
-        (["--resume", "{folder}", "--data", "host"], "must be the only option"),
-        (["--resume", "{text}"], "must be the only option"),
-        (["--device", "toaster"], "toaster"),
-        (["--data", "disk"], "--data must be device or"),
-        (["--data", "host", "--device", "cpu"], "got host"),
-        (["--device", "cuda:63"], "CUDA devices"),
-        (["--time-budget", "-1"], "time_budget_s"),
-        (["--out", "{text}"], "new or empty folder"),
-        (["--out", "{text}/below"], "is a file"),
-        (["--out", "{full}"], "is not empty"),
-    ],
-)
-def test_bad_input_is_one_clear_line_and_status_2(arguments, message, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    names = {
-        "text": tmp_path / "text.jpg",
-        "bomb": tmp_path / "bomb.png",
-        "folder": tmp_path / "folder",
-        "full": tmp_path,
-    }
-    names["text"].write_text("no image")
-    names["folder"].mkdir()
-    Image.new("RGB", (30, 30)).save(names["bomb"], format="png")
-    photograph = [] if "{" in arguments[0] or "." in arguments[0] else [str(tiny(tmp_path))]
-    assert vit_fast("bench", *photograph, *(argument.format(**names) for argument in arguments)) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert "Traceback" not in error
-
-
-def tiny(folder: Path) -> Path:
-    path = folder / "tiny.png"
-    Image.new("RGB", (8, 8), (200, 30, 30)).save(path)
-    return path
-
-
 def test_candidates_are_listed_with_what_is_missing(capsys) -> None:
-    assert vit_fast("bench", "--list-candidates") == 0
+    assert run("bench", "--list-candidates") == 0
     printed = capsys.readouterr().out
     for name in ("eager", "sdpa", "triton", "timm", "transformers", "torchvision", "+compile"):
         assert name in printed
@@ -192,7 +130,7 @@ def test_a_damaged_run_or_one_of_another_version_is_not_resumed(line, message: s
     if line is not None:
         (tmp_path / "run.partial").mkdir()
         (tmp_path / "run.partial" / "rows.jsonl").write_text(line + "\n")
-    assert vit_fast("bench", "--resume", str(tmp_path / "run")) == 2
+    assert run("bench", "--resume", str(tmp_path / "run")) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -206,32 +144,15 @@ def test_an_interrupted_run_is_written_and_can_go_on(tmp_path: Path, image_files
 
     monkeypatch.setattr(runner, "time_interleaved", press)
     arguments = ("bench", str(image_files), *SMALL, "--candidates", "eager,sdpa", "--out", str(folder))
-    assert vit_fast(*arguments) == 130
+    assert run(*arguments) == 130
     assert f"--resume {folder}" in capsys.readouterr().out
     assert {row["status"] for row in records.read_record(folder)["rows"]} == {"interrupted"}
     monkeypatch.setattr(runner, "time_interleaved", timed)
-    assert vit_fast("bench", "--resume", str(folder), "--json") == 0
+    assert run("bench", "--resume", str(folder), "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told == records.read_record(folder)
     assert [row["status"] for row in told["rows"]] == ["measured", "measured"]
     assert sorted(path.name for path in folder.iterdir()) == ["plot.png", "record.json", "report.html", "table.md"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "must be the JSON of a record"),
-        ("[]", "must be a record"),
-        ('{"format": "vit-fast-bench/9"}', "vit-fast-bench/9"),
-        ('{"format": "vit-fast-bench/3", "machine": {}}', "must be a text, got nothing"),
-    ],
-)
-def test_a_file_that_is_no_record_is_refused(content: str, message: str, tmp_path: Path, capsys) -> None:
-    path = tmp_path / "record.json"
-    path.write_text(content)
-    assert vit_fast("compare", str(path), str(path)) == 2
-    assert message in capsys.readouterr().err
-    assert vit_fast("compare", str(tmp_path / "none.json"), str(path)) == 2
 
 
 def exact(record: dict, resolution: float = 0.02, factors: dict[str, float] | None = None) -> dict:
@@ -263,9 +184,9 @@ def compared(tmp_path: Path, first: dict, second: dict, capsys) -> dict:
     paths = [tmp_path / name for name in ("a.json", "b.json")]
     for path, content in zip(paths, (before_renaming(first), second), strict=True):
         path.write_bytes(records.to_json(content))
-    assert vit_fast("compare", *map(str, paths)) == 0
+    assert run("compare", *map(str, paths)) == 0
     printed = capsys.readouterr().out
-    assert vit_fast("compare", *map(str, paths), "--json") == 0
+    assert run("compare", *map(str, paths), "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert all(pair["verdict"] in printed for pair in told["pairs"])
     return told

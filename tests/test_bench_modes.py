@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import types
-from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,7 +57,9 @@ class Simulated:
         for selection in selections:
             row = make_row(group, selection, "measured")
             ms = self.ms[group.batch_size] * (1 if selection.name == "eager" else 2)
-            run.found.add("row", row | {"images_per_s": 1e3 * group.batch_size / ms, "ms": ms, "samples_ms": [ms] * 4})
+            run.findings.add(
+                "row", row | {"images_per_s": 1e3 * group.batch_size / ms, "ms": ms, "samples_ms": [ms] * 4}
+            )
         return []
 
 
@@ -181,25 +183,13 @@ def test_the_timed_call_copies_from_pinned_memory(training: bool, add, monkeypat
     group, meta = dataclasses.replace(group, data="host"), torch.device("meta")
     task, batches = preparation.make_task(group, [sample_image()], meta)
     assert len(pinned) == len(batches) >= 2 and {batch.device.type for batch in batches} == {"cpu"}
-    monkeypatch.setattr(preparation, "stepper", lambda task, model, function: Step(function))
+    step = lambda _, __, function: Mock(side_effect=function, gradients=lambda x, *_: function(x))  # noqa: E731  # short
+    monkeypatch.setattr(preparation, "stepper", step)
     _, call, check = preparation._callers(parse_candidate("noting"), task, batches)
     for number in range(3):
         call(number)
     check()
     assert given == ["meta"] * 4
-
-
-class Step:
-    """A training step that is its forward alone."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.function = function
-
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        return self.function(images)
-
-    def gradients(self, images: torch.Tensor, *_: object) -> torch.Tensor:
-        return self.function(images)
 
 
 def test_seconds_last_as_long_as_said_and_are_not_cut_short() -> None:

@@ -6,24 +6,17 @@ import dataclasses
 
 import pytest
 import torch
-from bench_support import QUICK
+from bench_support import QUICK, make_task
 
 from vit_fast.benchmarks import operators, runner
-from vit_fast.benchmarks.builders import make
-from vit_fast.benchmarks.candidates import get_candidate
+from vit_fast.benchmarks.candidates import get_candidate, make
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.correctness import expect, judge_outputs, stepper
-from vit_fast.benchmarks.models import Task, resolve
-from vit_fast.benchmarks.preparation import weights_of
+from vit_fast.benchmarks.models import resolve
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.work import Work
 
 SMALL = ("attention:20x2x16", "mlp:14x32x64", "matmul:14x32x64", "block:vit_test")
-
-
-def make_task(word: str, dtype: torch.dtype = torch.float32, training: bool = False, batch: int = 5) -> Task:
-    (model,) = resolve(word)(None)
-    return Task(model, weights_of(model, dtype), dtype, torch.device("cpu"), batch, training)
 
 
 def test_work_by_hand() -> None:
@@ -96,7 +89,7 @@ def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: 
 
     if training:  # all rows that the definition was asked for
         step = stepper(task, right, right)
-        found = step.gradients(images, expected.reference.rows, range(5))
+        found = step.gradients(images, expected.rows, range(5))
         assert judge_outputs(candidate, task, expected, found).passed
     else:
         assert passes()

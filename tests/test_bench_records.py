@@ -92,10 +92,28 @@ def test_the_line_names_file_and_field(command, at, bad, message, record, tmp_pa
     assert f"{path}: " in error and message in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("levels", [30, 990, 10**5])
-def test_deeply_nested_input_is_one_line(levels, tmp_path, capsys):
-    path = tmp_path / "deep.json"
-    path.write_text('{"machine": ' + '{"a": ' * levels + "1" + "}" * levels + ', "rows": []}')
-    assert run("report", str(path), "--out", str(tmp_path / "r.html")) == 2
+def nested(levels: int) -> str:
+    return '{"machine": ' + '{"a": ' * levels + "1" + "}" * levels + ', "rows": []}'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "must be the JSON of a record"),
+        ("[]", "must be a record"),
+        ('{"format": "vit-fast-bench/9"}', "vit-fast-bench/9"),
+        ('{"format": "vit-fast-bench/3", "machine": {}}', "must be a text, got nothing"),
+        *((nested(levels), "must be") for levels in (30, 990, 10**5)),
+        (None, "No such file"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_a_file_that_is_no_record_is_refused_in_one_line(command, content, message, tmp_path, capsys):
+    path = tmp_path / "record.json"
+    if content is not None:
+        path.write_text(content)
+    arguments = [str(COMMITTED)] if command == "compare" else ["--out", str(tmp_path / "r.html")]
+    assert run(command, *arguments, str(path)) == 2
     error = capsys.readouterr().err
-    assert f"{path}: " in error and error.count("\n") == 1
+    assert str(path) in error and message in error and error.count("\n") == 1

@@ -41,89 +41,76 @@ def test_transform_equals_timms(image_hw: tuple[int, int], crop_pct: float, crop
 def test_transform_of_grey_input_averages_the_channel_statistics() -> None:
     config = DataConfig(mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3), crop_pct=1.0)
     x = make_transform(config, (8, 8), in_chans=1)(Image.new("L", (8, 8), 255))
-    assert x.shape == (1, 8, 8)
     torch.testing.assert_close(x, torch.full((1, 8, 8), 2.5))
 
 
 def test_transform_refuses_other_channels_and_absurd_aspect_ratios() -> None:
-    with pytest.raises(ValueError, match="got 4"):
-        make_transform(DataConfig(), (8, 8), in_chans=4)
-    with pytest.raises(ValueError, match="one mean and std per channel, 3, got 4"):
-        make_transform(DataConfig(mean=(0.5,) * 4, std=(0.5,) * 4), (8, 8))
+    of_four = DataConfig(mean=(0.5,) * 4, std=(0.5,) * 4)
+    for config, channels, message in (
+        (DataConfig(), 4, "got 4"),
+        (of_four, 3, "one mean and std per channel, 3, got 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_transform(config, (8, 8), channels)
     with pytest.raises(ImageError, match="aspect ratio"):
         make_transform(DataConfig(), (512, 512))(Image.new("RGB", (1, 2000)))
 
 
-def _save(image: Image.Image, path: Path, **options: object) -> Path:
+def _read(image: Image.Image, path: Path, **options: object) -> Image.Image:
     image.save(path, **options)
-    return path
+    return read_image(path)
 
 
 def test_read_image_makes_rgb_of_every_kind(tmp_path: Path) -> None:
     grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    expected = np.repeat(grey[..., None], 3, axis=2)
-    opaque = Image.fromarray(grey)
-    files = [
-        _save(opaque, tmp_path / "grey.png"),
-        _save(Image.merge("LA", (opaque, Image.new("L", (16, 16), 7))), tmp_path / "grey_alpha.png"),
-        _save(Image.merge("RGBA", (opaque,) * 3 + (Image.new("L", (16, 16), 7),)), tmp_path / "alpha.png"),
-        _save(opaque.convert("P"), tmp_path / "palette.png"),
-        _save(Image.fromarray(grey.astype(np.uint16) * 256 + 255), tmp_path / "sixteen.png"),
-        _save(Image.fromarray(grey.astype(np.uint16) * 256 + 255), tmp_path / "sixteen.tif"),
-    ]
-    for file in files:
-        image = read_image(file)
-        assert image.mode == "RGB"
-        np.testing.assert_array_equal(np.asarray(image), expected, err_msg=file.name)
-    cmyk = read_image(_save(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), tmp_path / "cmyk.tif"))
+    opaque, alpha = Image.fromarray(grey), Image.new("L", (16, 16), 7)
+    wide = Image.fromarray(grey.astype(np.uint16) * 256 + 255)
+    for name, image in {
+        "grey.png": opaque, "grey_alpha.png": Image.merge("LA", (opaque, alpha)), "palette.png": opaque.convert("P"),
+        "alpha.png": Image.merge("RGBA", (*[opaque] * 3, alpha)), "sixteen.png": wide, "sixteen.tif": wide,
+    }.items():  # fmt: skip
+        found = _read(image, tmp_path / name)
+        assert found.mode == "RGB"
+        np.testing.assert_array_equal(np.asarray(found), np.repeat(grey[..., None], 3, axis=2), err_msg=name)
+    cmyk = _read(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), tmp_path / "cmyk.tif")
     assert cmyk.mode == "RGB" and cmyk.getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_read_image_applies_the_exif_orientation(tmp_path: Path) -> None:
-    image = Image.new("RGB", (6, 4), "black")
+    image, exif = Image.new("RGB", (6, 4), "black"), Image.Exif()
     image.putpixel((0, 0), (255, 0, 0))
-    exif = Image.Exif()
     exif[0x0112] = 6  # the camera was held a quarter turn clockwise
-    turned = read_image(_save(image, tmp_path / "turned.png", exif=exif))
-    assert turned.size == (4, 6)
-    assert turned.getpixel((3, 0)) == (255, 0, 0)
+    turned = _read(image, tmp_path / "turned.png", exif=exif)
+    assert turned.size == (4, 6) and turned.getpixel((3, 0)) == (255, 0, 0)
 
 
 def _png_header(width: int, height: int) -> bytes:
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 64)) + chunk(b"IEND", b"")
-    )
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 64)) + chunk(b"IEND", b"")
 
 
 def test_read_image_says_in_one_error_what_is_wrong(tmp_path: Path) -> None:
     whole = sample_image().read_bytes()
-    cases = {
-        "text.png": (b"not an image", "not an image"),
-        "empty.jpg": (b"", "not an image"),
-        "truncated.jpg": (whole[: len(whole) // 2], "truncated"),
-        "bomb.png": (_png_header(10_000, 10_000), "decompression bomb"),  # Pillow only warns of this one
-        "larger_bomb.png": (_png_header(60_000, 60_000), "decompression bomb"),
-        "broken.png": (_png_header(40, 40), "cannot be read"),
-    }
-    for name, (content, message) in cases.items():
+    for name, content in {
+        "text.png": b"not an image", "empty.jpg": b"", "truncated.jpg": whole[: len(whole) // 2],
+        "bomb.png": _png_header(10_000, 10_000),  # Pillow only warns of this one
+        "larger_bomb.png": _png_header(60_000, 60_000), "broken.png": _png_header(40, 40),
+    }.items():  # fmt: skip
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ImageError, match=message):
-            read_image(tmp_path / name)
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
     (tmp_path / "link.png").symlink_to("gone.png")
     assert tmp_path / "link.png" in find_images([tmp_path]), "a folder's are not left out"
-    for path, message in (
-        (tmp_path / "link.png", r"link\.png: is a link to gone\.png, which does not exist"),
-        (tmp_path / "float.tif", "pixels must be integers, got floating point"),
-        (tmp_path, "must be an image file, got a folder"),
-        (tmp_path / "absent.png", "no such file"),
-    ):
+    for name, message in {
+        "text.png": "not an image", "empty.jpg": "not an image", "truncated.jpg": "truncated",
+        "bomb.png": "decompression bomb", "larger_bomb.png": "decompression bomb", "broken.png": "cannot be read",
+        "link.png": r"link\.png: is a link to gone\.png, which does not exist", "float.tif": "must be integers",
+        ".": "got a folder", "absent.png": "no such file",
+    }.items():  # fmt: skip
         with pytest.raises(ImageError, match=message):
-            read_image(path)
+            read_image(tmp_path / name)
 
 
 def test_one_path_is_not_taken_for_its_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +125,8 @@ def test_one_path_is_not_taken_for_its_letters(tmp_path: Path, monkeypatch: pyte
 
 
 def test_find_images_searches_folders_and_names_every_missing_path(tmp_path: Path) -> None:
-    (tmp_path / "b" / "deep").mkdir(parents=True)
-    (tmp_path / "bare").mkdir()
-    for name in ("b/deep/2.PNG", "b/1.jpg", "b/notes.txt", "single.dat"):
+    for name in ("b/deep/2.PNG", "b/1.jpg", "b/notes.txt", "single.dat", "bare/notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     found = find_images([tmp_path / "single.dat", tmp_path / "b"])
     assert found == [tmp_path / name for name in ("single.dat", "b/1.jpg", "b/deep/2.PNG")]
@@ -161,5 +147,4 @@ def test_load_images_prepares_each(tmp_path: Path) -> None:
 
 def test_sample_image_is_a_photo() -> None:
     pixels = np.asarray(read_image(sample_image()))
-    assert min(pixels.shape[:2]) > 224
-    assert pixels.std() > 20
+    assert min(pixels.shape[:2]) > 224 and pixels.std() > 20

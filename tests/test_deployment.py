@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shlex
@@ -15,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import run
 from digits import DATA_CONFIG, digits, digits_vit, inputs
 from onnx_models import Exports, with_metadata
 from PIL import Image
-from triton_server import read_config, schema, serving
+from triton_server import module_at, read_config, schema, serving
 
 import vit_fast
 from vit_fast.apps.data import sample_image
-from vit_fast.cli import main
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError, export_onnx, inspect_onnx, write_card, write_triton_repository
 from vit_fast.export.deployment import shape_profile, trtexec_line
@@ -49,14 +48,9 @@ def saying(path: Path, to: Path, key: str, value: Any) -> Path:
 
 
 @pytest.mark.slow
-def test_a_client_over_http(
-    file: Exports, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_a_client_over_http(file: Exports, tmp_path: Path, monkeypatch: Any) -> None:
     """The example, run against a server that reads the configuration as the real one does."""
-    spec = importlib.util.spec_from_file_location("triton_client", ROOT / "examples" / "triton_client.py")
-    assert spec is not None and spec.loader is not None
-    client = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(client)
+    client = module_at(ROOT / "examples" / "triton_client.py")
     write_triton_repository(file("pixels"), tmp_path / "models", name="digits", device="cpu")
     write_triton_repository(file("half"), tmp_path / "models", name="half", device="cpu")
     with serving(tmp_path / "models") as (address, models):
@@ -109,11 +103,8 @@ def test_a_client_in_cpp(cpp_client: Path, file: Exports, tmp_path: Path) -> Non
     export_onnx(colours, tmp_path / "colours.onnx", preprocess=True, verify=False)
     photograph = Image.open(sample_image())
     photograph.save(tmp_path / "0.ppm")
-    for model, suffix, shown in (
-        (pixels, "pgm", images),
-        (file("half"), "raw", images),
-        (tmp_path / "colours.onnx", "ppm", [photograph]),
-    ):
+    shown_to = (pixels, "pgm", images), (file("half"), "raw", images), (tmp_path / "colours.onnx", "ppm", [photograph])
+    for model, suffix, shown in shown_to:
         runner = OnnxRunner(model, "cpu")
         paths = [str(tmp_path / f"{number}.{suffix}") for number in range(len(shown))]
         lines = _asked(cpp_client, model, *paths).split("\n")
@@ -152,9 +143,7 @@ def _asked(client: Path, *arguments: Path | str) -> str:
     return subprocess.run([client, *arguments], check=True, capture_output=True, text=True, encoding="utf-8").stdout
 
 
-def test_the_server_builds_engines_for_a_tensorrt_file(
-    file: Exports, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_server_builds_engines_for_a_tensorrt_file(file: Exports, tmp_path: Path, capsys: Any) -> None:
     folder = write_triton_repository(file("half"), tmp_path / "models", max_batch=4)
     config = read_config(folder)
     (accelerator,) = config.optimization.execution_accelerators.gpu_execution_accelerator
@@ -174,16 +163,13 @@ def test_the_server_builds_engines_for_a_tensorrt_file(
     with pytest.raises(UnsupportedInputError, match=r"one of fp32, fp16, int8, got fp8\n.*build an engine"):
         write_triton_repository(saying(file("half"), tmp_path / "fp8.onnx", "precision", "fp8"), tmp_path / "models")
     assert sorted(p.name for p in (tmp_path / "models").iterdir()) == ["c", "half"]
-    with pytest.raises(SystemExit, match="2"):  # before anything is computed
-        main(
-            ["export", "vit_test", "-o", str(tmp_path / "x.onnx"), "--precision", "fp8", "--target", "tensorrt",
-             "--calibrate", str(tmp_path), "--triton-repository", str(tmp_path / "models")]
-        )  # fmt: skip
+    places = {"-o": "x.onnx", "--calibrate": ".", "--triton-repository": "models"}
+    given = [word for option, name in places.items() for word in (option, str(tmp_path / name))]
+    assert run("export", "vit_test", "--precision", "fp8", "--target", "tensorrt", *given) == 2  # before any work
     assert "accelerator must be one of fp32" in capsys.readouterr().err
 
 
 def test_a_repository_of_a_file_with_a_fixed_batch(exported: Any, tmp_path: Path) -> None:
-    """Parsed by the server's own schema; the weights beside the file are copied."""
     path, models = exported("fixed"), tmp_path / "models"
     folder = write_triton_repository(path, models, instances=2, device="cpu")
     names = ["1", "1/fixed.onnx.data", "1/model.onnx", "config.pbtxt"]
@@ -218,7 +204,6 @@ def test_shapes_for_tensorrt(file: Exports, tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_a_model_card(file: Exports, tmp_path: Path) -> None:
-    """The card contains the metadata of the file, and the hashes of the files on disk."""
     report = export_onnx(digits_vit(), tmp_path / "m.onnx", external_data=True, target="tensorrt", source="a test")
     text = write_card(tmp_path / "m.onnx", "cc-by-4.0").read_text()
     for name in ("m.onnx", "m.onnx.data"):

@@ -109,9 +109,7 @@ def test_folders_become_classes(tmp_path: Path) -> None:
         (["--weights", "a", "--confusion", "."], "is a folder, must be a file name"),
     ],
 )
-def test_what_is_refused(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused(arguments: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["evaluate", str(tmp_path), *arguments])
     assert message in capsys.readouterr().err

@@ -22,14 +22,7 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, VerificationError, eight_bit, export_onnx, graphs
 from vit_fast.export.capture import capture
 from vit_fast.export.eight_bit import linears
-from vit_fast.export.onnx_calibration import (
-    CalibrationError,
-    calibrate,
-    choose_range,
-    choose_ranges,
-    load_calibration,
-    observe,
-)
+from vit_fast.export.onnx_calibration import CalibrationError, calibrate, choose_range, choose_ranges, observe
 from vit_fast.export.optimise import optimise
 from vit_fast.export.options import ExportOptions
 from vit_fast.export.quantise import QuantisationError, quantise_file, scheme_of
@@ -51,15 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_digits(tmp_path_factory.mktemp("digits"), 0, 150)
 
 
-def accuracy_of(path: Path) -> float:
+@torch.inference_mode()
+def accuracy_of(path: Path | None = None) -> float:
+    """Accuracy of a file, or of the model."""
     images, labels = held_out()
-    return float((OnnxRunner(path, "cpu")(images.numpy()).argmax(1) == labels.numpy()).mean())
-
-
-def accuracy_of_model() -> float:
-    images, labels = held_out()
-    with torch.inference_mode():
-        return float((digits_vit()(images).argmax(1) == labels).float().mean())
+    run = digits_vit() if path is None else OnnxRunner(path, "cpu")
+    return float((run(images).argmax(1) == labels).float().mean())
 
 
 @pytest.mark.fast_cases("int8-ort-cpu-300.0")
@@ -71,23 +61,26 @@ def test_accuracy_is_kept(precision: Any, target: Any, outlier: float, folder: P
     report = export_onnx(digits_vit(outlier), tmp_path / "m.onnx", precision=precision, target=target, **given)
     assert report.verified and report.checks[0].images == 64 and report.eight_bit is not None
     assert not any("crops of them" in warning for warning in report.warnings)
-    assert accuracy_of_model() > 0.97
-    assert accuracy_of(tmp_path / "m.onnx") >= accuracy_of_model() - POINTS
+    assert accuracy_of() > 0.97
+    assert accuracy_of(tmp_path / "m.onnx") >= accuracy_of() - POINTS
+
+
+def make_outlier(attention: Any, factor: float) -> None:
+    """Makes one channel of v larger and the column of proj smaller: the same function."""
+    attention.qkv.weight[2 * 64 + 5] *= factor
+    attention.qkv.bias[2 * 64 + 5] *= factor
+    attention.proj.weight[:, 5] /= factor
 
 
 @pytest.mark.slow
 def test_an_outlier_that_no_norm_can_take_is_left_float(folder: Path, tmp_path: Path) -> None:
-    """One channel of v is 1000 times as large and the column of proj as much smaller, without a norm between them."""
     model = digits_vit()
     with torch.no_grad():
-        attention = model.blocks[1].attn
-        attention.qkv.weight[2 * 64 + 5] *= 1000
-        attention.qkv.bias[2 * 64 + 5] *= 1000
-        attention.proj.weight[:, 5] /= 1000
+        make_outlier(model.blocks[1].attn, 1000)
     report = export_onnx(model, tmp_path / "m.onnx", precision="int8", target="ort-cpu", calibration=[folder])
     assert report.eight_bit is not None and "blocks.1.attn.proj" in report.eight_bit.in_float
     assert report.eight_bit.matmuls + len(report.eight_bit.in_float) == 12
-    assert accuracy_of(tmp_path / "m.onnx") >= accuracy_of_model() - POINTS
+    assert accuracy_of(tmp_path / "m.onnx") >= accuracy_of() - POINTS
     assert "blocks.1.attn.proj" in str(report)
 
 
@@ -97,9 +90,7 @@ def test_what_cannot_be_kept_is_refused(folder: Path, tmp_path: Path) -> None:
     model = digits_vit()
     with torch.no_grad():
         for block in model.blocks:
-            block.attn.qkv.weight[2 * 64 + 5] *= 1e4
-            block.attn.qkv.bias[2 * 64 + 5] *= 1e4
-            block.attn.proj.weight[:, 5] /= 1e4
+            make_outlier(block.attn, 1e4)
             block.mlp.fc1.weight[3] = 0  # a hidden unit that is always 10,000, and read by a small weight
             block.mlp.fc1.bias[3] = 1e4
             block.mlp.fc2.weight[:, 3] = 1e-6
@@ -118,23 +109,19 @@ def test_a_cache_stands_for_the_images(folder: Path, tmp_path: Path) -> None:
     assert onnx.load(tmp_path / "a.onnx").graph == onnx.load(tmp_path / "b.onnx").graph
     written = (tmp_path / "c.json").read_text()
     assert json.loads(written)["images"] == 32
-    changed = digits_vit()
-    with torch.no_grad():
-        changed.blocks[0].mlp.fc1.weight[0, 0] += 1
-    with pytest.raises(CalibrationError, match="other weights, precision or target"):
-        export_onnx(changed, tmp_path / "m.onnx", **arguments)
-    (tmp_path / "c.json").write_text(written.replace("calibration/2", "calibration/1"))  # smoothed by powers of two
-    with pytest.raises(CalibrationError, match=r"calibration/1'; calibrate again"):
-        export_onnx(digits_vit(), tmp_path / "m.onnx", **arguments)
-    (tmp_path / "c.json").write_text("{}")
-    with pytest.raises(CalibrationError, match="cannot be read"):
-        load_calibration(tmp_path / "c.json", "")
+    for content, model, message in (
+        (written, digits_vit(2), "other weights, precision or target"),
+        (written.replace("calibration/2", "calibration/1"), digits_vit(), "calibration/1'; calibrate again"),
+        ("{}", digits_vit(), "cannot be read"),
+    ):
+        (tmp_path / "c.json").write_text(content)
+        with pytest.raises(CalibrationError, match=message):
+            export_onnx(model, tmp_path / "m.onnx", **arguments)
 
 
 def test_accuracy_on_labelled_images(folder: Path, tmp_path: Path) -> None:
-    report = export_onnx(
-        digits_vit(300), tmp_path / "m.onnx", precision="int8-dynamic", validation=folder, images=[folder]
-    )
+    options: dict[str, Any] = {"precision": "int8-dynamic", "validation": folder, "images": [folder]}
+    report = export_onnx(digits_vit(300), tmp_path / "m.onnx", **options)
     assert report.accuracy is not None and report.accuracy.images == 150
     assert report.accuracy.model > 0.97 and report.accuracy.acceptable
     assert f"{report.accuracy.model:.2%}" in str(report)
@@ -145,10 +132,8 @@ def test_accuracy_on_labelled_images(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fp8_is_written_as_tensorrt_fuses_it(folder: Path, tmp_path: Path) -> None:
     """e4m3 everywhere, scales in fp16, every product fed by two DequantizeLinear, the softmax's scale 1/448."""
-    from vit_fast.export import report
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "RMS", 0.2)  # nothing is left float
+        patch.setattr("vit_fast.export.report.RMS", 0.2)  # nothing is left float
         export_onnx(digits_vit(), tmp_path / "m.onnx", precision="fp8", target="tensorrt", calibration=[folder])
     model = ir.load(tmp_path / "m.onnx")
     products = [n for n in model.graph if n.op_type == "MatMul"]
@@ -298,11 +283,9 @@ def test_a_loss_that_a_user_would_notice_does_not_pass() -> None:
 
 @pytest.mark.slow
 def test_a_file_with_too_large_an_error_says_what_is_accepted(tmp_path: Path, monkeypatch: Any, folder: Path) -> None:
-    from vit_fast.export import onnx_calibration, quantise
-
-    monkeypatch.setattr(quantise, "MARGIN", 1e9)  # nothing is left float
-    narrow = lambda seen, weights, scheme: Range(-0.1, 0.1, "largest")  # noqa: E731
-    monkeypatch.setattr(onnx_calibration, "choose_range", narrow)
+    monkeypatch.setattr("vit_fast.export.quantise.MARGIN", 1e9)  # nothing is left float
+    choose = "vit_fast.export.onnx_calibration.choose_range"
+    monkeypatch.setattr(choose, lambda seen, weights, scheme: Range(-0.1, 0.1, "largest"))
     with pytest.raises(VerificationError, match=r"another class on \d+ of 64 images that the model was sure of"):
         export_onnx(digits_vit(), tmp_path / "m.onnx", precision="int8", calibration=[folder])
 

@@ -1,4 +1,4 @@
-"""Packed towers for images of one size: what transformers makes of them, and nothing of it read on the host."""
+"""FixedGrid: outputs match those of the library, and forward reads nothing on the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import re
 from pathlib import Path
 
-import onnxruntime
 import pytest
 import torch
 from graph_tapes import NoHost
@@ -17,20 +16,19 @@ from tower_calls import FAMILIES
 
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import export_onnx
+from vit_fast.export import OnnxRunner, export_onnx
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("transformers.vision_utils")
 
 NAMES = ("qwen2_vl", "qwen2_5_vl")
-IMAGE = (24, 40)  # 6 x 10 patches of 4 x 4; windows of 4 x 4 patches, some of them cut
+IMAGE = (24, 40)  # 6 x 10 patches of 4 x 4 pixels; windows of 4 x 4 patches, some of them smaller
 
 
 def by_transformers(tower: torch.nn.Module, images: Tensor) -> Tensor:
-    """Its own processor's patches, and the grids given as tensors."""
-    processor = transformers.Qwen2VLImageProcessor(
-        patch_size=4, temporal_patch_size=2, merge_size=2, do_resize=False, do_rescale=False, do_normalize=False
-    )
+    """Returns the tower's output for the patches and grids of transformers' processor."""
+    plain = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), False)
+    processor = transformers.Qwen2VLImageProcessor(patch_size=4, temporal_patch_size=2, merge_size=2, **plain)
     made = processor(list(images.cpu()), return_tensors="pt").to(DEVICE)
     out: Tensor = tower(made["pixel_values"], made["image_grid_thw"]).pooler_output
     return out.unflatten(0, (len(images), -1))
@@ -70,7 +68,7 @@ OTHERS = {
 @pytest.mark.parametrize("backend", ["", "sdpa"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_padded_towers_give_what_they_give_for_patches(name: str, backend: str, tmp_path: Path) -> None:
-    """Also as an ONNX file."""
+    """Also checks the ONNX file."""
     family, right = OTHERS[name]
     tower, images = family.build().eval(), torch.rand(3, 3, *IMAGE, device=DEVICE)
     with torch.no_grad():
@@ -80,9 +78,8 @@ def test_padded_towers_give_what_they_give_for_patches(name: str, backend: str, 
         model = vit_fast.FixedGrid(tower, IMAGE)
         torch.testing.assert_close(model(images), expected, rtol=1e-3, atol=1e-4)
     assert export_onnx(model, tmp_path / "m.onnx").verified
-    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: images[:2].cpu().numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), expected[:2].cpu(), rtol=1e-3, atol=1e-4)
+    found = OnnxRunner(tmp_path / "m.onnx", "cpu")(images[:2].cpu())
+    torch.testing.assert_close(found, expected[:2].cpu(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.each_value
@@ -103,7 +100,7 @@ def test_images_of_one_size_give_what_the_processor_and_the_tower_give(name: str
 @pytest.mark.fast_cases("qwen2_vl")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_captured_graph_holds_it(name: str) -> None:
-    """Frozen, in half precision, with nothing read or copied from the host: what `GraphRunner` records."""
+    """Runs frozen in half precision. Like a CUDA graph, forbids reads on the host and copies from it."""
     model = vit_fast.FixedGrid(TOWERS[name].build().eval().half(), IMAGE)
     vit_fast.fuse(model, "triton").require_all()
     vit_fast.freeze(model)
@@ -119,7 +116,7 @@ def test_a_captured_graph_holds_it(name: str) -> None:
 
 
 def test_the_towers_own_forward_is_no_graph() -> None:
-    """transformers' own forward does what the test above forbids."""
+    """Checks that the test above fails with transformers' own forward."""
     tower = TOWERS["qwen2_5_vl"].build().eval()
     with torch.no_grad(), NoHost(), pytest.raises(AssertionError, match="of the host"):
         tower(**TOWERS["qwen2_5_vl"].inputs(0))
@@ -144,12 +141,11 @@ def test_it_is_exported(tmp_path: Path) -> None:
         export_onnx(model, tmp_path / "m.onnx")
     vit_fast.fuse(model, "triton")
     assert export_onnx(model, tmp_path / "m.onnx").verified
-    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    runner = OnnxRunner(tmp_path / "m.onnx", "cpu")
     for batch in (1, 3):
         images = torch.rand(batch, 3, *IMAGE, device=DEVICE)
-        (found,) = session.run(None, {session.get_inputs()[0].name: images.cpu().numpy()})
         with torch.no_grad():
-            torch.testing.assert_close(torch.from_numpy(found), model(images).cpu(), rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(runner(images.cpu()), model(images).cpu(), rtol=1e-3, atol=1e-4)
 
 
 def test_what_it_refuses() -> None:

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(KERNEL_ARCH in WITHOUT_FP8, reason="no FP8 on th
 WIDTH, HEADS, HIDDEN, TOKENS = 96, 2, 160, 21
 E4M3 = torch.float8_e4m3fn
 EPS = (1e-6, 1e-5)
+SETTINGS: dict[str, Any] = {"heads": HEADS, "attention_scale": None, "eps": EPS, "activation": "gelu"}
 
 
 @triton.jit
@@ -85,9 +86,8 @@ def run(
     block = quantize_block(tensors, scales, x.dtype, norm, paired)
     with torch.no_grad():
         return fused_block_fp8(
-            x, None, None, block, None if next_scale is None else 1 / next_scale, heads=HEADS,
-            attention_scale=None, eps=EPS, **{"activation": "gelu", **settings},
-        )  # fmt: skip
+            x, None, None, block, None if next_scale is None else 1 / next_scale, **SETTINGS | settings
+        )
 
 
 def hold(x: Tensor, tensors: BlockTensors, scales: BlockScales, **settings: Any) -> Tensor:
@@ -105,6 +105,11 @@ def hold(x: Tensor, tensors: BlockTensors, scales: BlockScales, **settings: Any)
 
 def an_input(dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (torch.randn(2, TOKENS, WIDTH) + 0.3).to(DEVICE, dtype)
+
+
+def a_block(**kept: None) -> tuple[Tensor, BlockTensors, BlockScales]:
+    x = an_input()
+    return x, parameters(torch.bfloat16), some_scales(x, **kept)
 
 
 def positions(layout: str, prefix: int, heads: int = 1) -> Rope:
@@ -166,16 +171,13 @@ def test_empty_batches_and_strided_rows() -> None:
 
 
 def test_torch_compile_takes_it_whole() -> None:
-    x = an_input()
-    tensors, scales = parameters(torch.bfloat16), some_scales(x)
+    x, tensors, scales = a_block()
     block = quantize_block(tensors, scales, x.dtype)
 
     def two(x: Tensor) -> Tensor:
         known: Any = x, None, None
         for _ in range(2):
-            known = fused_block_fp8(
-                *known, block, scales.qkv, heads=HEADS, attention_scale=None, eps=EPS, activation="gelu"
-            )
+            known = fused_block_fp8(*known, block, scales.qkv, **SETTINGS)
         return known[0]
 
     seen = OurOperators()
@@ -221,8 +223,7 @@ def test_rows_of_weights_of_next_to_nothing_leave_their_bias() -> None:
 
 
 def test_a_nan_stays_in_its_image() -> None:
-    x = an_input()
-    tensors, scales = parameters(torch.bfloat16), some_scales(x)
+    x, tensors, scales = a_block()
     clean, _, _ = run(x, tensors, scales)
     x[1, 3, 7] = torch.nan
     y, y8, _ = run(x, tensors, scales, scales.qkv)
@@ -234,8 +235,7 @@ def test_a_nan_stays_in_its_image() -> None:
 
 @pytest.mark.parametrize("kept", [{}, {"fc2": None}], ids=str)
 def test_what_a_block_hands_on_is_what_the_next_would_make(kept: dict[str, None]) -> None:
-    x = an_input()
-    tensors, scales = parameters(torch.bfloat16), some_scales(x, **kept)
+    x, tensors, scales = a_block(**kept)
     assert scales.qkv is not None
     y, y8, statistics = run(x, tensors, scales, scales.qkv)
     assert y8 is not None and statistics is not None and y8.dtype == E4M3
@@ -243,10 +243,9 @@ def test_what_a_block_hands_on_is_what_the_next_would_make(kept: dict[str, None]
     nearest = (reference.quantize_e4m3(y, scales.qkv) - exact).abs()
     assert ((y8.double() - exact).abs() <= nearest + 1e-6 * exact.abs()).all()  # ties may fall by the reciprocal
     block = quantize_block(tensors, scales, x.dtype)
-    settings: dict[str, Any] = {"heads": HEADS, "attention_scale": None, "eps": EPS, "activation": "gelu"}
     with torch.no_grad():
-        handed = fused_block_fp8(y, y8, statistics, block, None, **settings)
-        made = fused_block_fp8(y, None, None, block, None, next_statistics=False, **settings)
+        handed = fused_block_fp8(y, y8, statistics, block, None, **SETTINGS)
+        made = fused_block_fp8(y, None, None, block, None, next_statistics=False, **SETTINGS)
     torch.testing.assert_close(handed[0].float(), made[0].float(), rtol=0.02, atol=0.02)
     assert handed[1] is None and made[1] is None and made[2] is None
 
@@ -263,8 +262,7 @@ def test_parts_of_k_end_in_e4m3_too() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("handed", [False, True])
 def test_opcheck(handed: bool) -> None:
-    x, tensors = an_input(), parameters(torch.bfloat16)
-    scales = some_scales(x)
+    x, tensors, scales = a_block()
     given = run(x, tensors, scales, scales.qkv)[1:] if handed else (None, None)
     block, next_factor = quantize_block(tensors, scales, x.dtype), 1 / scales.qkv if handed else None
     settings = {"heads": HEADS, "attention_scale": 0.25, "eps": EPS, "activation": "gelu", "next_statistics": handed}
@@ -283,18 +281,14 @@ def test_its_flop_are_those_of_its_products() -> None:
 
 
 def test_refusals_of_scales() -> None:
-    x = an_input()
-    tensors, scales = parameters(torch.bfloat16), some_scales(x)
+    _, tensors, scales = a_block()
     assert scales.qkv is not None
     for wrong, word in (
         (scales._replace(proj=scales.qkv), r"scales\.proj must be float32 of shape \(\), got .* \(96,\)"),
         (scales._replace(qkv=scales.qkv.double()), r"scales\.qkv must be float32 .*, got torch\.float64"),
         (scales._replace(proj=torch.ones((), device="meta")), rf"scales\.proj must be on {DEVICE}.*, got meta"),
         (scales._replace(fc2=torch.zeros((), device=DEVICE)), r"scales\.fc2 must be positive .*, got 0 to 0"),
-        (
-            scales._replace(fc2=torch.full((), 1e-40, device=DEVICE)),
-            r"scales\.fc2 must be .* finite reciprocals, got 9",
-        ),
+        (scales._replace(fc2=torch.full((), 1e-40, device=DEVICE)), r"scales\.fc2 must .* finite reciprocals, got 9"),
         (scales._replace(fc1=scales.qkv * torch.nan), r"scales\.fc1 must be .*, got nan to nan"),
     ):
         with pytest.raises(ValueError, match=word):
@@ -302,24 +296,23 @@ def test_refusals_of_scales() -> None:
 
 
 def test_refusals_name_every_reason() -> None:
-    x = an_input()
-    tensors, scales = parameters(torch.bfloat16), some_scales(x)
+    x, tensors, scales = a_block()
     block = quantize_block(tensors, scales, torch.bfloat16)
-    settings: dict[str, Any] = {"heads": HEADS, "attention_scale": None, "eps": EPS, "activation": "gelu"}
-    with pytest.raises(UnsupportedInputError, match=r"dtype must be float16 or bfloat16, got torch\.float32"):
-        quantize_block(tensors, scales, torch.float32)
     narrow = tensors._replace(fc2_weight=tensors.fc2_weight[:, :30])
-    with pytest.raises(UnsupportedInputError, match=r"of fc2 must be a multiple of 16 .*, got 30 \(scales\.fc2=None"):
-        quantize_block(narrow, scales, torch.bfloat16)
-    with pytest.raises(UnsupportedInputError, match="inner_weight, fc2_sum must be None"):
-        quantize_block(tensors._replace(inner_weight=x, fc2_sum=x), scales, torch.bfloat16)
+    for wrong, dtype, word in (
+        (tensors, torch.float32, r"dtype must be float16 or bfloat16, got torch\.float32"),
+        (narrow, torch.bfloat16, r"of fc2 must be a multiple of 16 .*, got 30 \(scales\.fc2=None"),
+        (tensors._replace(inner_weight=x, fc2_sum=x), torch.bfloat16, "inner_weight, fc2_sum must be None"),
+    ):
+        with pytest.raises(UnsupportedInputError, match=word):
+            quantize_block(wrong, scales, dtype)
     with pytest.raises(UnsupportedInputError) as refused, torch.enable_grad():
-        fused_block_fp8(x.float().requires_grad_(), x, None, block, None, norm="rms_norm", **settings)
+        fused_block_fp8(x.float().requires_grad_(), x, None, block, None, norm="rms_norm", **SETTINGS)
     for word in ("got torch.float32", "x must not require a gradient", "got 'rms_norm'", "got torch.bfloat16"):
         assert word in str(refused.value)
     trained = Norm(torch.ones(WIDTH // HEADS, device=DEVICE).requires_grad_(), None, 1e-5, "rms_norm")
     with pytest.raises(UnsupportedInputError, match="qk_norm must not require a gradient"), torch.enable_grad():
-        fused_block_fp8(x, None, None, block, None, qk_norm=QkNorm(trained, trained), **settings)
+        fused_block_fp8(x, None, None, block, None, qk_norm=QkNorm(trained, trained), **SETTINGS)
     wide, C = torch.cat((x, x), 2), torch.ones(WIDTH + 1, device=DEVICE)
     for args, word in (
         ((x.float(), None, None, block, None), r"x must be .*, got torch\.float32"),
@@ -328,15 +321,14 @@ def test_refusals_name_every_reason() -> None:
         ((x.to("meta"), None, None, block, None), "qkv must be on meta like x, got "),
     ):
         with pytest.raises(UnsupportedInputError, match=word), torch.no_grad():
-            fused_block_fp8(*args, **settings)
+            fused_block_fp8(*args, **SETTINGS)
     paired = quantize_block(tensors, scales, torch.bfloat16, rope_head=WIDTH // HEADS)
     for rope in (None, positions("interleaved", 0)):
         with pytest.raises(UnsupportedInputError, match=r"rope_head must be 0 .*got 48"):
-            fused_block_fp8(x, None, None, paired, None, rope=rope, **settings)
+            fused_block_fp8(x, None, None, paired, None, rope=rope, **SETTINGS)
+    rope = positions("half", 0)._replace(layout="interleaved_half")
     with pytest.raises(ValueError, match=r"rope\.layout must be one of 'half', 'interleaved', got 'interleaved_half'$"):
-        fused_block_fp8(
-            x, None, None, block, None, rope=positions("half", 0)._replace(layout="interleaved_half"), **settings
-        )
+        fused_block_fp8(x, None, None, block, None, rope=rope, **SETTINGS)
 
 
 def test_devices_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.blocks import fp8_scales
 from vit_fast.blocks.block import parts_of, run_block
-from vit_fast.blocks.fp8_scales import scales_of
+from vit_fast.blocks.fp8_scales import FrozenFp8, scales_of
 from vit_fast.blocks.fused import FusedModule
 from vit_fast.fusion.freezing import frozen_of
 from vit_fast.fusion.fuse import sharing_copy
 from vit_fast.ops.descriptions import Keys
-from vit_fast.ops.fp8 import Quantised
 from vit_fast.quantization import fp8
 from vit_fast.quantization.fp8_emulation import emulate
 
@@ -31,11 +30,16 @@ UnsupportedInputError = vit_fast.UnsupportedInputError
 
 
 def calibrated(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A small model of a library, and what it takes."""
     subject = SUBJECTS[name]
     model = subject.build().eval().to(DEVICE, dtype)
     given = {key: value.to(DEVICE, dtype) for key, value in subject.inputs().items()}
     vit_fast.calibrate(model, next(iter(given.values())))
+    return model, given
+
+
+def in_fp8(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    model, given = calibrated(name)
+    vit_fast.fuse(model, precision="fp8")
     return model, given
 
 
@@ -119,10 +123,9 @@ def test_a_model_in_fp8_is_copied_pickled_saved_and_loaded(tmp_path: Path) -> No
         assert not torch.equal(loaded(x), expected), "how it runs is not among the weights"
         report = vit_fast.fuse(loaded, precision="fp8")
         assert "fc2 stays in bfloat16: set by the scales" in str(report) and torch.equal(loaded(x), expected)
-        made = vit_fast.create_model(
-            "vit_tiny_patch16_224", weights=path, precision="fp8", device=DEVICE, dtype=torch.bfloat16, img_size=32,
-            depth=2, embed_dim=64, num_heads=2,
-        )  # fmt: skip
+        shape = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 2}
+        options = {"precision": "fp8", "device": DEVICE, "dtype": torch.bfloat16}
+        made = vit_fast.create_model("vit_tiny_patch16_224", weights=path, **options, **shape)
         assert torch.equal(made(x), expected)
 
 
@@ -140,12 +143,13 @@ def test_kept_layers_by_name() -> None:
     assert "qkv stays in bfloat16: requested by keep" in text and not torch.equal(some, everything)
     kept = [scales_of(module).names_kept() for module in model.modules() if scales_of(module) is not None]  # type: ignore[union-attr]  # those that have some
     assert kept == [["qkv", "proj", "fc2"], ["proj", "fc2"]]
-    with pytest.raises(ValueError, match=rf"keep must match .* such as {re.escape(queries[0])}.*, got '\*.fc7'"):
-        vit_fast.fuse(model, precision="fp8", keep=("*.fc7",))
-    with pytest.raises(TypeError, match=r"keep must be a sequence of names, got '\*.fc2'"):
-        vit_fast.fuse(model, precision="fp8", keep="*.fc2")
-    with pytest.raises(TypeError, match=r"keep must contain names .*, got \[3\]"):
-        vit_fast.fuse(model, precision="fp8", keep=3)  # type: ignore[arg-type]  # that is the point
+    for keep, error, message in (
+        (("*.fc7",), ValueError, rf"keep must match .* such as {re.escape(queries[0])}.*, got '\*.fc7'"),
+        ("*.fc2", TypeError, r"keep must be a sequence of names, got '\*.fc2'"),
+        (3, TypeError, r"keep must contain names .*, got \[3\]"),
+    ):
+        with pytest.raises(error, match=message):
+            vit_fast.fuse(model, precision="fp8", keep=keep)
     with torch.no_grad():
         assert torch.equal(model(**given).logits, some), "a refusal changes nothing"
         vit_fast.fuse(model, "triton")
@@ -163,7 +167,7 @@ def test_what_fails_midway_leaves_the_choice_as_it_was(monkeypatch: pytest.Monke
         before = model(**given)
     cached_of = fp8_scales.Fp8Scales.cached_of
 
-    def failing(self: fp8_scales.Fp8Scales, parts: Any) -> Quantised:
+    def failing(self: fp8_scales.Fp8Scales, parts: Any) -> FrozenFp8:
         if self is places[1]:
             raise MemoryError("no room for the weights")
         return cached_of(self, parts)
@@ -180,33 +184,30 @@ def test_what_cannot_be_done_is_refused_with_all_reasons(monkeypatch: pytest.Mon
     model = SUBJECTS["timm-vit"].build().to(DEVICE)
     with pytest.raises(UnsupportedInputError) as refusal:
         vit_fast.fuse(model.train(), "sdpa", precision="fp8")
-    for reason in (
-        "backend must be 'auto' or 'triton', got 'sdpa'",
-        "float32",
-        "model.to(torch.bfloat16)",
-        "dtype=torch.bfloat16",
-        "eval()",
-        "vit_fast.calibrate",
-    ):
-        assert reason in str(refusal.value)
+    backend, convert = "backend must be 'auto' or 'triton', got 'sdpa'", "model.to(torch.bfloat16)"
+    for part in (backend, "float32", convert, "dtype=torch.bfloat16", "eval()", "vit_fast.calibrate"):
+        assert part in str(refusal.value)
     assert type(model).__name__ == "VisionTransformer" and not isinstance(model.blocks[0], FusedModule)
-    with pytest.raises(ValueError, match="precision must be one of None, 'fp8', got 'int4'"):
-        vit_fast.fuse(model, precision="int4")
-    with pytest.raises(ValueError, match=r"must be used with precision='fp8', got \(\)"):
-        vit_fast.fuse(model, keep=())
-    model, _ = calibrated("timm-vit")
-    with pytest.raises(ValueError, match=r"min_agreement must be in \(0, 1\], got 2"):
-        vit_fast.fuse(model, precision="fp8", min_agreement=2)
-    with pytest.raises(ValueError, match=r"min_agreement requires .*: call vit_fast.calibrate\(model, images\) first"):
-        vit_fast.fuse(copy.deepcopy(model), precision="fp8", min_agreement=0.9)
+    ready, _ = calibrated("timm-vit")
+    for given, options, message in (
+        (model, {"precision": "int4"}, "precision must be one of None, 'fp8', got 'int4'"),
+        (model, {"keep": ()}, r"must be used with precision='fp8', got \(\)"),
+        (ready, {"precision": "fp8", "min_agreement": 2}, r"min_agreement must be in \(0, 1\], got 2"),
+        (
+            copy.deepcopy(ready),
+            {"precision": "fp8", "min_agreement": 0.9},
+            r"requires .*calibrate\(model, images\) first",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vit_fast.fuse(given, **options)
     monkeypatch.setattr(fp8, "fp8_reasons", lambda device: ["compute capability must be 8.9, got 8.0"])
     with pytest.raises(UnsupportedInputError, match=r"must be 8\.9, got 8\.0"):
-        vit_fast.fuse(model, precision="fp8")
+        vit_fast.fuse(ready, precision="fp8")
 
 
 def test_a_forward_that_is_not_inference_is_refused() -> None:
-    model, given = calibrated("timm-vit")
-    vit_fast.fuse(model, precision="fp8")
+    model, given = in_fp8("timm-vit")
     with pytest.raises(UnsupportedInputError, match=r"does not support gradients.*torch.no_grad"):
         model(**given)
     with torch.no_grad(), pytest.raises(UnsupportedInputError, match=r"evaluation mode: call eval\(\)"):
@@ -233,8 +234,7 @@ def test_half_the_model_stays_where_the_kernels_do_not_run_it_as_a_whole() -> No
     assert scales_of(model.blocks[1]) is None
     with torch.no_grad():
         assert torch.isfinite(model(**given)).all()
-    hooked, given = calibrated("timm-vit")
-    vit_fast.fuse(hooked, precision="fp8")
+    hooked, given = in_fp8("timm-vit")
     seen: list[int] = []
     hooked.blocks[0].mlp.fc2.register_forward_hook(lambda *_: seen.append(1))
     with torch.no_grad():
@@ -245,16 +245,12 @@ def test_half_the_model_stays_where_the_kernels_do_not_run_it_as_a_whole() -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ours", "transformers-vit"])
 def test_a_compiled_model_in_fp8_is_one_graph_that_follows_its_weights(name: str) -> None:
-    model, given = calibrated(name)
-    vit_fast.fuse(model, precision="fp8")
+    model, given = in_fp8(name)
     subject = SUBJECTS[name]
     seen = OurOperators()
     compiled: Any = torch.compile(model, backend=seen, fullgraph=True, dynamic=False)
-    layer = (
-        next(module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features == 3 * 64)
-        if name == "ours"
-        else next(module for module in model.modules() if isinstance(module, nn.Linear))
-    )
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    layer = next(module for module in linears if name != "ours" or module.out_features == 3 * 64)
     with torch.no_grad():
         expected = subject.run(model, given)
         assert distance(subject.run(compiled, given), expected) < 0.02
@@ -284,18 +280,16 @@ def test_padded_images_run_in_half_precision() -> None:
 
 
 def test_onnx_of_a_model_in_fp8_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
-    model, _ = calibrated("ours")
-    vit_fast.fuse(model, precision="fp8")
+    model, _ = in_fp8("ours")
     with pytest.raises(UnsupportedInputError, match=r"vit_fast.fuse\(model\).*precision='fp8'"):
         vit_fast.export.export_onnx(model, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
 def test_graph_runners_and_freeze_look_after_quantised_weights() -> None:
-    model, given = calibrated("timm-vit")
-    vit_fast.fuse(model, precision="fp8")
+    model, given = in_fp8("timm-vit")
     kept = frozen_of(model)
-    assert len(kept) == 2 and all(isinstance(each, Quantised) for each in kept)
+    assert len(kept) == 2 and all(isinstance(each, FrozenFp8) for each in kept)
     addresses = [tensor.data_ptr() for each in kept for tensor in each.tensors]
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
     assert not parameters & set(addresses), "what is written to on refresh is not the model's"
@@ -309,8 +303,7 @@ def test_graph_runners_and_freeze_look_after_quantised_weights() -> None:
 
 
 def test_weights_made_in_inference_mode_are_followed_outside_of_it() -> None:
-    model, given = calibrated("ours")
-    vit_fast.fuse(model, precision="fp8")
+    model, given = in_fp8("ours")
     vit_fast.unfreeze(model)
     with torch.inference_mode():
         before = model(**given)

@@ -19,13 +19,13 @@ from vit_fast.model import Block, VisionTransformer
 
 @pytest.fixture
 def folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by each folding of weights."""
+    """Returns a list that grows with each folding of weights."""
     made: list[int] = []
     fold = folding.fold_linears
 
     def counted(*args: object) -> object:
         made.append(1)
-        return fold(*args)  # type: ignore[arg-type]  # handed on
+        return fold(*args)  # type: ignore[arg-type]  # passed on
 
     monkeypatch.setattr(folding, "fold_linears", counted)
     return made
@@ -44,7 +44,7 @@ def images(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def assert_current(model: VisionTransformer, x: Tensor) -> Tensor:
-    """The answer, which is that of an unfrozen copy."""
+    """Returns the output, after comparing it with that of an unfrozen copy."""
     with torch.no_grad():
         found, expected = model(x), copy.deepcopy(model)(x)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -57,7 +57,7 @@ def is_frozen(model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_same_answers_without_folding(dtype: torch.dtype, folds: list[int]) -> None:
+def test_the_same_outputs_without_folding(dtype: torch.dtype, folds: list[int]) -> None:
     model, x = ours(dtype=dtype, init_values=0.5), images(dtype)
     with torch.no_grad():
         expected = model(x)
@@ -99,7 +99,7 @@ def test_models_of_other_libraries(name: str, folds: list[int]) -> None:
 def _step(optimizer: type[torch.optim.Optimizer], **options: object) -> Callable[[VisionTransformer], None]:
     def step(model: VisionTransformer) -> None:
         model(images()).square().sum().backward()
-        optimizer(model.parameters(), lr=0.1, **options).step()  # type: ignore[call-arg]  # every optimizer's
+        optimizer(model.parameters(), lr=0.1, **options).step()  # type: ignore[call-arg]  # all optimizers have lr
 
     return step
 
@@ -110,7 +110,7 @@ def _in_place(model: VisionTransformer) -> None:
 
 
 def test_the_dtype_is_that_of_the_matmuls(folds: list[int]) -> None:
-    """A forward in another dtype folds as ever."""
+    """A forward in another dtype folds in every call."""
     model, x = ours(), images()
     with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
         expected = model(x)
@@ -142,7 +142,7 @@ def test_compiled_it_is_followed_too(folds: list[int]) -> None:
 
 def test_what_can_be_frozen() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got \d"):
-        vit_fast.freeze(3)  # type: ignore[arg-type]  # that is the point
+        vit_fast.freeze(3)  # type: ignore[arg-type]  # the wrong type is the test
     with pytest.raises(ValueError, match=r"blocks\.0 must be in evaluation mode"):
         vit_fast.freeze(ours().train())
     half = ours()
@@ -159,7 +159,7 @@ def test_what_can_be_frozen() -> None:
 
 
 def test_steps_of_sharded_weights_are_followed(folds: list[int]) -> None:
-    """fully_shard gathers weights, which an optimizer knows as shards only, into the same tensors without a count."""
+    """fully_shard gathers the shards that an optimizer updates into the same tensors, without counting these writes."""
 
     class Shard(nn.Parameter):
         pass
@@ -211,7 +211,7 @@ def test_frozen_in_inference_mode_it_is_followed_outside() -> None:
 
 
 def test_made_in_inference_mode() -> None:
-    """Its parameters count no writes at all: a second freeze follows them."""
+    """Its parameters count no writes, but a second freeze reads them again."""
     with torch.inference_mode():
         model, x = ours(), images()
         vit_fast.freeze(model)

@@ -1,4 +1,4 @@
-"""Blocks that are changed before or after fuse: the change counts, and a block that became another is skipped."""
+"""Blocks that users change before or after fuse: the change takes effect, or fuse skips the block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Change = Callable[[Any], object]
 
 
 class LoraLinear(nn.Module):
-    """A linear layer as peft wraps it: it passes the weight on, and adds to the output."""
+    """A linear layer wrapped as by peft: it exposes the weight of the layer and adds to its output."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def replace_mlp_forward(block: Any) -> None:
 def quantize(block: Any) -> None:
     torch.backends.quantized.engine = torch.backends.quantized.supported_engines[-1]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.ao announces its successor
+        warnings.simplefilter("ignore")  # torch.ao is deprecated
         torch.ao.quantization.quantize_dynamic(block, {nn.Linear}, dtype=torch.qint8, inplace=True)
 
 
@@ -73,7 +73,7 @@ def pre_hook_activation(block: Any) -> None:
     block.mlp.act.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
 
 
-# Changes of blocks of timm and of ours with the reason that fuse then gives.
+# Changes of timm's and our blocks, with the reason that fuse then reports.
 ANY: dict[str, tuple[Change, str]] = {
     "LoRA": (lambda block: setattr(block.mlp, "fc1", LoraLinear(block.mlp.fc1)), "must be torch.nn.Linear itself, got"),
     "parametrization": (
@@ -105,7 +105,7 @@ CHANGES: dict[str, dict[str, tuple[Change, str]]] = {
 @pytest.mark.parametrize(
     ("library", "change"), [(library, change) for library, changes in CHANGES.items() for change in changes]
 )
-def test_a_changed_block_computes_the_change_and_is_skipped_with_the_reason(library: str, change: str) -> None:
+def test_a_changed_block_computes_the_change_and_is_skipped_with_a_reason(library: str, change: str) -> None:
     apply, reason = CHANGES[library][change]
     model: Any = (tiny_timm(depth=2) if library == "timm" else plain_vit()).eval()
     images = torch.randn(2, 3, 32, 32)
@@ -127,7 +127,7 @@ def test_a_changed_block_computes_the_change_and_is_skipped_with_the_reason(libr
 
 
 def without_fused_attention(change: Change) -> Change:
-    """timm calls the dropout of attention only then."""
+    """Disables timm's fused attention, with which timm does not call the dropout module."""
 
     def apply(block: Any) -> None:
         block.attn.fused_attn = False
@@ -156,7 +156,7 @@ def make_a_buffer(block: Any) -> None:
     block.norm2.register_buffer("weight", 2 * weight)
 
 
-# After these, fuse can still fuse all (True), or not (False).
+# Changes with True if fuse can still fuse the whole model.
 FOLLOWED: dict[str, tuple[Change, bool]] = {
     "activation": (lambda block: setattr(block.mlp, "act", nn.ReLU()), True),
     "another GELU": (lambda block: setattr(block.mlp, "act", nn.GELU(approximate="tanh")), True),
@@ -225,7 +225,7 @@ def test_a_scale_of_attention_changed_after_fuse_is_followed(name: str, backend:
             for attribute in ("scale", "scaling"):
                 if isinstance(getattr(module, attribute, None), float):
                     setattr(module, attribute, 3.0)
-                    module.fused_attn = False  # timm looks at its scale only then
+                    module.fused_attn = False  # otherwise timm ignores its scale
         expected = SUBJECTS[name].output(plain(**inputs))
         assert (expected - before).norm() > 0.01 * before.norm()
         torch.testing.assert_close(SUBJECTS[name].output(fused(**inputs)), expected, rtol=1e-3, atol=1e-3)
@@ -248,11 +248,11 @@ def test_a_forward_replaced_on_an_instance_or_in_the_library(monkeypatch: pytest
     assert row.reasons == ("Block.forward was replaced on the class",)
 
 
-# --- packages that change models: weights of another tensor class (torchao), hooks taken away (accelerate) -----------
+# --- packages that change models: weights of another tensor class (torchao), removed hooks (accelerate) -------------
 
 
 class Int8Weight(Tensor):
-    """A linear's weight as torchao replaces it: only F.linear knows how to compute with it."""
+    """A tensor class like torchao's: F.linear is the only function that supports it."""
 
     @staticmethod
     def __new__(cls, values: Tensor, scales: Tensor) -> Int8Weight:
@@ -284,7 +284,7 @@ def quantize_by_hand(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("library", [*LIBRARIES, "torch"])
-def test_weights_of_another_class_are_left_to_their_own_linear(library: str) -> None:
+def test_weights_of_another_class_run_by_their_own_linear(library: str) -> None:
     subject = SUBJECTS[LIBRARIES.get(library, "torch-encoder")]
     model = subject.build().to(DEVICE).eval()
     inputs = {name: tensor[:1].to(DEVICE) for name, tensor in subject.inputs().items()}
@@ -303,7 +303,7 @@ def test_weights_of_another_class_are_left_to_their_own_linear(library: str) -> 
 
 
 def hook_by_hand(module: nn.Module) -> Callable[[], None]:
-    """Does what accelerate's hooks leave behind: a forward on the instance."""
+    """Sets a forward on the instance, as accelerate's hooks do."""
     before = module.forward
     module.forward = functools.partial(lambda *args, **kwargs: before(*args, **kwargs))
     return lambda: setattr(module, "forward", before)
@@ -318,7 +318,7 @@ def hook_by_accelerate(module: nn.Module) -> Callable[[], None]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("hook", [hook_by_hand, hook_by_accelerate])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_hooks_that_were_taken_away_leave_a_model_fused(library: str, hook: Callable[[nn.Module], Any]) -> None:
+def test_a_model_stays_fused_after_hooks_were_removed(library: str, hook: Callable[[nn.Module], Any]) -> None:
     subject = SUBJECTS[LIBRARIES[library]]
     model, inputs = subject.build().eval(), subject.inputs()
     expected = subject.run(model, inputs)

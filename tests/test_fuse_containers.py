@@ -1,4 +1,4 @@
-"""A Sequential of fused blocks is a Sequential: slices, sums, and blocks put in and taken out."""
+"""A Sequential of fused blocks behaves like a Sequential: slices, sums, inserted and removed blocks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ OPERATIONS: dict[str, Operation] = {
 BY_NUMBER = {
     ("torchvision", "insert"),
     ("torchvision", "product in place"),
-}  # torch looks for "0", "1", its blocks have names
+}  # nn.Sequential expects "0", "1", but these blocks have names
 MODELS: dict[str, tuple[Subject, str]] = {
     "timm": (of_depth(3)["timm"], "blocks"),
     "torchvision": (of_depth(3)["torchvision"], "encoder.layers"),

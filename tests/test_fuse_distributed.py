@@ -1,4 +1,4 @@
-"""Fused models trained by two processes, under DDP and FSDP2, against the same step on one process, unfused."""
+"""Fused models trained by two processes, under DDP and FSDP2, compared with an unfused model on one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does() -> None:
-    """Every library's model, under DDP and FSDP2, over gloo."""
+    """Trains a model of each library under DDP and FSDP2, with gloo."""
     for library in ("timm", "transformers", "torchvision"):
         pytest.importorskip(library)
     paths = os.pathsep.join([str(HERE.parent), str(HERE)])

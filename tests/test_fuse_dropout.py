@@ -1,4 +1,4 @@
-"""Models that drop: fused alike in training and in evaluation, and running as they were while dropout is active."""
+"""Models with dropout: fused in training and in evaluation mode; active dropout runs the original forward."""
 
 from __future__ import annotations
 

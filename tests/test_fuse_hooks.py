@@ -1,4 +1,4 @@
-"""Hooks, forwards and modules that users set inside fused blocks: each one is called, and its return value counts."""
+"""Hooks, forwards and modules that users set inside fused blocks: each is called, and its return value is used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch import nn
 
 import vit_fast
 from vit_fast.blocks import plain
-from vit_fast.libraries.transformers_packed import LIKE_QWEN
+from vit_fast.libraries.transformers.families import LIKE_QWEN
 
 OFTEN = (
     "timm-vit", "timm-qk-norm", "timm-siglip", "timm-eva02-norms-inside", "transformers-vit", "transformers-siglip",
@@ -38,7 +38,7 @@ PACKED = ("qwen2_5_vl", "pixtral", "rotary, a table an image")
 
 @pytest.fixture(autouse=True)
 def slow_path() -> Iterator[None]:
-    """torch's operator for a whole TransformerEncoderLayer calls no forward that is set inside."""
+    """Disables torch's fast path of TransformerEncoderLayer, which ignores forwards set on modules inside."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     yield
@@ -46,24 +46,24 @@ def slow_path() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", [*OFTEN, *PACKED])
-def test_what_is_done_to_a_module_of_a_fused_block_counts(name: str) -> None:
+def test_changes_of_modules_inside_a_fused_block_take_effect(name: str) -> None:
     assert sum(assert_changes_count(block, call) for block, call in blocks_of(ALL[name]))
 
 
 ALONE = ("eomt", "eomt_dinov3", "unlimited_ocr")
 
 
-# Of models that cannot be made here, and whose layers are copies of Qwen's; the others are in SUBJECTS.
+# Copies of Qwen's layers, whose models are not built here; SUBJECTS has the others.
 @pytest.mark.fast_cases(*(path for path in LAYERS if path.split(".")[2] in (*ALONE, *LIKE_QWEN)))
 @pytest.mark.parametrize("path", LAYERS)
-def test_what_is_done_to_a_module_of_any_layer_of_transformers_counts(path: str) -> None:
+def test_changes_inside_any_layer_of_transformers_take_effect(path: str) -> None:
     torch.manual_seed(0)
     assert assert_changes_count(*transformers_layer(path))
 
 
 @pytest.mark.parametrize("name", ["timm-vit", "timm-dinov3", "transformers-dinov2", "torchvision-vit", "ours"])
-def test_the_kernels_do_not_run_past_anything_that_is_done(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing inside a block can be hooked, and the block still be nothing but kernels; and afterwards it is again."""
+def test_kernels_do_not_bypass_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block with a hook anywhere inside does not run as kernels only, until the hook is removed."""
     model = SUBJECTS[name].build().eval()
     vit_fast.fuse(model, "triton")
     block = next(module for module in model.modules() if hasattr(module, "whole"))
@@ -155,8 +155,8 @@ def test_backward_hooks_fire_as_often_as_before_fuse(name: str) -> None:
     assert counts[1] == counts[0] and counts[0]
 
 
-def test_modules_that_no_reader_knows_or_that_are_in_two_places_are_watched() -> None:
-    """A family whose reader forgets a module: the kernels do not run past a hook on it all the same."""
+def test_modules_that_no_reader_knows_or_that_occur_twice_are_watched() -> None:
+    """If the reader of a family misses a module, a hook on it still keeps the kernels from bypassing it."""
     (block,) = of_depth(1)["timm"].build().eval().blocks
     block.forgotten = nn.Sequential(nn.Identity())
     for parent in (block.attn, block.mlp):

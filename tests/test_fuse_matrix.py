@@ -1,4 +1,4 @@
-"""A fused model of every library, used in all the ways that its owner may use it: MEASURE's reliability matrix, line 6.
+"""A fused model of each library in all supported uses: training, copies, pickles, export, compile and others.
 
 DDP and FSDP2 are in test_fuse_distributed.py; CUDA graphs, side streams and second devices in test_runtime.py.
 """
@@ -29,7 +29,7 @@ every_library = pytest.mark.parametrize("library", LIBRARIES)
 
 
 def fused(library: str, backend: str = "sdpa") -> tuple[Subject, nn.Module, dict[str, Tensor], Tensor]:
-    """A fused model in evaluation mode, its inputs, and what it gave before it was fused."""
+    """Returns a fused model in evaluation mode, its inputs, and its output before fuse."""
     subject = SUBJECTS[LIBRARIES[library]]
     model, inputs = subject.build().eval(), subject.inputs()
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_compile_without_a_graph_break(library: str, backend: str) -> None:
 @pytest.mark.fast_cases("transformers")
 @every_library
 def test_the_kernels_compile_without_a_graph_break(library: str) -> None:
-    """One operator per block, also when frozen."""
+    """Checks that a block runs as one operator, also when frozen."""
     subject, model, inputs, expected = fused(library, "triton")
     for frozen in (False, True):
         if frozen:
@@ -142,7 +142,7 @@ def test_gradient_checkpointing_as_the_library_does_it(library: str) -> None:
     calls = []
     norm = next(module for name, module in model.named_modules() if name.endswith(norms[library]))
     norm.register_forward_hook(lambda *_: calls.append(1))
-    if library == "torchvision":  # it has no switch: torch's way for a Sequential, which spares the last segment
+    if library == "torchvision":  # it has no option: torch's checkpoint_sequential does not checkpoint the last segment
         blocks = model.encoder.layers
         model.encoder.layers.forward = lambda x: checkpoint_sequential(blocks, 2, x, use_reentrant=False)
     elif library == "transformers":
@@ -186,7 +186,7 @@ def test_a_copy_is_fused_and_independent(library: str, way: str) -> None:
 
 @pytest.mark.slow
 def test_a_saved_model_loads_in_a_new_process(tmp_path: Path) -> None:
-    """The fused classes of transformers are made on demand: unpickling must find them by name."""
+    """Fused classes of transformers are created on demand, so unpickling must find them by name."""
     subject, model, inputs, _ = fused("transformers")
     torch.save({"model": model, "inputs": inputs, "expected": subject.output(model(**inputs))}, tmp_path / "saved.pt")
     load = (
@@ -215,9 +215,9 @@ def test_state_dict_goes_both_ways(library: str) -> None:
 @every_library
 def test_export_with_a_dynamic_batch(library: str) -> None:
     subject, model, inputs, expected = fused(library)
-    ((name, pictures),) = inputs.items()
+    ((name, pixels),) = inputs.items()
     program = torch.export.export(
-        model, (), {name: pictures}, dynamic_shapes={name: {0: torch.export.Dim("batch", min=1, max=64)}}
+        model, (), {name: pixels}, dynamic_shapes={name: {0: torch.export.Dim("batch", min=1, max=64)}}
     )
     torch.testing.assert_close(subject.output(program.module()(**inputs)), expected)
     more = torch.randn(5, 3, IMAGE, IMAGE)

@@ -1,4 +1,4 @@
-"""Every model that fuse covers: outputs and gradients as before, and everything restored by unfuse."""
+"""All models that fuse supports: outputs and gradients match the original, and unfuse restores the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.blocks.fused import FusedNormMlp
 
-BIASED = {"transformers-beit"}  # its relative position bias keeps the attention from being fused
+BIASED = {"transformers-beit"}  # fuse skips attention with a relative position bias
 
 
 def _hybrid_dpt() -> nn.Module:
@@ -44,7 +44,7 @@ def _hybrid_dpt() -> nn.Module:
     return transformers.DPTForDepthEstimation(config)
 
 
-# transformers whose layers are copies of others'; and one behind a convolutional network
+# models with copies of other models' layers, and one behind a convolutional network
 COPIES = {
     "janus": transformers_subject("janus.modeling_janus.JanusVisionModel", "JanusVisionConfig", mlp_ratio=2.0),
     "kosmos2": transformers_subject("kosmos2.modeling_kosmos2.Kosmos2VisionModel", "Kosmos2VisionConfig"),
@@ -57,7 +57,7 @@ COPIES = {
     ),
     "hybrid DPT": Subject(_hybrid_dpt, images("pixel_values"), lambda result: result.predicted_depth),
 }
-# head_dim, hidden size, image size, activation and pooling other than usual
+# unusual head_dim, hidden size, image size, activation and pooling
 ODD = {
     "timm, odd sizes": timm_subject(
         "vit_tiny_patch16_224", size=48, embed_dim=72, num_heads=3, mlp_ratio=2.5, act_layer="gelu_tanh", reg_tokens=2,
@@ -188,12 +188,12 @@ def test_layer_scale_with_drop_path_or_autocast(backend: str, drop_path: float, 
     model.blocks[0].drop_path1, model.blocks[0].drop_path2 = (timm.layers.DropPath(drop_path) for _ in range(2))
     fused = copy.deepcopy(model.to(DEVICE))
     assert vit_fast.fuse(fused, backend).require_all()
-    pictures = torch.randn(4, 3, 32, 32, device=DEVICE)
+    pixels = torch.randn(4, 3, 32, 32, device=DEVICE)
     found = []
     for computed in (model, fused):
         torch.manual_seed(2)  # the same images are dropped
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
-            output = computed(pictures)
+            output = computed(pixels)
         output.float().square().sum().backward()
         found.append((output.float(), computed.patch_embed.proj.weight.grad))
     tolerance = 0.05 if autocast else 1e-4
@@ -259,11 +259,11 @@ def test_channels_last_and_strided_images_give_the_same(name: str) -> None:
     subject = SUBJECTS[name]
     model = subject.build().eval()
     vit_fast.fuse(model, backend="sdpa")
-    ((key, pictures),) = subject.inputs().items()
-    expected = subject.run(model, {key: pictures})
+    ((key, pixels),) = subject.inputs().items()
+    expected = subject.run(model, {key: pixels})
     wide = torch.zeros(2, 3, 32, 64)
-    wide[..., ::2] = pictures
-    for layout in (pictures.contiguous(memory_format=torch.channels_last), wide[..., ::2]):
+    wide[..., ::2] = pixels
+    for layout in (pixels.contiguous(memory_format=torch.channels_last), wide[..., ::2]):
         torch.testing.assert_close(subject.run(model, {key: layout}), expected)
 
 

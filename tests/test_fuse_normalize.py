@@ -1,4 +1,4 @@
-"""Pictures as bytes: normalisation folded into the patch embedding."""
+"""Images as bytes: normalization folded into the patch embedding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import vit_fast
 from vit_fast.fusion.patch_embed import FusedPatchConv
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# patches, tokens, or a video come in, or noise beside the images; or the convolution pads them
+# the input is patches, tokens, a video, or images and noise; or the convolution pads the images
 OTHERS = ("transformers-siglip2", "torch-encoder", "transformers-vivit", "transformers-vit-mae", "transformers-vitpose")
 NAMES = [name for name in SUBJECTS if name not in OTHERS]
 
@@ -24,36 +24,36 @@ def bytes_for(subject: Subject) -> tuple[str, Tensor]:
     return name, torch.randint(0, 256, images.shape, dtype=torch.uint8)
 
 
-def normalised(pictures: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def normalised(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (MEAN, STD))
-    return ((pictures.double() / 255 - mean) / std).to(dtype)
+    return ((pixels.double() / 255 - mean) / std).to(dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_give_what_normalised_images_gave(name: str) -> None:
     subject = SUBJECTS[name]
     model = subject.build().eval()
-    argument, pictures = bytes_for(subject)
+    argument, pixels = bytes_for(subject)
     with torch.no_grad():
-        expected = subject.run(model, {argument: normalised(pictures)})
+        expected = subject.run(model, {argument: normalised(pixels)})
         report = vit_fast.fuse(model, backend="sdpa", normalize=(MEAN, STD))
         assert [module.part for module in report.fused].count("normalization") == 1
-        for given in (pictures, pictures.float(), pictures.contiguous(memory_format=torch.channels_last)):
+        for given in (pixels, pixels.float(), pixels.contiguous(memory_format=torch.channels_last)):
             torch.testing.assert_close(subject.run(model, {argument: given}), expected, rtol=1e-4, atol=1e-4)
         vit_fast.unfuse(model)
-        torch.testing.assert_close(subject.run(model, {argument: normalised(pictures)}), expected)
+        torch.testing.assert_close(subject.run(model, {argument: normalised(pixels)}), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_no_more_than_normalising_first(dtype: torch.dtype) -> None:
     conv = nn.Conv2d(3, 64, 16, stride=16)
     nn.init.trunc_normal_(conv.weight, std=0.02)
-    pictures = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
-    exact = copy.deepcopy(conv).double()(normalised(pictures, torch.float64))
+    pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    exact = copy.deepcopy(conv).double()(normalised(pixels, torch.float64))
     conv = conv.to(dtype)
-    before = (conv(normalised(pictures, dtype)).double() - exact).square().mean()
+    before = (conv(normalised(pixels, dtype)).double() - exact).square().mean()
     vit_fast.fuse(conv, normalize=(MEAN, STD))
-    assert (conv(pictures).double() - exact).square().mean() <= 2 * before
+    assert (conv(pixels).double() - exact).square().mean() <= 2 * before
 
 
 def test_parameters_are_shared_and_trained_through_the_folding() -> None:
@@ -61,12 +61,12 @@ def test_parameters_are_shared_and_trained_through_the_folding() -> None:
     model = subject.build()
     twin = copy.deepcopy(model)
     weight = model.patch_embed.proj.weight
-    _, pictures = bytes_for(subject)
+    _, pixels = bytes_for(subject)
     vit_fast.fuse(model, normalize=(MEAN, STD))
     assert model.patch_embed.proj.weight is weight
     assert model.state_dict().keys() == twin.state_dict().keys()
-    model(pictures).square().sum().backward()
-    twin(normalised(pictures)).square().sum().backward()
+    model(pixels).square().sum().backward()
+    twin(normalised(pixels)).square().sum().backward()
     torch.testing.assert_close(weight.grad, twin.patch_embed.proj.weight.grad, rtol=1e-3, atol=1e-2)
     torch.testing.assert_close(model.patch_embed.proj.bias.grad, twin.patch_embed.proj.bias.grad, rtol=1e-3, atol=1e-2)
 
@@ -75,21 +75,21 @@ def test_parameters_are_shared_and_trained_through_the_folding() -> None:
 def test_it_compiles_pickles_and_may_be_given_again() -> None:
     subject = SUBJECTS["timm-vit"]
     model = subject.build().eval()
-    _, pictures = bytes_for(subject)
+    _, pixels = bytes_for(subject)
     vit_fast.fuse(model, normalize=(MEAN, STD))
     with torch.no_grad():
-        expected = model(pictures)
+        expected = model(pixels)
         loaded = pickle.loads(pickle.dumps(model))
         assert type(loaded.patch_embed.proj) is FusedPatchConv
-        torch.testing.assert_close(loaded(pictures), expected)
+        torch.testing.assert_close(loaded(pixels), expected)
         compiled = torch.compile(loaded, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(pictures), expected)
+        torch.testing.assert_close(compiled(pixels), expected)
         vit_fast.fuse(model, normalize=((0.5,) * 3, (0.5,) * 3))
-        assert not torch.allclose(model(pictures), expected)
+        assert not torch.allclose(model(pixels), expected)
         vit_fast.fuse(model, normalize=(MEAN, STD))
-        torch.testing.assert_close(model(pictures), expected)
-        vit_fast.fuse(model)  # says nothing about normalisation: it stays
-        torch.testing.assert_close(model(pictures), expected)
+        torch.testing.assert_close(model(pixels), expected)
+        vit_fast.fuse(model)  # without normalize, the folded normalization stays
+        torch.testing.assert_close(model(pixels), expected)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_models_whose_first_layer_cannot_take_it(model: nn.Module, message: str)
 
 def test_only_the_model_whose_convolution_is_folded_takes_bytes() -> None:
     first, second = (vit_fast.create_model("vit_test", backend="eager").eval() for _ in range(2))
-    pictures = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    expected = first(normalised(pictures))
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    expected = first(normalised(pixels))
     vit_fast.fuse(nn.ModuleList([first, second]), backend="sdpa", normalize=(MEAN, STD))
-    torch.testing.assert_close(first(pictures), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(first(pixels), expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match=r"got torch.uint8"):
-        second(pictures)
+        second(pixels)

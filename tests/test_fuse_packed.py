@@ -1,4 +1,4 @@
-"""Towers for images of any size, packed or padded, against their libraries' own modules: outputs and gradients."""
+"""Towers for images of any size, packed or padded: outputs and gradients match those of the library."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_tower_is_fused_and_agrees(name: str, monkeypatch: pytest.MonkeyPatch)
         inputs = tower.inputs(batch)
         expected = gradients(tower, plain.train(batch != 1), inputs)
         with monkeypatch.context() as patched:
-            patched.setattr("vit_fast.libraries.timm_blocks.AttentionLayer.run_original", None)
+            patched.setattr("vit_fast.libraries.timm.timm_blocks.AttentionLayer.run_original", None)
             assert_same_results(gradients(tower, model.train(batch != 1), inputs), expected)
     vit_fast.unfuse(model)
     assert classes_of(model) == classes_of(plain)
@@ -67,7 +67,7 @@ def test_what_pads_an_image_changes_nothing() -> None:
 
 @pytest.mark.parametrize("change", ["dropout", "own mask", "hook"])
 def test_calls_for_timms_own_forward_get_masks_that_it_knows(change: str) -> None:
-    """Without torch's attention timm adds masks to scores: one of truth values would be added as 0 and 1."""
+    """Without torch's attention, timm adds masks to the scores. A boolean mask would be added as 0 and 1."""
     tower = NAFLEX["pooled by attention"]
     model: Any = tower.build().eval()
     inputs = tower.inputs()
@@ -104,14 +104,14 @@ def test_nan_in_one_image_stays_in_it() -> None:
     vit_fast.fuse(model, "sdpa")
     inputs = tower.inputs()
     right = model(**inputs).pooler_output
-    inputs["hidden_states"][24:32] = float("nan")  # the second image's two frames
+    inputs["hidden_states"][24:32] = float("nan")  # both frames of the second image
     found = model(**inputs).pooler_output
     assert found[6:8].isnan().all()
     assert torch.equal(found[:6], right[:6]) and torch.equal(found[8:], right[8:])
 
 
 def test_a_whole_chat_model_runs_its_tower_by_ours() -> None:
-    """fuse(model) as well as fuse(model.visual): all that sees is fused; what reads is named, and none of ours."""
+    """fuse(model) fuses the whole vision tower like fuse(model.visual), and reports the language model as elsewhere."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
     text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
@@ -155,7 +155,7 @@ def test_a_whole_model_of_images_and_texts_is_fused() -> None:
 
 
 def test_calls_that_ask_for_more_run_the_original() -> None:
-    """Weights, hooks on what is read past, and a mask of its own for each query."""
+    """Checks a mask per query, and a hook on a module that is bypassed otherwise."""
     tower = TOWERS["siglip2"]
     model, inputs = tower.build().eval(), tower.inputs()
     layer = model.encoder.layers[0]
@@ -180,8 +180,8 @@ NEEDS = {
 
 @pytest.mark.fast_cases("pixtral")
 @pytest.mark.parametrize("name", [*NEEDS, "pixtral", "llama4"])
-def test_what_takes_images_alone_says_why_it_does_not_take_a_tower(name: str, tmp_path: Path) -> None:
-    """Export, a graph runner and recorded attention."""
+def test_functions_for_images_alone_report_why_they_do_not_support_a_tower(name: str, tmp_path: Path) -> None:
+    """Checks export, GraphRunner and recorded attention."""
     tower = TOWERS[name]
     model = tower.build().eval()
     vit_fast.fuse(model, "sdpa")
@@ -201,7 +201,7 @@ def test_what_takes_images_alone_says_why_it_does_not_take_a_tower(name: str, tm
             record_activations(model, first)
 
 
-def test_what_a_packed_tower_attends_to_can_be_seen() -> None:
+def test_attention_maps_of_a_packed_tower() -> None:
     images = torch.randn(2, 3, 32, 32, device=DEVICE)
     model = TOWERS["pixtral"].build().eval()
     seen, alone = record_activations(model, images), record_activations(model, images[1:])

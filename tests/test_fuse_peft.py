@@ -1,4 +1,4 @@
-"""LoRA of peft on fused models: trained, merged and taken apart after fuse, and fused after merging."""
+"""LoRA adapters of peft: trained, merged and unmerged after fuse, and fused after merging."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.blocks.fused import FusedModule
 
-# Projections of attention and both linears of the MLP, by library.
+# Linear layers of attention and MLP, by library.
 TARGETS = {
     "timm-vit": ".*blocks.*(qkv|proj|fc1|fc2)",
     "transformers-vit": "(?!.*embeddings).*(q_proj|query|v_proj|value|fc1|fc2|intermediate.dense|output.dense)",
@@ -23,8 +23,8 @@ every_case = pytest.mark.parametrize(("name", "backend"), [(name, backend) for n
 
 
 def with_lora(name: str, model: nn.Module) -> nn.Module:
-    """The model with an adapter whose effect is not zero, as it is when peft makes it."""
-    peft = pytest.importorskip("peft")  # here: its import takes seconds
+    """Returns the model with an adapter that changes the output; peft initializes adapters to zero."""
+    peft = pytest.importorskip("peft")  # imported here, because that takes seconds
     torch.manual_seed(1)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS[name]))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Fused models under transformers' recorders and class registries: hidden states, attention weights, names."""
+"""Fused models and the recorders and class registries of transformers: hidden states, attention weights, names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def tensors(output: Any) -> dict[str, Tensor]:
-    """Every tensor of an output, by its place."""
+    """Returns all tensors of an output by their paths."""
 
     def walk(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, Tensor):
@@ -61,7 +61,7 @@ def test_a_fused_model_records_what_it_recorded(name: str) -> None:
     vit_fast.fuse(fused, "sdpa")
     undone = copy.deepcopy(fused)
     vit_fast.unfuse(undone)
-    # a backbone carries transformers' hooks from the start, which cannot be pickled
+    # a backbone always has hooks of transformers, which cannot be pickled
     copied = copy.deepcopy(fused if name == "transformers-vitpose" else pickle.loads(pickle.dumps(fused)))
     hidden = outputs(plain, inputs, HIDDEN)
     make_eager(plain)
@@ -113,13 +113,13 @@ def test_a_chat_model_finds_the_hidden_states_of_its_tower(name: str) -> None:
 @pytest.mark.parametrize("backend", ("sdpa", "triton"))
 @pytest.mark.parametrize("container", (nn.ModuleList, nn.Sequential))
 def test_a_user_model_records_the_parts_of_layers(container: type[nn.Module], backend: str) -> None:
-    """A recorder of an MLP, or of a layer in a fused Sequential, counts as any hook."""
+    """A recorder on an MLP, or on a layer in a fused Sequential, is treated like any other hook."""
     pytest.importorskip("transformers", minversion="5.6")
     vit = importlib.import_module("transformers.models.vit.modeling_vit")
     recording = importlib.import_module("transformers.utils.output_capturing")
 
     class Model(vit.ViTPreTrainedModel):  # type: ignore[misc, name-defined]
-        _can_record_outputs = {  # noqa: RUF012  # as transformers has it
+        _can_record_outputs = {  # noqa: RUF012  # as in transformers
             "hidden_states": vit.ViTLayer,
             "mlps": recording.OutputRecorder(vit.ViTMLP, index=0),
             "mixed": recording.OutputRecorder(vit.ViTAttention, index=0),
@@ -151,7 +151,7 @@ def test_a_user_model_records_the_parts_of_layers(container: type[nn.Module], ba
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pixtral", "siglip2"])
 def test_a_fused_tower_passes_the_checks_of_transformers_own_suite(name: str, tmp_path: Path) -> None:
-    """Tuples, gradients of what is recorded, checkpointing, saving and loading, other attention, batches."""
+    """Checks tuples, gradients of recorded tensors, checkpointing, saving, loading, other attention and batches."""
     plain, inputs = build(name)
     fused = copy.deepcopy(plain)
     vit_fast.fuse(fused, "sdpa")

@@ -1,4 +1,4 @@
-"""require_all() is about the blocks of encoders: not about heads, connectors, language models and decoders."""
+"""require_all() requires the blocks of encoders only, not heads, connectors, language models and decoders."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def transformers_model(name: str, **settings: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_mlp_that_is_no_part_of_a_block_is_not_asked_for(name: str) -> None:
+def test_an_mlp_outside_of_a_block_is_not_required(name: str) -> None:
     model = transformers_model(name, **MODELS[name])
     assert any("MLP" in type(module).__name__ for module in model.modules())
     assert vit_fast.fuse(model, "sdpa").require_all().fused
 
 
-def test_a_decoder_is_not_asked_for() -> None:
+def test_a_decoder_is_not_required() -> None:
     text = {name: value for name, value in TEXT.items() if name not in ("model_type", "num_key_value_heads")}
     settings = {"vision_config": VISION, "text_config": text, "extract_layers": [0]}
     report = vit_fast.fuse(transformers_model("CLIPSegForImageSegmentation", **settings), "sdpa")
@@ -90,7 +90,7 @@ def deeper() -> nn.Module:
         (lambda: nn.Sequential(SomeMlp(), nn.Linear(8, 8)), []),
     ],
 )
-def test_an_unknown_mlp_is_asked_for_where_attention_is_beside_it(inside: Any, unknown: list[str]) -> None:
+def test_an_unknown_mlp_is_required_only_near_attention(inside: Any, unknown: list[str]) -> None:
     model = SUBJECTS["timm-vit"].build()
     model.head = inside()
     report = vit_fast.fuse(model, "sdpa")
@@ -102,6 +102,6 @@ def test_an_unknown_mlp_is_asked_for_where_attention_is_beside_it(inside: Any, u
         assert report.require_all()
 
 
-def test_a_model_of_nothing_else_is_refused() -> None:
+def test_a_model_without_supported_classes_raises() -> None:
     with pytest.raises(vit_fast.UnsupportedInputError, match="contains no attention or MLP of a supported class"):
         vit_fast.fuse(named(mlp=SomeMlp()), "sdpa").require_all()

@@ -1,4 +1,4 @@
-"""Fused blocks with rotary positions: other image sizes, positions that training augments or learns, grouped heads."""
+"""Fused blocks with rotary positions: other image sizes, augmented or learned positions, grouped heads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_other_image_sizes(name: str, size: tuple[int, int]) -> None:
 
 AUGMENTED = {
     "jitter": {"rope_shift_coords": 0.3, "rope_jitter_coords": 1.5, "rope_rescale_coords": 2.0},
-    "dropped patches": {"patch_drop_rate": 0.5},  # each image keeps its own: a table an image
+    "dropped patches": {"patch_drop_rate": 0.5},  # each image keeps other patches, so the tables differ per image
     "dropped patches, learned": {"patch_drop_rate": 0.5, "rope_type": "mixed", "rope_rotate_half": False},
 }
 
@@ -61,7 +61,7 @@ def test_positions_that_training_augments(name: str, backend: str) -> None:
 @pytest.mark.fast_cases("timm-eva02-norms-inside")
 @pytest.mark.parametrize("name", ["timm-dinov3", "timm-eva02-norms-inside"])
 def test_an_attention_layer_without_head_dim(name: str) -> None:
-    """EvaAttention of timm 1.0.20, with q, k and v in one linear and apart."""
+    """EvaAttention of timm 1.0.20, with q, k and v in one linear layer and in three."""
     subject = SUBJECTS[name]
     model = subject.build().to(DEVICE).eval()
     inputs = {name: tensor.to(DEVICE) for name, tensor in subject.inputs().items()}
@@ -71,7 +71,7 @@ def test_an_attention_layer_without_head_dim(name: str) -> None:
             block.attn.__dict__.pop("head_dim", None)
         vit_fast.fuse(model, backend="triton").require_all()
         torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-3, atol=1e-3)
-        model.blocks[0].drop_path1.register_forward_hook(lambda *_: None)  # that block runs by its modules
+        model.blocks[0].drop_path1.register_forward_hook(lambda *_: None)  # this block runs as modules
         torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -96,7 +96,7 @@ def test_a_mask_runs_the_original(mask: bool) -> None:
 
 
 def test_frozen_norms_of_q_and_k_follow_the_pairs() -> None:
-    """Freezing brings the pairs of half-split positions together; a call without positions folds them as they are."""
+    """Freezing makes rotated pairs of q and k adjacent. A call without positions needs the original order."""
     subject = timm_subject("vit_small_patch16_dinov3", depth=1, embed_dim=128, qk_norm=True)
     model = subject.build().eval().to(DEVICE, torch.bfloat16)
     plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()

@@ -1,4 +1,4 @@
-"""Fused models under torch.fx and TorchScript: what traced or scripted, traces and scripts, with the same results."""
+"""Fused models under torch.fx and TorchScript: they trace and script like the original, with equal results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.blocks.fused import FusedModule
 
-# but timm's Qwen3, which asks in Python whether its input is of the size of its positions: torch.fx cannot answer
+# except timm's Qwen3, which compares sizes in Python, which torch.fx does not support
 TRACEABLE = [name for name in SUBJECTS if re.match("timm-(?!qwen3)|torchvision-vit", name)]
 SCRIPTABLE = [*TRACEABLE, "torch-encoder"]
 
 
 def _fused(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Tensor]:
-    """A model after fuse, its inputs, and what it gave before."""
+    """Returns a fused model, its inputs, and its output before fuse."""
     subject = SUBJECTS[name]
     model = subject.build().eval()
     inputs = tuple(subject.inputs().values())
@@ -97,9 +97,9 @@ def test_features_are_extracted_as_before(name: str) -> None:
 def test_a_folded_normalisation_is_traced_and_never_lost() -> None:
     model, (images,), expected = _fused("timm-vit")
     vit_fast.fuse(model, normalize=((0.5,) * 3, (0.25,) * 3))
-    pictures = (images * 0.25 + 0.5) * 255
+    pixels = (images * 0.25 + 0.5) * 255
     with torch.no_grad():
-        torch.testing.assert_close(torch.fx.symbolic_trace(model)(pictures), expected, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(torch.fx.symbolic_trace(model)(pixels), expected, atol=1e-3, rtol=1e-3)
     with pytest.raises(Exception, match="annotation"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.script(model)

@@ -1,4 +1,4 @@
-"""docs/classes.md says what fuse does."""
+"""docs/classes.md matches the results of fuse."""
 
 from __future__ import annotations
 

@@ -152,13 +152,8 @@ def test_plans_of_other_parts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_job_of_bench_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
-    request = {
-        "models": ["mlp:5x16x32"],
-        "candidates": ["eager"],
-        "batch_sizes": [2],
-        "dtypes": ["fp32"],
-        "device": "cpu",
-    }
+    request = {"models": ["mlp:5x16x32"], "candidates": ["eager"], "batch_sizes": [2], "dtypes": ["fp32"]}
+    request["device"] = "cpu"
     assert gpu_check.run_bench(request, tmp_path / "mlp", 60.0)["outcome"] == "measured"
     rows = json.loads((tmp_path / "mlp" / "record.json").read_bytes())["rows"]
     ours = rows[0] | {"candidate": "triton", "best_peer": "eager", "ratio_to_best_peer": 1.5, "verdict": "faster"}

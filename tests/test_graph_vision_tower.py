@@ -1,10 +1,10 @@
-"""graph_vision_tower: whole models of images and text generate the same tokens with and without."""
+"""graph_vision_tower: vision-language models generate the same tokens with and without it."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,63 +19,63 @@ pytest.importorskip("transformers.vision_utils")
 
 TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 TEXT |= {"num_key_value_heads": 2, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 0}
-IMAGE = 90  # the token that stands for a part of an image
+IMAGE = 90  # the placeholder token of images
 Inputs = dict[str, Any]
 
 
-def prompt(*tokens: int) -> Inputs:
+def generator(name: str, text: Any, vision: Any, tokens: Sequence[int], **settings: Any) -> tuple[nn.Module, Inputs]:
+    """A model of images and text, and a prompt of these tokens."""
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **settings)
     ids = torch.tensor([[1, *tokens, 5]])
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config), inputs
 
 
 def qwen(name: str, **vision: Any) -> tuple[nn.Module, Inputs]:
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
-    tokens = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
     text = TEXT | {"rope_parameters": rope, "head_dim": 16}
-    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=QWEN | vision, **tokens)
-    inputs = prompt(92, *[IMAGE] * 6, 93, 7, 92, IMAGE, 93)
+    model, inputs = generator(
+        name, text, QWEN | vision, (92, *[IMAGE] * 6, 93, 7, 92, IMAGE, 93), image_token_id=IMAGE, video_token_id=91,
+        vision_start_token_id=92, vision_end_token_id=93,
+    )  # fmt: skip
     inputs |= {"pixel_values": torch.randn(28, 96), "image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}
-    inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).int()
-    return getattr(transformers, f"{name}ForConditionalGeneration")(config), inputs
+    return model, inputs | {"mm_token_type_ids": (inputs["input_ids"] == IMAGE).int()}
 
 
-def pixtral(name: str, tokens: tuple[int, int], **settings: Any) -> tuple[nn.Module, Inputs]:
+def pixtral(name: str, first: int, second: int, **settings: Any) -> tuple[nn.Module, Inputs]:
     text = transformers.MistralConfig(**TEXT)
     vision = transformers.PixtralVisionConfig(**ENCODER, image_size=32, patch_size=4)
-    config = getattr(transformers, f"{name}Config")(
-        text_config=text, vision_config=vision, image_token_index=IMAGE, **settings
-    )
-    inputs = prompt(*[IMAGE] * tokens[0], 7, *[IMAGE] * tokens[1])
-    inputs |= {"pixel_values": torch.randn(2, 3, 24, 24), "image_sizes": torch.tensor([[16, 24], [16, 16]])}
-    return getattr(transformers, f"{name}ForConditionalGeneration")(config), inputs
+    tokens = *[IMAGE] * first, 7, *[IMAGE] * second
+    model, inputs = generator(name, text, vision, tokens, image_token_index=IMAGE, **settings)
+    sizes = torch.tensor([[16, 24], [16, 16]])
+    return model, inputs | {"pixel_values": torch.randn(2, 3, 24, 24), "image_sizes": sizes}
+
+
+def squares(name: str, text: str, vision: Any, length: int, **settings: Any) -> tuple[nn.Module, Inputs]:
+    tokens = *[IMAGE] * length, 7, *[IMAGE] * length
+    config = getattr(transformers, f"{text}Config")(**TEXT)
+    model, inputs = generator(name, config, vision, tokens, image_token_id=IMAGE, **settings)
+    return model, inputs | {"pixel_values": torch.randn(2, 3, 16, 16)}
 
 
 def internvl() -> tuple[nn.Module, Inputs]:
     vision = transformers.InternVLVisionConfig(**ENCODER, image_size=[16, 16], patch_size=[4, 4])
-    config = transformers.InternVLConfig(
-        text_config=transformers.Qwen2Config(**TEXT), vision_config=vision, image_token_id=IMAGE, image_seq_length=4
-    )
-    inputs = prompt(*[IMAGE] * 4, 7, *[IMAGE] * 4) | {"pixel_values": torch.randn(2, 3, 16, 16)}
-    return transformers.InternVLForConditionalGeneration(config), inputs
+    return squares("InternVL", "Qwen2", vision, 4, image_seq_length=4)
 
 
-def deepseek(name: str, **towers: Any) -> tuple[nn.Module, Inputs]:
+def deepseek() -> tuple[nn.Module, Inputs]:
     vision = transformers.SiglipVisionConfig(**ENCODER, image_size=16, patch_size=4)
-    config = getattr(transformers, f"{name}Config")(
-        text_config=transformers.LlamaConfig(**TEXT), vision_config=vision, image_token_id=IMAGE, **towers
-    )
-    inputs = prompt(*[IMAGE] * 16, 7, *[IMAGE] * 16) | {"pixel_values": torch.randn(2, 3, 16, 16)}
-    return getattr(transformers, f"{name}ForConditionalGeneration")(config), inputs
+    return squares("DeepseekVL", "Llama", vision, 16)
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "qwen2_vl": lambda: qwen("Qwen2VL", embed_dim=64, hidden_size=32, mlp_ratio=2),
     "qwen2_5_vl": lambda: qwen("Qwen2_5_VL", window_size=16, fullatt_block_indexes=[1]),
     "qwen3_vl": lambda: qwen("Qwen3VL", num_position_embeddings=16, deepstack_visual_indexes=[0]),
-    "mistral3": lambda: pixtral("Mistral3", (6, 4), spatial_merge_size=2),
-    "llava": lambda: pixtral("Llava", (24, 16), vision_feature_select_strategy="full", vision_feature_layer=-1),
+    "mistral3": lambda: pixtral("Mistral3", 6, 4, spatial_merge_size=2),
+    "llava": lambda: pixtral("Llava", 24, 16, vision_feature_select_strategy="full", vision_feature_layer=-1),
     "internvl": internvl,
-    "deepseek_vl": lambda: deepseek("DeepseekVL"),
+    "deepseek_vl": deepseek,
 }
 
 
@@ -111,7 +111,7 @@ def test_generate_returns_the_same_tokens(name: str) -> None:
 
 
 def test_what_becomes_of_a_model_with_a_runner() -> None:
-    """Training, pickles, a second runner, and models without a tower."""
+    """Checks training, pickles, a second runner, and models without a tower."""
     from vit_fast.integrations.transformers import graph_vision_tower, ungraph_vision_tower
 
     model, inputs = build("qwen2_vl")

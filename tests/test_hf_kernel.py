@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from children import run_python
@@ -37,7 +38,6 @@ print(sorted(kernel.__all__))
 
 @pytest.fixture(scope="module")
 def variant(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written by the command."""
     folder = tmp_path_factory.mktemp("hub") / "repository"
     assert run("hf-kernel", str(folder)) == 0
     return folder / "build" / "torch-universal"
@@ -50,16 +50,13 @@ def test_the_built_kernel_is_imported_and_computes_without_vit_fast(variant: Pat
 
 def test_metadata_and_card_say_what_it_is(variant: Path, tmp_path: Path) -> None:
     metadata = json.loads((variant / "metadata.json").read_text())
-    assert metadata["name"] == "vit-fast-kernels"
-    assert metadata["id"].isidentifier()
-    assert metadata["python-depends"] == []
+    assert metadata["name"] == "vit-fast-kernels" and metadata["id"].isidentifier() and not metadata["python-depends"]
     assert (variant.parents[1] / "README.md").read_text().startswith("---\nlibrary_name: kernels")
     again = build_hf_kernel(tmp_path / "again")
     assert json.loads((again / "metadata.json").read_text()) == metadata
     namespace = f"vit_fast_{metadata['id'].rsplit('_', 1)[1]}::"
     text = "".join(path.read_text() for path in variant.glob("ops/*_op.py"))
-    assert namespace in text
-    assert "vit_fast::" not in text
+    assert namespace in text and "vit_fast::" not in text
     assert (variant / "kernels" / "attention" / "attention.py").is_file()
 
 
@@ -69,12 +66,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path, monkeyp
     with pytest.raises(FileExistsError, match="must be a new or empty folder"):
         build_hf_kernel(tmp_path / "full")
     assert (tmp_path / "full" / "mine").read_text() == "mine"
-
-    def full_disk(path: Path, text: str) -> None:
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full_disk)
-        with pytest.raises(OSError, match="no space left"):
-            build_hf_kernel(tmp_path / "new")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(Path, "write_text", Mock(side_effect=OSError("no space left")))
+        build_hf_kernel(tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]

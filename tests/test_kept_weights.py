@@ -14,9 +14,9 @@ from optimizer_ways import Step, optimizer_ways
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast.blocks.fp8_scales import FrozenFp8
+from vit_fast.blocks.packed import Packed, PackedLinear
 from vit_fast.fusion.freezing import frozen_of
-from vit_fast.ops.fp8 import Quantised
-from vit_fast.ops.packed import Packed
 
 Change = Callable[[nn.Module], object]
 
@@ -41,7 +41,7 @@ def model(made: nn.Module) -> nn.Module:
     model = copy.deepcopy(made)
     assert len(vit_fast.freeze(model)) == 2
     eight = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
-    assert all(isinstance(each, Quantised) == eight for each in frozen_of(model))
+    assert all(isinstance(each, FrozenFp8) == eight for each in frozen_of(model))
     return model
 
 
@@ -51,7 +51,8 @@ def kept(model: nn.Module) -> list[Tensor]:
         each.ensure_current()
     tensors = [tensor.float() for each in frozen_of(model) for tensor in each.tensors]
     packed = [each for each in frozen_of(model) if isinstance(each, Packed)]
-    return tensors + [layer(torch.eye(layer.inputs)) for each in packed for layer in each.linears()]
+    layers = [step for each in packed for step in each.steps() if isinstance(step, PackedLinear)]
+    return tensors + [layer(torch.eye(layer.shape[1])) for layer in layers]
 
 
 def assert_followed(model: nn.Module, before: list[Tensor]) -> None:
@@ -180,7 +181,7 @@ def test_copies_and_files_hold_only_the_weights(model: nn.Module) -> None:
 
 
 def test_gradients_are_those_of_the_modules(model: nn.Module) -> None:
-    if isinstance(frozen_of(model)[0], Quantised):
+    if isinstance(frozen_of(model)[0], FrozenFp8):
         pytest.skip("in e4m3 gradients are refused")
     subject, inputs, twin = SUBJECTS["ours"], SUBJECTS["ours"].inputs(), copy.deepcopy(model)
     (_, found), (_, expected) = (gradients(subject, each, inputs) for each in (model, twin))

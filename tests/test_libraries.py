@@ -9,25 +9,27 @@ import torch
 from torch import nn
 
 from vit_fast import UnsupportedInputError, VisionTransformer, ViTConfig
-from vit_fast.libraries import timm, torchvision, transformers, transformers_config
+from vit_fast.libraries import torchvision
+from vit_fast.libraries.interface.peers import take_weights
 from vit_fast.libraries.known import PEERS
-from vit_fast.libraries.peers import take_weights
+from vit_fast.libraries.timm import timm_model
+from vit_fast.libraries.transformers import hf_config, hf_model
 from vit_fast.ops.reference import ACTIVATIONS
 
 TINY: dict[str, Any] = {
     "embed_dim": 64, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 7, "mlp_ratio": 3,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "timm": (timm, {}),
-    "timm_deit": (timm, {"distilled": True}),
-    "timm_dinov2": (timm, {"init_values": 1e-5, "reg_tokens": 3, "no_embed_class": True, "num_classes": 0}),
-    "timm_clip": (timm, {"pre_norm": True, "qkv_bias": False}),
-    "timm_siglip": (timm, {"class_token": False, "global_pool": "map", "num_classes": 0}),
-    "timm_avg": (timm, {"global_pool": "avg"}),
-    "timm_norms": (timm, {"final_norm": False, "scale_attn_norm": True, "scale_mlp_norm": True}),
-    "transformers": (transformers, {}),
-    "transformers_without_bias": (transformers, {"qkv_bias": False}),
-    "transformers_features": (transformers, {"num_classes": 0, "img_size": (32, 48)}),
+    "timm": (timm_model, {}),
+    "timm_deit": (timm_model, {"distilled": True}),
+    "timm_dinov2": (timm_model, {"init_values": 1e-5, "reg_tokens": 3, "no_embed_class": True, "num_classes": 0}),
+    "timm_clip": (timm_model, {"pre_norm": True, "qkv_bias": False}),
+    "timm_siglip": (timm_model, {"class_token": False, "global_pool": "map", "num_classes": 0}),
+    "timm_avg": (timm_model, {"global_pool": "avg"}),
+    "timm_norms": (timm_model, {"final_norm": False, "scale_attn_norm": True, "scale_mlp_norm": True}),
+    "transformers": (hf_model, {}),
+    "transformers_without_bias": (hf_model, {"qkv_bias": False}),
+    "transformers_features": (hf_model, {"num_classes": 0, "img_size": (32, 48)}),
     "torchvision": (torchvision, {}),
 }
 
@@ -40,8 +42,8 @@ def _peer(library: Any, config: ViTConfig) -> tuple[nn.Module, dict[str, torch.T
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_peer_holds_our_weights_and_nothing_else(family: str) -> None:
-    """Read back as weights of that library, every parameter is ours to the last bit."""
+def test_a_peer_contains_exactly_our_weights(family: str) -> None:
+    """Converts the weights of the peer back; every parameter must equal ours exactly."""
     library, fields = FAMILIES[family]
     config = ViTConfig(**TINY | fields)
     peer, weights = _peer(library, config)
@@ -58,12 +60,12 @@ def test_every_library_that_builds_a_peer_is_tested() -> None:
 @pytest.mark.parametrize("act_layer", ACTIVATIONS)
 def test_transformers_has_a_name_for_each_activation(act_layer: str) -> None:
     config = ViTConfig(**TINY, act_layer=act_layer)
-    written = transformers.build_peer(config).config.to_dict()
+    written = hf_model.build_peer(config).config.to_dict()
     written["architectures"] = ["ViTForImageClassification"]
-    assert transformers_config.vit_fields(written)["act_layer"] == act_layer
+    assert hf_config.vit_fields(written)["act_layer"] == act_layer
 
 
-def test_weights_that_do_not_match_are_refused_by_name_on_both_sides() -> None:
+def test_parameters_without_counterpart_are_listed_for_both_models() -> None:
     config = ViTConfig(**TINY)
     weights = VisionTransformer(config.replace(init_values=1e-5, pre_norm=True)).state_dict()
     peer = torchvision.build_peer(config)

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bench_support import QUICK, make_task
 
-import vit_fast
-from vit_fast.benchmarks import builders, machine, runner
-from vit_fast.benchmarks.builders import make
-from vit_fast.benchmarks.candidates import get_candidate
+from vit_fast.benchmarks import candidates, machine, runner
+from vit_fast.benchmarks.candidates import get_candidate, make
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.correctness import expect, judge_outputs
-from vit_fast.benchmarks.models import Task, resolve
-from vit_fast.benchmarks.preparation import cold_start, random_weights
+from vit_fast.benchmarks.preparation import cold_start
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.measure.clock import Protocol
-
-QUICK = Protocol(repeats=3, least_repeats=3, warmup_repeats=1)
-
-
-def make_task(dtype: torch.dtype = torch.float32) -> Task:
-    model = vit_fast.create_model("vit_test")
-    weights = {name: tensor.to(dtype) for name, tensor in random_weights(model.config).items()}  # type: ignore[arg-type]
-    (described,) = resolve("vit_test")(None)
-    return Task(described, weights, dtype, torch.device("cpu"), batch_size=3)
-
 
 FP32, BF16 = torch.float32, torch.bfloat16
 CASES = [(name, FP32) for name in ("onnxruntime", "onnxruntime-int8", "torch-onnx", "timm-onnx", "openvino")]
@@ -33,7 +20,7 @@ CASES = [(name, FP32) for name in ("onnxruntime", "onnxruntime-int8", "torch-onn
 @pytest.mark.fast_cases("onnxruntime-dtype0")
 @pytest.mark.parametrize(("name", "dtype"), [*CASES, ("openvino", BF16)])
 def test_candidates_pass_the_gate_and_a_wrong_one_does_not(name: str, dtype: torch.dtype) -> None:
-    task, candidate = make_task(dtype), get_candidate(name)
+    task, candidate = make_task("vit_test", dtype, batch=3), get_candidate(name)
     if missing := candidate.missing_packages():
         pytest.skip(f"not installed: {missing}")
     if dtype == BF16 and not machine.has_bf16():
@@ -48,19 +35,18 @@ def test_candidates_pass_the_gate_and_a_wrong_one_does_not(name: str, dtype: tor
 
 
 def test_what_a_runtime_cannot_run_is_refused_before_it_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builders, "_exported", None)
-    reasons = {
-        "onnxruntime": (BF16, "no bf16 kernels for CPUs"),
-        "onnxruntime-int8": (torch.float16, "must be fp32 for int8"),
-    }
-    for name, (dtype, reason) in (reasons | {"openvino": (torch.float16, "it needs a CPU, and fp32 or bf16")}).items():
+    monkeypatch.setattr(candidates, "_exported", None)
+    for name, dtype, reason in (
+        ("onnxruntime", BF16, "no bf16 kernels for CPUs"),
+        ("onnxruntime-int8", torch.float16, "must be fp32 for int8"),
+        ("openvino", torch.float16, "it needs a CPU, and fp32 or bf16"),
+    ):
         with pytest.raises(UnsupportedInputError, match=reason):
-            make(get_candidate(name), make_task(dtype))
+            make(get_candidate(name), make_task("vit_test", dtype))
 
 
 @pytest.mark.slow
 def test_a_cold_start_counts_the_export_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in a child, which checks the output; failures give their reason."""
     monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

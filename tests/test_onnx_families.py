@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx_models import FAMILIES, SIZE, make, newest_opset_to_run, randomised, transformers_deit_with_teacher
 from torch import nn
 
 import vit_fast
-from vit_fast.export import export_onnx
+from vit_fast.export import OnnxRunner, export_onnx
 from vit_fast.libraries.known import recognise
 
 OPSETS = tuple(dict.fromkeys((18, 20, 23, newest_opset_to_run())))
@@ -42,8 +41,7 @@ def file_matches(path: Path, model: nn.Module, allowed: float) -> bool:
     images = torch.randn(5, 3, SIZE, SIZE)
     with torch.inference_mode():
         expected = recognise(model).forward(images, "logits").numpy()
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    got = session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
+    got = OnnxRunner(path, "cpu")(images.numpy())
     assert got.dtype == np.float32 and got.shape == expected.shape and expected.std() > 0.01
     return bool(np.abs(got - expected).max() <= allowed * max(1.0, float(np.abs(expected).max())))
 

@@ -35,10 +35,7 @@ def eager(model: Any, images: torch.Tensor) -> np.ndarray:
 def test_any_batch_is_split(exported: Any, model: Any, file: str, io_binding: bool) -> None:
     runner = OnnxRunner(exported(file), "cpu", max_batch=4, threads=1, io_binding=io_binding)
     every = torch.randn(9, 3, 32, 32)
-    with torch.inference_mode():
-        expected = (
-            model(every) if file == "plain" else model.forward_head(model.forward_features(every), pre_logits=True)
-        ).numpy()
+    expected = eager(model if file == "plain" else lambda x: model.forward_head(model.forward_features(x), True), every)
     for batch in (0, 1, 3, 4, 9):
         images = every[:batch]
         for given in (images, images.numpy(), images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)):
@@ -164,9 +161,6 @@ def test_wrong_options(exported: Any, options: dict[str, Any], error: type[Excep
         OnnxRunner(exported("plain"), **options)
 
 
-# --- files from elsewhere -----------------------------------------------------------------------------------
-
-
 def test_a_file_exported_by_timm_or_plain_torch(tmp_path: Path) -> None:
     """No metadata: the model runs; preparing a photograph needs what is missing, given by hand."""
     model = timm_vit().eval()
@@ -230,21 +224,16 @@ def test_a_file_as_optimum_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_an_output_of_integers(tmp_path: Path) -> None:
     """The index of the class, as some files give it: not read into a buffer of floats."""
-    value, kinds = onnx.helper.make_tensor_value_info, onnx.TensorProto
-    node = onnx.helper.make_node("ArgMax", ["x"], ["y"], axis=1, keepdims=0)
-    graph = onnx.helper.make_graph(
-        [node], "g", [value("x", kinds.FLOAT, ["n", 3, 2, 2])], [value("y", kinds.INT64, ["n", 2, 2])]
+    onnx.save(
+        onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 18]>
+            g (float[n, 3, 2, 2] x) => (int64[n, 2, 2] y) { y = ArgMax <axis = 1, keepdims = 0> (x) }"""),
+        tmp_path / "m.onnx",
     )
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
-    onnx.save(model, tmp_path / "m.onnx")
     images = np.random.default_rng(0).normal(size=(5, 3, 2, 2)).astype(np.float32)
     for batch in (0, 1, 5):
         got = OnnxRunner(tmp_path / "m.onnx", "cpu", max_batch=2)(images[:batch])
         assert got.dtype == np.int64
         np.testing.assert_array_equal(got, images[:batch].argmax(1))
-
-
-# --- command line -------------------------------------------------------------------------------------------
 
 
 def test_predict_needs_nothing_but_the_file(exported: Any, capsys: pytest.CaptureFixture[str]) -> None:

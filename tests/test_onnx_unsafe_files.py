@@ -42,26 +42,18 @@ def test_foreign_and_missing(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text.onnx").write_text("not a model\n" * 100)
     (tmp_path / "m.json").write_text("[" * 100_000)
     os.mkfifo(tmp_path / "pipe.onnx")
-    for path, message in (
-        (tmp_path / "photo.onnx", "not an ONNX"),
-        (tmp_path / "text.onnx", "not an ONNX"),
-        (tmp_path / "m.json", "not an ONNX"),
-        (tmp_path / "absent.onnx", "no such file"),
-        (tmp_path, "is a folder"),
-        (tmp_path / "pipe.onnx", "is not a regular file"),  # which would be waited for
-    ):
+    for name, message in {
+        "photo.onnx": "not an ONNX", "text.onnx": "not an ONNX", "m.json": "not an ONNX", "absent.onnx": "no such file",
+        ".": "is a folder", "pipe.onnx": "is not a regular file",  # which would be waited for
+    }.items():  # fmt: skip
         for read in (inspect_onnx, OnnxRunner):
             with pytest.raises(ModelFileError, match=message):
-                read(path)
+                read(tmp_path / name)
 
 
 def test_a_model_that_takes_no_images(tmp_path: Path) -> None:
-    value = onnx.helper.make_tensor_value_info
-    node = onnx.helper.make_node("Relu", ["tokens"], ["y"])
-    graph = onnx.helper.make_graph(
-        [node], "g", [value("tokens", onnx.TensorProto.FLOAT, [1, 5])], [value("y", onnx.TensorProto.FLOAT, [1, 5])]
-    )
-    onnx.save(onnx.helper.make_model(graph), tmp_path / "m.onnx")
+    relu = "g (float[1, 5] tokens) => (float[1, 5] y) { y = Relu (tokens) }"
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]> {relu}'), tmp_path / "m.onnx")
     with pytest.raises(ModelFileError, match=r"input tokens must be .*, got float \[1, 5\]"):
         OnnxRunner(tmp_path / "m.onnx")
 
@@ -156,38 +148,31 @@ def test_external_data_cannot_leave_the_folder(folder: Path, tmp_path: Path) -> 
     path = _with_location(folder, tmp_path, "weights.data")
     weights = path.parent / "weights.data"
 
-    os.link(secret, weights)
-    for read in (OnnxRunner, inspect_onnx):
-        with pytest.raises(ModelFileError, match="hard link"):
-            read(path)
-    weights.unlink()
-    weights.symlink_to(secret)
-    with pytest.raises(ModelFileError, match="symbolic link"):
-        OnnxRunner(path)
-    weights.unlink()
-    with pytest.raises(ModelFileError, match="does not exist"):
-        OnnxRunner(path)
+    hard, symbolic, none = (lambda: os.link(secret, weights)), (lambda: weights.symlink_to(secret)), (lambda: None)
+    for make, message in ((hard, "hard link"), (symbolic, "symbolic link"), (none, "does not exist")):
+        make()
+        for read in (OnnxRunner, inspect_onnx):
+            with pytest.raises(ModelFileError, match=message):
+                read(path)
+        weights.unlink(missing_ok=True)
     (path.parent / "sub").symlink_to(tmp_path, target_is_directory=True)
     for location in ("sub/secret.data", "../secret.data", str(secret), "x/../../secret.data", "", ".", "C:\\x.data"):
         with pytest.raises(ModelFileError, match="external data rejected"):
             OnnxRunner(_with_location(folder, tmp_path, location))
     shutil.copy(secret, weights)
-    assert OnnxRunner(_with_location(folder, tmp_path, "weights.data"), "cpu")(torch.zeros(1, 3, 32, 32)).shape == (
-        1,
-        10,
-    )
+    runner = OnnxRunner(_with_location(folder, tmp_path, "weights.data"), "cpu")
+    assert runner(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
 
 
 def test_external_data_too_short(folder: Path, tmp_path: Path) -> None:
     path = _with_location(folder, tmp_path, "weights.data")
-    (path.parent / "weights.data").write_bytes((folder / "beside.onnx.data").read_bytes()[:-5000])
-    with pytest.raises(ModelFileError, match=r"must have at least \d+ bytes, got \d+"):
-        OnnxRunner(path)
-    shutil.copy(folder / "beside.onnx.data", path.parent / "weights.data")
-    with pytest.raises(ModelFileError, match="must have at least"):
-        OnnxRunner(_with_location(folder, tmp_path, "weights.data", offset="99999999999"))
-    with pytest.raises(ModelFileError, match="not a number"):
-        OnnxRunner(_with_location(folder, tmp_path, "weights.data", length="many"))
+    whole = (folder / "beside.onnx.data").read_bytes()
+    short = r"must have at least \d+ bytes, got \d+"
+    cases = (-5000, {}, short), (None, {"offset": "99999999999"}, short), (None, {"length": "many"}, "not a number")
+    for end, fields, message in cases:
+        (path.parent / "weights.data").write_bytes(whole[:end])
+        with pytest.raises(ModelFileError, match=message):
+            OnnxRunner(_with_location(folder, tmp_path, "weights.data", **fields))
 
 
 def test_external_data_lies_beside_the_name_given(folder: Path, tmp_path: Path) -> None:
@@ -196,13 +181,13 @@ def test_external_data_lies_beside_the_name_given(folder: Path, tmp_path: Path) 
     (tmp_path / "link").mkdir()
     for name in ("beside.onnx", "beside.onnx.data"):
         shutil.copy(folder / name, tmp_path / "real" / name)
-    link = tmp_path / "link" / "beside.onnx"
+    link, weights = (tmp_path / "link" / name for name in ("beside.onnx", "beside.onnx.data"))
     link.symlink_to(tmp_path / "real" / "beside.onnx")
     with pytest.raises(ModelFileError, match="does not exist"):
         OnnxRunner(link, "cpu")
-    os.link(tmp_path / "real" / "beside.onnx.data", link.parent / "beside.onnx.data")
+    os.link(tmp_path / "real" / weights.name, weights)
     with pytest.raises(ModelFileError, match="hard link"):
         OnnxRunner(link, "cpu")
-    (link.parent / "beside.onnx.data").unlink()
-    shutil.copy(folder / "beside.onnx.data", link.parent / "beside.onnx.data")
+    weights.unlink()
+    shutil.copy(folder / weights.name, weights)
     assert OnnxRunner(link, "cpu")(torch.zeros(1, 3, 32, 32)).shape == (1, 10)

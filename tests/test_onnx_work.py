@@ -75,10 +75,11 @@ def test_gates_and_a_fixed_batch(tmp_path: Path) -> None:
 
 
 def file_of(path: Path, *nodes: onnx.NodeProto, **weights: list[int]) -> Path:
-    """A graph from x [B, 4, 6, 8] to y, with constants of these shapes."""
+    """A graph from x [B, 4, 6, 8] to y, with constants of these shapes, and s, the shape of tokens."""
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", 4, 6, 8])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    constants = [onnx.numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in weights.items()]
+    arrays = {name: np.ones(shape, np.float32) for name, shape in weights.items()} | {"s": np.array([0, -1, 8])}
+    constants = [onnx.numpy_helper.from_array(array, name) for name, array in arrays.items()]
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph(list(nodes), "g", [x], [y], constants)
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
@@ -102,9 +103,6 @@ def test_attention_of_onnx_runtime_with_its_projections_inside(tmp_path: Path) -
         helper.make_node("Attention", ["tokens", "w", "b"], ["y"], domain="com.microsoft", num_heads=2),
     ]
     path = file_of(tmp_path / "m.onnx", *nodes, w=[8, 24], b=[24])
-    proto = onnx.load(path)
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0, -1, 8]), "s"))
-    onnx.save(proto, path)
     linears, attention = 2 * 2 * 24 * 8 * 24, 4 * 2 * 24 * 24 * 8
     moved = 2 * 24 * 8 + 8 * 24 + 24 + 2 * 24 * 24 + 4 * 2 * 24 * 8
     assert count_work(path, (2, 4, 6, 8)) == Work(linears + attention, moved)

@@ -22,14 +22,9 @@ from vit_fast.measure import cache, candidate
 from vit_fast.measure.build import build
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.search import Refused
-from vit_fast.measure.trials import Expected, Rule, Trials
+from vit_fast.measure.trials import Trials
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-
-
-@pytest.fixture
-def images() -> Tensor:
-    return torch.randn(4, 3, 32, 32)
 
 
 FROZEN = Candidate(attention="sdpa", mlp="sdpa", frozen=True)
@@ -118,12 +113,8 @@ def test_what_cannot_be_had_says_why(model, images) -> None:
         build(Candidate(attention="sdpa", mlp="sdpa"), plain, images, plain(images), ())
 
 
-def trials_of(model: nn.Module, images: Tensor, **rule) -> Trials:
-    return Trials(model, images, Expected(model, images, ()), (), Rule(0.99, **rule))
-
-
 def test_wrong_answers_are_refused(model, images, monkeypatch) -> None:
-    trials = trials_of(model, images)
+    trials = Trials(model, images)
     for change, reason in (
         (lambda output: output + 1e-3, "error must be at most"),
         (lambda output: output[:2], "the output must be"),
@@ -131,14 +122,14 @@ def test_wrong_answers_are_refused(model, images, monkeypatch) -> None:
     ):
         function = lambda values, change=change: change(model(values))  # noqa: E731
         with pytest.raises(Refused, match=reason):
-            trials.expected.check(function, Candidate(channels_last=True), trials.rule)
+            trials.expected.check(function, Candidate(channels_last=True))
     turned = lambda values: model(values).roll(1, 1)  # noqa: E731
     with pytest.raises(Refused, match="the agreement must be at least"):
-        trials.expected.check(turned, Candidate(precision="bf16"), trials.rule)
+        trials.expected.check(turned, Candidate(precision="bf16"))
 
 
 def test_memory_limit(model, images) -> None:
-    trials = trials_of(model, images, memory_limit=10)
+    trials = Trials(model, images, memory_limit=10)
     with pytest.raises(Refused, match="memory_limit"):
         trials.prepare(Candidate(attention="sdpa", mlp="sdpa"), 60)
     trials.prepare(Candidate(), 60)
@@ -154,11 +145,8 @@ def test_finds_keeps_and_gives_again(model, images, one_engine, objective) -> No
     )
     assert model.training and model.blocks[0].training
     model.eval()
-    assert (
-        told[:2] == ["the reference in fp64", "original"]
-        and first.table[0].candidate == Candidate()
-        and first.table[0].speedup == 1
-    )
+    assert told[:2] == ["the reference in fp64", "original"]
+    assert first.table[0].candidate == Candidate() and first.table[0].speedup == 1
     assert {row.candidate.name for row in first.table} >= {"original", "fused sdpa"}
     assert [row.reason for row in first.table].count(None) == 1
     chosen = next(row for row in first.table if row.reason is None)
@@ -205,14 +193,13 @@ def test_ctrl_c_ends_the_search_whatever_swallows_it(model, images, monkeypatch)
 
 @pytest.mark.slow
 def test_answers_with_loss_hold_for_these_weights_alone(model, images, one_engine) -> None:
-    found = vit_fast.optimize(model, images, budget_s=60, lossless=False, allow=["bf16"], min_agreement=0.0)
+    how = {"lossless": False, "allow": ["bf16"], "min_agreement": 0.0}
+    found = vit_fast.optimize(model, images, budget_s=60, **how)
     assert any(row.candidate.precision == "bf16" and row.ms for row in found.table)
-    assert vit_fast.optimize(model, images, budget_s=60, lossless=False, allow=["bf16"], min_agreement=0.0).from_cache
+    assert vit_fast.optimize(model, images, budget_s=60, **how).from_cache
     with torch.no_grad():
         model.head.weight.add_(1)
-    assert not vit_fast.optimize(
-        model, images, budget_s=1, lossless=False, allow=["bf16"], min_agreement=0.0
-    ).from_cache
+    assert not vit_fast.optimize(model, images, budget_s=1, **how).from_cache
 
 
 def test_save_and_load(model, images, one_engine, tmp_path) -> None:

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import vit_fast
 from vit_fast.accuracy import judge
-from vit_fast.blocks import block, packing
+from vit_fast.blocks import block
 from vit_fast.blocks.fused import FusedNormMlp
-from vit_fast.ops.packed import PackedLinear, pack_reasons
+from vit_fast.blocks.packed import PackedLinear, pack_reasons
 
 pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))
 
@@ -46,7 +46,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return run(blocks, *args)  # type: ignore[arg-type]  # handed on
 
     monkeypatch.setattr(block, "run_packed", counted)
-    monkeypatch.setattr(packing, "run_packed", counted)
     yield counts
 
 

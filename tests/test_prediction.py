@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -10,14 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from command_line import run
+from command_line import run, uninstall
 from prediction_support import named_model, predict, write_images
 
-from vit_fast import calibrate, create_model, load, save
+from vit_fast import calibrate, load, save
 from vit_fast.apps import classifiers, prediction
 from vit_fast.apps.data import find_images, load_images
 from vit_fast.apps.prediction import PredictionError, predict_to_parquet
@@ -66,20 +67,16 @@ def _check(model: VisionTransformer, folder: Path, out: Path) -> None:
         np.testing.assert_allclose(row["embedding"], embedding.numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_calibrated_model_predicts_as_it_did(folder: Path, weights: Path, tmp_path: Path) -> None:
-    """Among its weights are scales without an axis."""
+@pytest.mark.parametrize(("workers", "scaled"), [(0, True), (2, False)])
+def test_the_file_says_what_the_model_does(
+    folder: Path, weights: Path, tmp_path: Path, workers: int, scaled: bool
+) -> None:
     model = load(weights)
-    calibrate(model, torch.randn(4, 3, *model.config.image_hw))
-    predict(model, folder, tmp_path / "out.parquet")
-    _check(load(weights), folder, tmp_path / "out.parquet")
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_file_says_what_the_model_does(folder: Path, weights: Path, tmp_path: Path, workers: int) -> None:
-    model = load(weights)
+    if scaled:  # its weights then contain scales without an axis
+        calibrate(model, torch.randn(4, 3, *model.config.image_hw))
     done = predict(model, folder, tmp_path / "out.parquet", workers=workers)
     assert (done.images, done.taken, [Path(path).name for path, _ in done.bad]) == (COUNT, 0, list(BAD))
-    _check(model, folder, tmp_path / "out.parquet")
+    _check(load(weights), folder, tmp_path / "out.parquet")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out.parquet", "weights.safetensors"]
 
 
@@ -118,9 +115,7 @@ def test_a_run_goes_on_where_it_was(folder: Path, weights: Path, tmp_path: Path)
     assert predict(model, folder, out).taken == 0, "a finished run is made anew"
 
 
-def test_it_may_be_killed_while_it_ends(
-    folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_may_be_killed_while_it_ends(folder: Path, weights: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Whichever file was the last that went: what is left is taken, or made again."""
     model, out = load(weights), tmp_path / "out.parquet"
     unlink = Path.unlink
@@ -132,14 +127,13 @@ def test_it_may_be_killed_while_it_ends(
                 raise _Interrupted
             unlink(path, **options)
 
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, contextlib.ExitStack() as ended:
             patch.setattr(Path, "unlink", killed)
             if removed < 7:
-                with pytest.raises(_Interrupted):
-                    predict(model, folder, out)
+                ended.enter_context(pytest.raises(_Interrupted))
             else:
                 patch.setattr(prediction.shutil, "rmtree", lambda path, **how: None)
-                predict(model, folder, out)
+            predict(model, folder, out)
         _check(model, folder, out)
         assert predict(model, folder, out).taken == {0: COUNT, 3: 11, 6: 0, 7: 0}[removed]
         _check(model, folder, out)
@@ -237,28 +231,26 @@ def test_readers_that_always_die_end_in_one_line(
 def test_what_cannot_be_written_says_so(
     folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = load(weights)
+    model, nan = load(weights), named_model()
     files = find_images([folder])
     with pytest.raises(ValueError, match="must not contain duplicates"):
         predict_to_parquet(model, [*files, files[0]], tmp_path / "out.parquet", class_names=model.class_names)
-    with pytest.raises(IsADirectoryError):
-        predict(model, folder, folder)
     (tmp_path / "mine.parquet.parts").mkdir()
     (tmp_path / "mine.parquet.parts" / "notes.txt").touch()
-    with pytest.raises(PredictionError, match="contain the parts of this run"):
-        predict(model, folder, tmp_path / "mine.parquet")
-    nan = create_model("vit_test")
     torch.nn.init.constant_(nan.head.bias, float("nan"))
-    nan.class_names = model.class_names
-    with pytest.raises(ValueError, match="not finite"):
-        predict(nan, folder, tmp_path / "nan.parquet")
+    for asked, out, error, message in (
+        (model, folder, IsADirectoryError, "is a folder"),
+        (model, tmp_path / "mine.parquet", PredictionError, "contain the parts of this run"),
+        (nan, tmp_path / "nan.parquet", ValueError, "not finite"),
+    ):
+        with pytest.raises(error, match=message):
+            predict(asked, folder, out)
     for options in (
         ["--workers", "2"], ["--engine", "ray"], ["--out", "x", "--workers", "-1"], ["--out", "x", "--engine", "spark"],
         ["--out", "x", "--weights", "m.onnx"],
     ):  # fmt: skip
         assert run("predict", str(folder), "--weights", str(weights), *options) == 2
         assert capsys.readouterr().err.count("\n") == 1
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyarrow" else find(name))
+    uninstall(monkeypatch, "pyarrow")
     with pytest.raises(MissingPackageError, match=r"vit-fast\[predict\]"):
         predict(model, folder, tmp_path / "out.parquet")

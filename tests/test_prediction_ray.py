@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command_line import run
+from command_line import run, uninstall
 from PIL import Image
 from prediction_support import named_model, predict, write_images
 
@@ -112,9 +111,7 @@ def test_what_kills_every_worker_is_named_and_the_rest_is_kept(
 
 
 @pytest.mark.slow
-def test_command(
-    ray: Any, model: VisionTransformer, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(ray: Any, model: VisionTransformer, folder: Path, tmp_path: Path, capsys: Any) -> None:
     weights = save(model, tmp_path / "weights.safetensors")
     arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(tmp_path / "out.parquet")]
     for options, code, said in (
@@ -141,8 +138,7 @@ def test_shares_of_a_cluster() -> None:
 
 
 def test_without_ray(model: VisionTransformer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
+    uninstall(monkeypatch, "ray")
     with pytest.raises(MissingPackageError, match=r"vit-fast\[ray\]"):
         predict(model, folder, tmp_path / "out.parquet", engine="ray")
     assert not list(tmp_path.glob("out*"))

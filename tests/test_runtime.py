@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -98,11 +98,8 @@ def test_graph_runner_without_cuda_says_so_or_runs_plainly() -> None:
     model, example = SUBJECTS["timm-vit"].build(), torch.randn(1, 3, 32, 32)
     with pytest.raises(vit_fast.UnsupportedInputError) as error:
         vit_fast.GraphRunner(model, example)
-    assert error.value.reasons == (
-        "this machine has no CUDA device",
-        "example must be on a CUDA device, got cpu",
-        "fallback='eager' runs the model without graphs",
-    )
+    reasons = "this machine has no CUDA device", "example must be on a CUDA device, got cpu"
+    assert error.value.reasons == (*reasons, "fallback='eager' runs the model without graphs")
     runner = vit_fast.GraphRunner(model, example, fallback="eager")
     assert not runner.captured
     images = torch.randn(5, 3, 32, 32)
@@ -129,11 +126,9 @@ def test_graph_runner_refuses_what_it_cannot_use(arguments: dict[str, object], m
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "torchvision-vit", "ours"])
 def test_captured_graphs_compute_what_the_model_does(name: str) -> None:
-    subject = SUBJECTS[name]
-    model = subject.build().eval().cuda().half()
+    model = SUBJECTS[name].build().eval().cuda().half()
     if name == "transformers-vit":
-        inner = model
-        model = nn.Sequential(Logits(inner))
+        model = Logits(model)
     vit_fast.fuse(model)
     runner = vit_fast.GraphRunner(model, torch.randn(1, 3, 32, 32, device="cuda").half(), batch_sizes=(1, 4))
     assert runner.captured
@@ -157,9 +152,9 @@ class Logits(nn.Module):
 
 def test_outputs_that_are_not_cut_by_image_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    for packs in (nn.Flatten(0, 1), nn.MSELoss()):
+    for join in (lambda images: images.flatten(0, 1), torch.mean):
         with pytest.raises(vit_fast.UnsupportedInputError, match=r"first axis of each output .*4 images"):
-            vit_fast.GraphRunner(_Packs(packs), torch.zeros(1, 3, 8), batch_sizes=(4,))
+            vit_fast.GraphRunner(_AlsoReturns(join), torch.zeros(1, 3, 8), batch_sizes=(4,))
 
 
 def test_a_graph_of_images_is_refused_where_it_would_differ_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,14 +185,13 @@ def test_a_mask_that_is_read_on_the_host_is_named(monkeypatch: pytest.MonkeyPatc
         vit_fast.fuse(tower)
 
 
-class _Packs(nn.Module):
-    def __init__(self, packs: nn.Module) -> None:
+class _AlsoReturns(nn.Module):
+    def __init__(self, join: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.packs, self.scale = packs, nn.Parameter(torch.ones(()))
+        self.join, self.scale = join, nn.Parameter(torch.ones(()))
 
     def forward(self, images: torch.Tensor) -> object:
-        whole = images * self.scale
-        return whole, self.packs(whole) if isinstance(self.packs, nn.Flatten) else self.packs(whole, images)
+        return images * self.scale, self.join(images * self.scale)
 
 
 @pytest.mark.gpu
@@ -206,20 +200,16 @@ def test_threads_and_streams_take_turns() -> None:
     vit_fast.fuse(model)
     runner = vit_fast.GraphRunner(model, torch.randn(1, 3, 32, 32, device="cuda"), batch_sizes=(4,))
     batches = [torch.randn(4, 3, 32, 32, device="cuda") for _ in range(16)]
-    results: list[torch.Tensor | None] = [None] * len(batches)
 
-    def work(start: int) -> None:
+    def run(images: torch.Tensor) -> torch.Tensor:
         with torch.cuda.stream(torch.cuda.Stream()):
-            for index in range(start, len(batches), 4):
-                results[index] = runner(batches[index])
+            result = runner(images)
             torch.cuda.current_stream().synchronize()
+            return result
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(run, batches))
     with torch.no_grad():
         for images, result in zip(batches, results, strict=True):
             torch.testing.assert_close(result, model(images), rtol=1e-2, atol=1e-2)
@@ -228,12 +218,11 @@ def test_threads_and_streams_take_turns() -> None:
 @pytest.mark.gpu
 def test_a_fused_model_on_a_side_stream() -> None:
     model = SUBJECTS["timm-vit"].build().eval().cuda()
-    images = torch.randn(4, 3, 32, 32, device="cuda")
+    images, stream = torch.randn(4, 3, 32, 32, device="cuda"), torch.cuda.Stream()
     vit_fast.fuse(model)
     with torch.no_grad():
         expected = model(images)
         torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             found = model(images)
         stream.synchronize()

@@ -1,4 +1,4 @@
-"""A fused timm classifier computes only the token that its head reads, where nothing else can see the others."""
+"""A fused timm classifier computes only the token that its head reads, unless something else needs the others."""
 
 import copy
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import vit_fast
 from vit_fast.blocks.block import run_packed_blocks
-from vit_fast.ops.packed import pack_reasons
+from vit_fast.blocks.packed import pack_reasons
 
 pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))
 

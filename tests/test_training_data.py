@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import uninstall
 from PIL import Image
 
 from vit_fast import create_model
@@ -22,15 +22,13 @@ def test_the_bundled_digits_are_digits() -> None:
     assert (len(data.train), len(data.held_out)) == (1437, 360)
     assert data.train.class_names == tuple("0123456789")
     sums = np.zeros((10, 8, 8))
-    for i in range(len(data.train)):
-        image, label = data.train.read(i)
+    for image, label in map(data.train.read, range(1437)):
         assert image.mode == "L" and image.size == (8, 8)
         sums[label] += np.asarray(image)
     means = sums / np.linalg.norm(sums, axis=(1, 2), keepdims=True)
-    right = [
-        np.tensordot(means, np.asarray(image)).argmax() == label for image, label in map(data.held_out.read, range(360))
-    ]
-    assert np.mean(right) > 0.8, "the nearest mean digit is mostly the right one"
+    held_out = map(data.held_out.read, range(360))
+    hits = [np.tensordot(means, np.asarray(image)).argmax() == label for image, label in held_out]
+    assert np.mean(hits) > 0.8, "most images are nearest to the mean of their own digit"
 
 
 def _write_mnist(folder: Path) -> dict[str, np.ndarray]:
@@ -117,31 +115,31 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path, monkeypatch: pyte
         labels.write_bytes(content)
         with pytest.raises(ImageError, match=message):
             open_data(tmp_path)
-    labels.unlink()
-    with pytest.raises(ImageError, match="Dataset not found"):
-        open_data(tmp_path)
-    _write_mnist(tmp_path / "FashionMNIST" / "raw")
-    with pytest.raises(ImageError, match="must contain one torchvision data set, got MNIST, FashionMNIST"):
-        open_data(tmp_path)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name))
+    for change, message in (
+        (labels.unlink, "Dataset not found"),
+        (
+            lambda: _write_mnist(tmp_path / "FashionMNIST" / "raw"),
+            "must contain one torchvision data set, got MNIST,",
+        ),
+    ):
+        change()
+        with pytest.raises(ImageError, match=message):
+            open_data(tmp_path)
+    uninstall(monkeypatch, "torchvision")
     with pytest.raises(MissingPackageError, match=r"vit-fast\[train\]"):
         open_data(tmp_path / "FashionMNIST")
 
 
 def test_other_paths_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match="no such file"):
-        open_data(tmp_path / "absent")
-    with pytest.raises(ImageError, match="at least two classes"):
-        open_data(tmp_path)
-    for label in ("a", "b"):
-        (tmp_path / "one" / label).mkdir(parents=True)
-        Image.new("L", (4, 4)).save(tmp_path / "one" / label / "1.png")
-    (tmp_path / "other").mkdir()
-    for label in ("a", "c"):
-        (tmp_path / "other" / label).mkdir()
-        Image.new("L", (4, 4)).save(tmp_path / "other" / label / "1.png")
-    with pytest.raises(ValueError, match="validation images must have the classes"):
-        open_data(tmp_path / "one", tmp_path / "other")
-    with pytest.raises(ValueError, match="data that contain a test set"):
-        open_data(None, tmp_path / "one")
+    for place in ("one/a", "one/b", "other/a", "other/c"):
+        (tmp_path / place).mkdir(parents=True)
+        Image.new("L", (4, 4)).save(tmp_path / place / "1.png")
+    for paths, message in (
+        ((tmp_path / "absent",), "no such file"),
+        ((tmp_path / "one" / "a",), "at least two classes"),
+        ((tmp_path / "one", tmp_path / "other"), "validation images must have the classes"),
+        ((None, tmp_path / "one"), "data that contain a test set"),
+    ):
+        with pytest.raises(ValueError, match=message) as refused:
+            open_data(*paths)
+        assert isinstance(refused.value, ImageError) == (len(paths) == 1)

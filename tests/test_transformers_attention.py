@@ -1,4 +1,4 @@
-"""transformers' own attention interface with our function: what it computes, hands on to sdpa, and refuses."""
+"""Our function for transformers' attention interface: calls that it computes, passes on to sdpa, or rejects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_transformers_attention_interface(model: str) -> None:
     ours = made._from_config(config, attn_implementation=integration.ATTENTION_NAME).eval()
     ours.load_state_dict(plain.state_dict())
     inputs: dict[str, Tensor] = {"pixel_values": torch.randn(2, 3, 32, 32)}
-    if "2" in model:  # the second picture is padded: the mask must be honoured
+    if "2" in model:  # the second image is padded, so the mask matters
         inputs = SUBJECTS["transformers-siglip2"].inputs()
         inputs["pixel_attention_mask"][1, 2:] = 0
         inputs["spatial_shapes"][1, 0] = 1
@@ -60,7 +60,7 @@ def test_the_attention_interface_hands_on_what_it_does_not_know() -> None:
             assert torch.equal(attention_forward(module, q, k, v, None, **keywords)[0], expected)
     narrow = v[..., :16]
     assert torch.equal(attention_forward(module, q, k, narrow, None)[0], sdpa(module, q, k, narrow, None)[0])
-    del module.is_causal  # transformers takes such a module for a decoder's
+    del module.is_causal  # without it, transformers assumes a decoder
     assert torch.equal(attention_forward(module, q, k, v, None)[0], sdpa(module, q, k, v, None)[0])
     if "position_bias" not in REFUSED:
         sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}

@@ -22,7 +22,7 @@ from vit_fast.measure.build import build
 from vit_fast.measure.cache import CachedResult
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.search import Refused
-from vit_fast.measure.trials import Expected, Rule, Trials
+from vit_fast.measure.trials import Expected, Trials
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 
@@ -48,8 +48,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     ids=lambda choice: choice.name,
 )
 def test_graphs_are_a_drop_in(model, images, graphs: list[Tape], choice: Candidate) -> None:
-    expected = Expected(model, images)
-    trials = Trials(model, images, expected, (), Rule(0.0))
+    trials = Trials(model, images, min_agreement=0.0)
     trials.prepare(choice, 600)
     optimized = trials.prepared[choice][0]
     (graph,) = graphs
@@ -71,7 +70,7 @@ def test_graphs_are_called_as_the_model_is(images, graphs: list[Tape]) -> None:
     choice, example = Candidate(attention="sdpa", mlp="sdpa", graphs=True), {"pixel_values": images}
     expected = Expected(model, example)
     optimized = build(choice, model, example, expected.output, ())
-    expected.check(optimized, choice, Rule(0.99))
+    expected.check(optimized, choice)
     (graph,) = graphs
     assert graph.replays == 1 and type(optimized(images)) is type(expected.output)
     with pytest.raises(vit_fast.UnsupportedInputError, match="got Tensor, output_attentions"):
@@ -126,7 +125,7 @@ def test_what_is_compiled_gives_memory_of_its_own(model, images, engine, monkeyp
 def test_triton_kernels_are_chosen_where_they_run(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the interpreter: the kernels compute what is held against the model."""
     small = vit_fast.create_model("vit_test", backend="eager", depth=1).eval()
-    trials = Trials(small, images[:1], Expected(small, images[:1]), (), Rule(0.99))
+    trials = Trials(small, images[:1])
     for choice in (Candidate(attention="triton", mlp="triton"), Candidate(attention="triton", mlp="sdpa")):
         trials.prepare(choice, 600)
         work = trials.prepared[choice][0]._function
@@ -146,7 +145,7 @@ def test_where_memory_runs_out_or_a_driver_fails_the_others_are_tried(model, ima
         return build(choice, *how)
 
     monkeypatch.setattr("vit_fast.measure.trials.build", build_or_fail)
-    trials = Trials(model, images, Expected(model, images), (), Rule(0.99))
+    trials = Trials(model, images)
     reasons = []
     for choice in fails:
         with pytest.raises(Refused) as refused:
@@ -214,5 +213,5 @@ def test_fp8_keeps_layers_for_the_agreement_of_classifiers(model, images, monkey
     tokens = vit_fast.create_model("vit_test", backend="eager", global_pool="", num_classes=0)
     choice = Candidate(attention="triton", mlp="triton", precision="fp8")
     for given, wanted in ((model, 0.75), (model, 0.0), (tokens, 0.5)):
-        Trials(given, images, Expected(given, images), (), Rule(wanted)).prepare(choice, 600)
+        Trials(given, images, min_agreement=wanted).prepare(choice, 600)
     assert asked == [0.75, None, None]

@@ -16,7 +16,7 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.build import build
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.search import Refused
-from vit_fast.measure.trials import Expected, Rule
+from vit_fast.measure.trials import Expected
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -95,7 +95,7 @@ def test_odd_calls_and_outputs_are_a_drop_in(name: str) -> None:
             model(**example) if isinstance(example, dict) else model(example)
         )  # fmt: skip
     optimized = build(FUSED, model, example, output, ())
-    error, allowed, agreement = expected.check(optimized, FUSED, Rule(0.99))
+    error, allowed, agreement = expected.check(optimized, FUSED)
     assert allowed is not None and error <= allowed and agreement == 1.0
     found, spec = pytree.tree_flatten(expected.output)
     leaves, same = pytree.tree_flatten(output)
@@ -104,7 +104,7 @@ def test_odd_calls_and_outputs_are_a_drop_in(name: str) -> None:
         lambda leaf: leaf + 0.3 if isinstance(leaf, Tensor) else leaf, model(*args, **kwargs)
     )
     with pytest.raises(Refused, match="error must be at most"):
-        expected.check(wrong, FUSED, Rule(0.99))
+        expected.check(wrong, FUSED)
 
 
 def test_images_that_look_at_one_another_are_judged_together() -> None:
@@ -112,17 +112,17 @@ def test_images_that_look_at_one_another_are_judged_together() -> None:
     model = Around(coupled).eval()
     expected = Expected(model, IMAGES)
     with torch.no_grad():
-        expected.check(model, FUSED, Rule(0.99))
+        expected.check(model, FUSED)
         split = build(SPLIT, model, IMAGES, expected.output, ())
         with pytest.raises(Refused, match="error must be at most"):
-            expected.check(split, SPLIT, Rule(0.99))
+            expected.check(split, SPLIT)
 
 
 def test_outputs_of_another_structure_are_refused() -> None:
     model = Around(lambda m, x: {"logits": m.inner(x)}).eval()
     expected = Expected(model, IMAGES)
     with torch.no_grad(), pytest.raises(Refused, match="must be dict, got Tensor"):
-        expected.check(lambda images: model(images)["logits"], FUSED, Rule(0.99))
+        expected.check(lambda images: model(images)["logits"], FUSED)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -14,16 +14,9 @@ from vit_fast.measure.search import SCOUTING_CALLS, Found, OutOfTime, Refused, s
 
 @dataclass(frozen=True)
 class Simulated:
-    """A candidate of known cost.
+    """A candidate: ms of a call on a quiet machine, estimated seconds to prepare it, and its variations (leads_to).
 
-    Attributes:
-        name: Of the candidate.
-        ms: What a call takes on a quiet machine.
-        plainness: See Candidate.
-        seconds: What preparing it is thought to take.
-        slower: How many times as long it takes.
-        trouble: "incorrect", "hangs", "memory" (in its fifth call), or nothing.
-        leads_to: Its variations.
+    Preparation takes `slower` times as long. `trouble` is "incorrect", "hangs", "memory" (in its fifth call), or None.
     """
 
     name: str

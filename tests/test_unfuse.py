@@ -1,4 +1,4 @@
-"""unfuse takes away what fuse added, and nothing that anyone else set."""
+"""unfuse removes everything that fuse added, and nothing that users set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def set_forward(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("library", [*LIBRARIES, "torch"])
-def test_nothing_is_left_of_a_frozen_model(library: str) -> None:
+def test_unfuse_restores_a_frozen_model(library: str) -> None:
     model = SUBJECTS[LIBRARIES.get(library, "torch-encoder")].build().eval()
     classes, before = classes_of(model), attributes_of(model)
     vit_fast.fuse(model, "triton")
@@ -60,14 +60,14 @@ def test_a_forward_that_was_set_stays_and_may_call_the_one_before(
         torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_forward_set_before_fuse_stays_and_one_that_accelerate_leaves_behind_goes() -> None:
+def test_a_forward_set_before_fuse_stays_and_one_left_by_accelerate_is_removed() -> None:
     model, images = SUBJECTS["timm-vit"].build().eval(), torch.randn(1, 3, 32, 32)
     first, second = (block.attn for block in model.blocks)
     set_forward(first)
     given, expected = vars(first)["forward"], model(images)
     vit_fast.fuse(model, "sdpa")
     torch.testing.assert_close(model(images), expected)
-    second.forward = second.forward  # as accelerate leaves it when it takes its hooks away
+    second.forward = second.forward  # as accelerate leaves it after removing its hooks
     vit_fast.unfuse(model)
     assert vars(first)["forward"] is given and "forward" not in vars(second)
     assert torch.equal(model(images), expected)

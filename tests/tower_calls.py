@@ -1,4 +1,4 @@
-"""Towers that `GraphRunner` packs, with calls of images of given sizes in patches, and which outputs count."""
+"""Towers that `GraphRunner` packs, with calls for images of given sizes, and their outputs without padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packed_towers import ENCODER, QWEN, TOWERS, made, qwen
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from vit_fast.libraries.transformers_packed import LIKE_QWEN
+from vit_fast.libraries.transformers.families import LIKE_QWEN
 
 Sizes = Sequence[tuple[int, int]]
 MIXED: Sizes = ((4, 6), (2, 2), (8, 4), (2, 4))
@@ -23,7 +23,7 @@ BUDGETS = (16, 64)
 
 @dataclass(frozen=True)
 class Family:
-    """A tower, its call with images of these sizes, and its outputs without those of padding."""
+    """A tower, a call with images of these sizes, and the outputs without padding."""
 
     build: Callable[[], nn.Module]
     call: Callable[[Sizes], dict[str, Any]]
@@ -35,19 +35,19 @@ def grids(sizes: Sizes, frames: int = 1, values: int = 3 * 2 * 4 * 4) -> dict[st
     return {"hidden_states": torch.randn(int(grid.prod(1).sum()), values, device=DEVICE), "grid_thw": grid}
 
 
-def pictures(sizes: Sizes) -> dict[str, Any]:
+def padded_images(sizes: Sizes) -> dict[str, Any]:
     pixels = torch.tensor(sizes).reshape(-1, 2) * 4
     height, width = pixels.amax(0).tolist() if sizes else (4, 4)
     return {"pixel_values": torch.randn(len(sizes), 3, height, width, device=DEVICE), "image_sizes": pixels}
 
 
 def squares(sizes: Sizes) -> dict[str, Any]:
-    """Images of one size, which these towers take."""
+    """Returns images of one size."""
     return {"pixel_values": torch.randn(len(sizes), 3, 16, 16, device=DEVICE)}
 
 
 def padded(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Patches, shapes and mask, with one patch of padding at least."""
+    """Returns patches, shapes and mask, with at least one patch of padding."""
     shapes = torch.tensor(sizes, dtype=torch.int64, device=DEVICE).reshape(-1, 2)
     width = int(shapes.prod(1).max()) + 1 if sizes else 1
     mask = torch.arange(width, device=DEVICE) < shapes.prod(1)[:, None]
@@ -118,7 +118,7 @@ DEEPSEEK_VL = made(  # its tower is SigLIP's
 FAMILIES = {
     "qwen2_vl": of_subject(TOWERS["qwen2_vl"], grids),
     **{family: like_qwen(family) for family in LIKE_QWEN},
-    "pixtral": of_subject(TOWERS["pixtral"], pictures),
+    "pixtral": of_subject(TOWERS["pixtral"], padded_images),
     "siglip2": of_subject(TOWERS["siglip2"], siglip2, siglip2_outputs),
     "naflexvit": Family(naflexvit("naflexvit_base_patch16_gap"), naflex),
     "naflexvit, pooling head": Family(naflexvit("naflexvit_base_patch16_map"), naflex),

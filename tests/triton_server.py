@@ -21,16 +21,19 @@ from google.protobuf import text_format
 NUMPY = {"TYPE_UINT8": np.uint8, "TYPE_FP32": np.float32, "TYPE_FP16": np.float16}
 
 
+def module_at(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def schema() -> Any:
     """ModelConfig of the server's own client; its package is not imported, since that wants gRPC."""
     spec = importlib.util.find_spec("tritonclient")
-    assert spec is not None and spec.submodule_search_locations is not None
-    path = Path(spec.submodule_search_locations[0]) / "grpc" / "model_config_pb2.py"
-    file = importlib.util.spec_from_file_location("model_config_pb2", path)
-    assert file is not None and file.loader is not None
-    module = importlib.util.module_from_spec(file)
-    file.loader.exec_module(module)
-    return module
+    assert spec is not None and spec.origin is not None
+    return module_at(Path(spec.origin).parent / "grpc" / "model_config_pb2.py")
 
 
 def read_config(folder: Path) -> Any:
@@ -76,21 +79,12 @@ class Served:
     def describe(self) -> dict[str, Any]:
         def entries(tensors: Any) -> list[dict[str, Any]]:
             batch = [-1] if self.config.max_batch_size else []
-            return [
-                {
-                    "name": t.name,
-                    "datatype": self.kind(t.data_type).removeprefix("TYPE_"),
-                    "shape": batch + list(t.dims),
-                }
-                for t in tensors
-            ]
+            kinds = [self.kind(t.data_type).removeprefix("TYPE_") for t in tensors]
+            return [{"name": t.name, "datatype": k, "shape": [*batch, *t.dims]} for t, k in zip(tensors, kinds)]
 
-        return {
-            "name": self.config.name,
-            "platform": self.config.platform,
-            "inputs": entries(self.config.input),
-            "outputs": entries(self.config.output),
-        }
+        config = self.config
+        facts = {"name": config.name, "platform": config.platform}
+        return facts | {"inputs": entries(config.input), "outputs": entries(config.output)}
 
     def infer(self, request: dict[str, Any], raw: bytes) -> dict[str, Any]:
         entry = request["inputs"][0]
@@ -101,11 +95,8 @@ class Served:
         top = request["outputs"][0].get("parameters", {}).get("classification")
         if top is None:
             return {"outputs": [output | {"datatype": "FP32", "shape": result.shape, "data": result.ravel().tolist()}]}
-        lines = []
-        for row in result:
-            for index in np.argsort(-row)[:top]:
-                label = f":{self.labels[index]}" if self.labels else ""
-                lines.append(f"{row[index]:f}:{index}{label}")
+        labels = [f":{label}" for label in self.labels or ()] or [""] * result.shape[-1]
+        lines = [f"{row[i]:f}:{i}{labels[i]}" for row in result for i in np.argsort(-row)[:top]]
         shape = [len(result), min(top, result.shape[-1])]
         return {"outputs": [output | {"datatype": "BYTES", "shape": shape, "data": lines}]}
 

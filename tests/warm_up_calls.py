@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
 import torch
 import triton
 from torch import Tensor, nn
@@ -66,13 +67,9 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else one is other
 
 
-def with_changing_parts() -> nn.Module:
-    """A BatchNorm counts, dropout draws random numbers."""
-    return nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(0.5), ours()).bfloat16()
-
-
 def leaves_no_trace(driver: stand_in_driver.StandInDriver) -> None:
-    model = with_changing_parts()
+    """A BatchNorm counts, dropout draws random numbers."""
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(0.5), ours()).bfloat16()
     before = state_of(model)
     images = torch.zeros(1, 3, 32, 32, dtype=torch.bfloat16)
     vit_fast.warm_up(model, [3], training=True, example=images)
@@ -92,16 +89,8 @@ def failures() -> None:
     assert len(requests) >= 2 * precompile.KERNELS_A_PROCESS
     broken = replace(requests[1], data=requests[1].data.replace("constexpr", "nothing"))
     for compiler in (lambda: precompile.compile_all([broken]), lambda: list(precompile._compile_beside([broken] * 4))):
-        try:
+        with pytest.raises(RuntimeError, match=f"{broken.name} does not compile"):
             compiler()
-        except RuntimeError as error:
-            assert f"{broken.name} does not compile" in str(error)
-        else:
-            raise AssertionError("compiled what is broken")
-
-
-def record(seen: list[tuple[int, int]], done: int, total: int) -> None:
-    seen.append((done, total))
 
 
 def main(cache: str) -> None:
@@ -110,9 +99,9 @@ def main(cache: str) -> None:
     for make in (ours, fused) if cache == "cold" else (fused, ours):  # the second needs few that the first does not
         for training in (False, True):
             model = make()
-            seen: list[tuple[int, int]] = []
-            done = vit_fast.warm_up(model, BATCHES, training, progress=partial(record, seen))
-            assert seen == [(n, done.kernels) for n in range(1, done.kernels + 1)]
+            progress = Mock()
+            done = vit_fast.warm_up(model, BATCHES, training, progress=progress)
+            assert progress.call_args_list == [((n, done.kernels),) for n in range(1, done.kernels + 1)]
             if (cache, make) in (("cold", ours), ("warm", fused)):
                 assert done.kernels > 0
                 assert (done.compiled > 0) == (cache == "cold")

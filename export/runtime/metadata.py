@@ -1,4 +1,4 @@
-"""Metadata and signature of ONNX files, of any exporter."""
+"""Metadata and signature of ONNX files of any exporter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import onnx
 
 from vit_fast.arguments import pair
 from vit_fast.config import DataConfig, Size
-from vit_fast.libraries.image_model import Output
+from vit_fast.libraries.interface.image_model import Output
 
 from .model_files import ModelFileError, read_proto
 
@@ -36,12 +36,12 @@ class OnnxInfo:
         inputs: Name, dtype and dimensions of each input.
         outputs: The same of each output.
         nodes: Number of nodes per operator.
-        data_config: The preprocessing; None if unknown.
-        preprocess: True if the file takes uint8 pixels and contains the preprocessing.
+        data_config: Preprocessing; None if unknown.
+        preprocess: True if the file contains the preprocessing and takes uint8 pixels.
         class_names: Names of the outputs; None if unknown.
         output: "logits", "probabilities" or "features"; None if unknown.
         fp8: True if weights are in e4m3.
-        metadata: Other metadata of export_onnx, or all metadata of other exporters.
+        metadata: The other metadata of export_onnx, or all metadata of another exporter.
     """
 
     path: str
@@ -62,22 +62,18 @@ class OnnxInfo:
 
     def to_table(self) -> Table:
         """Returns the description as a rich table; long lists are shortened."""
-        rows: dict[str, Any] = {
-            "producer": self.producer,
-            "opsets": ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in self.opsets.items()),
-            "nodes": counted(self.nodes),
-        }
+        opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in self.opsets.items())
+        rows: dict[str, Any] = {"producer": self.producer, "opsets": opsets, "nodes": counted(self.nodes)}
         rows |= {f"input {i['name']}": f"{i['dtype']} {i['shape']}" for i in self.inputs}
         rows |= {f"output {o['name']}": f"{o['dtype']} {o['shape']}" for o in self.outputs}
-        rows["output meaning"] = self.output
-        rows["preprocessing"] = self.data_config and str(self.data_config.to_dict())
-        rows["preprocessing happens"] = "in the file" if self.preprocess else "before the file"
+        rows |= {"output meaning": self.output, "preprocessing": self.data_config and str(self.data_config.to_dict())}
+        rows |= {"preprocessing happens": "in the file" if self.preprocess else "before the file"}
         rows |= {"classes": self.class_names} | self.metadata
         return two_columns(self.path, ((what, _shortened(value)) for what, value in rows.items()))
 
 
 def two_columns(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """Builds a table of names and values, without rich markup."""
+    """Returns a table of names and values, in which markup of rich has no effect."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -101,13 +97,13 @@ def _shortened(value: Any, limit: int = 6) -> str:
 
 
 def inspect_onnx(path: str | Path) -> OnnxInfo:
-    """Reads the metadata of an ONNX file, also of other exporters.
+    """Reads the metadata of an ONNX file of any exporter.
 
     Raises:
         ModelFileError: the file is missing, damaged, unsafe, or not an ONNX file.
     """
     proto = read_proto(path)
-    initializers = {tensor.name for tensor in proto.graph.initializer}
+    initializers = {tensor.name for tensor in proto.graph.initializer}  # old files list them as inputs, too
     info = OnnxInfo(
         path=str(path),
         producer=f"{proto.producer_name} {proto.producer_version}".strip() or "unknown",
@@ -165,18 +161,18 @@ def _describe_value(value: onnx.ValueInfoProto) -> dict[str, Any]:
 
 @dataclass
 class Signature:
-    """Input and output of a file that takes images.
+    """Input and first output of a file that takes images.
 
     Attributes:
         path: The file, for messages.
         input: The input's name.
         dtype: The input's numpy dtype; uint8 if the file contains the preprocessing.
         shape: [B, channels, height, width], or [B, height, width, channels] in uint8; None for any size.
-        image_hw: Height and width to resize images to; None if unknown.
-        patch_hw: Divisors of height and width if the file accepts any size; None if unknown.
+        image_hw: Height and width that images must be resized to; None if unknown.
+        patch_hw: Divisors of height and width if the file accepts any size, otherwise None.
         output: The first output's name.
         output_dtype: Its numpy dtype.
-        output_tail: Its shape after the batch axis; None if shape or dtype is unknown. ONNX Runtime then allocates it.
+        output_tail: Its shape after the batch axis; None if shape or dtype is unknown, so ONNX Runtime allocates it.
     """
 
     path: Path
@@ -200,15 +196,11 @@ class Signature:
 
     @property
     def classes(self) -> int | None:
-        """Width of the output; None if dynamic."""
+        """Size of the output's last axis; None if dynamic."""
         return self.output_tail[-1] if self.output_tail else None
 
     def set_image_hw(self, image_hw: Size) -> None:
-        """Sets the size to resize images to, if the file has no fixed size.
-
-        Raises:
-            ValueError: image_hw is not a size, or differs from that of the file.
-        """
+        """Sets the size that images must be resized to; raises ValueError if it differs from the file's."""
         image_hw = pair("image_hw", image_hw)
         if self.takes_pixels:
             raise ValueError(f"image_hw must be None, because the file resizes images itself, got {image_hw!r}")
@@ -239,11 +231,7 @@ class Signature:
 
 
 def read_signature(info: OnnxInfo) -> Signature:
-    """Returns the signature of a file.
-
-    Raises:
-        ModelFileError: the file has no image input, or other inputs as well.
-    """
+    """Returns the signature of a file; raises ModelFileError if its only input is not images."""
     path = Path(info.path)
     if len(info.inputs) != 1:
         names = ", ".join(entry["name"] for entry in info.inputs)
@@ -264,13 +252,7 @@ def read_signature(info: OnnxInfo) -> Signature:
     tail = tuple(dim for dim in out["shape"][1:] if isinstance(dim, int) and dim > 0)
     is_known = bool(tail) and len(tail) == len(out["shape"]) - 1 and out["dtype"] in _DTYPES
     return Signature(
-        path=path,
-        input=entry["name"],
-        dtype=dtype,
-        shape=shape,
-        image_hw=image_hw,
-        patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None,
-        output=out["name"],
-        output_dtype=np.dtype(_DTYPES.get(out["dtype"], np.float32)),
-        output_tail=tail if is_known else None,
-    )
+        path=path, input=entry["name"], dtype=dtype, shape=shape, image_hw=image_hw,
+        patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None, output=out["name"],
+        output_dtype=np.dtype(_DTYPES.get(out["dtype"], np.float32)), output_tail=tail if is_known else None,
+    )  # fmt: skip

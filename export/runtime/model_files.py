@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import onnx
 from google.protobuf.message import DecodeError
@@ -43,7 +44,7 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Returns a model file, and the files beside it that contain its weights.
+    """Returns a model file and the files of its weights.
 
     Raises:
         ModelFileError: see read_proto.
@@ -53,7 +54,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def copy_model(path: Path, target: Path) -> None:
-    """Copies a model file to `target`, and the weights beside it to that folder, under their names.
+    """Copies a model file to `target`, and the files of its weights to the same folder, under their names.
 
     Raises:
         ModelFileError: see read_proto; or the target has the name of the weights file.
@@ -67,22 +68,20 @@ def copy_model(path: Path, target: Path) -> None:
 
 
 def _check_external_data(proto: onnx.ModelProto, path: Path) -> None:
-    """Rejects weights outside the model's folder, including links, and files that are too short.
+    """Rejects weights outside the model's folder, behind links, and in files that are too short.
 
-    ONNX Runtime rejects absolute paths, ".." and symbolic links, but reads hard links, which can refer to any file on
-    the same disk. So this also rejects files with more than one hard link.
+    ONNX Runtime rejects absolute paths, ".." and symbolic links, but not hard links, which can refer to any file on the
+    same disk. So this also rejects files with more than one hard link.
     """
-    folder = path.parent.resolve()  # ONNX Runtime looks beside the given name, even if that is a link
+    folder = path.parent.resolve()  # ONNX Runtime searches beside the given name, even if that is a link
     reasons: dict[str, str] = {}
-    for tensor in _external_tensors(proto):
-        fields = _fields(tensor)
+    for fields in map(_fields, _external_tensors(proto)):
         location = fields.get("location", "")
-        if location in reasons:
-            continue
-        if reason := _unsafe(folder, location) or _too_short(folder / location, fields):
-            reasons[location] = f"{location!r} {reason}"
+        reason = reasons.get(location) or _unsafe(folder, location) or _too_short(folder / location, fields)
+        reasons |= {location: reason} if reason else {}
     if reasons:
-        raise ModelFileError(f"{path}: external data rejected: {'; '.join(sorted(reasons.values()))}")
+        listed = "; ".join(f"{location!r} {reason}" for location, reason in sorted(reasons.items()))
+        raise ModelFileError(f"{path}: external data rejected: {listed}")
 
 
 def _fields(tensor: onnx.TensorProto) -> dict[str, str]:
@@ -118,18 +117,14 @@ def _too_short(target: Path, fields: dict[str, str]) -> str:
 
 
 def _external_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields all tensors with external data, of the graph, its subgraphs, and functions."""
-    graphs = [proto.graph]
-    nodes = [node for function in proto.functions for node in function.node]
-    tensors: list[onnx.TensorProto] = []
-    while graphs or nodes:
-        if graphs:
-            graph = graphs.pop()
-            nodes += graph.node
-            tensors += graph.initializer
-            tensors += [part for sparse in graph.sparse_initializer for part in (sparse.values, sparse.indices)]
-        else:
-            for attribute in nodes.pop().attribute:
-                tensors += [*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors]
-                graphs += [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
-    yield from (tensor for tensor in tensors if tensor.data_location == onnx.TensorProto.EXTERNAL)
+    """Yields all tensors with external data, wherever they are in the model."""
+    todo: list[Any] = [proto]
+    while todo:
+        message = todo.pop()
+        if isinstance(message, onnx.TensorProto):
+            if message.data_location == onnx.TensorProto.EXTERNAL:
+                yield message
+            continue
+        for field, value in message.ListFields():
+            if field.message_type is not None:
+                todo += [value] if hasattr(value, "ListFields") else value

@@ -1,4 +1,4 @@
-"""Opens sessions of ONNX Runtime, and explains why an execution provider is not available."""
+"""Opens sessions of ONNX Runtime, and finds out why an execution provider is not available."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "Tensorrt
 OPENVINO = "OpenVINOExecutionProvider"
 DEVICES = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT, "openvino": OPENVINO}
 BUILDS = {CUDA: "onnxruntime-gpu", TENSORRT: "onnxruntime-gpu", OPENVINO: "onnxruntime-openvino"}
-"""Maps each provider to the package that contains it; only one of these can be installed."""
+"""Package of each provider; only one of these packages can be installed."""
 
 
 class ProviderError(VitFastError, RuntimeError):
@@ -25,11 +25,7 @@ class ProviderError(VitFastError, RuntimeError):
 
 
 def parse_device(device: str) -> tuple[str, int]:
-    """Returns ("cuda", 1) for "cuda:1".
-
-    Raises:
-        ValueError: the device is unknown.
-    """
+    """Returns ("cuda", 1) for "cuda:1"; raises ValueError for an unknown device."""
     check_type("device", device, str)
     match = re.fullmatch(r"auto|cpu|openvino|(?:cuda|tensorrt)(?::([0-9]{1,4}))?", device)
     if match is None:
@@ -54,21 +50,16 @@ def reasons_against(kind: str) -> list[str]:
         return []
     _preload()
     missing = [name for name in _libraries(kind) if not _loads(name)]
+    driver = [name for name in missing if name == "libcuda.so.1"]
     trt = [name for name in missing if name.startswith("libnv")]
-    cuda = [name for name in missing if name not in (*trt, "libcuda.so.1")]
-    reasons = []
-    if "libcuda.so.1" in missing:
-        reasons.append(
-            "libcuda.so.1 is missing: there is no NVIDIA driver, or this container cannot see it (--gpus all)"
-        )
-    if trt:
-        reasons.append(f"TensorRT 10 is missing ({', '.join(trt)}): pip install tensorrt")
-    if cuda:
-        reasons.append(
-            f"missing {', '.join(cuda)}: pip install 'onnxruntime-gpu[cuda,cudnn]', or install CUDA {_cuda_major()} "
-            "and cuDNN 9 on the library path"
-        )
-    return reasons
+    cuda = [name for name in missing if name not in (*trt, *driver)]
+    fixes = (
+        (driver, "libcuda.so.1 is missing: there is no NVIDIA driver, or this container cannot see it (--gpus all)"),
+        (trt, f"TensorRT 10 is missing ({', '.join(trt)}): pip install tensorrt"),
+        (cuda, f"missing {', '.join(cuda)}: pip install 'onnxruntime-gpu[cuda,cudnn]', or install CUDA {_cuda_major()} "
+         "and cuDNN 9 on the library path"),
+    )  # fmt: skip
+    return [reason for missing_here, reason in fixes if missing_here]
 
 
 def open_session(
@@ -85,16 +76,16 @@ def open_session(
 
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
-    # Disable spinning: idle threads would take cores from other models after each call.
+    # Otherwise threads spin after each call, and slow down other models in this process.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     if threads is not None:
         settings.intra_op_num_threads = threads
-    if fp8:  # ONNX Runtime 1.31's CPU provider fuses QDQ and MatMul into an integer MatMul, which does not support e4m3
+    if fp8:  # the CPU provider of ONNX Runtime 1.31 would fuse QDQ and MatMul into an integer MatMul without e4m3
         settings.add_session_config_entry("session.disable_quant_qdq", "1")
     if not optimise:
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     wanted = DEVICES[kind]
-    # ONNX Runtime uses TF32 for fp32 by default; compute fp32 files in fp32
+    # by default, ONNX Runtime computes fp32 in TF32
     cuda: Any = (CUDA, {"device_id": index, "use_tf32": "0"} | ({"enable_cuda_graph": "1"} if cuda_graph else {}))
     on_gpu: dict[str, list[Any]] = {CUDA: [cuda], TENSORRT: [(TENSORRT, {"device_id": index}), cuda]}
     providers = on_gpu.get(wanted, [wanted])
@@ -115,7 +106,7 @@ def open_session(
 
 
 def _preload() -> None:
-    """Loads CUDA and cuDNN from the nvidia-* wheels, and hides ONNX Runtime's messages."""
+    """Loads CUDA and cuDNN from the nvidia-* wheels, without ONNX Runtime's messages."""
     import onnxruntime
 
     if hasattr(onnxruntime, "preload_dlls"):
@@ -131,7 +122,7 @@ def _libraries(kind: str) -> list[str]:
 
 
 def _cuda_major() -> int:
-    """Returns the major version of CUDA that this onnxruntime was built for."""
+    """Returns the major version of CUDA for which this onnxruntime was built."""
     try:
         from onnxruntime.capi.build_and_package_info import cuda_version
 

@@ -1,4 +1,4 @@
-"""OnnxRunner: runs an exported Vision Transformer in ONNX Runtime, without fallback to another provider."""
+"""OnnxRunner: runs an exported Vision Transformer in ONNX Runtime, and never falls back to another provider."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from vit_fast.arguments import check_choice, check_integer
 from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError, check_type
-from vit_fast.libraries.image_model import Output
+from vit_fast.libraries.interface.image_model import Output
 
 from .metadata import OnnxInfo, Signature, inspect_onnx, read_signature
 from .model_files import ModelFileError
@@ -38,9 +38,9 @@ class OnnxRunner:
         device: "cpu", "cuda", "cuda:N", "tensorrt", "tensorrt:N", "openvino"; "auto" is cuda if available, else cpu
             (`notes` contains the reason).
         threads: Threads per operator on the CPU; None means ONNX Runtime's default (all cores).
-        max_batch: Larger batches are split into batches of this size; the file's fixed batch, if any, takes precedence.
+        max_batch: Larger batches are split into batches of this size. A fixed batch size of the file takes precedence.
         io_binding: Bind inputs and outputs without copies; CUDA tensors stay on the device.
-        cuda_graph: Capture a CUDA graph once and replay it with max_batch images; smaller batches are padded.
+        cuda_graph: Capture a CUDA graph of max_batch images and replay it; smaller batches are padded.
         data_config: Preprocessing, if the file has none.
         class_names: Names of the outputs, if the file has none.
         image_hw: Height and width to resize images to, if the file has no fixed size.
@@ -50,7 +50,8 @@ class OnnxRunner:
     Attributes:
         info: Description of the file.
         providers: The providers in use, the requested one first.
-        notes: Reasons why "auto" did not select CUDA; empty otherwise.
+        takes_pixels: True if the file takes uint8 [B, height, width, channels] and contains the preprocessing.
+        notes: Reasons why "auto" selected the CPU; otherwise empty.
 
     Raises:
         ModelFileError: the file is missing, damaged or unsafe, or has no image input.
@@ -59,20 +60,11 @@ class OnnxRunner:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        device: str = "auto",
-        *,
-        threads: int | None = None,
-        max_batch: int = MAX_BATCH,
-        io_binding: bool = True,
-        cuda_graph: bool = False,
-        data_config: DataConfig | Mapping[str, Any] | None = None,
-        class_names: Sequence[str] | None = None,
-        image_hw: Size | None = None,
-        output: Output | None = None,
+        self, path: str | Path, device: str = "auto", *, threads: int | None = None, max_batch: int = MAX_BATCH,
+        io_binding: bool = True, cuda_graph: bool = False, data_config: DataConfig | Mapping[str, Any] | None = None,
+        class_names: Sequence[str] | None = None, image_hw: Size | None = None, output: Output | None = None,
         optimise: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_type("path", path, str, Path)
         kind, index = parse_device(device)
         check_integer("max_batch", max_batch, 1)
@@ -81,7 +73,7 @@ class OnnxRunner:
         self.path = Path(path)
         self.info: OnnxInfo = inspect_onnx(self.path)
         self._signature = read_signature(self.info)
-        self.in_chans = self._signature.in_chans
+        self.in_chans, self.takes_pixels = self._signature.in_chans, self._signature.takes_pixels
         if data_config is not None and not isinstance(data_config, DataConfig):
             data_config = DataConfig.from_dict(data_config)
         self.data_config = data_config or self.info.data_config
@@ -135,11 +127,11 @@ class OnnxRunner:
         return self._execution.run(images)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises an error for pickle and copy.deepcopy, because the session belongs to this process."""
+        """Raises an error for pickle and copy.deepcopy: a session cannot leave its process."""
         raise UnsupportedInputError("copying an OnnxRunner", [f"open the file again: OnnxRunner({str(self.path)!r})"])
 
     def probabilities(self, images: Sequence[Image.Image]) -> np.ndarray:
-        """Returns class probabilities [B, classes] of images, preprocessed by the file or `data_config`.
+        """Returns class probabilities [B, classes] of images; see `prepare` for the preprocessing.
 
         Raises:
             UnsupportedInputError: the file outputs features, or the preprocessing is unknown.
@@ -157,7 +149,7 @@ class OnnxRunner:
         return result
 
     def prepare(self, image: Image.Image) -> np.ndarray:
-        """Preprocesses an image for this file: to uint8 pixels, or by data_config to fp32 [channels, height, width]."""
+        """Preprocesses an image by data_config to fp32 [channels, H, W]; to uint8 pixels if the file does the rest."""
         from PIL import Image
 
         check_type("images", image, Image.Image)
@@ -174,7 +166,7 @@ class OnnxRunner:
         return make_transform(self.data_config, self.image_hw, self.in_chans)(image).numpy()
 
     def example(self, batch: int, generator: np.random.Generator | None = None) -> np.ndarray:
-        """Returns random images [batch, ...] for the file's input.
+        """Returns random inputs [batch, ...].
 
         Raises:
             UnsupportedInputError: the file has no fixed size, and image_hw was not passed.
@@ -187,14 +179,9 @@ class OnnxRunner:
             return generator.integers(0, 256, (batch, height, width, self.in_chans), np.uint8)
         return generator.standard_normal((batch, self.in_chans, height, width)).astype(self._signature.dtype)
 
-    @property
-    def takes_pixels(self) -> bool:
-        """True if the file takes uint8 [B, height, width, channels] and contains the preprocessing."""
-        return self._signature.takes_pixels
-
 
 def _class_names(info: OnnxInfo, signature: Signature, names: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Returns the given class names, or those of the file, after checking their number."""
+    """Returns the given class names, otherwise the file's, after checking their number."""
     classes, known = signature.classes, info.class_names
     if names is not None:
         check_type("class_names", names, list, tuple)
@@ -207,7 +194,7 @@ def _class_names(info: OnnxInfo, signature: Signature, names: Sequence[str] | No
 
 
 def _output(info: OnnxInfo, output: Output | None) -> str:
-    """Returns the given meaning of the output, or that in the file."""
+    """Returns the given meaning of the output, otherwise the file's."""
     if output is not None:
         check_choice("output", output, get_args(Output))
         if info.output not in (None, output):
@@ -230,7 +217,7 @@ class _Execution:
         self._graph_buffers: tuple[Tensor, Tensor] | None = None
 
     def run(self, images: Any) -> Any:
-        """Returns the output [B, ...] of checked images [B, ...], with their type and device."""
+        """Returns the output [B, ...] of images that were checked, with their type and device."""
         if isinstance(images, Tensor):
             if len(images) and self._bind and images.is_cuda and self._device in ("cuda", "tensorrt"):
                 return self._in_pieces(images, self._run_on_cuda, torch.cat)
@@ -260,8 +247,7 @@ class _Execution:
         signature = self.signature
         if self._cuda_graph:
             on_device = torch.from_numpy(images).to(f"cuda:{self._device_index}")
-            replayed: np.ndarray = self._run_on_cuda(on_device).cpu().numpy()
-            return replayed
+            return np.asarray(self._run_on_cuda(on_device).cpu())
         if not self._bind or signature.output_tail is None:
             with self._explained(images.shape):
                 result: np.ndarray = self.session.run([signature.output], {signature.input: images})[0]
@@ -271,7 +257,7 @@ class _Execution:
         return output
 
     def _run_on_cuda(self, images: Tensor) -> Tensor:
-        """Runs on GPU tensors, bound without a copy; cuda_graph copies them into buffers with fixed addresses."""
+        """Runs on CUDA tensors without a copy; for a CUDA graph, copies them into its buffers."""
         images = images.contiguous()
         signature = self.signature
         if signature.output_tail is None:
@@ -289,7 +275,7 @@ class _Execution:
         return output.clone() if self._cuda_graph else output
 
     def _run_bound(self, device: str, index: int, images: Any, at: int, output: Any, output_at: int) -> None:
-        """Runs on arrays or tensors at these addresses in device memory."""
+        """Runs with inputs and outputs at these addresses of the device."""
         signature, shape = self.signature, tuple(images.shape)
         binding = self.session.io_binding()
         binding.bind_input(signature.input, device, index, signature.dtype, shape, at)
@@ -299,12 +285,11 @@ class _Execution:
 
     @contextlib.contextmanager
     def _explained(self, shape: tuple[int, ...]) -> Iterator[None]:
-        """Raises ValueError for a shape that the signature allows and the graph does not support."""
+        """Raises ValueError for a shape that the signature allows but the graph does not support."""
         try:
             yield
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             if None not in self.signature.shape[1:] or "allocate" in str(error).lower():
                 raise
-            raise ValueError(
-                f"{self.signature.path} does not support images of shape {shape}: {str(error)[:300]}"
-            ) from error
+            message = f"{self.signature.path} does not support images of shape {shape}: {str(error)[:300]}"
+            raise ValueError(message) from error

@@ -1,8 +1,8 @@
-"""Lower bound on the work of an ONNX file: operations and elements of its matrix products, from inferred shapes.
+"""Lower bound on the work of an ONNX file: floating-point operations and memory traffic, from inferred shapes.
 
 Counts matrix products, convolutions and attention: 2 operations per multiply-add, and each operand and output once. A
-bias belongs to its product. Attention scores and operators between products are not counted. So the numbers equal those
-of torch's counter for the original model.
+bias belongs to its product. Attention scores and other operators are not counted. The counts equal those of
+torch's FLOP counter for the original model.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class UncountedError(ValueError):
 
 
 def count_work(path: str | Path, shape: Sequence[int]) -> Work:
-    """Counts operations, and elements of operands and results, of one call on images.
+    """Counts the operations of one call, and the elements of operands and outputs.
 
     Args:
         path: The .onnx file, with one input.
-        shape: Shape of the images, which are split if the file has a fixed batch.
+        shape: Shape of the images; they are split if the file has a fixed batch size.
     Raises:
         ModelFileError: see model_files.read_proto.
         UncountedError: an operator cannot be counted; the message names it.
@@ -115,7 +115,6 @@ class _Graph:
                 self._users.setdefault(name, []).append(node)
 
     def count(self, node: NodeProto) -> Work:
-        """Operations and elements of a node."""
         if node.op_type in _ATTENTION:
             return self._attention(node)
         return self._product(node) if node.op_type in _PRODUCTS else Work()

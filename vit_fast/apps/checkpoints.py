@@ -60,11 +60,10 @@ def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Ro
     state = _read(path)
     compared = {"the config": (state["config"], asdict(trainer.config))}
     compared |= {f"the {name}": (state["about"].get(name), value) for name, value in about.items()}
-    if differences := [f"{name} ({_difference(old, new)})" for name, (old, new) in compared.items() if old != new]:
-        raise TrainingError(
-            f"{path}: belongs to a run with other settings: {'; '.join(differences)}: use the same settings, or "
-            "another folder"
-        )
+    pairs = ((name, old, new) for name, (old, new) in compared.items() if old != new)
+    if different := "; ".join(f"{name} ({_difference(old, new)})" for name, old, new in pairs):
+        advice = "use the same settings, or another folder"
+        raise TrainingError(f"{path}: belongs to a run with other settings: {different}: {advice}")
     wanted = {name: tensor.shape for name, tensor in trainer.model.state_dict().items()}
     for part in ("model", "average") if trainer.averages else ("model",):
         if {name: getattr(tensor, "shape", None) for name, tensor in state[part].items()} != wanted:
@@ -101,16 +100,10 @@ def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, 
     optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer, options=_WHOLE)
     if trainer.processes.rank == 0:
         state = {
-            "format": _FORMAT,
-            "config": asdict(trainer.config),
-            "about": dict(about),
-            "model": model,
-            "average": average if trainer.averages else {},
-            "optimizer": optimizer,
-            "scheduler": trainer.scheduler.state_dict(),
-            "step": trainer.step_count,
-            "rows": rows,
-        }
+            "format": _FORMAT, "config": asdict(trainer.config), "about": dict(about), "model": model,
+            "average": average if trainer.averages else {}, "optimizer": optimizer,
+            "scheduler": trainer.scheduler.state_dict(), "step": trainer.step_count, "rows": rows,
+        }  # fmt: skip
         with file_aside(out / CHECKPOINT, RuntimeError) as checkpoint:
             torch.save(state, checkpoint)
             if best:
@@ -136,6 +129,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _difference(old: Any, new: Any) -> str:
     if isinstance(old, dict) and isinstance(new, dict):
-        names = sorted({str(name) for name in old.keys() | new.keys() if old.get(name) != new.get(name)})
-        return ", ".join(names)
+        return ", ".join(sorted({str(name) for name in old.keys() | new.keys() if old.get(name) != new.get(name)}))
     return f"{old!r}, here {new!r}"

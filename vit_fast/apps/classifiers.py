@@ -41,10 +41,9 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
     """
     if model_name is not None:
         model = create_model(model_name, weights=weights, backend=backend)
+    elif (source := open_source(weights)).config is None:
+        raise ValueError(f"{weights}: has no config: pass the name of the model with --model")
     else:
-        source = open_source(weights)
-        if source.config is None:
-            raise ValueError(f"{weights}: has no config: pass the name of the model with --model")
         model = load(source, backend=backend)
     if model.config.global_pool == "":
         raise ValueError(f"{weights}: global_pool must not be '', which gives logits per token")
@@ -167,11 +166,6 @@ def rows(
                 raise ValueError(f"{file}: the model's logits are not finite")
             probabilities = row.softmax(dim=0)
             best = int(probabilities.argmax())
-            yield {
-                "path": str(file),
-                "label": class_names[best],
-                "index": best,
-                "probability": probabilities[best].item(),
-                "probabilities": probabilities.numpy(),
-                "embedding": embedding.numpy(),
-            }
+            answer = {"label": class_names[best], "index": best, "probability": probabilities[best].item()}
+            vectors = {"probabilities": probabilities.numpy(), "embedding": embedding.numpy()}
+            yield {"path": str(file)} | answer | vectors

@@ -31,12 +31,6 @@ CALIBRATION_IMAGES = 32
 MIN_CROP_SHARE = 0.4  # side of a random crop, relative to the image
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 
-_FILTERS = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-}
 # Exceptions that Pillow's decoders raise for damaged files.
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error)
 
@@ -136,17 +130,15 @@ def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -
         torch.tensor(per_channel(values, in_chans)).view(-1, 1, 1) for values in (data_config.mean, data_config.std)
     )
     height, width = image_hw
-    scaled_hw = (math.floor(height / data_config.crop_pct), math.floor(width / data_config.crop_pct))
-    resample = _FILTERS[data_config.interpolation]
+    scaled_hw = math.floor(height / data_config.crop_pct), math.floor(width / data_config.crop_pct)
+    resample = Image.Resampling[data_config.interpolation.upper()]
 
     def transform(image: Image.Image) -> Tensor:
         image = image.convert("L" if in_chans == 1 else "RGB")
         hw = scaled_hw if data_config.crop_mode == "squash" else _cover(image, scaled_hw)
         if hw[0] * hw[1] > (Image.MAX_IMAGE_PIXELS or math.inf):
-            raise ImageError(
-                f"the aspect ratio of the image is too large: {image.height}x{image.width} would be resized to "
-                f"{hw[0]}x{hw[1]}"
-            )
+            size, resized = f"{image.height}x{image.width}", f"{hw[0]}x{hw[1]}"
+            raise ImageError(f"the aspect ratio of the image is too large: {size} would be resized to {resized}")
         image = image.resize((hw[1], hw[0]), resample)
         top, left = round((hw[0] - height) / 2.0), round((hw[1] - width) / 2.0)
         image = image.crop((left, top, left + width, top + height))
@@ -164,7 +156,10 @@ class ImageFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.class_names = class_names_of(folder)
+        names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else ()
+        if len(names) < 2:
+            raise ImageError(f"{folder}: must be a folder with one subfolder per class, for at least two classes")
+        self.class_names = tuple(names)
         self.files = [
             (file, label) for label, name in enumerate(self.class_names) for file in find_images([folder / name])
         ]
@@ -175,18 +170,6 @@ class ImageFolder:
     def read(self, index: int) -> tuple[Image.Image, int]:
         file, label = self.files[index]
         return read_image(file), label
-
-
-def class_names_of(folder: Path) -> tuple[str, ...]:
-    """Returns the sorted names of the subfolders.
-
-    Raises:
-        ImageError: the folder does not exist, or has fewer than two subfolders.
-    """
-    names = tuple(sorted(p.name for p in folder.iterdir() if p.is_dir())) if folder.is_dir() else ()
-    if len(names) < 2:
-        raise ImageError(f"{folder}: must be a folder with one subfolder per class, for at least two classes")
-    return names
 
 
 def load_images(paths: Sequence[str | Path], model: VisionTransformer) -> Tensor:

@@ -134,9 +134,8 @@ def _of_torchvision(path: Path) -> TrainingData | None:
     try:
         parts: list[Any] = [getattr(datasets, name)(root, train=train) for train in (True, False)]
     except Exception as error:  # for damaged files, torchvision raises exceptions of many types
-        raise ImageError(
-            f"{path}: torchvision cannot read it as {name}: {str(error) or type(error).__name__}"
-        ) from None
+        reason = str(error) or type(error).__name__
+        raise ImageError(f"{path}: torchvision cannot read it as {name}: {reason}") from None
     digits = name == "MNIST"  # torchvision's class names are "0 - zero" and so on
     classes = tuple(map(str, range(10))) if digits else tuple(parts[0].classes)
     return TrainingData(
@@ -157,11 +156,8 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
     ) -> None:
         self.source, self.augment, self.seed, self.epoch = source, augment, seed, 0
         self.whole = augment and not isinstance(source, SmallImages)  # the random crop replaces the center crop
-        data_config = (
-            dataclasses.replace(model.data_config, crop_pct=1.0, crop_mode="squash")
-            if self.whole
-            else model.data_config
-        )
+        whole: dict[str, Any] = {"crop_pct": 1.0, "crop_mode": "squash"} if self.whole else {}
+        data_config = dataclasses.replace(model.data_config, **whole)
         self.transform = make_transform(data_config, model.config.image_hw, model.config.in_chans)
 
     def __len__(self) -> int:

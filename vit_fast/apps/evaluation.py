@@ -31,13 +31,12 @@ def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | Non
     images = ImageFolder(folder)
     names = images.class_names
     known = {name: i for i, name in enumerate(class_names or ())}
+    indices: Sequence[int] = range(classes)
     if all(name in known for name in names):
         indices = [known[name] for name in names]
     elif all(name.isdecimal() and int(name) < classes for name in names):
-        indices = [int(name) for name in names]
-    elif len(names) == classes:
-        indices = list(range(classes))
-    else:
+        indices = list(map(int, names))
+    elif len(names) != classes:
         strangers = ", ".join([repr(name) for name in names if name not in known][:5])
         raise ValueError(
             f"{folder}: subfolders must be names or indices of the model's {classes} classes, or as many as there are "
@@ -134,11 +133,8 @@ def draw_confusion(evaluation: Evaluation, names: Sequence[str], path: Path) -> 
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     side = 3.0 + 0.35 * min(len(counts), 40)
     figure = Figure(figsize=(side, side), layout="constrained")
-    axes = figure.add_subplot(
-        xlabel="predicted class",
-        ylabel="true class",
-        title=f"top-1 {evaluation.top1:.2%} of {len(evaluation.files)} images",
-    )
+    title = f"top-1 {evaluation.top1:.2%} of {len(evaluation.files)} images"
+    axes = figure.add_subplot(xlabel="predicted class", ylabel="true class", title=title)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     if len(counts) <= 40:
         axes.set_xticks(range(len(counts)), names, rotation=90)

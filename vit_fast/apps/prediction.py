@@ -149,24 +149,18 @@ def _task(model: VisionTransformer, files: Sequence[Path], class_names: Sequence
     """Describes everything that affects the predictions as JSON. A run can be resumed only if this is unchanged."""
     listed = hashlib.sha256("\0".join(map(str, files)).encode())
     facts = {
-        "model": model.config.to_dict(),
-        "parameters": weights_digest(model),
-        "data_config": model.data_config.to_dict(),
-        "class_names": list(class_names),
-        "images": len(files),
-        "files": listed.hexdigest(),
-        "part": PART,
-    }
+        "model": model.config.to_dict(), "parameters": weights_digest(model),
+        "data_config": model.data_config.to_dict(), "class_names": list(class_names), "images": len(files),
+        "files": listed.hexdigest(), "part": PART,
+    }  # fmt: skip
     return json.dumps(facts, indent=2)
 
 
 def _begin(parts: Path, task: str) -> None:
     if (parts / _TASK).is_file():
         if (parts / _TASK).read_text(encoding="utf-8") != task:
-            raise PredictionError(
-                f"{parts}: contains parts of a run with another model or other images: finish that run, or remove the "
-                "folder"
-            )
+            belongs = "contains parts of a run with another model or other images"
+            raise PredictionError(f"{parts}: {belongs}: finish that run, or remove the folder")
         return
     if parts.is_dir() and any(not path.name.startswith(".") for path in parts.iterdir()):
         raise PredictionError(f"{parts}: must be new, empty, or contain the parts of this run: remove the folder")

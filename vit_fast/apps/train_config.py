@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -69,10 +68,10 @@ class TrainConfig:
         for name in ("lr", "layer_decay"):
             check_number(name, getattr(self, name), positive=True)
         for name in ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "patience", *_SHARES):
-            check_number(name, getattr(self, name))
-            if not 0 <= getattr(self, name) < (1 if name in _SHARES else math.inf):
+            check_number(name, value := getattr(self, name))
+            if value < 0 or (name in _SHARES and value >= 1):
                 limit = "a share in [0, 1)" if name in _SHARES else "non-negative"
-                raise ValueError(f"{name} must be {limit}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be {limit}, got {value!r}")
         if self.layer_decay > 1:
             raise ValueError(f"layer_decay must be at most 1, got {self.layer_decay!r}")
         for name in ("grad_checkpointing", "augment"):

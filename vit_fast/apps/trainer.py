@@ -79,12 +79,11 @@ class Trainer:
                 (loss * (len(part) / len(images))).backward()
             correct = (logits.detach().argmax(1) == own).sum()
             found += torch.stack([loss.detach().double() * len(part), correct, torch.full_like(correct, len(part))])
-        total, correct_count, count = self.processes.sum(found).tolist()
-        if not math.isfinite(total):
+        measure = self._sum(found)
+        if not math.isfinite(measure.loss):
             self.optimizer.zero_grad(set_to_none=True)
-            raise TrainingError(
-                f"the loss must be finite, got {total / count} in step {self.step_count}: try a smaller lr"
-            )
+            advice = f"got {measure.loss} in step {self.step_count}: try a smaller lr"
+            raise TrainingError(f"the loss must be finite, {advice}")
         if self.config.max_grad_norm:
             nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         self.optimizer.step()
@@ -92,7 +91,7 @@ class Trainer:
         self.scheduler.step()
         self.step_count += 1
         self._average()
-        return Measure(total / count, int(correct_count), int(count))
+        return measure
 
     @torch.no_grad()
     def measure(self, batches: Iterable[tuple[Tensor, Tensor]], own: int) -> Measure:
@@ -114,8 +113,11 @@ class Trainer:
                     loss = F.cross_entropy(logits, labels, reduction="sum").double()
                     correct = (logits.argmax(1) == labels).sum()
                     found += torch.stack([loss, correct, torch.full_like(correct, len(labels))])
-        total, correct_count, count = self.processes.sum(found).tolist()
-        return Measure(total / count, int(correct_count), int(count))
+        return self._sum(found)
+
+    def _sum(self, found: Tensor) -> Measure:
+        total, correct, count = self.processes.sum(found).tolist()
+        return Measure(total / count, int(correct), int(count))
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -166,14 +168,11 @@ def parameter_groups(model: VisionTransformer, config: TrainConfig) -> list[dict
         if parameter.requires_grad:
             layer = _layer(name, depth) if config.layer_decay != 1 else depth + 1
             groups.setdefault((layer, parameter.dim() >= 2 and name not in exempt), []).append(parameter)
-    return [
-        {
-            "params": parameters,
-            "weight_decay": config.weight_decay if decays else 0.0,
-            "lr": config.lr * config.layer_decay ** (depth + 1 - layer),
-        }
-        for (layer, decays), parameters in sorted(groups.items(), key=lambda item: (item[0][0], not item[0][1]))
-    ]
+    found = []
+    for (layer, decays), parameters in sorted(groups.items(), key=lambda item: (item[0][0], not item[0][1])):
+        lr, weight_decay = config.lr * config.layer_decay ** (depth + 1 - layer), config.weight_decay * decays
+        found.append({"params": parameters, "weight_decay": weight_decay, "lr": lr})
+    return found
 
 
 def _layer(name: str, depth: int) -> int:

@@ -64,21 +64,16 @@ def train(
         ValueError: model and data have different numbers of classes, the model does not pool, or a setting does not
             fit the data or the number of processes.
     """
-    if model.config.num_classes != len(data.train.class_names):
-        raise ValueError(
-            f"model and data must have the same number of classes, got {model.config.num_classes} and "
-            f"{len(data.train.class_names)}"
-        )
+    if (classes := model.config.num_classes) != (labels := len(data.train.class_names)):
+        raise ValueError(f"model and data must have the same number of classes, got {classes} and {labels}")
     if model.config.global_pool == "":
         raise ValueError("global_pool must not be '', which gives logits per token: use a model that pools")
     check_integer("workers", workers, 0)
     if config.patience and data.held_out is None:
         raise ValueError(f"patience must be 0 without held-out images, got {config.patience}")
     if config.batch_size % (processes.world * config.accumulation):
-        raise ValueError(
-            "batch_size must be a multiple of the number of processes times accumulation, "
-            f"{processes.world} x {config.accumulation}, got {config.batch_size}"
-        )
+        parts = f"the number of processes times accumulation, {processes.world} x {config.accumulation}"
+        raise ValueError(f"batch_size must be a multiple of {parts}, got {config.batch_size}")
     model.class_names = data.train.class_names
     images = PreparedImages(data.train, model, augment=config.augment, seed=config.seed)
     about = {"model": model.config.to_dict(), "classes": list(data.train.class_names), "images": len(data.train)}
@@ -86,10 +81,8 @@ def train(
     loader = DataLoader(images, config.batch_size // processes.world, sampler=sampler, num_workers=workers)
     steps = len(loader)
     trainer = Trainer(model, config, config.epochs * steps, round(config.warmup_epochs * steps), processes)
-    rows: list[Row] = []
-    if resume:
-        rows = resume_run(out, trainer, about)
-    else:
+    rows: list[Row] = resume_run(out, trainer, about) if resume else []
+    if not resume:
         start_run(out, processes)
     for epoch in range(len(rows), config.epochs):
         if _has_stopped(rows, config.patience):

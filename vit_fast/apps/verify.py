@@ -79,16 +79,12 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
         raise ValueError("backends must contain at least one backend, got none")
     place = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     resolved = [resolve_backend(backend, place) for backend in backends]
-    for backend in resolved:
-        if backend == "triton" and (reasons := triton_unavailable_reasons(place)):
-            raise UnsupportedInputError("verify with backend='triton'", reasons)
+    if "triton" in resolved and (reasons := triton_unavailable_reasons(place)):
+        raise UnsupportedInputError("verify with backend='triton'", reasons)
     interpreted = place.type == "cpu" and "triton" in resolved
-    generator_state = torch.get_rng_state()
-    torch.manual_seed(0)
-    try:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
         rows = tuple(row for backend in resolved for row in _rows(backend, place, interpreted))
-    finally:
-        torch.set_rng_state(generator_state)
     return Verification(str(place), interpreted and interpreter_is_active(), rows)
 
 
@@ -163,8 +159,7 @@ def _judged(
     try:
         found = run(backend, _DTYPES[dtype])
     except Exception as error:  # report the failure in a row and continue with the other cases
-        problem = f"{type(error).__name__}: {error}"
-        yield from (Row(case, backend, dtype, problem=problem) for case in cases)
+        yield from (Row(each, backend, dtype, problem=f"{type(error).__name__}: {error}") for each in cases)
         return
     outputs = zip(cases, (FORWARD_FACTOR, GRADIENT_FACTOR), found, run("eager", _DTYPES[dtype]),
                   run("eager", torch.float64))  # fmt: skip

@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..ops.backends import constant_to_compiler
 from ..ops.block import fused_block
 from ..ops.descriptions import BlockTensors, Keys, Rope, interleave
-from ..ops.frozen import Frozen
 from ..ops.layer_norm_mlp import layer_norm_mlp
-from ..ops.operators import in_transform, is_exporting, matmul_dtype, needs_gradient
-from ..ops.packed import Packed, run_packed
+from ..ops.registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype, needs_gradient
 from .fp8_scales import scales_of
-from .packing import packed_for, packing_of
+from .frozen import Frozen
+from .packed import Packed, packed_for, run_packed
 from .parts import (
     AttentionParts,
     BlockParts,
@@ -40,7 +37,7 @@ from .parts import (
     tensors_of,
 )
 from .plain import is_touched
-from .row_statistics import NOTHING, RowFacts, VersionsCounted, recall, remember
+from .token_facts import NOTHING, TokenFacts, VersionsCounted, recall, remember
 from .traced_parts import Outline, built, outline
 
 
@@ -134,30 +131,21 @@ def run_block(
         if not drops_path(attention.drop_path) and not drops_path(mlp.drop_path):
             tensors, rope = _tensors_for(parts, x, rope)
             return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)
-        x, statistics = _run_half(attention, None, x, statistics, rope, keys, True)
+        tensors = block_tensors(attention, None)
+        x, statistics = _run_fused(attention, None, tensors, x, statistics, rope, keys, True)
     if backend != "triton" or is_exporting():
         return run_mlp(mlp, x, backend), None
-    return _run_half(None, mlp, x, statistics, None, None, next_statistics)
-
-
-def _run_half(
-    attention: AttentionParts | None, mlp: MlpParts | None, x: Tensor, statistics: Tensor | None, rope: Rope | None,
-    keys: Keys | None, next_statistics: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    half: Any = attention or mlp
-    tensors = block_tensors(attention, mlp)
-    if not drops_path(half.drop_path):
-        return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)
-    branch, _ = _run_fused(attention, mlp, tensors, x, statistics, rope, keys, False, residual=False)
-    return x + half.drop_path(branch), None
+    return _run_fused(None, mlp, block_tensors(None, mlp), x, statistics, None, None, next_statistics)
 
 
 def _run_fused(
     attention: AttentionParts | None, mlp: MlpParts | None, tensors: BlockTensors, x: Tensor, statistics: Tensor | None,
-    rope: Rope | None, keys: Keys | None, next_statistics: bool, residual: bool = True,
+    rope: Rope | None, keys: Keys | None, next_statistics: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Runs a block, or the half that is not None, as one operator."""
-    options: dict[str, Any] = {"residual": residual, "next_statistics": next_statistics}
+    """Runs a block, or the half that is not None and its drop path, as one operator."""
+    half: Any = (attention or mlp) if attention is None or mlp is None else None
+    dropping = half is not None and drops_path(half.drop_path)
+    options: dict[str, Any] = {"residual": not dropping, "next_statistics": next_statistics}
     eps1 = eps2 = 0.0
     if attention is not None:
         eps1, norm = attention.norm.eps, attention.norm.kind
@@ -172,16 +160,15 @@ def _run_fused(
     y, emitted = fused_block(
         x if x.dim() == 3 else x[None], statistics, tensors, eps=(eps1, eps2), norm=norm, **options
     )
-    return (y if x.dim() == 3 else y[0]), emitted
+    y = y if x.dim() == 3 else y[0]
+    return (x + half.drop_path(y), None) if dropping else (y, emitted)
 
 
 def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     """Runs the second half of a block, [..., C] -> [..., C]."""
     dropping = drops_path(parts.drop_path)
-    branch_or_sum = layer_norm_mlp(
-        x, *parts.tensors(), **parts.options(), residual=not dropping, backend=backend
-    )  # fmt: skip
-    return x + parts.drop_path(branch_or_sum) if dropping else branch_or_sum
+    y = layer_norm_mlp(x, *parts.tensors(), **parts.options(), residual=not dropping, backend=backend)
+    return x + parts.drop_path(y) if dropping else y
 
 
 def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None]:
@@ -202,83 +189,61 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
         ):
             if frozen.rope_head and rope is not None:
                 rope = interleave(rope, frozen.rope_head)
-            return frozen.with_others(proj, fc2), rope
+            return frozen.block_tensors(proj, fc2), rope
     return block_tensors(attention, mlp), rope
 
 
 def freeze_parts(parts: BlockParts) -> None:
     """Folds the LayerNorms of a block that runs as one operator, and caches the result; refreshes a cache in place."""
-    attention: Any = parts.attention
-    mlp: Any = parts.mlp
+    attention, mlp = parts.halves
     dtype = matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
     if parts.fp8 is not None:
         parts.fp8.cached_of(parts).refresh()
     elif type(parts.frozen) is not Frozen or parts.frozen.dtype != dtype:
-        folding = sources, norm, pairs, inner_norm, _ = _folding_of(attention, mlp)
-        parts.frozen = Frozen(sources, partial(block_tensors, attention, mlp), dtype, norm, pairs, inner_norm)
-        parts.frozen.folding = folding
+        parts.frozen = Frozen(attention, mlp, dtype, attention.rope_head)
     else:
         parts.frozen.refresh()
-
-
-def run_packed_blocks(blocks: Iterable[Any], x: Tensor, *rope: Tensor, outputs: int | None = None) -> Tensor | None:
-    """Runs all blocks with packed linear layers; returns None unless all have them and support this call.
-
-    Args:
-        outputs: See `run_packed`.
-    """
-    ready: list[Packed] = []
-    first: BlockParts | None = None
-    for block in blocks:
-        held: BlockParts | None = block.__dict__.get("vit_fast_parts")
-        if held is None or type(held.frozen) is not Packed or block._forward_hooks or is_touched(block):
-            return None
-        parts = parts_of(block)
-        packed = packed_for(parts, x) if block.vit_fast_backend == "sdpa" else None
-        if packed is None:
-            return None
-        first = first or parts
-        ready.append(packed)
-    return None if first is None else run_packed(ready, x, _tables_of(first, rope), None, outputs)
-
-
-def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
-    """Returns everything that folded weights depend on: parameters and settings."""
-    inner = "none" if mlp.inner_norm is None else mlp.inner_norm.kind
-    return frozen_sources(attention, mlp), mlp.norm.kind, attention.rope_head, inner, mlp.fc1.chunk
 
 
 def _still_fits(frozen: Any, parts: BlockParts) -> bool:
     """True if cached weights match the block, or may match again once a hook that forbids the kernels is removed."""
     if parts.attention is None or parts.mlp is None:
         return True
-    if type(frozen) is Packed:
-        return bool(frozen.folding == packing_of(parts.attention, parts.mlp))
-    return type(frozen) is Frozen and frozen.folding == _folding_of(parts.attention, parts.mlp)
+    return type(frozen) in (Frozen, Packed) and bool(frozen.fits(parts.attention, parts.mlp))
 
 
-def forward_block(
+def run_as_block(
     block: Any,
     parts: BlockParts,
     x: Tensor,
-    *,
+    attend: Callable[[Tensor], Tensor],
+    ordinary: bool = True,
     rope: Rope | None = None,
     keys: Keys | None = None,
-    backend: str,
-    attend: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Runs a block that its library calls, [B, N, C] -> [B, N, C]; see `run_block` for the arguments.
+    """Runs a fused module as a block that its library calls, [B, N, C] -> [B, N, C].
 
     Reuses the LayerNorm statistics of the previous block if `x` is its unmodified output.
+
+    Args:
+        block: A FusedNormMlp.
+        parts: From `FusedNormMlp.ready`.
+        attend: Computes x + attention(x) with the modules.
+        ordinary: False if the attention must run as modules in this call.
+        rope, keys: Rotary positions, if any, and the keys that queries attend to; None means all.
     """
-    in_fp8 = parts.fp8 is not None and attend is None and keys is None
+    backend = block.vit_fast_backend
+    if ordinary and backend == "sdpa" and (packed := packed_for(parts, x)) is not None:
+        return run_packed([packed], x, rope, keys)
+    by_modules = None if ordinary and runs_whole(parts, backend) else attend
+    in_fp8 = parts.fp8 is not None and by_modules is None and keys is None
     follows = in_fp8 or (backend == "triton" and parts.attention is not None)
     if not follows or torch.compiler.is_compiling() or is_touched(block):
         if in_fp8:
             y: Tensor = parts.fp8.run(parts, x, NOTHING, rope)[0]
             return y
-        return run_block(parts, x, rope=rope, keys=keys, backend=backend, attend=attend)[0]
-    facts = recall(x) if attend is None else NOTHING
+        return run_block(parts, x, rope=rope, keys=keys, backend=backend, attend=by_modules)[0]
+    facts = recall(x) if by_modules is None else NOTHING
     with VersionsCounted():
         if in_fp8:
             if facts.maker is not None:
@@ -286,9 +251,10 @@ def forward_block(
             y, new_facts = parts.fp8.run(parts, x, facts, rope, parts.reader)
         else:
             y, emitted = run_block(
-                parts, x, facts.statistics, rope=rope, keys=keys, backend=backend, attend=attend, next_statistics=True
-            )
-            new_facts = NOTHING if emitted is None else RowFacts(emitted)
+                parts, x, facts.statistics, rope=rope, keys=keys, backend=backend, attend=by_modules,
+                next_statistics=True,
+            )  # fmt: skip
+            new_facts = NOTHING if emitted is None else TokenFacts(emitted)
     remember(y, new_facts)
     return y
 
@@ -316,15 +282,36 @@ def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Te
             x = block(x, *rope)
         return x
     tables = _tables_of(ready[0], rope)
-    rows = NOTHING
+    facts = NOTHING
     for parts, following in zip_longest(ready, ready[1:]):
         if parts.fp8 is None:
-            x, statistics = run_block(parts, x, rows.statistics, rope=tables, next_statistics=True)
-            rows = RowFacts(statistics)
+            x, statistics = run_block(parts, x, facts.statistics, rope=tables, next_statistics=True)
+            facts = TokenFacts(statistics)
         else:
             reader = following.fp8.reader(following) if following is not None and following.fp8 is not None else None
-            x, rows = parts.fp8.run(parts, x, rows, tables, reader)
+            x, facts = parts.fp8.run(parts, x, facts, tables, reader)
     return x
+
+
+def run_packed_blocks(blocks: Iterable[Any], x: Tensor, *rope: Tensor, outputs: int | None = None) -> Tensor | None:
+    """Runs all blocks with packed linear layers; returns None unless all have them and support this call.
+
+    Args:
+        outputs: See `run_packed`.
+    """
+    ready: list[Packed] = []
+    first: BlockParts | None = None
+    for block in blocks:
+        held: BlockParts | None = block.__dict__.get("vit_fast_parts")
+        if held is None or type(held.frozen) is not Packed or block._forward_hooks or is_touched(block):
+            return None
+        parts = parts_of(block)
+        packed = packed_for(parts, x) if block.vit_fast_backend == "sdpa" else None
+        if packed is None:
+            return None
+        first = first or parts
+        ready.append(packed)
+    return None if first is None else run_packed(ready, x, _tables_of(first, rope), None, outputs)
 
 
 def _tables_of(parts: BlockParts, rope: tuple[Tensor, ...]) -> Rope | None:

@@ -1,14 +1,13 @@
 """e4m3 scales of a block's operands, stored as buffers of a submodule of the block.
 
 They are in the state dict (`blocks.0.vit_fast_fp8.qkv`) and are loaded, copied, pickled and moved with it. They are
-powers of two, which all floating dtypes represent exactly, so that converting the model does not change them; and
-rounding to a floating format is the same at any power of two.
+powers of two, which all floating dtypes represent exactly, so that converting the model does not change them. Finer
+scales would not be more accurate, because the rounding error of e4m3 is relative.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,18 +15,55 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedInputError
 from ..ops.descriptions import BlockScales, Rope
-from ..ops.fp8 import Quantised, fused_block_fp8
-from ..ops.operators import is_exporting, needs_gradient
-from .parts import BlockParts, block_tensors, frozen_sources, tensor_of
-from .row_statistics import RowFacts
+from ..ops.fp8 import Fp8Block, Fp8Linear, fused_block_fp8, quantize_block
+from ..ops.registration import is_exporting, needs_gradient
+from .frozen import Frozen
+from .parts import AttentionParts, BlockParts, MlpParts, Slot, block_tensors, tensor_of
+from .token_facts import TokenFacts
 
 LINEARS = BlockScales._fields
 """Linear layers of a block; also the names of the buffers."""
 PLACE = "vit_fast_fp8"
 """Name of the module in its block."""
-LEAST, MOST = 2.0**-24, 2.0**15
+MIN_SCALE, MAX_SCALE = 2.0**-24, 2.0**15
 """Range of fp16."""
-BACK = "vit_fast.fuse(model) restores the model's own precision"
+_HOW_TO_LEAVE = "vit_fast.fuse(model) restores the model's own precision"
+
+
+class FrozenFp8(Frozen):
+    """The linear layers of one block that runs in e4m3, including those that stay in half precision.
+
+    Args:
+        attention, mlp, rope_head: See `Frozen`.
+        scales: Scales of the operands; must not change.
+    Attributes:
+        layers: The `Fp8Block` for `fused_block_fp8`; refreshed in place.
+    """
+
+    layers: Any = None
+
+    def __init__(self, attention: AttentionParts, mlp: MlpParts, scales: BlockScales, rope_head: int) -> None:
+        self._scales = scales
+        super().__init__(attention, mlp, tensor_of(*mlp.fc1.weights[0]).dtype, rope_head)
+
+    @staticmethod
+    def dependencies(attention: AttentionParts, mlp: MlpParts) -> tuple[list[Slot], Any, Any]:
+        sources, *settings = Frozen.dependencies(attention, mlp)
+        scales = [part.layer_scale for part in (attention, mlp) if part.layer_scale is not None]
+        return [*sources, (attention.proj, "bias"), (mlp.fc2, "bias"), *scales], *settings
+
+    def _computed(self) -> list[Tensor]:
+        tensors = block_tensors(self.attention, self.mlp)
+        quantized = quantize_block(tensors, self._scales, self.dtype, self.mlp.norm.kind, self.rope_head)
+        # clone half-precision layers: they may hold the parameters themselves, which a refresh must not overwrite
+        layers = [
+            linear if linear.operand_factor is not None
+            else Fp8Linear._make(tensor if tensor is None else tensor.clone() for tensor in linear)
+            for linear in quantized[:4]
+        ]  # fmt: skip
+        if self.layers is None:
+            self.layers = Fp8Block._make([*layers, quantized.rope_head])
+        return [tensor for linear in layers for tensor in linear if tensor is not None]
 
 
 class Fp8Scales(nn.Module):
@@ -35,7 +71,6 @@ class Fp8Scales(nn.Module):
 
     Args:
         width: Channels C of the residual stream.
-        device: Device of the buffers.
     Attributes:
         qkv, fc1: Scales of the residual stream per channel, [C].
         proj, fc2: Scales of the attention's output and of the hidden layer, [].
@@ -60,12 +95,6 @@ class Fp8Scales(nn.Module):
         self.register_buffer("kept", torch.zeros(len(LINEARS), dtype=torch.bool, device=device))
         self.requires_grad_(False)
         self.eval()
-
-    @torch.no_grad()
-    def set(self, scales: BlockScales) -> None:
-        """Copies these scales; `kept` stays unchanged."""
-        for name, scale in scales._asdict().items():
-            getattr(self, name).copy_(scale)
 
     @torch.no_grad()
     def keep(self, names: Collection[str]) -> None:
@@ -95,60 +124,47 @@ class Fp8Scales(nn.Module):
         elif backend != "triton":
             reasons.append(f"the backend of the block must be 'triton', got {backend!r}")
         if reasons:
-            raise UnsupportedInputError("a block in FP8", [*reasons, BACK])
+            raise UnsupportedInputError("a block in FP8", [*reasons, _HOW_TO_LEAVE])
 
     def run(
-        self, parts: BlockParts, x: Tensor, rows: RowFacts, rope: Rope | None, reader: Quantised | None = None
-    ) -> tuple[Tensor, RowFacts]:
+        self, parts: BlockParts, x: Tensor, facts: TokenFacts, rope: Rope | None, reader: FrozenFp8 | None = None
+    ) -> tuple[Tensor, TokenFacts]:
         """Runs the block, [B, N, C] -> [B, N, C]; also returns facts about its output for the next block.
 
         Args:
-            parts: Parts of the block, which the kernels run as a whole.
-            rows: Facts about x from the previous block.
+            facts: Facts about x from the previous block.
             reader: Cached weights of the next block if that reads e4m3.
         """
-        attention: Any = parts.attention
-        mlp: Any = parts.mlp
+        attention, mlp = parts.halves
         self.check("triton")
         if torch.is_grad_enabled() and needs_gradient(x, *block_tensors(attention, mlp)):
             reason = "FP8 does not support gradients: call the model within torch.no_grad()"
-            raise UnsupportedInputError("a block in FP8", [reason, BACK])
+            raise UnsupportedInputError("a block in FP8", [reason, _HOW_TO_LEAVE])
         cached = self.cached_of(parts)
-        if cached.rope_head and not _matmul_can_rotate(rope):
-            parts.frozen = cached = self._quantised(parts, 0)
+        # the qkv matmul can rotate layout "half" if all heads share the tables
+        shared = rope is not None and rope.layout == "half" and (rope.cos.dim() < 4 or rope.cos.shape[1] == 1)
+        if cached.rope_head and not shared:
+            parts.frozen = cached = FrozenFp8(attention, mlp, self.now(), 0)
         y, y8, statistics = fused_block_fp8(
-            x, rows.x8 if rows.reader is cached else None, rows.statistics, cached.layers,
+            x, facts.x8 if facts.reader is cached else None, facts.statistics, cached.layers,
             None if reader is None else reader.layers.qkv.operand_factor,
             heads=attention.num_heads, attention_scale=attention.scale,
             eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind, activation=mlp.activation,
             qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope,
         )  # fmt: skip
-        return y, RowFacts(statistics, y8, reader, parts)
+        return y, TokenFacts(statistics, y8, reader, parts)
 
-    def reader(self, parts: BlockParts) -> Quantised | None:
+    def reader(self, parts: BlockParts) -> FrozenFp8 | None:
         """Returns a block's cached weights if its first layer reads e4m3, else None."""
         cached = self.cached_of(parts)
         return None if cached.layers.qkv.operand_factor is None else cached
 
-    def cached_of(self, parts: BlockParts) -> Quantised:
+    def cached_of(self, parts: BlockParts) -> FrozenFp8:
         """Returns the cached weights of a block, and creates them if needed."""
-        if not isinstance(parts.frozen, Quantised):
-            attention: Any = parts.attention
-            parts.frozen = self._quantised(parts, attention.rope_head)
+        if not isinstance(parts.frozen, FrozenFp8):
+            attention, mlp = parts.halves
+            parts.frozen = FrozenFp8(attention, mlp, self.now(), attention.rope_head)
         return parts.frozen
-
-    def _quantised(self, parts: BlockParts, rope_head: int) -> Quantised:
-        attention: Any = parts.attention
-        mlp: Any = parts.mlp
-        sources = [*frozen_sources(attention, mlp), (attention.proj, "bias"), (mlp.fc2, "bias")]
-        sources += [part.layer_scale for part in (attention, mlp) if part.layer_scale is not None]
-        tensors, dtype = partial(block_tensors, attention, mlp), tensor_of(*mlp.fc1.weights[0]).dtype
-        return Quantised(sources, tensors, self.now(), dtype, mlp.norm.kind, rope_head)
-
-
-def _matmul_can_rotate(rope: Rope | None) -> bool:
-    """True if the qkv matmul can apply the rotary positions itself: half layout, shared by all heads."""
-    return rope is not None and rope.layout == "half" and (rope.cos.dim() < 4 or rope.cos.shape[1] == 1)
 
 
 def scales_of(block: nn.Module) -> Fp8Scales | None:
@@ -158,11 +174,13 @@ def scales_of(block: nn.Module) -> Fp8Scales | None:
     return scales if isinstance(scales, Fp8Scales) else None
 
 
-def give_scales(block: nn.Module, scales: BlockScales) -> None:
+@torch.no_grad()
+def set_scales(block: nn.Module, scales: BlockScales) -> None:
     """Stores scales in a block and drops weights cached for other scales."""
     width = scales.qkv.shape[0]  # type: ignore[union-attr]  # calibration sets it
-    _place(block, width).set(scales)
-    block.__dict__.pop("vit_fast_parts", None)
+    buffers = _ensure_scales(block, width)
+    for name, scale in zip(LINEARS, scales):
+        getattr(buffers, name).copy_(scale)
 
 
 def runs_in_fp8(model: nn.Module) -> bool:
@@ -170,33 +188,33 @@ def runs_in_fp8(model: nn.Module) -> bool:
     return any(isinstance(module, Fp8Scales) and module.active for module in model.modules())
 
 
-def _place(block: nn.Module, width: int) -> Fp8Scales:
-    """Returns the scales of a block, and creates them if it has none of this width."""
+def _ensure_scales(block: nn.Module, width: int) -> Fp8Scales:
+    """Returns the scales of a block, creates them if it has none of this width, and drops cached weights."""
     scales = scales_of(block)
     if scales is None or scales.qkv.shape[0] != width:
         device = next((parameter.device for parameter in block.parameters()), None)
         scales = Fp8Scales(width, device)
         block.add_module(PLACE, scales)
+    block.__dict__.pop("vit_fast_parts", None)
     return scales
 
 
-def take_scales_away(model: nn.Module) -> None:
+def remove_scales(model: nn.Module) -> None:
     """Removes the scales, which restores the state dict from before calibrate."""
     for module in model.modules():
         if module._modules.pop(PLACE, None) is not None:
             module.__dict__.pop("vit_fast_parts", None)
 
 
-def make_room(block: nn.Module, state: Mapping[str, Tensor], prefix: str) -> None:
-    """Creates buffers for the scales in a state dict, before it is loaded, and drops cached weights."""
-    coming = state.get(f"{prefix}{PLACE}.{LINEARS[0]}")
-    if coming is not None:
-        _place(block, coming.shape[0])
-        block.__dict__.pop("vit_fast_parts", None)
+def prepare_to_load(block: nn.Module, state: Mapping[str, Tensor], prefix: str) -> None:
+    """Creates the buffers for the scales in a state dict before a block loads it."""
+    loaded = state.get(f"{prefix}{PLACE}.{LINEARS[0]}")
+    if loaded is not None:
+        _ensure_scales(block, loaded.shape[0])
 
 
-def scales_that_come(state: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
-    """Returns the buffers that `make_room` creates in blocks of this width for the scales in a state dict."""
+def buffers_to_load(state: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
+    """Returns the buffers that `prepare_to_load` creates in blocks of this width."""
     end = f"{PLACE}.{LINEARS[0]}"
     buffers = Fp8Scales(width).state_dict()
     blocks = [name.removesuffix(LINEARS[0]) for name in state if name.endswith(end)]

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from ..ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..ops.attention_op import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..ops.backends import resolve_backend
-from ..ops.descriptions import Keys, Rope
-from .block import forward_block, parts_of, run_mlp, runs_whole
-from .fp8_scales import PLACE, make_room
-from .packing import is_packable, run_packed_block
+from ..ops.checks import DTYPES
+from .block import parts_of, run_as_block, run_mlp, runs_whole
+from .fp8_scales import PLACE, prepare_to_load
+from .packed import is_packable
 from .parts import AttentionParts, BlockParts, MlpParts, drops
 from .reading import Reader, read_block
 
@@ -34,38 +34,28 @@ FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of inspecting a module before it is fused.
+    """Result of inspecting a module before it is fused."""
 
-    Attributes:
-        reasons: Reasons why it cannot be fused.
-        notes: Notes for the report.
-        bypassed: Submodules whose forward will no longer be called.
-    """
-
-    reasons: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    bypassed: Sequence[nn.Module] = ()
+    reasons: Sequence[str] = ()  # why it cannot be fused
+    notes: Sequence[str] = ()  # for the report
+    bypassed: Sequence[nn.Module] = ()  # submodules whose forward will no longer be called
 
 
 class FusedModule(nn.Module):
     """Base of the fused classes.
 
     Attributes:
-        original: The class that it replaces.
-        kind: The part that the operators compute, for the report.
         host_reads: Values that forward reads on the host, which a CUDA graph would not repeat; "" if there are none.
         passes_for_original: True for a class with the original's module and name, because its library looks these up.
-        vit_fast_request: The requested backend, e.g. "auto".
-        vit_fast_backend: The resolved backend.
     """
 
-    original: ClassVar[type[nn.Module]]
+    original: ClassVar[type[nn.Module]]  # the class that it replaces
     original_forward: ClassVar[Callable[..., Any]]
-    kind: ClassVar[str]
+    kind: ClassVar[str]  # the part that the operators compute, for the report
     host_reads: ClassVar[str] = ""
     passes_for_original: ClassVar[bool] = False
-    vit_fast_request: str = "auto"
-    vit_fast_backend: str = "sdpa"
+    vit_fast_request: str = "auto"  # the requested backend
+    vit_fast_backend: str = "sdpa"  # the resolved backend
 
     if TYPE_CHECKING:  # the other base's attributes, which nn.Module types as Tensor | Module
 
@@ -74,7 +64,7 @@ class FusedModule(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         original = cls.__bases__[-1]
         if original.__module__.startswith("transformers."):
-            show_original_to_unfused(cls, original)
+            _run_original_after_unfuse(cls, original)
         super().__init_subclass__(**kwargs)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +82,7 @@ class FusedModule(nn.Module):
     @classmethod
     def head_width(cls, module: Any) -> int | None:
         """Width of an attention head in channels; None without attention."""
-        return None
+        return getattr(module, "head_dim", None)
 
     @classmethod
     def triton_reasons(cls, module: Any) -> list[str]:
@@ -129,14 +119,10 @@ class FusedModule(nn.Module):
 
 
 def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Callable[[FusedClass], FusedClass]:
-    """Class decorator: makes a class the fused class of another.
+    """Class decorator: makes a class the fused class of `original`.
 
     It gets the original's __name__, by which wrapping policies (transformers' _no_split_modules, accelerate's FSDP)
-    find layers. pickle uses __qualname__, which stays different.
-
-    Args:
-        original: The class.
-        equivalent: True if both compute the same.
+    find layers. pickle uses __qualname__, which stays different. `equivalent` is True if both compute the same.
     """
 
     def decorate(cls: FusedClass) -> FusedClass:
@@ -145,13 +131,13 @@ def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Call
         cls.__name__ = original.__name__
         if cls.passes_for_original:
             cls.__module__, cls.__qualname__ = original.__module__, original.__qualname__
-        show_original_to_tracers(cls, original, equivalent)
+        _show_original_to_tracers(cls, original, equivalent)
         return cls
 
     return decorate
 
 
-def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
+def _show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
     """Wraps the forward of a fused class, so that torch.fx and torch.jit.script see that of `original`.
 
     Neither can trace our forward, which inspects children and calls custom operators. torch.fx calls forward with
@@ -193,7 +179,7 @@ def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivale
     cls.__annotations__ = dict(next(filter(None, map(inspect.get_annotations, original.__mro__))))
 
 
-def show_original_to_unfused(cls: type[Any], original: type[nn.Module]) -> None:
+def _run_original_after_unfuse(cls: type[Any], original: type[nn.Module]) -> None:
     """Wraps the forward of a fused class of transformers, before transformers wraps it for gradient checkpointing.
 
     After `unfuse`, a bound forward taken from the fused module runs the original's.
@@ -209,16 +195,16 @@ def show_original_to_unfused(cls: type[Any], original: type[nn.Module]) -> None:
 
 
 def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
-    """Returns (class,) of a module if `fuse` built it from this mixin and nothing wrapped it since; else ()."""
+    """Returns (class,) of a module if `fuse` built the class from this mixin and nothing wrapped it; else ()."""
     cls = type(module)
     return (cls,) if issubclass(cls, mixin) and "original" in vars(cls) else ()
 
 
 class Forms:
-    """The fused classes of one library, which our file for this library defines.
+    """The fused classes of one library.
 
     Each is created when its original is first seen, because the library may be absent and is slow to import. It becomes
-    a global of the file, e.g. "FusedBlock", so that pickle finds it.
+    a global of our file for the library, e.g. "FusedBlock", so that pickle finds it.
 
     Args:
         file: The file's globals.
@@ -337,7 +323,7 @@ class FusedNormMlp(FusedModule):
     def _load_from_state_dict(self, *args: Any) -> None:
         """Drops cached weights when any module that contains this block loads a state dict."""
         self.drop_frozen()
-        make_room(self, *args[:2])
+        prepare_to_load(self, *args[:2])
         super()._load_from_state_dict(*args)
 
     def packable(self) -> BlockParts | None:
@@ -347,7 +333,7 @@ class FusedNormMlp(FusedModule):
         return parts if is_packable(parts, backend) and attention.module.vit_fast_backend == backend else None
 
     def whole(self) -> BlockParts | None:
-        """Returns its parts if one operator runs it now; else None."""
+        """Returns its parts if one operator can run it now; else None."""
         parts = parts_of(self)
         return parts if runs_whole(parts, self.vit_fast_backend) else None
 
@@ -356,28 +342,4 @@ class FusedNormMlp(FusedModule):
         mlp: Any = parts.mlp
         return run_mlp(mlp, x, self.vit_fast_backend)
 
-    def run_as_block(
-        self,
-        parts: BlockParts,
-        x: Tensor,
-        attend: Callable[[Tensor], Tensor],
-        ordinary: bool = True,
-        rope: Rope | None = None,
-        keys: Keys | None = None,
-    ) -> Tensor:
-        """Runs the module as a block, [B, N, C] -> [B, N, C].
-
-        Args:
-            parts: From ready().
-            attend: Computes x + attention(x) with the modules.
-            ordinary: False if the attention must run as modules in this call.
-            rope: Rotary positions, if any.
-            keys: The keys that queries attend to; None means all.
-        """
-        if ordinary and self.vit_fast_backend == "sdpa":
-            output = run_packed_block(parts, x, rope, keys)
-            if output is not None:
-                return output
-        backend = self.vit_fast_backend
-        by_modules = None if ordinary and runs_whole(parts, backend) else attend
-        return forward_block(self, parts, x, rope=rope, keys=keys, backend=backend, attend=by_modules)
+    run_as_block = run_as_block  # a method

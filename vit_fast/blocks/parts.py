@@ -1,7 +1,7 @@
-"""Data classes for a pre-norm encoder block of any library.
+"""A pre-norm encoder block of any library as data: `BlockParts`.
 
-A library's file reads its blocks into `BlockParts` with a reader (`reading.py`). They hold modules and names, never
-tensors: a Parameter may be replaced at any time.
+A library's file reads its blocks with a reader (`reading.py`). Parts hold modules and names, never tensors, because a
+Parameter may be replaced at any time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ..ops.descriptions import BlockTensors, Norm, QkNorm
-from ..ops.frozen import Frozen
 from .plain import Watch
 
 Slot = tuple[Any, str]  # a module and the name of one of its attributes
@@ -61,21 +60,18 @@ class LinearParts:
 
     def tensors(self) -> tuple[Any, Any]:
         """Returns weight and bias, each a tensor or None."""
-        if self.chunk is not None:
-            packed = tensor_of(*self.weights[0]), tensor_of(*self.biases[0])
-            weight, bias = (None if each is None else each.chunk(2)[self.chunk] for each in packed)
-            return weight, bias
         if len(self.weights) == len(self.biases) == 1:
-            return tensor_of(*self.weights[0]), tensor_of(*self.biases[0])
-        weights = [tensor_of(*slot) for slot in self.weights]
-        biases = [tensor_of(*slot) for slot in self.biases]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        if len(biases) == 1:
-            return weight, biases[0]
-        if all(bias is None for bias in biases):
-            return weight, None
-        absent = weight.new_zeros(weight.shape[0] // len(biases))  # BEiT's keys have no bias
-        return weight, torch.cat([absent if bias is None else bias for bias in biases])
+            weight, bias = tensor_of(*self.weights[0]), tensor_of(*self.biases[0])
+        else:
+            weights, biases = ([tensor_of(*slot) for slot in slots] for slots in (self.weights, self.biases))
+            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            bias = None
+            if any(each is not None for each in biases):
+                absent = weight.new_zeros(weight.shape[0] // len(biases))  # BEiT's keys have no bias
+                bias = torch.cat([absent if each is None else each for each in biases])
+        if self.chunk is None:
+            return weight, bias
+        return weight.chunk(2)[self.chunk], None if bias is None else bias.chunk(2)[self.chunk]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,24 +91,18 @@ class AttentionParts:
     """The attention half, x + drop_path(layer_scale * proj(attention(qkv(norm(x))))).
 
     Attributes:
-        module: The attention layer.
-        scale: Multiplier of q k^T; None means D**-0.5.
-        proj: A linear layer.
-        layer_scale: The vector [C], or None.
-        drop_path: A module with drop_prob, or None.
-        dropouts: Dropout probabilities in training.
         rotates_halves: True if rotary positions have the layout "half". They are passed with each call.
     """
 
-    module: Any
+    module: Any  # the attention layer
     norm: NormParts
     qkv: LinearParts
     num_heads: int
-    scale: float | None
-    proj: Any
-    layer_scale: Slot | None
-    drop_path: Any
-    dropouts: tuple[Slot, ...]
+    scale: float | None  # multiplier of q k^T; None means D**-0.5
+    proj: Any  # a linear layer
+    layer_scale: Slot | None  # vector [C]
+    drop_path: Any  # a module with drop_prob, or None
+    dropouts: tuple[Slot, ...]  # dropout probabilities in training
     qk_norm: QkNormParts | None = None
     rotates_halves: bool = False
 
@@ -128,24 +118,19 @@ class AttentionParts:
 class MlpParts:
     """The MLP half, x + drop_path(layer_scale * fc2(inner_norm(hidden))).
 
-    See AttentionParts for the other attributes.
-
-    Attributes:
-        fc1: hidden = activation(fc1(norm(x))); with a gate activation(gate(norm(x))) * fc1(norm(x)).
-        activation: Name of the activation for the operators.
-        inner_norm: Norm before fc2, as in EVA-02, or None.
-        fc2: A linear layer.
+    hidden is activation(fc1(norm(x))); with a gate, activation(gate(norm(x))) * fc1(norm(x)). See AttentionParts for
+    the other attributes.
     """
 
     norm: NormParts
     fc1: LinearParts
-    activation: str
-    fc2: Any
+    activation: str  # one of `reference.ACTIVATIONS`
+    fc2: Any  # a linear layer
     layer_scale: Slot | None
     drop_path: Any
     dropouts: tuple[Slot, ...]
     gate: LinearParts | None = None
-    inner_norm: NormParts | None = None
+    inner_norm: NormParts | None = None  # before fc2, as in EVA-02
 
     def tensors(self) -> tuple[Any, ...]:
         """Returns norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias."""
@@ -165,25 +150,21 @@ class MlpParts:
 
 @dataclass(eq=False)
 class BlockParts:
-    """A block as data.
-
-    Attributes:
-        attention, mlp: The halves; None for a half that runs as modules.
-        attention_reasons, mlp_reasons: Reasons why a half runs as modules.
-        watch: Checks that the block did not change.
-        frozen: Cached weights of `vit_fast.freeze`.
-        fp8: Runs the block in e4m3 (`fp8_scales.py`).
-        reader: Cached weights of the next block if that reads e4m3.
-    """
+    """A block as data; a half that runs as modules is None."""
 
     attention: AttentionParts | None
     mlp: MlpParts | None
-    attention_reasons: tuple[str, ...]
+    attention_reasons: tuple[str, ...]  # why a half runs as modules
     mlp_reasons: tuple[str, ...]
-    watch: Watch
-    frozen: Frozen | None = None
-    fp8: Any = None
-    reader: Any = None
+    watch: Watch  # checks that the block did not change
+    frozen: Any = None  # cached weights: `Frozen`, or its subclass `Packed` or `FrozenFp8`
+    fp8: Any = None  # `Fp8Scales`, which run the block in e4m3
+    reader: Any = None  # cached weights of the next block if that reads e4m3
+
+    @property
+    def halves(self) -> tuple[Any, Any]:
+        """Attention and MLP, of a block that has both."""
+        return self.attention, self.mlp
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copied or unpickled block is read again

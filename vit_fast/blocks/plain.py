@@ -1,4 +1,4 @@
-"""Decides whether a module may be bypassed: its parameters are used, but its forward is not called.
+"""Decides if a module may be bypassed, i.e. if operators may use its parameters instead of calling its forward.
 
 Hooks, a forward set on the instance or the class, and parameters of a tensor subclass (torchao, DTensor) forbid it. A
 module is inspected when its block is read; `Watch` then checks in every forward that nothing changed.
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import type_name
-from ..ops.frozen import PLAIN
 
+Edge = tuple[nn.Module, str, nn.Module]  # parent, name, child
+PLAIN = (nn.Parameter, Tensor, type(None))  # other subclasses may override operators
 _RECORDERS = "transformers.utils.output_capturing"
-# (key, index into the output) of recorders that do not prevent fusion: layers are still called, and
-# attention returns no weights unless they are requested.
+# Hooks that record these (key, index into the output) do not prevent fusion: layers are still called, and attention
+# returns no weights unless they are requested.
 _HARMLESS = (("hidden_states", 0), ("attentions", 1))
 _FORWARDS: dict[type, Any] = {}  # forward of each inspected class, as defined by its library
 
@@ -27,11 +28,10 @@ def is_hooked(module: nn.Module) -> bool:
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     hooks = module._forward_hooks
-    return bool(hooks) and not all(map(_records_nothing_else, hooks.values()))
+    return bool(hooks) and not all(map(_only_records, hooks.values()))
 
 
-def _records_nothing_else(hook: Any) -> bool:
-    """Returns True for a hook of transformers that records hidden states of layers, or attention weights."""
+def _only_records(hook: Any) -> bool:
     if getattr(hook, "__module__", None) != _RECORDERS or not hasattr(hook, "__code__"):
         return False
     if torch.compiler.is_compiling():  # torch.compile cannot trace the rest; parts are read before it traces
@@ -53,15 +53,10 @@ def forward_is_replaced(module: nn.Module) -> bool:
     return not (own and getattr(forward, "__func__", None) is type(module).forward)
 
 
-def class_is_patched(cls: type) -> bool:
+def _class_is_patched(cls: type) -> bool:
     """True if the forward of a class was replaced, or that of the class from which it was fused."""
-    each: Any
-    for each in (cls, getattr(cls, "original", None)):
-        if not isinstance(each, type):
-            continue
-        if _FORWARDS.get(each) is not each.forward and _forward_is_foreign(each):  # type: ignore[attr-defined]
-            return True
-    return False
+    classes = (each for each in (cls, getattr(cls, "original", None)) if isinstance(each, type))
+    return any(map(_forward_is_foreign, classes))
 
 
 def _forward_is_foreign(cls: Any) -> bool:
@@ -89,7 +84,7 @@ def is_touched(module: nn.Module) -> bool:
         cls: Any = type(module)
         original = getattr(cls, "original", cls)
         as_known = _FORWARDS.get(cls) is cls.forward and _FORWARDS.get(original) is original.forward
-        if not as_known and class_is_patched(cls):
+        if not as_known and _class_is_patched(cls):
             return True
     for parameter in module._parameters.values():  # noqa: SIM110  # a generator is slower, here and below
         if type(parameter) not in PLAIN:
@@ -98,7 +93,7 @@ def is_touched(module: nn.Module) -> bool:
 
 
 def touch_reasons(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Returns the reasons why (name, module) pairs must be called; see `is_touched`."""
+    """Returns the reasons of `is_touched` for (name, module) pairs."""
     reasons = []
     for name, module in modules:
         if is_hooked(module):
@@ -110,11 +105,10 @@ def touch_reasons(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
 
 
 def forward_reasons(module: nn.Module, name: str = "") -> list[str]:
-    """Returns where the forward of a module was replaced."""
     reasons = []
     if forward_is_replaced(module):
         reasons.append(f"{f'{name}.' if name else 'its '}forward was replaced on the instance")
-    if class_is_patched(type(module)):
+    if _class_is_patched(type(module)):
         of = f" of {name}" if name else ""
         reasons.append(f"{type(module).__qualname__}.forward was replaced on the class{of}")
     return reasons
@@ -137,32 +131,25 @@ class Watch:
         modules: The children of the edges.
     """
 
-    def __init__(
-        self,
-        owner: nn.Module,
-        edges: list[tuple[nn.Module, str, nn.Module]],
-        values: list[tuple[Any, str, object]],
-    ) -> None:
+    def __init__(self, owner: nn.Module, edges: list[Edge], values: list[tuple[Any, str, object]]) -> None:
         self.owner, self.values = owner, tuple(values)
         self.modules = tuple(child for _, _, child in edges)
-        own = [value for value in values if value[1] in getattr(value[0], "__dict__", ())]
+        direct = [value for value in values if value[1] in getattr(value[0], "__dict__", ())]
         absent = [value for value in values if isinstance(value[0], nn.Module) and value[2] is None]
-        self._own = tuple((value[0].__dict__, *value[1:]) for value in own)
-        self._absent = tuple((value[0].__dict__, value[1]) for value in absent if value not in own)
-        self._others = tuple(value for value in values if value not in own and value not in absent)
+        self._direct = tuple((value[0].__dict__, *value[1:]) for value in direct)
+        self._absent = tuple((value[0].__dict__, value[1]) for value in absent if value not in direct)
+        self._others = tuple(value for value in values if value not in direct and value not in absent)
         classes = {type(child) for child in self.modules}
         classes |= {getattr(cls, "original", cls) for cls in classes}
         self._forwards = tuple((cls, cls.forward) for cls in classes)
-        self._touched = tuple(
-            (*edge, type(edge[2]), is_hooked(edge[2]), vars(edge[2]).get("forward"))
-            for edge in edges
-            if is_touched(edge[2])
-        )
-        self._plain = tuple(
-            (parent, parent._modules, name, child, type(child), child.__dict__, child._parameters)
-            for parent, name, child in edges
-            if not is_touched(child)
-        )
+        touched, plain = [], []
+        for parent, name, child in edges:
+            own, cls = child.__dict__, type(child)
+            if is_touched(child):
+                touched.append((parent, name, child, cls, is_hooked(child), own.get("forward")))
+            else:
+                plain.append((parent, parent._modules, name, child, cls, own, child._parameters))
+        self._touched, self._plain = tuple(touched), tuple(plain)
 
     def holds(self, owner: nn.Module) -> bool:
         """True if `owner` is the block that was read, and no class, child, hook, forward or attribute changed.
@@ -192,7 +179,7 @@ class Watch:
                 return False
             if is_hooked(child) is not hooked or child.__dict__.get("forward") is not own_forward:
                 return False
-        for attributes, name, value in self._own:
+        for attributes, name, value in self._direct:
             now = attributes.get(name)
             if now is not value and now != value:
                 return False

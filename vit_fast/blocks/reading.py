@@ -1,9 +1,9 @@
-"""Reads the parts of a block from paths that its library lists; collects all reasons against fusing it."""
+"""Reads the parts of a block from the paths that its library's file lists; collects all reasons against fusing it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,36 +12,32 @@ from torch import Tensor, nn
 from ..errors import type_name
 from ..ops import reference
 from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, QkNormParts, Slot
-from .plain import Watch, tensor_reasons, touch_reasons
+from .plain import Edge, Watch, tensor_reasons, touch_reasons
 
 ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
 LINEAR_CLASSES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)  # the latter in MultiheadAttention
 
 Classes = tuple[type, ...]
+Parts = TypeVar("Parts", AttentionParts, MlpParts)
 
 
 class Inspector:
-    """Inspects one module and all modules in it.
+    """Inspects a module and the modules in it.
 
-    The forward of every module on the path to a part will be bypassed, so all of them are checked and watched.
-
-    Args:
-        owner: The module. Its own hooks do not matter here.
-    Attributes:
-        reasons: Reasons why the block cannot be fused, found so far.
-        notes: Notes for the report if it can be fused.
+    The forward of every module on the path to a part will be bypassed, so all of them are checked and watched. Hooks of
+    `owner` itself do not matter here.
     """
 
     def __init__(self, owner: nn.Module) -> None:
         self.owner = owner
-        self.reasons: list[str] = []
-        self.notes: list[str] = []
-        self.edges: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+        self.reasons: list[str] = []  # why the block cannot be fused, found so far
+        self.notes: list[str] = []  # for the report if it can be fused
+        self.edges: dict[str, Edge] = {}
         self.values: list[tuple[Any, str, object]] = []
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Modules that were bypassed."""
+        """The modules whose forward will be bypassed."""
         return [child for _, _, child in self.edges.values()]
 
     def at(self, path: str) -> Any:
@@ -68,36 +64,36 @@ class Inspector:
             parent = child
         return parent
 
+    def slot(self, path: str) -> Slot:
+        owner, _, name = path.rpartition(".")
+        return (self.at(owner) if owner else self.owner), name
+
     def value(self, path: str) -> Any:
         """Returns an attribute that is not a module, and watches it."""
-        path, _, name = path.rpartition(".")
-        owner = self.at(path) if path else self.owner
+        owner, name = self.slot(path)
         value = getattr(owner, name, None)
         self.values.append((owner, name, value))
         return value
 
-    def inside(self, path: str, classes: Classes) -> bool:
-        """Checks the class of a module that contains parts."""
-        module = self.reach(path)
-        if type(module) in classes:
-            return True
-        expected = " or ".join(dict.fromkeys(_class_name(cls) for cls in classes)) or "absent"
-        self.reasons.append(f"{path} must be {expected}, got {describe(module)}")
-        return False
-
-    def _all_inside(self, inside: Mapping[str, Classes]) -> bool:
-        fits = [self.inside(path, classes) for path, classes in inside.items()]  # a list collects all reasons
-        return all(fits)
+    def _check_classes(self, modules: Mapping[str, Classes] | None) -> bool:
+        """Checks the classes of modules that contain parts."""
+        before = len(self.reasons)
+        for path, classes in (modules or {}).items():
+            module = self.reach(path)
+            if type(module) not in classes:
+                expected = " or ".join(dict.fromkeys(_class_name(cls) for cls in classes)) or "absent"
+                self.reasons.append(f"{path} must be {expected}, got {describe(module)}")
+        return len(self.reasons) == before
 
     def judge(self) -> bool:
         """Returns True if all inspected modules and their submodules may be bypassed; must be called last."""
         if not self.reasons:
-            self.claim({path.partition(".")[0] for path in self.edges})
+            self.watch_children({path.partition(".")[0] for path in self.edges})
         self.reasons += touch_reasons([(path, child) for path, (_, _, child) in self.edges.items()])
         return not self.reasons
 
-    def claim(self, children: Collection[str]) -> None:
-        """Watches these children of the owner and all their submodules, so that no reader can miss one."""
+    def watch_children(self, children: Collection[str]) -> None:
+        """Watches these children of the owner and all their submodules, also those that no reader inspects."""
         for path, module in self.owner.named_modules(remove_duplicate=False):
             parent, _, name = path.rpartition(".")
             if path.partition(".")[0] in children and path not in self.edges:
@@ -107,17 +103,14 @@ class Inspector:
 class PartReader(Inspector):
     """Reads the parts of a block from one module.
 
-    Attributes:
-        activation_classes: The operators' name of each activation, by the dotted path of its class; libraries add
-            theirs.
-        norm_classes: The kind of each norm, by the dotted path of its class.
+    `activation_classes` and `norm_classes` map dotted paths of classes to the operators' names; libraries add theirs.
     """
 
-    activation_classes: ClassVar[Mapping[str, str]] = {
+    activation_classes: ClassVar[dict[str, str]] = {
         "torch.nn.modules.activation.ReLU": "relu",
         "torch.nn.modules.activation.SiLU": "silu",
     }
-    norm_classes: ClassVar[Mapping[str, str]] = {
+    norm_classes: ClassVar[dict[str, str]] = {
         "torch.nn.modules.normalization.LayerNorm": "layer_norm",
         "torch.nn.modules.normalization.RMSNorm": "rms_norm",
     }
@@ -150,24 +143,21 @@ class PartReader(Inspector):
         return linear
 
     def activation(self, path: str) -> str:
+        """Returns the operators' name of an activation, which is a module, a function or a name."""
         activation = self.reach(path)
-        if isinstance(activation, nn.GELU):
-            self.value(f"{path}.approximate")
-        name = self._activation_name(activation)
+        name: str | None
+        if type(activation) is nn.GELU:
+            name = "gelu_tanh" if self.value(f"{path}.approximate") == "tanh" else "gelu"
+        elif isinstance(activation, str):
+            name = activation if activation in reference.ACTIVATIONS else None
+        elif isinstance(activation, nn.Module):
+            name = self.activation_classes.get(type_name(activation))
+        else:
+            name = ACTIVATION_FUNCTIONS.get(activation)
         if name is None:
             names = ", ".join(reference.ACTIVATIONS)
             self.reasons.append(f"{path} must be one of {names}, got {describe(activation)}")
         return name or ""
-
-    def _activation_name(self, activation: Any) -> str | None:
-        """Returns the operator's name of an activation (module, function or name); None if unknown."""
-        if type(activation) is nn.GELU:
-            return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-        if isinstance(activation, str):
-            return activation if activation in reference.ACTIVATIONS else None
-        if isinstance(activation, nn.Module):
-            return self.activation_classes.get(type_name(activation))
-        return ACTIVATION_FUNCTIONS.get(activation)
 
     def nothing(self, path: str) -> None:
         """Checks that a module is absent or an Identity."""
@@ -182,11 +172,6 @@ class PartReader(Inspector):
         else:
             self.notes += dropout_notes(path, dropout.p)
         return dropout, "p"
-
-    def rate(self, path: str) -> Slot:
-        """Reads a dropout probability that is a plain attribute."""
-        path, _, name = path.rpartition(".")
-        return self.at(path), name
 
     def drop_path(self, path: str | None) -> Any:
         drop_path = self.reach(path) if path else None
@@ -203,8 +188,7 @@ class PartReader(Inspector):
         scale = self.reach(path)
         if isinstance(scale, Tensor):
             self.reasons += tensor_reasons(path, scale)
-            owner, _, name = path.rpartition(".")
-            return (self.at(owner) if owner else self.owner), name
+            return self.slot(path)
         if scale is not None and scale != 1.0:
             self.reasons.append(f"{path} must be a Parameter, got {scale!r}")
         return None
@@ -220,12 +204,9 @@ class PartReader(Inspector):
         return LinearParts(tuple(weights), tuple(biases), chunk)
 
     def _with_biases(self, paths: tuple[str, ...], biases: tuple[str, ...]) -> LinearParts:
-        slots = []
         for path in biases:
             self.reasons += tensor_reasons(path, self.reach(path))
-            owner, _, name = path.rpartition(".")
-            slots.append((self.at(owner), name))
-        return LinearParts(self._joined(paths).weights, tuple(slots))
+        return LinearParts(self._joined(paths).weights, tuple(map(self.slot, biases)))
 
     def _qk_norm(self, q: str, k: str, over: str) -> QkNormParts | None:
         of_q, of_k = self.norm_or_nothing(q), self.norm_or_nothing(k)
@@ -263,9 +244,8 @@ class Reader(PartReader):
             inner_norm: Path of a possible norm before fc2.
             inside: Supported classes of modules that contain parts, by path.
             empty: Paths that must be absent or an Identity.
-            dropouts, layer_scale, drop_path: See MlpParts.
         """
-        if not self._all_inside(inside or {}):
+        if not self._check_classes(inside):
             return None
         parts = MlpParts(
             norm=self.norm(norm),
@@ -276,11 +256,9 @@ class Reader(PartReader):
             fc2=self.linear(fc2),
             layer_scale=self.layer_scale(layer_scale),
             drop_path=self.drop_path(drop_path),
-            dropouts=tuple(self.dropout(path) for path in dropouts),
+            dropouts=tuple(map(self.dropout, dropouts)),
         )
-        for path in empty:
-            self.nothing(path)
-        return parts if self.judge() else None
+        return self._judged(parts, empty)
 
     def attention(
         self,
@@ -312,9 +290,9 @@ class Reader(PartReader):
             qk_norm_over: See QkNormParts.
             rates: Dropout probabilities that are plain attributes.
             inside, empty: See `mlp`.
-            dropouts, num_heads, scale, layer_scale, drop_path, rotates_halves: See AttentionParts.
+            num_heads, scale, rotates_halves: See AttentionParts.
         """
-        if not self._all_inside(inside or {}):
+        if not self._check_classes(inside):
             return None
         parts = AttentionParts(
             module=self.reach(module),
@@ -326,9 +304,12 @@ class Reader(PartReader):
             proj=self.linear(proj, LINEAR_CLASSES),
             layer_scale=self.layer_scale(layer_scale),
             drop_path=self.drop_path(drop_path),
-            dropouts=(*map(self.dropout, dropouts), *map(self.rate, rates)),
+            dropouts=(*map(self.dropout, dropouts), *map(self.slot, rates)),
             rotates_halves=rotates_halves,
         )
+        return self._judged(parts, empty)
+
+    def _judged(self, parts: Parts, empty: Iterable[str]) -> Parts | None:
         for path in empty:
             self.nothing(path)
         return parts if self.judge() else None
@@ -348,7 +329,8 @@ def read_block(
     rest = Inspector(block)
     if first.edges:  # otherwise the block's forward calls every module of its first half
         reached = {path.partition(".")[0] for path in edges}
-        rest.claim([name for name in block._modules if name not in reached and not name.startswith("vit_fast_")])
+        missed = [name for name in block._modules if name not in reached and not name.startswith("vit_fast_")]
+        rest.watch_children(missed)
     if not rest.judge():  # a module that neither reader reached may belong to either half
         attention = mlp = None
         first.reasons += rest.reasons

@@ -1,8 +1,8 @@
 """The parts of a block for torch.compile: every module by its path from the block.
 
-`BlockParts` refer to modules of the block. A graph that reads both would need one Python guard per module to check that
-they are the same. So while torch.compile traces, parts are rebuilt from the block's own modules and an outline: names
-and numbers that are a constant of the graph.
+`BlockParts` refer to modules of the block. A graph that reads both needs one Python guard per module to check that they
+are the same. So while torch.compile traces, parts are rebuilt from the block's own modules and an outline: names and
+numbers that are a constant of the graph.
 """
 
 from __future__ import annotations
@@ -23,10 +23,6 @@ Node = tuple[str, Any]  # kind and content
 Outline = tuple[Node, Node, tuple[Path, ...], tuple[tuple[Path, str, Any], ...]]
 
 
-class _NoOutlineError(Exception):
-    """Raised for an object that is neither a module of the block, nor parts, nor a literal."""
-
-
 def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
     """Returns names and numbers from which `built` rebuilds the parts; None if they refer to something else.
 
@@ -34,36 +30,33 @@ def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
         The halves; the path of every module that they depend on; and path, name and value of every attribute.
     """
     paths = {id(module): tuple(name.split(".")) if name else () for name, module in block.named_modules()}
-
-    def path(module: Any) -> Path:
-        if id(module) not in paths:
-            raise _NoOutlineError
-        return paths[id(module)]
-
-    def node(value: Any) -> Node:
-        if isinstance(value, nn.Module):
-            return "module", path(value)
-        if type(value) is tuple:
-            return "tuple", tuple(map(node, value))
-        if type(value).__name__ in _CLASSES:
-            fields = (getattr(value, field.name) for field in dataclasses.fields(value))
-            return type(value).__name__, tuple(map(node, fields))
-        return "value", literal(value)
-
-    def literal(value: Any) -> Any:
-        if type(value) not in _LITERALS:
-            raise _NoOutlineError
-        return value
-
     try:
         values = tuple(
-            (path(owner), name, literal(value))
+            (paths[id(owner)], name, _literal(value))
             for owner, name, value in parts.watch.values
             if type(owner) is not nn.Identity  # an Identity has no values; its class is guarded
         )
-        return node(parts.attention), node(parts.mlp), tuple(map(path, parts.watch.modules)), values
-    except _NoOutlineError:
+        modules = tuple(paths[id(module)] for module in parts.watch.modules)
+        return _node(parts.attention, paths), _node(parts.mlp, paths), modules, values
+    except LookupError:  # an object that is neither a module of the block, nor parts, nor a literal
         return None
+
+
+def _node(value: Any, paths: dict[int, Path]) -> Node:
+    if isinstance(value, nn.Module):
+        return "module", paths[id(value)]
+    if type(value) is tuple:
+        return "tuple", tuple(_node(each, paths) for each in value)
+    if type(value).__name__ in _CLASSES:
+        fields = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return type(value).__name__, tuple(_node(each, paths) for each in fields)
+    return "value", _literal(value)
+
+
+def _literal(value: Any) -> Any:
+    if type(value) not in _LITERALS:
+        raise LookupError
+    return value
 
 
 def built(block: Any, traced: Outline) -> BlockParts:

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import create_model, freeze
-from ..benchmarks import towers
 from ..benchmarks.machine import describe
+from ..benchmarks.operators import NARROW_TOWER, tower_calls
 from ..blocks.block import run_blocks
 from ..ops.attention import attention_qkvpacked
 from ..ops.block import fused_block
@@ -158,7 +158,7 @@ def _tower_rows(driver: StandInDriver) -> list[dict[str, Any]]:
     graph_runner.capture = capture
     graph_runner._no_graph_reasons = lambda model, like: []
     rows = []
-    for size, candidates in towers.tower_calls("cpu", scale=8, **towers.NARROW).items():
+    for size, candidates in tower_calls("cpu", scale=8, **NARROW_TOWER).items():
         calls = {name: HostCall(call) for name, call in candidates.items()}
         counts = {name: count(driver, one) for name, one in calls.items()}
         times = _host_us(calls)

@@ -101,7 +101,7 @@ def open_model(
     import torch
 
     from ..apps.data import as_pixels, read_image
-    from ..benchmarks.builders import define
+    from ..benchmarks.candidates import define
     from ..benchmarks.configuration import make_configuration
     from ..benchmarks.models import MAX_VIEWS, Task
     from ..benchmarks.preparation import image_views, random_weights

@@ -24,7 +24,7 @@ from ..apps.data import make_transform, read_image, sample_image
 from ..config import DataConfig, Size
 from ..errors import UnsupportedInputError, check_type
 from ..fusion.fuse import fuse, unfuse
-from ..libraries.image_model import needs_more
+from ..libraries.interface.image_model import required_input_reasons
 from ..libraries.known import recognise
 from ..ops import reference
 
@@ -139,7 +139,7 @@ def record_activations(model: nn.Module, images: Tensor) -> Activations:
         UnsupportedInputError: the model has no supported attention, or no patch embedding that matches its tokens.
     """
     what = f"figures of a {type(model).__name__}"
-    if reasons := needs_more(model):
+    if reasons := required_input_reasons(model):
         raise UnsupportedInputError(what, reasons)
     work = copy.deepcopy(model).eval()
     unfuse(work)

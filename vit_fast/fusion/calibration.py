@@ -1,7 +1,8 @@
-"""calibrate(model, images): finds the e4m3 scales of the operands of a model's linear layers."""
+"""calibrate(model, images): finds the e4m3 scales of the inputs of a model's linear layers."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..blocks.fp8_scales import LEAST, LINEARS, MOST, give_scales
+from ..blocks.fp8_scales import LINEARS, MAX_SCALE, MIN_SCALE, set_scales
 from ..blocks.fused import device_of
 from ..errors import UnsupportedInputError, check_type, type_name
 from ..ops import reference
 from ..ops.descriptions import BlockScales, Norm
 from ..quantization.fp8_agreement import IMAGES, as_taken
-from ..quantization.fp8_emulation import EmulatedBlock, Look, emulate
+from ..quantization.fp8_emulation import EmulatedBlock, emulate
 from ..quantization.ranges import Observation, Observer, power_of_two, smoothing_scale
 from ..quantization.schemes import Scheme, first_near_best
 from .fuse import sharing_copy
@@ -31,10 +32,10 @@ class LinearCalibration:
     """Calibration of one linear layer.
 
     Attributes:
-        name: The layer's name in the model; the first name if several layers read one operand.
-        method: Method that gave the operand's range: "largest", "percentile ..." or "mean square".
-        smoothed: True if large channels of the operand were moved into the weight.
-        error: Relative root mean square error of its output in e4m3.
+        name: The layer's name in the model; the first name if several layers have the same input.
+        method: Method that gave the range of the input: "largest", "percentile ..." or "mean square".
+        smoothed: True if large channels of the input were moved into the weight.
+        error: Relative root mean square error of the layer's output in e4m3.
     """
 
     name: str
@@ -71,15 +72,15 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
     as a whole. Tries ranges by largest magnitude, percentiles and mean square, with and without moving large channels
     into the weight (SmoothQuant). Selects the range with the smallest error of the layer's output.
 
-    The scales are buffers of the blocks (`blocks.0.vit_fast_fp8.qkv` and so on), saved and loaded with the weights, and
-    valid for these weights only. `vit_fast.unfuse` removes them. Calibrating again replaces them; the choice of layers
-    that stay in half precision remains until the next `fuse`.
+    The scales are buffers of the blocks (`blocks.0.vit_fast_fp8.qkv` and so on). They are saved and loaded with the
+    weights, and valid for these weights only. `vit_fast.unfuse` removes them. Calibrating again replaces them; the
+    choice of layers that stay in half precision remains until the next `fuse`.
 
     Args:
         model: A model that `fuse` supports, fused or not, in evaluation mode, on any device and in any dtype.
-        images: Inputs of the model [B, ...], or an iterable of batches such as a DataLoader; of a tuple, the first
-            element is used. They are moved to the model's device and, if floating, to its dtype. A few dozen typical
-            images suffice. They stay in memory as long as the model, for `fuse(..., min_agreement=...)`.
+        images: Inputs of the model [B, ...], or an iterable of batches such as a DataLoader. If a batch is a tuple, its
+            first element is used. They are moved to the model's device and, if floating, to its dtype. A few dozen
+            typical images suffice. They stay in memory as long as the model, for `fuse(..., min_agreement=...)`.
     Returns:
         The choice for each layer.
     Raises:
@@ -92,19 +93,18 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
     copied = sharing_copy(model)
     blocks, skipped = emulate(copied)
     if not blocks:
+        reasons = [f"{name}: {why}" for name, why in skipped.items()]
         raise UnsupportedInputError(
-            "calibrate",
-            [f"{name}: {why}" for name, why in skipped.items()]
-            or ["the model must have an encoder block that vit_fast.fuse supports, got none"],
+            "calibrate", reasons or ["the model must have an encoder block that vit_fast.fuse supports, got none"]
         )
     observers = _observe(copied, blocks, batches)
     found, rows = {}, []
     for block in blocks:
-        chosen = {linear: _choose(block, linear, observers[block.name][linear].seen()) for linear in LINEARS}
+        chosen = {linear: _choose(block, linear, observers[block.name, linear].seen()) for linear in LINEARS}
         found[block.name] = BlockScales(*(scale for scale, _ in chosen.values()))
         rows += [about for _, about in chosen.values()]
     for name, scales in found.items():
-        give_scales(model.get_submodule(name), scales)
+        set_scales(model.get_submodule(name), scales)
     IMAGES[model] = batches
     return Calibration(sum(map(len, batches)), tuple(rows))
 
@@ -129,10 +129,9 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
         if isinstance(batch, tuple | list) and batch:
             batch = batch[0]
         if not isinstance(batch, Tensor) or batch.dim() < 2:
-            what = f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type_name(batch)
-            raise TypeError(
-                f"batch {number} of images must be a tensor [B, ...] or a tuple that starts with one, got {what}"
-            )
+            got = f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type_name(batch)
+            requirement = "must be a tensor [B, ...] or a tuple that starts with one"
+            raise TypeError(f"batch {number} of images {requirement}, got {got}")
         if len(batch):
             batches.append(as_taken(model, batch.clone()))  # a loader may reuse the memory of the batch
     if not batches:
@@ -140,20 +139,18 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
     return batches
 
 
-def _observe(copied: nn.Module, blocks: list[EmulatedBlock], batches: list[Tensor]) -> dict[str, dict[str, Observer]]:
-    observers = {block.name: {linear: Observer(np.random.default_rng(0)) for linear in LINEARS} for block in blocks}
-
-    def observer_of(block: EmulatedBlock) -> Look:
-        def look(linear: str, x: Tensor) -> None:
-            for rows in x.flatten(1, -2).cpu().numpy():
-                if not observers[block.name][linear].add(rows):
-                    undefined.append(block.linears[linear][0])
-
-        return look
-
+def _observe(copied: nn.Module, blocks: list[EmulatedBlock], batches: list[Tensor]) -> dict[tuple[str, str], Observer]:
+    """Runs the model and returns an observer of each linear layer's input, by block and name of LINEARS."""
+    observers = {(block.name, linear): Observer(np.random.default_rng(0)) for block in blocks for linear in LINEARS}
     undefined: list[str] = []
+
+    def look(block: EmulatedBlock, linear: str, x: Tensor) -> None:
+        for tokens in x.flatten(1, -2).cpu().numpy():
+            if not observers[block.name, linear].add(tokens):
+                undefined.append(block.linears[linear][0])
+
     for block in blocks:
-        block.look = observer_of(block)
+        block.look = functools.partial(look, block)
     with torch.inference_mode():
         for batch in batches:
             try:
@@ -177,7 +174,7 @@ def _choose(block: EmulatedBlock, linear: str, seen: Observation) -> tuple[Tenso
     tried = []
     for smoothing in smoothings:
         for limits in E4M3.ranges(seen.divided(smoothing)):
-            steps = np.clip(smoothing * E4M3.grid(limits)[0], LEAST, MOST)
+            steps = np.clip(smoothing * E4M3.grid(limits)[0], MIN_SCALE, MAX_SCALE)
             scale = torch.as_tensor(steps).float().to(weight.device)
             loss = (reference.fp8_linear(tokens, weight, None, scale, norm) - exact).square().sum().item()
             tried.append((loss, (scale, limits.method, smoothing.ndim > 0)))

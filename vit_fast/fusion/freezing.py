@@ -1,14 +1,14 @@
-"""freeze(model) and unfreeze(model): prepare weights for inference once, instead of in every forward."""
+"""freeze(model) and unfreeze(model): prepare weights for inference once instead of in every forward."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from ..blocks.block import freeze_parts
+from ..blocks.frozen import Frozen
 from ..blocks.fused import FusedNormMlp
-from ..blocks.packing import pack_parts
+from ..blocks.packed import pack_parts
 from ..errors import check_type
-from ..ops.frozen import Frozen
 
 
 def freeze(model: nn.Module) -> tuple[str, ...]:
@@ -25,16 +25,16 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
 
     A forward in another dtype, in training mode, or with gradients uses the original weights.
 
-    The copies are used until unfreeze(model), train(), load_state_dict(), or a move to another device or dtype. They
-    are updated after changes that torch tracks: steps of its optimizers, in-place writes that increment the version
-    counter, and replaced parameters. Call freeze again after other changes: writes through `.data`, collectives of
-    torch.distributed, replays of a captured training step, and other libraries (e.g. merging LoRA weights by peft).
-    Copies and pickles of the model are not frozen. Blocks in FP8 always cache their quantised weights, by the same
+    The prepared weights are used until unfreeze(model), train(), load_state_dict(), or a move to another device or
+    dtype. They are updated after changes that torch tracks: steps of its optimizers, in-place writes that increment the
+    version counter, and replaced parameters. Call freeze again after other changes: writes through `.data`, collectives
+    of torch.distributed, replays of a captured training step, and other libraries (e.g. merging LoRA weights by peft).
+    Copies and pickles of the model are not frozen. Blocks in FP8 always cache their quantized weights, by the same
     rules.
 
     Args:
-        model: A model of vit_fast.fuse or create_model, in evaluation mode. Blocks with a wrapped or hooked part, and
-            blocks whose backend or dtype needs no preparation, are skipped.
+        model: A model of vit_fast.fuse or create_model, in evaluation mode. Blocks with a wrapped or hooked part are
+            skipped, and blocks whose backend or dtype needs no preparation.
     Returns:
         The names of the frozen blocks.
     Raises:
@@ -59,7 +59,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Undoes freeze: LayerNorm is folded in every forward again. Does nothing if the model is not frozen."""
+    """Undoes freeze: drops the prepared weights. Does nothing if the model is not frozen."""
     check_type("model", model, nn.Module)
     for module in model.modules():
         if isinstance(module, FusedNormMlp):

@@ -11,18 +11,19 @@ from typing import Any
 from torch import nn
 
 from ..blocks.containers import FusedContainer
-from ..blocks.fp8_scales import take_scales_away
+from ..blocks.fp8_scales import remove_scales
 from ..blocks.fused import Finding, FusedModule, FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import FusionReport, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
 from ..errors import UnsupportedInputError, check_type, type_name
 from ..layers import AttentionPool, PatchEmbed
-from ..libraries.known import form_or_reason, fused_form, stands_in_block
+from ..libraries.known import form_or_reason, fused_form, is_near_attention
 from ..model import Attention, Block
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
-from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
+from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize
 
+CANNOT_NORMALIZE = "normalize cannot be folded into the patch embedding"
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
 
 
@@ -80,17 +81,17 @@ def fuse(
         fp8.check_request(model, backend, precision, keep, min_agreement)
         choice, backend = fp8.choose(model, sharing_copy(model), keep, min_agreement), "triton"
     resolved = _checked_backend(model, backend)
-    plan = _Walk(model, backend, resolved)
+    walk = _Walk(model, backend, resolved)
     if normalize is not None:
-        plan.add_normalize(model, *check_normalize(normalize))
+        walk.add_normalize(*check_normalize(normalize))
     if calibrated := fp8.touched(model):
-        plan.changes.append((calibrated, functools.partial(fp8.switch, model, choice)))
-    plan.apply()
+        walk.changes.append((calibrated, functools.partial(fp8.switch, model, choice)))
+    walk.apply()
     if choice is not None:
-        rows = fp8.annotated(plan.rows, choice, dtype_of(model))
-        return FusionReport(resolved, tuple(rows), (), precision, choice.notes, tuple(plan.elsewhere))
+        rows = fp8.annotated(walk.rows, choice, dtype_of(model))
+        return FusionReport(resolved, tuple(rows), (), precision, choice.notes, tuple(walk.elsewhere))
     why = auto_reasons(device_of(model), dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
-    return FusionReport(resolved, tuple(plan.rows), why, elsewhere=tuple(plan.elsewhere))
+    return FusionReport(resolved, tuple(walk.rows), why, elsewhere=tuple(walk.elsewhere))
 
 
 def unfuse(model: nn.Module) -> None:
@@ -102,15 +103,14 @@ def unfuse(model: nn.Module) -> None:
         UnsupportedInputError: fully_shard was applied after fuse; lists the modules. The model stays unchanged.
     """
     check_type("model", model, nn.Module)
-    fused = [(name, module) for name, module in model.named_modules() if isinstance(module, FusedModule)]
-    wrapped = [name for name, module in fused if "original" not in vars(type(module))]
+    fused = {name: module for name, module in model.named_modules() if isinstance(module, FusedModule)}
+    wrapped = {name: type(module) for name, module in fused.items() if "original" not in vars(type(module))}
     if wrapped:
-        raise UnsupportedInputError(
-            "unfuse", [f"{name} must have the class set by fuse, got {_class_name(model, name)}" for name in wrapped]
-        )
-    for _, module in fused:
+        reasons = [f"{name} must have the class set by fuse, got {cls.__name__}" for name, cls in wrapped.items()]
+        raise UnsupportedInputError("unfuse", reasons)
+    for module in fused.values():
         _restore_class(module)
-    take_scales_away(model)
+    remove_scales(model)
 
 
 def set_backend(model: nn.Module, backend: str) -> FusionReport:
@@ -153,7 +153,7 @@ Change = tuple[Sequence[nn.Module], Callable[[], None]]  # modules and a functio
 
 
 class _Walk:
-    """Walks over a model and collects report rows and the changes to make."""
+    """Walks over a model and collects the rows of the report and the changes to make."""
 
     def __init__(self, model: nn.Module, requested: str, resolved: str) -> None:
         self.model, self.requested, self.resolved = model, requested, resolved
@@ -168,8 +168,8 @@ class _Walk:
         """Adds the rows of a module and all modules inside it; returns True if there are any.
 
         Args:
-            inside_unknown: True if an enclosing module is skipped or looks fusable. A class that only has a name like
-                attention or MLP then gets no row.
+            inside_unknown: True if an enclosing module is skipped or looks fusable. Modules inside it then get no row
+                for their class name alone.
         """
         if module in self._has_row:
             return self._has_row[module]
@@ -178,16 +178,17 @@ class _Walk:
             return True
         if isinstance(module, FusedContainer):
             return self._visit_children(name, module, inside_unknown)
+        form: type[FusedModule] | None
         if isinstance(module, FusedModule):
-            left = self._visit_fused(name, module)
+            form = type(module)
         else:
             form, reason = form_or_reason(type(module))
             if form is None:
                 return self._visit_other(name, module, reason, inside_unknown)
             if issubclass(form, FusedContainer):
                 return self._visit_container(name, module, form, inside_unknown)
-            left = self._visit_fusable(name, module, form)
-        self._visit_children(name, module, inside_unknown=left)
+        is_skipped = self._visit_fusable(name, module, form)
+        self._visit_children(name, module, inside_unknown=is_skipped)
         return True
 
     def _visit_children(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
@@ -209,7 +210,7 @@ class _Walk:
         looks_fusable = LOOKS_FUSABLE.search(type(module).__name__) is not None
         found = self._visit_children(name, module, inside_unknown or looks_fusable)
         part = "attention" if "Att" in type(module).__name__ else "norm + MLP"
-        looks_fusable = looks_fusable and (part == "attention" or stands_in_block(self.model, name))
+        looks_fusable = looks_fusable and (part == "attention" or is_near_attention(self.model, name))
         if looks_fusable and not (found or inside_unknown) and next(module.parameters(), None) is not None:
             reason = f"{type(module).__qualname__} is not a supported class"
             self.rows.append(_row(name, module, part, [reason]))
@@ -226,34 +227,24 @@ class _Walk:
         return found
 
     def _visit_fusable(self, name: str, module: nn.Module, form: type[FusedModule]) -> bool:
-        """Handles a module whose class has a fused form; returns True if it is skipped."""
+        """Handles a module that has a fused class, or got it earlier; returns True if it is skipped."""
         finding = form.examine(module)
-        reasons: Sequence[str] = _instance_reasons(module, form) or finding.reasons
-        notes: list[str] = []
+        if isinstance(module, FusedModule):
+            reasons, notes = _reasons_now(module, finding), ["already fused", *finding.notes]
+        else:
+            reasons, notes = _instance_reasons(module, form) or list(finding.reasons), list(finding.notes)
         if not reasons:
-            reasons, notes = self._backend_reasons(module, form)
-        self.rows.append(_row(name, module, form.kind, reasons, () if reasons else [*finding.notes, *notes]))
-        if reasons:
-            return True
-        self._has_row.update(dict.fromkeys(finding.bypassed, True))
-        if issubclass(form, FusedNormMlp):
-            self._blocks.add(module)
-        self.changes.append(([module], lambda: _set_fused_class(module, form, self.requested)))
-        return False
-
-    def _visit_fused(self, name: str, module: FusedModule) -> bool:
-        """Handles a module that was fused earlier; returns True if it can no longer be fused."""
-        form = type(module)
-        finding = form.examine(module)
-        reasons = _reasons_now(module, finding)
-        notes: list[str] = []
-        if not reasons:
-            reasons, notes = self._backend_reasons(module, form)
-        self.rows.append(
-            _row(name, module, form.kind, reasons, () if reasons else ("already fused", *finding.notes, *notes))
-        )
+            reasons, backend_notes = self._backend_reasons(module, form)
+            notes += backend_notes
+        self.rows.append(_row(name, module, form.kind, reasons, () if reasons else notes))
         if not reasons:
             self._has_row.update(dict.fromkeys(finding.bypassed, True))
+        if not isinstance(module, FusedModule):
+            if not reasons:
+                self.changes.append(([module], lambda: _set_fused_class(module, form, self.requested)))
+                if issubclass(form, FusedNormMlp):
+                    self._blocks.add(module)
+        elif not reasons:
             self.changes.append(([module], lambda: module.prepare(self.requested)))
         elif "original" in vars(form) and not forward_is_replaced(module):
             self.changes.append(([module], lambda: _restore_class(module)))
@@ -261,51 +252,52 @@ class _Walk:
             self.changes.append(([module], lambda: module.set_fused_backend("sdpa")))
         return bool(reasons)
 
-    def add_normalize(self, model: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        found = find_patch_conv(model)
-        reasons: list[str] = ["the model must have a convolution as patch embedding, got none"]
-        if found is not None:
-            name, conv = found
-            folded = {"vit_fast_mean": mean, "vit_fast_std": std}
-            if isinstance(conv, FusedPatchConv):
-                self.rows.append(_row(name, conv, FusedPatchConv.kind))
-                self.changes.append(([conv], lambda: conv.__dict__.update(folded)))
-                return
-            finding = FusedPatchConv.examine(conv)
-            reasons = list(finding.reasons)
-            if conv.in_channels != len(mean):
-                reasons.append(f"normalize must have one number per input channel, {conv.in_channels}, got {len(mean)}")
-        if found is None or reasons:
-            raise ValueError("normalize cannot be folded into the patch embedding: " + "; ".join(reasons))
+    def add_normalize(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        """Adds the changes that fold the normalization into the first convolution, which reads the image."""
+        convs = ((name, module) for name, module in self.model.named_modules() if isinstance(module, nn.Conv2d))
+        name, conv = next(convs, ("", None))
+        folded = {"vit_fast_mean": mean, "vit_fast_std": std}
+        if isinstance(conv, FusedPatchConv):
+            self.rows.append(_row(name, conv, FusedPatchConv.kind))
+            self.changes.append(([conv], lambda: conv.__dict__.update(folded)))
+            return
+        if conv is None:
+            raise ValueError(f"{CANNOT_NORMALIZE}: the model must have a convolution as patch embedding, got none")
+        finding = FusedPatchConv.examine(conv)
+        reasons = list(finding.reasons)
+        if conv.in_channels != len(mean):
+            reasons.append(f"normalize must have one number per input channel, {conv.in_channels}, got {len(mean)}")
+        if reasons:
+            raise ValueError(f"{CANNOT_NORMALIZE}: {'; '.join(reasons)}")
         self.rows.append(_row(name, conv, FusedPatchConv.kind, notes=finding.notes))
         self.changes.append(([conv], lambda: _set_fused_class(conv, FusedPatchConv, "auto", **folded)))
-        for owner in model.modules():
+        for owner in self.model.modules():
             if type(owner) is PatchEmbed and any(part is conv for part in owner.modules()):
                 self.changes.append(([owner], functools.partial(_set_fused_class, owner, FusedPatchEmbed, "auto")))
 
     def apply(self) -> None:
         """Applies all changes; if one fails, undoes the others."""
-        kept = [(module, type(module), dict(module.__dict__)) for modules, _ in self.changes for module in modules]
+        before = [(module, type(module), dict(module.__dict__)) for modules, _ in self.changes for module in modules]
         try:
             for _, change in self.changes:
                 change()
         except BaseException:
-            for module, cls, attributes in kept:
+            for module, cls, attributes in before:
                 module.__class__ = cls
                 module.__dict__.clear()
                 module.__dict__.update(attributes)
             raise
 
     def _backend_reasons(self, module: nn.Module, form: type[FusedModule]) -> tuple[list[str], list[str]]:
-        """Returns reasons to skip the module, and notes, if the kernels cannot run it."""
+        """Returns reasons to skip the module, and notes; with "auto", a module that triton cannot run uses sdpa."""
         unable = form.triton_reasons(module) if self.resolved == "triton" else []
         if self.requested != "auto":
             return unable, []
-        place, dtype = device_of(module), dtype_of(module)
-        backend = "sdpa" if unable else resolve_backend("auto", place, dtype)
+        device, dtype = device_of(module), dtype_of(module)
+        backend = "sdpa" if unable else resolve_backend("auto", device, dtype)
         if backend == self.resolved:
             return [], []
-        why = [] if backend == "triton" else unable or auto_reasons(place, dtype)
+        why = [] if backend == "triton" else unable or auto_reasons(device, dtype)
         return [], [f"it runs with backend {backend}" + ("" if not why else ": " + "; ".join(why))]
 
 
@@ -329,7 +321,7 @@ def _instance_reasons(module: nn.Module, form: type[FusedModule]) -> list[str]:
 def _reasons_now(module: FusedModule, finding: Finding) -> list[str]:
     """Returns the reasons why a module that was fused earlier can no longer be fused.
 
-    Sharded weights are not a reason: fully_shard came after fuse, and gathers them before forward.
+    Sharded weights are no reason, because fully_shard was called after fuse and gathers them before forward.
     """
     reasons = ["its forward was replaced on the instance"] if forward_is_replaced(module) else []
     sharded = tuple(f", got {type_name(each)}" for each in module.parameters() if type(each).__name__ == "DTensor")
@@ -366,7 +358,3 @@ def _row(
     form = type(module)
     class_name = form.original.__qualname__ if issubclass(form, FusedModule) else form.__qualname__
     return ModuleReport(name, class_name, part, not reasons, tuple(reasons), tuple(notes))
-
-
-def _class_name(model: nn.Module, name: str) -> str:
-    return type(model.get_submodule(name)).__name__

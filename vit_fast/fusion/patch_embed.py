@@ -2,8 +2,8 @@
 
     conv((x / 255 - mean) / std) = conv'(x - 128),  W' = W / (255 std),  b' = b + sum W (128 / 255 - mean) / std
 
-A byte minus 128 is exact in fp16 and bf16, a normalized value is not. POWER keeps W' in fp16's normal range.
-Every forward computes W' and b' from the Parameters in fp32, so that gradients reach the Parameters.
+A byte minus 128 is exact in fp16 and bf16, a normalized value is not. POWER keeps W' in the range of normal fp16
+numbers. Every forward computes W' and b' from the Parameters in fp32, so that gradients reach the Parameters.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..blocks.fused import Finding, FusedModule, fused_form_of
 from ..blocks.reading import describe
 from ..layers import PatchEmbed
 
-CENTRE = 128.0
+CENTER = 128.0
 POWER = 64.0  # divides bytes and multiplies weights
 
 
 @fused_form_of(nn.Conv2d, equivalent=False)
 class FusedPatchConv(FusedModule, nn.Conv2d):
-    """Convolution of a patch embedding that takes images in 0..255, uint8 or any floating dtype."""
+    """Convolution of a patch embedding for images in 0..255, uint8 or any floating dtype."""
 
     kind = "normalization"
     vit_fast_mean: tuple[float, ...]
@@ -45,36 +45,28 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         """Maps bytes [B, channels, height, width] to [B, C, rows, columns]."""
         scale = [POWER / (255.0 * std) for std in self.vit_fast_std]
-        shift = [(CENTRE / 255.0 - mean) / std for mean, std in zip(self.vit_fast_mean, self.vit_fast_std)]
+        shift = [(CENTER / 255.0 - mean) / std for mean, std in zip(self.vit_fast_mean, self.vit_fast_std)]
         channels = self.weight.float().split(1, dim=1)  # scalars per channel need no tensor on the host
         weight = torch.cat([channel * factor for channel, factor in zip(channels, scale)], dim=1)
         bias = sum(channel.sum(dim=(1, 2, 3)) * offset for channel, offset in zip(channels, shift))
         if self.bias is not None:
             bias = bias + self.bias.float()
         dtype = self.weight.dtype
-        centred = ((input.to(dtype) - CENTRE) / POWER).to(dtype)
+        centered = ((input.to(dtype) - CENTER) / POWER).to(dtype)
         return F.conv2d(
-            centred, weight.to(dtype), torch.as_tensor(bias).to(dtype), self.stride, self.padding, self.dilation
+            centered, weight.to(dtype), torch.as_tensor(bias).to(dtype), self.stride, self.padding, self.dilation
         )
 
 
 @fused_form_of(PatchEmbed, equivalent=False)
 class FusedPatchEmbed(FusedModule, PatchEmbed):
-    """vit-fast's own patch embedding for uint8 images, which it otherwise rejects."""
+    """Our patch embedding for uint8 images, which PatchEmbed rejects."""
 
     kind = "normalization"
 
     def forward(self, images: Tensor) -> Any:
         """Maps bytes [B, channels, height, width] to the result of PatchEmbed."""
         return super().forward(images.to(self.proj.weight.dtype))
-
-
-def find_patch_conv(model: nn.Module) -> tuple[str, nn.Conv2d | FusedPatchConv] | None:
-    """Returns the first convolution of the model, which reads the image."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d):
-            return name, module
-    return None
 
 
 def check_normalize(normalize: object) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -84,9 +76,8 @@ def check_normalize(normalize: object) -> tuple[tuple[float, ...], tuple[float, 
     except (TypeError, ValueError) as error:
         raise ValueError(f"normalize must be (mean, std), one number per channel each, got {normalize!r}") from error
     if len(mean) != len(std) or not mean or min(std) <= 0:
-        raise ValueError(
-            f"normalize must be (mean, std) of equal length with std > 0, for images in 0..1, got {normalize!r}"
-        )
+        requirement = "normalize must be (mean, std) of equal length with std > 0, for images in 0..1"
+        raise ValueError(f"{requirement}, got {normalize!r}")
     return mean, std
 
 

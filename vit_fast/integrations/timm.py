@@ -5,7 +5,7 @@ timm.create_model("vit_base_patch16_224", block_fn=FusedBlock, attn_layer=FusedA
 
 from __future__ import annotations
 
-from ..libraries import timm_blocks
+from ..libraries.timm import timm_blocks
 
 FusedAttention = timm_blocks.FORMS.named("FusedAttention")
 FusedBlock = timm_blocks.FORMS.named("FusedBlock")

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ..errors import UnsupportedInputError, check_type
 from ..libraries.known import packed_tower
-from ..libraries.transformers_attention import changes_attention, given
+from ..libraries.transformers.self_attention import changes_attention, is_set
 from ..ops import attention, attention_varlen
 from ..ops.attention import key_mask_of
 from ..run.graph_runner import Fallback, GraphRunner
@@ -82,7 +82,7 @@ def attention_forward(
     Raises:
         UnsupportedInputError: a keyword requests a feature that transformers' sdpa function would ignore.
     """
-    if refused := [name for name in REFUSED if given(kwargs.get(name))]:
+    if refused := [name for name in REFUSED if is_set(kwargs.get(name))]:
         advice = "use attn_implementation='eager'"
         raise UnsupportedInputError(
             f"attn_implementation={ATTENTION_NAME!r} in {type(module).__name__}",

@@ -1,7 +1,7 @@
-"""Wraps packed and padded towers as models of images of one size, which ONNX and CUDA graphs can represent.
+"""FixedGrid: a tower for images of any size as a model for images of one size, for ONNX and CUDA graphs.
 
-Such a tower takes the patches of any number of images and their grids. It reads the grids on the host to compute
-positions and windows. For one fixed grid, they are constants.
+Such a tower takes the patches of several images and their grids. It reads the grids on the host to compute positions
+and windows. For one fixed grid, these are constants.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ..blocks.fused import FusedModule
 from ..config import Size
-from .image_model import Head, ImageModel, comes_from, pair
-from .peers import refuse
-from .transformers_towers import cut, grid_layout, resized_positions, resizing_of, version_reasons
+from .interface.image_model import Head, ImageModel, comes_from, pair
+from .interface.peers import raise_unsupported
+from .transformers.graph_towers import embed_patches, grid_layout, patchify, resizing_weights, version_reasons
 
 QWEN = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel")
 TOWERS = (*QWEN, "Siglip2VisionModel", "NaFlexVit")
@@ -40,7 +40,7 @@ class FixedGrid(nn.Module):
 
     def __init__(self, tower: nn.Module, image_hw: int | Size) -> None:
         super().__init__()
-        refuse("FixedGrid", _reasons(tower))
+        raise_unsupported("FixedGrid", _reasons(tower))
         self.tower: Any = tower
         facts: Any = getattr(tower, "config", None) or tower.embeds  # NaFlexVit has no config
         self.is_qwen = any(comes_from("transformers", tower, name) for name in QWEN)
@@ -58,10 +58,10 @@ class FixedGrid(nn.Module):
         if self.is_qwen:
             layout = grid_layout(tower, torch.tensor([[1, rows, columns]]))
         elif hasattr(tower, "config"):
-            layout = {"resizing": resizing_of(self.tower.embeddings, rows, columns)}
+            layout = {"resizing": resizing_weights(self.tower.embeddings, rows, columns)}
         for name, tensor in layout.items():
             self.register_buffer(name, tensor.to(next(tower.parameters()).device), persistent=False)
-        self.given = list(layout)
+        self.layout_names = list(layout)
 
     def forward(self, images: Tensor, features: bool = False) -> Tensor:
         """Maps normalized images [B, 3, height, width] to the tower's output.
@@ -77,26 +77,25 @@ class FixedGrid(nn.Module):
         if images.shape[1:] != image:
             raise ValueError(f"images must have shape [B, {', '.join(map(str, image))}], got {tuple(images.shape)}")
         output: Tensor
-        if not self.given:
+        if not self.layout_names:
             output = self.tower.forward_head(self.tower.forward_features(images), pre_logits=features)
-        elif "resizing" in self.given:
+        elif "resizing" in self.layout_names:
             output = self._siglip2(images)
         else:
-            layout = {name: self._repeated(name, images.shape[0]) for name in self.given}
+            layout = {name: self._repeated(name, images.shape[0]) for name in self.layout_names}
             output = self.tower(self.patches(images), None, **layout).pooler_output.unflatten(0, (images.shape[0], -1))
         return output
 
     def patches(self, images: Tensor) -> Tensor:
         """Cuts images [B, channels, height, width] like Qwen's processor: [B * N, channels * frames * patch**2]."""
-        cells = cut(images, self.patch_hw).unflatten(2, (-1, self.merge)).unflatten(1, (-1, self.merge))
+        cells = patchify(images, self.patch_hw).unflatten(2, (-1, self.merge)).unflatten(1, (-1, self.merge))
         by_cell = cells.transpose(2, 3).unsqueeze(6)  # [B, rows, columns, merge, merge, channels, 1, height, width]
         frames = self.tower.config.temporal_patch_size
         return by_cell.expand(*(-1,) * 6, frames, -1, -1).flatten(5).flatten(0, 4)
 
     def _siglip2(self, images: Tensor) -> Tensor:
-        embeddings = self.tower.embeddings
-        patches = cut(images, self.patch_hw).movedim(3, -1).flatten(3).flatten(1, 2)
-        tokens = embeddings.patch_embedding(patches) + resized_positions(embeddings, self.get_buffer("resizing"))
+        patches = patchify(images, self.patch_hw).movedim(3, -1).flatten(3).flatten(1, 2)
+        tokens = embed_patches(self.tower.embeddings, patches, self.get_buffer("resizing"))
         tokens = self.tower.post_layernorm(self.tower.encoder(inputs_embeds=tokens).last_hidden_state)
         return self.tower.head(tokens) if self.tower.use_head else tokens
 
@@ -112,13 +111,10 @@ class FixedGrid(nn.Module):
 
 
 class FixedGridModel(ImageModel):
-    """A FixedGrid for export."""
-
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         """Does nothing, because fused layers can be exported."""
 
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
-        """Returns the tower's output for images, see `FixedGrid.forward`."""
         output: Tensor = self.model(images, features=head == "features")
         return output
 
@@ -133,12 +129,9 @@ def recognise(model: nn.Module) -> ImageModel | None:
         return None
     tower: Any = model.tower
     blocks = tower.blocks if hasattr(tower, "blocks") else tower.encoder.layers
-    unfused = [
-        f"blocks.{i}.attn must be fused: call vit_fast.fuse(tower) first, with any backend"
-        for i, block in enumerate(blocks)
-        if model.is_qwen and not isinstance(block.attn, FusedModule)
-    ]
-    refuse("export of a FixedGrid", unfused[:1])
+    unfused = [i for i, block in enumerate(blocks) if model.is_qwen and not isinstance(block.attn, FusedModule)]
+    advice = "must be fused: call vit_fast.fuse(tower) first, with any backend"
+    raise_unsupported("export of a FixedGrid", [f"blocks.{i}.attn {advice}" for i in unfused[:1]])
     config = getattr(tower, "config", None)
     pools = getattr(tower, "use_head", False) or getattr(tower, "attn_pool", None) is not None
     return FixedGridModel(

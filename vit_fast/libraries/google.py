@@ -1,4 +1,4 @@
-"""Names of Google's JAX weights: .npz files of vision_transformer, and big_vision (also SigLIP's attention pooling)."""
+"""Weight names of Google's .npz files: vision_transformer and big_vision, also with SigLIP's attention pooling."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..config import ViTConfig
-from .rename import Converted, Rule, rename
+from .interface.rename import Converted, Rule, parts, rename
 
 NAME = "Google JAX"
 SIGNATURE = r"(^|/)embedding/kernel$"
 
 _BLOCK = r"Transformer/encoderblock_(\d+)/"
+_MHA = r"MultiHeadDotProductAttention_\d/"
 _MLP = r"MlpBlock_\d/Dense_"
 _POOL = r"MAPHead_0/"
 
@@ -23,27 +24,22 @@ RULES: tuple[Rule, ...] = (
     (r"embedding/(weight|bias)", r"patch_embed.proj.\1"),
     (_BLOCK + r"LayerNorm_0/(weight|bias)", r"blocks.\1.norm1.\2"),
     (_BLOCK + r"LayerNorm_[12]/(weight|bias)", r"blocks.\1.norm2.\2"),
-    (_BLOCK + r"MultiHeadDotProductAttention_\d/query/(weight|bias)", r"blocks.\1.attn.qkv.\2@0of3"),
-    (_BLOCK + r"MultiHeadDotProductAttention_\d/key/(weight|bias)", r"blocks.\1.attn.qkv.\2@1of3"),
-    (_BLOCK + r"MultiHeadDotProductAttention_\d/value/(weight|bias)", r"blocks.\1.attn.qkv.\2@2of3"),
-    (_BLOCK + r"MultiHeadDotProductAttention_\d/out/(weight|bias)", r"blocks.\1.attn.proj.\2"),
+    *parts(_BLOCK + _MHA + r"NAME/(weight|bias)", ("query", "key", "value"), r"blocks.\1.attn.qkv.\2"),
+    (_BLOCK + _MHA + r"out/(weight|bias)", r"blocks.\1.attn.proj.\2"),
     (_BLOCK + _MLP + r"0/(weight|bias)", r"blocks.\1.mlp.fc1.\2"),
     (_BLOCK + _MLP + r"1/(weight|bias)", r"blocks.\1.mlp.fc2.\2"),
     (r"Transformer/encoder_norm/(weight|bias)", r"norm.\1"),
     (_POOL + r"probe", "attn_pool.latent"),
     (_POOL + r"LayerNorm_0/(weight|bias)", r"attn_pool.norm.\1"),
-    (_POOL + r"MultiHeadDotProductAttention_0/query/(weight|bias)", r"attn_pool.q.\1"),
-    (_POOL + r"MultiHeadDotProductAttention_0/key/(weight|bias)", r"attn_pool.kv.\1@0of2"),
-    (_POOL + r"MultiHeadDotProductAttention_0/value/(weight|bias)", r"attn_pool.kv.\1@1of2"),
-    (_POOL + r"MultiHeadDotProductAttention_0/out/(weight|bias)", r"attn_pool.proj.\1"),
+    (_POOL + _MHA + r"query/(weight|bias)", r"attn_pool.q.\1"),
+    *parts(_POOL + _MHA + r"NAME/(weight|bias)", ("key", "value"), r"attn_pool.kv.\1"),
+    (_POOL + _MHA + r"out/(weight|bias)", r"attn_pool.proj.\1"),
     (_POOL + _MLP + r"0/(weight|bias)", r"attn_pool.mlp.fc1.\1"),
     (_POOL + _MLP + r"1/(weight|bias)", r"attn_pool.mlp.fc2.\1"),
     (r"head/(weight|bias)", r"head.\1"),
     (r"pre_logits/.+", None),
-    (
-        r"(?:opt|params|txt)/.*|t|b",
-        None,
-    ),  # optimizer state and SigLIP's text tower, after the prefix of the image tower was removed
+    # optimizer state and SigLIP's text tower; the prefix of the image tower was removed
+    (r"(?:opt|params|txt)/.*|t|b", None),
 )
 
 _PREFIX = re.compile(r"(.*/)?embedding/kernel")
@@ -52,25 +48,23 @@ _PREFIX = re.compile(r"(.*/)?embedding/kernel")
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     """Converts Google's names to timm's: transposes kernels to [out, in], flattens heads, and splits scanned blocks."""
     prefix = next(m[1] or "" for m in map(_PREFIX.fullmatch, sorted(state, key=len)) if m)
-    torch_like: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     source_of: dict[str, str] = {}
     for name, array in state.items():
-        for inner, tensor in _unstack(name.removeprefix(prefix), array):
+        for inner, layer in _unstack(name.removeprefix(prefix), array):
             renamed = re.sub(r"/(kernel|scale)$", "/weight", inner)
-            torch_like[renamed] = _to_torch(inner, tensor)
-            source_of[renamed] = name
-    converted = rename(torch_like, NAME, RULES)
+            tensors[renamed], source_of[renamed] = _to_torch(inner, layer), name
+    converted = rename(tensors, NAME, RULES)
     converted.ignored = sorted({source_of[name] for name in converted.ignored})
     converted.origins = {ours: tuple(source_of[name] for name in theirs) for ours, theirs in converted.origins.items()}
-    for name in ("cls_token", "pos_embed"):
-        if name in converted.tensors and converted.tensors[name].dim() == 2:
-            converted.tensors[name] = converted.tensors[name][None]
+    converted.add_batch_axis()
     if any(name.startswith(f"{prefix}pre_logits/") for name in state):
-        converted.head_problem = _pre_logits_problem
+        converted.mark_head_unsupported("its head has a hidden pre_logits layer")
     return converted
 
 
 def _unstack(name: str, array: Tensor) -> list[tuple[str, Tensor]]:
+    """Splits an array that stacks a parameter of all blocks, as in files of scanned models."""
     stacked = "Transformer/encoderblock/"
     if not name.startswith(stacked):
         return [(name, array)]
@@ -87,7 +81,3 @@ def _to_torch(name: str, array: Tensor) -> Tensor:
         into_heads = re.search(r"/(query|key|value)/kernel$", name)
         array = array.flatten(1) if into_heads else array.flatten(0, 1)
     return array.t().contiguous() if array.dim() == 2 else array
-
-
-def _pre_logits_problem(config: ViTConfig) -> str:
-    return "its head has a hidden pre_logits layer, which ViTConfig does not support"

@@ -1,4 +1,4 @@
-"""Lists every supported library, and detects the library of weights, a configuration or a model."""
+"""All supported libraries; finds the one to which weights, a configuration file, a model or a class belongs."""
 
 from __future__ import annotations
 
@@ -15,37 +15,24 @@ from ..blocks.containers import FusedContainer
 from ..blocks.fused import FusedModule
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from . import (
-    fixed_grid,
-    google,
-    openai,
-    ours,
-    timm,
-    timm_blocks,
-    timm_classifier,
-    timm_towers,
-    torch_nn,
-    torchvision,
-    transformers,
-    transformers_blocks,
-    transformers_config,
-    transformers_packed,
-    transformers_towers,
-)
-from .image_model import ImageModel
-from .packed_tower import PackedTower, image_tower
-from .rename import Converted, strip_wrappers
+from . import fixed_grid, google, openai, ours, torch_nn, torchvision
+from .interface.image_model import ImageModel
+from .interface.packed_tower import PackedTower
+from .interface.rename import Converted, strip_wrappers
+from .timm import naflex, timm_blocks, timm_classifier, timm_model
+from .transformers import families, graph_towers, hf_config, hf_model
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-NAMED_WEIGHTS = (google, torchvision, transformers, openai, timm)
-CONFIGURATIONS = (timm, transformers_config)
-PEERS = (timm, transformers, torchvision)
-IMAGE_MODELS = (ours, fixed_grid, timm, transformers, torchvision)
+NAMED_WEIGHTS = (google, torchvision, hf_model, openai, timm_model)
+CONFIGURATIONS = (timm_model, hf_config)
+PEERS = (timm_model, hf_model, torchvision)
+IMAGE_MODELS = (ours, fixed_grid, timm_model, hf_model, torchvision)
+TOWERS = (graph_towers, naflex)
 FUSABLE = {
     "vit_fast": (ours,),
-    "timm": (timm_blocks, timm_classifier),
-    "transformers": (transformers_packed, transformers_blocks),
+    "timm": (timm_blocks, timm_classifier, naflex),
+    "transformers": (families,),
     "torchvision": (torchvision,),
     "torch": (torch_nn,),
 }
@@ -71,7 +58,7 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
 
 
 def known_names() -> str:
-    """Returns the names of all supported layouts of weights, for messages."""
+    """Returns the names of all libraries whose weights can be loaded, for messages."""
     return ", ".join(library.NAME for library in NAMED_WEIGHTS)
 
 
@@ -79,7 +66,7 @@ def recognise(model: nn.Module) -> ImageModel:
     """Describes a model for export.
 
     Returns:
-        The model in evaluation mode, in fp32 on the CPU, copied if needed, with facts from its library.
+        The model in evaluation mode, in fp32 on the CPU, and its facts. It is copied if it has to change for that.
     Raises:
         UnsupportedInputError: its library is not supported, or it is not an image model.
     """
@@ -101,8 +88,7 @@ def recognise(model: nn.Module) -> ImageModel:
 
 def packed_tower(tower: nn.Module) -> PackedTower | None:
     """Returns the PackedTower of a tower with layers that `fuse` supports; None for other models."""
-    found = (find(tower) for find in (transformers_towers.packed_tower, timm_towers.packed_tower, image_tower))
-    packed = next((one for one in found if one is not None), None)
+    packed = next((found for library in TOWERS if (found := library.packed_tower(tower)) is not None), None)
     known = packed and any(isinstance(each, FusedModule) or fused_form(type(each)) for each in tower.modules())
     return packed if known else None
 
@@ -143,10 +129,10 @@ def form_or_reason(cls: type[nn.Module]) -> tuple[type[FusedModule] | None, str 
     return None, None
 
 
-def stands_in_block(model: nn.Module, name: str) -> bool:
-    """Returns True if a module is near attention, as in an encoder block, and unlike in heads and projectors.
+def is_near_attention(model: nn.Module, name: str) -> bool:
+    """Returns True if a module is near attention, as in an encoder block, unlike those in heads and projectors.
 
-    Searches the children of the two enclosing modules, except lists of layers.
+    Searches the children and grandchildren of the two enclosing modules, without the layers of lists.
     """
     for _ in range(2):
         if not name:

@@ -1,4 +1,4 @@
-"""Names of OpenAI's CLIP and of OpenCLIP's own image tower."""
+"""Weight names of the image tower of CLIP, as in the files of OpenAI and OpenCLIP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..config import ViTConfig
-from .rename import Converted, Rule, rename
+from .interface.rename import Converted, Rule, rename
 
 NAME = "OpenAI CLIP"
 SIGNATURE = r"^visual\.conv1\.weight$"
@@ -36,11 +36,8 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     Transposes the projection, adds zeros as its bias, and adds a batch axis to class token and positions.
     """
     converted = rename(state, NAME, RULES)
-    for name, tensor in list(converted.tensors.items()):
-        if name in ("cls_token", "pos_embed"):
-            converted.tensors[name] = tensor.reshape(1, -1, tensor.shape[-1])
-        elif name == "head.weight":
-            converted.tensors[name] = tensor.t().contiguous()
-            converted.tensors["head.bias"] = tensor.new_zeros(tensor.shape[1])
-            converted.origins["head.bias"] = ("zeros: the projection has no bias",)
+    converted.add_batch_axis()
+    if "head.weight" in converted.tensors:
+        converted.tensors["head.weight"] = converted.tensors["head.weight"].t().contiguous()
+        converted.add_head_bias("the projection")
     return converted

@@ -1,4 +1,4 @@
-"""vit-fast's own VisionTransformer, described like those of other libraries. Its weight names are timm's."""
+"""Our own VisionTransformer: models for export, and fused attention and blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..blocks.containers import FusedBlocks as BlocksForm
+from ..blocks.containers import FusedBlocks as BlocksMixin
 from ..blocks.fused import Forms, FusedNormMlp
 from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.reading import Reader
@@ -17,8 +17,8 @@ from ..layers import DropPath, GatedMlp, LayerScale, Mlp
 from ..model import VisionTransformer
 from ..ops import Rope, attention
 from ..variants import get_variant, list_models
-from .image_model import ImageModel, TimmInterface, switch
-from .timm_blocks import AttentionLayer, read_attention
+from .interface.image_model import ImageModel, TimmInterface, switch
+from .timm.timm_blocks import AttentionLayer, read_attention
 
 NAME = "vit-fast"
 
@@ -53,8 +53,6 @@ def _variant_of(config: ViTConfig, data_config: DataConfig) -> str | None:
 
 
 class OurModel(TimmInterface):
-    """Our VisionTransformer."""
-
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         model: Any = self.model
         if model.config.dynamic_img_size != dynamic_size:
@@ -66,11 +64,10 @@ class OurModel(TimmInterface):
 # --- fusing -------------------------------------------------------------------------------------------------
 
 
-class AttentionForm(AttentionLayer):
+class AttentionMixin(AttentionLayer):
     """Our Attention with fused operators between its linear layers."""
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """Maps [B, N, C] and rotary positions to [B, N, C]."""
         if self.vit_fast_backend == "sdpa" or self.needs_original_forward(None, False):
             return super().forward(x, *rope)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
@@ -83,17 +80,14 @@ class AttentionForm(AttentionLayer):
         return Rope(cos, sin, self.num_prefix_tokens, self.rope_layout)
 
 
-class BlockForm(FusedNormMlp):
-    """Our Block as a sequence of fused kernels.
-
-    If that is not possible, norm2, MLP, LayerScale and residual are one operator.
-    """
+class BlockMixin(FusedNormMlp):
+    """Our Block, fused as a whole or by its parts."""
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
         inside = {"ls1": (LayerScale, nn.Identity), "drop_path1": (DropPath,)}
         halves = block.value("attn.rope_layout") == "half"
-        return read_attention(block, AttentionForm, inside=inside, layer_scale="ls1.gamma", rotates_halves=halves)
+        return read_attention(block, AttentionMixin, inside=inside, layer_scale="ls1.gamma", rotates_halves=halves)
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
@@ -101,7 +95,6 @@ class BlockForm(FusedNormMlp):
         return _read_mlp(block, "norm2", inside, layer_scale="ls2.gamma", drop_path="drop_path2")
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """Maps [B, N, C] and rotary positions to [B, N, C]."""
         parts = self.ready()
         if parts is None:
             return super().forward(x, *rope)
@@ -113,7 +106,7 @@ class BlockForm(FusedNormMlp):
         return self.run_as_block(parts, x, attend, rope=tables)
 
 
-class AttentionPoolForm(FusedNormMlp):
+class AttentionPoolMixin(FusedNormMlp):
     """Our AttentionPool: a learned query attends to all patches, then norm, MLP and residual."""
 
     kind = "attention, norm + MLP"
@@ -121,10 +114,6 @@ class AttentionPoolForm(FusedNormMlp):
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
         return _read_mlp(block, "norm", {})
-
-    @classmethod
-    def head_width(cls, module: Any) -> int:
-        return int(module.head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps patches [B, N, C] to [B, C]."""
@@ -152,13 +141,10 @@ def _read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], 
 FORMS = Forms(
     globals(),
     {
-        "vit_fast.model.Attention": AttentionForm,
-        "vit_fast.model.Block": BlockForm,
-        "vit_fast.model.Blocks": BlocksForm,
-        "vit_fast.layers.AttentionPool": AttentionPoolForm,
+        "vit_fast.model.Attention": AttentionMixin,
+        "vit_fast.model.Block": BlockMixin,
+        "vit_fast.model.Blocks": BlocksMixin,
+        "vit_fast.layers.AttentionPool": AttentionPoolMixin,
     },
 )
-
-
-def __getattr__(name: str) -> Any:
-    return FORMS.named(name)
+__getattr__ = FORMS.named

@@ -1,26 +1,26 @@
-"""torch's own layers: MultiheadAttention as self-attention, and a pre-norm TransformerEncoderLayer."""
+"""Fused layers of torch.nn: self-attention by MultiheadAttention, and a pre-norm TransformerEncoderLayer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..blocks.containers import FusedBlocks
 from ..blocks.fused import Finding, Forms, FusedModule, FusedNormMlp
 from ..blocks.parts import MlpParts
-from ..blocks.plain import is_touched, tensor_reasons, touch_reasons
+from ..blocks.plain import PLAIN, is_touched, tensor_reasons, touch_reasons
 from ..blocks.reading import Reader, dropout_notes
 from ..errors import type_name
 from ..ops import attention_qkvpacked
-from ..ops.frozen import PLAIN
 
 
-class MultiheadAttentionForm(FusedModule):
+class MultiheadAttentionMixin(FusedModule):
     """Self-attention, mha(x, x, x, need_weights=False) without masks, as a fused operator.
 
-    Other calls (cross-attention, masks, returned weights, dropout in training) run torch's own forward.
+    Other calls (cross-attention, masks, returned weights, dropout in training) run the original forward.
     """
 
     kind = "attention"
@@ -34,15 +34,11 @@ class MultiheadAttentionForm(FusedModule):
             reasons.append("it appends learned tokens to keys and values (add_bias_kv)")
         if module.add_zero_attn:
             reasons.append("it appends a zero token to keys and values (add_zero_attn)")
-        if type(module.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
+        if type(module.out_proj) is not NonDynamicallyQuantizableLinear:
             reasons.append(f"out_proj must be torch's own linear, got {type_name(module.out_proj)}")
         notes = ["calls other than mha(x, x, x, need_weights=False) without masks run torch's forward"]
         notes += dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
         return Finding(reasons + touch_reasons([("out_proj", module.out_proj)]), notes)
-
-    @classmethod
-    def head_width(cls, module: Any) -> int:
-        return int(module.head_dim)
 
     def forward(
         self,
@@ -59,7 +55,7 @@ class MultiheadAttentionForm(FusedModule):
         masked = key_padding_mask is not None or attn_mask is not None or is_causal
         self_attention = query is key and key is value and query.dim() == 3 and not query.is_nested
         dropping = self.training and self.dropout > 0
-        changed = type(self.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear
+        changed = type(self.out_proj) is not NonDynamicallyQuantizableLinear
         changed = changed or any(type(parameter) not in PLAIN for parameter in self._parameters.values())
         if masked or need_weights or not self_attention or dropping or changed or is_touched(self.out_proj):
             return super().forward(
@@ -72,7 +68,7 @@ class MultiheadAttentionForm(FusedModule):
         return (mixed if self.batch_first else mixed.transpose(0, 1)), None
 
 
-class TransformerEncoderLayerForm(FusedNormMlp):
+class TransformerEncoderLayerMixin(FusedNormMlp):
     """A pre-norm TransformerEncoderLayer with norm2, feed-forward and residual as one operator."""
 
     @classmethod
@@ -103,13 +99,10 @@ class TransformerEncoderLayerForm(FusedNormMlp):
 FORMS = Forms(
     globals(),
     {
-        "torch.nn.modules.activation.MultiheadAttention": MultiheadAttentionForm,
-        "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayerForm,
+        "torch.nn.modules.activation.MultiheadAttention": MultiheadAttentionMixin,
+        "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayerMixin,
         "torch.nn.modules.container.Sequential": FusedBlocks,
     },
 )
 SKIPPED = {"TransformerDecoderLayer": "a decoder layer: causal and cross-attention"}
-
-
-def __getattr__(name: str) -> Any:
-    return FORMS.named(name)
+__getattr__ = FORMS.named

@@ -1,4 +1,4 @@
-"""torchvision's VisionTransformer: its weight names, its model with our weights, and its models for export."""
+"""torchvision's VisionTransformer: weight names, a peer with our weights, models for export, and fused blocks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.reading import Reader
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from .image_model import Head, ImageModel, comes_from
-from .peers import plain_vit_reasons, reasons, refuse
-from .rename import Converted, Rule, rename
-from .torch_nn import MultiheadAttentionForm
+from .interface.image_model import Head, ImageModel, comes_from
+from .interface.peers import config_reasons, plain_vit_reasons, raise_unsupported
+from .interface.rename import Converted, Rule, rename
+from .torch_nn import MultiheadAttentionMixin
 
 NAME = "torchvision"
 PEER = "torchvision's VisionTransformer"
@@ -41,11 +41,11 @@ RULES: tuple[Rule, ...] = (
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """Converts names only, because the packed projection of MultiheadAttention equals timm's qkv."""
+    """Converts torchvision's names to timm's. MultiheadAttention packs its projection like timm's qkv."""
     return rename(state, NAME, RULES)
 
 
-# --- torchvision's model with our weights ---------------------------------------------------------------------
+# --- peer with our weights ------------------------------------------------------------------------------------
 
 
 def build_peer(config: ViTConfig) -> nn.Module:
@@ -54,13 +54,13 @@ def build_peer(config: ViTConfig) -> nn.Module:
     Raises:
         UnsupportedInputError: torchvision has no such model; lists all reasons.
     """
-    problems = plain_vit_reasons(config) + reasons(config, act_layer=("gelu",), qkv_bias=(True,), in_chans=(3,))
+    problems = plain_vit_reasons(config) + config_reasons(config, act_layer=("gelu",), qkv_bias=(True,), in_chans=(3,))
     for name, (height, width) in (("img_size", config.image_hw), ("patch_size", config.patch_hw)):
         if height != width:
             problems.append(f"{name} must be square, got {height}x{width}")
     if config.num_classes == 0:
         problems.append("num_classes must be at least 1, got 0")
-    refuse(NAME, problems)
+    raise_unsupported(NAME, problems)
     from torchvision.models.vision_transformer import VisionTransformer
 
     model: nn.Module = VisionTransformer(
@@ -79,12 +79,10 @@ def build_peer(config: ViTConfig) -> nn.Module:
 # --- export ---------------------------------------------------------------------------------------------------
 
 
-def recognise(model: nn.Module) -> ImageModel | None:
+def recognise(model: Any) -> ImageModel | None:
     """Describes a VisionTransformer of torchvision for export; returns None for another model."""
-    return _describe(model) if comes_from(NAME, model, class_name="VisionTransformer") else None
-
-
-def _describe(model: Any) -> ImageModel:
+    if not comes_from(NAME, model, class_name="VisionTransformer"):
+        return None
     size, patch, depth = int(model.image_size), int(model.patch_size), len(model.encoder.layers)
     linears = [module for module in model.heads.modules() if isinstance(module, nn.Linear)]
     return TorchvisionModel(
@@ -102,15 +100,11 @@ def _describe(model: Any) -> ImageModel:
 
 
 class TorchvisionModel(ImageModel):
-    """torchvision's VisionTransformer."""
-
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         if dynamic_size:
-            raise UnsupportedInputError(
-                "dynamic_size with torchvision's VisionTransformer",
-                ["it supports one image size only"],
-            )
-        # The fast path of nn.MultiheadAttention is one fused operator that ONNX cannot represent. This disables it.
+            what = "dynamic_size with torchvision's VisionTransformer"
+            raise UnsupportedInputError(what, ["it supports one image size only"])
+        # disable the fast path of nn.MultiheadAttention, an operator that ONNX cannot represent
         enabled = torch.backends.mha.get_fastpath_enabled()
         undo.callback(torch.backends.mha.set_fastpath_enabled, enabled)
         torch.backends.mha.set_fastpath_enabled(False)
@@ -129,11 +123,8 @@ class TorchvisionModel(ImageModel):
 # --- fusing ---------------------------------------------------------------------------------------------------
 
 
-class EncoderBlockForm(FusedNormMlp):
-    """torchvision's EncoderBlock as a sequence of fused kernels.
-
-    If that is not possible, ln_2, MLP and residual are one operator.
-    """
+class EncoderBlockMixin(FusedNormMlp):
+    """torchvision's EncoderBlock, fused as a whole or by its parts."""
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
@@ -142,7 +133,7 @@ class EncoderBlockForm(FusedNormMlp):
             "ln_1",
             ("self_attention",),
             "self_attention.out_proj",
-            inside={"self_attention": fused_class(block.at("self_attention"), MultiheadAttentionForm)},
+            inside={"self_attention": fused_class(block.at("self_attention"), MultiheadAttentionMixin)},
             dropouts=("dropout",),
             rates=("self_attention.dropout",),
             num_heads=block.value("self_attention.num_heads"),
@@ -155,7 +146,6 @@ class EncoderBlockForm(FusedNormMlp):
         return block.mlp("ln_2", "mlp.0", "mlp.1", "mlp.3", inside={"mlp": (MLPBlock,)}, dropouts=("mlp.2", "mlp.4"))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps [B, N, C] to [B, N, C]."""
         parts = self.ready()
         if parts is None:
             return super().forward(input)
@@ -170,8 +160,5 @@ class EncoderBlockForm(FusedNormMlp):
 
 SKIPPED = {"ShiftedWindowAttention": "windowed attention with a position bias"}
 
-FORMS = Forms(globals(), {"torchvision.models.vision_transformer.EncoderBlock": EncoderBlockForm})
-
-
-def __getattr__(name: str) -> Any:
-    return FORMS.named(name)
+FORMS = Forms(globals(), {"torchvision.models.vision_transformer.EncoderBlock": EncoderBlockMixin})
+__getattr__ = FORMS.named

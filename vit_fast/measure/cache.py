@@ -53,11 +53,7 @@ class CachedResult:
 
     @classmethod
     def from_dict(cls, data: Any) -> CachedResult:
-        """Reads the output of to_dict, also of format 1.
-
-        Raises:
-            ValueError: it is not a result of a known format.
-        """
+        """Reads the output of to_dict, also of format 1; raises ValueError for anything else."""
         version = data.get("format") if isinstance(data, dict) else None
         if version not in (1, FORMAT):
             raise ValueError(f"must be a result of vit_fast.optimize of format {FORMAT}, got format {version!r}")
@@ -76,11 +72,7 @@ class CachedResult:
 
 
 def folder() -> Path:
-    """Returns the folder of cached results.
-
-    Raises:
-        OSError: the user has no home.
-    """
+    """Returns the folder of cached results; raises OSError if the user has no home."""
     if named := os.environ.get("VIT_FAST_CACHE"):
         return Path(named)
     try:
@@ -114,28 +106,21 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Returns device, driver, versions, and torch's precision of fp32 matmuls."""
     versions = {name: version for name in PACKAGES if (version := installed(name)) is not None}
     versions |= {"vit_fast": __version__, "python": platform.python_version()}
-    precision = torch.get_float32_matmul_precision()
+    found = {"versions": versions, "fp32": torch.get_float32_matmul_precision()}
     if device.type != "cuda":
-        return {"device": cpu_name(), "threads": torch.get_num_threads(), "versions": versions, "fp32": precision}
-    properties = torch.cuda.get_device_properties(device)
+        return found | {"device": cpu_name(), "threads": torch.get_num_threads()}
     driver = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009  # builds without CUDA lack it
-    return {
-        "device": properties.name,
-        "driver": driver,
-        "cuda": torch.version.cuda,
-        "versions": versions,
-        "fp32": precision,
-    }
+    return found | {"device": torch.cuda.get_device_name(device), "driver": driver, "cuda": torch.version.cuda}
 
 
 def model_key(model: nn.Module) -> str:
     """Returns a hash of a model's class and of its tensors' names, shapes and dtypes; of a file, of its content."""
     described = [f"{type(model).__module__}.{type(model).__qualname__}"]
     for name, value in model.state_dict().items():  # quantized layers also have other entries, files one text
+        content = value if isinstance(value, str) else type(value).__name__
         if isinstance(value, torch.Tensor):
-            described.append(f"{name} {tuple(value.shape)} {value.dtype}")
-        else:
-            described.append(f"{name} {value if isinstance(value, str) else type(value).__name__}")
+            content = f"{tuple(value.shape)} {value.dtype}"
+        described.append(f"{name} {content}")
     return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
 
 
@@ -159,11 +144,7 @@ def look_up(key: dict[str, Any]) -> CachedResult | None:
 
 
 def store(result: CachedResult) -> Path:
-    """Writes a result to the cache, and replaces one with the same key.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Writes a result to the cache, and replaces one with the same key; raises OSError if that fails."""
     path = folder() / _name(result.key)
     with file_aside(path) as aside:
         aside.write_text(json.dumps(result.to_dict(), indent=1))

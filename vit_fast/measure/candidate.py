@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -53,17 +53,14 @@ class Candidate:
         precision: Number format of the computation, if it is lower than the model's.
         frozen: True to prepare weights once, by `vit_fast.freeze` or by torch.compile's freezing.
         graphs: True to replay CUDA graphs.
-        channels_last: True for the memory format channels_last.
         threads: CPU threads; None means torch's number.
         split: Images per call of the model, which splits a batch; None does not split it.
-        base: Name of a candidate of the benchmark.
-        summary: Description in one line.
+        base, summary: Name and description of a candidate of the benchmark.
         builder: Builds this candidate for a benchmarks.models.Task: a function of images, an nn.Module if it can be
             compiled. Raises UnsupportedInputError with all reasons.
         packages: Packages that must be installed, besides torch.
         peer: True for another project's implementation. Ratios are relative to the fastest peer.
-        compilable: True if torch.compile accepts it.
-        trainable: True if it can run training steps.
+        compilable, trainable: True if torch.compile accepts it, and if it can run training steps.
         fullgraph: True to compile it without graph breaks.
         context: Context manager of each call.
         tolerance: Largest allowed error as a share of the largest output, for lower precision; None means the rule of
@@ -168,11 +165,7 @@ class Candidate:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Candidate:
-        """Reads the output of to_dict.
-
-        Raises:
-            ValueError: a field, its type, an engine or a precision is unknown.
-        """
+        """Reads the output of to_dict; raises ValueError for an unknown field, type, engine or precision."""
         for name, value in data.items():
             if name not in CONFIGURATION or not isinstance(value, str | bool | int):
                 raise ValueError(f"a candidate must consist of {', '.join(CONFIGURATION)}, got {name}={value!r}")
@@ -186,14 +179,9 @@ ORIGINAL, AS_FILE = Candidate(), Candidate("onnxruntime")
 
 
 def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
-    """Returns the first candidates on a device: cheap ones before slow ones, lossy ones first if they are allowed.
-
-    Args:
-        device: Device of the model and the example.
-        allowed: Precisions that may be used besides the model's own.
-    """
+    """Returns the first candidates on a device, also in the allowed precisions: lossy ones and cheap ones first."""
     on_cuda = device.type == "cuda"
-    backends = _backends(device)
+    backends = ("triton", "sdpa") if on_cuda and not triton_unavailable_reasons(device) else ("sdpa",)
     parts = [(name, name) for name in backends] + list(itertools.permutations(backends, 2))
     found: list[Candidate] = []
     precisions: tuple[Precision | None, ...] = (None, "bf16", "fp16")
@@ -245,14 +233,6 @@ def variations(candidate: Candidate, device: torch.device, batch: int) -> list[C
     if candidate.engine == "torch":
         changes.append({"channels_last": True})
     if device.type == "cpu":
-        changes += [{"threads": count} for count in _thread_counts()]
+        used, there = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+        changes += [{"threads": count} for count in dict.fromkeys((used // 2, there)) if count not in (0, used)]
     return [dataclasses.replace(candidate, **change) for change in changes]
-
-
-def _backends(device: torch.device) -> Sequence[str]:
-    return ("sdpa",) if device.type != "cuda" or triton_unavailable_reasons(device) else ("triton", "sdpa")
-
-
-def _thread_counts() -> list[int]:
-    used, there = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    return [count for count in dict.fromkeys((used // 2, there)) if count > 0 and count != used]

@@ -19,12 +19,8 @@ SAME_DIRECTION = 0.99
 class Reference:
     """The expected outputs of a batch, one entry per output tensor.
 
-    Attributes:
-        exact: Outputs in fp64 of the checked images.
-        eager_errors: Errors of eager in the candidate's dtype.
-        dtypes: Dtypes of the outputs, for the allowed rounding.
-        shapes: Shapes for the whole batch.
-        rows: Indices of the checked images.
+    `exact` are outputs in fp64 of the checked images, whose indices are `rows`. `shapes` are of the whole batch.
+    `eager_errors` are errors of eager in the candidate's dtype. `dtypes` decide the allowed rounding.
     """
 
     exact: Sequence[Tensor]

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import gc
+import itertools
 import math
 import os
 import random
@@ -20,10 +21,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -40,14 +39,10 @@ CPU_CACHE_BYTES = 64 * 2**20
 class Protocol:
     """The length of a measurement.
 
-    A call is timed `repeats` times, or for `seconds` and at least `least_repeats` times.
+    A call is timed `repeats` times, or for `seconds` and at least `least_repeats` times. Before, it is called up to
+    `warmup_repeats` times or for `warmup_seconds`, at least once.
 
     Attributes:
-        repeats: Timed calls.
-        seconds: Timed seconds, with at least least_repeats calls.
-        least_repeats: The fewest timed calls.
-        warmup_repeats: The most untimed calls before.
-        warmup_seconds: The most untimed seconds before; there is always one call.
         launch: On CUDA, "counted" includes the host's time to launch the call, as in a latency-bound program; "hidden"
             queues the call behind other work, so that only device time counts.
     """
@@ -68,7 +63,7 @@ class Protocol:
                 raise ValueError(f"{name} must be a number of seconds >= 0, got {getattr(self, name)}")
 
     def lasting(self, seconds: float | None) -> Protocol:
-        """Returns a protocol of so many timed seconds with any number of calls; None returns this one."""
+        """Returns a protocol that times each call for these seconds; None returns this one."""
         return self if seconds is None else dataclasses.replace(self, repeats=sys.maxsize, seconds=seconds)
 
     def share_of(self, samples_ms: Sequence[float]) -> float:
@@ -103,8 +98,6 @@ class Timing:
         cls, samples_ms: Sequence[float], host_ms: Sequence[float] = (), host_bound: bool = False
     ) -> Timing:
         """Summarizes at least one sample."""
-        if not samples_ms:
-            raise ValueError("samples_ms must have at least one sample, got none")
         p20, median, p80 = (percentile(samples_ms, share) for share in (0.2, 0.5, 0.8))
         host = percentile(host_ms, 0.5) if host_ms else None
         return cls(median, p20, p80, len(samples_ms), host, host_bound, tuple(samples_ms))
@@ -127,7 +120,12 @@ class Samples(list[float]):
 
     def take(self, number: int) -> None:
         """Times one more call, in round `number`."""
-        self.append(_host_clock(self._call, number) if self._clock is None else self._clock(number))
+        if self._clock is not None:
+            self.append(self._clock(number))
+            return
+        start = time.perf_counter_ns()
+        self._call(number)
+        self.append((time.perf_counter_ns() - start) / 1e6)
 
     def timing(self) -> Timing:
         """Summarizes at least one sample."""
@@ -143,19 +141,15 @@ def time_interleaved(
     *,
     on_round: Callable[[int, Mapping[str, Samples]], Collection[str]] | None = None,
 ) -> dict[str, Timing]:
-    """Times several calls interleaved until each satisfies the protocol.
+    """Times several calls interleaved until each satisfies the protocol; exceptions of a call are not caught.
 
     Args:
         calls: Functions of the round's number, which selects their inputs.
-        device: The device that computes.
-        protocol: None means Protocol().
         on_round: Called after every round with its number and the samples so far; returns the names to continue with.
-    Returns:
-        A Timing for each call that was timed at least once. Exceptions of a call are not caught.
     """
     device = torch.device(device)
     protocol = Protocol() if protocol is None else protocol
-    with _current(device):
+    with open_queue(device).current() if device.type == "cuda" else contextlib.nullcontext():
         for call in calls.values():
             _warm_up(call, device, protocol)
         samples = {name: Samples(call, device, protocol) for name, call in calls.items()}
@@ -195,20 +189,11 @@ def synchronise(device: torch.device) -> None:
         open_queue(device).synchronise()
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    return open_queue(device).current() if device.type == "cuda" else contextlib.nullcontext()
-
-
 def cold_copies(nbytes: int, device: torch.device | str) -> int:
     """Returns the number of copies of an input, at least two, that are together twice as large as the cache."""
-    return max(2, math.ceil(2 * cache_bytes(torch.device(device)) / max(nbytes, 1)))
-
-
-def cache_bytes(device: torch.device) -> int:
-    """Returns the bytes of the L2 of a GPU, or an upper bound for the last-level cache of a CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    return CPU_CACHE_BYTES
+    on_gpu = torch.device(device).type == "cuda"
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else CPU_CACHE_BYTES
+    return max(2, math.ceil(2 * cache / max(nbytes, 1)))
 
 
 def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int:
@@ -228,7 +213,16 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         call()
-    return _peak_of_profile(profiler)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max([0, *itertools.accumulate(changes)])
+
+
+def free_memory(device: torch.device) -> None:
+    """Frees the memory of objects that nothing refers to."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 # Messages of its start and stop, and about memory that was allocated before it started.
@@ -252,22 +246,3 @@ def without_profiler_chatter() -> Iterator[None]:
             for line in written:
                 if not any(sign in line for sign in _CHATTER):
                     os.write(2, line)
-
-
-def _peak_of_profile(profiler: Any) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
-    allocated = peak = 0
-    for _, change in changes:
-        allocated += change
-        peak = max(peak, allocated)
-    return peak
-
-
-def _host_clock(call: Call, number: int) -> float:
-    start = time.perf_counter_ns()
-    call(number)
-    return (time.perf_counter_ns() - start) / 1e6

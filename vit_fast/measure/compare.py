@@ -24,8 +24,7 @@ def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, 
     """Returns the speed of the other relative to the base.
 
     Args:
-        base_ms: Durations in ms in the order of measurement, at least one.
-        other_ms: Durations of the other.
+        base_ms, other_ms: Durations in ms in the order of measurement.
         paired: True if samples with the same index are of the same round: the result is the median of the ratios of
             the rounds, in which drift of the machine cancels out. False compares the medians.
         share: The quantile to compare; 0.5 is the median.
@@ -50,14 +49,14 @@ def ratio_interval(
 
 
 def _ratios(base: np.ndarray, other: np.ndarray, paired: bool, share: float) -> np.ndarray:
-    """Ratios of resampled [RESAMPLES, count]. Other quantiles than the median are not of the same rounds."""
+    """Returns the ratio of each of the resampled durations [RESAMPLES, count], by round for the median."""
     if paired and share == 0.5 and base.shape == other.shape:
         return np.median(base / other, axis=1)
     return np.quantile(base, share, axis=1) / np.quantile(other, share, axis=1)
 
 
 def _blocks(count: int, generator: np.random.Generator) -> np.ndarray:
-    """Indices [RESAMPLES, count] in circular blocks of about sqrt(count)."""
+    """Returns indices [RESAMPLES, count] of circular blocks of about sqrt(count) samples."""
     length = max(1, round(math.sqrt(count)))
     starts = generator.integers(0, count, (RESAMPLES, math.ceil(count / length), 1))
     return ((starts + np.arange(length)) % count).reshape(RESAMPLES, -1)[:, :count]
@@ -66,9 +65,7 @@ def _blocks(count: int, generator: np.random.Generator) -> np.ndarray:
 def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: float = 0.5) -> dict[str, Any]:
     """Compares two timings of identical code in the same rounds.
 
-    Returns:
-        The ratio, its interval, `resolution` for ratios within these rounds, and `between_runs` for ratios to another
-        run, both as a share.
+    Returns `resolution` for ratios within these rounds and `between_runs` for ratios to another run, both as a share.
     """
     low, high = ratio_interval(first_ms, again_ms, paired=True, share=share)
     found = ratio(first_ms, again_ms, paired=True, share=share)
@@ -103,5 +100,5 @@ def compare_rows(
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Formats a number with so many significant digits and without an exponent: 0.012, 4.56, 1,235."""
+    """Formats a number with `digits` significant digits and without an exponent: 0.012, 4.56, 1,235."""
     return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

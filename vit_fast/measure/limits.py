@@ -29,7 +29,7 @@ class _Alarm(TimeoutError):
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[Callable[[], None]]:
-    """Raises TimeoutError in a block after so many seconds, and ends the compilers that the block started.
+    """Raises TimeoutError in a block after `seconds`, and ends the compilers that the block started.
 
     The alarm repeats until the block ends, because a weakref callback, a `__del__` or a handler may swallow the error.
     While it unwinds, cleanup gets CLEANUP_S. An alarm of the caller is delayed until the block ends. Code that never
@@ -121,40 +121,36 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
 
 
-class Interruption:
-    """Counts how often Ctrl-C was pressed."""
-
-    def __init__(self) -> None:
-        self.pressed = 0
-
-    def check(self) -> None:
-        """Raises KeyboardInterrupt if Ctrl-C was pressed, in case other code has swallowed it."""
-        if self.pressed:
-            raise KeyboardInterrupt
-
-
 @contextlib.contextmanager
-def patient_interrupt(*signals: signal.Signals) -> Iterator[Interruption]:
+def patient_interrupt(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
     """Raises KeyboardInterrupt at the first of these signals and ignores the second, so that results are still written.
 
     The third one raises again, in case a library swallowed the first. The caller's own handler runs before that. Does
     nothing outside the main thread, nor for a signal that this process ignores.
+
+    Yields:
+        A function that raises KeyboardInterrupt again, if other code has swallowed it.
     """
-    seen = Interruption()
+    pressed = 0
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
 
     def handle(number: int, frame: FrameType | None) -> None:
-        seen.pressed += 1
+        nonlocal pressed
+        pressed += 1
         own = before[signal.Signals(number)]
         if callable(own) and own is not signal.default_int_handler:
             own(number, frame)
-        if seen.pressed != 2:
+        if pressed != 2:
             raise KeyboardInterrupt
 
     is_main = threading.current_thread() is threading.main_thread()
     heard = [which for which in signals if is_main and signal.getsignal(which) not in (signal.SIG_IGN, None)]
     before = {which: signal.signal(which, handle) for which in heard}
     try:
-        yield seen
+        yield check
     finally:
         for which, handler in before.items():
             signal.signal(which, handler)

@@ -7,6 +7,7 @@ logits = result.model(images)
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import signal
@@ -33,9 +34,10 @@ from .limits import describe_error, patient_interrupt
 from .optimized import Optimized, first_batch, only_images
 from .runtimes import OnnxFile
 from .search import SHARE, Found, Objective, Refused, Trial, paired, search
-from .trials import Checked, Expected, Rule, Trials, device_of_example
+from .trials import Checked, Trials, device_of_example
 
 REBUILDING_S = 1800.0  # time limit to build a cached candidate
+COMPILE_ALONE = [Candidate(engine, frozen=frozen) for engine in ("compile", "max-autotune") for frozen in (False, True)]
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,9 @@ class Row:
     """The outcome of a candidate.
 
     Attributes:
-        candidate: The candidate.
         ms: Median duration of a call, or the 90th percentile for the objective "latency".
         images_per_s: Throughput at this duration.
-        images_per_s_interval: Its confidence interval.
         speedup: Speed relative to the original.
-        speedup_interval: Its confidence interval.
         checked: Errors, agreement, first call and memory; None if it failed the check.
         reason: Why it was not chosen; None for the chosen candidate.
     """
@@ -111,11 +110,7 @@ class Optimization:
         return f"{'; '.join(facts)} ({'; '.join(notes)})."
 
     def save(self, path: str | Path) -> None:
-        """Writes the candidate and its figures, without weights, for `load_optimized`.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Writes the candidate and its figures, without weights, for `load_optimized`; may raise OSError."""
         with file_aside(Path(path)) as aside:
             aside.write_text(json.dumps(self.cached.to_dict(), indent=1))
 
@@ -185,20 +180,17 @@ def optimize(
         "min_agreement": min_agreement if allowed else None,
         "memory_limit": memory_limit,
     }
-    with patient_interrupt(signal.SIGINT) as interruption:
+    with patient_interrupt(signal.SIGINT) as check_interrupt:
         key = cache.key_of(model, example, request)
-        if progress is not None:
-            progress("the reference in fp64", time.perf_counter() - start)
-        expected = Expected(model, example, images if allowed else ())
-        rule = Rule(min_agreement, memory_limit)
-        trials = Trials(model, example, expected, image_files, rule, progress, interruption)
-        trials.start = start
+        trials = Trials(
+            model, example, images if allowed else (), image_files, min_agreement, memory_limit,
+            start=start, tell=progress, check_interrupt=check_interrupt,
+        )  # fmt: skip
         cached = None if again else cache.look_up(key)
         if cached is not None and cached.suffices(budget_s):
-            try:
-                return _rebuilt(cached, trials)
-            except Refused:
-                pass  # it is not available any more: search
+            with contextlib.suppress(Refused):  # it is not available any more: search
+                trials.prepare(cached.candidate, REBUILDING_S)
+                return _of(cached, trials)
         first = (candidates_of_file if isinstance(model, OnnxFile) else candidates)(device, allowed)
         found = search(trials, ORIGINAL, first, budget_s=budget_s, objective=latency_or_throughput)
         return _result(found, trials, key, latency_or_throughput, budget_s)
@@ -214,13 +206,10 @@ def load_optimized(
     """Builds the candidate that `Optimization.save` wrote for a model on this machine, and checks it.
 
     Args:
-        path: The file.
         model: A model of the same architecture, with any weights; or the same ONNX file.
         example: Input; None means random images of the saved shape.
-        calibration: See optimize.
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not such a file, or was written for another architecture.
+        ValueError: the file was not written by `save`, or for another architecture.
         Refused: the candidate is not available here, or fails its check.
     """
     check_type("path", path, str, Path)
@@ -236,8 +225,7 @@ def load_optimized(
         raise ValueError(f"{path}: was written for another architecture or file than this {type(module).__name__}")
     if example is None:
         example = _example_of(result, module)
-    rule = Rule(request["min_agreement"] or 0.0, request["memory_limit"])
-    trials = Trials(module, example, Expected(module, example), image_files, rule)
+    trials = Trials(module, example, (), image_files, request["min_agreement"] or 0.0, request["memory_limit"])
     trials.prepare(result.candidate, REBUILDING_S)
     return trials.prepared[result.candidate][0]
 
@@ -296,22 +284,22 @@ def _check(
     return frozenset() if lossless else frozenset(PRECISIONS if allow is None else allow)
 
 
-def _rebuilt(result: CachedResult, trials: Trials) -> Optimization:
-    trials.prepare(result.candidate, REBUILDING_S)
+def _of(result: CachedResult, trials: Trials, table: tuple[Row, ...] = ()) -> Optimization:
+    """Returns the prepared candidate of a result with its figures; without a table, the result is a cached one."""
     figures = result.figures
     return Optimization(
-        trials.prepared[result.candidate][0], result.candidate, (), figures["speedup"], figures["speedup_over_compile"],
-        figures["resolution"], result.key["request"]["objective"], True, result,
+        trials.prepared[result.candidate][0], result.candidate, table, figures["speedup"],
+        figures["speedup_over_compile"], figures["resolution"], result.key["request"]["objective"], not table, result,
     )  # fmt: skip
 
 
 def _result(found: Found, trials: Trials, key: dict[str, Any], objective: Objective, budget_s: float) -> Optimization:
-    original, share = found.of(ORIGINAL), SHARE[objective]
+    original, share = found.trials[0], SHARE[objective]
     rows = tuple(_row(trial, original, trials, share) for trial in found.trials)
     chosen = next(row for row in rows if row.candidate == found.chosen)
-    compiled = [row.speedup for row in rows if row.speedup is not None and _is_compile_alone(row.candidate)]
+    compiled = [row.speedup for row in rows if row.speedup is not None and row.candidate in COMPILE_ALONE]
     speedup = chosen.speedup or 1.0
-    over_compile = speedup / max(compiled) if compiled and not _is_compile_alone(found.chosen) else None
+    over_compile = speedup / max(compiled) if compiled and found.chosen not in COMPILE_ALONE else None
     figures = {
         "speedup": speedup,
         "speedup_over_compile": over_compile,
@@ -330,16 +318,7 @@ def _result(found: Found, trials: Trials, key: dict[str, Any], objective: Object
             cache.store(result)
         except OSError as error:  # the result is valid all the same
             warnings.warn(f"the result is not cached: {error}", stacklevel=3)
-    return Optimization(
-        trials.prepared[found.chosen][0], found.chosen, rows, speedup, over_compile, found.resolution, objective,
-        False, result,
-    )  # fmt: skip
-
-
-def _is_compile_alone(candidate: Candidate) -> bool:
-    return candidate in [
-        Candidate(engine, frozen=frozen) for engine in ("compile", "max-autotune") for frozen in (False, True)
-    ]
+    return _of(result, trials, rows)
 
 
 def _row(trial: Trial, original: Trial, trials: Trials, share: float) -> Row:

@@ -24,11 +24,7 @@ class Optimized(nn.Module):
     `buffers()` and `state_dict()` return copies, and setting, loading, converting, moving or training raises an error.
     Change the original model and optimize it again.
 
-    Args:
-        original: The model, which must not change.
-        candidate: The candidate that runs it.
-        function: A function of the model's inputs.
-        output_dtypes: Dtypes of the model's floating outputs.
+    `original` must not change, `function` takes its inputs, and `output_dtypes` are of its floating outputs.
     """
 
     def __init__(
@@ -144,7 +140,7 @@ def hook_reasons(model: nn.Module) -> list[str]:
 
 
 def in_pieces(function: Function, size: int) -> Function:
-    """Splits the batch into calls of so many images; every output's first axis is the batch."""
+    """Splits the batch into calls of `size` images; every output's first axis is the batch."""
 
     def cut(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -232,10 +228,7 @@ def only_images(example: Any) -> Tensor | None:
 
 
 def of_images(function: Callable[[Tensor], Any], model: nn.Module, example: Any, what: str) -> Function:
-    """Makes a function of images callable as the model is: by position, or by the name of its argument or example.
-
-    `what` is the description for an error.
-    """
+    """Makes a function of images callable as the model is: by position, or by the name of its argument or example."""
     names = {*arguments(example)[1], *list(inspect.signature(model.forward).parameters)[:1]}
 
     def computed(*args: Any, **kwargs: Any) -> Any:

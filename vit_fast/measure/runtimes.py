@@ -29,11 +29,7 @@ Run = Callable[[Tensor], Tensor]
 class OnnxFile(nn.Module):
     """An ONNX file as a module, run by ONNX Runtime with its default settings and torch's number of threads.
 
-    `image_hw` is height and width of the images, if they are dynamic in the file.
-
-    Raises:
-        ModelFileError: the file is missing, damaged, unsafe, or takes no images.
-        ProviderError: ONNX Runtime cannot run on the device.
+    `image_hw` is height and width of the images, if they are dynamic in the file. Raises the errors of OnnxRunner.
     """
 
     def __init__(self, path: str | Path, device: torch.device | str = "cpu", image_hw: Size | None = None) -> None:
@@ -76,9 +72,7 @@ def session(
 ) -> Function:
     """Exports a model, and returns a function with the model's interface that a runtime computes.
 
-    Raises:
-        UnsupportedInputError: the model cannot be exported, or has several inputs or outputs; all reasons.
-        ProviderError: the runtime is not available on the device.
+    Raises UnsupportedInputError if the model cannot be exported, or has several inputs or outputs.
     """
     images = only_images(example)
     leaves, spec = pytree.tree_flatten(output)
@@ -95,27 +89,28 @@ def session(
         run = open_file(candidate, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
     if candidate.engine == "openvino":
         run = in_pieces(run, candidate.split or len(images))
-    if not isinstance(model, OnnxFile):  # inputs and outputs of our exports are fp32
-        run = _of_fp32(run)
-    return of_images(
-        lambda images: pytree.tree_unflatten([run(images)], spec),
-        model,
-        example,
-        f"a model optimized as {candidate.name!r}",
-    )
+    given = isinstance(model, OnnxFile)  # inputs and outputs of our exports are fp32
+
+    def computed(images: Tensor) -> Any:
+        return pytree.tree_unflatten([run(images if given or not images.is_floating_point() else images.float())], spec)
+
+    return of_images(computed, model, example, f"a model optimized as {candidate.name!r}")
 
 
 def write_onnx(
     candidate: Candidate, model: nn.Module, path: Path, images: Tensor, image_files: Sequence[str | Path]
 ) -> None:
-    """Exports a model in the candidate's precision for its runtime; copies a file.
-
-    Raises:
-        UnsupportedInputError: the library is not supported, or the images are not of the model's size.
-    """
+    """Exports a model in the candidate's precision for its runtime; copies a file."""
     calibration = find_images(image_files or [sample_image()]) if candidate.precision == "int8" else None
+    on_ort: Any = "ort-cuda" if images.device.type == "cuda" else "ort-cpu"
     if isinstance(model, OnnxFile):
-        _convert_file(candidate, model, path, calibration)
+        from vit_fast.export.quantise import quantise_file
+        from vit_fast.export.runtime.model_files import copy_model
+
+        if candidate.precision is None or candidate.engine == "openvino":
+            copy_model(model.path, path)
+        else:
+            quantise_file(model.path, path, on_ort, calibration or ())
         return
     from vit_fast.export import export_onnx
 
@@ -124,7 +119,6 @@ def write_onnx(
         raise UnsupportedInputError(
             candidate.name, [f"the image size must be {tuple(size)}, got {tuple(images.shape[2:])}"]
         )
-    on_ort = "ort-cuda" if images.device.type == "cuda" else "ort-cpu"
     targets: dict[str, Any] = {"tensorrt": "tensorrt", "openvino": "generic"}
     export_onnx(
         model,
@@ -135,17 +129,6 @@ def write_onnx(
         calibration=calibration,
         verify=False,  # every candidate is checked anyway
     )
-
-
-def _convert_file(candidate: Candidate, model: OnnxFile, path: Path, calibration: Sequence[Path] | None) -> None:
-    from vit_fast.export.quantise import quantise_file
-    from vit_fast.export.runtime.model_files import copy_model
-
-    if candidate.precision is None or candidate.engine == "openvino":
-        copy_model(model.path, path)
-        return
-
-    quantise_file(model.path, path, "ort-cuda" if model.device.type == "cuda" else "ort-cpu", calibration or ())
 
 
 def open_file(
@@ -167,10 +150,6 @@ def open_file(
     where = f"tensorrt:{images.device.index or 0}" if candidate.engine == "tensorrt" else str(images.device)
     options: dict[str, Any] = {"image_hw": image_hw, "cuda_graph": candidate.graphs, "io_binding": io_binding}
     return OnnxRunner(path, where, threads=threads, max_batch=candidate.split or len(images), **options)
-
-
-def _of_fp32(run: Run) -> Run:
-    return lambda images: run(images.float() if images.is_floating_point() else images)
 
 
 def _digest(path: Path) -> str:

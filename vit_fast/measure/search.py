@@ -34,7 +34,7 @@ SCOUTING_CALLS, FIRST_ROUNDS = 3, 4
 ENOUGH_ROUNDS, MOST_ROUNDS, FINE = 60, 240, 0.02
 # The most candidates whose variations are tried.
 MOST_VARIED = 8
-# A candidate is cheap if it is prepared within so many times the seconds of the original.
+# A candidate is cheap if preparing it takes at most QUICK times as long as preparing the original.
 QUICK = 4
 FAR_BEHIND, BEHIND = 1.5, 1.05
 # Shares of the budget after which no candidate, and no variation, is prepared.
@@ -62,9 +62,8 @@ class Trial:
 class Found:
     """The result of a search: the fastest candidate, and all of them, the original first.
 
-    `resolution` is the smallest difference that can be measured, None if there was no time for it. `tried` is the
-    number of candidates that were tried. `finish_s` is the estimated budget that finishes the search, None if it is
-    finished.
+    `resolution` is the smallest difference that can be measured, None if there was no time for it. `finish_s` is the
+    estimated budget that finishes the search, None if it is finished.
     """
 
     chosen: Any
@@ -73,9 +72,6 @@ class Found:
     interrupted: bool
     tried: int
     finish_s: float | None
-
-    def of(self, candidate: Any) -> Trial:
-        return next(trial for trial in self.trials if trial.candidate == candidate)
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
@@ -89,14 +85,13 @@ def search(
 ) -> Found:
     """Finds the fastest candidate within a budget.
 
+    The result is never measurably slower than the original. Ctrl-C returns the best so far.
+
     Args:
         bench: Prepares, times and releases candidates, and has the clock; see trials.Trials.
         original: The candidate that the others are compared to. It is prepared first, and its errors are raised.
         candidates: In the order in which to try them; hashable, with their number of changes as `plainness`.
         budget_s: Seconds. A candidate or a round that does not fit is not started.
-        objective: "throughput" compares medians, "latency" 90th percentiles.
-    Returns:
-        The fastest candidate, never measurably slower than the original. Ctrl-C returns the best so far.
     """
     return _Search(bench, original, budget_s, SHARE[objective]).run(candidates)
 
@@ -172,10 +167,7 @@ class _Search:
         self.untried, self.lacking_s = self.untried + 1, self.lacking_s + seconds
 
     def _vary(self) -> None:
-        """Tries variations of the fastest candidate, then of the fastest variation, and so on.
-
-        While the original is the fastest, the next cheap candidate is varied as well: two changes may be faster.
-        """
+        """Varies the fastest again and again; while it is the original, also the next cheap candidate."""
         varied: list[Trial] = []
         for _ in range(MOST_VARIED):
             best, original_s = self._best(), self.bench.seconds(self.original.candidate)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ from ..fusion.fuse import unfuse
 from .build import build
 from .candidate import AS_FILE, ORIGINAL, Candidate, variations
 from .check import Reference, errors_of, judge, same_class
-from .clock import Protocol, Samples, peak_memory_of_call, synchronise
+from .clock import Protocol, Samples, free_memory, peak_memory_of_call, synchronise
 from .compare import format_number
-from .limits import Interruption, at_most, describe_error, is_out_of_memory
-from .optimized import Optimized, call, first_batch, tensors_in, version_of
+from .limits import at_most, describe_error, is_out_of_memory
+from .optimized import Optimized, call, first_batch, tensors_in, version_of, with_inputs
 from .runtimes import OnnxFile, open_reference
 from .search import OutOfTime, Refused
 
@@ -36,21 +35,10 @@ MOST_IN_FP64 = 8
 FILE_ROUNDING = 2e-5
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Limits of a candidate: agreement if loss is allowed, and bytes of its own weights and the peak of a call."""
-
-    min_agreement: float
-    memory_limit: int | None = None
-
-
 class Expected:
     """The outputs of a model for the timed example, and for more batches to measure agreement.
 
-    Raises:
-        ValueError: the model writes into its inputs or its own tensors, is random, or returns no finite floating
-            outputs.
-        UnsupportedInputError: it cannot be copied and run in fp64.
+    Raises an error for a model that writes into tensors, is random, returns no finite floats, or does not run in fp64.
     """
 
     def __init__(self, model: nn.Module, example: Any, others: Sequence[Any] = ()) -> None:
@@ -83,23 +71,16 @@ class Expected:
         if few < batch and not _are_alike(checked, exact, leaves_of(call(model, some))):
             exact, checked = leaves_of(call(exact_model, example)), outputs
         errors = [
-            {
-                measure: max(error, rounding * size_of(right, measure))
-                for measure, error in errors_of(leaf, right).items()
-            }
+            {m: max(error, rounding * size_of(right, m)) for m, error in errors_of(leaf, right).items()}
             for leaf, right in zip(checked, exact, strict=True)
         ]
         shapes = [tuple(leaf.shape) for leaf in outputs]
         return Reference(exact, errors, [leaf.dtype for leaf in outputs], shapes, range(few))
 
     def check(
-        self, function: Callable[..., Any], candidate: Candidate, rule: Rule
+        self, function: Callable[..., Any], candidate: Candidate, min_agreement: float = 0.99
     ) -> tuple[float, float | None, float]:
-        """Returns the largest error, the allowed one (None if loss is allowed) and the agreement of a candidate.
-
-        Raises:
-            Refused: it fails the check.
-        """
+        """Returns largest error, allowed error (None if loss is allowed) and agreement; raises Refused."""
         is_original = candidate == ORIGINAL
         outputs = [self.output] if is_original else [call(function, batch) for batch in self.batches]
         found = self.outputs if is_original else [leaves_of(output) for output in outputs]
@@ -111,8 +92,8 @@ class Expected:
             raise Refused(verdict.reason)
         same = [same_class(mine[0], theirs[0]) for mine, theirs in zip(found, self.outputs)]
         agreement = float(torch.cat(same).double().mean())
-        if lossy and agreement < rule.min_agreement:
-            raise Refused(f"the agreement must be at least {rule.min_agreement:.1%}, got {agreement:.1%}")
+        if lossy and agreement < min_agreement:
+            raise Refused(f"the agreement must be at least {min_agreement:.1%}, got {agreement:.1%}")
         return verdict.max_error, None if lossy else verdict.allowed_error, agreement
 
 
@@ -134,9 +115,9 @@ def _untouched(model: nn.Module, example: Any) -> Any:
     watched |= {name: (buffer,) for name, buffer in model.named_buffers()}
     kept = {name: [tensor.clone() for tensor in tensors] for name, tensors in watched.items()}
     watched["its parameters"] = tuple(model.parameters())  # too large to copy
-    before = {name: _versions(tensors) for name, tensors in watched.items()}
+    before = {name: [*map(version_of, tensors)] for name, tensors in watched.items()}
     output = call(model, example)
-    written = [name for name, tensors in watched.items() if _versions(tensors) != before[name]]
+    written = [name for name, tensors in watched.items() if [*map(version_of, tensors)] != before[name]]
     for name in written:
         for tensor, value in zip(watched[name], kept.get(name, ())):
             tensor.copy_(value)
@@ -145,24 +126,13 @@ def _untouched(model: nn.Module, example: Any) -> Any:
     return output
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [version_of(tensor) for tensor in tensors]
-
-
 def _exact(model: nn.Module) -> tuple[Callable[..., Any], float]:
     if isinstance(model, OnnxFile):
         return open_reference(model.path, model.image_hw), FILE_ROUNDING
     with _naming_fp64():
         exact = copy.deepcopy(model)
         unfuse(exact)
-        exact = exact.double()
-
-    def computed(*args: Any, **kwargs: Any) -> Any:
-        some, named = pytree.tree_map(_double, (args, kwargs))
-        with _naming_fp64():
-            return exact(*some, **named)
-
-    return computed, 0.0
+        return _naming_fp64()(with_inputs(exact.double(), Tensor.double)), 0.0
 
 
 @contextlib.contextmanager
@@ -174,16 +144,11 @@ def _naming_fp64() -> Iterator[None]:
         raise UnsupportedInputError("optimizing this model", [reason]) from None
 
 
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
 @dataclass(frozen=True)
 class Checked:
     """The check of a candidate.
 
     Attributes:
-        error: Largest error against fp64.
         allowed: The allowed error; None if loss is allowed.
         agreement: Top-1 agreement with the model or, for outputs that are no logits, the share with the same direction.
         first_call_s: Seconds to build it and for the first call, including compilation.
@@ -200,27 +165,29 @@ class Checked:
 class Trials:
     """Builds, checks and times candidates for a model in evaluation mode; the bench of search.search.
 
-    `tell` is called with the current step and the seconds since the start; `interruption` ends the search.
+    Args:
+        others: More batches like the example, to measure agreement.
+        min_agreement, memory_limit: See optimize.
+        start: Start of the search by time.perf_counter; None means now.
+        tell: Called with the current step and the seconds since the start.
+        check_interrupt: See patient_interrupt.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        example: Any,
-        expected: Expected,
-        image_files: Sequence[str | Path],
-        rule: Rule,
-        tell: Callable[[str, float], None] | None = None,
-        interruption: Interruption | None = None,
-    ) -> None:
-        self.model, self.example, self.expected = model, example, expected
-        self.image_files, self.rule, self.tell = image_files, rule, tell
-        self.interruption = interruption or Interruption()
+        self, model: nn.Module, example: Any, others: Sequence[Any] = (), image_files: Sequence[str | Path] = (),
+        min_agreement: float = 0.99, memory_limit: int | None = None, *, start: float | None = None,
+        tell: Callable[[str, float], None] | None = None, check_interrupt: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.model, self.example, self.image_files = model, example, image_files
+        self.min_agreement, self.memory_limit = min_agreement, memory_limit
+        self.start = time.perf_counter() if start is None else start
+        self.tell, self.check_interrupt = tell, check_interrupt
         self.device = device_of_example(example)
+        self._tell("the reference in fp64")
+        self.expected = Expected(model, example, others)
         self.checked: dict[Candidate, Checked] = {}
         self.took: dict[Candidate, float] = {}  # seconds of those that were prepared or timed out
         self.prepared: dict[Candidate, tuple[Optimized, Samples]] = {}
-        self.start = time.perf_counter()
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
@@ -241,8 +208,8 @@ class Trials:
         return checks_s + candidate.seconds * max([1.0, *slow])
 
     def prepare(self, candidate: Candidate, seconds: float) -> None:
-        """Builds and checks a candidate; raises Refused, or OutOfTime after so many seconds."""
-        self.interruption.check()
+        """Builds and checks a candidate; raises Refused, or OutOfTime after `seconds`."""
+        self.check_interrupt()
         self._tell(candidate.name)
         start = time.perf_counter()
         try:
@@ -250,7 +217,7 @@ class Trials:
             with contextlib.nullcontext() if candidate == ORIGINAL else at_most(max(seconds, 1.0)):
                 optimized, self.checked[candidate] = self._build_and_check(candidate)
         except Exception as error:  # a candidate may fail in any way; the others are tried all the same
-            self._forget()
+            free_memory(self.device)
             if candidate == ORIGINAL or isinstance(error, Refused):
                 raise
             if isinstance(error, TimeoutError):
@@ -265,23 +232,21 @@ class Trials:
         start = time.perf_counter()
         before = _own_bytes(self.device)
         what = self.model, self.example, self.expected.output, self.image_files
-        optimized = build(candidate, *what, self.rule.min_agreement)
+        optimized = build(candidate, *what, self.min_agreement)
         call(optimized, self.example)
         synchronise(self.device)
         first_call_s = time.perf_counter() - start
-        error, allowed, agreement = self.expected.check(optimized, candidate, self.rule)
+        error, allowed, agreement = self.expected.check(optimized, candidate, self.min_agreement)
         peak = peak_memory_of_call(lambda: call(optimized, self.example), self.device)
         peak += max(0, _own_bytes(self.device) - before)
-        limit = self.rule.memory_limit
-        if limit is not None and peak > limit and candidate != ORIGINAL:
-            raise Refused(
-                f"needs {format_number(peak / 2**20)} MiB, memory_limit is {format_number(limit / 2**20)} MiB"
-            )
+        if self.memory_limit is not None and peak > self.memory_limit and candidate != ORIGINAL:
+            needed, limit = format_number(peak / 2**20), format_number(self.memory_limit / 2**20)
+            raise Refused(f"needs {needed} MiB, memory_limit is {limit} MiB")
         return optimized, Checked(error, allowed, agreement, first_call_s, peak)
 
     def call_ms(self, candidate: Candidate, number: int) -> float:
         """Times one call of a prepared candidate in a round; raises Refused if it fails."""
-        self.interruption.check()
+        self.check_interrupt()
         samples = self.prepared[candidate][1]
         try:
             samples.take(number)
@@ -300,16 +265,11 @@ class Trials:
 
     def release(self, candidate: Candidate) -> None:
         self.prepared.pop(candidate, None)
-        self._forget()
+        free_memory(self.device)
 
     def variations(self, candidate: Candidate) -> Sequence[Candidate]:
         base = AS_FILE if isinstance(self.model, OnnxFile) and candidate == ORIGINAL else candidate
         return variations(base, self.device, first_batch(self.example))
-
-    def _forget(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def device_of_example(example: Any) -> torch.device:

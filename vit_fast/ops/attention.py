@@ -10,12 +10,10 @@ from torch import Tensor
 
 from . import reference
 from .attention_op import as_batch, attention_kernel, unsupported_reasons
-from .backends import constant_to_compiler, resolve_backend
-from .checks import check_tensors
-from .descriptions import Keys
-from .operators import in_transform, is_exporting, matmul_dtype
-
-DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
+from .backends import resolve_backend
+from .checks import check_alike, check_dtype, check_key_mask, check_lengths, check_tensors
+from .descriptions import Keys, is_padding
+from .registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype
 
 
 def attention(
@@ -47,7 +45,7 @@ def attention(
     check_tensors(q=q, k=k, v=v)
     backend = resolve_backend(backend, q.device, q.dtype)
     if backend == "triton":
-        q, k, v = autocast(q, k, v)
+        q, k, v = _autocast(q, k, v)
     check_alike(q, k, v, "[B, H, N, D]")
     if k.shape != v.shape:
         raise ValueError(f"k and v must have equal shapes, got {tuple(k.shape)} and {tuple(v.shape)}")
@@ -60,34 +58,23 @@ def attention(
     if backend == "sdpa" or is_exporting():
         mask = None if key_mask is None else key_mask[:, None, None, :]
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    out: Tensor = attention_kernel([q, k, v], None, key_mask, 0, scale_of(q, scale))[0]
+    out: Tensor = attention_kernel([q, k, v], None, key_mask, 0, softmax_scale(q, scale))[0]
     return out
 
 
 def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Computes softmax attention from the output of the qkv linear layer, without a copy.
+    """Computes `attention` from the output of the qkv linear layer, without a copy.
 
     Args:
         qkv: Packed projections [B, N, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
-        scale: Multiplier of q k^T. None means D**-0.5.
-        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of qkv).
+        scale, backend: See `attention`, also for the errors.
     Returns:
         [B, N, H, D] in qkv.dtype, contiguous: the input of the proj linear layer.
-    Raises:
-        ValueError: the shape of qkv is not [B, N, 3, H, D], or its dtype is not floating.
-        UnsupportedInputError: the backend cannot run this input; lists all reasons.
     """
     check_tensors(qkv=qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must have shape [B, N, 3, H, D], got {tuple(qkv.shape)}")
-    backend = resolve_backend(backend, qkv.device, qkv.dtype)
-    if backend == "triton" and not is_exporting():
-        (qkv,) = autocast(qkv)
-        check_dtype("qkv", qkv)
-        out: Tensor = attention_kernel([qkv], None, None, 0, scale_of(qkv, scale))[0]
-        return out
-    q, k, v = qkv.transpose(1, 3).unbind(2)  # each [B, H, N, D], views
-    return attention(q, k, v, scale=scale, backend=backend).transpose(1, 2)
+    return attention_among(qkv, None, scale=scale, backend=backend)
 
 
 def attention_varlen(
@@ -103,17 +90,14 @@ def attention_varlen(
     """Computes softmax self-attention within each packed sequence, without a causal mask.
 
     Args:
-        q, k, v: [total, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa). With triton, D must be 16 to 128
-            with stride 1; other strides are arbitrary.
+        q, k, v: [total, H, D]; dtypes and strides as in `attention`.
         cu_seqlens: int32 [S + 1] on the device of q. Sequence i consists of tokens cu_seqlens[i] to cu_seqlens[i + 1].
             The first element is 0, and sequences may be empty. eager and sdpa raise an error if values decrease or
             exceed `total`. triton does not check this, because a check on the host would synchronize.
         max_seqlen: Length of the longest sequence. With triton, it selects tiles and does not change results.
-        scale: Multiplier of q k^T. None means D**-0.5.
-        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of q).
+        scale, backend: See `attention`.
     Returns:
-        [total, H, D] in q.dtype, accumulated in fp32. Under autocast, sdpa and triton return autocast's dtype. Tokens
-        after the last sequence are 0.
+        [total, H, D], with the dtype of `attention`. Tokens after the last sequence are 0.
     Raises:
         ValueError: shapes, dtypes or devices do not match, or cu_seqlens is invalid (eager and sdpa only).
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
@@ -122,7 +106,7 @@ def attention_varlen(
     check_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     backend = resolve_backend(backend, q.device, q.dtype)
     if backend == "triton":
-        q, k, v = autocast(q, k, v)
+        q, k, v = _autocast(q, k, v)
     check_alike(q, k, v, "[total, H, D]")
     for name, tensor in (("k", k), ("v", v)):
         if tensor.shape != q.shape:
@@ -131,12 +115,12 @@ def attention_varlen(
     if is_exporting():
         return _with_block_mask(q, k, v, cu_seqlens, scale)
     if backend == "triton":
-        out: Tensor = attention_kernel([q, k, v], cu_seqlens, None, max_seqlen, scale_of(q, scale))[0]
+        out: Tensor = attention_kernel([q, k, v], cu_seqlens, None, max_seqlen, softmax_scale(q, scale))[0]
         return out
-    lengths = _lengths_read(cu_seqlens, max_seqlen, q.shape[0])
+    lengths = _read_lengths(cu_seqlens, max_seqlen, q.shape[0])
     if backend == "eager":
         return reference.attention_varlen(q, k, v, cu_seqlens, scale=scale)
-    return _by_torch(q, k, v, lengths, scale)
+    return _varlen_by_sdpa(q, k, v, lengths, scale)
 
 
 def attention_varlen_qkvpacked(
@@ -146,26 +130,14 @@ def attention_varlen_qkvpacked(
 
     Args:
         qkv: Packed projections [total, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
-        cu_seqlens, max_seqlen, scale, backend: See `attention_varlen`.
+        cu_seqlens, max_seqlen, scale, backend: See `attention_varlen`, also for the errors.
     Returns:
         [total, H, D] in qkv.dtype, contiguous: the input of the proj linear layer.
-    Raises:
-        ValueError: the shape of qkv is not [total, 3, H, D], its dtype is not floating, or cu_seqlens is invalid (eager
-            and sdpa only).
-        UnsupportedInputError: the backend cannot run this input; lists all reasons.
     """
     check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     if qkv.dim() != 4 or qkv.shape[1] != 3:
         raise ValueError(f"qkv must have shape [total, 3, H, D], got {tuple(qkv.shape)}")
-    backend = resolve_backend(backend, qkv.device, qkv.dtype)
-    if backend == "triton" and not is_exporting():
-        (qkv,) = autocast(qkv)
-        check_dtype("qkv", qkv)
-        check_lengths(cu_seqlens, max_seqlen, qkv)
-        out: Tensor = attention_kernel([qkv], cu_seqlens, None, max_seqlen, scale_of(qkv, scale))[0]
-        return out
-    q, k, v = qkv.unbind(1)
-    return attention_varlen(q, k, v, cu_seqlens, max_seqlen, scale=scale, backend=backend).contiguous()
+    return attention_among(qkv, Keys(cu_seqlens, max_seqlen), scale=scale, backend=backend)
 
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
@@ -178,14 +150,23 @@ def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = Non
     Returns:
         A tensor with the shape of qkv without the dimension of size 3.
     """
-    if keys is None:
-        return attention_qkvpacked(qkv, scale=scale, backend=backend)
-    if keys.cu_seqlens is not None:
-        if qkv.dim() == 5:
-            return attention_among(qkv.squeeze(0), keys, scale=scale, backend=backend)[None]
-        return attention_varlen_qkvpacked(qkv, keys.cu_seqlens, keys.max_seqlen, scale=scale, backend=backend)
-    q, k, v = qkv.transpose(1, 3).unbind(2)
-    return attention(q, k, v, scale=scale, key_mask=keys.mask, backend=backend).transpose(1, 2)
+    cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)
+    backend = resolve_backend(backend, qkv.device, qkv.dtype)
+    if backend == "triton" and not is_exporting():
+        (qkv,) = _autocast(qkv)
+        check_dtype("qkv", qkv)
+        if cu_seqlens is not None:
+            check_lengths(cu_seqlens, max_seqlen, qkv)
+        if key_mask is not None:
+            check_key_mask(key_mask, qkv.shape[0], qkv.shape[1], qkv.device)
+        out: Tensor = attention_kernel([qkv], cu_seqlens, key_mask, max_seqlen, softmax_scale(qkv, scale))[0]
+        return out
+    if cu_seqlens is None:
+        q, k, v = qkv.transpose(1, 3).unbind(2)  # each [B, H, N, D], views
+        return attention(q, k, v, scale=scale, key_mask=key_mask, backend=backend).transpose(1, 2)
+    q, k, v = qkv.flatten(0, -4).unbind(1)  # each [total, H, D], views
+    mixed = attention_varlen(q, k, v, cu_seqlens, max_seqlen, scale=scale, backend=backend).contiguous()
+    return mixed if qkv.dim() == 4 else mixed[None]
 
 
 def scaled_dot_product_attention(
@@ -205,20 +186,22 @@ def scaled_dot_product_attention(
     dropout, causal masks, grouped queries, torch.func transforms, and torch's fused kernels disabled (`sdpa_kernel`).
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    # check the tensors first: under torch.fx the numbers are Proxies too, which cannot be compared
-    plain = all(map(_is_ordinary, tensors)) and dropout_p == 0.0 and not is_causal and not enable_gqa
+    # torch's function runs nested tensors, subclasses such as DTensor, and fx's Proxy. Check the tensors first: under
+    # torch.fx the numbers are Proxies too, which cannot be compared.
+    ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested for tensor in tensors)
+    plain = ordinary and dropout_p == 0.0 and not is_causal and not enable_gqa
     if plain and _auto_is_triton(query):
-        q, k, v = autocast(query, key, value)
+        q, k, v = _autocast(query, key, value)
         key_mask = None if attn_mask is None else key_mask_of(attn_mask, q, k)
         understood = attn_mask is None or key_mask is not None
-        if understood and not unsupported_reasons(q, k, v, scale_of(q, scale)):
+        if understood and not unsupported_reasons(q, k, v, softmax_scale(q, scale)):
             return attention(q, k, v, scale=scale, key_mask=key_mask, backend="triton")
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
-def scale_of(tensor: Tensor, scale: float | None) -> float:
+def softmax_scale(tensor: Tensor, scale: float | None) -> float:
     # max avoids 0 ** -0.5, and keeps a symbolic width symbolic
     return max(tensor.shape[-1], 1) ** -0.5 if scale is None else float(scale)
 
@@ -228,17 +211,9 @@ def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
     shape = (*query.shape[:3], key.shape[2])
     sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     fits = attn_mask.dim() > 1 and len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, shape))
-    if attn_mask.dtype != torch.bool or attn_mask.device != key.device or not fits:
+    if attn_mask.device != key.device or not fits or not is_padding(attn_mask.expand(shape)):
         return None
-    whole = attn_mask.expand(shape)
-    if any(size > 1 and stride for size, stride in zip(shape[1:3], whole.stride()[1:3])):
-        return None
-    return whole[:, 0, 0]
-
-
-def _is_ordinary(tensor: Tensor) -> bool:
-    """Returns False for nested tensors, subclasses such as DTensor, and fx's Proxy; torch's function runs these."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested
+    return attn_mask.expand(shape)[:, 0, 0]
 
 
 def _auto_is_triton(query: Tensor) -> bool:
@@ -255,51 +230,12 @@ def _fused_sdpa_is_allowed() -> bool:
     return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Casts the tensors to autocast's dtype if autocast is on, like torch's own attention."""
     return tuple(tensor.to(matmul_dtype(tensor)) for tensor in tensors)
 
 
-def check_dtype(name: str, tensor: Tensor) -> None:
-    if str(tensor.dtype) not in DTYPES:
-        raise ValueError(f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {tensor.dtype}")
-
-
-def check_key_mask(key_mask: Tensor, batch: int, tokens: int, device: torch.device) -> None:
-    """Raises ValueError unless the mask is bool [batch, tokens] on `device`."""
-    fits = key_mask.dim() == 2 and key_mask.shape == (batch, tokens)
-    if key_mask.dtype != torch.bool or key_mask.device != device or not fits:
-        raise ValueError(
-            f"key_mask must be torch.bool [{batch}, {tokens}] on {device}, "
-            f"got {key_mask.dtype} {list(key_mask.shape)} on {key_mask.device}"
-        )
-
-
-def check_alike(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
-    """Raises ValueError unless q, k and v have the dimensions of `shape`, and equal dtypes and devices."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != shape.count(",") + 1:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-        check_dtype(name, tensor)
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(
-                f"{name} must have q's dtype and device, {q.dtype} on {q.device}, got {tensor.dtype} on {tensor.device}"
-            )
-
-
-def check_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> None:
-    """Raises ValueError for invalid arguments; does not read the values of cu_seqlens from the device."""
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != tokens.device:
-        raise ValueError(
-            f"cu_seqlens must be torch.int32 on {tokens.device}, got {cu_seqlens.dtype} on {cu_seqlens.device}"
-        )
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens must have shape [S + 1], got {tuple(cu_seqlens.shape)}")
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | torch.SymInt) or max_seqlen < 0:
-        raise ValueError(f"max_seqlen must be an int of at least 0, got {max_seqlen!r}")
-
-
-def _lengths_read(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[int]:
+def _read_lengths(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[int]:
     """Reads the lengths, which synchronizes with the device, and checks them."""
     bounds: list[int] = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
@@ -311,24 +247,24 @@ def _lengths_read(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[int]:
     return lengths
 
 
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float | None) -> Tensor:
-    """Runs torch's attention, with one call for consecutive sequences of equal length, such as windows."""
-    mixed, start = [], 0
+def _varlen_by_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float | None) -> Tensor:
+    """Calls SDPA once for consecutive sequences of equal length, such as windows."""
+    outputs, start = [], 0
     for length, group in itertools.groupby(lengths):
         end = start + length * len(list(group))
         if length:
             query, key, value = (tensor[start:end].unflatten(0, (-1, length)).transpose(1, 2) for tensor in (q, k, v))
             out = F.scaled_dot_product_attention(query, key, value, scale=scale)
-            mixed.append(out.transpose(1, 2).flatten(0, 1))
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
         start = end
-    if start < q.shape[0] or not mixed:
+    if start < q.shape[0] or not outputs:
         everything = torch.ones((), dtype=torch.bool, device=q.device)
-        mixed.append(q[start:].masked_fill(everything, 0))  # as in the reference
-    return torch.cat(mixed)
+        outputs.append(q[start:].masked_fill(everything, 0))  # as in the reference
+    return torch.cat(outputs)
 
 
 def _with_block_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
-    """Runs torch's attention over all tokens with a block mask, for runtimes without variable-length attention."""
+    """Calls SDPA over all tokens with a block mask, for runtimes without variable-length attention."""
     token = torch.arange(q.shape[0], device=q.device)
     sequence = (token[:, None] >= cu_seqlens[None, 1:]).sum(1)  # [total]
     inside = sequence < cu_seqlens.shape[0] - 1

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from .backends import kernel_reasons
-from .checks import DTYPES
-from .operators import Gradient, operator
+from .checks import DTYPES, unlike
+from .registration import Gradient, operator
 
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 128
@@ -33,10 +33,8 @@ def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[s
             continue
         if tensor.dtype not in DTYPES:
             reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            reasons.append(
-                f"{name} must have q's dtype and device, {q.dtype} on {q.device}, got {tensor.dtype} on {tensor.device}"
-            )
+        if reason := unlike(name, tensor, q):
+            reasons.append(reason)
         if tensor.stride(-1) != 1:
             reasons.append(f"{name} must have stride 1 along D, got {tensor.stride(-1)}: call .contiguous()")
         if tensor.shape[2] == 0:
@@ -57,54 +55,47 @@ def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[s
     return reasons
 
 
-def heads_first(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k, v [B, H, N, D] as views of [B, N, 3, H, D]."""
-    q, k, v = packed.transpose(1, 3).unbind(2)
-    return q, k, v
-
-
 def as_batch(packed: Tensor) -> Tensor:
     """Returns [total, H, D] as the view [1, H, total, D]."""
     return packed.transpose(0, 1).unsqueeze(0)
 
 
-def last_stride_one(tensor: Tensor) -> Tensor:
-    """Returns the gradient with stride 1 in its last dimension; copies others, e.g. an expanded scalar from `sum`."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _views(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k, v [B, H, N, D] as views of the argument of `attention_forward`."""
     first = qkv[0]
     if len(qkv) == 1:
-        return heads_first(first if first.dim() == 5 else first[None])
-    q, k, v = qkv if first.dim() == 4 else map(as_batch, qkv)
+        q, k, v = (first if first.dim() == 5 else first[None]).transpose(1, 3).unbind(2)
+    else:
+        q, k, v = qkv if first.dim() == 4 else map(as_batch, qkv)
     return q, k, v
 
 
 def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns an empty output [B, N_q, H, D], whose heads join without a copy, its view [B, H, N_q, D], and lse."""
-    q = _views(qkv)[0]
+    """Returns an empty output in the layout of q, its view [B, H, N_q, D], and lse.
+
+    In memory, the heads of a token are adjacent, so that flattening them for proj needs no copy.
+    """
+    q = _heads_first(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
     memory = q.new_empty((batch, tokens, heads, head_dim))
     view = memory.transpose(1, 2)
-    apart = len(qkv) == 3
-    out = memory[0] if qkv[0].dim() == (3 if apart else 4) else view if apart else memory
+    separate = len(qkv) == 3
+    out = memory[0] if qkv[0].dim() == (3 if separate else 4) else view if separate else memory
     return out, view, q.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
 def attention_forward(
-    qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, longest: int, scale: float
+    qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Computes softmax(scale q k^T) v in the layout of q, and its log-sum-exp [B, H, N_q], fp32, base 2.
 
     Args:
         qkv: q, k and v [B, H, N, D], or one tensor [B, N, 3, H, D]; for packed sequences 3 x [total, H, D],
             [total, 3, H, D] or [1, total, 3, H, D].
-        cu_seqlens: Boundaries of packed sequences; `longest` is their max_seqlen.
+        cu_seqlens, max_seqlen: Boundaries of packed sequences and the longest of them; None and 0 for batches.
         key_mask: bool [B, N_kv], False for padding.
     """
-    q, k, v = _views(qkv)
+    q, k, v = _heads_first(qkv)
     out, view, lse = _new_output(qkv)
     if cu_seqlens is not None and not q.shape[2]:
         return out, lse
@@ -112,36 +103,37 @@ def attention_forward(
         raise UnsupportedInputError("attention with backend='triton'", reasons)
     from ..kernels.attention import attention
 
-    attention.attention_forward(q, k, v, view, lse, scale, **_among(cu_seqlens, key_mask, longest))
+    attention.attention_forward(q, k, v, view, lse, scale, **_kernel_options(cu_seqlens, key_mask, max_seqlen))
     return out, lse
 
 
-def _fake(
-    qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, longest: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    out, _, lse = _new_output(qkv)
-    return out, lse
+def _kernel_options(cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int) -> dict[str, Any]:
+    return {
+        "sequences": None if cu_seqlens is None else cu_seqlens.contiguous(),
+        "keep": None if key_mask is None else _last_stride_one(key_mask),
+        "longest": max_seqlen,
+    }
 
 
-def _among(cu_seqlens: Tensor | None, key_mask: Tensor | None, longest: int) -> dict[str, Any]:
-    sequences = None if cu_seqlens is None else cu_seqlens.contiguous()
-    return {"sequences": sequences, "keep": None if key_mask is None else last_stride_one(key_mask), "longest": longest}
+def _last_stride_one(tensor: Tensor) -> Tensor:
+    """Copies a tensor if its last stride is not 1, e.g. a gradient that `sum` expanded from a scalar."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def attention_gradient(
     grad_output: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
-    key_mask: Tensor | None, longest: int, scale: float,
+    key_mask: Tensor | None, max_seqlen: int, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of `qkv` in `attention_forward`, contiguous."""
-    gradients = [tensor.new_empty(tensor.shape) for tensor in qkv]
-    q, k, v = _views(qkv)
+    gradients = _fake_gradient(grad_output, qkv)
+    q, k, v = _heads_first(qkv)
     if cu_seqlens is not None and not q.shape[2]:
         return gradients
     from ..kernels.attention import attention
 
-    dq, dk, dv = _views(gradients)
-    o, do = (_output_view(tensor, qkv) for tensor in (out, last_stride_one(grad_output)))
-    attention.attention_backward(q, k, v, o, do, lse, dq, dk, dv, scale, **_among(cu_seqlens, key_mask, longest))
+    o, do = (_output_view(tensor, qkv) for tensor in (out, _last_stride_one(grad_output)))
+    options = _kernel_options(cu_seqlens, key_mask, max_seqlen)
+    attention.attention_backward(q, k, v, o, do, lse, *_heads_first(gradients), scale, **options)
     return gradients
 
 
@@ -160,7 +152,7 @@ def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -
     return 4 * batch * heads * n_q * n_kv * head_dim
 
 
-def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, longest: int, scale: float) -> int:
+def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, max_seqlen: int, scale: float) -> int:
     """Returns the FLOP; for packed sequences an upper bound, as if all were as long as the longest."""
     if len(qkv) == 1:
         *leading, tokens, _, heads, head_dim = qkv[0]
@@ -169,11 +161,7 @@ def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, longest: int, scale: float) 
         (tokens, heads, head_dim), batch, n_kv = qkv[0], 1, 0
     else:
         (batch, heads, tokens, head_dim), n_kv = qkv[0], qkv[1][2]
-    return attention_flop(batch, heads, tokens, n_kv if cu_seqlens is None else longest, head_dim)
-
-
-def _gradient_flop(grad_output: Any, qkv: Any, out: Any, lse: Any, *args: Any) -> int:
-    return _flop(qkv, *args) * 5 // 2
+    return attention_flop(batch, heads, tokens, n_kv if cu_seqlens is None else max_seqlen, head_dim)
 
 
 def _save(args: Sequence[Any], output: Any) -> tuple[Sequence[Tensor | None], Any]:
@@ -187,13 +175,14 @@ def _backward(grad_output: Tensor, saved: Sequence[Any], rest: Any) -> Sequence[
 
 
 attention_kernel = operator(
-    "vit_fast::attention",
-    "(Tensor[] qkv, Tensor? cu_seqlens, Tensor? key_mask, SymInt longest, float scale) -> (Tensor, Tensor)",
-    attention_forward, what="attention", fake=_fake, flop=_flop, gradient=Gradient(_save, _backward),
+    "attention", "(Tensor[] qkv, Tensor? cu_seqlens, Tensor? key_mask, SymInt max_seqlen, float scale) "
+    "-> (Tensor, Tensor)",
+    attention_forward, what="attention", fake=lambda qkv, *args: _new_output(qkv)[::2], flop=_flop,
+    gradient=Gradient(_save, _backward),
 )  # fmt: skip
 attention_backward_kernel = operator(
-    "vit_fast::attention_backward",
-    "(Tensor grad_output, Tensor[] qkv, Tensor out, Tensor lse, Tensor? cu_seqlens, Tensor? key_mask, SymInt longest, "
-    "float scale) -> Tensor[]",
-    attention_gradient, what="attention", fake=_fake_gradient, flop=_gradient_flop,
+    "attention_backward", "(Tensor grad_output, Tensor[] qkv, Tensor out, Tensor lse, Tensor? cu_seqlens, "
+    "Tensor? key_mask, SymInt max_seqlen, float scale) -> Tensor[]",
+    attention_gradient, what="attention", fake=_fake_gradient,
+    flop=lambda grad_output, qkv, out, lse, *args: _flop(qkv, *args) * 5 // 2,
 )  # fmt: skip

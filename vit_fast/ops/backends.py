@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, get_args
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, get_args
 
 import torch
 from torch.torch_version import TorchVersion
 
+from ..accuracy import judge
 from ..arguments import check_choice
-from .flops import register_flop_formulas
-from .probe import probe_reasons
+from . import reference
+from .registration import constant_to_compiler, register_flop_formulas
 
 Backend = Literal["eager", "sdpa", "triton"]
-BackendChoice = Literal["auto", "eager", "sdpa", "triton"]
-BACKENDS: tuple[str, ...] = get_args(BackendChoice)
+BACKENDS: tuple[str, ...] = ("auto", *get_args(Backend))
 
 MIN_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def constant_to_compiler(function: Function) -> Function:
-    """Decorator: torch.compile calls the function while it traces, and the result is a constant of the graph.
-
-    Does the same as torch.compiler.assume_constant_result without importing the compiler and Triton.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # an attribute of a function
-    return function
+_PROBE_SHAPE = (1, 2, 40, 64)  # [B, H, N, D]: several tiles, the last one partial
+_LONGEST_MESSAGE = 300  # characters; compiler output can be pages long
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> Backend:
@@ -71,7 +65,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     """Returns all reasons why Triton kernels cannot run on this device.
 
-    On a CUDA device, runs one small kernel first (`probe.py`). A CPU is supported only under Triton's interpreter
+    On a CUDA device, runs a test kernel first. A CPU is supported only under Triton's interpreter
     (TRITON_INTERPRET=1 when the process started) and by the stand-in driver, which computes nothing.
     """
     if device == torch.device("cuda") and torch.cuda.is_available():  # a device without an index is the current one
@@ -99,7 +93,7 @@ def _capability_reasons(device: torch.device) -> tuple[str, ...]:
 def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Returns all reasons why kernels with matmuls of this dtype cannot run on a device."""
     reasons = list(triton_unavailable_reasons(device))
-    if reasons or dtype != torch.float32 or _computes_exactly() or _tf32_is_allowed():
+    if reasons or dtype != torch.float32 or _computes_fp32_exactly() or _tf32_is_allowed():
         return reasons
     return [
         "fp32 matmuls must be allowed to use TF32, got "
@@ -109,8 +103,7 @@ def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 @constant_to_compiler
-def _computes_exactly() -> bool:
-    """Returns True in Triton's interpreter; compiled kernels compute fp32 products in TF32."""
+def _computes_fp32_exactly() -> bool:
     return interpreter_is_active()
 
 
@@ -171,6 +164,57 @@ def interpreter_is_active() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+_probed: dict[torch.device, tuple[str, ...]] = {}
+_probe_lock = threading.Lock()
+
+
+def probe_reasons(device: torch.device) -> tuple[str, ...]:
+    """Runs a test kernel once per device and process, and returns the reasons why kernels cannot run.
+
+    The properties of a device are not enough: a C compiler may be missing, the driver too old, or the compiled code
+    incorrect. Nothing runs inside a CUDA-graph capture, which would record the kernel.
+
+    Args:
+        device: Must have an index.
+    """
+    if (cached := _probed.get(device)) is not None:
+        return cached
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return (f"the test kernel must run on {device} before a CUDA graph capture: call the model once first",)
+    with _probe_lock:
+        if device not in _probed:
+            # A new thread has none of the caller's modes: fake tensors, torch.func, inference mode, a default
+            # device, autocast, a tracer.
+            with ThreadPoolExecutor(max_workers=1) as pool:
+                try:
+                    _probed[device] = pool.submit(_run_and_compare, device).result()
+                except torch.OutOfMemoryError as error:  # not an error of the kernels: try again next time
+                    return (_failure(device, error),)
+                except Exception as error:  # compilers and drivers raise any type
+                    _probed[device] = (_failure(device, error),)
+        return _probed[device]
+
+
+def _failure(device: torch.device, error: Exception) -> str:
+    message = " ".join(str(error).split())
+    if len(message) > _LONGEST_MESSAGE:
+        message = f"{message[: _LONGEST_MESSAGE // 2]} ... {message[-_LONGEST_MESSAGE // 2 :]}"
+    return f"the test kernel failed on {device}: {type(error).__name__}: {message}"
+
+
+def _run_and_compare(device: torch.device) -> tuple[str, ...]:
+    from ..kernels.attention.attention import attention_forward
+
+    generator = torch.Generator().manual_seed(0)  # leaves the user's random state unchanged
+    q, k, v = (torch.randn(_PROBE_SHAPE, generator=generator).half() for _ in range(3))
+    out = torch.full(_PROBE_SHAPE, float("nan"), dtype=torch.float16, device=device)
+    lse = torch.empty(_PROBE_SHAPE[:3], dtype=torch.float32, device=device)
+    attention_forward(q.to(device), k.to(device), v.to(device), out, lse, _PROBE_SHAPE[3] ** -0.5)
+    exact = reference.attention(q.double(), k.double(), v.double())
+    verdict = judge(out.cpu(), reference.attention(q, k, v), exact)
+    return () if verdict.passed else (f"the test kernel does not match the reference on {device}: {verdict}",)
+
+
 def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
     """Returns the reasons why no kernel is compiled for this device."""
     reasons = triton_unavailable_reasons(device)
@@ -183,7 +227,7 @@ def compile_launches(call: Callable[[], object], progress: Callable[[int, int], 
     """Runs a call but skips the launches of kernels that are not compiled yet, then compiles these kernels.
 
     Args:
-        call: Must work on uninitialised tensors and have no side effects. `nothing_to_compile_reasons` must have
+        call: Must work on uninitialized tensors and have no side effects. `nothing_to_compile_reasons` must have
             returned none.
         progress: Called with the number of compiled kernels and their total.
     Returns:

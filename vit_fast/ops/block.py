@@ -1,35 +1,55 @@
-"""A pre-norm encoder block, or one of its halves, as one operator that runs the Triton kernels.
+"""A pre-norm encoder block, or one of its halves, as one operator: `vit_fast::block`.
 
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-Dropout is not supported. Drop path can be applied only to the output of a single half.
+`fused_block` is one call of torch's dispatcher. One launch folds the norms into qkv and fc1, unless `fold` did so
+before; one launch of the backward (`block_backward.py`) computes the matmuls of all weight gradients. Dropout is not
+supported. Drop path can be applied only to the output of a single half.
+
+Blocks pass LayerNorm statistics to each other, fp32 [M, 2, row_parts(C)]: the kernel that writes M tokens computes them
+per piece of C columns, and the next kernel combines them and adds its own epsilon (`kernels/row_parts.py`).
+
+The backward needs the input of each norm. fp32 tokens are saved normalized, in the dtype of the matmuls, with rstd as
+fp32 [1, M]; half-precision tokens are saved unchanged, with mean and rstd as fp32 [2, M].
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
-from .attention import check_key_mask, check_lengths
-from .block_op import block_kernel, named
-from .checks import require_supported
-from .descriptions import LAYOUTS, BlockTensors, Keys, QkNorm, Rope, check_qk_norm, checked_rope, is_rms
-from .operators import matmul_dtype, needs_gradient, text_of
-from .rotary import QkSettings, QkTensors, flat_settings
+from ..kernels.row_parts import row_parts
+from .attention_op import attention_forward
+from .block_backward import (
+    SETTINGS,
+    BlockSettings,
+    block_backward_kernel,
+    block_flop,
+    gradient_names,
+    normed_linears,
+    saved_names,
+    tensors_of,
+)
+from .checks import as_matrix, check_key_mask, check_lengths, check_qk_norm, checked_rope, require_supported
+from .descriptions import BlockTensors, Keys, QkNorm, Rope
+from .registration import Gradient, matmul_dtype, needs_gradient, operator, text_of
+from .rotary import QkSettings, QkTensors, QkvStep, operator_arguments, qkv_step
+
+if TYPE_CHECKING:
+    from ..kernels.linear.folding import FoldedLinear
+    from ..kernels.matmul.matmul_launch import HeadStep
 
 _NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
+_DROPPED_BY_FOLD = [f"{name}_{part}" for name in ("norm1", "norm2", "gate", "inner") for part in ("weight", "bias")]
 
 
 def fold(
-    tensors: BlockTensors,
-    dtype: torch.dtype,
-    norm: str = "layer_norm",
-    rope_head: int = 0,
-    inner_norm: str = "none",
+    tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", rope_head: int = 0, inner_norm: str = "none"
 ) -> BlockTensors:
     """Folds the norms of a block into qkv, fc1 and, with a norm inside the MLP, fc2.
 
@@ -40,30 +60,16 @@ def fold(
         rope_head: Pass head_dim D to make channels j and j + D/2 of q and k adjacent, which does not change q k^T. The
             block then needs positions from `interleave`. 0 keeps the order.
     """
-    from ..kernels.linear.folding import NormedLinear, fold_linears
+    from ..kernels.linear.folding import fold_linears
 
     with torch.no_grad():
         t = BlockTensors._make(tensor if tensor is None else tensor.detach() for tensor in tensors)
-        linears = [
-            NormedLinear(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, is_rms(norm), rope_head=rope_head),
-            NormedLinear(
-                t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, is_rms(norm), t.gate_weight, t.gate_bias
-            ),
-        ]
-        if inner_norm != "none":
-            linears.append(NormedLinear(t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, is_rms(inner_norm)))
-        qkv, fc1, *fc2 = fold_linears(linears, dtype)
-        folded = (qkv, fc1, *fc2)
-        sums = [f.shift.new_empty(0) if f.weight_sum is None else f.weight_sum for f in folded]
-        if fc2:
-            t = t._replace(
-                fc2_weight=fc2[0].weight, fc2_bias=fc2[0].shift, fc2_sum=sums[2], inner_weight=None, inner_bias=None
-            )
-        return t._replace(
-            norm1_weight=None, norm1_bias=None, qkv_weight=qkv.weight, qkv_bias=qkv.shift, qkv_sum=sums[0],
-            norm2_weight=None, norm2_bias=None, fc1_weight=fc1.weight, fc1_bias=fc1.shift, fc1_sum=sums[1],
-            gate_weight=None, gate_bias=None, proj_weight=t.proj_weight.to(dtype), fc2_weight=t.fc2_weight.to(dtype),
-        )  # fmt: skip
+        linears = normed_linears(t, norm, inner_norm, rope_head)
+        folded: dict[str, Any] = {"proj_weight": t.proj_weight.to(dtype), "fc2_weight": t.fc2_weight.to(dtype)}
+        for name, linear in zip(linears, fold_linears(list(linears.values()), dtype)):
+            sums = linear.shift.new_empty(0) if linear.weight_sum is None else linear.weight_sum
+            folded |= {f"{name}_weight": linear.weight, f"{name}_bias": linear.shift, f"{name}_sum": sums}
+        return t._replace(**dict.fromkeys(_DROPPED_BY_FOLD), **folded)
 
 
 def fused_block(
@@ -109,7 +115,7 @@ def fused_block(
     if x.dtype not in (torch.float32, dtype):  # fp32 stays fp32, as under autocast for sums and LayerNorm
         x = x.to(dtype)
     emit_statistics = next_statistics and residual and x.dtype != torch.float32
-    of_qk, qk, prefix, longest = _NO_QK, _NO_SETTINGS, 0, 0
+    of_qk, qk, prefix, max_seqlen = _NO_QK, _NO_SETTINGS, 0, 0
     if tensors.qkv_weight is not None:
         width = tensors.qkv_weight.shape[0]
         if attention_scale is None:
@@ -117,7 +123,8 @@ def fused_block(
         if qk_norm is not None or rope is not None:
             of_qk, qk, prefix = checked_qk(x, width, heads, qk_norm, rope, tensors.qkv_sum is not None)
         if keys is not None:
-            of_qk, longest = of_qk._replace(cu_seqlens=keys.cu_seqlens, key_mask=keys.mask), _checked_longest(x, keys)
+            of_qk = of_qk._replace(cu_seqlens=keys.cu_seqlens, key_mask=keys.mask)
+            max_seqlen = _checked_max_seqlen(x, keys)
     device = x.device
     flat: list[Tensor] = []
     present: list[int] = []
@@ -125,43 +132,40 @@ def fused_block(
         if tensor is None:
             continue
         if tensor.device != device:  # torch's dispatcher chooses one device before the operator sees its inputs
-            require_supported(*named(tensors), x, dtype)
+            require_supported(*_names_in_errors(tensors), x, dtype)
         flat.append(tensor)
         present.append(number)
-    keep = needs_gradient(x, *flat)
-    if keep and tensors.qkv_sum is not None:
+    saves = needs_gradient(x, *flat)
+    if saves and tensors.qkv_sum is not None:
         reason = "folded weights have no gradients: pass the parameters, or use torch.no_grad()"
         raise UnsupportedInputError("a block of folded weights with gradients enabled", [reason])
     inner, inner_eps = inner_norm or ("none", 0.0)
     words = text_of(
-        norm, activation, qk.norm, qk.over, qk.layout, inner, residual, emit_statistics, keep, dtype, tuple(present)
+        norm, activation, qk.norm, qk.over, qk.layout, inner, residual, emit_statistics, saves, dtype, tuple(present)
     )  # fmt: skip
     scale = 1.0 if attention_scale is None else attention_scale
-    outputs = block_kernel(
-        x, statistics, flat, heads, scale, prefix, longest, *eps, qk.eps, inner_eps, words
-    )  # fmt: skip
+    outputs = block_kernel(x, statistics, flat, heads, scale, prefix, max_seqlen, *eps, qk.eps, inner_eps, words)
     return outputs[0], outputs[1] if emit_statistics else None
 
 
 def checked_qk(
-    x: Tensor, packed_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None, together: bool
+    x: Tensor, qkv_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None, is_folded: bool
 ) -> tuple[QkTensors, QkSettings, int]:
     """Checks qk-norm and rotation against x [B, N, C] and a qkv layer of 3 H D outputs; returns operator arguments.
 
     Args:
-        together: True if the layer was folded, so that positions from `interleave` are possible.
+        is_folded: True if the layer was folded, so that positions from `interleave` are possible.
     """
-    head_dim = packed_width // (3 * heads)
+    head_dim = qkv_width // (3 * heads)
     if qk_norm is not None:
         check_qk_norm(qk_norm, heads, head_dim)
     if rope is not None:
-        layouts = (*LAYOUTS, "interleaved_half") if together else LAYOUTS
-        rope = checked_rope(rope, (x.shape[0], x.shape[1], 3, heads, head_dim), layouts)
-    return flat_settings(x, qk_norm, rope)
+        rope = checked_rope(rope, (x.shape[0], x.shape[1], 3, heads, head_dim), is_folded)
+    return operator_arguments(x, qk_norm, rope)
 
 
-def _checked_longest(x: Tensor, keys: Keys) -> int:
-    """Checks keys against x [B, N, C]; returns the longest packed sequence, or 0."""
+def _checked_max_seqlen(x: Tensor, keys: Keys) -> int:
+    """Checks keys against x [B, N, C]; returns max_seqlen of packed sequences, or 0."""
     if keys.mask is not None:
         check_key_mask(keys.mask, x.shape[0], x.shape[1], x.device)
         return 0
@@ -170,3 +174,203 @@ def _checked_longest(x: Tensor, keys: Keys) -> int:
     cu_seqlens: Any = keys.cu_seqlens
     check_lengths(cu_seqlens, keys.max_seqlen, x)
     return keys.max_seqlen
+
+
+def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
+    """Runs a block on x [B, N, C], or its second half on x [..., C].
+
+    Args:
+        tensors: The tensors of `BlockTensors` and `QkTensors` that are present.
+        settings: See `BlockSettings.read`.
+    Returns:
+        The output; with `next_statistics` its LayerNorm statistics; and with `saves` the tensors that `saved_names`
+            lists.
+    """
+    from ..kernels.linear.linear import linear_residual
+
+    s = BlockSettings.read(settings)
+    t, qk = tensors_of(tensors, s)
+    saved: dict[str, Tensor] = {}
+    rows, step = as_matrix(x), None
+    if t.qkv_weight is not None:
+        head_dim = t.qkv_weight.shape[0] // (3 * s.heads)
+        step = qkv_step(qk, s.qk, s.prefix, head_dim, t.qkv_sum is not None, None if s.saves else s.dtype)
+    folded = _folded(x, t, 0 if step is None else step.rope_head, s)
+    weights = _plain_weights(t, s)
+    y, emitted = rows, statistics
+    if step is not None:
+        flat = _qkv(y, emitted, folded["qkv"], step.for_matmul(x.shape[-2]), saved, s)
+        packed = flat.view(*x.shape[:-1], 3, s.heads, step.head_dim)
+        mixed = _attend(packed, step, qk, saved, s)
+        # the norm before fc1 computes the statistics of fp32 tokens itself
+        statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32
+        base = rows if s.residual else None
+        dtype = _branch_dtype(s.dtype, t.scale1) if base is None else base.dtype
+        y, emitted = linear_residual(mixed, weights["proj"], t.proj_bias, t.scale1, base, statistics_too, dtype)
+    if t.fc1_weight is not None:
+        y, emitted = _mlp(y, emitted, folded, weights.get("fc2"), t, saved, s)
+    outputs = [y.view(x.shape), *([] if emitted is None or not s.next_statistics else [emitted])]
+    return outputs + [saved[name] for name in _new_names(x, s)]
+
+
+def _qkv(
+    rows: Tensor, statistics: Tensor | None, qkv: FoldedLinear, head_step: HeadStep | None, saved: dict[str, Tensor],
+    s: BlockSettings,
+) -> Tensor:  # fmt: skip
+    from ..kernels import layer_norm
+    from ..kernels.linear import linear
+
+    norm_input = layer_norm.input_rows(rows, s.eps1, statistics, s.dtype, qkv.weight_sum is None)
+    if not s.saves:
+        return linear.layer_norm_linear(norm_input, qkv, head_step=head_step)
+    flat, _, normed = linear.layer_norm_linear_keeping(norm_input, qkv, head_step=head_step)
+    saved |= {"rows1": normed.source, "statistics1": normed.statistics}
+    return flat
+
+
+def _attend(packed: Tensor, step: QkvStep, qk: QkTensors, saved: dict[str, Tensor], s: BlockSettings) -> Tensor:
+    ready, before = step.forward(packed, s.saves)
+    mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale)
+    saved |= {"qkv": ready, "mixed": mixed, "lse": lse} | ({} if before is None else {"before_norm": before})
+    return as_matrix(mixed.flatten(2))
+
+
+def _mlp(
+    rows: Tensor, statistics: Tensor | None, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
+    saved: dict[str, Tensor], s: BlockSettings,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    from ..kernels import layer_norm
+    from ..kernels.linear import hidden_norm, linear
+
+    fc1, inner = folded["fc1"], folded.get("fc2")
+    gated = fc1.shift.shape[0] != t.fc2_weight.shape[1]
+    norm_input = layer_norm.input_rows(rows, s.eps2, statistics, s.dtype, fc1.weight_sum is None)
+    part = None  # LayerNorm statistics of the hidden layer, if a norm of half-precision tokens follows
+    if inner is not None and s.dtype != torch.float32:
+        part = layer_norm.new_statistics(rows.shape[0], t.fc2_weight.shape[1], rows.device)
+    if s.saves:
+        h, z, normed = linear.layer_norm_linear_keeping(norm_input, fc1, s.activation, gated, out_part=part)
+        saved |= {"rows2": normed.source, "statistics2": normed.statistics, "z": z}
+    else:
+        h = linear.layer_norm_linear(norm_input, fc1, s.activation, gated, out_part=part)
+    dtype, base = _mlp_dtype(rows.dtype, t.scale2, s), rows if s.residual else None
+    if fc2 is not None:
+        return linear.linear_residual(h, fc2, t.fc2_bias, t.scale2, base, s.next_statistics, dtype)
+    assert inner is not None, "fc2 must be passed, or folded with its norm"
+    emitted = layer_norm.new_statistics(rows.shape[0], rows.shape[1], rows.device) if s.next_statistics else None
+    second = hidden_norm.HiddenLinear(inner, s.inner_eps)
+    y, hidden = hidden_norm.hidden_linear_residual(h, part, second, t.scale2, base, emitted, dtype, s.saves)
+    if hidden is not None:
+        saved |= {"branch": hidden.branch, "hidden": hidden.statistics}
+    return y, emitted
+
+
+def _branch_dtype(dtype: torch.dtype, layer_scale: Tensor | None) -> torch.dtype:
+    """Returns the dtype of a branch without residual: fp32 if LayerScale is, because fp16 cannot hold 1e-6."""
+    return dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
+
+
+def _mlp_dtype(stream: torch.dtype, layer_scale: Tensor | None, s: BlockSettings) -> torch.dtype:
+    """Returns the dtype under autocast: the matmul dtype, unless x is added or LayerScale is fp32."""
+    return stream if s.residual or (layer_scale is not None and layer_scale.dtype == stream) else s.dtype
+
+
+_MLP_NAMES = {
+    "norm2_weight": "norm_weight", "norm2_bias": "norm_bias", "scale2": "layer_scale",
+    "inner_weight": "inner_norm.weight", "inner_bias": "inner_norm.bias",
+}  # fmt: skip
+
+
+def _names_in_errors(t: Any) -> tuple[str, dict[str, Tensor | None]]:
+    """Returns the name of the operator, and its parameters by name."""
+    if t.qkv_weight is not None:
+        return "a block", t._asdict()
+    return "layer_norm_mlp", {_MLP_NAMES.get(name, name): tensor for name, tensor in t._asdict().items()}
+
+
+def _folded(x: Tensor, t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
+    """Returns the folded qkv, fc1 and, with a norm before it, fc2; folds them if they are not folded yet."""
+    from ..kernels.linear.folding import FoldedLinear, fold_linears
+
+    require_supported(*_names_in_errors(t), x, s.dtype)
+    if t.qkv_sum is None:
+        linears = normed_linears(t, s.norm, s.inner_norm, rope_head)
+        return dict(zip(linears, fold_linears(list(linears.values()), s.dtype)))
+    if t.qkv_weight.dtype != s.dtype:
+        reason = f"the weights must be folded in {s.dtype}, got {t.qkv_weight.dtype}: fold them again"
+        raise UnsupportedInputError("a block of folded weights", [reason])
+    folded: Any = {"qkv": (t.qkv_weight, t.qkv_sum, t.qkv_bias), "fc1": (t.fc1_weight, t.fc1_sum, t.fc1_bias)}
+    folded |= {} if t.fc2_sum is None else {"fc2": (t.fc2_weight, t.fc2_sum, t.fc2_bias)}
+    return {
+        name: FoldedLinear(weight, sums if sums.numel() else None, shift)
+        for name, (weight, sums, shift) in folded.items()
+    }
+
+
+def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
+    """Casts proj, and fc2 unless it is folded with its norm, to the dtype of the matmuls, by one launch."""
+    from ..kernels.linear.scaled_weights import in_dtype
+
+    weights = {} if t.proj_weight is None else {"proj": t.proj_weight}
+    if t.fc2_weight is not None and s.inner_norm == "none":
+        weights["fc2"] = t.fc2_weight
+    return dict(zip(weights, in_dtype(s.dtype, *weights.values())))
+
+
+def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
+    """Returns the saved tensors that the operator returns: all but x itself, which an operator must not return."""
+    names = saved_names(s) if s.saves else []
+    return names[1:] if names and x.dtype != torch.float32 else names
+
+
+def _fake(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
+    s = BlockSettings.read(settings)
+    t, _ = tensors_of(tensors, s)
+    M, C, fp32 = x.numel() // max(x.shape[-1], 1), x.shape[-1], x.dtype == torch.float32
+    if t.fc1_weight is None:
+        dtype = x.dtype if s.residual else _branch_dtype(s.dtype, t.scale1)
+    else:
+        dtype = _mlp_dtype(x.dtype, t.scale2, s)
+    outputs = [x.new_empty(x.shape, dtype=dtype)]
+    if s.next_statistics:
+        outputs.append(x.new_empty((M, 2, row_parts(C)), dtype=torch.float32))
+    if not s.saves:
+        return outputs
+    saved: dict[str, Tensor] = {}
+    for half in "12":
+        saved[f"rows{half}"] = x.new_empty((M, C), dtype=s.dtype)
+        saved[f"statistics{half}"] = x.new_empty((1 if fp32 else 2, M), dtype=torch.float32)
+    if t.qkv_weight is not None:
+        (B, N, _), D = x.shape, t.qkv_weight.shape[0] // (3 * s.heads)
+        saved["qkv"], saved["before_norm"] = (x.new_empty((B, N, 3, s.heads, D), dtype=s.dtype) for _ in range(2))
+        saved["mixed"] = x.new_empty((B, N, s.heads, D), dtype=s.dtype)
+        saved["lse"] = x.new_empty((B, s.heads, N), dtype=torch.float32)
+    if t.fc1_weight is not None:
+        saved["z"] = x.new_empty((M, t.fc1_weight.shape[0] * (1 if t.gate_weight is None else 2)), dtype=s.dtype)
+        saved["branch"], saved["hidden"] = x.new_empty((M, C), dtype=dtype), x.new_empty((2, M), dtype=torch.float32)
+    return outputs + [saved[name] for name in _new_names(x, s)]
+
+
+def _save(args: Sequence[Any], output: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Any]:
+    x, _, tensors, *rest = args
+    s = BlockSettings.read(rest)
+    new = output[len(output) - len(_new_names(x, s)) :]
+    return (*(() if x.dtype == torch.float32 else (x,)), *new, *tensors), rest
+
+
+def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
+    dx, *gradients = block_backward_kernel(grad_output, list(saved), *rest)
+    remaining = iter(gradients)
+    return dx, None, *(next(remaining) if name else None for name in gradient_names(BlockSettings.read(rest)))
+
+
+def _flop(x: Any, statistics: Any, tensors: Any, *settings: Any) -> int:
+    s = BlockSettings.read(settings)
+    t, qk = tensors_of(tensors, s)
+    return sum(block_flop(x, t, 0 if qk.cu_seqlens is None else s.max_seqlen))
+
+
+block_kernel = operator(
+    "block", f"(Tensor x, Tensor? statistics, Tensor[] tensors, {SETTINGS}) -> Tensor[]", _block_forward,
+    what="a block or layer_norm_mlp", fake=_fake, flop=_flop, gradient=Gradient(_save, _backward), cached=2,
+)  # fmt: skip

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .attention_op import attention_flop, attention_gradient
-from .checks import contiguous_rows, rows_of
-from .descriptions import BlockTensors, is_rms
-from .operators import operator, words_of
+from .checks import as_matrix, count_tokens, is_rms
+from .descriptions import BlockTensors
+from .registration import operator, words_of
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
 
 if TYPE_CHECKING:
@@ -24,45 +25,27 @@ if TYPE_CHECKING:
 
 
 class BlockSettings(NamedTuple):
-    """Arguments of a block that are not tensors: eight numbers, then strings and flags.
-
-    Attributes:
-        heads: Number of heads H.
-        scale: Multiplier of q k^T.
-        prefix: Number of tokens that are not rotated.
-        longest: max_seqlen of packed sequences.
-        eps1, eps2: Epsilons of the two norms, in units of x squared.
-        qk_eps, inner_eps: Epsilons of the norms of q and k, and of the norm before fc2.
-        norm, activation: See `fused_block`.
-        qk_norm, over: Kind of the norms of q and k, or "none"; and `over` of `QkNorm`.
-        layout: Layout of the rotary positions.
-        inner_norm: Kind of the norm before fc2, or "none".
-        residual: True if x is added; always True for a whole block.
-        next_statistics: True to return the LayerNorm statistics of the output.
-        keep: True to return the tensors that the backward needs.
-        matmul_dtype: Dtype of the matmuls, as text.
-        present: Indices of the fields of `BlockTensors`, then of `QkTensors`, that the list of tensors contains.
-    """
+    """Arguments of a block that are not tensors: eight numbers, then strings and flags. See `fused_block`."""
 
     heads: int
-    scale: float
-    prefix: int
-    longest: int
+    scale: float  # multiplier of q k^T
+    prefix: int  # number of tokens that are not rotated
+    max_seqlen: int  # of packed sequences
     eps1: float
     eps2: float
     qk_eps: float
     inner_eps: float
     norm: str
     activation: str
-    qk_norm: str
-    over: str
-    layout: str
-    inner_norm: str
+    qk_norm: str  # kind of the norms of q and k, or "none"
+    over: str  # of `QkNorm`
+    layout: str  # of the rotary positions
+    inner_norm: str  # kind of the norm before fc2, or "none"
     residual: bool
     next_statistics: bool
-    keep: bool
-    matmul_dtype: Any
-    present: Sequence[int] = ()
+    saves: bool  # return the tensors that the backward needs
+    matmul_dtype: Any  # as text
+    present: Sequence[int] = ()  # indices of the fields of `BlockTensors`, then `QkTensors`, in the list of tensors
 
     @classmethod
     def read(cls, flat: Sequence[Any]) -> BlockSettings:
@@ -80,35 +63,10 @@ class BlockSettings(NamedTuple):
 
 
 SETTINGS = (
-    "SymInt heads, float scale, SymInt prefix, SymInt longest, float eps1, float eps2, float qk_eps, float inner_eps, "
-    "str words"
+    "SymInt heads, float scale, SymInt prefix, SymInt max_seqlen, float eps1, float eps2, float qk_eps, "
+    "float inner_eps, str words"
 )
 """The schema of `BlockSettings`."""
-
-
-class Saved(NamedTuple):
-    """Tensors that the forward saves for the backward; None for an absent half.
-
-    Attributes:
-        rows1, statistics1: Input of the first norm and its statistics, see `block_op.py`.
-        qkv, mixed, lse: Input [B, N, 3, H, D] and output [B, N, H, D] of the attention, and its log-sum-exp.
-        before_norm: qkv before the norms of q and k, if there are any.
-        rows2, statistics2: Input of the second norm and its statistics.
-        z: fc1's output [M, F]; with a gate [M, 2 F], interleaved with the gate.
-        branch, hidden: Tensors that `kernels/linear/hidden_norm.py` saves for a norm before fc2.
-    """
-
-    rows1: Tensor | None = None
-    statistics1: Tensor | None = None
-    qkv: Tensor | None = None
-    mixed: Tensor | None = None
-    lse: Tensor | None = None
-    before_norm: Tensor | None = None
-    rows2: Tensor | None = None
-    statistics2: Tensor | None = None
-    z: Tensor | None = None
-    branch: Tensor | None = None
-    hidden: Tensor | None = None
 
 
 _TENSORS = len(BlockTensors._fields)
@@ -131,7 +89,14 @@ def gradient_names(s: BlockSettings) -> list[str]:
 
 
 def saved_names(s: BlockSettings) -> list[str]:
-    """Returns the fields of `Saved` that a backward receives."""
+    """Returns the names of the tensors that the forward saves for the backward.
+
+    rows1, statistics1: Input of the first norm and its statistics, see `block.py`; rows2, statistics2 of the second.
+    qkv, mixed, lse: Input [B, N, 3, H, D] and output [B, N, H, D] of the attention, and its log-sum-exp.
+    before_norm: qkv before the norms of q and k.
+    z: fc1's output [M, F]; with a gate [M, 2 F], interleaved with the gate.
+    branch, hidden: Tensors that `kernels/linear/hidden_norm.py` saves for a norm before fc2.
+    """
     names = []
     if _QKV in s.present:
         names = ["rows1", "statistics1", "qkv", "mixed", "lse", *(["before_norm"] if s.qk_norm != "none" else [])]
@@ -140,42 +105,53 @@ def saved_names(s: BlockSettings) -> list[str]:
     return names
 
 
+def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> dict[str, NormedLinear]:
+    """Returns the linear layers that follow a norm: qkv, fc1 and, with a norm before it, fc2."""
+    from ..kernels.linear.folding import NormedLinear
+
+    rms, linears = is_rms(norm), {}
+    if t.qkv_weight is not None:
+        linears["qkv"] = NormedLinear(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, rms, rope_head=rope_head)
+    if t.fc1_weight is not None:
+        linears["fc1"] = NormedLinear(
+            t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, rms, t.gate_weight, t.gate_bias
+        )
+        if inner_norm != "none":
+            linears["fc2"] = NormedLinear(t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, is_rms(inner_norm))
+    return linears
+
+
 def _read(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, Any, QkTensors]:
     names = saved_names(s)
-    saved = Saved(**dict(zip(names, tensors[: len(names)])))
+    saved = SimpleNamespace(**({"before_norm": None} | dict(zip(names, tensors))))
     return saved, *tensors_of(tensors[len(names) :], s)
 
 
-def block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
+def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
     """Returns the gradients of x and of the parameters that are present.
 
     Args:
         tensors: The tensors of `saved_names`, then those of the forward.
-        settings: See `block_forward`.
+        settings: See `BlockSettings.read`.
     """
     from ..kernels.linear import linear, scaled_weights, weight_products
 
     s = BlockSettings.read(settings)
     saved, t, qk = _read(tensors, s)
-    linears: dict[str, NormedLinear] = {}
+    linears = {name: layer.contiguous() for name, layer in normed_linears(t, s.norm, s.inner_norm).items()}
+    hidden = None
+    if "fc2" in linears:
+        hidden = _InnerNorm(linears.pop("fc2"), t.scale2, saved.branch, saved.hidden)
     weights: dict[str, tuple[Tensor, Tensor | None]] = {}
     if t.qkv_weight is not None:
-        linears["qkv"] = _normed(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, s.norm)
         weights = {"proj": (t.proj_weight.contiguous(), t.scale1), "qkv": (linears["qkv"].weight, None)}
-    if t.fc1_weight is not None:
-        linears["fc1"] = _normed(
-            t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, s.norm, t.gate_weight, t.gate_bias
-        )
-        if s.inner_norm == "none":
-            weights["fc2"] = t.fc2_weight.contiguous(), t.scale2
+    if t.fc1_weight is not None and hidden is None:
+        weights["fc2"] = t.fc2_weight.contiguous(), t.scale2
     scaled = dict(zip(weights, scaled_weights.scaled_weights(list(weights.values()), s.dtype)))
-    stream = contiguous_rows(grad_output)
-    narrow, hidden, sums = None, None, {}
+    stream = as_matrix(grad_output)
+    narrow, sums = None, {}
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     if t.fc1_weight is not None:
-        if s.inner_norm != "none":
-            inner = _normed(t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, s.inner_norm)
-            hidden = _HiddenGradient(inner, t.scale2, saved.branch, saved.hidden)
         norm_input = _norm_input(saved.rows2, saved.statistics2)
         (stream, narrow), d_fc1, dy, h = _mlp_gradient(
             stream, norm_input, saved.z, linears["fc1"], scaled.get("fc2"), s, hidden, t.qkv_weight is not None
@@ -186,38 +162,29 @@ def block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: An
         d_proj = stream.to(s.dtype) if narrow is None else narrow
         d_mixed = linear.product_gradient(d_proj, scaled["proj"]).view(saved.mixed.shape)
         (d_packed,) = attention_gradient(
-            d_mixed, [saved.qkv], saved.mixed, saved.lse, qk.cu_seqlens, qk.key_mask, s.longest, s.scale
+            d_mixed, [saved.qkv], saved.mixed, saved.lse, qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale
         )
         norm_sums = qkv_step(qk, s.qk, s.prefix, saved.qkv.shape[-1], False).backward(d_packed, saved.before_norm)
-        d_qkv, norm_input = contiguous_rows(d_packed.flatten(2)), _norm_input(saved.rows1, saved.statistics1)
-        stream, normalised, sums["qkv"] = linear.layer_norm_linear_gradient(
+        d_qkv, norm_input = as_matrix(d_packed.flatten(2)), _norm_input(saved.rows1, saved.statistics1)
+        stream, normalized, sums["qkv"] = linear.layer_norm_linear_gradient(
             d_qkv, norm_input, linears["qkv"], scaled["qkv"].weight, stream if s.residual else None
         )
-        pairs = {"qkv": (d_qkv, normalised), "proj": (d_proj, contiguous_rows(saved.mixed.flatten(2))), **pairs}
+        pairs = {"qkv": (d_qkv, normalized), "proj": (d_proj, as_matrix(saved.mixed.flatten(2))), **pairs}
     parts = dict(zip(pairs, weight_products.weight_products(*pairs.values())))
     gradients = _parameter_gradients(t, linears, sums, parts, pairs, hidden)
     gradients |= norm_gradients(norm_sums, qk)
     return [stream.view(grad_output.shape), *(gradients[name] for name in gradient_names(s) if name)]
 
 
-def _normed(
-    weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, norm: str,
-    gate: Tensor | None = None, gate_bias: Tensor | None = None,
-) -> NormedLinear:  # fmt: skip
-    from ..kernels.linear.folding import NormedLinear
-
-    return NormedLinear(weight, bias, gamma, beta, is_rms(norm), gate, gate_bias).contiguous()
-
-
 def _norm_input(rows: Tensor, statistics: Tensor) -> RowStatistics:
     from ..kernels.layer_norm import RowStatistics
 
-    return RowStatistics(contiguous_rows(rows), statistics)
+    return RowStatistics(as_matrix(rows), statistics)
 
 
 def _mlp_gradient(
     stream: Tensor, norm_input: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
-    s: BlockSettings, inner: _HiddenGradient | None, rounded: bool,
+    s: BlockSettings, inner: _InnerNorm | None, rounded: bool,
 ) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of x, of fc1's output and of fc2's output (rounded), and the input of fc2; all [M, *].
 
@@ -244,42 +211,39 @@ def _mlp_gradient(
 
 def _parameter_gradients(
     t: BlockTensors, linears: dict[str, NormedLinear], sums: dict[str, Tensor], parts: dict[str, Tensor],
-    pairs: dict[str, tuple[Tensor, Tensor]], hidden: _HiddenGradient | None,
+    pairs: dict[str, tuple[Tensor, Tensor]], hidden: _InnerNorm | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the gradients of linear layers, norms and LayerScales by the names of `BlockTensors`."""
     from ..kernels.linear.vector_gradients import parameter_gradients
     from ..kernels.linear.weight_gradients import FoldedProducts, ResidualProducts
 
-    folded = {name: FoldedProducts(parts[name], sums[name], layer) for name, layer in linears.items()}
-    if hidden is not None:
-        folded["fc2"] = hidden.products(parts["fc2"])
+    products = [FoldedProducts(parts[name], sums[name], layer) for name, layer in linears.items()]
     branches = {}
     for name, weight, bias, layer_scale in (
         ("proj", t.proj_weight, t.proj_bias, t.scale1), ("fc2", t.fc2_weight, t.fc2_bias, t.scale2),
     ):  # fmt: skip
-        if name in parts and name not in folded:
+        if name in parts and (name == "proj" or hidden is None):
             vectors = (vector if vector is None else vector.contiguous() for vector in (bias, layer_scale))
             branches[name] = ResidualProducts(parts[name], pairs[name][0], weight.contiguous(), *vectors)
-    names = list(folded)
-    of_folded, of_branches = parameter_gradients([folded[name] for name in names[:2]], list(branches.values()))
-    if names[2:]:  # one launch supports two folded layers
-        of_folded += parameter_gradients([folded[name] for name in names[2:]], [])[0]
+    if hidden is not None:
+        products.append(hidden.products(parts["fc2"]))
+    of_folded, of_branches = parameter_gradients(products[:2], list(branches.values()))
+    if products[2:]:  # one launch supports two folded layers
+        of_folded += parameter_gradients(products[2:], [])[0]
     gradients: dict[str, Any] = {}
-    for name, layer, norm in (("qkv", "qkv", "norm1"), ("fc1", "fc1", "norm2")):
-        if name in folded:
-            of = of_folded[names.index(name)]
-            gradients |= {f"{layer}_weight": of.weight, f"{layer}_bias": of.bias}
-            gradients |= {f"{norm}_weight": of.gamma, f"{norm}_bias": of.beta}
-            gradients |= {"gate_weight": of.gate, "gate_bias": of.gate_bias} if name == "fc1" else {}
+    for name, of in zip(linears, of_folded):
+        norm = "norm1" if name == "qkv" else "norm2"
+        gradients |= {f"{name}_weight": of.weight, f"{name}_bias": of.bias, "gate_weight": of.gate}
+        gradients |= {f"{norm}_weight": of.gamma, f"{norm}_bias": of.beta, "gate_bias": of.gate_bias}
     for name, branch in zip(branches, of_branches):
         of_scale = "scale1" if name == "proj" else "scale2"
         gradients |= {f"{name}_weight": branch.weight, f"{name}_bias": branch.bias, of_scale: branch.scale}
-    return gradients if hidden is None else gradients | hidden.gradients(of_folded[names.index("fc2")])
+    return gradients if hidden is None else gradients | hidden.gradients(of_folded[-1])
 
 
 @dataclass
-class _HiddenGradient:
-    """Backward through a norm between the hidden layer of an MLP and its second linear layer.
+class _InnerNorm:
+    """A norm between the hidden layer of an MLP and its second linear layer.
 
     Attributes:
         linear: The norm and the linear layer, with contiguous tensors.
@@ -295,7 +259,7 @@ class _HiddenGradient:
     sums: Tensor | None = field(default=None, init=False)
 
     def along(self, dy: Tensor) -> Tensor:
-        """Returns the mean of normalised tokens times their gradient, fp32 [M], for dy [M, C]."""
+        """Returns the mean of normalized tokens times their gradient, fp32 [M], for dy [M, C]."""
         from ..kernels.linear import hidden_norm
 
         along, self.sums = hidden_norm.along_rows(dy, self.branch, self.scale, self.linear.weight.shape[1])
@@ -326,23 +290,23 @@ class _HiddenGradient:
         return {"fc2_weight": d_weight, "fc2_bias": d_bias, "scale2": d_scale.to(scale.dtype), **of_norm}
 
 
-def block_flop(x: Sequence[int], t: BlockTensors, longest: int) -> tuple[int, int]:
+def block_flop(x: Sequence[int], t: BlockTensors, max_seqlen: int) -> tuple[int, int]:
     """Returns the FLOP of the matmuls and of the attention of a forward, 2 per multiply-add.
 
     Args:
         x, t: Shapes.
-        longest: max_seqlen of packed sequences; 0 means images.
+        max_seqlen: Longest of packed sequences; 0 means images.
     """
-    rows, width, matmuls, attention = rows_of(x), int(x[-1]), 0, 0
+    tokens, width, matmuls, attention = count_tokens(x), int(x[-1]), 0, 0
     shapes: Any = t
     if shapes.qkv_weight is not None:
         inner = int(shapes.qkv_weight[0]) // 3
-        matmuls += 2 * rows * width * 4 * inner
-        attention = attention_flop(1, 1, rows, longest or int(x[-2]), inner)
+        matmuls += 2 * tokens * width * 4 * inner
+        attention = attention_flop(1, 1, tokens, max_seqlen or int(x[-2]), inner)
     if shapes.fc2_weight is not None:
         hidden = int(shapes.fc2_weight[1])  # fc1 may be folded with its gate
         gated = shapes.gate_weight is not None or int(shapes.fc1_weight[0]) != hidden
-        matmuls += (6 if gated else 4) * rows * width * hidden
+        matmuls += (6 if gated else 4) * tokens * width * hidden
     return matmuls, attention
 
 
@@ -358,11 +322,11 @@ def _fake(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> lis
 def _flop(grad_output: Any, tensors: Any, *settings: Any) -> int:
     s = BlockSettings.read(settings)
     _, t, qk = _read(tensors, s)
-    matmuls, attention = block_flop(grad_output, t, 0 if qk.cu_seqlens is None else s.longest)
+    matmuls, attention = block_flop(grad_output, t, 0 if qk.cu_seqlens is None else s.max_seqlen)
     return 2 * matmuls + attention * 5 // 2
 
 
 block_backward_kernel = operator(
-    "vit_fast::block_backward", f"(Tensor grad_output, Tensor[] tensors, {SETTINGS}) -> Tensor[]", block_gradient,
+    "block_backward", f"(Tensor grad_output, Tensor[] tensors, {SETTINGS}) -> Tensor[]", _block_gradient,
     what="a block or layer_norm_mlp", fake=_fake, flop=_flop,
 )  # fmt: skip

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from ..arguments import check_choice
-
-NORMS = ("layer_norm", "rms_norm")
-OVER = ("head", "width")
-LAYOUTS = ("half", "interleaved")
 
 
 class Norm(NamedTuple):
@@ -36,7 +29,7 @@ class QkNorm(NamedTuple):
 
     Attributes:
         q, k: Norms of equal kind and epsilon; weight and bias are [D], or [H D] over "width".
-        over: "head" normalises each head, "width" all heads of a token together.
+        over: "head" normalizes each head, "width" all heads of a token together.
     """
 
     q: Norm
@@ -76,40 +69,28 @@ class Keys(NamedTuple):
 class BlockTensors(NamedTuple):
     """The parameters of a block; None for absent ones. All parameters of an absent half are None.
 
-    Attributes:
-        norm1_weight, norm1_bias: [C].
-        qkv_weight, qkv_bias: [3 H D, C] and [3 H D].
-        proj_weight, proj_bias: [C, H D] and [C].
-        scale1: LayerScale of the attention branch [C].
-        norm2_weight, norm2_bias: [C].
-        fc1_weight, fc1_bias: [F, C] and [F].
-        fc2_weight, fc2_bias: [C, F] and [C].
-        scale2: LayerScale of the MLP branch [C].
-        gate_weight, gate_bias: [F, C] and [F].
-        qkv_sum, fc1_sum, fc2_sum: Row sums of weights folded by `fold`, fp32, which correct their rounding; empty for
-            RMSNorms. The parameters of folded norms are None.
-        inner_weight, inner_bias: A norm before fc2 [F].
+    `fold` sets the sums and drops the norms. It also changes weights and biases of the layers after the norms.
     """
 
-    norm1_weight: Tensor | None = None
+    norm1_weight: Tensor | None = None  # [C]
     norm1_bias: Tensor | None = None
-    qkv_weight: Any = None  # None without the attention half
+    qkv_weight: Any = None  # [3 H D, C]
     qkv_bias: Tensor | None = None
-    proj_weight: Any = None
+    proj_weight: Any = None  # [C, H D]
     proj_bias: Tensor | None = None
-    scale1: Tensor | None = None
+    scale1: Tensor | None = None  # LayerScale of the attention branch [C]
     norm2_weight: Tensor | None = None
     norm2_bias: Tensor | None = None
-    fc1_weight: Any = None
+    fc1_weight: Any = None  # [F, C]
     fc1_bias: Tensor | None = None
-    fc2_weight: Any = None
+    fc2_weight: Any = None  # [C, F]
     fc2_bias: Tensor | None = None
-    scale2: Tensor | None = None
-    gate_weight: Tensor | None = None
+    scale2: Tensor | None = None  # LayerScale of the MLP branch [C]
+    gate_weight: Tensor | None = None  # [F, C]
     gate_bias: Tensor | None = None
-    qkv_sum: Tensor | None = None
+    qkv_sum: Tensor | None = None  # row sums of the folded weight, fp32, to correct its rounding; empty for RMSNorm
     fc1_sum: Tensor | None = None
-    inner_weight: Tensor | None = None
+    inner_weight: Tensor | None = None  # norm before fc2 [F]
     inner_bias: Tensor | None = None
     fc2_sum: Tensor | None = None
 
@@ -130,6 +111,15 @@ class BlockScales(NamedTuple):
     fc2: Tensor | None = None
 
 
+def interleave(rope: Rope, head_dim: int) -> Rope:
+    """Returns positions of layout "half" for folded weights in which channel j + D/2 follows channel j.
+
+    The weights of q's and k's norms keep their order.
+    """
+    cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
+    return Rope(cos, sin, rope.prefix, "interleaved_half")
+
+
 def is_padding(mask: Any) -> bool:
     """True if sizes and strides of a mask [B, 1, 1 or N, N] show that it is equal for all heads and queries.
 
@@ -145,80 +135,6 @@ def names_keys(mask: Any) -> bool:
     return isinstance(mask, Keys) or is_padding(mask)
 
 
-def is_rms(norm: str) -> bool:
-    """True for "rms_norm"; raises ValueError for unknown norms."""
-    check_choice("norm", norm, NORMS)
-    return norm == "rms_norm"
-
-
-def check_norm(name: str, norm: Norm, width: int) -> None:
-    """Raises ValueError unless the norm is for `width` channels; `name` is the argument's name."""
-    check_choice(name, norm.kind, NORMS)
-    if norm.kind == "rms_norm" and norm.bias is not None:
-        raise ValueError(f"{name}.bias must be None for 'rms_norm', got a tensor")
-    for part, tensor in (("weight", norm.weight), ("bias", norm.bias)):
-        if tensor is not None and tuple(tensor.shape) != (width,):
-            raise ValueError(f"{name}.{part} must have shape {(width,)}, got {tuple(tensor.shape)}")
-
-
-def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
-    """Raises ValueError unless the norms are for this number of heads of D channels."""
-    q, k, over = qk_norm
-    check_choice("qk_norm.over", over, OVER)
-    width = head_dim if over == "head" else heads * head_dim
-    check_norm("qk_norm.q", q, width)
-    check_norm("qk_norm.k", k, width)
-    if (q.kind, q.eps) != (k.kind, k.eps):
-        raise ValueError(
-            f"qk_norm.q and qk_norm.k must have equal kind and eps, got {q.kind}, {q.eps} and {k.kind}, {k.eps}"
-        )
-    for part in ("weight", "bias"):
-        if (getattr(q, part) is None) != (getattr(k, part) is None):
-            raise ValueError(f"qk_norm.q and qk_norm.k must both have a {part} or neither, got one")
-
-
-def checked_rope(rope: Rope, shape: Sequence[int], layouts: Sequence[str] = LAYOUTS) -> Rope:
-    """Returns rope with tables [B or 1, H or 1, T, D/2].
-
-    Args:
-        layouts: Supported layouts.
-    Raises:
-        ValueError: the tables do not fit qkv of this shape, [B, N, 3, H, D].
-    """
-    B, N, _, H, D = shape
-    cos, sin, prefix, layout = rope
-    check_choice("rope.layout", layout, tuple(layouts))
-    if D % 2:
-        raise ValueError(f"head_dim must be even for rope, got {D}")
-    if not 0 <= prefix <= N:
-        raise ValueError(f"rope.prefix must be between 0 and {N}, the number of tokens, got {prefix}")
-    if cos.shape != sin.shape:
-        raise ValueError(f"rope.cos and rope.sin must have equal shapes, got {tuple(cos.shape)} and {tuple(sin.shape)}")
-    T = N - prefix
-    # compare with shapes of equal rank only: a comparison with B would fix the batch size in an exported graph
-    fits = (
-        (cos.dim() == 2 and cos.shape[0] == T)
-        or (cos.dim() == 3 and cos.shape[:-1] == (B, T))
-        or (cos.dim() == 4 and cos.shape[0] in (1, B) and cos.shape[1] in (1, H) and cos.shape[2] == T)
-    )
-    if not fits or cos.shape[-1] not in (D, D // 2):
-        raise ValueError(
-            f"rope.cos must have shape {(T, D // 2)}, {(B, T, D // 2)} or {(B, H, T, D // 2)}, where B and H may be 1 "
-            f"and the last dimension may be {D}, got {tuple(cos.shape)}"
-        )
-    return Rope(_by_pair(cos, D, layout), _by_pair(sin, D, layout), prefix, layout)
-
-
-def interleave(rope: Rope, head_dim: int) -> Rope:
-    """Returns positions of layout "half" for folded weights in which channel j + D/2 follows channel j.
-
-    The weights of q's and k's norms keep their order.
-    """
-    cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
-    return Rope(cos, sin, rope.prefix, "interleaved_half")
-
-
-def _by_pair(table: Tensor, head_dim: int, layout: str) -> Tensor:
-    if table.shape[-1] == head_dim:
-        table = table[..., ::2] if layout == "interleaved" else table[..., : head_dim // 2]
-    return table[None, None] if table.dim() == 2 else table[:, None] if table.dim() == 3 else table
+def keys_of(mask: Tensor | Keys | None, x: Tensor) -> Keys | None:
+    """Converts a padding mask to the keys that the tokens of x [B, N, ...] attend to; None means all keys."""
+    return mask if mask is None or isinstance(mask, Keys) else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))

@@ -1,25 +1,65 @@
-"""A pre-norm encoder block in FP8, for inference: quantizes its parameters, and runs them as one operator.
+"""A pre-norm encoder block with linear layers in e4m3 as one operator for inference: `vit_fast::block_fp8`.
 
-`reference.fp8_block` is the reference. Scales come from an earlier calibration (`vit_fast.calibrate`); nothing
-is measured here.
+`quantize_block` prepares the parameters with scales from a calibration (`vit_fast.calibrate`), `fused_block_fp8` runs
+them, and `reference.fp8_block` is the reference.
+
+A block takes five launches, like in half precision. The kernel that computes an operand also writes it in e4m3: x8
+next to x and its LayerNorm statistics. LayerNorm stays folded. With a = x8, W8 and s of `reference.fp8_weight`,
+
+    z = rstd (scale (a W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(scale W8 / s)
+
+so the mean is multiplied by the same rounded weight as x. A layer whose operand has no scale stays in half precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import UnsupportedInputError
+from ..kernels.row_parts import row_parts
 from . import reference
+from .attention_op import attention_flop
+from .attention_op import unsupported_reasons as attention_reasons
 from .backends import fp8_reasons
 from .block import checked_qk
-from .descriptions import BlockScales, BlockTensors, QkNorm, Rope, interleave, is_rms
-from .fp8_op import DIVISOR, E4M3, HALF, Fp8Linear, block_fp8_kernel, unsupported_reasons
-from .frozen import Frozen
-from .operators import text_of
+from .block_backward import SETTINGS, BlockSettings, normed_linears
+from .checks import as_matrix, count_tokens, is_rms
+from .descriptions import BlockScales, BlockTensors, QkNorm, Rope, interleave
+from .registration import operator, text_of
+from .rotary import QkTensors, qkv_step
+
+if TYPE_CHECKING:
+    from ..kernels.layer_norm import InputRows
+    from ..kernels.linear.folding import FoldedLinear, NormedLinear
+
+E4M3 = torch.float8_e4m3fn
+_HALF = (torch.float16, torch.bfloat16)
+_DIVISOR = 16  # tensor cores and TMA descriptors need rows of a multiple of 16 bytes
+_WHAT = "a block in FP8"
+
+
+class Fp8Linear(NamedTuple):
+    """Tensors of a linear layer, in the form that the matmul reads.
+
+    Attributes:
+        weight: [F, K] in e4m3, or in half precision if it is not quantized.
+        shift: After a norm, c of `folding.py`, fp32 [F]; otherwise the bias (e4m3: divided by the row's scale) or None.
+        scale: Multiplier of the products, fp32 [F]: for e4m3 the scale of each row, times LayerScale before a residual;
+            in half precision LayerScale alone, or None.
+        weight_sum: After a LayerNorm, row sums of the weight that multiplies x, fp32 [F]; otherwise None.
+        operand_factor: Multiplier of the operand before rounding, the reciprocal of its scale, fp32: [C] for the
+            residual stream, otherwise [1]. None if not quantized.
+    """
+
+    weight: Tensor
+    shift: Tensor | None
+    scale: Tensor | None
+    weight_sum: Tensor | None
+    operand_factor: Tensor | None
 
 
 class Fp8Block(NamedTuple):
@@ -40,11 +80,7 @@ class Fp8Block(NamedTuple):
 
 
 def quantize_block(
-    tensors: BlockTensors,
-    scales: BlockScales,
-    dtype: torch.dtype,
-    norm: str = "layer_norm",
-    rope_head: int = 0,
+    tensors: BlockTensors, scales: BlockScales, dtype: torch.dtype, norm: str = "layer_norm", rope_head: int = 0
 ) -> Fp8Block:
     """Folds the norms into qkv and fc1, and rounds the weights of layers with a scale to e4m3.
 
@@ -61,52 +97,33 @@ def quantize_block(
         ValueError: a scale has an incorrect shape or device, or it or its reciprocal is not positive and finite.
         UnsupportedInputError: FP8 cannot run this block; lists all reasons.
     """
-    rms = is_rms(norm)
     reasons = fp8_reasons(tensors.qkv_weight.device)
-    if dtype not in HALF:
+    if dtype not in _HALF:
         reasons.append(f"dtype must be float16 or bfloat16, got {dtype}")
     if others := [name for name, tensor in list(tensors._asdict().items())[16:] if tensor is not None]:
         reasons.append(f"{', '.join(others)} must be None: FP8 supports neither folded blocks nor norms inside the MLP")
-    for name, weight, scale, columns in _layers(tensors, scales):
-        _check_scale(name, scale, columns, weight.device)
-        if scale is not None and weight.shape[1] % DIVISOR:
+    for name, scale in scales._asdict().items():
+        weight = getattr(tensors, f"{name}_weight")
+        if scale is None:
+            continue
+        _check_scale(name, scale, (weight.shape[1],) if name in ("qkv", "fc1") else (), weight.device)
+        if weight.shape[1] % _DIVISOR:
             reasons.append(
-                f"the input width of {name} must be a multiple of {DIVISOR} in FP8, got {weight.shape[1]} "
+                f"the input width of {name} must be a multiple of {_DIVISOR} in FP8, got {weight.shape[1]} "
                 f"(scales.{name}=None keeps it in half precision)"
             )
     if reasons:
-        raise UnsupportedInputError("a block in FP8", reasons)
+        raise UnsupportedInputError(_WHAT, reasons)
     with torch.no_grad():
         t = BlockTensors._make(tensor if tensor is None else tensor.detach() for tensor in tensors)
-        return Fp8Block(
-            _normed(
-                t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, None, None, scales.qkv, dtype, rms, rope_head
-            ),
-            _before_residual(t.proj_weight, t.proj_bias, t.scale1, scales.proj, dtype),
-            _normed(
-                t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, t.gate_weight, t.gate_bias, scales.fc1, dtype,
-                rms,
-            ),
-            _before_residual(t.fc2_weight, t.fc2_bias, t.scale2, scales.fc2, dtype),
-            rope_head,
-        )  # fmt: skip
+        linears = normed_linears(t, norm, "none", rope_head)
+        qkv, fc1 = (_after_norm(linears[name], getattr(scales, name), dtype) for name in ("qkv", "fc1"))
+        proj = _before_residual(t.proj_weight, t.proj_bias, t.scale1, scales.proj, dtype)
+        fc2 = _before_residual(t.fc2_weight, t.fc2_bias, t.scale2, scales.fc2, dtype)
+        return Fp8Block(qkv, proj, fc1, fc2, rope_head)
 
 
-def _layers(tensors: BlockTensors, scales: BlockScales) -> list[tuple[str, Tensor, Tensor | None, int | None]]:
-    """Lists name, weight, operand's scale and the length of that scale (None for one number) of each linear layer."""
-    width = tensors.qkv_weight.shape[1]
-    return [
-        ("qkv", tensors.qkv_weight, scales.qkv, width),
-        ("proj", tensors.proj_weight, scales.proj, None),
-        ("fc1", tensors.fc1_weight, scales.fc1, width),
-        ("fc2", tensors.fc2_weight, scales.fc2, None),
-    ]
-
-
-def _check_scale(name: str, scale: Tensor | None, columns: int | None, device: torch.device) -> None:
-    if scale is None:
-        return
-    shape = () if columns is None else (columns,)
+def _check_scale(name: str, scale: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     if tuple(scale.shape) != shape or scale.dtype != torch.float32:
         raise ValueError(
             f"scales.{name} must be float32 of shape {shape}, got {scale.dtype} of shape {tuple(scale.shape)}"
@@ -119,26 +136,24 @@ def _check_scale(name: str, scale: Tensor | None, columns: int | None, device: t
                          f"{float(scale.min()):g} to {float(scale.max()):g}")  # fmt: skip
 
 
-def _normed(
-    weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, gate: Tensor | None,
-    gate_bias: Tensor | None, scale: Tensor | None, dtype: torch.dtype, rms: bool, rope_head: int = 0,
-) -> Fp8Linear:  # fmt: skip
+def _after_norm(linear: NormedLinear, scale: Tensor | None, dtype: torch.dtype) -> Fp8Linear:
     """Quantizes a linear layer that follows a norm."""
     if scale is None:
-        from ..kernels.linear.folding import NormedLinear, fold_linear
+        from ..kernels.linear.folding import fold_linear
 
-        folded = fold_linear(NormedLinear(weight, bias, gamma, beta, rms, gate, gate_bias, rope_head), dtype)
+        folded = fold_linear(linear, dtype)
         return Fp8Linear(folded.weight, folded.shift, None, folded.weight_sum, None)
-    shift = weight.new_zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double()
-    if gate is not None:
-        of_gate = torch.zeros_like(shift) if gate_bias is None else gate_bias.double()
-        weight, shift = torch.stack((gate, weight), 1).flatten(0, 1), torch.stack((of_gate, shift), 1).flatten()
-    if rope_head:
-        weight, shift = _interleaved(weight, rope_head), _interleaved(shift, rope_head)
-    if beta is not None:
-        shift = shift + weight.double() @ beta.double()
-    values, rows = reference.fp8_weight(weight, scale, gamma)
-    sums = None if rms else (values / scale).sum(1).mul(rows).float()
+    weight = linear.weight
+    shift = weight.new_zeros(weight.shape[0], dtype=torch.float64) if linear.bias is None else linear.bias.double()
+    if linear.gate is not None:
+        of_gate = torch.zeros_like(shift) if linear.gate_bias is None else linear.gate_bias.double()
+        weight, shift = torch.stack((linear.gate, weight), 1).flatten(0, 1), torch.stack((of_gate, shift), 1).flatten()
+    if linear.rope_head:
+        weight, shift = _interleaved(weight, linear.rope_head), _interleaved(shift, linear.rope_head)
+    if linear.beta is not None:
+        shift = shift + weight.double() @ linear.beta.double()
+    values, rows = reference.fp8_weight(weight, scale, linear.gamma)
+    sums = None if linear.rms else (values / scale).sum(1).mul(rows).float()
     return Fp8Linear(values.to(E4M3), shift.float(), rows, sums, scale.reciprocal().contiguous())
 
 
@@ -158,9 +173,8 @@ def _before_residual(
         return Fp8Linear(weight.to(dtype).contiguous(), shift, factor, None, None)
     values, rows = reference.fp8_weight(weight, scale)
     factor = rows if layer_scale is None else rows * layer_scale.float()
-    return Fp8Linear(
-        values.to(E4M3), None if bias is None else bias.float() / rows, factor, None, scale.reciprocal().reshape(1)
-    )
+    shift = None if bias is None else bias.float() / rows
+    return Fp8Linear(values.to(E4M3), shift, factor, None, scale.reciprocal().reshape(1))
 
 
 def fused_block_fp8(
@@ -184,18 +198,11 @@ def fused_block_fp8(
     Args:
         x: [B, N, C]; fp16 or bf16.
         x8: x times block.qkv.operand_factor in e4m3, from the previous block; None computes it.
-        statistics: LayerNorm statistics of x from the previous block; None computes them.
-        block: Result of `quantize_block` for x.dtype.
+        block: Result of `quantize_block` for x.dtype and this norm.
         next_factor: Multiplier of y for the next block, fp32 [C]: its qkv.operand_factor. None if it reads half
             precision.
-        heads: Number of heads H.
-        attention_scale: Multiplier of q k^T; None means D**-0.5.
-        eps: Epsilons of the two norms, in units of x squared.
-        norm: The `norm` of `quantize_block`.
-        activation: One of `reference.ACTIVATIONS`; with a gate, the activation of the gate.
-        qk_norm: Norms of q and k, applied before the rotation.
-        rope: Rotary positions of q and k.
         next_statistics: True to return the LayerNorm statistics of y.
+        statistics, heads, attention_scale, eps, norm, activation, qk_norm, rope: See `fused_block`.
     Returns:
         y [B, N, C] in x.dtype; y times next_factor in e4m3, or None; and the LayerNorm statistics of y, or None.
     Raises:
@@ -211,12 +218,12 @@ def fused_block_fp8(
                 "rope_head must be 0 without positions of layout 'half' or with qk-norm over the width, got "
                 f"{block.rope_head}: quantize the block with rope_head=0"
             )
-            raise UnsupportedInputError("a block in FP8", [reason])
+            raise UnsupportedInputError(_WHAT, [reason])
         rope = interleave(rope, block.rope_head)
     of_qk, qk, prefix = checked_qk(x, width, heads, qk_norm, rope, block.rope_head > 0)
     words = text_of(norm, activation, qk.norm, qk.over, qk.layout, "none", True, next_statistics, False, x.dtype)
     tensors = [x8, statistics, next_factor, *block.qkv, *block.proj, *block.fc1, *block.fc2, *of_qk[:6]]
-    outputs = block_fp8_kernel(x, tensors, heads, attention_scale, prefix, 0, *eps, qk.eps, 0.0, words)
+    outputs = _block_fp8_kernel(x, tensors, heads, attention_scale, prefix, 0, *eps, qk.eps, 0.0, words)
     return outputs[0], None if next_factor is None else outputs[1], outputs[-1] if next_statistics else None
 
 
@@ -237,46 +244,134 @@ def _require_supported(
         reasons.append(f"norm must be the kind that the block was quantized with, got {norm!r}")
     # torch's dispatcher chooses one device before the operator sees its inputs
     if reasons or any(linear.weight.device != x.device for linear in linears):
-        raise UnsupportedInputError("a block in FP8", unsupported_reasons(x, x8, next_factor, linears) + reasons)
+        raise UnsupportedInputError(_WHAT, _unsupported_reasons(x, x8, next_factor, linears) + reasons)
 
 
-class Quantised(Frozen):
-    """The linear layers of one block that runs in e4m3, including those that stay in half precision.
+def _unsupported_reasons(
+    x: Tensor, x8: Tensor | None, next_factor: Tensor | None, linears: Sequence[Fp8Linear]
+) -> list[str]:
+    """Returns all reasons why the kernels cannot run on x [B, N, C] with qkv, proj, fc1 and fc2."""
+    reasons, C = fp8_reasons(x.device), x.shape[-1]
+    if x.dtype not in _HALF:
+        reasons.append(f"x must be float16 or bfloat16, got {x.dtype}")
+    for name, linear in zip(("qkv", "proj", "fc1", "fc2"), linears):
+        if linear.weight.dtype not in (E4M3, x.dtype):
+            reasons.append(f"{name} must be {x.dtype} like x, got {linear.weight.dtype}: quantize the block again")
+        if linear.weight.device != x.device:
+            reasons.append(f"{name} must be on {x.device} like x, got {linear.weight.device}")
+    if linears[0].weight.shape[1] != C:
+        reasons.append(f"x must have {linears[0].weight.shape[1]} channels like qkv's weight, got {C}")
+    if x8 is not None and (x8.shape != x.shape or x8.dtype != E4M3 or x8.device != x.device):
+        reasons.append(f"x8 must be {E4M3} with shape and device of x, got {x8.dtype} {tuple(x8.shape)} on {x8.device}")
+    if next_factor is not None:
+        if tuple(next_factor.shape) != (C,) or next_factor.dtype != torch.float32 or next_factor.device != x.device:
+            reasons.append(f"next_factor must be float32 {(C,)} on {x.device}, got {next_factor.dtype} "
+                           f"{tuple(next_factor.shape)} on {next_factor.device}")  # fmt: skip
+        if C % _DIVISOR:
+            reasons.append(f"the width of x must be a multiple of {_DIVISOR} in FP8, got {C}")
+    return reasons
+
+
+def _linears(tensors: Sequence[Any]) -> list[Fp8Linear]:
+    """Returns qkv, proj, fc1 and fc2 from the operator's list of tensors."""
+    return [Fp8Linear._make(tensors[first : first + 5]) for first in range(3, 23, 5)]
+
+
+def _block_forward(x: Tensor, tensors: Sequence[Tensor | None], *settings: Any) -> list[Tensor]:
+    """Runs a block; returns y and, if requested, y in e4m3 and its LayerNorm statistics.
 
     Args:
-        sources: Modules and attribute names of all parameters.
-        block: Returns the parameters.
-        scales: Scales of the operands; must not change.
-        dtype: Dtype of the activations.
-        norm: Kind of the norms.
-        rope_head: See `quantize_block`.
-    Attributes:
-        layers: The `Fp8Block` for `fused_block_fp8`; refreshed in place.
+        x: [B, N, C].
+        tensors: x8, statistics, next_factor; the layers, five tensors each; and the first six of `QkTensors`.
+        settings: See `BlockSettings.read`.
     """
+    from ..kernels.attention.attention import attention_forward
+    from ..kernels.linear.linear import layer_norm_linear, linear_residual
 
-    def __init__(
-        self,
-        sources: Sequence[tuple[nn.Module, str]],
-        block: Callable[[], BlockTensors],
-        scales: BlockScales,
-        dtype: torch.dtype,
-        norm: str,
-        rope_head: int,
-    ) -> None:
-        self._scales = scales
-        self.layers: Any = None
-        super().__init__(sources, block, dtype, norm, rope_head)
+    x8, statistics, next_factor = tensors[:3]
+    linears = qkv, proj, fc1, fc2 = _linears(tensors)
+    s = BlockSettings.read(settings)
+    if reasons := _unsupported_reasons(x, x8, next_factor, linears):
+        raise UnsupportedInputError(_WHAT, reasons)
+    step = qkv_step(QkTensors(*tensors[23:]), s.qk, s.prefix, qkv.weight.shape[0] // (3 * s.heads), True)
+    rows, dtype = as_matrix(x), x.dtype
+    first = _first_operand(rows, x8, statistics, qkv.operand_factor, s.eps1)
+    flat = layer_norm_linear(first, _folded(qkv), head_step=step.for_matmul(x.shape[1]), dtype=dtype)
+    packed = flat.view(*x.shape[:-1], 3, s.heads, step.head_dim)
+    q, k, v = step.forward(packed)[0].transpose(1, 3).unbind(2)
+    if reasons := attention_reasons(q, k, v, s.scale):
+        raise UnsupportedInputError(_WHAT, reasons)
+    mixed = torch.empty_like(packed[:, :, 0], dtype=_operand_dtype(proj, dtype), memory_format=torch.contiguous_format)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    attention_forward(q, k, v, mixed.transpose(1, 2), lse, s.scale, proj.operand_factor)
+    between8 = None if fc1.operand_factor is None else torch.empty_like(rows, dtype=E4M3)
+    between, statistics2 = linear_residual(
+        as_matrix(mixed.flatten(2)), proj.weight, proj.shift, proj.scale, rows, True, out8=between8,
+        out_scale=fc1.operand_factor,
+    )  # fmt: skip
+    gated = fc1.weight.shape[0] != fc2.weight.shape[1]
+    h = layer_norm_linear(
+        _input_rows(between if between8 is None else between8, statistics2, s.eps2), _folded(fc1), s.activation, gated,
+        dtype=_operand_dtype(fc2, dtype), out_scale=fc2.operand_factor,
+    )  # fmt: skip
+    y8 = None if next_factor is None else torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
+    y, emitted = linear_residual(
+        h, fc2.weight, fc2.shift, fc2.scale, between, s.next_statistics,
+        out8=None if y8 is None else as_matrix(y8), out_scale=next_factor,
+    )  # fmt: skip
+    return [y.view(x.shape), *(tensor for tensor in (y8, emitted) if tensor is not None)]
 
-    def _computed(self) -> list[Tensor]:
-        layers = quantize_block(self._block(), self._scales, self.dtype, self._norm, self.rope_head)
-        # clone half-precision layers: they may hold the parameters themselves, which a refresh must not overwrite
-        tensors_of_layers = [
-            [_cloned(tensor) if linear.operand_factor is None else tensor for tensor in linear] for linear in layers[:4]
-        ]
-        if self.layers is None:
-            self.layers = Fp8Block._make([*map(Fp8Linear._make, tensors_of_layers), layers.rope_head])
-        return [tensor for tensors in tensors_of_layers for tensor in tensors if tensor is not None]
+
+def _first_operand(
+    rows: Tensor, x8: Tensor | None, statistics: Tensor | None, factor: Tensor | None, eps: float
+) -> InputRows:
+    """Returns the input of the first matmul; one launch computes x8 and statistics unless they were passed in."""
+    from ..kernels.layer_norm import new_statistics, row_statistics_launch
+
+    x8 = None if x8 is None or factor is None else as_matrix(x8)
+    if statistics is None or (factor is not None and x8 is None):
+        statistics = new_statistics(rows.shape[0], rows.shape[1], rows.device)
+        x8 = None if factor is None else torch.empty_like(rows, dtype=E4M3)
+        row_statistics_launch(rows, statistics, x8, factor).run()
+    return _input_rows(rows if x8 is None else x8, statistics, eps)
 
 
-def _cloned(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
+def _input_rows(source: Tensor, statistics: Tensor | None, eps: float) -> InputRows:
+    from ..kernels.layer_norm import InputRows
+
+    assert statistics is not None, "half-precision tokens must have statistics"
+    return InputRows(source, statistics, eps)
+
+
+def _folded(linear: Fp8Linear) -> FoldedLinear:
+    from ..kernels.linear.folding import FoldedLinear
+
+    assert linear.shift is not None, "a folded layer has a shift"
+    return FoldedLinear(linear.weight, linear.weight_sum, linear.shift, linear.scale)
+
+
+def _operand_dtype(linear: Fp8Linear, dtype: torch.dtype) -> torch.dtype:
+    return dtype if linear.operand_factor is None else E4M3
+
+
+def _fake(x: Tensor, tensors: Sequence[Tensor | None], *settings: Any) -> list[Tensor]:
+    outputs = [x.new_empty(x.shape)]
+    if tensors[2] is not None:
+        outputs.append(x.new_empty(x.shape, dtype=E4M3))
+    if BlockSettings.read(settings).next_statistics:
+        rows = x.shape[0] * x.shape[1]
+        outputs.append(x.new_empty((rows, 2, row_parts(x.shape[-1])), dtype=torch.float32))
+    return outputs
+
+
+def _flop(x: Any, tensors: Any, *settings: Any) -> int:
+    linears, tokens = _linears(tensors), int(x[-2])
+    matmuls = sum(2 * count_tokens(x) * int(linear.weight[0]) * int(linear.weight[1]) for linear in linears)
+    images = count_tokens(x) // max(tokens, 1)
+    return matmuls + attention_flop(images, 1, tokens, tokens, int(linears[1].weight[1]))
+
+
+_block_fp8_kernel = operator(
+    "block_fp8", f"(Tensor x, Tensor?[] tensors, {SETTINGS}) -> Tensor[]", _block_forward,
+    what=_WHAT, fake=_fake, flop=_flop, cached=4,
+)  # fmt: skip

@@ -13,9 +13,9 @@ from ..errors import check_type
 from . import reference
 from .backends import resolve_backend
 from .block import fused_block
-from .checks import check_tensors
-from .descriptions import BlockTensors, Norm, check_norm
-from .operators import is_exporting
+from .checks import check_norm, check_tensors
+from .descriptions import BlockTensors, Norm
+from .registration import is_exporting
 
 
 def layer_norm_mlp(
@@ -67,24 +67,21 @@ def layer_norm_mlp(
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
     Source: section 3.1 of arXiv 2010.11929; `kernels/layer_norm.py` for LayerNorm folded into the matmul.
     """
-    parameters = (norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    names = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+    parameters = {
+        "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
+        "fc2_weight": fc2_weight, "fc2_bias": fc2_bias,
+    }  # fmt: skip
     others = {"layer_scale": layer_scale, "gate_weight": gate_weight, "gate_bias": gate_bias}
-    _check_inputs(x, activation, dict(zip(names, parameters)) | others)
+    _check_inputs(x, activation, parameters | others)
     check_norm("norm", Norm(norm_weight, norm_bias, eps, norm), x.shape[-1])
     if inner_norm is not None:
         check_norm("inner_norm", inner_norm, fc1_weight.shape[0])
-    backend = resolve_backend(backend, x.device, x.dtype)
-    if backend == "triton" and not is_exporting():
-        y, _ = fused_layer_norm_mlp(
-            x, None, *parameters, eps=eps, norm=norm, activation=activation, layer_scale=layer_scale,
-            residual=residual, gate_weight=gate_weight, gate_bias=gate_bias, inner_norm=inner_norm,
-        )  # fmt: skip
-        return y
-    return reference.layer_norm_mlp(
-        x, *parameters, eps=eps, activation=activation, layer_scale=layer_scale, residual=residual,
-        norm=norm, gate_weight=gate_weight, gate_bias=gate_bias, inner_norm=inner_norm,
-    )  # fmt: skip
+    options: Any = others | {
+        "eps": eps, "activation": activation, "residual": residual, "norm": norm, "inner_norm": inner_norm,
+    }  # fmt: skip
+    if resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
+        return fused_layer_norm_mlp(x, None, *parameters.values(), **options)[0]
+    return reference.layer_norm_mlp(x, **parameters, **options)  # type: ignore[arg-type]  # checked
 
 
 def fused_layer_norm_mlp(
@@ -92,9 +89,7 @@ def fused_layer_norm_mlp(
     statistics: Tensor | None,
     *parameters: Tensor | None,
     eps: float,
-    activation: str,
     layer_scale: Tensor | None,
-    residual: bool,
     gate_weight: Tensor | None = None,
     gate_bias: Tensor | None = None,
     inner_norm: Norm | None = None,
@@ -102,12 +97,11 @@ def fused_layer_norm_mlp(
 ) -> tuple[Tensor, Tensor | None]:
     """Runs `layer_norm_mlp` with the Triton kernels; see `fused_block` for statistics and options."""
     inner = (None, None) if inner_norm is None else inner_norm[:2]
-    second = *parameters, layer_scale, gate_weight, gate_bias
-    tensors = BlockTensors._make((*(None,) * 7, *second, None, None, *inner, None))
-    return fused_block(
-        x, statistics, tensors, eps=(0.0, eps), activation=activation, residual=residual,
-        inner_norm=inner_norm and (inner_norm.kind, inner_norm.eps), **options,
-    )  # fmt: skip
+    tensors = BlockTensors._make(
+        (*(None,) * 7, *parameters, layer_scale, gate_weight, gate_bias, None, None, *inner, None)
+    )
+    of_inner = None if inner_norm is None else (inner_norm.kind, inner_norm.eps)
+    return fused_block(x, statistics, tensors, eps=(0.0, eps), inner_norm=of_inner, **options)
 
 
 def _check_inputs(x: Tensor, activation: str, parameters: Mapping[str, Tensor | None]) -> None:
@@ -139,12 +133,9 @@ class LayerNormMLP(nn.Module):
     Args:
         dim: Width C of the tokens.
         hidden_dim: Width F of the hidden layer.
-        activation: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
-        eps: Epsilon of the LayerNorm, in units of x squared.
         init_values: Initial value of LayerScale's gamma [C]; None means no LayerScale.
-        residual: True adds x to the branch.
         bias: True if fc1 and fc2 have a bias.
-        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of x).
+        activation, eps, residual, backend: See `layer_norm_mlp`.
     Raises:
         ValueError: the activation is unknown.
     """

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .operators import Gradient, operator
+from .registration import Gradient, operator
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
@@ -29,12 +29,12 @@ def _product_gradient(grad_output: Tensor, x: Tensor, weight: Tensor) -> list[Te
 
 
 _matmul_backward = operator(
-    "vit_fast::matmul_backward", "(Tensor grad_output, Tensor x, Tensor weight) -> Tensor[]", _product_gradient,
+    "matmul_backward", "(Tensor grad_output, Tensor x, Tensor weight) -> Tensor[]", _product_gradient,
     what="a matmul", flop=lambda grad, x, w: 4 * math.prod(x) * w[0],
     fake=lambda grad, x, weight: [torch.empty_like(x), torch.empty_like(weight)],
 )  # fmt: skip
 matmul = operator(
-    "vit_fast::matmul", "(Tensor x, Tensor weight) -> Tensor", _product, what="a matmul",
+    "matmul", "(Tensor x, Tensor weight) -> Tensor", _product, what="a matmul",
     flop=lambda x, weight: 2 * math.prod(x) * weight[0],
     fake=lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]),
     gradient=Gradient(lambda args, out: (args, None), lambda grad, saved, rest: _matmul_backward(grad, *saved)),

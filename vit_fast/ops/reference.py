@@ -14,21 +14,9 @@ from ..positions import rotate
 from .descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    key_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Computes softmax(scale * q k^T) v for q [B, H, N_q, D] and k, v [B, H, N_kv, D]; scale None means D**-0.5.
-
-    Only keys with a True in key_mask [B, N_kv] count; if an image has none, its output is 0.
-    """
-    weights = attention_weights(q, k, scale=scale, key_mask=key_mask)
-    return F.dropout(weights, dropout_p) @ v if dropout_p else weights @ v
+def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, key_mask: Tensor | None = None) -> Tensor:
+    """Computes softmax(scale * q k^T) v for q [B, H, N_q, D] and k, v [B, H, N_kv, D]; see ops.attention."""
+    return attention_weights(q, k, scale=scale, key_mask=key_mask) @ v
 
 
 def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, key_mask: Tensor | None = None) -> Tensor:
@@ -42,10 +30,7 @@ def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, key_m
 
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float | None = None) -> Tensor:
-    """Computes `attention` within each sequence: tokens cu_seqlens[i] to cu_seqlens[i + 1] of q, k, v [total, H, D].
-
-    The output of tokens after the last sequence is 0.
-    """
+    """Computes attention within each sequence of q, k and v [total, H, D]; see ops.attention_varlen."""
     q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
     bounds = cu_seqlens.tolist()
     mixed = [
@@ -65,7 +50,7 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
 
 
 def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
-    """Normalises and rotates q and k of qkv [B, N, 3, H, D]; see ops.qk_norm_rope.
+    """Normalizes and rotates q and k of qkv [B, N, 3, H, D]; see ops.qk_norm_rope.
 
     The tables of `rope` must be [B or 1, H or 1, T, D/2].
     """
@@ -105,16 +90,10 @@ def layer_norm_mlp(
     gate_bias: Tensor | None = None,
     inner_norm: Norm | None = None,
 ) -> Tensor:
-    """Computes [x +] layer_scale * (h W2^T + b2) with h = act(norm(x) W1^T + b1).
-
-    With a gate, h = act(norm(x) Wg^T + bg) * (norm(x) W1^T + b1). See ops.layer_norm_mlp for the arguments.
-    """
+    """Computes [x +] layer_scale * (h W2^T + b2) with h = act(norm(x) W1^T + b1); see ops.layer_norm_mlp."""
     normed = normalise(x, Norm(norm_weight, norm_bias, eps, norm))
-    hidden = F.linear(normed, fc1_weight, fc1_bias)
-    if gate_weight is None:
-        hidden = ACTIVATIONS[activation](hidden)
-    else:
-        hidden = ACTIVATIONS[activation](F.linear(normed, gate_weight, gate_bias)) * hidden
+    hidden, activate = F.linear(normed, fc1_weight, fc1_bias), ACTIVATIONS[activation]
+    hidden = activate(hidden) if gate_weight is None else activate(F.linear(normed, gate_weight, gate_bias)) * hidden
     if inner_norm is not None:
         hidden = normalise(hidden, inner_norm)
     branch = F.linear(hidden, fc2_weight, fc2_bias)
@@ -139,7 +118,7 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantizes the weight of a linear layer to e4m3.
+    """Quantizes the weight of a linear layer to e4m3, with one scale per row.
 
     The rows of the weight are not centered, unlike in half precision. A massive channel of the residual stream, as
     large ViTs have, is multiplied by a small weight; centering would make that weight, and its rounding error, large.
@@ -162,9 +141,9 @@ def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None)
 def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, norm: Norm | None = None
 ) -> Tensor:
-    """Computes [norm and] linear layer with an operand and a weight rounded to e4m3, in x.dtype.
+    """Computes a linear layer whose operand and weight are rounded to e4m3, in x.dtype; optionally after a norm.
 
-    LayerNorm is applied after rounding: the statistics are those of x, and constant tokens become norm.bias alone.
+    The norm is applied to the rounded operand, with the statistics of x. Constant tokens become norm.bias alone.
 
     Args:
         x: [..., K].
@@ -178,17 +157,16 @@ def fp8_linear(
             gamma, beta = (tensor if tensor is None else tensor.to(dtype) for tensor in norm[:2])
             x = normalise(x, norm._replace(weight=gamma, bias=beta))
         return F.linear(x, weight.to(dtype), bias)
-    read = quantize_e4m3(x, scale) * scale.double()
+    values, rows = fp8_weight(weight, scale, None if norm is None else norm.weight)
+    rounded_weight = (values * rows[:, None] / scale.double()).to(dtype)
+    rounded = quantize_e4m3(x, scale) * scale.double()
     if norm is None:
-        values, rows = fp8_weight(weight, scale)
-        return F.linear(read.to(dtype), (values * rows[:, None] / scale.double()).to(dtype), bias)
-    values, rows = fp8_weight(weight, scale, norm.weight)
+        return F.linear(rounded.to(dtype), rounded_weight, bias)
     exact = x.double()
     mean = exact.mean(-1, keepdim=True) if norm.kind == "layer_norm" else torch.zeros_like(exact[..., :1])
     variance = (exact - mean).square().mean(-1, keepdim=True)
     rstd = torch.where(variance == 0, 0, (variance + norm.eps).rsqrt())
-    normed = ((read - mean) * rstd).to(dtype)
-    out = F.linear(normed, (values * rows[:, None] / scale.double()).to(dtype), bias)
+    out = F.linear(((rounded - mean) * rstd).to(dtype), rounded_weight, bias)
     return out if norm.bias is None else out + F.linear(norm.bias.to(dtype), weight.to(dtype))
 
 
@@ -212,23 +190,17 @@ def fp8_block(
     in the order qkv, proj, fc1, gate, fc2.
     """
     t = tensors
-    first, second = (
-        Norm(weight, bias, of_norm, norm)
-        for weight, bias, of_norm in (
-            (t.norm1_weight, t.norm1_bias, eps[0]),
-            (t.norm2_weight, t.norm2_bias, eps[1]),
-        )
-    )
+    first = Norm(t.norm1_weight, t.norm1_bias, eps[0], norm)
+    second = Norm(t.norm2_weight, t.norm2_bias, eps[1], norm)
     qkv = linear(x, t.qkv_weight, t.qkv_bias, scales.qkv, first).unflatten(-1, (3, heads, -1))
     q, k, v = qk_norm_rope(qkv, qk_norm, rope).transpose(1, 3).unbind(2)
     mixed = attention(q, k, v, scale=attention_scale).transpose(1, 2).flatten(2)
     branch = linear(mixed, t.proj_weight, t.proj_bias, scales.proj)
     x = x + (branch if t.scale1 is None else branch * t.scale1.to(x.dtype))
-    hidden = linear(x, t.fc1_weight, t.fc1_bias, scales.fc1, second)
+    hidden, activate = linear(x, t.fc1_weight, t.fc1_bias, scales.fc1, second), ACTIVATIONS[activation]
     if t.gate_weight is None:
-        hidden = ACTIVATIONS[activation](hidden)
+        hidden = activate(hidden)
     else:
-        gate = linear(x, t.gate_weight, t.gate_bias, scales.fc1, second)
-        hidden = ACTIVATIONS[activation](gate) * hidden
+        hidden = activate(linear(x, t.gate_weight, t.gate_bias, scales.fc1, second)) * hidden
     branch = linear(hidden, t.fc2_weight, t.fc2_bias, scales.fc2)
     return x + (branch if t.scale2 is None else branch * t.scale2.to(x.dtype))

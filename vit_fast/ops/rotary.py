@@ -1,9 +1,9 @@
-"""qk-norm and rotary positions with the Triton kernels, between the qkv matmul and attention.
+"""qk-norm and rotary positions, between the qkv matmul and attention.
 
-`vit_fast::qk_norm_rope` and its backward are the operators. In a block (`qkv_step`), the epilogue of the qkv matmul
-does both if possible. It can rotate if all heads share the tables and pairs are adjacent in the folded weight. It can
-normalise heads of some sizes, only in half precision and only if no backward follows. If it cannot do everything that
-the block needs, a separate kernel does everything, in place if possible.
+`vit_fast::qk_norm_rope` and its backward are the operators. In a block, `qkv_step` decides where both run. The epilogue
+of the qkv matmul can rotate if all heads share the tables and pairs are adjacent in the folded weight. It can normalize
+heads of some sizes, in half precision, if no backward follows. If it cannot do all that the block needs, a separate
+kernel does it all, in place if possible.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from . import reference
 from .backends import resolve_backend, triton_unavailable_reasons
-from .checks import DTYPES, MAX_ROWS, check_tensors
-from .descriptions import QkNorm, Rope, check_qk_norm, checked_rope
-from .operators import Gradient, is_exporting, operator
+from .checks import DTYPES, MAX_ROWS, check_qk_norm, check_tensors, checked_rope
+from .descriptions import QkNorm, Rope
+from .registration import Gradient, is_exporting, operator
 
 if TYPE_CHECKING:
     from ..kernels.matmul.matmul_launch import HeadStep
@@ -54,15 +54,14 @@ class QkSettings(NamedTuple):
 def qk_norm_rope(
     qkv: Tensor, *, qk_norm: QkNorm | None = None, rope: Rope | None = None, backend: str = "auto"
 ) -> Tensor:
-    """Normalises q and k, then rotates them; v is not changed.
+    """Normalizes q and k, then rotates them; v is not changed.
 
     Args:
         qkv: Packed projections [B, N, 3, H, D], or [total, 3, H, D] for packed sequences; fp32, fp16 or bf16 (also fp64
             with eager and sdpa).
-        qk_norm: None does not normalise.
+        qk_norm: None does not normalize.
         rope: None does not rotate.
-        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of qkv). eager and
-            sdpa use the same formula.
+        backend: See `attention`. eager and sdpa use the same formula.
     Returns:
         A new tensor of the same shape and dtype.
     Raises:
@@ -81,13 +80,13 @@ def qk_norm_rope(
         rope = checked_rope(rope, qkv.shape)
     backend = resolve_backend(backend, qkv.device, qkv.dtype)
     if backend == "triton" and not is_exporting():
-        tensors, settings, prefix = flat_settings(qkv, qk_norm, rope)
+        tensors, settings, prefix = operator_arguments(qkv, qk_norm, rope)
         out: Tensor = _forward_kernel(qkv, list(tensors[:6]), prefix, *settings)
         return out
     return reference.qk_norm_rope(qkv, qk_norm, rope)
 
 
-def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[QkTensors, QkSettings, int]:
+def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[QkTensors, QkSettings, int]:
     """Returns qk-norm and rotation as operator arguments, and the number of tokens that are not rotated.
 
     Raises:
@@ -115,7 +114,6 @@ def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tu
 
 
 def _require_supported(what: str, qkv: Tensor, tensors: QkTensors) -> None:
-    """Raises UnsupportedInputError with all reasons why the kernel cannot run on qkv [B, N, 3, H, D]."""
     B, N, _, _, D = qkv.shape
     reasons = list(triton_unavailable_reasons(qkv.device))
     if D % 2:
@@ -134,54 +132,49 @@ def _require_supported(what: str, qkv: Tensor, tensors: QkTensors) -> None:
 def _kernel_settings(tensors: QkTensors, settings: QkSettings, prefix: int) -> QkvSettings:
     from ..kernels.rotary import QkvSettings, can_be_read
 
-    def dense(q: Tensor | None, k: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        return None if q is None or k is None else (q.contiguous(), k.contiguous())
+    def contiguous(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        return None if a is None or b is None else (a.contiguous(), b.contiguous())
 
     q_weight, q_bias, k_weight, k_bias, cos, sin, *_ = tensors
     norm, eps, over, layout = settings
-    tables = (cos, sin) if cos is not None and sin is not None and can_be_read(cos, sin) else dense(cos, sin)
-    return QkvSettings(
-        dense(q_weight, k_weight), dense(q_bias, k_bias), tables, norm, eps, over == "width", prefix, layout
-    )
+    tables = (cos, sin) if cos is not None and sin is not None and can_be_read(cos, sin) else contiguous(cos, sin)
+    weights, biases = contiguous(q_weight, k_weight), contiguous(q_bias, k_bias)
+    return QkvSettings(weights, biases, tables, norm, eps, over == "width", prefix, layout)
 
 
-def _forward(
-    qkv: Tensor, tensors: Sequence[Tensor | None], prefix: int, norm: str, eps: float, over: str, layout: str
-) -> Tensor:
+def _forward(qkv: Tensor, tensors: Sequence[Tensor | None], prefix: int, *settings: Any) -> Tensor:
     from ..kernels import rotary
 
     qk = QkTensors(*tensors)
     _require_supported(_WHAT, qkv, qk)
-    settings = _kernel_settings(qk, QkSettings(norm, eps, over, layout), prefix)
-    return rotary.qk_norm_rope(qkv.contiguous(), settings)
+    return rotary.qk_norm_rope(qkv.contiguous(), _kernel_settings(qk, QkSettings(*settings), prefix))
 
 
 def _backward(
-    grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], prefix: int, norm: str, eps: float,
-    over: str, layout: str,
-) -> list[Tensor]:  # fmt: skip
+    grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], prefix: int, *settings: Any
+) -> list[Tensor]:
     """Returns the gradients of qkv and of the norms' parameters that are present; without norms qkv is None."""
     from ..kernels import rotary
 
     qk = QkTensors(*tensors)
-    settings = _kernel_settings(qk, QkSettings(norm, eps, over, layout), prefix)
     x = None if qkv is None else qkv.contiguous()
-    dx, sums = rotary.qk_norm_rope_gradients(grad_output.contiguous(), x, settings)
+    kernel_settings = _kernel_settings(qk, QkSettings(*settings), prefix)
+    dx, sums = rotary.qk_norm_rope_gradients(grad_output.contiguous(), x, kernel_settings)
     return [dx, *norm_gradients(sums, qk).values()]
 
 
 def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]:
-    """Returns the gradients of the norms' parameters by name, from fp32 sums [2, 2, D or H D]."""
+    """Returns the gradients of the norms' parameters by name.
+
+    Args:
+        sums: fp32 [2, 2, D or H D]: of q and of k, for weight and bias. None without norms.
+    """
     places = ((0, 0), (0, 1), (1, 0), (1, 1))
     return {
         name: sums[place].to(parameter.dtype, copy=True)
         for name, parameter, place in zip(QkTensors._fields, tensors, places)
         if parameter is not None and sums is not None
     }
-
-
-def _fake(qkv: Tensor, *args: Any) -> Tensor:
-    return qkv.new_empty(qkv.shape)
 
 
 def _fake_backward(
@@ -195,7 +188,7 @@ def _save(args: Sequence[Any], output: Tensor) -> tuple[Sequence[Tensor | None],
     return (None if rest[1] == "none" else qkv, *tensors), rest
 
 
-def _derive(grad_output: Tensor, saved: Sequence[Tensor | None], rest: Any) -> Sequence[Tensor | None]:
+def _gradients(grad_output: Tensor, saved: Sequence[Tensor | None], rest: Any) -> Sequence[Tensor | None]:
     qkv, *tensors = saved
     dx, *gradients = _backward_kernel(grad_output, qkv, tensors, *rest)
     remaining = iter(gradients)
@@ -204,11 +197,11 @@ def _derive(grad_output: Tensor, saved: Sequence[Tensor | None], rest: Any) -> S
 
 _SETTINGS = "Tensor?[] tensors, SymInt prefix, str norm, float eps, str over, str layout"
 _forward_kernel = operator(
-    "vit_fast::qk_norm_rope", f"(Tensor qkv, {_SETTINGS}) -> Tensor", _forward, what=_WHAT, fake=_fake,
-    flop=lambda *_: 0, gradient=Gradient(_save, _derive),
+    "qk_norm_rope", f"(Tensor qkv, {_SETTINGS}) -> Tensor", _forward, what=_WHAT,
+    fake=lambda qkv, *_: qkv.new_empty(qkv.shape), flop=lambda *_: 0, gradient=Gradient(_save, _gradients),
 )  # fmt: skip
 _backward_kernel = operator(
-    "vit_fast::qk_norm_rope_backward", f"(Tensor grad_output, Tensor? qkv, {_SETTINGS}) -> Tensor[]", _backward,
+    "qk_norm_rope_backward", f"(Tensor grad_output, Tensor? qkv, {_SETTINGS}) -> Tensor[]", _backward,
     what=_WHAT, fake=_fake_backward, flop=lambda *_: 0,
 )  # fmt: skip
 
@@ -223,21 +216,20 @@ class QkvStep:
     tensors: QkTensors
 
     @property
-    def is_nothing(self) -> bool:
+    def is_empty(self) -> bool:
         """True without norms and positions."""
         return self.settings.tables is None and self.settings.norm == "none"
 
     @property
-    def interleaves_pairs(self) -> bool:
-        """True if the matmul rotates layout "half", with the rows of each pair adjacent in its weight."""
-        return self.in_matmul and self.settings.tables is not None and self.settings.layout == "half"
-
-    @property
     def rope_head(self) -> int:
-        """Returns the `rope_head` of `folding.NormedLinear` for the qkv layer."""
-        return self.head_dim if self.interleaves_pairs else 0
+        """The `rope_head` of `folding.NormedLinear`: head_dim if the matmul rotates layout "half", else 0.
 
-    def of_heads(self, tokens: int) -> HeadStep | None:
+        Pairs of channels are then adjacent in the matmul's weight.
+        """
+        rotates = self.in_matmul and self.settings.tables is not None and self.settings.layout == "half"
+        return self.head_dim if rotates else 0
+
+    def for_matmul(self, tokens: int) -> HeadStep | None:
         """Returns the step that the matmul applies to q and k, for images with this number of tokens."""
         if not self.in_matmul:
             return None
@@ -245,25 +237,25 @@ class QkvStep:
 
         return HeadStep(self.settings, tokens, self.head_dim)
 
-    def check(self, packed: Tensor) -> None:
-        """Raises UnsupportedInputError with all reasons why the kernels cannot run on qkv [B, N, 3, H, D]."""
-        if not self.is_nothing:
-            _require_supported("a block", packed, self.tensors)
-
-    def forward(self, packed: Tensor, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+    def forward(self, packed: Tensor, saves: bool = False) -> tuple[Tensor, Tensor | None]:
         """Applies norms and rotation to qkv [B, N, 3, H, D], unless the matmul did.
 
         Args:
-            packed: Output of the qkv matmul; may be overwritten, except if `keep` is True and there are norms.
-            keep: True if a backward follows, which needs the input of the norms.
+            packed: Output of the qkv matmul; may be overwritten, except if `saves` is True and there are norms.
+            saves: True if a backward follows, which needs the input of the norms.
         Returns:
-            qkv for the attention, and the input of the norms if it was kept, else None.
+            qkv for the attention, and the saved input of the norms or None.
+        Raises:
+            UnsupportedInputError: the kernels cannot run on this input; lists all reasons.
         """
         from ..kernels import rotary
 
-        if self.in_matmul or self.is_nothing:
+        if self.is_empty:
             return packed, None
-        if keep and self.settings.norm != "none":
+        _require_supported("a block", packed, self.tensors)
+        if self.in_matmul:
+            return packed, None
+        if saves and self.settings.norm != "none":
             return rotary.qk_norm_rope(packed, self.settings), packed
         rotary.qk_norm_rope_launch(packed, packed, self.settings).run()
         return packed, None
@@ -281,32 +273,30 @@ class QkvStep:
 
         if self.settings.norm != "none":
             return rotary.qk_norm_rope_gradients(grad, saved, self.settings, grad)[1]
-        if not self.is_nothing:
-            together = self.interleaves_pairs
-            settings = replace(self.settings, layout="interleaved_half") if together else self.settings
-            rotary.qk_norm_rope_launch(grad, grad, settings, inverse=True, separate=together).run()
+        if not self.is_empty:
+            adjacent = self.rope_head > 0
+            settings = replace(self.settings, layout="interleaved_half") if adjacent else self.settings
+            rotary.qk_norm_rope_launch(grad, grad, settings, inverse=True, separate=adjacent).run()
         return None
 
 
 def qkv_step(
     tensors: QkTensors, settings: QkSettings, prefix: int, head_dim: int, is_folded: bool,
-    norms_in: torch.dtype | None = None,
+    norm_dtype: torch.dtype | None = None,
 ) -> QkvStep:  # fmt: skip
-    """Builds the step from the results of `flat_settings`.
+    """Builds the step from the results of `operator_arguments`.
 
     Args:
         is_folded: True if the qkv weight is already folded. Its pairs are then not adjacent if the layout is "half".
-        norms_in: The dtype of the matmul if its epilogue may normalise; None if a backward needs the norms' input.
+        norm_dtype: Dtype of the matmul if its epilogue may normalize; None if a backward needs the norms' input.
     """
-    norm, _, over, layout = settings
-    in_matmul = norm == "none" or (over == "head" and norms_in is not None and _normalises(norms_in, head_dim))
-    if tensors.cos is not None:
-        in_matmul = in_matmul and tensors.cos.shape[1] == 1 and (layout != "half" or not is_folded)
-    in_matmul = in_matmul and (tensors.cos is not None or norm != "none")
-    return QkvStep(_kernel_settings(tensors, settings, prefix), in_matmul, head_dim, tensors)
-
-
-def _normalises(dtype: torch.dtype, head_dim: int) -> bool:
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
 
-    return dtype.itemsize == 2 and head_dim in NORMED_HEADS
+    norm, _, over, layout = settings
+    in_matmul = tensors.cos is not None or norm != "none"
+    if norm != "none":
+        half = norm_dtype is not None and norm_dtype.itemsize == 2
+        in_matmul = over == "head" and half and head_dim in NORMED_HEADS
+    if tensors.cos is not None:
+        in_matmul = in_matmul and tensors.cos.shape[1] == 1 and (layout != "half" or not is_folded)
+    return QkvStep(_kernel_settings(tensors, settings, prefix), in_matmul, head_dim, tensors)

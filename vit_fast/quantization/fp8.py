@@ -1,4 +1,4 @@
-"""`fuse(model, precision="fp8")`: chooses the blocks that run in e4m3 and the layers that stay in half precision."""
+"""`fuse(model, precision="fp8")`: selects the blocks that run in e4m3, and the layers that stay in half precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHAT = "fuse with precision='fp8'"
 
 
 def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]:
-    """Returns the reasons why models with this device and dtype cannot run in e4m3."""
+    """Returns the reasons why a model of this device and dtype cannot run in e4m3."""
     reasons = [] if device.type == "meta" else list(fp8_reasons(device))
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(
@@ -36,7 +36,7 @@ def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]
 def check_request(
     model: nn.Module, backend: str, precision: str | None, keep: Iterable[str] | None, min_agreement: float | None
 ) -> None:
-    """Raises an error with all reasons if the model cannot run in e4m3, before anything is changed."""
+    """Raises an error with all reasons if the model cannot run in e4m3. Nothing has been changed by then."""
     if precision is None:
         raise ValueError(f"keep and min_agreement must be used with precision='fp8', got {keep!r} and {min_agreement}")
     check_choice("precision", precision, (None, "fp8"))
@@ -71,19 +71,14 @@ class Choice:
 
 
 def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_agreement: float | None) -> Choice:
-    """Chooses the layers that run in e4m3, without changing the model.
+    """Selects the layers that run in e4m3, without changing the model; see `fuse` for keep and min_agreement.
 
-    Args:
-        copied: A copy of the model, fused with a backend that runs anywhere.
-        keep, min_agreement: See `fuse`.
+    `copied` is a copy of the model, fused with a backend that runs on any device.
     """
     blocks, left = emulate(copied)
     scales = {block.name: scales_of(model.get_submodule(block.name)) for block in blocks}
-    without = [
-        f"{name} must be calibrated: call vit_fast.calibrate(model, images)"
-        for name, own in scales.items()
-        if own is None
-    ]
+    advice = "must be calibrated: call vit_fast.calibrate(model, images)"
+    without = [f"{name} {advice}" for name, own in scales.items() if own is None]
     if without or not blocks:
         raise UnsupportedInputError(WHAT, without or [f"{name}: {why}" for name, why in left.items()])
     linears = {block.name: block.linears for block in blocks}
@@ -99,7 +94,7 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
     if model not in IMAGES:
         raise ValueError("min_agreement requires calibration images: call vit_fast.calibrate(model, images) first")
     everything = {name: own.all() for name, own in scales.items() if own}
-    images = [as_taken(model, batch) for batch in IMAGES[model]]  # it may have been converted, or moved, since
+    images = [as_taken(model, batch) for batch in IMAGES[model]]  # the model may have been converted or moved since
     result = find_kept(copied, blocks, everything, images, min_agreement, asked)
     for name, layers in result.kept.items():
         for layer in layers:
@@ -113,33 +108,29 @@ def switch(model: nn.Module, choice: Choice | None) -> None:
     """Switches exactly these blocks of a fused model to e4m3.
 
     Raises:
-        UnsupportedInputError: the kernels cannot run one of them as one operator. Some attributes may be changed.
+        UnsupportedInputError: the kernels cannot run one of them as one operator. Some attributes may have changed.
     """
-    before = [(own.kept, own.kept.clone()) for own in model.modules() if isinstance(own, Fp8Scales)]
+    owners = [(name, block, own) for name, block in model.named_modules() if (own := scales_of(block)) is not None]
+    before = [(own.kept, own.kept.clone()) for _, _, own in owners]
     try:
-        _switch(model, choice)
-    except BaseException:  # the caller restores attributes, but not values of tensors
-        for kept, value in before:
-            kept.copy_(value)
+        for name, block, own in owners:
+            chosen = choice is not None and name in choice.linears
+            kept = choice.kept[name] if choice is not None and chosen else {}
+            own.active = chosen and len(kept) < len(LINEARS)
+            if chosen:
+                own.keep(kept)
+            block.__dict__.pop("vit_fast_parts", None)
+            if not own.active:
+                continue
+            parts = block.whole() if isinstance(block, FusedNormMlp) else None
+            if parts is None:
+                raise UnsupportedInputError(WHAT, [f"{name} must be a block that the kernels run as one operator"])
+            if own.qkv.device.type != "meta":
+                own.cached_of(parts)
+    except BaseException:  # the caller restores attributes, but not the values of tensors
+        for tensor, value in before:
+            tensor.copy_(value)
         raise
-
-
-def _switch(model: nn.Module, choice: Choice | None) -> None:
-    for name, block in model.named_modules():
-        own = scales_of(block)
-        if own is None:
-            continue
-        own.active = choice is not None and name in choice.linears and len(choice.kept[name]) < len(LINEARS)
-        if choice is not None and name in choice.linears:
-            own.keep(choice.kept[name])
-        block.__dict__.pop("vit_fast_parts", None)
-        if not own.active:
-            continue
-        parts = block.whole() if isinstance(block, FusedNormMlp) else None
-        if parts is None:
-            raise UnsupportedInputError(WHAT, [f"{name} must be a block that the kernels run as one operator"])
-        if own.qkv.device.type != "meta":
-            own.cached_of(parts)
 
 
 def touched(model: nn.Module) -> list[nn.Module]:
@@ -149,25 +140,22 @@ def touched(model: nn.Module) -> list[nn.Module]:
 
 
 def annotated(rows: Sequence[ModuleReport], choice: Choice, dtype: torch.dtype | None) -> list[ModuleReport]:
-    """Adds notes to the report: layers that run in e4m3, and reasons why others do not."""
+    """Adds notes to the rows of the report: layers that run in e4m3, and the reasons why others do not."""
     half = str(dtype).removeprefix("torch.")
-    found = []
-    for row in rows:
+
+    def notes(row: ModuleReport) -> list[str]:
         if row.fused and row.name in choice.linears and "MLP" in row.part:
             kept = choice.kept[row.name]
             inside = ", ".join(name for name in LINEARS if name not in kept)
             stay = [f"{name} stays in {half}: {kept[name]}" for name in LINEARS if name in kept]
-            notes = [f"in e4m3: {inside or 'nothing'}", *stay]
-        elif row.fused and row.name in choice.left:
-            notes = [f"stays in {half}: {choice.left[row.name]}"]
-        else:
-            notes = []
-        found.append(dataclasses.replace(row, notes=(*row.notes, *notes)))
-    return found
+            return [f"in e4m3: {inside or 'nothing'}", *stay]
+        return [f"stays in {half}: {choice.left[row.name]}"] if row.fused and row.name in choice.left else []
+
+    return [dataclasses.replace(row, notes=(*row.notes, *notes(row))) for row in rows]
 
 
 def _kept_by_name(linears: Mapping[str, Mapping[str, Sequence[str]]], keep: Iterable[str]) -> dict[str, set[str]]:
-    """Returns the names of LINEARS by block that match names or shell-style patterns."""
+    """Returns, by block, the names of LINEARS whose layers match one of the names or shell-style patterns."""
     if isinstance(keep, str):
         raise TypeError(f"keep must be a sequence of names, got {keep!r}: pass ({keep!r},)")
     keep = list(keep) if isinstance(keep, Iterable) else [keep]

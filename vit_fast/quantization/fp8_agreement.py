@@ -1,7 +1,8 @@
-"""Search for the linear layers that must stay in half precision to preserve the model's top-1 class."""
+"""Search for the linear layers that must stay in half precision, so that the model's top-1 class rarely changes."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from .fp8_emulation import EmulatedBlock
 from .schemes import fewest_kept
 
 IMAGES_FOR_ORDER = 32
-"""Number of images used to rank the layers by how much the output changes if one layer is rounded."""
+"""Number of images used to rank the layers by sensitivity."""
 
 IMAGES: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()
 """Calibration images of each model."""
@@ -35,8 +36,8 @@ class Found:
     """Layers that must stay in half precision.
 
     Attributes:
-        kept: By block, names of LINEARS.
-        agreement: Share of the images with the same top-1 class as without rounding.
+        kept: Names of LINEARS by block.
+        agreement: Share of images with the same top-1 class as without rounding.
         images: Number of images.
     """
 
@@ -46,26 +47,23 @@ class Found:
 
 
 def find_kept(
-    copied: nn.Module,
-    blocks: Sequence[EmulatedBlock],
-    scales: Mapping[str, BlockScales],
-    batches: Sequence[Tensor],
-    wanted: float,
-    always: Mapping[str, Collection[str]],
-) -> Found:
+    copied: nn.Module, blocks: Sequence[EmulatedBlock], scales: Mapping[str, BlockScales], batches: Sequence[Tensor],
+    wanted: float, always: Mapping[str, Collection[str]],
+) -> Found:  # fmt: skip
     """Finds the fewest linear layers to keep in half precision for the required top-1 agreement.
 
-    Ranks the layers by how much the output changes if one layer is rounded, and finds by bisection how many of the most
-    sensitive ones must be kept.
+    A layer's sensitivity is the change of the logits if this layer alone is rounded. Bisection finds how many of the
+    most sensitive layers must be kept.
 
     Args:
         copied: A copy of the model, whose `blocks` run in emulated FP8.
-        scales: By block.
+        blocks: Its blocks.
+        scales: Scales by block.
         batches: Images.
         wanted: Required share of images with the same top-1 class.
-        always: By block, layers that are always kept.
+        always: Layers that are kept in any case, by block.
     Raises:
-        UnsupportedInputError: the agreement is not reached even with one rounded layer; reports the best agreement.
+        UnsupportedInputError: the agreement is not reached even with one rounded layer; reports the agreements.
         ValueError: the model returns no logits.
     """
 
@@ -74,9 +72,15 @@ def find_kept(
             own = scales[block.name]._asdict()
             block.scales = BlockScales(**{k: own[k] if rounded((block.name, k)) else None for k in LINEARS})
         with torch.inference_mode():
-            return torch.cat([_logits(copied(batch)) for batch in images])
+            outputs = [copied(batch) for batch in images]
+        found = [each for each in map(logits_of, outputs) if each is not None]
+        if len(found) < len(outputs):
+            got = type_name(outputs[0])
+            raise ValueError(f"the model must return logits [B, classes] for min_agreement, got {got}")
+        return torch.cat(found)
 
-    first = _some(batches)
+    starts = itertools.accumulate(map(len, batches), initial=0)
+    first = [batch[: IMAGES_FOR_ORDER - i] for batch, i in zip(batches, starts) if i < IMAGES_FOR_ORDER]
     exact = logits(lambda linear: False, batches)
     linears = [(block.name, k) for block in blocks for k in LINEARS if k not in always.get(block.name, ())]
     reached: dict[int, float] = {}  # by number of layers kept
@@ -91,40 +95,21 @@ def find_kept(
     if not passes(()):
         few = exact[: sum(map(len, first))]
         damage = {one: (logits(one.__eq__, first) - few).square().sum().item() for one in linears}
-        fewest = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
-        if fewest is None:
+        also = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1) or ()
+        if not also:
             enough = max(reached)
-            raise UnsupportedInputError(
-                f"fuse with precision='fp8', min_agreement={wanted:g}",
-                [
-                    f"the top-1 agreement on {len(exact)} images is {reached[enough]:.1%} with {enough} of "
-                    f"{len(linears)} linear layers in half precision, and {reached[0]:.1%} with none"
-                ],
+            reason = (
+                f"the top-1 agreement on {len(exact)} images is {reached[enough]:.1%} with {enough} of "
+                f"{len(linears)} linear layers in half precision, and {reached[0]:.1%} with none"
             )
-        also = fewest
+            raise UnsupportedInputError(f"fuse with precision='fp8', min_agreement={wanted:g}", [reason])
     kept = {block.name: set(always.get(block.name, ())) for block in blocks}
     for name, linear in also:
         kept[name].add(linear)
     return Found(kept, reached[len(also)], len(exact))
 
 
-def _some(batches: Sequence[Tensor]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for batch in batches:
-        left = IMAGES_FOR_ORDER - sum(map(len, found))
-        if left > 0:
-            found.append(batch[:left])
-    return found
-
-
 def logits_of(output: object) -> Tensor | None:
     """Returns the logits [B, classes] in the output of a model; None if it has none."""
     logits = getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
     return logits.float() if isinstance(logits, Tensor) and logits.dim() == 2 else None
-
-
-def _logits(output: object) -> Tensor:
-    logits = logits_of(output)
-    if logits is None:
-        raise ValueError(f"the model must return logits [B, classes] for min_agreement, got {type_name(output)}")
-    return logits

@@ -1,7 +1,7 @@
-"""Emulated FP8: a copy of a model whose blocks run the e4m3 reference instead of kernels, on any device.
+"""Emulated FP8: a copy of a model whose blocks run the e4m3 reference instead of the kernels, on any device.
 
-The copy shares the model's tensors. Its blocks run in fp32, with selected linear layers rounded; all other layers run
-as in the model.
+The copy shares the model's tensors. Its blocks run in fp32, with the inputs and weights of selected linear layers
+rounded to e4m3. Everything else runs as in the model.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from ..blocks.block import parts_of, runs_whole
 from ..blocks.fp8_scales import LINEARS, PLACE
 from ..blocks.fused import FusedNormMlp
 from ..blocks.parts import BlockParts, LinearParts, block_tensors
-from ..blocks.row_statistics import NOTHING, RowFacts
+from ..blocks.token_facts import NOTHING, TokenFacts
 from ..ops import reference
-from ..ops.descriptions import BlockScales, BlockTensors, QkNorm, Rope, checked_rope
+from ..ops.checks import checked_rope
+from ..ops.descriptions import BlockScales, BlockTensors, QkNorm, Rope
 
 Look = Callable[[str, Tensor], None]
 """Called with a name of LINEARS and the input of that layer, fp32 [B, N, K]."""
@@ -29,16 +30,16 @@ class EmulatedBlock:
 
     Attributes:
         scales: Scales of the layers that are rounded; None for the others.
-        look: Called with the input of each layer.
+        look: Called with each layer's input.
         name: The block's name in its model.
-        linears: By name of LINEARS, as returned by `linears_of`.
+        linears: See `linears_of`.
     """
 
     emulated = True
 
     def __init__(self, name: str, parts: BlockParts, linears: dict[str, tuple[str, ...]]) -> None:
         self.scales = BlockScales()
-        self.look: Look = _look_away
+        self.look: Look = lambda name, x: None
         self.name, self.linears = name, linears
         self._attention: Any = parts.attention
         self._mlp: Any = parts.mlp
@@ -56,8 +57,8 @@ class EmulatedBlock:
         return BlockTensors._make(map(_wide, block_tensors(self._attention, self._mlp)))
 
     def run(
-        self, parts: BlockParts, x: Tensor, rows: RowFacts, rope: Rope | None, reader: None = None
-    ) -> tuple[Tensor, RowFacts]:
+        self, parts: BlockParts, x: Tensor, facts: TokenFacts, rope: Rope | None, reader: None = None
+    ) -> tuple[Tensor, TokenFacts]:
         """Runs the block; see `Fp8Scales.run`."""
         attention, tensors, heads = self._attention, self.tensors(), self._attention.num_heads
         if rope is not None:
@@ -77,20 +78,19 @@ class EmulatedBlock:
         return y.to(x.dtype), NOTHING
 
     def reader(self, parts: BlockParts) -> None:
-        """Returns None: it rounds its input itself."""
+        """Returns None, because the block rounds its input itself."""
 
     def check(self, backend: str) -> None:
         """Accepts every backend."""
 
 
 def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
-    """Makes the blocks of a fused copy run their reference if the kernels could run them as one operator.
+    """Makes the blocks of a fused copy run the reference, where the kernels could run them as one operator.
 
     Args:
-        copied: A copy that was fused with a backend that runs anywhere.
+        copied: A copy that was fused with a backend that runs on any device.
     Returns:
-        One `EmulatedBlock` per block in the model's order, without rounded layers; and by name, the reasons of all
-        skipped blocks.
+        The blocks in the model's order, without rounded layers, and the reasons for all skipped blocks by name.
     """
     found, left = [], {}
     names = {id(module): name for name, module in copied.named_modules()}
@@ -109,7 +109,7 @@ def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
 
 
 def unsupported_reasons(parts: BlockParts) -> list[str]:
-    """Returns the reasons why the kernels cannot run a block as one operator on any device."""
+    """Returns the reasons why the kernels cannot run a block as one operator, whatever the device."""
     inside = parts.mlp is not None and parts.mlp.inner_norm is not None
     if runs_whole(parts) and not inside:
         return []
@@ -120,12 +120,9 @@ def unsupported_reasons(parts: BlockParts) -> list[str]:
 
 
 def linears_of(parts: BlockParts, names: Mapping[int, str]) -> dict[str, tuple[str, ...]]:
-    """Returns the names of the layers of each of LINEARS: e.g. q, k and v if they are separate, or fc1 and its gate.
+    """Returns the names of the layers behind each of LINEARS: e.g. q, k and v if separate, or fc1 and its gate.
 
-    The projection of a MultiheadAttention is called `in_proj`.
-
-    Args:
-        names: Names of all modules by id.
+    The projection of a MultiheadAttention is called `in_proj`. `names` are the names of all modules by id.
     """
     attention: Any = parts.attention
     mlp: Any = parts.mlp
@@ -140,10 +137,6 @@ def linears_of(parts: BlockParts, names: Mapping[int, str]) -> dict[str, tuple[s
         "qkv": joined(attention.qkv), "proj": (names[id(attention.proj)],),
         "fc1": joined(mlp.fc1, mlp.gate), "fc2": (names[id(mlp.fc2)],),
     }  # fmt: skip
-
-
-def _look_away(name: str, x: Tensor) -> None:
-    pass
 
 
 def _wide(tensor: Tensor | None) -> Tensor | None:

@@ -1,9 +1,9 @@
-"""Observes activations on calibration images, and proposes ranges for eight bits.
+"""Observes activations on calibration images, and proposes ranges for 8-bit formats.
 
-"largest" covers every element; "percentile" clips the largest; "mean square" minimises |x - Q(x)|^2. The caller selects
-the one with the smallest error of the products that read the activation.
+"largest" covers every element, "percentile" clips the largest ones, and "mean square" minimizes |x - Q(x)|^2. The
+caller selects the range with the smallest error of the products that read the activation.
 
-Large channels can be moved out of an activation into the weights that read it: x W = (x / s) (s W).
+Smoothing moves the scale of large channels from an activation into the weights that read it: x W = (x / s) (s W).
 Source: SmoothQuant, arxiv.org/abs/2211.10438, alpha = 0.5.
 """
 
@@ -16,11 +16,11 @@ import numpy as np
 
 PERCENTILES = (99.99, 99.9)
 TOKENS_BY_CHANCE, TOKENS_LARGEST = 8, 4
-"""Tokens sampled per image: random ones, and the largest, because few tokens contain massive activations."""
+"""Tokens sampled per image: random ones, and the largest, because only few tokens contain massive activations."""
 MAX_TOKENS = 1536
-"""Sampled tokens per activation; if there are more, the largest third and random others remain."""
+"""Largest sample of tokens per activation. Of a larger one, the largest third and as many random tokens remain."""
 SHRINK = np.linspace(0.2, 1.0, 17)
-"""Fractions of the largest magnitude that "mean square" tries."""
+"""Ranges that "mean square" tries, relative to the largest."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,7 @@ class Range:
 
 
 class Observer:
-    """Observes one activation, image by image.
-
-    Args:
-        generator: Samples the tokens.
-    """
+    """Observes one activation, image by image; `generator` samples the tokens."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self._generator = generator
@@ -93,11 +89,7 @@ class Observer:
 
 
 def candidate_ranges(seen: Observation, rounded: Callable[[np.ndarray, Range], np.ndarray]) -> list[Range]:
-    """Returns ranges of an activation to try, the largest first; each contains zero.
-
-    Args:
-        rounded: Quantizes elements to a range and back.
-    """
+    """Returns ranges to try for an activation; each contains zero. `rounded` quantizes to a range and back."""
     low, high = min(float(seen.low.min()), 0.0), max(float(seen.high.max()), 0.0)
     candidates = [Range(low, high, "largest")]
     for percent in PERCENTILES:
@@ -109,10 +101,9 @@ def candidate_ranges(seen: Observation, rounded: Callable[[np.ndarray, Range], n
 
 
 def smoothing_scale(peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns s_j = sqrt(max |x_j| / max |W_j|); 1 if a channel of x or W is zero.
+    """Returns s_j = sqrt(max |x_j| / max |W_j|); 1 for a channel in which x or W is zero.
 
-    With the square root, the result depends on max |x_j| max |W_j| alone, not on how a scale is distributed between x
-    and W.
+    With the square root, x / s and s W depend on x W only, not on how a scale is distributed between x and W.
 
     Args:
         peak: Largest magnitude of each channel [C].
@@ -126,5 +117,5 @@ def smoothing_scale(peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarr
 
 
 def power_of_two(scale: np.ndarray) -> np.ndarray:
-    """Returns the nearest power of two, by which division is exact."""
+    """Returns the nearest powers of two; dividing by them is exact."""
     return np.exp2(np.rint(np.log2(scale)))

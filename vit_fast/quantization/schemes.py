@@ -1,6 +1,6 @@
-"""Number formats of eight bits, for PyTorch's kernels and ONNX files alike: scale, rounding, choice of a range.
+"""8-bit number formats, for the kernels and for ONNX files: scale, rounding, and selection of a range.
 
-int8, uint8        x ~ s (x_q - z), int8 around zero; a weight has one scale per output channel, around zero
+int8, uint8        x ~ s (x_q - z), z = 0 for int8; weights are int8 with one scale per output channel
 e4m3               x ~ s x_q, s = max |.| / 448, one scale per tensor
 """
 
@@ -19,17 +19,12 @@ from .ranges import Observation, Range, candidate_ranges
 T = TypeVar("T")
 
 NEAR = 1.02
-"""Candidates within this factor of the smallest loss count as equal; the first one is selected."""
+"""Candidates within this factor of the smallest loss count as equal; the first of them is selected."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A number format of eight bits.
-
-    Attributes:
-        kind: "int8", "uint8" or "e4m3".
-        power_of_two: True if scales are powers of two, as the kernels need them.
-    """
+    """An 8-bit number format; with `power_of_two`, scales are powers of two, as the kernels require."""
 
     kind: Literal["int8", "uint8", "e4m3"]
     power_of_two: bool = False
@@ -47,7 +42,7 @@ class Scheme:
         return max(peak, 1e-3) / E4M3_MAX, 0  # representable in fp16
 
     def rounded(self, x: np.ndarray, limits: Range) -> np.ndarray:
-        """Returns x after quantizing to this range and back, fp32."""
+        """Returns x, quantized to this range and back, in fp32."""
         scale, zero = self.grid(limits)
         if self.kind == "e4m3":
             inside = torch.from_numpy(np.clip(x / scale, -E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
@@ -58,7 +53,7 @@ class Scheme:
         return restored
 
     def rounded_weight(self, weight: np.ndarray) -> np.ndarray:
-        """Returns a weight [C, F] after quantizing and back, fp32."""
+        """Returns a weight [C, F], quantized and back, in fp32."""
         weight = weight.astype(np.float32)
         if self.kind == "e4m3":
             peak = float(np.abs(weight).max())
@@ -68,7 +63,7 @@ class Scheme:
         return restored
 
     def ranges(self, seen: Observation) -> list[Range]:
-        """Returns the ranges to try for an activation, the widest first; the simplest method wins at equal scales."""
+        """Returns the ranges to try for an activation, the widest first; of equal scales, that of the first method."""
         found = {self.grid(limits)[0]: limits for limits in reversed(candidate_ranges(seen, self.rounded))}
         return [found[scale] for scale in sorted(found, reverse=True)]
 
@@ -80,14 +75,14 @@ def first_near_best(tried: Sequence[tuple[float, T]]) -> tuple[float, T]:
 
 
 def fewest_kept(by_damage: Sequence[T], passes: Callable[[Collection[T]], bool], most: int) -> tuple[T, ...] | None:
-    """Finds by bisection how many of the most sensitive layers have to stay in higher precision.
+    """Finds by bisection how many of the most sensitive layers must stay in higher precision.
 
     Args:
-        by_damage: The layers, the most sensitive first. Keeping none must fail.
-        passes: True if the model is good enough with these layers kept.
-        most: The number of layers that may be kept.
+        by_damage: The layers, the most sensitive first. Keeping none of them is known not to pass.
+        passes: True if the model is accurate enough with these layers kept.
+        most: Largest number of layers that may be kept.
     Returns:
-        The layers to keep; None if keeping `most` of them does not pass.
+        The layers to keep; None if keeping `most` layers does not pass.
     """
     if most < 1 or not passes(by_damage[:most]):
         return None

@@ -1,4 +1,4 @@
-"""Token budgets for packed images, and CUDA graph capture with a check that the model has not changed since."""
+"""Token budgets for packed images; CUDA graph capture, and a check that the model has not changed since."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..blocks.fused import FusedNormMlp
 from ..blocks.plain import Watch, is_hooked, touch_reasons
 from ..errors import check_type
 
-WARM_UP_RUNS = 3  # compile and autotune kernels and allocate their workspaces before the capture
+WARM_UP_RUNS = 3  # kernels are compiled and autotuned, and workspaces allocated, before the capture
 
 
 def pack(
     lengths: Sequence[int], sequences: Sequence[int], budgets: Sequence[int], max_sequences: int
 ) -> list[tuple[int, list[int]]]:
-    """Packs images by first-fit decreasing into the largest budget; each bin takes the smallest budget that fits.
+    """Packs images into bins of the largest budget by first-fit decreasing; a bin gets the smallest budget that fits.
 
     Args:
-        lengths: Tokens of each image, none above the largest budget.
-        sequences: Attention sequences of each image, none above `max_sequences`.
+        lengths: Tokens of each image, at most the largest budget.
+        sequences: Attention sequences of each image, at most `max_sequences`.
         budgets: Tokens of the buffers.
         max_sequences: Sequences of the buffers.
     Returns:
@@ -47,11 +47,11 @@ def pack(
 
 
 def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int = 4) -> tuple[int, ...]:
-    """Suggests the token budgets that need the fewest padding tokens if each image runs alone.
+    """Suggests token budgets: those that need the fewest padding tokens if each image runs alone.
 
     Args:
         sizes: (height, width) or (frames, height, width) of each image, as in spatial_shapes and image_grid_thw.
-        patch_size: Pixels per patch, if height and width are in pixels.
+        patch_size: Pixels per side of a patch, if height and width are in pixels.
         count: Maximum number of budgets.
     Returns:
         Multiples of 64 tokens, ascending; the last one fits the patches of the largest image. For a NaFlexVit, add
@@ -74,7 +74,7 @@ def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int 
     options = sorted(set(rounded))
     images = [0, *itertools.accumulate(rounded.count(option) for option in options)]
     tokens = [0, *itertools.accumulate(option * rounded.count(option) for option in options)]
-    # best[end]: the smallest padding for the first `end` options, and the budgets
+    # best[end]: least padding for the first `end` options, and the budgets for it
     best: list[tuple[float, tuple[int, ...]]] = [(0, ()), *[(float("inf"), ())] * len(options)]
     for _ in range(min(count, len(options))):
         longer = list(best)
@@ -92,7 +92,7 @@ class GraphStats:
 
     Attributes:
         graphs: Captured graphs.
-        hits: Number of runs per budget; a call may need several.
+        hits: Runs per budget; a call may need several.
         tokens: Tokens of images in these runs.
         padding: Padding tokens in these runs.
         fallbacks: Calls that ran eagerly.
@@ -111,7 +111,7 @@ class GraphStats:
 
 
 def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Callable[[], Any]:
-    """Captures a CUDA graph; returns a function that replays it. The next replay overwrites the outputs."""
+    """Captures a CUDA graph, and returns a function that replays it. Each replay overwrites the outputs."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -131,7 +131,7 @@ def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Callable
 
 
 class Watched:
-    """Records a model at capture time: its modules, parameters, buffers, and the settings of its fused blocks."""
+    """Records a model at capture time: modules, parameters, buffers, and settings of fused blocks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._modules = model, list(model.modules())
@@ -150,10 +150,9 @@ class Watched:
         ]
 
     def change(self, runner: object) -> str | None:
-        """Returns an error message if the model changed after the capture, else None; called before every replay.
+        """Returns an error message if the model changed after the capture. Called before every replay.
 
-        Args:
-            runner: The object that may replace the model's forward.
+        `runner` may replace the model's forward.
         """
         for place, name, tensor, address in self._tensors:
             if place.get(name) is not tensor or tensor.data_ptr() != address:

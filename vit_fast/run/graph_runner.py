@@ -20,9 +20,9 @@ from ..blocks.fused import FusedModule
 from ..blocks.plain import forward_is_replaced, is_hooked
 from ..errors import UnsupportedInputError, check_type
 from ..fusion.freezing import freeze, frozen_of
-from ..libraries.image_model import needs_more
+from ..libraries.interface.image_model import required_input_reasons
+from ..libraries.interface.packed_tower import Call, ImageTower, Options, PackedTower, Part
 from ..libraries.known import fused_form, packed_tower
-from ..libraries.packed_tower import Call, ImageTower, Options, PackedTower, Part
 from .budgets import GraphStats, Watched, capture, pack
 
 Fallback = Literal["error", "eager"]
@@ -31,32 +31,31 @@ Fallback = Literal["error", "eager"]
 class GraphRunner:
     """Runs a model by replaying CUDA graphs, captured for a few sizes, to avoid launch overhead.
 
-    With an example, the sizes are numbers of images of one shape. With budgets, they are numbers of tokens: images of
-    any sizes are packed into the budgets by first-fit decreasing, and the rest of a budget is padding, a sequence of
-    its own that no image attends to. Positions, windows and sequence lengths are computed on the host.
+    With an example, the sizes are batch sizes of images of one shape. With budgets, they are numbers of tokens: images
+    of any sizes are packed into the budgets by first-fit decreasing. The rest of a budget is padding, a separate
+    sequence that no image attends to. Positions, windows and sequence lengths are computed on the host.
 
-    A call copies its images into the buffers of the smallest size that fits, replays, and copies the outputs out.
-    More images than fit run one after the other. Calls from several threads or streams are safe: they run one at a
-    time, and each waits on the device for the previous one.
+    A call copies its images into the buffers of the smallest size that fits, replays the graph, and copies the outputs.
+    If the images do not fit into one graph, several graphs run in sequence. Calls from several threads or streams are
+    safe: they run one at a time, and each waits on the device for the previous one.
 
     The model is frozen (`vit_fast.freeze`), so that replays do not fold weights, and captured in evaluation mode
-    without gradients. In-place updates of its parameters take effect at the next call if torch tracks them, and after
-    refresh() in any case. A call raises an error under autocast, and if modules, forwards, parameters, buffers or
-    settings of fused blocks were replaced or moved, or hooks were added. FP8 scales must not change.
+    without gradients. In-place updates of its parameters take effect at the next call if torch tracks them, otherwise
+    after refresh(). A call raises an error under autocast, after hooks were added, and after modules, forwards,
+    parameters, buffers or settings of fused blocks were replaced or moved. FP8 scales must not change.
 
     Args:
-        model: The model, on one CUDA device. Compiled with mode "reduce-overhead" or "max-autotune", it makes its own
-            CUDA graphs and cannot be captured: use "default" or "max-autotune-no-cudagraphs". With budgets, a tower of
-            `vit_fast.fuse` whose images are packed or padded (docs/classes.md lists them), or one of transformers for
-            images of one size.
-        example: Images [any, channels, height, width] with dtype and device of later calls.
-        batch_sizes: With an example: batch sizes to capture, by default 1, 8 and 32. Each needs its own device memory
-            for activations.
-        budgets: Instead of an example: tokens per graph. A graph is captured at the first call that needs it.
+        model: The model, on one CUDA device. A model compiled with mode "reduce-overhead" or "max-autotune" captures
+            its own CUDA graphs; use "default" or "max-autotune-no-cudagraphs". With budgets, a fused tower whose images
+            are packed or padded (docs/classes.md lists them), or a tower of transformers for images of one size.
+        example: Images [any, channels, height, width] with the dtype and device of later calls.
+        batch_sizes: With an example: batch sizes to capture, by default 1, 8 and 32. Each needs device memory for its
+            own activations.
+        budgets: Instead of an example: numbers of tokens. A graph is captured at the first call that needs it.
             `vit_fast.budgets_for` suggests budgets.
-        max_images: With budgets: maximum number of images in one graph, by default 64; each frame of a video counts.
-        fallback: With "error", a call that no graph can run raises an error. With "eager", it runs without a graph.
-            Without a CUDA device, budgets run with the same packing and padding; an example needs "eager".
+        max_images: With budgets: maximum number of images in one graph, by default 64. Each frame of a video counts.
+        fallback: "error" raises an error for a call that no graph can run; "eager" runs it without a graph. Without a
+            CUDA device, budgets run eagerly with the same packing and padding; an example needs "eager".
     Raises:
         ValueError: the example, the batch sizes or the budgets are invalid.
         UnsupportedInputError: the model or the example is not on a CUDA device and fallback is "error", the first
@@ -64,15 +63,9 @@ class GraphRunner:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        example: Tensor | None = None,
-        batch_sizes: Sequence[int] | None = None,
-        *,
-        budgets: Sequence[int] | None = None,
-        max_images: int | None = None,
-        fallback: Fallback = "error",
-    ) -> None:
+        self, model: nn.Module, example: Tensor | None = None, batch_sizes: Sequence[int] | None = None, *,
+        budgets: Sequence[int] | None = None, max_images: int | None = None, fallback: Fallback = "error",
+    ) -> None:  # fmt: skip
         check_type("model", model, nn.Module)
         check_choice("fallback", fallback, get_args(Fallback))
         if (example is None) == (budgets is None):
@@ -101,7 +94,7 @@ class GraphRunner:
         self.budgets, self._device = tuple(sorted(set(sizes))), self._tower.like.device
         reasons = _no_graph_reasons(model, self._tower.like)
         if example is not None:
-            reasons += needs_more(model) + _host_reads(model) + _autocast(self._device)
+            reasons += required_input_reasons(model) + _host_reads(model) + _autocast(self._device)
             if reasons and fallback == "error":
                 raise UnsupportedInputError("GraphRunner", [*reasons, "fallback='eager' runs the model without graphs"])
         self.captured, self._eager = not reasons, bool(reasons) and example is not None
@@ -140,7 +133,7 @@ class GraphRunner:
             return self._tower.join(call, self._parts(call))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles the model's own forward, because CUDA graphs cannot be copied."""
+        """Copies and pickles as the model's own forward, because CUDA graphs cannot be copied."""
         return own_forward, (self.model,)
 
     @property
@@ -153,7 +146,7 @@ class GraphRunner:
             return copy.deepcopy(self._stats)
 
     def refresh(self) -> None:
-        """Updates the frozen weights, including changes that torch does not track (`.data`, other libraries).
+        """Updates the frozen weights, also after changes that torch does not track (`.data`, other libraries).
 
         Raises:
             RuntimeError: parameters were replaced or moved after the capture.
@@ -227,7 +220,7 @@ def own_forward(model: nn.Module) -> Callable[..., Any]:
 
 
 class _Batches(ImageTower):
-    """A model called with images like the example. Counts an image as one token."""
+    """A model for images like the example. An image counts as one token."""
 
     def read(self, images: Tensor) -> Call:  # type: ignore[override]  # callers may pass images by name
         check_type("images", images, Tensor)
@@ -263,13 +256,12 @@ def _host_reads(model: nn.Module) -> list[str]:
 
 def _autocast(device: torch.device) -> list[str]:
     """Returns a reason under autocast: a graph would ignore it, or reuse weights that were cast during the capture."""
-    if torch.is_autocast_enabled(device.type):
-        return ["autocast must be off: convert the model to half precision"]
-    return []
+    active = torch.is_autocast_enabled(device.type)
+    return ["autocast must be off: convert the model to half precision"] if active else []
 
 
 def _fit_tower(model: nn.Module) -> PackedTower:
-    """Recognises a tower that runs packed in a graph, or raises UnsupportedInputError."""
+    """Returns a tower that can run packed in a graph, or raises UnsupportedInputError."""
     tower, reasons = packed_tower(model), []
     if tower is None:
         reason = f"the model must be a tower marked in docs/classes.md, got {type(model).__name__}"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import check_choice
+from ..blocks.frozen import Frozen
 from ..errors import check_type
 from ..fusion.freezing import frozen_of
-from ..ops.frozen import Frozen
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
@@ -20,16 +20,17 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 def compile(
     model: nn.Module, mode: CompileMode = "default", *, dynamic_batch: bool = False, fullgraph: bool = True
 ) -> nn.Module:
-    """Compiles a Vision Transformer (vit-fast's, fused, or any other) to one graph without graph breaks.
+    """Compiles a Vision Transformer (ours, fused, or any other) to one graph without graph breaks.
 
     Args:
         model: The model; its parameters are shared, not copied.
-        mode: "default" compiles fastest. "reduce-overhead" replays CUDA graphs, for small batches, where launching
-            kernels costs more than running them; the next call overwrites its outputs. "max-autotune" also
-            times candidates for every matmul, which takes minutes; GraphRunner can capture its "-no-cudagraphs" form.
-            Measure the gain by `vit-fast bench --candidates sdpa,sdpa+compile`; benchmarks/results contains records.
-        dynamic_batch: True compiles one graph for all batch sizes from 2 (and another for size 1), instead of one graph
-            per size. The first axis of all inputs must be the batch.
+        mode: "default" compiles fastest. "reduce-overhead" replays CUDA graphs; this helps for small batches, where
+            launching kernels takes longer than running them. Each call overwrites the outputs of the previous one.
+            "max-autotune" also times candidates for every matmul, which takes minutes. "max-autotune-no-cudagraphs"
+            does so without CUDA graphs, so that GraphRunner can capture the model. To measure the gain, run
+            `vit-fast bench --candidates sdpa,sdpa+compile`; benchmarks/results contains records.
+        dynamic_batch: True compiles one graph for all batch sizes from 2, and one for size 1, instead of one graph per
+            size. The first axis of all inputs must be the batch.
         fullgraph: True raises an error for a graph break.
     Returns:
         The compiled model, with the attributes and state_dict that torch.compile gives it.
@@ -49,20 +50,16 @@ def compile(
 def compile_frozen(function: Callable[..., Any], *, fullgraph: bool = True) -> Callable[..., Any]:
     """Compiles a model for inference with its weights as constants, so that torch can optimize their layout.
 
-    Sets torch._inductor.config.freezing during each call: torch also reads it while tracing, so the option of
-    torch.compile alone has no effect. Later changes of the weights have no effect.
+    Later changes of the weights have no effect. Sets torch._inductor.config.freezing during each call, because torch
+    also reads it while tracing; torch.compile(options=...) would not set it there.
     """
     from torch._inductor import config
 
     compiled = torch.compile(function, fullgraph=fullgraph, dynamic=False)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        before, config.freezing = config.freezing, True
-        try:
-            with torch.no_grad():
-                return compiled(*args, **kwargs)
-        finally:
-            config.freezing = before
+        with config.patch(freezing=True), torch.no_grad():
+            return compiled(*args, **kwargs)
 
     return run
 
@@ -71,7 +68,7 @@ _at_fixed_addresses: weakref.WeakSet[Frozen] = weakref.WeakSet()
 
 
 def _update_frozen(module: nn.Module, args: Any) -> None:
-    """Updates frozen weights before a replay and marks them static, so that no replay copies them."""
+    """Updates frozen weights before a replay, and marks them as static, so that replays do not copy them."""
     for frozen in frozen_of(module):
         if frozen not in _at_fixed_addresses:
             for tensor in frozen.tensors:

@@ -1,4 +1,4 @@
-"""Compiles kernels before the first call, e.g. when a server starts or a container is built."""
+"""Compiles kernels before the first call of a model, e.g. when a server starts or a container is built."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class WarmUp:
     """Result of a warm-up.
 
     Attributes:
-        kernels: Number of kernels that later calls need and that this process had not loaded yet.
-        compiled: Number of these that were compiled; the others were in Triton's cache on disk.
+        kernels: Number of kernels that later calls need and that were not loaded yet.
+        compiled: How many of them were compiled; the others were in Triton's cache on disk.
         seconds: Duration.
         reasons: Reasons why nothing was compiled, e.g. no GPU or no triton.
     """
@@ -42,28 +42,23 @@ class WarmUp:
 
 
 def warm_up(
-    model: nn.Module,
-    batch_sizes: Sequence[int],
-    training: bool = False,
-    *,
-    example: Tensor | None = None,
+    model: nn.Module, batch_sizes: Sequence[int], training: bool = False, *, example: Tensor | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> WarmUp:
+) -> WarmUp:  # fmt: skip
     """Compiles the kernels that a model needs, so that its first call compiles none.
 
-    Calls a copy of the model, which shares its parameters, once per batch size, and records kernels that are not
-    compiled instead of launching them. Then compiles these, in parallel if that is faster, and stores them in Triton's
-    cache on disk. Call it as you will call the model: on the same device, and under torch.autocast if you
-    use it. The state of random number generators, buffers and gradients stays unchanged.
+    Calls a copy of the model, which shares its parameters, once per batch size, and records the launches without
+    running them. Then compiles the missing kernels, in parallel if that is faster, and stores them in Triton's cache on
+    disk. Use the device of later calls, and torch.autocast if they do. Random number generators, buffers and gradients
+    stay unchanged.
 
     Args:
         model: A VisionTransformer or a fused model; not compiled by torch.compile.
-        batch_sizes: Batch sizes of later calls. Other sizes compile at most one kernel at their first call, for
-            batches of 12 or more images without gradients or 33 or more in training (ViT-S, B and L). Smaller
-            batches compile a few.
-        training: True compiles kernels for training steps, forward and backward, instead of inference.
+        batch_sizes: Batch sizes of later calls. For ViT-S, B and L, the first call with another size of 12 or more
+            images (in training 33 or more) compiles at most one kernel; with smaller sizes, a few.
+        training: True compiles the kernels of training steps, forward and backward, instead of those of inference.
         example: Images [any, channels, height, width] like those of later calls; None means images of the model's size
-            in its parameters' dtype.
+            in the dtype of its parameters.
         progress: Called with the number of finished and of all kernels.
     Returns:
         The number of kernels and the duration; or the reasons why Triton cannot run here.
@@ -79,9 +74,7 @@ def warm_up(
     if example.dim() < 2 or example.shape[0] < 1:
         raise ValueError(f"example must have shape [any, channels, height, width], got {tuple(example.shape)}")
     start = time.perf_counter()
-    # runs a small kernel: call it before launches are recorded
-    reasons = nothing_to_compile_reasons(example.device)
-    if reasons:
+    if reasons := nothing_to_compile_reasons(example.device):  # this runs a kernel: call it before recording launches
         return WarmUp(0, 0, time.perf_counter() - start, reasons)
 
     def call_each() -> None:
@@ -107,13 +100,13 @@ def _example(model: nn.Module) -> Tensor:
 
 @contextlib.contextmanager
 def _isolated_copy(model: nn.Module, training: bool) -> Iterator[nn.Module]:
-    """Yields a copy that shares parameters and has its own buffers; restores random number generators."""
+    """Yields a copy that shares the parameters but not the buffers; restores random number generators."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with (
         torch.random.fork_rng(devices),
         torch.autograd.set_multithreading_enabled(False),  # run backward in this thread, which records launches
-        torch.autograd.set_detect_anomaly(False),  # kernels are not launched, so outputs may contain NaN
+        torch.autograd.set_detect_anomaly(False),  # without launches, outputs may contain NaN
     ):
         yield copy.deepcopy(model, shared).train(training)
 

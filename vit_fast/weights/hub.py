@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import type_name
-from ..libraries import transformers_config
 from ..libraries.known import CONFIGURATIONS
+from ..libraries.transformers import hf_config
 from .source import SUFFIXES, Source, WeightsError, read_file, tensors_of
 
 WEIGHT_FILES = (
@@ -168,7 +168,7 @@ def _open(name: str, fetch: _Fetch) -> Source:
     except ValueError as error:
         raise WeightsError(f"{name}: its config.json describes an unsupported model: {error}") from None
     found = Source(name, source.tensors, **vars(facts))
-    if library is transformers_config:
+    if library is hf_config:
         _read_preprocessor(found, fetch)
     return found
 
@@ -221,6 +221,6 @@ def _read_preprocessor(source: Source, fetch: _Fetch) -> None:
         source.notes.append("no preprocessor_config.json: the model keeps its preprocessing")
         return
     try:
-        source.data_config = transformers_config.data_config_from_processor(_read_json(preprocessor_file))
+        source.data_config = hf_config.data_config_from_processor(_read_json(preprocessor_file))
     except (ValueError, KeyError, TypeError) as error:
         source.notes.append(f"preprocessor_config.json is ignored: {error}")

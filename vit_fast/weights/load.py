@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ..arguments import as_device
-from ..blocks.fp8_scales import make_room, scales_that_come
+from ..blocks.fp8_scales import buffers_to_load, prepare_to_load
 from ..config import Size
 from ..errors import check_type
 from ..files import file_aside
 from ..fusion.fuse import set_backend
 from ..libraries import known
-from ..libraries.rename import Converted
+from ..libraries.interface.rename import Converted
 from ..model import VisionTransformer
 from ..positions import resample_pos_embed
 from ..version import __version__
@@ -191,7 +191,7 @@ class _Fit:
     def __init__(self, model: VisionTransformer, source: Source, replace_head: bool) -> None:
         self.config = model.config
         self.source = source
-        self.wanted = model.state_dict() | scales_that_come(source.tensors, model.config.embed_dim)
+        self.wanted = model.state_dict() | buffers_to_load(source.tensors, model.config.embed_dim)
         converted = known.convert(source.tensors, model.config)
         if converted is None:
             raise WeightsError(
@@ -219,7 +219,7 @@ class _Fit:
 
     def make_room_for_scales(self, model: VisionTransformer) -> None:
         for name, block in model.blocks.named_children():
-            make_room(block, self.fitted, f"blocks.{name}.")
+            prepare_to_load(block, self.fitted, f"blocks.{name}.")
 
     def _drop_unused(self, converted: Converted) -> None:
         useless: list[str] = []

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..config import DataConfig, ViTConfig
 from ..errors import VitFastError, type_name
-from ..libraries.image_model import Facts
+from ..libraries.interface.image_model import Facts
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 METADATA_KEY = "vit_fast"

@@ -1,4 +1,4 @@
-"""Packs calls of timm's NaFlexVit: patches padded to one length, with coordinates and a mask."""
+"""timm's NaFlexVit, whose inputs are patches padded to one length, coordinates and a mask: fused and packed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.descriptions import Keys
-from .image_model import comes_from
-from .packed_tower import Call, PaddedTower, read_padding
+from ...blocks.fused import Forms, FusedModule
+from ...ops.descriptions import Keys
+from ...ops.registration import is_exporting
+from ..interface.image_model import comes_from
+from ..interface.packed_tower import Call, PaddedTower, read_grids
+from .timm_blocks import AttentionLayer, AttentionPoolLatentMixin
+
+
+class NaFlexVitMixin(FusedModule):
+    """timm's NaFlexVit. Its layers get a padding mask that they recognize by its strides.
+
+    timm masks pairs of queries and keys, this class only keys. Padding tokens therefore attend to the tokens of their
+    image. Other tokens do not change, because no token attends to padding, and pooling skips it.
+    """
+
+    kind = "padding mask"
+
+    def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> dict[str, Any]:
+        """Returns tokens and further inputs of the blocks. Unless a mask is given, adds one of the valid patches."""
+        use_keys = attn_mask is None and patch_valid is not None and not is_exporting() and self._layers_are_fused()
+        timms: Any = super()
+        embeds: dict[str, Any] = timms._forward_embeds(x, patch_coord, patch_valid, False if use_keys else attn_mask)
+        if use_keys:  # after timm's patch dropout, which selects the valid patches in training
+            embeds["attn_mask"] = padding_mask(embeds["patch_valid"], self.num_prefix_tokens)
+        return embeds
+
+    def _pool(self, x: Tensor, pool_type: str | None = None, patch_valid: Tensor | None = None) -> Any:
+        """Pools tokens [B, prefix + N, C] to [B, C]."""
+        if patch_valid is None or not isinstance(self.attn_pool, AttentionPoolLatentMixin) or is_exporting():
+            timms: Any = super()
+            return timms._pool(x, pool_type, patch_valid)
+        prefix = self.num_prefix_tokens if self.pool_include_prefix else 0
+        return self.attn_pool(x[:, self.num_prefix_tokens - prefix :], attn_mask=padding_mask(patch_valid, prefix))
+
+    def _layers_are_fused(self) -> bool:
+        """Returns True if all attention layers are fused; timm's own may add a mask to the scores."""
+        return all(isinstance(block.attn, AttentionLayer) for block in self.blocks)
+
+
+def padding_mask(valid: Tensor, prefix: int) -> Tensor:
+    """Returns the mask [B, 1, 1, prefix + N] for valid patches [B, N] behind prefix tokens, which are always valid."""
+    there = torch.cat([valid.new_ones((valid.shape[0], prefix), dtype=torch.bool), valid.bool()], 1)
+    return there[:, None, None]
 
 
 class NaFlexTower(PaddedTower):
-    """timm's NaFlexVit. Its positions are computed before the graph, by timm's own code."""
+    """Packs the calls of a NaFlexVit. timm's own code computes its positions, outside of the graph."""
 
     def __init__(self, tower: Any) -> None:
         shapes: dict[str, tuple[int, ...]] = {"tokens": (tower.embed_dim,)}
@@ -41,7 +81,7 @@ class NaFlexTower(PaddedTower):
         if patch_coord is None or patch_valid is None:
             reason = "patch_coord and patch_valid must be given: GraphRunner(model, example) takes images of one size"
             return Call([1] * len(x), [1] * len(x), (x,), (), [*reasons, reason])
-        _, lengths, fits = read_padding(patch_valid, (patch_coord * patch_valid[..., None]).amax(1) + 1)
+        _, lengths, fits = read_grids((patch_coord * patch_valid[..., None]).amax(1) + 1, patch_valid)
         if not fits:
             reasons.append("patch_valid must be true for exactly the first height * width patches of each image")
         lengths = [self.prefix + length for length in lengths]
@@ -49,15 +89,15 @@ class NaFlexTower(PaddedTower):
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
         inputs = (given if len(images) == len(given) else given[list(images)] for given in call.inputs)
-        embeds = self.tower._forward_embeds(*inputs, attn_mask=False)  # False: none is built
+        embeds = self.tower._forward_embeds(*inputs, attn_mask=False)  # False: without a mask
         found = {"tokens": embeds["patches"]}
         if "rope" in self.shapes:
             ropes = embeds["rope_embeds"]
             tables = torch.stack(list(ropes) if self.tower.rope_is_mixed else [ropes])
             tables = tables.permute(1, 3, 0, 2, 4)  # [B, N, depth, heads, sin and cos]
-            unturned = tables.new_zeros((len(images), self.prefix, *tables.shape[2:]))
-            unturned.chunk(2, -1)[1].fill_(1)
-            found["rope"] = torch.cat([unturned, tables], 1)
+            unrotated = tables.new_zeros((len(images), self.prefix, *tables.shape[2:]))  # prefix tokens: sin 0, cos 1
+            unrotated.chunk(2, -1)[1].fill_(1)
+            found["rope"] = torch.cat([unrotated, tables], 1)
         lengths = [call.lengths[image] for image in images]
         return {name: [one[:length] for one, length in zip(padded, lengths)] for name, padded in found.items()}
 
@@ -77,5 +117,9 @@ class NaFlexTower(PaddedTower):
 
 
 def packed_tower(tower: nn.Module) -> NaFlexTower | None:
-    """Packs a NaFlexVit; None for another model."""
+    """Returns the PackedTower of a NaFlexVit; None for other models."""
     return NaFlexTower(tower) if comes_from("timm", tower, "NaFlexVit") else None
+
+
+FORMS = Forms(globals(), {"timm.models.naflexvit.NaFlexVit": NaFlexVitMixin})
+__getattr__ = FORMS.named

@@ -1,70 +1,58 @@
-"""Attention layers of transformers: fused self-attention, and SigLIP's pooling head."""
+"""Fused attention layers of transformers: self-attention, and the pooling heads of SigLIP and AIMv2."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blocks.fused import Finding, FusedModule, FusedNormMlp
-from ..blocks.parts import MlpParts
-from ..blocks.plain import is_touched, touch_reasons
-from ..blocks.reading import Reader, describe, dropout_notes
-from ..ops import Rope, attention, qk_norm_rope
-from ..ops.attention import attention_among
-from ..ops.descriptions import Keys, is_padding, names_keys
-from .transformers import ACTIVATION_CLASSES, NORM_CLASSES
+from ...blocks.fused import Finding, FusedModule, FusedNormMlp
+from ...blocks.parts import MlpParts
+from ...blocks.plain import is_touched, touch_reasons
+from ...blocks.reading import Reader, describe, dropout_notes
+from ...ops import Rope, attention, qk_norm_rope
+from ...ops.attention import attention_among
+from ...ops.descriptions import Keys, is_padding, keys_of, names_keys
 
+# Endings of the names of modules that only group the parts of an attention layer or MLP
 CONTAINERS = ("Attention", "MLP", "VisionMlp", "FFN", "Intermediate", "Output", "LayerScale")
-
-# Keywords that models of transformers 4.53 to 5.23 pass to an attention function.
-# These do not change attention:
+# Keyword arguments that models of transformers 4.53 to 5.23 pass to attention layers and that do not change the result
 NEUTRAL = frozenset(
     {"interpolate_pos_encoding", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"}
 )
+# Attribute names in attention layers
+QK_NORMS = ("q_norm", "k_norm")  # over the whole width, before the split into heads
+OUTPUT_DROPOUT = "projection_dropout"
+DROPOUT_RATES = ("attention_dropout", "dropout_prob", "dropout")  # the first existing one applies
+# Linear layers of q, k, v and the output; None if another module projects the output
+PROJECTIONS = (
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("q_proj", "k_proj", "v_proj", "out_proj"),
+    ("q_proj", "k_proj", "v_proj", "projection_layer"),
+    ("query", "key", "value", None),
+)
 
 
-def given(value: Any) -> bool:
-    """Returns True if a keyword argument is set, that is, neither None nor False."""
+def is_set(value: Any) -> bool:
+    """Returns True if a keyword argument is neither None nor False."""
     return value is not None and value is not False
 
 
 def changes_attention(kwargs: dict[str, Any]) -> bool:
     """Returns True if a keyword argument may change attention."""
-    return any(name not in NEUTRAL and given(value) for name, value in kwargs.items())
+    return any(name not in NEUTRAL and is_set(value) for name, value in kwargs.items())
 
 
-@dataclass(frozen=True)
-class Projections:
-    """Attribute names of an attention layer; out is None if the caller projects the output."""
-
-    query: str
-    key: str
-    value: str
-    out: str | None
+def without(kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in names}
 
 
-PROJECTIONS = (
-    Projections("q_proj", "k_proj", "v_proj", "o_proj"),
-    Projections("q_proj", "k_proj", "v_proj", "out_proj"),
-    Projections("q_proj", "k_proj", "v_proj", "projection_layer"),
-    Projections("query", "key", "value", None),
-)
-QK_NORMS = ("q_norm", "k_norm")  # over the whole width, before the split into heads
-AFTERWARDS = ("projection_dropout",)  # after the output linear layer
-DROPOUT_RATES = ("attention_dropout", "dropout_prob", "dropout")  # the first existing one applies
-
-
-def projections_of(module: nn.Module) -> Projections | None:
-    for names in PROJECTIONS:
-        if all(hasattr(module, name) for name in (names.query, names.key, names.value, names.out) if name):
-            return names
-    return None
+def projections_of(module: nn.Module) -> Any:
+    """Returns the first of PROJECTIONS that a module has, or None."""
+    return next((names for names in PROJECTIONS if all(hasattr(module, name) for name in names if name)), None)
 
 
 def first_attribute(module: nn.Module, *names: str) -> Any:
@@ -75,15 +63,22 @@ def scale_name(module: nn.Module) -> str:
     return "scaling" if hasattr(module, "scaling") else "scale"
 
 
+def eager_reasons(module: Any) -> list[str]:
+    if module.config._attn_implementation != "eager":
+        return []
+    advice = "build the model with attn_implementation='sdpa'"
+    return [f"attn_implementation='eager' returns attention weights: {advice}"]
+
+
 class FusedSelfAttention(FusedModule):
     """An attention layer of transformers with a fused operator between its linear layers, which still run as modules.
 
-    transformers' own forward runs with masks other than padding masks, returned weights, dropout in training, or hooks
-    on the norms of q and k.
+    The original forward runs with masks other than padding masks, returned weights, dropout in training, or hooks on
+    the norms of q and k.
     """
 
     kind = "attention"
-    vit_fast_names: Projections
+    vit_fast_names: tuple[str, str, str, str | None]
 
     @property
     def vit_fast_scale(self) -> float:
@@ -100,9 +95,7 @@ class FusedSelfAttention(FusedModule):
         # SigLIP's text tower attends in both directions, mostly without a mask
         if "Text" in type(module.config).__name__ and not type(module).__name__.startswith("Siglip"):
             reasons.append("it belongs to a text model, which needs causal and padding masks")
-        if module.config._attn_implementation == "eager":
-            advice = "build the model with attn_implementation='sdpa'"
-            reasons.append(f"attn_implementation='eager' returns attention weights: {advice}")
+        reasons += eager_reasons(module)
         return Finding(reasons, dropout_notes("attention", _dropout(module)))
 
     @classmethod
@@ -110,48 +103,41 @@ class FusedSelfAttention(FusedModule):
         return int(first_attribute(module, "head_dim", "attention_head_size"))
 
     def set_up(self) -> None:
-        names = projections_of(self)
-        if names is None:
-            raise ValueError(f"{type(self).__qualname__} has no query, key and value projections")
-        self.vit_fast_names = names
+        self.vit_fast_names = projections_of(self)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Maps [B, N, C] to [B, N, C], and returns None as weights."""
         if self.needs_original_forward(args, kwargs):
             return super().forward(hidden_states, *args, **kwargs)
-        positions, keys = self.rope_of(hidden_states, kwargs), self.keys_of(hidden_states, kwargs)
-        mixed, out = self.mixed_heads(hidden_states, positions, keys), self.vit_fast_names.out
-        projected = getattr(self, out)(mixed) if out else mixed
-        for name in AFTERWARDS:
-            projected = getattr(self, name)(projected) if hasattr(self, name) else projected
-        return projected, None
+        rope, keys = self.rope_of(hidden_states, kwargs), self.keys_of(hidden_states, kwargs)
+        output = self.attend(hidden_states, rope, keys)
+        for name in (self.vit_fast_names[3], OUTPUT_DROPOUT):
+            output = getattr(self, name)(output) if name and hasattr(self, name) else output
+        return output, None
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope | None:
-        """Returns the rotary positions in the arguments of a call; None if the layer has none."""
+        """Returns the rotary positions among the arguments of a call; None if there are none."""
         return None
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
-        """Returns the keys that queries of a call attend to; None means all keys."""
-        mask = kwargs.get("attention_mask")
-        if mask is None or isinstance(mask, Keys):
-            return mask
-        tokens = hidden_states.shape[:2]
-        return Keys(mask=mask[:, 0, 0].expand(tokens))
+        """Returns the keys that the queries of a call attend to; None means all keys."""
+        return keys_of(kwargs.get("attention_mask"), hidden_states)
 
     def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns True if this call needs transformers' own forward."""
         if names_keys(kwargs.get("attention_mask")):
-            kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
-        unusual = any(map(given, args)) or changes_attention(kwargs)
-        eager = self.config._attn_implementation == "eager"
+            kwargs = without(kwargs, "attention_mask")
         children: Any = self._modules
-        unusual = unusual or any(name in children and is_touched(children[name]) for name in QK_NORMS)
-        return bool(unusual or eager or (self.training and _dropout(self)))
+        return bool(
+            any(map(is_set, args))
+            or changes_attention(kwargs)
+            or self.config._attn_implementation == "eager"
+            or any(name in children and is_touched(children[name]) for name in QK_NORMS)
+            or (self.training and _dropout(self))
+        )
 
-    def mixed_heads(self, hidden_states: Tensor, rope: Rope | None, keys: Keys | None) -> Tensor:
-        """Maps [B, N, C] to [B, N, H * D], before the output linear layer."""
-        names = self.vit_fast_names
-        projected = [getattr(self, name)(hidden_states) for name in (names.query, names.key, names.value)]
+    def attend(self, hidden_states: Tensor, rope: Rope | None, keys: Keys | None) -> Tensor:
+        """Maps [B, N, C] to the input [B, N, H * D] of the output projection."""
+        projected = [getattr(self, name)(hidden_states) for name in self.vit_fast_names[:3]]
         for i, norm in enumerate(QK_NORMS):
             projected[i] = getattr(self, norm)(projected[i]) if hasattr(self, norm) else projected[i]
         parts = [part.unflatten(-1, (-1, type(self).head_width(self))) for part in projected]
@@ -166,10 +152,10 @@ class FusedSelfAttention(FusedModule):
 
 
 class FusedRotarySelfAttention(FusedSelfAttention):
-    """Fused self-attention whose caller passes cosines and sines. They rotate all tokens except the prefix."""
+    """Fused self-attention whose caller passes cosines and sines. Prefix tokens are not rotated."""
 
     def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        rest = {name: value for name, value in kwargs.items() if name != "position_embeddings"}
+        rest = without(kwargs, "position_embeddings")
         return kwargs.get("position_embeddings") is None or super().needs_original_forward(args, rest)
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
@@ -183,7 +169,7 @@ def _dropout(module: nn.Module) -> float:
 
 
 def container_classes_beside(original: type[nn.Module]) -> tuple[type, ...]:
-    """Returns the container classes of attention and MLPs in the Python module that defines `original`."""
+    """Returns the classes in the Python module of `original` that only group parts of attention layers and MLPs."""
     return tuple(
         thing
         for name, thing in vars(sys.modules[original.__module__]).items()
@@ -194,8 +180,24 @@ def container_classes_beside(original: type[nn.Module]) -> tuple[type, ...]:
 class TransformersReader(Reader):
     """Reads a module that may contain transformers' activations and norms."""
 
-    activation_classes: ClassVar[Mapping[str, str]] = {**Reader.activation_classes, **ACTIVATION_CLASSES}
-    norm_classes: ClassVar[Mapping[str, str]] = {**Reader.norm_classes, **NORM_CLASSES}
+    activation_classes: ClassVar[dict[str, str]] = Reader.activation_classes | {
+        "transformers.activations.GELUActivation": "gelu",
+        "transformers.activations.GELUTanh": "gelu_tanh",
+        "transformers.activations.FastGELUActivation": "gelu_tanh",
+        "transformers.activations.NewGELUActivation": "gelu_tanh",
+        "transformers.activations.PytorchGELUTanh": "gelu_tanh",
+        "transformers.activations.QuickGELUActivation": "quick_gelu",
+        "transformers.activations.SiLUActivation": "silu",
+    }
+    norm_classes: ClassVar[dict[str, str]] = Reader.norm_classes | {
+        "transformers.models.aimv2.modeling_aimv2.Aimv2RMSNorm": "rms_norm",
+        "transformers.models.glm4v.modeling_glm4v.Glm4vRMSNorm": "rms_norm",
+        "transformers.models.internvl.modeling_internvl.InternVLVisionRMSNorm": "rms_norm",
+        "transformers.models.ovis2.modeling_ovis2.Ovis2RMSNorm": "rms_norm",
+        "transformers.models.pixtral.modeling_pixtral.PixtralRMSNorm": "rms_norm",
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2RMSNorm": "rms_norm",  # its name in transformers 4
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm": "rms_norm",
+    }
 
 
 class FusedPoolingHead(FusedNormMlp):
@@ -238,7 +240,7 @@ class FusedPoolingHead(FusedNormMlp):
         changed = changed or (self.training and mha.dropout)
         parts = self.ready()
         if changed or parts is None:
-            # omit a mask of None, because the heads of other models accept no mask
+            # the heads of other models have no parameter for a mask
             return super().forward(hidden_state, *(() if attention_mask is None else (attention_mask,)))
         C = mha.embed_dim
         weight, bias = mha.in_proj_weight, mha.in_proj_bias
@@ -262,8 +264,8 @@ class FusedAttentionPoolingHead(FusedModule):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Maps tokens [B, N, C] to pooled [B, C]."""
-        tokens = self.cls_token.expand(hidden_states.shape[0], -1, -1), self.k_proj(hidden_states)
-        parts = (*tokens, self.v_proj(hidden_states))
+        query = self.cls_token.expand(hidden_states.shape[0], -1, -1)
+        parts = (query, self.k_proj(hidden_states), self.v_proj(hidden_states))
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
         pooled: Tensor = self.output_proj(attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2).flatten(1))
         return pooled

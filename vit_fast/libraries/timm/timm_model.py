@@ -1,40 +1,30 @@
-"""timm: weight names (which are ours), config.json, its VisionTransformer with our weights, and its models for export.
+"""timm's vision transformers: weight names, config.json, a peer with our weights, and models for export.
 
-Also supports the names of its old files, of the original DeiT and DINOv2 files, and of timm towers in OpenCLIP. Its
-blocks are in timm_blocks.py.
+Our weight names are timm's. `convert` translates those of timm's old files, of the original DeiT and DINOv2 files, and
+of timm towers in OpenCLIP.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config import DataConfig, RopeConfig, Size, ViTConfig
-from ..errors import UnsupportedInputError
-from ..positions import rope_of
-from ..variants import get_variant
-from .image_model import Facts, ImageModel, TimmInterface, comes_from, pair, switch
-from .peers import reasons, refuse
-from .rename import Converted, Rule, rename, with_key_biases
+from ...config import DataConfig, RopeConfig, Size, ViTConfig
+from ...errors import UnsupportedInputError
+from ...positions import rope_of
+from ...variants import get_variant
+from ..interface.image_model import Facts, ImageModel, TimmInterface, comes_from, pair, switch
+from ..interface.peers import config_reasons, raise_unsupported
+from ..interface.rename import Converted, Rule, parts, rename, with_key_biases
 
 NAME = "timm"
 PEER = "timm's VisionTransformer"
-ACTIVATION_CLASSES = {
-    "timm.layers.activations.GELU": "gelu",
-    "timm.layers.activations.GELUTanh": "gelu_tanh",
-    "timm.layers.activations.QuickGELU": "quick_gelu",
-}
-NORM_CLASSES = {
-    "timm.layers.norm.LayerNorm": "layer_norm",
-    "timm.layers.norm.LayerNormFp32": "layer_norm",
-    "timm.layers.norm.RmsNorm": "rms_norm",
-    "timm.layers.norm.RmsNormFp32": "rms_norm",
-}
 SIGNATURE = r"(^|^visual\.trunk\.)patch_embed\.proj\.weight$"
 
 RULES: tuple[Rule, ...] = (
@@ -43,30 +33,21 @@ RULES: tuple[Rule, ...] = (
     (r"mask_token", None),
     (r"register_tokens", "reg_token"),
     (r"blocks\.(\d+)\.gamma_([12])", r"blocks.\1.ls\2.gamma"),
-    (r"(blocks\.\d+\.attn)\.(?:q_bias|q_proj\.bias)", r"\1.qkv.bias@0of3"),
-    (r"(blocks\.\d+\.attn)\.(?:k_bias|k_proj\.bias)", r"\1.qkv.bias@1of3"),
-    (r"(blocks\.\d+\.attn)\.(?:v_bias|v_proj\.bias)", r"\1.qkv.bias@2of3"),
-    (r"(blocks\.\d+\.attn)\.q_proj\.weight", r"\1.qkv.weight@0of3"),
-    (r"(blocks\.\d+\.attn)\.k_proj\.weight", r"\1.qkv.weight@1of3"),
-    (r"(blocks\.\d+\.attn)\.v_proj\.weight", r"\1.qkv.weight@2of3"),
-    (r"(blocks\.\d+\.mlp)\.fc1_g\.(weight|bias)", r"\1.fc1.\2@0of2"),
-    (r"(blocks\.\d+\.mlp)\.fc1_x\.(weight|bias)", r"\1.fc1.\2@1of2"),
+    *parts(r"(blocks\.\d+\.attn)\.(?:NAME_bias|NAME_proj\.bias)", "qkv", r"\1.qkv.bias"),
+    *parts(r"(blocks\.\d+\.attn)\.NAME_proj\.weight", "qkv", r"\1.qkv.weight"),
+    *parts(r"(blocks\.\d+\.mlp)\.fc1_NAME\.(weight|bias)", "gx", r"\1.fc1.\2"),
 )
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     """Converts old names; for DINOv2's original files with registers, adds the class position to the class token."""
     converted = rename(with_key_biases(state, r"(blocks\.\d+\.attn\.)q(_bias|_proj\.bias)"), NAME, RULES)
-    if "register_tokens" in state and config.no_embed_class and {"cls_token", "pos_embed"} <= set(converted.tensors):
-        converted.fold_class_position()
-    weight = converted.tensors["patch_embed.proj.weight"]
-    if weight.dim() == 2 and weight.numel() == weight.shape[0] * config.in_chans * _area(config):
-        converted.tensors["patch_embed.proj.weight"] = weight.reshape(-1, config.in_chans, *config.patch_hw)
+    if "register_tokens" in state:
+        converted.fold_class_position(config)
+    weight, patch = converted.tensors["patch_embed.proj.weight"], (config.in_chans, *config.patch_hw)
+    if weight.dim() == 2 and weight.shape[1] == math.prod(patch):
+        converted.tensors["patch_embed.proj.weight"] = weight.reshape(-1, *patch)
     return converted
-
-
-def _area(config: ViTConfig) -> int:
-    return config.patch_hw[0] * config.patch_hw[1]
 
 
 # --- config.json ----------------------------------------------------------------------------------------------
@@ -78,7 +59,7 @@ def wrote(config: Mapping[str, Any]) -> bool:
 
 
 def read_config(config: Mapping[str, Any]) -> Facts:
-    """Reads timm's config.json: a variant's name, and pretrained_cfg with size, preprocessing and optional labels.
+    """Reads timm's config.json: the name of a variant, and pretrained_cfg with size, preprocessing and optional labels.
 
     Raises:
         ValueError: it sets an option that ViTConfig does not have.
@@ -117,7 +98,7 @@ def _class_names(config: Mapping[str, Any]) -> tuple[str, ...] | None:
     return tuple(str(descriptions.get(name, name)) if isinstance(descriptions, dict) else str(name) for name in names)
 
 
-# --- timm's model with our weights ----------------------------------------------------------------------------
+# --- peer with our weights ------------------------------------------------------------------------------------
 
 
 def build_peer(config: ViTConfig) -> nn.Module:
@@ -126,17 +107,11 @@ def build_peer(config: ViTConfig) -> nn.Module:
     Raises:
         UnsupportedInputError: timm has no such model; lists all reasons.
     """
-    accepted: dict[str, tuple[object, ...]] = {
-        "pos_embed": ("learn",),
-        "stem_channels": ((),),
-        "rope": (None,),
-        "mlp_layer": ("mlp",),
-        "norm_layer": ("layer_norm",),
-        "embed_norm": (False,),
-        "pool_heads": (None,),
-        "pool_mlp_ratio": (None,),
-    }
-    refuse(NAME, reasons(config, **accepted))
+    supported = {
+        "pos_embed": "learn", "stem_channels": (), "rope": None, "mlp_layer": "mlp", "norm_layer": "layer_norm",
+        "embed_norm": False, "pool_heads": None, "pool_mlp_ratio": None,
+    }  # fmt: skip
+    raise_unsupported(NAME, config_reasons(config, **{name: (value,) for name, value in supported.items()}))
     from timm.models.deit import VisionTransformerDistilled
     from timm.models.vision_transformer import VisionTransformer
 
@@ -150,7 +125,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
     return model
 
 
-# Fields of ViTConfig that timm's VisionTransformer has under the same name.
+# Fields of ViTConfig that are also arguments of timm's VisionTransformer.
 _SHARED_FIELDS = (
     "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "init_values",
     "class_token", "no_embed_class", "reg_tokens", "pre_norm", "fc_norm", "act_layer", "qk_norm",
@@ -161,26 +136,20 @@ _SHARED_FIELDS = (
 # --- export ---------------------------------------------------------------------------------------------------
 
 
-def recognise(model: nn.Module) -> ImageModel | None:
+def recognise(model: Any) -> ImageModel | None:
     """Describes a model of timm for export; returns None for another model.
 
     Raises:
         UnsupportedInputError: its image size is unknown.
     """
-    if comes_from(NAME, model) and hasattr(model, "forward_head") and hasattr(model, "patch_embed"):
-        return _describe(model)
-    return None
-
-
-def _describe(model: Any) -> ImageModel:
+    if not comes_from(NAME, model) or not hasattr(model, "forward_head") or not hasattr(model, "patch_embed"):
+        return None
     pretrained = getattr(model, "pretrained_cfg", None) or {}
     patch_embed = model.patch_embed
-    problems = [
-        f"the model has no {attribute}" for attribute in ("blocks", "num_classes") if not hasattr(model, attribute)
-    ]
+    problems = [f"the model has no {name}" for name in ("blocks", "num_classes") if not hasattr(model, name)]
     if not hasattr(patch_embed, "patch_size") or getattr(patch_embed, "img_size", None) is None:
         problems.append("its patch embedding has no fixed image and patch size")
-    refuse(f"export of timm's {type(model).__name__}", problems)
+    raise_unsupported(f"export of timm's {type(model).__name__}", problems)
     data = {name: pretrained[name] for name in ("mean", "std", "interpolation", "crop_pct") if pretrained.get(name)}
     if pretrained.get("crop_mode") in ("center", "squash"):
         data["crop_mode"] = pretrained["crop_mode"]
@@ -202,8 +171,6 @@ def _describe(model: Any) -> ImageModel:
 
 
 class TimmModel(TimmInterface):
-    """A model of timm."""
-
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         model: Any = self.model
         if not dynamic_size:
@@ -228,18 +195,18 @@ class TimmModel(TimmInterface):
 
 
 def rope_config(rope: Any) -> RopeConfig | None:
-    """Describes timm's module of rotary positions; None if RopeConfig cannot. timm 1.0.20 lacks some attributes."""
+    """Describes timm's module of rotary positions; returns None if RopeConfig cannot represent it."""
     kind = type(rope).__name__
     if kind not in ("RotaryEmbeddingDinoV3", "RotaryEmbeddingCat"):
         return None
     common: dict[str, Any] = {
         "temperature": float(rope.temperature),
-        "layout": "half" if getattr(rope, "rotate_half", False) else "interleaved",
+        "layout": "half" if getattr(rope, "rotate_half", False) else "interleaved",  # timm 1.0.20 has no rotate_half
         "columns_first": rope.grid_indexing == "xy",
     }
     if kind == "RotaryEmbeddingDinoV3":
-        usual = rope.min_period is None and rope.normalize_coords == "separate" and not rope.grid_offset
-        return RopeConfig(**common) if usual else None
+        is_default = rope.min_period is None and rope.normalize_coords == "separate" and not rope.grid_offset
+        return RopeConfig(**common) if is_default else None
     if getattr(rope, "grid_type", "index") != "index":
         return None
     grid = None if rope.ref_feat_shape is None else (rope.ref_feat_shape[0], rope.ref_feat_shape[1])
@@ -247,7 +214,7 @@ def rope_config(rope: Any) -> RopeConfig | None:
 
 
 def _positions_in_graph(config: RopeConfig, rope: Any, shape: Size) -> Tensor:
-    """Computes timm's sines and cosines, [rows * columns, 2 D], in the graph, where timm would insert constants."""
+    """Computes timm's sines and cosines [rows * columns, 2 D] in the graph, where timm would insert constants."""
     cos, sin = rope_of(config, shape, rope.dim, like=next(rope.buffers()))
     half = config.layout == "half"
     sin, cos = (torch.cat([t, t], -1) if half else t.repeat_interleave(2, -1) for t in (sin, cos))

@@ -1,30 +1,30 @@
-"""Packs calls of transformers' towers for images of any size: Qwen's and copies of them, Pixtral, and SigLIP 2."""
+"""Packed towers of transformers: for images of any size (Qwen and its copies, Pixtral, SigLIP 2) and of one size."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..config import Size
-from ..ops.descriptions import Keys
-from .image_model import comes_from
-from .packed_tower import Call, PackedTower, PaddedTower, fitted, read_padding
-from .peers import refuse
-from .transformers_packed import KEYS, LIKE_QWEN
-
-GRID_FAMILIES = ("qwen2_vl", *LIKE_QWEN)
+from ...config import Size
+from ...ops.descriptions import Keys
+from ..interface.image_model import comes_from, pair
+from ..interface.packed_tower import Call, ImageTower, PackedTower, PaddedTower, pad_to, read_grids
+from ..interface.peers import raise_unsupported
+from .families import LIKE_QWEN
+from .packed_layers import KEYS
 
 
 class GridTower(PackedTower):
     """A Qwen tower or a copy of it. Its inputs are the patches [tokens, P] of all images, and the grid of each.
 
-    transformers computes the metadata from grids on the host; its towers accept it as arguments.
+    transformers computes metadata from the grids on the host. Its towers accept this metadata as arguments.
     """
 
     def __init__(self, tower: Any) -> None:
@@ -36,8 +36,8 @@ class GridTower(PackedTower):
         options, reasons = self.options_of(kwargs)
         grids = grid_thw.tolist() if grid_thw.dim() == 2 and grid_thw.shape[1] == 3 else []
         if not grids:
-            shape = list(grid_thw.shape)
-            raise ValueError(f"grid_thw must have shape [images, 3] with at least one image, got {shape}")
+            requirement = "must have shape [images, 3] with at least one image"
+            raise ValueError(f"grid_thw {requirement}, got {list(grid_thw.shape)}")
         merge = self.tower.spatial_merge_size
         if wrong := [grid for grid in grids if min(grid) < 1 or grid[1] % merge or grid[2] % merge]:
             raise ValueError(f"height and width in grid_thw must be multiples of {merge} patches, got {wrong[0]}")
@@ -53,16 +53,16 @@ class GridTower(PackedTower):
     def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
         grids, tower, merged = call.inputs[1][list(images)], self.tower, budget // self.unit
         frames = grids.repeat_interleave(grids[:, 0], 0).index_fill_(1, torch.tensor(0), 1)
-        found = {"grid_thw": fitted(frames, sequences + 1, 1)} | super().metadata(call, images, budget, sequences)
+        found = {"grid_thw": pad_to(frames, sequences + 1, 1)} | super().metadata(call, images, budget, sequences)
         for name, values in grid_layout(tower, grids).items():
-            if name == "window_index":  # a permutation, which keeps padding in place
+            if name == "window_index":  # a permutation; padding stays in place
                 found[name] = torch.cat([values, torch.arange(len(values), merged)])
             elif name == "cu_window_seqlens":
                 side = tower.window_size // tower.spatial_merge_size // tower.patch_size
-                # of a frame of a by b merged tokens: ceil(a/side) ceil(b/side) < ab/side + 1
-                found[name] = fitted(values, merged // side + sequences + 2, budget)
+                # a frame of a by b merged tokens has ceil(a/side) ceil(b/side) < ab/side + 1 windows
+                found[name] = pad_to(values, merged // side + sequences + 2, budget)
             elif name != "cu_seqlens":
-                found[name] = fitted(values, budget)
+                found[name] = pad_to(values, budget)
         return found
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
@@ -110,23 +110,21 @@ class PixtralTower(PackedTower):
         sizes = [(height, width)] * batch if image_sizes is None else torch.as_tensor(image_sizes).tolist()
         patch = self.tower.patch_size
         grids = [(int(rows) // patch, int(columns) // patch) for rows, columns in sizes]
-        if len(grids) != batch or any(
-            not (0 < rows * patch <= height and 0 < columns * patch <= width) for rows, columns in grids
-        ):
-            raise ValueError(
-                f"image_sizes must be {batch} sizes between {(patch, patch)} and {(height, width)}, got {sizes}"
-            )
+        fits = [0 < rows * patch <= height and 0 < columns * patch <= width for rows, columns in grids]
+        if len(grids) != batch or not all(fits):
+            requirement = f"must be {batch} sizes between {(patch, patch)} and {(height, width)}"
+            raise ValueError(f"image_sizes {requirement}, got {sizes}")
         lengths = [rows * columns for rows, columns in grids]
         return Call(lengths, [1] * batch, (pixel_values, grids), options, reasons)
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
         (pixels, grids), patch = call.inputs, self.tower.patch_size
-        used = [pixels[image, :, : patch * grids[image][0], : patch * grids[image][1]] for image in images]
-        return {"patches": [cut(pixels[None], (patch, patch)).flatten(0, 2) for pixels in used]}
+        cropped = [pixels[image, :, : patch * grids[image][0], : patch * grids[image][1]] for image in images]
+        return {"patches": [patchify(each[None], (patch, patch)).flatten(0, 2) for each in cropped]}
 
     def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
         positions = torch.cat([torch.cartesian_prod(*map(torch.arange, call.inputs[1][image])) for image in images])
-        return super().metadata(call, images, budget, sequences) | {"position_ids": fitted(positions, budget)}
+        return super().metadata(call, images, budget, sequences) | {"position_ids": pad_to(positions, budget)}
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         from transformers.utils.output_capturing import capture_outputs
@@ -154,24 +152,23 @@ class Siglip2Tower(PaddedTower):
         options, reasons = self.options_of(kwargs)
         batch, width = pixel_values.shape[:2]
         if not batch or tuple(spatial_shapes.shape) != (batch, 2):
-            raise ValueError(
-                f"pixel_values and spatial_shapes must have shapes [B, N, P] and [B, 2] with at least one image, "
-                f"got {list(pixel_values.shape)} and {list(spatial_shapes.shape)}"
-            )
-        there = pixel_values.new_ones((batch, width)) if pixel_attention_mask is None else pixel_attention_mask
-        shapes, lengths, fits = read_padding(there, spatial_shapes)
+            requirement = "must have shapes [B, N, P] and [B, 2] with at least one image"
+            got = f"{list(pixel_values.shape)} and {list(spatial_shapes.shape)}"
+            raise ValueError(f"pixel_values and spatial_shapes {requirement}, got {got}")
+        mask = pixel_values.new_ones((batch, width)) if pixel_attention_mask is None else pixel_attention_mask
+        shapes, lengths, fits = read_grids(spatial_shapes, mask)
         if any(length < 1 or length > width for length in lengths):
             raise ValueError(f"spatial_shapes must give 1 to {width} patches per image, got {shapes.tolist()}")
         if not fits:
             reasons.append("pixel_attention_mask must be 1 for exactly the first height * width patches of each image")
-        return Call(lengths, [1] * batch, (pixel_values, there, shapes.tolist()), options, reasons)
+        return Call(lengths, [1] * batch, (pixel_values, mask, shapes.tolist()), options, reasons)
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
         return {"patches": [call.inputs[0][image, : call.lengths[image]] for image in images]}
 
     def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
-        resizing = torch.cat([resizing_of(self.tower.embeddings, *call.inputs[2][image]) for image in images])
-        return super().metadata(call, images, budget, sequences) | {"resizing": fitted(resizing, budget)}
+        resizing = torch.cat([resizing_weights(self.tower.embeddings, *call.inputs[2][image]) for image in images])
+        return super().metadata(call, images, budget, sequences) | {"resizing": pad_to(resizing, budget)}
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         from transformers.utils.output_capturing import capture_outputs
@@ -180,9 +177,9 @@ class Siglip2Tower(PaddedTower):
         return body(self.tower, **buffers, **options | {"return_dict": True})
 
     def finish(self, call: Call, outputs: Any) -> Any:
-        _, there, _ = call.inputs
+        _, mask, _ = call.inputs
         tokens = outputs.last_hidden_state
-        mask = there.bool()[:, None, None, :].expand(-1, 1, tokens.shape[1], -1)
+        mask = mask.bool()[:, None, None, :].expand(-1, 1, tokens.shape[1], -1)
         pooled = self.tower.head(tokens, mask) if self.tower.use_head else None
         named = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         found = type(outputs)(last_hidden_state=tokens, pooler_output=pooled, **named)
@@ -192,57 +189,70 @@ class Siglip2Tower(PaddedTower):
 def _run_siglip2(tower: Any, patches: Tensor, resizing: Tensor, cu_seqlens: Tensor, **options: Any) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-    tokens = (tower.embeddings.patch_embedding(patches) + resized_positions(tower.embeddings, resizing))[None]
+    tokens = embed_patches(tower.embeddings, patches, resizing)[None]
     encoded = tower.encoder(inputs_embeds=tokens, attention_mask=Keys(cu_seqlens, len(patches)), **options)
     return BaseModelOutputWithPooling(last_hidden_state=tower.post_layernorm(encoded.last_hidden_state))
 
 
-def resizing_of(embeddings: Any, height: int, width: int) -> Tensor:
-    """Returns the weights [patches, 2, side] for resizing the rows and columns of SigLIP 2's positions."""
+def resizing_weights(embeddings: Any, height: int, width: int) -> Tensor:
+    """Returns weights [N, 2, side] that interpolate the rows and columns of SigLIP 2's positions for each patch."""
     side = embeddings.position_embedding_size
-    rows, columns = _resized_axis(side, height), _resized_axis(side, width)
+    rows, columns = _axis_weights(side, height), _axis_weights(side, width)
     whole = torch.stack([rows[:, None].expand(-1, width, -1), columns.expand(height, -1, -1)], 2)
     return whole.flatten(0, 1)
 
 
 @functools.lru_cache(maxsize=1024)
-def _resized_axis(side: int, length: int) -> Tensor:
+def _axis_weights(side: int, length: int) -> Tensor:
     unit = torch.eye(side, device="cpu")[None, :, None]  # [1, channels, 1, side]
     return F.interpolate(unit, (1, length), mode="bilinear", align_corners=False, antialias=True)[0, :, 0].T
 
 
-def resized_positions(embeddings: Any, resizing: Tensor) -> Tensor:
-    """Resizes the positions of SigLIP 2 to [patches, C] like transformers, but without reading sizes."""
+def embed_patches(embeddings: Any, patches: Tensor, resizing: Tensor) -> Tensor:
+    """Embeds patches [..., N, P] like SigLIP 2, but resizes the positions without reading sizes on the host."""
     table = embeddings.position_embedding.weight
     rows, columns = resizing.float().unbind(1)
-    return ((rows[:, :, None] * columns[:, None]).flatten(1) @ table.float()).to(table.dtype)
+    positions = (rows[:, :, None] * columns[:, None]).flatten(1) @ table.float()
+    return embeddings.patch_embedding(patches) + positions.to(table.dtype)
 
 
-def cut(images: Tensor, patch_hw: Size) -> Tensor:
+def patchify(images: Tensor, patch_hw: Size) -> Tensor:
     """Cuts images [B, C, H, W] into patches [B, rows, columns, C, height, width]."""
     height, width = patch_hw
     return images.unflatten(3, (-1, width)).unflatten(2, (-1, height)).permute(0, 2, 4, 1, 3, 5)
 
 
-def packed_tower(tower: nn.Module) -> PackedTower | None:
-    """Returns the PackedTower of a tower of these families; None for other models.
+def packed_tower(tower: Any) -> PackedTower | None:
+    """Returns the PackedTower of a tower; None for other models.
 
     Raises:
-        UnsupportedInputError: transformers is too old.
+        UnsupportedInputError: transformers is too old for images of any size.
     """
     if not comes_from("transformers", tower):
         return None
     form: type[PackedTower]
-    if type(tower).__module__.split(".")[-2] in GRID_FAMILIES and hasattr(tower, "patch_embed"):
+    if {"qwen2_vl", *LIKE_QWEN} & set(type(tower).__module__.split(".")) and hasattr(tower, "patch_embed"):
         form = GridTower
     elif comes_from("transformers", tower, "PixtralVisionModel"):
         form = PixtralTower
     elif comes_from("transformers", tower, "Siglip2VisionModel"):
         form = Siglip2Tower
     else:
-        return None
-    refuse("packed vision towers", version_reasons())
+        return _image_tower(tower)
+    raise_unsupported("packed vision towers", version_reasons())
     return form(tower)
+
+
+def _image_tower(tower: Any) -> ImageTower | None:
+    """Returns the ImageTower for the image size in the config; None for other models."""
+    config, takes = getattr(tower, "config", None), inspect.signature(type(tower).forward).parameters
+    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if not size or not patch or "pixel_values" not in takes or "patch_attention_mask" in takes:  # read on the host
+        return None
+    (height, width), (rows, columns) = pair(size), pair(patch)
+    channels = int(getattr(config, "num_channels", 3))
+    tokens = (height // rows) * (width // columns)
+    return ImageTower(tower, (channels, height, width), tokens, next(tower.parameters()))
 
 
 def version_reasons() -> list[str]:

@@ -1,4 +1,4 @@
-"""An image model of any library for export: input size, preprocessing, class names, and how to call it."""
+"""An image model of any library: input size, preprocessing, class names, and a common way to call it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..config import DataConfig, Size, ViTConfig
+from ...config import DataConfig, Size, ViTConfig
 
 Output = Literal["logits", "probabilities", "features"]
 Head = Literal["logits", "features"]
@@ -22,14 +22,14 @@ Head = Literal["logits", "features"]
 
 @dataclass(kw_only=True)
 class ImageModel(abc.ABC):
-    """A model, and facts about it from its library.
+    """A model with the facts that export needs; each library has a subclass.
 
     Attributes:
         model: The module.
         library: "vit-fast", "timm", "transformers" or "torchvision".
         name: Name of the model if it stores one, otherwise its class.
         image_hw: Height and width of its images.
-        in_chans: Channels of the input.
+        in_chans: Channels of its images.
         patch_hw: Height and width of the image region that one token covers.
         depth: Number of encoder blocks.
         attentions: Number of attention layers, including pooling heads.
@@ -67,7 +67,7 @@ class ImageModel(abc.ABC):
         """Maps images [B, in_chans, height, width] to logits or pooled features [B, ...]."""
 
     def set_data_config(self, data_config: DataConfig | None) -> None:
-        """Sets the preprocessing; omits the normalization if the model contains it."""
+        """Sets the preprocessing, without the normalization if the model contains it."""
         if data_config is not None and self.takes_bytes:
             zeros, scale = (0.0,) * self.in_chans, (1 / 255,) * self.in_chans
             data_config = dataclasses.replace(data_config, mean=zeros, std=scale)
@@ -85,10 +85,7 @@ class ImageModel(abc.ABC):
 
     @contextlib.contextmanager
     def exporting(self, backend: str, dynamic_size: bool) -> Iterator[None]:
-        """Switches the model, in place, to a backend and, if requested, to any image size.
-
-        Restores the model at the end.
-        """
+        """Sets the backend and, if requested, allows any image size. Restores the model at the end."""
         with contextlib.ExitStack() as undo:
             for module in self.model.modules():
                 ours = type(module).__module__.startswith("vit_fast.")
@@ -129,11 +126,11 @@ class TimmInterface(ImageModel):
         return result
 
 
-def needs_more(model: nn.Module) -> list[str]:
+def required_input_reasons(model: nn.Module) -> list[str]:
     """Returns a reason if the forward of a model requires more arguments than images."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    takes = [each for each in inspect.signature(model.forward).parameters.values() if each.kind in kinds]
-    names = [each.name for each in takes[1:] if each.default is inspect.Parameter.empty]
+    parameters = [each for each in inspect.signature(model.forward).parameters.values() if each.kind in kinds]
+    names = [each.name for each in parameters[1:] if each.default is inspect.Parameter.empty]
     if not names:
         return []
     packed = {"grid_thw", "spatial_shapes"} & set(names)

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.operators import in_transform
+from ..ops.registration import in_transform
 
 
-class RowFacts(NamedTuple):
+class TokenFacts(NamedTuple):
     """Facts about a tensor of tokens.
 
     Attributes:
         statistics: LayerNorm statistics as the operators return them, or None.
         x8: The tokens in e4m3, or None.
-        reader: The cached weights (`ops/fp8.py`) that x8 was scaled for.
+        reader: The cached weights (`FrozenFp8`) that x8 was scaled for.
         maker: The parts of the block that returned the tensor, if that runs in e4m3.
     """
 
@@ -33,45 +33,36 @@ class RowFacts(NamedTuple):
     maker: Any = None
 
 
-NOTHING = RowFacts()
-
-
-class _Entry(NamedTuple):
-    """The output of a block, identified by its state, and facts about it."""
-
-    key: tuple[int, ...]
-    alive: weakref.ref[Tensor]  # drops the entry when the tensor is freed: another may then have its id
-    rows: RowFacts
+NOTHING = TokenFacts()
 
 
 class _Last(threading.local):
-    entry: _Entry | None = None
+    key: tuple[int, ...] | None = None  # identity and state of the last block's output
+    output: weakref.ref[Tensor] | None = None  # clears the key when the tensor is freed: another may then have its id
+    facts = NOTHING
 
 
 _last = _Last()
 
 
-def remember(y: Tensor, rows: RowFacts) -> None:
+def remember(y: Tensor, facts: TokenFacts) -> None:
     """Stores facts about the output y of a block until y is freed or another block returns."""
     last = _last
-    last.entry = None
-    key = None if rows is NOTHING else _key(y)
-    if key is None:
+    last.key, last.facts = None if facts is NOTHING else _key(y), NOTHING
+    if last.key is None:
         return
 
-    def forget(gone: weakref.ref[Tensor]) -> None:
-        if last.entry is not None and last.entry.alive is gone:
-            last.entry = None
+    def forget(freed: weakref.ref[Tensor]) -> None:
+        if last.output is freed:
+            last.key, last.facts = None, NOTHING
 
-    last.entry = _Entry(key, weakref.ref(y, forget), rows)
+    last.output, last.facts = weakref.ref(y, forget), facts
 
 
-def recall(x: Tensor) -> RowFacts:
+def recall(x: Tensor) -> TokenFacts:
     """Returns the facts about x if x is the unmodified output of the previous block, else NOTHING."""
-    entry = _last.entry
-    if entry is None or entry.key[0] != id(x) or entry.key != _key(x):
-        return NOTHING
-    return entry.rows
+    key = _last.key
+    return NOTHING if key is None or key[0] != id(x) or key != _key(x) else _last.facts
 
 
 class VersionsCounted:

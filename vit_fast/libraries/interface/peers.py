@@ -1,4 +1,4 @@
-"""Builds the same architecture in another library, with the same weights."""
+"""Peers: models of other libraries with our architecture and our weights, to compare with."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
-from ..config import ViTConfig
-from ..errors import UnsupportedInputError
+from ...config import ViTConfig
+from ...errors import UnsupportedInputError
 from .rename import Converted
 
 
 def take_weights(
-    model: nn.Module,
+    peer: nn.Module,
     weights: Mapping[str, Tensor],
     convert: Callable[[Mapping[str, Tensor], ViTConfig], Converted],
     config: ViTConfig,
 ) -> None:
-    """Copies all our weights into a library's model, in place, under the library's names.
+    """Copies our weights into a library's model, in place, under the library's names.
 
     Args:
-        model: Model for `config`; its parameters keep dtype and device.
+        peer: Model for `config`; its parameters keep dtype and device.
         weights: Weights by our names.
-        convert: The library's `convert`. For this model it must only rename and concatenate, see
-            tests/test_libraries.py.
+        convert: The library's `convert`. For this model, it may only rename and concatenate.
         config: Shape of both models.
     Raises:
-        UnsupportedInputError: a parameter exists in one of the two only; nothing was changed.
+        UnsupportedInputError: one of the two models has a parameter that the other lacks; nothing was changed.
         RuntimeError: shapes of a parameter differ.
     """
-    theirs = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    theirs = {name: tensor.to("meta") for name, tensor in peer.state_dict().items()}
     converted = convert(theirs, config)
     found = {
         their_name: part
@@ -37,10 +36,10 @@ def take_weights(
         if our_name in weights
         for their_name, part in zip(their_names, weights[our_name].chunk(len(their_names)))
     }
-    problems = [f"its parameter {name} has no counterpart" for name in theirs if name not in found]
-    problems += [f"vit-fast's parameter {name} has no counterpart" for name in weights if name not in converted.origins]
-    refuse(type(model).__name__, problems)
-    model.load_state_dict(found)
+    reasons = [f"its parameter {name} has no counterpart" for name in theirs if name not in found]
+    reasons += [f"vit-fast's parameter {name} has no counterpart" for name in weights if name not in converted.origins]
+    raise_unsupported(type(peer).__name__, reasons)
+    peer.load_state_dict(found)
 
 
 # Fields and properties that have ViTConfig's defaults in the plain ViT of the paper.
@@ -54,11 +53,11 @@ _PLAIN = (
 def plain_vit_reasons(config: ViTConfig) -> list[str]:
     """Returns the reasons why a config is not the plain ViT of the paper."""
     plain = ViTConfig()
-    return reasons(config, **{name: (getattr(plain, name),) for name in _PLAIN})
+    return config_reasons(config, **{name: (getattr(plain, name),) for name in _PLAIN})
 
 
-def reasons(config: ViTConfig, **supported: Iterable[object]) -> list[str]:
-    """Returns an error message for each config field whose value is not supported."""
+def config_reasons(config: ViTConfig, **supported: Iterable[object]) -> list[str]:
+    """Returns a reason for each field whose value is not among the supported ones."""
     return [
         f"{name} must be {' or '.join(map(repr, values))}, got {getattr(config, name)!r}"
         for name, values in supported.items()
@@ -66,7 +65,7 @@ def reasons(config: ViTConfig, **supported: Iterable[object]) -> list[str]:
     ]
 
 
-def refuse(what: str, problems: list[str]) -> None:
-    """Raises UnsupportedInputError with all problems, if there are any."""
-    if problems:
-        raise UnsupportedInputError(what, problems)
+def raise_unsupported(what: str, reasons: list[str]) -> None:
+    """Raises UnsupportedInputError with all reasons, if there are any."""
+    if reasons:
+        raise UnsupportedInputError(what, reasons)

@@ -1,13 +1,12 @@
-"""Packs the images of vision-tower calls into buffers with a fixed number of tokens.
+"""Packs the images of a vision tower's calls into buffers with a fixed number of tokens, for `GraphRunner`.
 
-`GraphRunner` uses these buffers; their unused tokens form a separate sequence. One class per model family reads calls,
-computes the metadata of images on the host, and runs the tower on the buffers.
+Unused tokens of the buffers form a sequence of their own. One class per model family reads calls, computes the metadata
+of images on the host, and runs the tower on the buffers.
 """
 
 from __future__ import annotations
 
 import abc
-import inspect
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import UnsupportedInputError
-from .image_model import comes_from, pair
+from ...errors import UnsupportedInputError
 
 OUTPUT_OPTIONS = ("output_hidden_states", "output_attentions", "return_dict")
-NO_OPTIONS = ("use_cache", "interpolate_pos_encoding")  # generate() passes them; these towers ignore them
+IGNORED_OPTIONS = ("use_cache", "interpolate_pos_encoding")  # generate() passes them; these towers ignore them
 
 Options = tuple[tuple[str, Any], ...]
 Part = tuple[Sequence[int], int, Any]  # images that ran together, the size of their buffers, and the outputs
@@ -35,7 +33,7 @@ class Call:
     Attributes:
         lengths: Tokens of each image.
         sequences: Attention sequences of each image: 1, or the frames of a video.
-        inputs: Inputs of the other methods of the PackedTower.
+        inputs: The call's inputs, as the other methods of the PackedTower need them.
         options: Keyword arguments that change the outputs.
         reasons: Reasons why the call cannot be packed.
     """
@@ -48,7 +46,7 @@ class Call:
 
 
 class PackedTower(abc.ABC):
-    """Packs the calls of a tower.
+    """Packs the calls of a vision tower. Each family has a subclass.
 
     Args:
         tower: The module; not copied.
@@ -81,7 +79,7 @@ class PackedTower(abc.ABC):
         """Computes the other inputs of the tower on the host. Their shapes depend only on budget and sequences."""
         frames = ([call.lengths[image] // call.sequences[image]] * call.sequences[image] for image in images)
         ends = itertools.accumulate(itertools.chain.from_iterable(frames))
-        return {"cu_seqlens": fitted(torch.tensor([0, *ends], dtype=torch.int32), sequences + 2, budget)}
+        return {"cu_seqlens": pad_to(torch.tensor([0, *ends], dtype=torch.int32), sequences + 2, budget)}
 
     @abc.abstractmethod
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
@@ -92,11 +90,11 @@ class PackedTower(abc.ABC):
         metadata = self.metadata(call, images, budget, sequences)
         if not buffers:
             for name, shape in self.shapes.items():
-                buffers[name] = self.like.new_zeros((self.room(budget, sequences), *shape))
+                buffers[name] = self.like.new_zeros((self.buffer_length(budget, sequences), *shape))
             for name, values in metadata.items():
                 buffers[name] = torch.empty_like(values, device=self.like.device)
         for name, pieces in self.tokens(call, images).items():
-            whole, buffer = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)), buffers[name]
+            whole, buffer = torch.cat(list(pieces)) if pieces[1:] else pieces[0], buffers[name]
             if whole.shape[1:] != buffer.shape[1:]:  # copy_ would broadcast it
                 raise ValueError(f"each token must have shape {list(buffer.shape[1:])}, got {list(whole.shape[1:])}")
             buffer[: len(whole)].copy_(whole)
@@ -104,12 +102,12 @@ class PackedTower(abc.ABC):
             pinned = values.pin_memory() if self.like.is_cuda else values
             buffers[name].copy_(pinned, non_blocking=True)
 
-    def room(self, budget: int, sequences: int) -> int:
+    def buffer_length(self, budget: int, sequences: int) -> int:
         """Returns the length of the token buffers."""
         return budget
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the tower, or its original forward without hooks if `graph_vision_tower` replaced it."""
+        """Calls the tower; if `graph_vision_tower` replaced its forward, calls the original one without hooks."""
         return getattr(self.tower.forward, "original", self.tower)(*args, **kwargs)
 
     def join(self, call: Call, parts: Iterable[Part]) -> Any:
@@ -118,13 +116,13 @@ class PackedTower(abc.ABC):
         outputs: Any = None
         for images, budget, outputs in parts:
             lengths = [call.lengths[image] for image in images]
-            if len(images) == len(call.lengths):  # in order already
+            if len(images) == len(call.lengths):  # one part, already in order
                 images, lengths = (0,), [sum(lengths)]
             split = [self._copied(leaf, budget, lengths) for leaf in pytree.tree_leaves(outputs)]
             pieces.update(zip(images, zip(*split)))
         ordered = zip(*(pieces[image] for image in sorted(pieces)))
         leaves = [torch.cat(one, self.axis) if isinstance(one[0], Tensor) and one[1:] else one[0] for one in ordered]
-        return rebuilt(outputs, leaves)
+        return with_leaves(outputs, leaves)
 
     def _copied(self, leaf: Any, budget: int, lengths: Sequence[int]) -> Sequence[Any]:
         """Copies an output without padding and splits it by image."""
@@ -132,7 +130,7 @@ class PackedTower(abc.ABC):
             return [leaf] * len(lengths)
         rows = [length // self.tokens_per_row(leaf, budget) for length in lengths]
         copied = leaf.narrow(self.axis, 0, sum(rows)).clone()
-        # the caller gets no view: outside of no_grad, torch forbids to change it in place
+        # a single piece goes to the caller, and torch forbids in-place changes of views that split returns
         return copied.split(rows, self.axis) if len(rows) > 1 else [copied]
 
     def tokens_per_row(self, leaf: Tensor, budget: int) -> int:
@@ -141,17 +139,17 @@ class PackedTower(abc.ABC):
 
     def options_of(self, kwargs: dict[str, Any]) -> tuple[Options, list[str]]:
         """Returns the options among keyword arguments, and a reason for each unsupported argument."""
-        found = {name: kwargs[name] for name in OUTPUT_OPTIONS if kwargs.get(name) is not None}
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        found = {name: given[name] for name in OUTPUT_OPTIONS if name in given}
         found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-        others = [name for name in kwargs if name not in (*OUTPUT_OPTIONS, *NO_OPTIONS)]
-        reasons = [f"{name} must not be given" for name in others if kwargs[name] is not None]
+        reasons = [f"{name} must not be given" for name in given if name not in (*OUTPUT_OPTIONS, *IGNORED_OPTIONS)]
         if self.needs_fused and (kwargs.get("output_attentions") or self.tower.config._attn_implementation == "eager"):
             # these run the library's own attention, which does not get the lengths of the images
             reasons.append("output_attentions must not be set, and attn_implementation must not be 'eager'")
         return tuple(found.items()), reasons
 
     def settings(self) -> Options:
-        """Returns the settings of the tower that affect its outputs, besides the options."""
+        """Returns the tower's settings that change its outputs unless a call overrides them."""
         config = getattr(self.tower, "config", None)
         return tuple((name, repr(getattr(config, name, None))) for name in (*OUTPUT_OPTIONS, "_attn_implementation"))
 
@@ -183,12 +181,12 @@ class ImageTower(PackedTower):
         return Call([self.tokens_per_image] * batch, [1] * batch, pixel_values, options, reasons)
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
-        return {"images": [call.inputs[images[0] : images[-1] + 1]]}  # images of one size are packed in order
+        return {"images": [call.inputs[images[0] : images[-1] + 1]]}  # consecutive: images of one size stay in order
 
     def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
         return {}
 
-    def room(self, budget: int, sequences: int) -> int:
+    def buffer_length(self, budget: int, sequences: int) -> int:
         return min(budget // self.tokens_per_image, sequences)
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
@@ -202,21 +200,6 @@ class ImageTower(PackedTower):
 
     def tokens_per_row(self, leaf: Tensor, budget: int) -> int:
         return self.tokens_per_image
-
-
-def image_tower(tower: Any) -> ImageTower | None:
-    """Returns the ImageTower of a transformers model, for the image size in its config; None for other models."""
-    config = getattr(tower, "config", None)
-    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if not comes_from("transformers", tower) or not size or not patch:
-        return None
-    takes = inspect.signature(type(tower).forward).parameters
-    if "pixel_values" not in takes or "patch_attention_mask" in takes:  # such a mask is read on the host
-        return None
-    (height, width), (rows, columns) = pair(size), pair(patch)
-    channels = int(getattr(config, "num_channels", 3))
-    tokens = (height // rows) * (width // columns)
-    return ImageTower(tower, (channels, height, width), tokens, next(tower.parameters()))
 
 
 class PaddedTower(PackedTower):
@@ -243,26 +226,26 @@ class PaddedTower(PackedTower):
             whole.flatten(0, 1).index_copy_(0, places, leaf[0])
             return whole
 
-        return self.finish(call, rebuilt(packed, [padded(leaf) for leaf in pytree.tree_leaves(packed)]))
+        return self.finish(call, with_leaves(packed, [padded(leaf) for leaf in pytree.tree_leaves(packed)]))
 
     @abc.abstractmethod
     def finish(self, call: Call, outputs: Any) -> Any:
         """Runs the tower's head on padded outputs."""
 
 
-def read_padding(mask: Tensor, shapes: Tensor) -> tuple[Tensor, list[int], bool]:
+def read_grids(grids: Tensor, mask: Tensor) -> tuple[Tensor, list[int], bool]:
     """Copies grids [B, 2] to the host; returns them, their patch counts, and True if `mask` [B, N] matches them."""
-    mask, shapes = mask.cpu(), shapes.cpu()
-    patches = shapes.prod(1)
-    return shapes, patches.tolist(), torch.equal(mask.bool(), torch.arange(mask.shape[1]) < patches[:, None])
+    grids, mask = grids.cpu(), mask.cpu()
+    patches = grids.prod(1)
+    return grids, patches.tolist(), torch.equal(mask.bool(), torch.arange(mask.shape[1]) < patches[:, None])
 
 
-def fitted(values: Tensor, length: int, rest: int = 0) -> Tensor:
-    """Pads values along the first axis with `rest`."""
-    return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), rest)])
+def pad_to(values: Tensor, length: int, value: int = 0) -> Tensor:
+    """Pads a tensor along the first axis."""
+    return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), value)])
 
 
-def rebuilt(outputs: Any, leaves: list[Any]) -> Any:
+def with_leaves(outputs: Any, leaves: list[Any]) -> Any:
     """Returns outputs with the same structure and other leaves."""
     found = pytree.tree_unflatten(leaves, pytree.tree_structure(outputs))
     if isinstance(outputs, OrderedDict):  # transformers' ModelOutput: restore the order of the fields

@@ -9,18 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blocks.block import run_blocks, run_packed_blocks
-from ..blocks.containers import FusedContainer
-from ..blocks.fused import Forms
-from ..blocks.plain import is_touched
-from ..ops.operators import is_exporting
-from .timm_blocks import BlockForm
+from ...blocks.block import run_blocks, run_packed_blocks
+from ...blocks.containers import FusedContainer
+from ...blocks.fused import Forms
+from ...blocks.plain import is_touched
+from ...ops.registration import is_exporting
+from .timm_blocks import BlockMixin
 
-# timm's methods that process the tokens.
-_METHODS = ("forward_features", "forward_head", "pool")
+_METHODS = ("forward_features", "forward_head", "pool")  # which a user may have replaced
 
 
-class ClassifierForm(FusedContainer):
+class VisionTransformerMixin(FusedContainer):
     """timm's VisionTransformer. If its head reads only the first token, its last block computes only that token.
 
     This applies to calls without gradients, of a model that is frozen for the CPU or compiled with backend sdpa.
@@ -32,7 +31,6 @@ class ClassifierForm(FusedContainer):
         return len(module.blocks) > 0 and all(block in blocks for block in module.blocks)
 
     def forward(self, x: Tensor, *masks: Any, **options: Any) -> Tensor:
-        """Maps images to logits."""
         tower: Any = self  # also a VisionTransformer
         if masks or options or not self._reads_one_token():
             timms: Any = super()
@@ -49,20 +47,20 @@ class ClassifierForm(FusedContainer):
         blocks, cls = tower.blocks, type(tower)
         if not isinstance(blocks, nn.Sequential) or not len(blocks) or is_exporting():
             return False
-        for name in _METHODS:  # a user may have replaced them
+        for name in _METHODS:
             if name in self.__dict__ or getattr(cls, name).__module__ != cls.original.__module__:
                 return False
         return not any(part._forward_hooks or is_touched(part) for part in (blocks, tower.norm))
 
 
 def _run_for_one_token(blocks: Any, x: Tensor) -> Tensor:
-    """Runs blocks [B, N, C] -> [B, 1, C], the first token; or [B, N, C] if all tokens are needed."""
+    """Runs blocks on [B, N, C]; returns the first token [B, 1, C], or all if the last block needs its own forward."""
     *others, last = blocks
     if not torch.compiler.is_compiling():
         output = run_packed_blocks(blocks, x, outputs=1)
         return blocks(x) if output is None else output
-    plain = isinstance(last, BlockForm) and last.vit_fast_backend == "sdpa" and not last.training
-    if not plain or last._forward_hooks or is_touched(last):
+    supported = isinstance(last, BlockMixin) and last.vit_fast_backend == "sdpa" and not last.training
+    if not supported or last._forward_hooks or is_touched(last):
         return blocks(x)
     parts = last.ready()
     if parts is None or parts.attention is None or parts.fp8 is not None:
@@ -86,8 +84,5 @@ def _first_token(block: Any, x: Tensor) -> Tensor:
     return out
 
 
-FORMS = Forms(globals(), {"timm.models.vision_transformer.VisionTransformer": ClassifierForm})
-
-
-def __getattr__(name: str) -> Any:
-    return FORMS.named(name)
+FORMS = Forms(globals(), {"timm.models.vision_transformer.VisionTransformer": VisionTransformerMixin})
+__getattr__ = FORMS.named

@@ -9,64 +9,62 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .block import fold
-from .descriptions import BlockTensors
-from .operators import CACHED
+from ..ops.block import fold
+from ..ops.descriptions import BlockTensors
+from ..ops.registration import CACHED
+from .parts import AttentionParts, MlpParts, Slot, block_tensors, frozen_sources
+from .plain import PLAIN
 
-PLAIN = (nn.Parameter, Tensor, type(None))  # other subclasses may override operators
+Weights = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias and LayerScale of a linear layer
 
 
 class Frozen:
     """The folded linear layers of one block.
 
     Args:
-        sources: The parameters: modules and names of their attributes.
-        block: Returns the current parameters.
+        attention, mlp: The parts of the block.
         dtype: The dtype of the matmuls.
-        norm, rope_head, inner_norm: See `fold`.
+        rope_head: See `fold`.
     Attributes:
         tensors: Folded weight, bias and sum of qkv, of fc1, and of fc2 with a norm inside the MLP; then the weights of
             proj and fc2 if the parameters have another dtype. Updated in place.
-        folding: Set by the owner, to check that the block is still the one that was folded.
     """
 
-    folding: Any = None
-
-    def __init__(
-        self,
-        sources: Sequence[tuple[nn.Module, str]],
-        block: Callable[[], BlockTensors],
-        dtype: torch.dtype,
-        norm: str = "layer_norm",
-        rope_head: int = 0,
-        inner_norm: str = "none",
-    ) -> None:
-        self.dtype, self.rope_head, self._norm, self._inner_norm = dtype, rope_head, norm, inner_norm
+    def __init__(self, attention: AttentionParts, mlp: MlpParts, dtype: torch.dtype, rope_head: int) -> None:
+        self.attention, self.mlp, self.dtype, self.rope_head = attention, mlp, dtype, rope_head
+        self._sources, *self._settings = self.dependencies(attention, mlp)
         self.tensors: list[Tensor] = []
-        self._sources, self._block = sources, block
         self._lock = threading.Lock()
-        self._snapshots: list[_Source] = []
+        self._snapshots: list[_Snapshot] = []
         self.refresh()
         _follow_optimizers()
         CACHED[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
+
+    @staticmethod
+    def dependencies(attention: AttentionParts, mlp: MlpParts) -> tuple[list[Slot], Any, Any]:
+        """Returns the parameters and settings that the tensors of a block depend on."""
+        kinds = mlp.norm.kind, mlp.inner_norm and mlp.inner_norm.kind
+        return frozen_sources(attention, mlp), kinds, (attention.rope_head, mlp.fc1.chunk)
+
+    def fits(self, attention: AttentionParts, mlp: MlpParts) -> bool:
+        """True if a block with these parts has the same weights."""
+        return (self._sources, *self._settings) == self.dependencies(attention, mlp)
 
     def refresh(self) -> None:
         """Recomputes the tensors in the same memory; raises RuntimeError if shape or device changed."""
         # inference tensors cannot be updated in place outside of inference mode
         with self._lock, torch.inference_mode(False), torch.no_grad():
             snapshots = [_snapshot(owner, name) for owner, name in self._sources]
-            self.make()
-            self._snapshots = snapshots if not self.tensors or _has_run(self.tensors[0]) else []
+            self._recompute()
+            self._snapshots = snapshots if not self.tensors or _is_written(self.tensors[0]) else []
 
-    def make(self) -> None:
-        """Computes `tensors`, in the same memory if they exist."""
+    def _recompute(self) -> None:
         computed = self._computed()
         if not self.tensors:
             self.tensors = computed
@@ -78,21 +76,19 @@ class Frozen:
             torch._foreach_copy_(self.tensors, computed)
 
     def _computed(self) -> list[Tensor]:
-        block = self._block()
-        t = fold(block, self.dtype, self._norm, self.rope_head, self._inner_norm)
+        block, inner = block_tensors(self.attention, self.mlp), self.mlp.inner_norm
+        t = fold(block, self.dtype, self.mlp.norm.kind, self.rope_head, "none" if inner is None else inner.kind)
         tensors: list[Any] = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
         tensors += [] if t.fc2_sum is None else [t.fc2_weight, t.fc2_bias, t.fc2_sum]
         if block.proj_weight.dtype != self.dtype or block.fc2_weight.dtype != self.dtype:
             tensors += [t.proj_weight, t.fc2_weight]
         return tensors
 
-    def with_others(
-        self, proj: tuple[Tensor, Tensor | None, Tensor | None], fc2: tuple[Tensor, Tensor | None, Tensor | None]
-    ) -> BlockTensors:
-        """Returns the folded block with the current weight, bias and LayerScale of proj and of fc2."""
+    def block_tensors(self, proj: Weights, fc2: Weights) -> BlockTensors:
+        """Returns the folded block with the current parameters of proj and of fc2."""
         qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
         fc2_sum = None
-        if self._inner_norm != "none":
+        if self.mlp.inner_norm is not None:
             weight, bias, fc2_sum, *cast = cast
             fc2 = weight, bias, fc2[2]
         if cast:
@@ -117,7 +113,7 @@ class Frozen:
         if not self._snapshots:
             self.refresh()
 
-    def forget(self, stepped: set[int] | None) -> None:
+    def invalidate(self, stepped: set[int] | None) -> None:
         """Marks the tensors as outdated if they depend on one of these parameters, by id; None means all."""
         if stepped is None or any(id(held) in stepped for _, _, _, held, *_ in self._snapshots):
             self._snapshots = []
@@ -126,11 +122,11 @@ class Frozen:
 # A module's __dict__, the dictionary of the parameter, its name, the tensor, its version, address and storage.
 # References to tensor and storage prevent reuse of their id or address, e.g. when a parameter is converted to another
 # dtype and back.
-_Source = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int, torch.UntypedStorage | None]
+_Snapshot = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int, torch.UntypedStorage | None]
 _GONE = object()
 
 
-def _snapshot(owner: nn.Module, name: str) -> _Source:
+def _snapshot(owner: nn.Module, name: str) -> _Snapshot:
     own: dict[str, Any] = owner.__dict__
     place: dict[str, Any] = next((each for each in (own, owner._parameters, owner._buffers) if name in each), {})
     tensor = place.get(name)
@@ -140,7 +136,7 @@ def _snapshot(owner: nn.Module, name: str) -> _Source:
     return own, place, name, tensor, version, tensor.data_ptr(), tensor.untyped_storage()
 
 
-def _has_run(tensor: Tensor) -> bool:
+def _is_written(tensor: Tensor) -> bool:
     """Waits until a tensor is written, because other streams read it; returns False in a CUDA-graph capture."""
     if not tensor.is_cuda:
         return True
@@ -152,11 +148,11 @@ def _has_run(tensor: Tensor) -> bool:
 
 @functools.cache
 def _follow_optimizers() -> None:
-    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def invalidate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # FSDP steps the shards, and then gathers the weights without incrementing their version counters
         stepped = {id(p) for p in parameters} if all(type(p) in PLAIN for p in parameters) else None
         for frozen in list(CACHED.values()):
-            frozen.forget(stepped)
+            frozen.invalidate(stepped)
 
-    register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(invalidate)

@@ -1,4 +1,4 @@
-"""Configuration files of transformers: shape, head and class names, and preprocessing."""
+"""Reads config.json and preprocessor_config.json of transformers: shape, head, class names and preprocessing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import DataConfig, Interpolation, RopeConfig, ViTConfig
-from .image_model import Facts
+from ...config import DataConfig, Interpolation, RopeConfig, ViTConfig
+from ..interface.image_model import Facts
 
-# transformers' names of our activations; the first one is used for writing.
+# transformers' names of our activations; the peer gets the first name of an activation.
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -22,30 +22,20 @@ ACTIVATIONS = {
 }
 # Defaults of transformers' configuration classes for fields that config.json omits.
 _COMMON = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "num_channels": 3}
+_VIT = {"patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "intermediate_size": 3072}
+_DINOV2 = {"patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6, "mlp_ratio": 4}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "vit": {"patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "intermediate_size": 3072},
-    "deit": {"patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "intermediate_size": 3072},
-    "dinov2": {"patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6, "mlp_ratio": 4},
-    "dinov2_with_registers": {
-        "patch_size": 14,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-6,
-        "mlp_ratio": 4,
-        "num_register_tokens": 4,
-    },
+    "vit": _VIT,
+    "deit": _VIT,
+    "dinov2": _DINOV2,
+    "dinov2_with_registers": {**_DINOV2, "num_register_tokens": 4},
     "dinov3_vit": {
-        "patch_size": 16,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-5,
-        "hidden_size": 384,
-        "num_attention_heads": 6,
-        "intermediate_size": 1536,
-        "num_register_tokens": 0,
-        "rope_theta": 100.0,
+        "patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "hidden_size": 384, "num_attention_heads": 6,
+        "intermediate_size": 1536, "num_register_tokens": 0, "rope_theta": 100.0,
     },
     "clip": {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "intermediate_size": 3072},
     "siglip": {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "intermediate_size": 3072},
-}
+}  # fmt: skip
 _PIL_FILTERS: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
@@ -83,12 +73,12 @@ def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         if not vision.get(bias, True):
             raise ValueError(f"{bias} must be True, got False")
     C = vision["hidden_size"]
-    hidden = vision["intermediate_size"] if "intermediate_size" in vision and "mlp_ratio" not in vision else None
+    hidden = None if "mlp_ratio" in vision else vision["intermediate_size"]
     if vision.get("use_swiglu_ffn"):
         hidden = (int(int(C * vision["mlp_ratio"]) * 2 / 3) + 7) // 8 * 8
     mlp_ratio = vision["mlp_ratio"] if hidden is None else hidden / C
     if hidden is not None and int(C * mlp_ratio) != hidden:
-        mlp_ratio = (hidden + 0.5) / C  # half a unit more, so that rounding does not lose one
+        mlp_ratio = (hidden + 0.5) / C  # half a unit more, because ViTConfig rounds down
     image_size, patch_size = vision["image_size"], vision["patch_size"]
     fields = {
         "img_size": tuple(image_size) if isinstance(image_size, list) else image_size,
@@ -153,7 +143,7 @@ def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
     """
     if not processor.get("do_rescale", True) or not math.isclose(processor.get("rescale_factor", 1 / 255), 1 / 255):
         raise ValueError("it does not scale pixels to [0, 1]")
-    is_vit = _kind(processor).startswith("ViT")
+    is_vit = _class_name(processor).startswith("ViT")
     resized, crop, squashes = _sizes(processor)
     crop_pct = crop / resized
     if math.floor(crop / crop_pct) != resized:
@@ -174,7 +164,7 @@ def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
 
 
 def _sizes(processor: Mapping[str, Any]) -> tuple[int, int, bool]:
-    """Returns the sizes after resizing and after cropping, in pixels, and whether both sides are resized."""
+    """Returns the sizes after resizing and after cropping, in pixels, and True if both sides are resized."""
     size, crops = processor.get("size", 224), bool(processor.get("do_center_crop", False))
     if isinstance(size, Mapping):
         squashes = "height" in size
@@ -182,7 +172,7 @@ def _sizes(processor: Mapping[str, Any]) -> tuple[int, int, bool]:
         if squashes and size["height"] != size["width"]:
             raise ValueError(f"it resizes to {size['height']}x{size['width']}, not a square")
     else:  # old format: one number means both sides for ViT and DeiT, the shorter side for CLIP
-        squashes = not crops or _kind(processor).startswith(("ViT", "DeiT"))
+        squashes = not crops or _class_name(processor).startswith(("ViT", "DeiT"))
         resized = size
     if not crops and not squashes:
         raise ValueError("it preserves the aspect ratio without a crop")
@@ -192,6 +182,6 @@ def _sizes(processor: Mapping[str, Any]) -> tuple[int, int, bool]:
     return resized, crop, squashes
 
 
-def _kind(processor: Mapping[str, Any]) -> str:
-    """Returns the class of the processor; old ViT files contain none."""
+def _class_name(processor: Mapping[str, Any]) -> str:
+    """Returns the class of the processor; old files of ViT omit it."""
     return str(processor.get("image_processor_type") or processor.get("feature_extractor_type") or "ViT")

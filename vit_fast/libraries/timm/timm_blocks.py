@@ -1,4 +1,4 @@
-"""Attention layers and blocks of timm 1.0.20 and newer: VisionTransformer, Eva and NaFlexVit."""
+"""Fused attention layers and blocks of timm: VisionTransformer, Eva and NaFlexVit."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blocks.fused import Finding, Forms, FusedModule, FusedNormMlp, fused_class
-from ..blocks.parts import AttentionParts, MlpParts
-from ..blocks.plain import is_touched
-from ..blocks.reading import Reader
-from ..ops import Rope, attention, qk_norm_rope
-from ..ops.attention import attention_among
-from ..ops.descriptions import Keys, is_padding, names_keys
-from ..ops.operators import is_exporting
-from .timm import ACTIVATION_CLASSES, NORM_CLASSES
+from ...blocks.fused import Finding, Forms, FusedModule, FusedNormMlp, fused_class
+from ...blocks.parts import AttentionParts, MlpParts
+from ...blocks.plain import is_touched
+from ...blocks.reading import Reader
+from ...ops import Rope, attention, qk_norm_rope
+from ...ops.attention import attention_among
+from ...ops.descriptions import is_padding, keys_of, names_keys
 
 SKIPPED = {
     "ResPostBlock": "it normalizes after the MLP, not before it",
@@ -33,8 +31,8 @@ SKIPPED = {
 class AttentionLayer(FusedModule):
     """An attention layer of timm with a fused operator between its linear layers, which still run as modules.
 
-    timm's own forward runs with masks other than padding masks, a causal flag, attention dropout in training, a changed
-    attn_drop or scale, or hooks on attn_drop or the norms of q and k.
+    The original forward runs with masks other than padding masks, a causal flag, attention dropout in training, a
+    changed attn_drop or scale, or hooks on attn_drop or the norms of q and k.
     """
 
     kind = "attention"
@@ -45,8 +43,7 @@ class AttentionLayer(FusedModule):
         reader.dropout("attn_drop")
         reader.judge()
         if p := getattr(module.proj_drop, "p", 0.0):
-            note = f"in training, the linear layers around it run as modules, because proj_drop has p={p}"
-            reader.notes.append(note)
+            reader.notes.append(f"in training, the linear layers around it run as modules, because proj_drop has p={p}")
         return Finding(reader.reasons, reader.notes)
 
     @classmethod
@@ -55,14 +52,13 @@ class AttentionLayer(FusedModule):
         return int(getattr(module, "head_dim", 0) or module.proj.in_features // module.num_heads)
 
     def needs_original_forward(self, attn_mask: Tensor | None, is_causal: bool) -> bool:
-        """Returns True if this call needs timm's own forward."""
         drop, q_norm, k_norm = self._bypassed()
         changed = type(drop) is not nn.Dropout or is_touched(drop) or is_touched(q_norm) or is_touched(k_norm)
         masked = attn_mask is not None and not names_keys(attn_mask)
         return masked or is_causal or changed or self.uses_changed_scale() or bool(self.training and drop.p)
 
     def uses_changed_scale(self) -> bool:
-        """Returns True if the scale was changed and timm uses it, which is without its fused attention."""
+        """Returns True if the scale was changed and timm uses it, that is, without its fused attention."""
         own = vars(self)
         return not own.get("fused_attn", True) and own["scale"] != type(self).head_width(self) ** -0.5
 
@@ -72,11 +68,10 @@ class AttentionLayer(FusedModule):
         return children["attn_drop"], children["q_norm"], children["k_norm"]
 
     def run_original(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rest: Any) -> Tensor:
-        """Runs timm's own forward."""
-        return super().forward(x, attn_mask=added(attn_mask, x.dtype), **_causal(is_causal), **rest)
+        return super().forward(x, attn_mask=additive(attn_mask, x.dtype), **_causal(is_causal), **rest)
 
     def mix(self, qkv: Tensor, attn_mask: Tensor | None, rope: Rope | None = None) -> Tensor:
-        """Computes attention of packed projections [B, N, 3, H, D] after norms and rotation -> [B, N, H, D]."""
+        """Normalizes and rotates q and k of qkv [B, N, 3, H, D], and computes attention -> [B, N, H, D]."""
         _, q_norm, k_norm = self._bypassed()
         if not (type(q_norm) is nn.Identity and type(k_norm) is nn.Identity):
             q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # [B, H, N, D], as timm calls the norms
@@ -87,14 +82,14 @@ class AttentionLayer(FusedModule):
         return attention_among(qkv, keys_of(attn_mask, qkv), backend=self.vit_fast_backend)
 
     def project_out(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """Runs the part after attention: heads [B, N, H, D] and the layer's input [B, N, C] -> [B, N, dim_out]."""
+        """Maps heads [B, N, H, D] and the layer's input x [B, N, C] to the output [B, N, dim_out]."""
         mixed = self.norm(mixed.flatten(2))
         if getattr(self, "gate", None) is not None:
             mixed = mixed * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(mixed))
 
 
-class AttentionForm(AttentionLayer):
+class AttentionMixin(AttentionLayer):
     """timm's Attention with a fused operator between its linear layers."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -106,13 +101,13 @@ class AttentionForm(AttentionLayer):
         return self.project_out(self.mix(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), attn_mask), x)
 
 
-class RotaryAttentionForm(AttentionLayer):
+class RotaryAttentionMixin(AttentionLayer):
     """timm's EvaAttention and AttentionRope with fused operators between their linear layers."""
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Maps [B, N, C], with sines and cosines as in `rope_of`, to [B, N, dim_out]."""
+        """Maps [B, N, C] to [B, N, dim_out]; see `rope_of` for the rotary positions."""
         if self.needs_original_forward(attn_mask, is_causal):
             return self.run_original(x, attn_mask, is_causal, rope=rope)
         return self.project_out(self.mix(self._packed(x), attn_mask, self.rope_of(rope)), x)
@@ -127,10 +122,8 @@ class RotaryAttentionForm(AttentionLayer):
     def _packed(self, x: Tensor) -> Tensor:
         """Projects [B, N, C] to [B, N, 3, H, D]; repeats the heads of k and v if there are fewer."""
         if self.qkv is None:
-            q, k, v = (
-                linear(x).unflatten(-1, (-1, self.head_width(self)))
-                for linear in (self.q_proj, self.k_proj, self.v_proj)
-            )
+            projected = (linear(x) for linear in (self.q_proj, self.k_proj, self.v_proj))
+            q, k, v = (part.unflatten(-1, (-1, self.head_width(self))) for part in projected)
             if (groups := getattr(self, "num_kv_groups", 1)) > 1:
                 k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
             return torch.stack((q, k, v), 2)
@@ -145,41 +138,46 @@ class RotaryAttentionForm(AttentionLayer):
 class TimmReader(Reader):
     """Reads a module that may contain timm's activations and norms."""
 
-    activation_classes: ClassVar[Mapping[str, str]] = {**Reader.activation_classes, **ACTIVATION_CLASSES}
-    norm_classes: ClassVar[Mapping[str, str]] = {**Reader.norm_classes, **NORM_CLASSES}
+    activation_classes: ClassVar[dict[str, str]] = Reader.activation_classes | {
+        "timm.layers.activations.GELU": "gelu",
+        "timm.layers.activations.GELUTanh": "gelu_tanh",
+        "timm.layers.activations.QuickGELU": "quick_gelu",
+    }
+    norm_classes: ClassVar[dict[str, str]] = Reader.norm_classes | {
+        "timm.layers.norm.LayerNorm": "layer_norm",
+        "timm.layers.norm.LayerNormFp32": "layer_norm",
+        "timm.layers.norm.RmsNorm": "rms_norm",
+        "timm.layers.norm.RmsNormFp32": "rms_norm",
+    }
 
 
-class BlockForm(FusedNormMlp):
-    """timm's Block as a sequence of fused kernels.
-
-    If that is not possible, norm2, MLP, LayerScale and residual are one operator.
-    """
+class BlockMixin(FusedNormMlp):
+    """timm's Block, fused as a whole or by its parts."""
 
     reader = TimmReader
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        return read_attention(block, AttentionForm, inside={"ls1": _scales()}, layer_scale="ls1.gamma")
+        return read_attention(block, AttentionMixin, inside={"ls1": _scales()}, layer_scale="ls1.gamma")
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
         return read_mlp(block, "norm2", {"ls2": _scales()}, layer_scale="ls2.gamma", drop_path="drop_path2")
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Maps [B, N, C] to [B, N, C]."""
-        extra = _causal(is_causal)
+        options = {"attn_mask": attn_mask} | _causal(is_causal)
         parts = self.ready()
         if parts is None:
-            return super().forward(x, attn_mask=attn_mask, **extra)
+            return super().forward(x, **options)
 
         def attend(x: Tensor) -> Tensor:
-            return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, **extra)))
+            return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), **options)))
 
         ordinary = not is_causal and (attn_mask is None or names_keys(attn_mask))
         return self.run_as_block(parts, x, attend, ordinary, keys=keys_of(attn_mask, x) if ordinary else None)
 
 
-class EvaBlockForm(FusedNormMlp):
+class EvaBlockMixin(FusedNormMlp):
     """timm's EvaBlock, fused like Block; and DeepseekVitBlock, which has no LayerScale."""
 
     reader = TimmReader
@@ -192,7 +190,7 @@ class EvaBlockForm(FusedNormMlp):
         own_biases = packed and block.at("attn.q_bias") is not None
         return read_attention(
             block,
-            RotaryAttentionForm,
+            RotaryAttentionMixin,
             ("attn.qkv",) if packed else ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
             biases=("attn.q_bias", "attn.k_bias", "attn.v_bias") if own_biases else None,
             rotates_halves=bool(block.value("attn.rotate_half")),
@@ -206,14 +204,13 @@ class EvaBlockForm(FusedNormMlp):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Maps [B, N, C] to [B, N, C]."""
-        extra = _causal(is_causal) | ({} if attn_mask is None else {"attn_mask": attn_mask})
+        options = {"rope": rope} | _causal(is_causal) | ({} if attn_mask is None else {"attn_mask": attn_mask})
         parts = self.ready()
         if parts is None:
-            return super().forward(x, rope=rope, **extra)
+            return super().forward(x, **options)
 
         def attend(x: Tensor) -> Tensor:
-            branch = self.attn(self.norm1(x), rope=rope, **extra)
+            branch = self.attn(self.norm1(x), **options)
             scale = getattr(self, "gamma_1", None)
             return x + self.drop_path1(branch if scale is None else scale * branch)
 
@@ -222,7 +219,7 @@ class EvaBlockForm(FusedNormMlp):
         return self.run_as_block(parts, x, attend, ordinary, tables, keys_of(attn_mask, x) if ordinary else None)
 
 
-class AttentionPoolLatentForm(FusedNormMlp):
+class AttentionPoolLatentMixin(FusedNormMlp):
     """SigLIP's pooling head: a learned query attends to all tokens, then norm, MLP and residual."""
 
     reader = TimmReader
@@ -232,10 +229,6 @@ class AttentionPoolLatentForm(FusedNormMlp):
     def read_mlp(cls, block: Reader) -> MlpParts | None:
         return read_mlp(block, "norm", {})
 
-    @classmethod
-    def head_width(cls, module: Any) -> int:
-        return int(module.head_dim)
-
     def is_idle(self) -> bool:
         return False  # it supports padding masks
 
@@ -243,7 +236,7 @@ class AttentionPoolLatentForm(FusedNormMlp):
         """Maps tokens [B, N, C] to pooled [B, C]."""
         parts = self.ready()
         if parts is None or not (attn_mask is None or is_padding(attn_mask)):
-            return super().forward(x, **({} if attn_mask is None else {"attn_mask": added(attn_mask, x.dtype)}))
+            return super().forward(x, **({} if attn_mask is None else {"attn_mask": additive(attn_mask, x.dtype)}))
         B, N, _ = x.shape
         if self.pos_embed is not None:
             x = x + self.pos_embed.unsqueeze(0).to(x.dtype)
@@ -259,51 +252,8 @@ class AttentionPoolLatentForm(FusedNormMlp):
         return pooled.mean(1) if self.pool == "avg" else pooled
 
 
-class PaddedTowerForm(FusedModule):
-    """timm's NaFlexVit. Its layers get a padding mask that they recognize by its strides.
-
-    timm masks pairs of queries and keys. This mask covers the keys only, so padding tokens attend to the tokens of
-    their image. Other tokens do not change, because no token attends to padding and pooling skips it.
-    """
-
-    kind = "padding mask"
-
-    def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> dict[str, Any]:
-        """Returns tokens and the arguments of the blocks for images or patches, with a mask of valid patches."""
-        use_keys = attn_mask is None and patch_valid is not None and not is_exporting() and self._layers_are_fused()
-        # a given mask is not replaced; in training, patch dropout determines the valid patches later
-        timms: Any = super()
-        embeds: dict[str, Any] = timms._forward_embeds(x, patch_coord, patch_valid, False if use_keys else attn_mask)
-        if use_keys:
-            embeds["attn_mask"] = padding_mask(embeds["patch_valid"], self.num_prefix_tokens)
-        return embeds
-
-    def _pool(self, x: Tensor, pool_type: str | None = None, patch_valid: Tensor | None = None) -> Any:
-        """Pools tokens [B, prefix + N, C] to [B, C]."""
-        if patch_valid is None or not isinstance(self.attn_pool, AttentionPoolLatentForm) or is_exporting():
-            timms: Any = super()
-            return timms._pool(x, pool_type, patch_valid)
-        prefix = self.num_prefix_tokens if self.pool_include_prefix else 0
-        return self.attn_pool(x[:, self.num_prefix_tokens - prefix :], attn_mask=padding_mask(patch_valid, prefix))
-
-    def _layers_are_fused(self) -> bool:
-        """Returns True if all attention layers are fused; timm's own may add a mask to the scores."""
-        return all(isinstance(block.attn, AttentionLayer) for block in self.blocks)
-
-
-def padding_mask(valid: Tensor, prefix: int) -> Tensor:
-    """Returns the mask [B, 1, 1, prefix + N] for valid patches [B, N] behind prefix tokens, which are always valid."""
-    there = torch.cat([valid.new_ones((valid.shape[0], prefix), dtype=torch.bool), valid.bool()], 1)
-    return there[:, None, None]
-
-
-def keys_of(mask: Tensor | Keys | None, x: Tensor) -> Keys | None:
-    """Converts a padding mask to the keys that the tokens of x [B, N, ...] attend to; None means all keys."""
-    return mask if mask is None or isinstance(mask, Keys) else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
-
-
-def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Converts a padding mask to an additive mask, because timm may add it to the scores; other masks stay the same."""
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Converts a padding mask to an additive mask, because timm may add it to the scores. Returns other masks as is."""
     if mask is None or not is_padding(mask):
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
@@ -317,7 +267,7 @@ def read_attention(
     inside: Mapping[str, tuple[type, ...]] | None = None,
     **rest: Any,
 ) -> AttentionParts | None:
-    """Reads a norm and the `attn` of a block, whose fused class derives from `form`."""
+    """Reads norm1 and `attn` of a block; the fused class of `attn` derives from `form`."""
     block.nothing("attn.gate")
     attention = block.at("attn")
     watched = block.value("attn.scale"), block.value("attn.fused_attn")
@@ -329,7 +279,7 @@ def read_attention(
         qkv,
         "attn.proj",
         qk_norm=("attn.q_norm", "attn.k_norm"),
-        inside={"attn": fused_class(block.at("attn"), form), **(inside or {})},
+        inside={"attn": fused_class(attention, form), **(inside or {})},
         empty=("attn.norm",),
         dropouts=("attn.attn_drop", "attn.proj_drop"),
         num_heads=block.value("attn.num_heads"),
@@ -339,7 +289,7 @@ def read_attention(
 
 
 def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], **rest: Any) -> MlpParts | None:
-    """Reads a norm and the `mlp` of a block: timm's Mlp, its GluMlp, which packs the gate, or its SwiGLU."""
+    """Reads a norm and the `mlp` of a block: Mlp, GluMlp, whose fc1 packs the gate, or SwiGLU."""
     from timm.layers import GluMlp, Mlp, SwiGLU
 
     fc1, kind = "mlp.fc1", type(block.at("mlp"))
@@ -353,12 +303,12 @@ def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], *
 
 
 def learns(rope: Rope) -> bool:
-    """Returns True if the tables require gradients, as in RoPE-Mixed; then torch's operators rotate."""
+    """Returns True if cosines and sines require gradients, as in RoPE-Mixed. Then torch's operators rotate."""
     return rope.cos.requires_grad and torch.is_grad_enabled()
 
 
 def _causal(is_causal: bool) -> dict[str, Any]:
-    """Returns the causal flag as an argument if it is set; timm 1.0.20 has no such argument."""
+    """Returns the causal flag as a keyword argument if it is set, because timm 1.0.20 has no such argument."""
     return {"is_causal": True} if is_causal else {}
 
 
@@ -371,17 +321,13 @@ def _scales() -> tuple[type, ...]:
 FORMS = Forms(
     globals(),
     {
-        "timm.layers.attention.Attention": AttentionForm,
-        "timm.layers.attention.AttentionRope": RotaryAttentionForm,
-        "timm.models.eva.EvaAttention": RotaryAttentionForm,
-        "timm.models.vision_transformer.Block": BlockForm,
-        "timm.models.eva.EvaBlock": EvaBlockForm,
-        "timm.models.deepseek_vit.DeepseekVitBlock": EvaBlockForm,
-        "timm.layers.attention_pool.AttentionPoolLatent": AttentionPoolLatentForm,
-        "timm.models.naflexvit.NaFlexVit": PaddedTowerForm,
+        "timm.layers.attention.Attention": AttentionMixin,
+        "timm.layers.attention.AttentionRope": RotaryAttentionMixin,
+        "timm.models.eva.EvaAttention": RotaryAttentionMixin,
+        "timm.models.vision_transformer.Block": BlockMixin,
+        "timm.models.eva.EvaBlock": EvaBlockMixin,
+        "timm.models.deepseek_vit.DeepseekVitBlock": EvaBlockMixin,
+        "timm.layers.attention_pool.AttentionPoolLatent": AttentionPoolLatentMixin,
     },
 )
-
-
-def __getattr__(name: str) -> Any:
-    return FORMS.named(name)
+__getattr__ = FORMS.named

@@ -1,4 +1,4 @@
-"""Modules that fuse skips, each with its reason, and calls that a fused module runs by its original forward."""
+"""Modules that fuse skips, with the reasons, and calls for which a fused module runs its original forward."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vit_fast.fusion import fuse as fusion
 
 
 def reasons_of(model: nn.Module, part: str | None = None) -> list[str]:
-    """Every reason that fuse gives; the model must compute the same before and after."""
+    """Fuses a model and returns all reasons in the report."""
     report = vit_fast.fuse(model)
     return [reason for module in report.skipped if part in (None, module.part) for reason in module.reasons]
 
 
-def test_subclasses_are_left_alone() -> None:
+def test_subclasses_are_skipped() -> None:
     pytest.importorskip("timm")
     from timm.models.vision_transformer import Attention, Block
 
@@ -58,7 +58,7 @@ def test_subclasses_are_left_alone() -> None:
         ("beit_base_patch16_224", {}, "is not a supported class"),
     ],
 )
-def test_relatives_that_compute_something_else(name: str, settings: dict[str, Any], reason: str) -> None:
+def test_similar_classes_are_skipped(name: str, settings: dict[str, Any], reason: str) -> None:
     timm = pytest.importorskip("timm")
     made = {
         key: getattr(timm.models.vision_transformer, value, None) or getattr(timm.layers, value, value)
@@ -83,7 +83,7 @@ def test_transformers_models_that_return_attention_weights() -> None:
     vit_fast.fuse(model).require_all()
     hidden = model(images, output_hidden_states=True).hidden_states
     assert len(hidden) == 2
-    model.config._attn_implementation = "eager"  # as set_attn_implementation does, which 4.53 has not
+    model.config._attn_implementation = "eager"  # like set_attn_implementation, which 4.53 lacks
     (weights,) = model(images, output_attentions=True).attentions
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 5))
     vit_fast.unfuse(model)
@@ -149,7 +149,7 @@ def test_multihead_attention_that_is_more_than_attention(options: dict[str, Any]
     assert found.startswith(reason)
 
 
-def test_post_norm_layers_are_left_but_their_attention_is_fused() -> None:
+def test_post_norm_layers_are_skipped_but_their_attention_is_fused() -> None:
     report = vit_fast.fuse(nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0))
     assert [module.part for module in report.fused] == ["attention"]
     assert report.skipped[0].reasons == ("norm_first must be True, got False",)
@@ -192,7 +192,7 @@ DOUBLE = "the weights must be fp32, fp16 or bf16 for the triton kernels, got tor
 
 
 @pytest.mark.parametrize("fused_first", [False, True])
-def test_heads_that_the_triton_kernel_does_not_take_are_left(fused_first: bool) -> None:
+def test_heads_that_the_triton_kernel_does_not_support_are_skipped(fused_first: bool) -> None:
     model, images = tiny_timm(num_heads=8).to(DEVICE).eval(), torch.randn(2, 3, 32, 32, device=DEVICE)
     expected = model(images)
     if fused_first:
@@ -226,7 +226,7 @@ def tiny_fused(**settings: Any) -> Any:
     return model
 
 
-def test_weights_in_fp64_are_for_torch() -> None:
+def test_weights_in_fp64_run_in_torch() -> None:
     model = tiny_timm().double().to(DEVICE)
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64, device=DEVICE)
     expected = model(images)

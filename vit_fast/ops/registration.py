@@ -1,7 +1,7 @@
-"""Registers operators with torch, each from one declaration: schema, implementation, fake, gradient, vmap rule, FLOP.
+"""Registers operators with torch, each from one declaration: schema, implementation, fake, gradient, FLOP.
 
-torch's `custom_op` does the same with more host time per call. Here autograd is one `torch.autograd.Function`,
-and a call reaches the implementation directly unless a mode or a subclass intercepts it. The implementation runs
+torch's `custom_op` does the same with more host time per call. Here, autograd is one `torch.autograd.Function`, and a
+call reaches the implementation directly unless a mode or a tensor subclass intercepts it. The implementation runs
 through a launch plan (`kernels/plan.py`): repeated signatures only replay its launches, so checks run once per
 signature.
 
@@ -12,12 +12,14 @@ separate arguments, because torch.compile may trace them.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import json
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,13 +27,13 @@ from torch import library as torch_library
 from torch.autograd import forward_ad
 
 from ..errors import UnsupportedInputError
-from .backends import constant_to_compiler
-from .flops import flop_formula
 
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 CACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Folded weights (`frozen.py`) by the address of the first of them."""
+"""Cached weights (`blocks/frozen.py`) by the address of the first of them."""
 _UNCOMPILED = "triton operators under torch.func or forward-mode derivatives run uncompiled"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Gradient(NamedTuple):
@@ -47,6 +49,15 @@ class Gradient(NamedTuple):
     backward: Callable[[Tensor, Sequence[Any], Any], Sequence[Tensor | None]]
 
 
+def constant_to_compiler(function: Function) -> Function:
+    """Decorator: torch.compile calls the function while it traces, and the result is a constant of the graph.
+
+    Does the same as torch.compiler.assume_constant_result without importing the compiler and Triton.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # an attribute of a function
+    return function
+
+
 def operator(
     name: str,
     schema: str,
@@ -58,10 +69,9 @@ def operator(
     gradient: Gradient | None = None,
     cached: int | None = None,
 ) -> Callable[..., Any]:
-    """Registers a function as an operator for every device, and returns a function that calls it.
+    """Registers a function as the operator vit_fast::name for every device; returns a function that calls it.
 
     Args:
-        name: "namespace::name".
         schema: Arguments and outputs in torch's notation.
         function: The implementation. It must not change its arguments, and no output may share memory with one.
         what: Name in errors.
@@ -71,11 +81,14 @@ def operator(
         cached: Position, in the flattened arguments, of the weight whose address is a key of `CACHED`. The cached
             weights are refreshed before every launch, also in a compiled graph.
     """
-    namespace, short = name.split("::")
-    library = _library(namespace)
-    library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    registered = getattr(getattr(torch.ops, namespace), short).default
+    library = _library()
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    registered = getattr(torch.ops.vit_fast, name).default
     arguments = _Arguments(registered)
+    refuse_vmap = _refuse(
+        f"torch.vmap of {what}",
+        "the kernels take a batch of any size: fold the mapped dimension into it, or use backend='sdpa'",
+    )
 
     def on_flat(*flat: Any) -> Any:
         return function(*arguments.nested(flat))
@@ -86,12 +99,12 @@ def operator(
             weights.ensure_current()
         return _run_by_plan()(on_flat, flat)
 
-    library.impl(short, implementation, "CompositeExplicitAutograd")
+    library.impl(name, implementation, "CompositeExplicitAutograd")
     torch_library.register_fake(registered, fake, lib=library)
-    torch_library.register_vmap(registered, _refuse_vmap(what))
-    flop_formula(registered.overloadpacket)(lambda *args, out_val=None, **_: flop(*args))
+    torch_library.register_vmap(registered, refuse_vmap)
+    _flop_formulas.append((registered.overloadpacket, lambda *args, out_val=None, **_: flop(*args)))
 
-    def remember(ctx: Any, inputs: Any, output: Any) -> None:
+    def save(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.count = len(inputs)
         if gradient is None:
             return
@@ -103,18 +116,18 @@ def operator(
 
     def derive(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
-            raise UnsupportedInputError(
-                f"the second derivative of {what} with backend='triton'",
-                ["the backward kernels are not differentiable: use backend='eager'"],
-            )
+            _refuse(
+                f"the second derivative of {what}",
+                "the backward kernels are not differentiable: use backend='eager'",
+            )()
         gradients = () if grad_output is None else gradient.backward(grad_output, ctx.saved_tensors, ctx.rest)
         return (*gradients, *(None,) * (ctx.count - len(gradients)))
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keys: Any, *flat: Any) -> Any:
-            output = _plain(dispatch(keys, *arguments.nested(flat)))  # gradients are disabled here
-            remember(ctx, flat, output)
+            output = _without_lists(dispatch(keys, *arguments.nested(flat)))  # gradients are disabled here
+            save(ctx, flat, output)
             return output
 
         @staticmethod
@@ -135,19 +148,24 @@ def operator(
                 return implementation(*args)
             return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
-    library.impl(short, dispatch, "Autograd", with_keyset=True)
+    library.impl(name, dispatch, "Autograd", with_keyset=True)
 
     class Transformed(torch.autograd.Function):
-        """Operator for torch.func, which rejects custom operators and treats forward-mode tangents as zero."""
+        """The operator for torch.func, which rejects custom operators and treats forward-mode tangents as zero."""
 
         @staticmethod
         def forward(*flat: Any) -> Any:
-            return _plain(registered(*arguments.nested(flat)))
+            return _without_lists(registered(*arguments.nested(flat)))
 
-        setup_context = staticmethod(remember)
+        setup_context = staticmethod(save)
         backward = staticmethod(derive)
-        vmap = staticmethod(_refuse_vmap(what))
-        jvp = staticmethod(_refuse_forward_mode(what))
+        vmap = staticmethod(refuse_vmap)
+        jvp = staticmethod(
+            _refuse(
+                f"a forward-mode derivative (torch.func.jvp, jacfwd, dual numbers) of {what}",
+                "the kernels have no such derivative: use backend='eager', or reverse mode",
+            )
+        )
 
     routes: dict[str, Callable[..., Any]] = {"eager": Transformed.apply}
 
@@ -185,28 +203,39 @@ class _Arguments:
         return (*flat[: self._list], list(flat[self._list : end]), *flat[end:])
 
 
-def _plain(output: Any) -> Any:
+def _without_lists(output: Any) -> Any:
     return output if isinstance(output, Tensor) else tuple(output)
 
 
-def _refuse_vmap(what: str) -> Callable[..., NoReturn]:
-    def refuse(info: Any, in_dims: Any, *args: Any) -> NoReturn:
-        raise UnsupportedInputError(
-            f"torch.vmap of {what} with backend='triton'",
-            ["the kernels take a batch of any size: fold the mapped dimension into it, or use backend='sdpa'"],
-        )
+def _refuse(what: str, reason: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any) -> NoReturn:
+        raise UnsupportedInputError(f"{what} with backend='triton'", [reason])
 
     return refuse
 
 
-def _refuse_forward_mode(what: str) -> Callable[..., NoReturn]:
-    def refuse(ctx: Any, *tangents: Any) -> NoReturn:
-        raise UnsupportedInputError(
-            f"a forward-mode derivative (torch.func.jvp, jacfwd, dual numbers) of {what} with backend='triton'",
-            ["the kernels have no such derivative: use backend='eager', or reverse mode"],
-        )
+_flop_formulas: list[tuple[Any, Callable[..., int]]] = []  # that torch does not know yet
+_flop_lock = threading.Lock()
 
-    return refuse
+
+@functools.cache
+def register_flop_formulas() -> None:
+    """Registers the FLOP formulas in torch, and in existing counters, which copied torch's table when created.
+
+    torch.utils.flop_counter imports triton, which would triple the time of `import vit_fast`. So `backends.py` calls
+    this once triton is found usable, before an operator runs.
+    """
+    may_have_counters = "torch.utils.flop_counter" in sys.modules
+    from torch.utils import flop_counter
+
+    with _flop_lock:  # torch raises an error if another thread already registered the formula
+        while _flop_formulas:
+            packet, formula = _flop_formulas.pop()
+            flop_counter.register_flop_formula(packet)(formula)
+    if may_have_counters:
+        for thing in gc.get_objects():
+            if issubclass(type(thing), flop_counter.FlopCounterMode):
+                thing.flop_registry = flop_counter.flop_registry | thing.flop_registry
 
 
 def in_transform() -> bool:
@@ -265,8 +294,8 @@ def words_of(text: str) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _library(namespace: str) -> torch_library.Library:
-    return torch_library.Library(namespace, "FRAGMENT")
+def _library() -> torch_library.Library:
+    return torch_library.Library("vit_fast", "FRAGMENT")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Renames a state dict by a table of patterns, and records the origin of each tensor."""
+"""Renames the tensors of a state dict to timm's names by a table of patterns, and records their original names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..config import ViTConfig
+from ...config import ViTConfig
 
 Rule = tuple[str, str | None]
-"""A pattern that must match the whole name, and its replacement; None drops the tensor and lists it in the report.
+"""A pattern that matches the whole name, and its replacement. None drops the tensor and lists it in the report.
 
-A replacement `name@0of3` makes the tensor the first of three parts of `name`, concatenated along the first axis.
+Tensors that are replaced by `name@0of3`, `name@1of3` and `name@2of3` are concatenated along the first axis to `name`.
 """
 
 
@@ -27,8 +27,7 @@ class Converted:
         tensors: Tensors by timm's names; names without a rule stay unchanged.
         origins: By new name, the original names.
         ignored: Original names that a rule drops, such as a text tower or a mask token.
-        head_problem: Returns the reason why a model with a given config would use the head of this file incorrectly, or
-            None.
+        head_problem: Returns the reason why the head of this file does not fit a model with a given config, or None.
     """
 
     layout: str
@@ -37,29 +36,44 @@ class Converted:
     ignored: list[str] = field(default_factory=list)
     head_problem: Callable[[ViTConfig], str | None] = lambda config: None
 
-    def move(self, old: str, new: str, tensor: Tensor) -> None:
-        """Replaces one entry by a reshaped one, under a new name or the same one."""
-        del self.tensors[old]
-        self.tensors[new] = tensor
-        self.origins[new] = self.origins.pop(old)
+    def add_batch_axis(self) -> None:
+        """Reshapes class token and positions to [1, N, C]."""
+        for name in {"cls_token", "pos_embed"} & self.tensors.keys():
+            tensor = self.tensors[name]
+            self.tensors[name] = tensor.reshape(1, -1, tensor.shape[-1])
 
-    def fold_class_position(self) -> None:
-        """Adds the class token's position to the token itself, for models with positions for the patches only."""
+    def mark_head_unsupported(self, difference: str) -> None:
+        self.head_problem = lambda config: f"{difference}, which ViTConfig does not support"
+
+    def add_head_bias(self, projection: str) -> None:
+        """Adds zeros as the bias of the head, because CLIP's projection has none."""
+        weight = self.tensors["head.weight"]
+        self.tensors["head.bias"] = weight.new_zeros(weight.shape[0])
+        self.origins["head.bias"] = (f"zeros: {projection} has no bias",)
+
+    def fold_class_position(self, config: ViTConfig) -> None:
+        """Adds the position of the class token to the token, if the model has positions for the patches only."""
+        if not config.no_embed_class or not {"cls_token", "pos_embed"} <= self.tensors.keys():
+            return
         positions = self.tensors["pos_embed"]
         self.tensors["cls_token"] = self.tensors["cls_token"].double() + positions[:, :1].double()
         self.tensors["pos_embed"] = positions[:, 1:]
         self.origins["cls_token"] = (*self.origins["cls_token"], *self.origins["pos_embed"])
 
 
+def parts(pattern: str, names: Sequence[str], whole: str) -> tuple[Rule, ...]:
+    """Returns rules that concatenate tensors to `whole`; NAME in the pattern stands for one of the names."""
+    return tuple((pattern.replace("NAME", name), f"{whole}@{i}of{len(names)}") for i, name in enumerate(names))
+
+
 def rename(state: Mapping[str, Tensor], layout: str, rules: Sequence[Rule]) -> Converted:
-    """Applies the first rule that matches each name, then concatenates the parts."""
-    compiled = [(re.compile(pattern), target) for pattern, target in rules]
+    """Applies the first rule that matches each name, then concatenates parts."""
     converted = Converted(layout)
     for name, tensor in state.items():
         target: str | None = name
-        for pattern, replacement in compiled:
-            if match := pattern.fullmatch(name):
-                target = None if replacement is None else match.expand(replacement)
+        for pattern, replacement in rules:
+            if match := re.fullmatch(pattern, name):
+                target = replacement and match.expand(replacement)
                 break
         if target is None:
             converted.ignored.append(name)
@@ -74,7 +88,7 @@ def with_key_biases(state: Mapping[str, Tensor], q_bias: str) -> Mapping[str, Te
     """Adds zeros as the bias of k if q has a bias and k has none, as in EVA-02 and DINOv3.
 
     Args:
-        q_bias: Pattern of the name of q's bias; its group 2 follows the letter.
+        q_bias: Pattern of the name of q's bias, with a group before the letter q and one after it.
     """
     found = dict(state)
     for name, tensor in state.items():
@@ -101,9 +115,9 @@ def _join_parts(converted: Converted) -> None:
         if len(parts) == int(parts[0].rpartition("of")[2]) and len(widths) == 1:
             converted.tensors[whole] = torch.cat(tensors)
             converted.origins[whole] = tuple(converted.origins[part][0] for part in parts)
-        else:  # keep the file's names, which the error shows
+        else:  # restore the file's names, which the error shows
             for part, tensor in zip(parts, tensors):
-                converted.tensors[converted.origins[part][0]] = tensor
-                converted.origins[converted.origins[part][0]] = converted.origins[part]
+                (original,) = converted.origins[part]
+                converted.tensors[original], converted.origins[original] = tensor, (original,)
         for part in parts:
             del converted.tensors[part], converted.origins[part]

@@ -1,7 +1,7 @@
-"""Hugging Face transformers: its weight names, its ViT with our weights, and its models for export.
+"""Vision models of transformers: weight names, a peer with our weights, and models for export.
 
-Supports ViT, DeiT, DINOv2 (with registers), and the image towers of CLIP and SigLIP, with the names of transformers 4,
-which files use, and of transformers 5 in memory. transformers_config.py reads the configuration files.
+The weight names are those of ViT, DeiT, DINOv2 (with registers), DINOv3, and of the image towers of CLIP and SigLIP.
+Files contain the names of transformers 4, models in memory those of the installed version.
 """
 
 from __future__ import annotations
@@ -14,32 +14,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ViTConfig
-from .image_model import Head, ImageModel, comes_from, needs_more, pair, switch
-from .peers import plain_vit_reasons, refuse
-from .rename import Converted, Rule, rename, with_key_biases
-from .transformers_config import ACTIVATIONS
+from ...config import ViTConfig
+from ..interface.image_model import Head, ImageModel, comes_from, pair, required_input_reasons, switch
+from ..interface.peers import plain_vit_reasons, raise_unsupported
+from ..interface.rename import Converted, Rule, parts, rename, with_key_biases
+from .hf_config import ACTIVATIONS
 
 NAME = "transformers"
 PEER = "transformers' ViTForImageClassification, attn_implementation='sdpa'"
-ACTIVATION_CLASSES = {
-    "transformers.activations.GELUActivation": "gelu",
-    "transformers.activations.GELUTanh": "gelu_tanh",
-    "transformers.activations.FastGELUActivation": "gelu_tanh",
-    "transformers.activations.NewGELUActivation": "gelu_tanh",
-    "transformers.activations.PytorchGELUTanh": "gelu_tanh",
-    "transformers.activations.QuickGELUActivation": "quick_gelu",
-    "transformers.activations.SiLUActivation": "silu",
-}
-NORM_CLASSES = {
-    "transformers.models.aimv2.modeling_aimv2.Aimv2RMSNorm": "rms_norm",
-    "transformers.models.glm4v.modeling_glm4v.Glm4vRMSNorm": "rms_norm",
-    "transformers.models.internvl.modeling_internvl.InternVLVisionRMSNorm": "rms_norm",
-    "transformers.models.ovis2.modeling_ovis2.Ovis2RMSNorm": "rms_norm",
-    "transformers.models.pixtral.modeling_pixtral.PixtralRMSNorm": "rms_norm",
-    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2RMSNorm": "rms_norm",  # its name in transformers 4
-    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm": "rms_norm",
-}
 SIGNATURE = r"(^|\.)embeddings\.(patch_embeddings(\.projection)?|patch_embedding)\.weight$"
 
 _VIT_PREFIX = r"(?:vit\.|deit\.|dinov2\.|dinov2_with_registers\.|dinov3_vit\.)?"
@@ -56,9 +38,8 @@ VIT_RULES: tuple[Rule, ...] = (
     (_VIT_PREFIX + r"pooler\..+", None),
     (_VIT_BLOCK + r"(?:layernorm_before|norm1)" + _W, r"blocks.\1.norm1.\2"),
     (_VIT_BLOCK + r"(?:layernorm_after|norm2)" + _W, r"blocks.\1.norm2.\2"),
-    (_VIT_BLOCK + r"attention\.(?:attention\.query|q_proj)" + _W, r"blocks.\1.attn.qkv.\2@0of3"),
-    (_VIT_BLOCK + r"attention\.(?:attention\.key|k_proj)" + _W, r"blocks.\1.attn.qkv.\2@1of3"),
-    (_VIT_BLOCK + r"attention\.(?:attention\.value|v_proj)" + _W, r"blocks.\1.attn.qkv.\2@2of3"),
+    *parts(_VIT_BLOCK + r"attention\.attention\.NAME" + _W, ("query", "key", "value"), r"blocks.\1.attn.qkv.\2"),
+    *parts(_VIT_BLOCK + r"attention\.NAME_proj" + _W, "qkv", r"blocks.\1.attn.qkv.\2"),
     (_VIT_BLOCK + r"attention\.(?:output\.dense|o_proj)" + _W, r"blocks.\1.attn.proj.\2"),
     (_VIT_BLOCK + r"(?:intermediate\.dense|mlp\.fc1)" + _W, r"blocks.\1.mlp.fc1.\2"),
     (_VIT_BLOCK + r"(?:output\.dense|mlp\.fc2)" + _W, r"blocks.\1.mlp.fc2.\2"),
@@ -71,10 +52,7 @@ VIT_RULES: tuple[Rule, ...] = (
 )
 
 PLAIN_MLP_RULES: tuple[Rule, ...] = ((_VIT_BLOCK + r"mlp\.up_proj" + _W, r"blocks.\1.mlp.fc1.\2"),)
-GATED_MLP_RULES: tuple[Rule, ...] = (
-    (_VIT_BLOCK + r"mlp\.gate_proj" + _W, r"blocks.\1.mlp.fc1.\2@0of2"),
-    (_VIT_BLOCK + r"mlp\.up_proj" + _W, r"blocks.\1.mlp.fc1.\2@1of2"),
-)
+GATED_MLP_RULES = parts(_VIT_BLOCK + r"mlp\.NAME_proj" + _W, ("gate", "up"), r"blocks.\1.mlp.fc1.\2")
 
 _TOWER = r"(?:vision_model\.)?"
 _TOWER_BLOCK = _TOWER + r"encoder\.layers\.(\d+)\."
@@ -87,9 +65,7 @@ TOWER_RULES: tuple[Rule, ...] = (
     (_TOWER + r"pre_layrnorm" + _W, r"norm_pre.\1"),
     (_TOWER + r"post_layernorm" + _W, r"norm.\1"),
     (_TOWER_BLOCK + r"layer_norm([12])" + _W, r"blocks.\1.norm\2.\3"),
-    (_TOWER_BLOCK + r"self_attn\.q_proj" + _W, r"blocks.\1.attn.qkv.\2@0of3"),
-    (_TOWER_BLOCK + r"self_attn\.k_proj" + _W, r"blocks.\1.attn.qkv.\2@1of3"),
-    (_TOWER_BLOCK + r"self_attn\.v_proj" + _W, r"blocks.\1.attn.qkv.\2@2of3"),
+    *parts(_TOWER_BLOCK + r"self_attn\.NAME_proj" + _W, "qkv", r"blocks.\1.attn.qkv.\2"),
     (_TOWER_BLOCK + r"self_attn\.out_proj" + _W, r"blocks.\1.attn.proj.\2"),
     (_TOWER_BLOCK + r"mlp\.fc([12])" + _W, r"blocks.\1.mlp.fc\2.\3"),
     (_TOWER + r"head\.probe", "attn_pool.latent"),
@@ -104,19 +80,15 @@ TOWER_RULES: tuple[Rule, ...] = (
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """Concatenates query, key and value to timm's qkv.
-
-    Adds a batch axis to positions from an embedding table.
-    """
+    """Converts transformers' names to timm's. Concatenates q, k and v, and adds a batch axis to embedding tables."""
     if any(name.endswith("embeddings.patch_embedding.weight") for name in state):
         return _convert_tower(state)
     gated = any(".mlp.gate_proj." in name for name in state)
     state = with_key_biases(state, r"(.+\.attention\.)q(_proj\.bias)")  # DINOv3
     converted = rename(state, f"{NAME} ViT/DeiT/DINOv2", VIT_RULES + (GATED_MLP_RULES if gated else PLAIN_MLP_RULES))
-    if config.no_embed_class and {"cls_token", "pos_embed"} <= set(converted.tensors):
-        converted.fold_class_position()
+    converted.fold_class_position(config)
     if any("layer_scale1.lambda1" in name for name in state):
-        converted.head_problem = _dinov2_head_problem
+        converted.mark_head_unsupported("DINOv2's classifier reads class token and mean patch (2 * embed_dim)")
     else:
         converted.head_problem = _token_head_problem
     return converted
@@ -125,28 +97,27 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
 def _convert_tower(state: Mapping[str, Tensor]) -> Converted:
     is_clip = any("class_embedding" in name for name in state)
     converted = rename(state, f"{NAME} {'CLIP' if is_clip else 'SigLIP'}", TOWER_RULES)
-    for name, tensor in list(converted.tensors.items()):
-        if name in ("cls_token", "pos_embed"):
-            converted.tensors[name] = tensor.reshape(1, -1, tensor.shape[-1])
-        elif name.startswith("attn_pool.in_proj."):
-            _split_pool_projection(converted, name, tensor)
+    converted.add_batch_axis()
+    for suffix in ("weight", "bias"):
+        _split_pool_projection(converted, suffix)
     if "visual_projection.weight" in state:
-        weight = converted.tensors["head.weight"]
-        converted.tensors["head.bias"] = weight.new_zeros(weight.shape[0])
-        converted.origins["head.bias"] = ("zeros: visual_projection has no bias",)
+        converted.add_head_bias("visual_projection")
         converted.head_problem = _token_head_problem
+    elif "classifier.weight" in state and is_clip:
+        converted.mark_head_unsupported("CLIPForImageClassification's classifier reads patches before the final norm")
     elif "classifier.weight" in state:
-        converted.head_problem = _clip_head_problem if is_clip else _siglip_head_problem
+        converted.head_problem = _siglip_head_problem
     return converted
 
 
-def _split_pool_projection(converted: Converted, name: str, packed: Tensor) -> None:
-    """Splits the packed query, key and value of MultiheadAttention; timm's pooling has a separate query."""
-    suffix = name.rpartition(".")[2]
-    C = packed.shape[0] // 3
-    converted.tensors[f"attn_pool.kv.{suffix}"] = packed[C:]
-    converted.origins[f"attn_pool.kv.{suffix}"] = converted.origins[name]
-    converted.move(name, f"attn_pool.q.{suffix}", packed[:C])
+def _split_pool_projection(converted: Converted, suffix: str) -> None:
+    """Splits the packed projection of MultiheadAttention into timm's q and kv."""
+    packed = converted.tensors.pop(f"attn_pool.in_proj.{suffix}", None)
+    if packed is not None:
+        origin, C = converted.origins.pop(f"attn_pool.in_proj.{suffix}"), packed.shape[0] // 3
+        for name, part in (("q", packed[:C]), ("kv", packed[C:])):
+            converted.tensors[f"attn_pool.{name}.{suffix}"] = part
+            converted.origins[f"attn_pool.{name}.{suffix}"] = origin
 
 
 def _token_head_problem(config: ViTConfig) -> str | None:
@@ -161,17 +132,7 @@ def _siglip_head_problem(config: ViTConfig) -> str | None:
     return "the head reads the mean of the normalized patches: the model must have global_pool='avg' and fc_norm=False"
 
 
-def _clip_head_problem(config: ViTConfig) -> str:
-    return (
-        "CLIPForImageClassification's classifier reads patches before the final norm, which ViTConfig does not support"
-    )
-
-
-def _dinov2_head_problem(config: ViTConfig) -> str:
-    return "DINOv2's classifier reads class token and mean patch (2 * embed_dim), which ViTConfig does not support"
-
-
-# --- transformers' model with our weights ---------------------------------------------------------------------
+# --- peer with our weights -------------------------------------------------------------------------------------
 
 
 def build_peer(config: ViTConfig) -> nn.Module:
@@ -180,7 +141,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
     Raises:
         UnsupportedInputError: transformers has no such model; lists all reasons.
     """
-    refuse("transformers' ViT", plain_vit_reasons(config))
+    raise_unsupported("transformers' ViT", plain_vit_reasons(config))
     from transformers import ViTConfig as TheirConfig
     from transformers import ViTForImageClassification
 
@@ -210,27 +171,23 @@ def build_peer(config: ViTConfig) -> nn.Module:
 _ATTENTION_NAME = "vit_fast_export"
 
 
-def recognise(model: nn.Module) -> ImageModel | None:
+def recognise(model: Any) -> ImageModel | None:
     """Describes a vision model of transformers for export; returns None for others, and for models of images and text.
 
     Raises:
-        UnsupportedInputError: it needs more arguments than images.
+        UnsupportedInputError: it needs more arguments than images, or has complex positions.
     """
-    if comes_from(NAME, model) and hasattr(getattr(model, "config", None), "patch_size"):
-        return _describe(model)
-    return None
-
-
-def _describe(model: Any) -> ImageModel:
+    if not comes_from(NAME, model) or not hasattr(getattr(model, "config", None), "patch_size"):
+        return None
     config = model.config
+    reasons = required_input_reasons(model)
+    complex_buffers = [name for name, buffer in model.named_buffers() if buffer.is_complex()]
+    reasons += [f"its positions are complex numbers ({name})" for name in complex_buffers]
+    raise_unsupported(f"export of transformers' {type(model).__name__}", reasons)
     labels = getattr(config, "id2label", None) or {}
-    names = tuple(labels[i] for i in sorted(labels, key=int)) if labels else None
-    if names and all(re.fullmatch(r"LABEL_\d+", name) for name in names):
-        names = None
-    complex_positions = [
-        f"its positions are complex numbers ({name})" for name, each in model.named_buffers() if each.is_complex()
-    ]
-    refuse(f"export of transformers' {type(model).__name__}", needs_more(model) + complex_positions)
+    names = tuple(labels[i] for i in sorted(labels, key=int))
+    if all(re.fullmatch(r"LABEL_\d+", name) for name in names):  # transformers' placeholders
+        names = ()
     classifies = "ForImageClassification" in type(model).__name__
     depth = int(config.num_hidden_layers)
     pooling = any("MultiheadAttentionPoolingHead" in type(module).__name__ for module in model.modules())
@@ -244,7 +201,7 @@ def _describe(model: Any) -> ImageModel:
         depth=depth,
         attentions=depth + pooling,
         num_classes=int(config.num_labels) if classifies else 0,
-        class_names=names if classifies else None,
+        class_names=names or None if classifies else None,
         config=config.to_diff_dict(),
     )
 
@@ -253,7 +210,7 @@ class TransformersModel(ImageModel):
     """A vision model of transformers."""
 
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
-        """Removes the attention mask that transformers would create (all True, because images have no padding)."""
+        """Selects an attention function for which transformers creates no mask, because images have no padding."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         if _ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
@@ -272,8 +229,7 @@ class TransformersModel(ImageModel):
         base = model.base_model if "ForImageClassification" in type(model).__name__ else model
         outputs = base(pixel_values=images, **options)
         pooled: Tensor | None = getattr(outputs, "pooler_output", None)
-        if pooled is None:
-            pooled = getattr(outputs, "image_embeds", None)
+        pooled = getattr(outputs, "image_embeds", None) if pooled is None else pooled
         return outputs.last_hidden_state[:, 0] if pooled is None else pooled
 
 

@@ -1,30 +1,37 @@
-"""Towers of transformers for images of any size, packed or padded, and towers of its chat models.
+"""Fused layers and towers of transformers for images of any size, and those of Llama 4.
 
-- Qwen's towers and copies of them: each layer gets cu_seqlens, of images or of windows.
-- Pixtral packs the images of a batch and uses a block mask: its fused tower passes the lengths to the layers.
-- SigLIP 2 (NaFlex) pads: its fused tower passes a padding mask that layers recognize by its strides.
-- Idefics 2 and 3, SmolVLM, Llama 4: layers for images of one size.
+- Qwen's towers and copies of them pass cu_seqlens, of images or of windows, to each layer.
+- Pixtral packs the images of a batch and creates a block mask. Its fused tower also passes the lengths to its layers.
+- SigLIP 2 (NaFlex) pads. Its fused tower creates a padding mask that layers recognize by its strides.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..blocks.fused import Finding, Forms, FusedModule, fused_class
-from ..blocks.parts import AttentionParts
-from ..blocks.reading import Reader, describe
-from ..ops import Rope, qk_norm_rope
-from ..ops.attention import attention_among
-from ..ops.descriptions import Keys
-from ..ops.operators import is_exporting
-from .transformers_attention import FusedPoolingHead, FusedRotarySelfAttention, FusedSelfAttention, given
-from .transformers_blocks import CLIP, FusedLayer, Layer, layer_of
+from ...blocks.fused import Finding, FusedModule, fused_class
+from ...blocks.parts import AttentionParts
+from ...blocks.reading import Reader, describe
+from ...ops import Rope, qk_norm_rope
+from ...ops.attention import attention_among
+from ...ops.descriptions import Keys
+from ...ops.registration import is_exporting
+from .encoder_layer import FusedLayer, Layer, layer_of
+from .self_attention import (
+    FusedPoolingHead,
+    FusedRotarySelfAttention,
+    FusedSelfAttention,
+    eager_reasons,
+    is_set,
+    without,
+)
 
-KEYS = "vit_fast_keys"  # keyword for the lengths that a packed tower passes to its layers
+KEYS = "vit_fast_keys"  # keyword argument by which a packed tower passes the lengths to its layers
 
 
 class FusedPackedAttention(FusedRotarySelfAttention):
@@ -35,16 +42,13 @@ class FusedPackedAttention(FusedRotarySelfAttention):
 
     @classmethod
     def examine(cls, module: Any) -> Finding:
-        if module.config._attn_implementation == "eager":
-            advice = "build the model with attn_implementation='sdpa'"
-            return Finding([f"attn_implementation='eager' returns attention weights: {advice}"])
-        return Finding()
+        return Finding(eager_reasons(module))
 
     def set_up(self) -> None:
         """Does nothing, because one linear layer computes q, k and v."""
 
     def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        rest = {name: value for name, value in kwargs.items() if name not in ("cu_seqlens", "max_seqlen")}
+        rest = without(kwargs, "cu_seqlens", "max_seqlen")
         return kwargs.get("cu_seqlens") is None or super().needs_original_forward(args, rest)
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
@@ -59,8 +63,7 @@ class FusedPackedAttention(FusedRotarySelfAttention):
         """Maps [total, C] to [total, C]."""
         if self.needs_original_forward(args, kwargs):
             return super(FusedSelfAttention, self).forward(hidden_states, *args, **kwargs)
-        qkv = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1))
-        backend = self.vit_fast_backend
+        qkv, backend = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)), self.vit_fast_backend
         qkv = qk_norm_rope(qkv, rope=self.rope_of(hidden_states, kwargs), backend=backend)
         mixed = attention_among(qkv, self.keys_of(hidden_states, kwargs), scale=self.vit_fast_scale, backend=backend)
         return self.proj(mixed.flatten(1))
@@ -91,8 +94,8 @@ class FusedAttentionWithLengths(FusedRotarySelfAttention):
     """Attention of packed tokens [1, total, C]; the fused tower passes their lengths in addition to the mask."""
 
     def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        rest = {name: value for name, value in kwargs.items() if name not in (KEYS, "attention_mask")}
-        masked = given(kwargs.get("attention_mask")) and kwargs.get(KEYS) is None
+        rest = without(kwargs, KEYS, "attention_mask")
+        masked = is_set(kwargs.get("attention_mask")) and kwargs.get(KEYS) is None
         return masked or super().needs_original_forward(args, rest)
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
@@ -100,9 +103,9 @@ class FusedAttentionWithLengths(FusedRotarySelfAttention):
 
 
 class FusedTower(FusedModule):
-    """A whole model of transformers. Its class has the module and name of the original.
+    """A whole model of transformers.
 
-    transformers uses them to look up recorded outputs and weight names.
+    Its class has the module and name of the original, by which transformers finds recorded outputs and weight names.
     """
 
     passes_for_original = True
@@ -118,7 +121,8 @@ class FusedTower(FusedModule):
 
 
 def _new_tower(original: type[nn.Module]) -> nn.Module:
-    form: Any = FORMS.of(original)
+    families: Any = importlib.import_module(".families", __package__)  # which imports this file
+    form = families.FORMS.of(original)
     tower: nn.Module = form.__new__(form)
     return tower
 
@@ -131,9 +135,9 @@ class FusedTowerWithLengths(FusedTower):
 
     def forward(self, pixel_values: Tensor, image_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Maps images [B, 3, H, W], with the (height, width) of each in pixels, to tokens [1, total, C]."""
-        if image_sizes is not None and not is_exporting():
-            image_sizes = [(int(height), int(width)) for height, width in image_sizes]
         if not is_exporting():
+            if image_sizes is not None:
+                image_sizes = [(int(height), int(width)) for height, width in image_sizes]
             sizes = image_sizes or [tuple(pixel_values.shape[2:])] * pixel_values.shape[0]
             lengths = [(height // self.patch_size) * (width // self.patch_size) for height, width in sizes]
             bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=pixel_values.device)
@@ -144,8 +148,8 @@ class FusedTowerWithLengths(FusedTower):
 class FusedPaddedTower(FusedTower):
     """SigLIP 2's tower. Its layers get a padding mask that they recognize by its strides.
 
-    transformers would create a mask for pairs of queries and keys, and synchronize with the device to detect padding.
-    It does not change a four-dimensional mask.
+    For a mask [B, N], transformers would create a mask of queries and keys and synchronize with the device to detect
+    padding. It does not change a four-dimensional mask.
     """
 
     kind = "padding mask"
@@ -158,17 +162,11 @@ class FusedPaddedTower(FusedTower):
 
     def forward(self, pixel_values: Tensor, pixel_attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs patches [B, N, P] with a mask [B, N]."""
-        # before 5.6 the head is in an inner tower, which does not support four-dimensional masks
-        head_supports_mask = hasattr(self, "use_head") and (
-            not self.use_head or isinstance(self.head, FusedPoolingHead)
-        )
         fits = isinstance(pixel_attention_mask, Tensor) and pixel_attention_mask.shape == pixel_values.shape[:2]
-        if (
-            head_supports_mask
-            and fits
-            and self.config._attn_implementation in ("sdpa", "vit_fast")
-            and not is_exporting()
-        ):
+        # before 5.6 the head is in an inner tower, which does not support four-dimensional masks
+        supported = hasattr(self, "use_head") and (not self.use_head or isinstance(self.head, FusedPoolingHead))
+        supported = supported and self.config._attn_implementation in ("sdpa", "vit_fast")
+        if fits and supported and not is_exporting():
             batch, tokens = pixel_values.shape[:2]
             pixel_attention_mask = pixel_attention_mask.bool()[:, None, None, :].expand(batch, 1, tokens, tokens)
         return super().forward(pixel_values, pixel_attention_mask, *args, **kwargs)
@@ -178,7 +176,7 @@ class FusedLlama4Attention(FusedSelfAttention):
     """Llama 4's attention, whose positions are complex numbers, and which ignores masks."""
 
     def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        rest = {name: value for name, value in kwargs.items() if name not in ("freqs_ci", "attention_mask")}
+        rest = without(kwargs, "freqs_ci", "attention_mask")
         rotations = kwargs.get("freqs_ci")  # real after model.half(), which drops the imaginary part
         return rotations is None or not rotations.is_complex() or super().needs_original_forward(args, rest)
 
@@ -191,57 +189,12 @@ class FusedLlama4Attention(FusedSelfAttention):
 
 
 class FusedLlama4Layer(FusedLayer):
-    """Llama 4's layer. Its callers pass arguments by keyword."""
+    """Llama 4's layer, whose input is named hidden_state."""
 
     def forward(self, hidden_state: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # HF's name
-        """Maps [B, N, C] to ([B, N, C],)."""
         return super().forward(hidden_state, *args, **kwargs)
 
 
 QWEN = layer_of(Layer(("norm1", "norm2"), "attn"), FusedPackedLayer)
-# Prefixes of the class names of models with Qwen's layer and attention, and rotary layout "half".
-LIKE_QWEN = {
-    "cohere_compass": "CohereCompassVision",
-    "ernie4_5_vl_moe": "Ernie4_5_VLMoeVision",
-    "glm4v": "Glm4vVision",
-    "qwen2_5_vl": "Qwen2_5_VLVision",
-    "qwen3_5": "Qwen3_5Vision",
-    "qwen3_5_moe": "Qwen3_5MoeVision",
-    "qwen3_omni_moe": "Qwen3OmniMoeVision",
-    "qwen3_vl": "Qwen3VLVision",
-    "qwen3_vl_moe": "Qwen3VLMoeVision",
-    "qwen4_exp": "Qwen4ExpVision",
-}
-
-
-def _mixins() -> dict[str, type[FusedModule]]:
-    found: dict[str, type[FusedModule]] = {
-        "qwen2_vl.Qwen2VLVisionBlock": QWEN,
-        "qwen2_vl.VisionAttention": FusedPackedAttention,
-        "pixtral.PixtralAttentionLayer": layer_of(
-            Layer(("attention_norm", "ffn_norm"), "attention", mlp="feed_forward"), FusedLayer
-        ),
-        "pixtral.PixtralAttention": FusedAttentionWithLengths,
-        "pixtral.PixtralVisionModel": FusedTowerWithLengths,
-        "siglip2.Siglip2VisionModel": FusedPaddedTower,
-        "llama4.Llama4VisionEncoderLayer": layer_of(
-            Layer(("input_layernorm", "post_attention_layernorm"), "self_attn"), FusedLlama4Layer
-        ),
-        "llama4.Llama4VisionAttention": FusedLlama4Attention,
-    }
-    for model, name in LIKE_QWEN.items():
-        found |= {f"{model}.{name}Block": QWEN, f"{model}.{name}Attention": FusedPackedAttention}
-    for model, name in (("idefics2", "Idefics2"), ("idefics3", "Idefics3"), ("smolvlm", "SmolVLM")):
-        found |= {f"{model}.{name}EncoderLayer": layer_of(CLIP, FusedLayer)}
-        found |= {f"{model}.{name}VisionAttention": FusedSelfAttention}
-    return {
-        f"transformers.models.{model}.modeling_{model}.{name}": mixin
-        for (model, name), mixin in ((path.split("."), mixin) for path, mixin in found.items())
-    }
-
-
-FORMS = Forms(globals(), _mixins())
-
-
-def __getattr__(name: str) -> Any:
-    return FORMS.named(name)
+PIXTRAL = layer_of(Layer(("attention_norm", "ffn_norm"), mlp="feed_forward"))
+LLAMA4 = layer_of(Layer(("input_layernorm", "post_attention_layernorm"), "self_attn"), FusedLlama4Layer)

@@ -1,0 +1,1 @@
+"""Support for timm, 1.0.20 and newer."""
