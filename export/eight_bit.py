@@ -49,7 +49,7 @@ class Product:
 
 
 def linears(model: ir.Model) -> list[Product]:
-    """Returns the linear layers over tokens, in the order of the graph. Patch embedding and head are none.
+    """Returns the linear layers over tokens, in the order of the graph; excludes patch embedding and head.
 
     Raises:
         ValueError: the graph has no such layer.

@@ -72,7 +72,7 @@ def export_onnx(
         calibration_cache: File to store the measurements in: written with `calibration`, else read.
         images: Image files and folders to verify with; None means a sample image of matplotlib, and for
             8-bit precisions the images of `calibration` that were not used to calibrate, if any.
-        validation: Folder of labelled images, one subfolder per class: measures the accuracy of model and file, and
+        validation: Folder of labeled images, one subfolder per class: measures the accuracy of model and file, and
             rejects a file that loses more than 0.6 percentage points.
         data_config: Preprocessing, if the model has none.
         class_names: Names of the outputs, if the model has none.

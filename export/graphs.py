@@ -18,7 +18,7 @@ PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20
 
 
 class Writer:
-    """Adds nodes and initializers to a graph; `prefix` begins their names, and nodes are inserted before `before`."""
+    """Adds nodes, before `before` or at the end, and initializers to a graph. Their names start with `prefix`."""
 
     def __init__(self, graph: ir.Graph, prefix: str, before: ir.Node | None = None) -> None:
         self.graph, self.prefix, self.before, self._count = graph, prefix, before, 0

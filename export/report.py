@@ -138,7 +138,7 @@ class ExportReport:
         reference: Reference of the comparison, e.g. "eager fp64".
         budget: The largest error that passes.
         eight_bit: Quantized MatMuls, layers in float, and methods of the ranges; None for other precisions.
-        accuracy: Accuracy of the model and the file on labelled images; None if not measured.
+        accuracy: Accuracy of the model and the file on labeled images; None if not measured.
         trtexec: The command that builds a TensorRT engine from the file; None for other targets.
         seconds: Duration of each step.
         warnings: Limitations of this file.

@@ -34,7 +34,7 @@ FP64_PARAMETERS = 200_000_000
 """Larger models are compared with eager in fp32, because a copy in fp64 would need too much memory."""
 BATCHES, BATCHES_LARGE, LABELLED_BATCH = (1, 3, 8), (1, 2), 16
 PIXEL_TOLERANCE = 1.5
-"""Largest allowed difference between preprocessing in the graph and by Pillow, in gray levels. Both round twice."""
+"""Largest allowed difference between the graph's preprocessing and Pillow's, in gray levels: both round per axis."""
 
 
 class VerificationError(VitFastError, RuntimeError):
@@ -184,7 +184,7 @@ def _compare(got: np.ndarray, expected: np.ndarray, batch: int, size: Any, optio
 
 
 def check_labelled(folder: Path, vit: ImageModel, options: ExportOptions) -> list[tuple[Path, int]]:
-    """Returns the labelled images of a folder.
+    """Returns the labeled images of a folder.
 
     Raises:
         ImageError, ValueError: see labelled_images.

@@ -13,7 +13,7 @@ from fused_models import IMAGE, SUBJECTS, Subject, of_depth, rotary_of_depth
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.blocks.containers import FusedBlocks
+from vit_fast.blocks.fused import FusedBlocks
 
 X = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
 Operation = Callable[[Any], nn.Module]

@@ -80,7 +80,7 @@ def open_session(
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     if threads is not None:
         settings.intra_op_num_threads = threads
-    if fp8:  # the CPU provider of ONNX Runtime 1.31 would fuse QDQ and MatMul into an integer MatMul without e4m3
+    if fp8:  # ONNX Runtime 1.31 on a CPU would fuse QDQ and MatMul into an operator that does not support e4m3
         settings.add_session_config_entry("session.disable_quant_qdq", "1")
     if not optimise:
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -149,7 +149,7 @@ class OnnxRunner:
         return result
 
     def prepare(self, image: Image.Image) -> np.ndarray:
-        """Preprocesses an image by data_config to fp32 [channels, H, W]; to uint8 pixels if the file does the rest."""
+        """Returns an image as fp32 [channels, H, W], preprocessed by data_config; as uint8 if the file preprocesses."""
         from PIL import Image
 
         check_type("images", image, Image.Image)

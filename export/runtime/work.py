@@ -1,4 +1,4 @@
-"""Lower bound on the work of an ONNX file: floating-point operations and memory traffic, from inferred shapes.
+"""Lower bound on the work of an ONNX file: operations, and elements read and written, from inferred shapes.
 
 Counts matrix products, convolutions and attention: 2 operations per multiply-add, and each operand and output once. A
 bias belongs to its product. Attention scores and other operators are not counted. The counts equal those of
@@ -99,7 +99,7 @@ class _Graph:
             proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
             if any(foreign):  # operators that ONNX does not know
                 proto = SymbolicShapeInference.infer_shapes(proto, auto_merge=True)
-        except Exception as error:  # of any type
+        except Exception as error:  # both raise many types
             raise UncountedError(f"its shapes cannot be inferred: {' '.join(str(error).split())[:200]}") from None
         inferred = proto.graph
         self.nodes: list[NodeProto] = list(inferred.node)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -22,7 +22,7 @@ from torch.fx import Proxy
 from ..ops.attention_op import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..ops.backends import resolve_backend
 from ..ops.checks import DTYPES
-from .block import parts_of, run_as_block, run_mlp, runs_whole
+from .block import parts_of, run_as_block, run_blocks, run_mlp, runs_whole
 from .fp8_scales import PLACE, prepare_to_load
 from .packed import is_packable
 from .parts import AttentionParts, BlockParts, MlpParts, drops
@@ -328,9 +328,7 @@ class FusedNormMlp(FusedModule):
 
     def packable(self) -> BlockParts | None:
         parts = parts_of(self)
-        attention: Any = parts.attention
-        backend = self.vit_fast_backend
-        return parts if is_packable(parts, backend) and attention.module.vit_fast_backend == backend else None
+        return parts if self.vit_fast_backend == "sdpa" and is_packable(parts) else None
 
     def whole(self) -> BlockParts | None:
         """Returns its parts if one operator can run it now; else None."""
@@ -343,3 +341,27 @@ class FusedNormMlp(FusedModule):
         return run_mlp(mlp, x, self.vit_fast_backend)
 
     run_as_block = run_as_block  # a method
+
+
+class FusedContainer(FusedModule):
+    """A module that contains fused blocks. It has no row in the report of `fuse`."""
+
+    kind = "blocks"
+
+    @classmethod
+    def fits(cls, module: Any, blocks: Collection[nn.Module]) -> bool:
+        """Returns True if the fused class can run an instance of `original`, given the blocks that are fused."""
+        raise NotImplementedError
+
+
+class FusedBlocks(FusedContainer):
+    """A Sequential of fused blocks, which passes LayerNorm statistics from each to the next."""
+
+    @classmethod
+    def fits(cls, module: Any, blocks: Collection[nn.Module]) -> bool:
+        return len(module) > 1 and all(block in blocks for block in module)
+
+    def forward(self, input: Tensor, *rope: Tensor) -> Tensor:
+        """Maps [B, N, C] to [B, N, C]."""
+        blocks: Any = self  # also a Sequential
+        return run_blocks(blocks, input, *rope)

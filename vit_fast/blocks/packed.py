@@ -223,14 +223,15 @@ def pack_parts(parts: BlockParts) -> None:
         parts.frozen = Packed(attention, mlp)
 
 
-def is_packable(parts: BlockParts, backend: str) -> bool:
-    """True if both halves were read, the backend is sdpa, and this CPU can pack the dtype of the weights."""
-    if backend != "sdpa" or parts.attention is None or parts.mlp is None or parts.fp8 is not None:
+def is_packable(parts: BlockParts) -> bool:
+    """True if both halves were read, attention runs by sdpa, and this CPU can pack the dtype of the weights."""
+    attention, mlp = parts.halves
+    if attention is None or mlp is None or parts.fp8 is not None or attention.norm.kind != mlp.norm.kind:
         return False
-    tensors = [tensor_of(*slot) for slot in Packed.dependencies(parts.attention, parts.mlp)[0]]
-    dtype = tensor_of(*parts.mlp.fc1.weights[0]).dtype
-    if parts.attention.norm.kind != parts.mlp.norm.kind:
+    if attention.module.vit_fast_backend != "sdpa":
         return False
+    tensors = [tensor_of(*slot) for slot in Packed.dependencies(attention, mlp)[0]]
+    dtype = tensor_of(*mlp.fc1.weights[0]).dtype
     alike = all(tensor is None or (tensor.device.type == "cpu" and tensor.dtype is dtype) for tensor in tensors)
     return alike and not pack_reasons(dtype)
 

@@ -163,7 +163,7 @@ class BlockParts:
 
     @property
     def halves(self) -> tuple[Any, Any]:
-        """Attention and MLP, of a block that has both."""
+        """Attention and MLP, without the type of an absent half."""
         return self.attention, self.mlp
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:

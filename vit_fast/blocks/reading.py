@@ -49,8 +49,8 @@ class Inspector:
                 return None
         return value
 
-    def reach(self, path: str) -> Any:
-        """Returns `at`, and watches every module on the path and at its end."""
+    def watch(self, path: str) -> Any:
+        """Returns the attribute at a dotted path like `at`, and watches every module on the path."""
         parent: Any = self.owner
         names = path.split(".")
         for i, name in enumerate(names):
@@ -79,14 +79,14 @@ class Inspector:
         """Checks the classes of modules that contain parts."""
         before = len(self.reasons)
         for path, classes in (modules or {}).items():
-            module = self.reach(path)
+            module = self.watch(path)
             if type(module) not in classes:
                 expected = " or ".join(dict.fromkeys(_class_name(cls) for cls in classes)) or "absent"
                 self.reasons.append(f"{path} must be {expected}, got {describe(module)}")
         return len(self.reasons) == before
 
-    def judge(self) -> bool:
-        """Returns True if all inspected modules and their submodules may be bypassed; must be called last."""
+    def check_fusible(self) -> bool:
+        """Returns True if all inspected modules may be bypassed, else adds `reasons`; must be called last."""
         if not self.reasons:
             self.watch_children({path.partition(".")[0] for path in self.edges})
         self.reasons += touch_reasons([(path, child) for path, (_, _, child) in self.edges.items()])
@@ -116,7 +116,7 @@ class PartReader(Inspector):
     }
 
     def norm(self, path: str) -> NormParts:
-        norm = self.reach(path)
+        norm = self.watch(path)
         kind = self.norm_classes.get(type_name(norm))
         eps = self.value(f"{path}.{'variance_epsilon' if hasattr(norm, 'variance_epsilon') else 'eps'}")
         if kind is None:
@@ -131,20 +131,20 @@ class PartReader(Inspector):
             )
         return NormParts(norm, kind or "", eps)
 
-    def norm_or_nothing(self, path: str) -> NormParts | None:
+    def optional_norm(self, path: str) -> NormParts | None:
         """Reads an optional norm; returns None if it is absent or an Identity."""
-        return None if type(self.reach(path)) in (type(None), nn.Identity) else self.norm(path)
+        return None if type(self.watch(path)) in (type(None), nn.Identity) else self.norm(path)
 
     def linear(self, path: str, classes: Classes = (nn.Linear,)) -> Any:
         """Reads a linear layer that is not wrapped (LoRA), quantized or parametrized."""
-        linear = self.reach(path)
+        linear = self.watch(path)
         if type(linear) not in classes:
             self.reasons.append(f"{path} must be torch.nn.Linear itself, got {type_name(linear)}")
         return linear
 
     def activation(self, path: str) -> str:
         """Returns the operators' name of an activation, which is a module, a function or a name."""
-        activation = self.reach(path)
+        activation = self.watch(path)
         name: str | None
         if type(activation) is nn.GELU:
             name = "gelu_tanh" if self.value(f"{path}.approximate") == "tanh" else "gelu"
@@ -159,14 +159,14 @@ class PartReader(Inspector):
             self.reasons.append(f"{path} must be one of {names}, got {describe(activation)}")
         return name or ""
 
-    def nothing(self, path: str) -> None:
+    def require_absent(self, path: str) -> None:
         """Checks that a module is absent or an Identity."""
-        module = self.reach(path)
+        module = self.watch(path)
         if module is not None and type(module) is not nn.Identity:
             self.reasons.append(f"{path} must be absent or an Identity, got {describe(module)}")
 
     def dropout(self, path: str) -> Slot:
-        dropout = self.reach(path)
+        dropout = self.watch(path)
         if type(dropout) is not nn.Dropout:
             self.reasons.append(f"{path} must be torch.nn.Dropout, got {describe(dropout)}")
         else:
@@ -174,7 +174,7 @@ class PartReader(Inspector):
         return dropout, "p"
 
     def drop_path(self, path: str | None) -> Any:
-        drop_path = self.reach(path) if path else None
+        drop_path = self.watch(path) if path else None
         if drop_path is None or type(drop_path) is nn.Identity:
             return None
         if not hasattr(drop_path, "drop_prob"):
@@ -185,7 +185,7 @@ class PartReader(Inspector):
         """Returns the slot of the vector; None if the path does not exist, or leads to the number 1."""
         if path is None:
             return None
-        scale = self.reach(path)
+        scale = self.watch(path)
         if isinstance(scale, Tensor):
             self.reasons += tensor_reasons(path, scale)
             return self.slot(path)
@@ -198,18 +198,18 @@ class PartReader(Inspector):
         weights, biases = [], []
         for path in paths:
             holds_it = isinstance(self.at(path), nn.MultiheadAttention)
-            owner = self.reach(path) if holds_it else self.linear(path)
+            owner = self.watch(path) if holds_it else self.linear(path)
             weights.append((owner, "in_proj_weight" if holds_it else "weight"))
             biases.append((owner, "in_proj_bias" if holds_it else "bias"))
         return LinearParts(tuple(weights), tuple(biases), chunk)
 
     def _with_biases(self, paths: tuple[str, ...], biases: tuple[str, ...]) -> LinearParts:
         for path in biases:
-            self.reasons += tensor_reasons(path, self.reach(path))
+            self.reasons += tensor_reasons(path, self.watch(path))
         return LinearParts(self._joined(paths).weights, tuple(map(self.slot, biases)))
 
     def _qk_norm(self, q: str, k: str, over: str) -> QkNormParts | None:
-        of_q, of_k = self.norm_or_nothing(q), self.norm_or_nothing(k)
+        of_q, of_k = self.optional_norm(q), self.optional_norm(k)
         if of_q is None or of_k is None or (of_q.kind, of_q.eps) != (of_k.kind, of_k.eps):
             if of_q is not of_k:
                 self.reasons.append(f"{q} and {k} must be norms of equal kind and epsilon, or both be absent")
@@ -252,13 +252,13 @@ class Reader(PartReader):
             fc1=self._joined((fc1,), None if gate_chunk is None else 1 - gate_chunk),
             gate=None if gate is None and gate_chunk is None else self._joined((gate or fc1,), gate_chunk),
             activation=self.activation(activation),
-            inner_norm=None if inner_norm is None else self.norm_or_nothing(inner_norm),
+            inner_norm=None if inner_norm is None else self.optional_norm(inner_norm),
             fc2=self.linear(fc2),
             layer_scale=self.layer_scale(layer_scale),
             drop_path=self.drop_path(drop_path),
             dropouts=tuple(map(self.dropout, dropouts)),
         )
-        return self._judged(parts, empty)
+        return self._if_fusible(parts, empty)
 
     def attention(
         self,
@@ -295,7 +295,7 @@ class Reader(PartReader):
         if not self._check_classes(inside):
             return None
         parts = AttentionParts(
-            module=self.reach(module),
+            module=self.watch(module),
             norm=self.norm(norm),
             qkv=self._joined(qkv) if biases is None else self._with_biases(qkv, biases),
             qk_norm=None if qk_norm is None else self._qk_norm(*qk_norm, qk_norm_over),
@@ -307,12 +307,12 @@ class Reader(PartReader):
             dropouts=(*map(self.dropout, dropouts), *map(self.slot, rates)),
             rotates_halves=rotates_halves,
         )
-        return self._judged(parts, empty)
+        return self._if_fusible(parts, empty)
 
-    def _judged(self, parts: Parts, empty: Iterable[str]) -> Parts | None:
+    def _if_fusible(self, parts: Parts, empty: Iterable[str]) -> Parts | None:
         for path in empty:
-            self.nothing(path)
-        return parts if self.judge() else None
+            self.require_absent(path)
+        return parts if self.check_fusible() else None
 
 
 def read_block(
@@ -331,7 +331,7 @@ def read_block(
         reached = {path.partition(".")[0] for path in edges}
         missed = [name for name in block._modules if name not in reached and not name.startswith("vit_fast_")]
         rest.watch_children(missed)
-    if not rest.judge():  # a module that neither reader reached may belong to either half
+    if not rest.check_fusible():  # a module that neither reader reached may belong to either half
         attention = mlp = None
         first.reasons += rest.reasons
         second.reasons += rest.reasons

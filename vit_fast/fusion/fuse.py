@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from ..blocks.containers import FusedContainer
 from ..blocks.fp8_scales import remove_scales
-from ..blocks.fused import Finding, FusedModule, FusedNormMlp, device_of, dtype_of
+from ..blocks.fused import Finding, FusedContainer, FusedModule, FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import FusionReport, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
 from ..errors import UnsupportedInputError, check_type, type_name

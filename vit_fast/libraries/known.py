@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..blocks.containers import FusedContainer
-from ..blocks.fused import FusedModule
+from ..blocks.fused import FusedContainer, FusedModule
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
 from . import fixed_grid, google, openai, ours, torch_nn, torchvision

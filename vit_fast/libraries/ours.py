@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..blocks.containers import FusedBlocks as BlocksMixin
 from ..blocks.fused import Forms, FusedNormMlp
+from ..blocks.fused import FusedBlocks as BlocksMixin
 from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.reading import Reader
 from ..config import DataConfig, ViTConfig

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..blocks.containers import FusedBlocks
-from ..blocks.fused import Finding, Forms, FusedModule, FusedNormMlp
+from ..blocks.fused import Finding, Forms, FusedBlocks, FusedModule, FusedNormMlp
 from ..blocks.parts import MlpParts
 from ..blocks.plain import PLAIN, is_touched, tensor_reasons, touch_reasons
 from ..blocks.reading import Reader, dropout_notes

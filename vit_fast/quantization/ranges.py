@@ -103,7 +103,7 @@ def candidate_ranges(seen: Observation, rounded: Callable[[np.ndarray, Range], n
 def smoothing_scale(peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
     """Returns s_j = sqrt(max |x_j| / max |W_j|); 1 for a channel in which x or W is zero.
 
-    With the square root, x / s and s W depend on x W only, not on how a scale is distributed between x and W.
+    Because of the square root, x / s and s W do not change if a factor is moved from x to W.
 
     Args:
         peak: Largest magnitude of each channel [C].

@@ -49,8 +49,8 @@ def warm_up(
 
     Calls a copy of the model, which shares its parameters, once per batch size, and records the launches without
     running them. Then compiles the missing kernels, in parallel if that is faster, and stores them in Triton's cache on
-    disk. Use the device of later calls, and torch.autocast if they do. Random number generators, buffers and gradients
-    stay unchanged.
+    disk. Call it on the device of later calls, and under torch.autocast if they use it. Random number generators,
+    buffers and gradients stay unchanged.
 
     Args:
         model: A VisionTransformer or a fused model; not compiled by torch.compile.

@@ -41,7 +41,7 @@ class AttentionLayer(FusedModule):
     def examine(cls, module: Any) -> Finding:
         reader = Reader(module)
         reader.dropout("attn_drop")
-        reader.judge()
+        reader.check_fusible()
         if p := getattr(module.proj_drop, "p", 0.0):
             reader.notes.append(f"in training, the linear layers around it run as modules, because proj_drop has p={p}")
         return Finding(reader.reasons, reader.notes)
@@ -268,7 +268,7 @@ def read_attention(
     **rest: Any,
 ) -> AttentionParts | None:
     """Reads norm1 and `attn` of a block; the fused class of `attn` derives from `form`."""
-    block.nothing("attn.gate")
+    block.require_absent("attn.gate")
     attention = block.at("attn")
     watched = block.value("attn.scale"), block.value("attn.fused_attn")
     if all(value is not None for value in watched) and fused_class(attention, form) and attention.uses_changed_scale():

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...blocks.block import run_blocks, run_packed_blocks
-from ...blocks.containers import FusedContainer
-from ...blocks.fused import Forms
+from ...blocks.fused import Forms, FusedContainer
 from ...blocks.plain import is_touched
 from ...ops.registration import is_exporting
 from .timm_blocks import BlockMixin

@@ -77,22 +77,22 @@ class FusedLayer(FusedNormMlp):
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
         layer, known = cls.layer_spec, container_classes_beside(cls.original)
-        name, module = layer.attention, block.reach(layer.attention)
+        name, module = layer.attention, block.watch(layer.attention)
         inside, dropouts = dict.fromkeys(layer.scale_modules[:1], known), layer.dropouts
         names = projections_of(module)
         out = names and names[3] and f"{name}.{names[3]}"
-        block.nothing("relative_position_bias")
+        block.require_absent("relative_position_bias")
         if block.at(f"{name}.output.dense") is not None:  # transformers 4: the output linear layer is in another module
             inside |= {name: known, f"{name}.output": known}
             out, dropouts = f"{name}.output.dense", (f"{name}.output.dropout",)
-            name, module = f"{name}.attention", block.reach(f"{name}.attention")
+            name, module = f"{name}.attention", block.watch(f"{name}.attention")
             names = projections_of(module)
         if names is None or not out or not fused_class(module, FusedSelfAttention):
             block.reasons.append(f"{name} must be fused and have four projections, got {describe(module)}")
             return None
         qkv = tuple(f"{name}.{linear}" for linear in names[:3])
         linears = [block.linear(path) for path in qkv]
-        if not block.judge() or len({linear.weight.shape for linear in linears}) > 1:
+        if not block.check_fusible() or len({linear.weight.shape for linear in linears}) > 1:
             return None
         rate = next(rate for rate in DROPOUT_RATES if hasattr(module, rate))
         return block.attention(
@@ -121,7 +121,7 @@ class FusedLayer(FusedNormMlp):
         candidates = ([name if "." in name else f"{layer.mlp}.{name}" for name in names] for names in MLPS)
         paths = next((paths for paths in candidates if all(block.at(path) is not None for path in paths)), None)
         if paths is None:
-            mlp = describe(block.reach(layer.mlp))
+            mlp = describe(block.watch(layer.mlp))
             block.reasons.append(f"its MLP must have two or three linear layers with known names, got {mlp}")
             return None
         fc1, activation, fc2, *gate = paths
@@ -204,7 +204,7 @@ class FusedVitPoseLayer(FusedLayer):
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
         if experts := block.value("mlp.num_experts"):
-            block.reasons.append(f"mlp must be a single MLP, got {describe(block.reach('mlp'))} with {experts} experts")
+            block.reasons.append(f"mlp must be a single MLP, got {describe(block.watch('mlp'))} with {experts} experts")
             return None
         return super().read_mlp(block)
 

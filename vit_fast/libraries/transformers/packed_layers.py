@@ -75,7 +75,7 @@ class FusedPackedLayer(FusedLayer):
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
         layer = cls.layer_spec
-        name, module = layer.attention, block.reach(layer.attention)
+        name, module = layer.attention, block.watch(layer.attention)
         if not fused_class(module, FusedPackedAttention):
             block.reasons.append(f"{name} must be fused, got {describe(module)}")
             return None
