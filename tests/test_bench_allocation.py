@@ -9,17 +9,9 @@ import pytest
 import torch
 from bench_support import Notes
 
-from vit_fast.benchmarks import records, runner
+from vit_fast.benchmarks import configuration, records, runner
 from vit_fast.benchmarks.candidates import parse_candidate
-from vit_fast.benchmarks.configuration import (
-    ALWAYS,
-    COMPILING_S,
-    DEFAULT_TIME_BUDGET_S,
-    PLANNED_SHARE,
-    Allocation,
-    Configuration,
-    make_configuration,
-)
+from vit_fast.benchmarks.configuration import Allocation, Configuration, make_configuration
 from vit_fast.benchmarks.preparation import Prepared
 from vit_fast.benchmarks.rows import Group, make_row
 from vit_fast.benchmarks.runner import AGAIN, Watch
@@ -28,6 +20,7 @@ from vit_fast.measure.clock import Protocol, time_interleaved
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 CPU, FREEZING = torch.device("cpu"), "timm+compile:freezing"
+BUDGET_S = configuration.DEFAULT_TIME_BUDGET_S["cpu"]
 TWO_CORES = {"copy_GB_per_s": 30.0, "copy_bytes": 1, "matmul_size": 1}
 TWO_CORES |= {"matmul_TFLOP_per_s": {"fp32": 0.2, "bf16": 0.45}}
 
@@ -51,14 +44,14 @@ def labels(allocation: Allocation) -> list[list[str]]:
 
 
 def test_what_does_not_fit_is_skipped_of_a_dtype_the_last_first(default: Configuration) -> None:
-    everything, some, few = (allocated(default, seconds) for seconds in (math.inf, DEFAULT_TIME_BUDGET_S["cpu"], 1.0))
+    everything, some, few = (allocated(default, seconds) for seconds in (math.inf, BUDGET_S, 1.0))
     assert not everything.skipped and len(labels(everything)) == 4
     first = {f"{label} (fp32)" for label in ("timm", "timm+fused+frozen", "openvino", "onnxruntime", FREEZING)}
     assert some.skipped and not first & set(some.skipped) and "eager (bf16)" in some.skipped
     for chosen, every, group in zip(labels(some), labels(everything), some.planned, strict=True):
         assert chosen == [label for label in every if f"{label} ({group.dtype_name})" not in some.skipped]
-    assert [len(found) for found in labels(few)] == [ALWAYS] * 4
-    slow = allocated(default, DEFAULT_TIME_BUDGET_S["cpu"], speed=0.2)
+    assert [len(found) for found in labels(few)] == [configuration.ALWAYS] * 4
+    slow = allocated(default, BUDGET_S, speed=0.2)
     assert set(some.skipped) < set(slow.skipped)
     resumed = allocated(default, 1.0, skipped=some.skipped)
     assert labels(resumed) == labels(some) and resumed.skipped == some.skipped
@@ -92,7 +85,7 @@ class Machine:
         def prepare(candidate: Candidate, group: Group, *_: object, **__: object) -> tuple[Prepared, dict]:
             building_s = 0.2 if (key := (candidate.name, group.dtype_name)) in built else candidate.build_s
             built.add(key)
-            self.spend(building_s + COMPILING_S[candidate.compile_mode])
+            self.spend(building_s + configuration.COMPILING_S[candidate.compile_mode])
             seconds = (0.02 if group.dtype_name == "fp32" else 0.014) * group.batch_size
             ready = self.prepared(candidate, group, seconds * (0.8 if "frozen" in candidate.name else 1.0))
             return ready, ready.row
@@ -107,14 +100,14 @@ class Machine:
 def test_the_default_run_measures_and_ranks_all_that_it_planned_in_time(slowness, noise, default, monkeypatch) -> None:
     Machine(slowness, noise).install(monkeypatch)
     record = runner.run(default, notes := Notes())
-    assert record["seconds"] <= DEFAULT_TIME_BUDGET_S["cpu"] + 10, "and starting and writing take the rest of 180"
+    assert record["seconds"] <= BUDGET_S + 10, "and starting and writing take the rest of 180"
     assert {row["status"] for row in record["rows"]} == {"measured"}
     assert len({(row["dtype"], row["batch"]) for row in record["rows"]}) == 4
     told = [row["verdict"] for row in record["rows"] if noise < 0.05 or row["candidate"] == "timm+fused+frozen"]
     assert set(told) <= {None, "faster", "slower", "no difference"} and "faster" in told
     assert notes.steps == pytest.approx(notes.total)
     if slowness == 1.0:
-        assert record["seconds"] > PLANNED_SHARE * DEFAULT_TIME_BUDGET_S["cpu"] * 0.6, "the time is used"
+        assert record["seconds"] > configuration.PLANNED_SHARE * BUDGET_S * 0.6, "the time is used"
 
 
 def follow(
@@ -165,7 +158,7 @@ def test_named_candidates_are_all_planned_and_without_a_limit() -> None:
     assert named.time_budget_s == math.inf and not named.is_default
     limited = make_configuration(models=["vit_test"], candidates=["eager"], time_budget_s=5, device="cpu")
     assert limited.time_budget_s == 5 and not limited.is_default
-    assert make_configuration(models=["vit_test"], device="cpu").time_budget_s == DEFAULT_TIME_BUDGET_S["cpu"]
+    assert make_configuration(models=["vit_test"], device="cpu").time_budget_s == BUDGET_S
 
 
 def test_a_resumed_run_leaves_out_what_the_first_did(default: Configuration, tmp_path, monkeypatch) -> None:

@@ -18,16 +18,7 @@ from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.report import markdown
 from vit_fast.benchmarks.rows import Group, add_timing, make_row
 from vit_fast.measure import clock, device_clock
-from vit_fast.measure.clock import (
-    CPU_CACHE_BYTES,
-    Protocol,
-    Timing,
-    cold_copies,
-    peak_memory_of_call,
-    percentile,
-    time_interleaved,
-    without_profiler_chatter,
-)
+from vit_fast.measure.clock import Protocol, percentile, time_interleaved
 from vit_fast.measure.device_clock import DeviceClock, Instant, calibrate
 
 CPU = torch.device("cpu")
@@ -40,14 +31,14 @@ def test_percentiles_interpolate_as_numpy_does() -> None:
     samples = [5.0, 1.0, 4.0, 2.0, 8.0, 7.0]
     for share in (0.0, 0.2, 0.5, 0.8, 1.0):
         assert percentile(samples, share) == pytest.approx(np.quantile(samples, share))
-    timing = Timing.from_samples(samples)
+    timing = clock.Timing.from_samples(samples)
     assert (timing.ms, timing.repeats) == (4.5, 6)
     assert timing.ms_p20 < timing.ms < timing.ms_p80
 
 
 def test_what_the_profiler_says_of_itself_is_kept_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
     lines = "USDT: profiler started", "[W] CPUAllocator.cpp:245] allocated before the profiling started", "a warning"
-    with without_profiler_chatter():
+    with clock.without_profiler_chatter():
         for line in lines:
             os.write(2, f"{line}\n".encode())
     assert capfd.readouterr().err == "a warning\n"
@@ -95,16 +86,16 @@ def test_a_listener_can_end_the_measurement_and_an_exception_goes_through() -> N
 
 def test_inputs_rotate_through_more_memory_than_the_cache() -> None:
     for nbytes in (1000, 2**20, 2**30):
-        copies = cold_copies(nbytes, CPU)
+        copies = clock.cold_copies(nbytes, CPU)
         assert copies >= 2
-        assert copies * nbytes >= 2 * CPU_CACHE_BYTES
+        assert copies * nbytes >= 2 * clock.CPU_CACHE_BYTES
 
 
 def test_peak_memory_counts_what_is_alive_at_once() -> None:
     x = torch.randn(512, 512)  # 1 MiB
-    assert peak_memory_of_call(lambda: (x + 1).sum(), CPU) == pytest.approx(2**20, rel=0.01)
-    three = peak_memory_of_call(lambda: [x + 1, x + 2, x + 3], CPU)
-    in_turn = peak_memory_of_call(lambda: [(x + i).sum() for i in range(3)], CPU)
+    assert clock.peak_memory_of_call(lambda: (x + 1).sum(), CPU) == pytest.approx(2**20, rel=0.01)
+    three = clock.peak_memory_of_call(lambda: [x + 1, x + 2, x + 3], CPU)
+    in_turn = clock.peak_memory_of_call(lambda: [(x + i).sum() for i in range(3)], CPU)
     assert three == pytest.approx(3 * 2**20, rel=0.01)
     assert in_turn == pytest.approx(2**20, rel=0.01)
 

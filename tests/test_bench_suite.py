@@ -20,26 +20,17 @@ QUICK = ("--benchmark-min-rounds=1", "--benchmark-max-time=0", "--benchmark-min-
 NOT_SLOW = "not compile and not flex or mlp-eager+compile-training"
 
 
-def suite(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "benchmarks/suite.py", "-p", "no:cacheprovider"]
+@pytest.mark.slow
+def test_every_suite_runs_and_figures_follow_from_its_times(tmp_path):
+    path = tmp_path / "record.json"
+    options = ("-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", *QUICK, f"--benchmark-json={path}")
     environment = os.environ | {"VIT_FAST_SUITE_MODEL": "vit_test", "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)  # nothing here is for the interpreter, which takes minutes
     environment.pop("PYTEST_XDIST_WORKER", None)  # pytest-benchmark would take it for one, and measure nothing
-    return subprocess.run(
-        [*command, "-o", "addopts=--import-mode=importlib", *QUICK, *arguments],
-        capture_output=True, text=True, cwd=ROOT, env=environment,
-    )  # fmt: skip
-
-
-def run_suite(selected: str, path: Path) -> dict:
-    done = suite("-k", selected, f"--benchmark-json={path}", "-q")
+    command = [sys.executable, "-m", "pytest", "benchmarks/suite.py", "-q", "-k", NOT_SLOW, *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-3000:]
-    return json.loads(path.read_text())
-
-
-@pytest.mark.slow
-def test_every_suite_runs_and_figures_follow_from_its_times(tmp_path):
-    record = run_suite(NOT_SLOW, tmp_path / "record.json")
+    record = json.loads(path.read_text())
     names = {run["name"] for run in record["benchmarks"]}
     for expected in (
         "test_candidate[attention-sdpa-4]", "test_candidate[attention-eager-training]", "test_candidate[mlp-eager-4]",
