@@ -71,8 +71,8 @@ def get_candidate(name: str) -> Candidate:
     """Returns the candidate of this name; otherwise ValueError names the nearest one and all others."""
     if name not in CANDIDATES:
         nearest = difflib.get_close_matches(name, CANDIDATES, n=1, cutoff=0.6)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
-        raise ValueError(f"unknown candidate {name!r}: {hint}must be one of {', '.join(CANDIDATES)}")
+        hint = f"did you mean {nearest[0]}?" if nearest else f"must be one of {', '.join(CANDIDATES)}"
+        raise ValueError(f"unknown candidate {name!r}: {hint}")
     return CANDIDATES[name]
 
 
@@ -326,9 +326,9 @@ def _all() -> Iterator[Candidate]:
     file = inference | {"compilable": False}
     onnx: dict[str, Any] = file | {"engine": "onnxruntime", "packages": ORT, "peer": True, "build_s": 7.0}
 
-    yield named("eager", "our model in plain PyTorch: the reference", build, **on_eager, fullgraph=True)
-    yield named("sdpa", "our model with torch's scaled_dot_product_attention", build, **on_sdpa, fullgraph=True)
-    yield named("triton", "our model with our Triton kernels", build, **on_triton, fullgraph=True)
+    yield named("eager", "vit-fast's model in plain PyTorch: the reference", build, **on_eager, fullgraph=True)
+    yield named("sdpa", "vit-fast's model with torch's scaled_dot_product_attention", build, **on_sdpa, fullgraph=True)
+    yield named("triton", "vit-fast's model with the Triton kernels", build, **on_triton, fullgraph=True)
     frozen, e4m3 = partial(_build_changed, Candidate(frozen=True)), partial(_build_changed, Candidate(precision="fp8"))
     yield named("triton-frozen", "triton with frozen weights", frozen, **on_triton, **inference)
     yield named("triton-graphs", "triton-frozen in a CUDA graph", _build_graphs, **on_triton, **file)
@@ -342,9 +342,9 @@ def _all() -> Iterator[Candidate]:
     for library in PEERS:
         peer, needs = partial(build_peer, library), (library.NAME,)
         yield named(library.NAME, library.PEER, peer, packages=needs, peer=True)
-        yield from _fused(library.NAME, f"{library.NAME}'s model", peer, True, needs)
-    yield named("given", "the given model", build_given, peer=True)
-    yield from _fused("given", "the given model", build_given, False, ())
+        yield from _fused(library.NAME, f"the model of {library.NAME}", peer, True, needs)
+    yield named("given", "your model", build_given, peer=True)
+    yield from _fused("given", "your model", build_given, False, ())
 
     summary = "cached result of vit_fast.optimize"
     yield named("optimized", f"{summary}, lossless", _build_optimized, **file)

@@ -270,7 +270,7 @@ def _checks(facts: dict[str, Any]) -> list[str]:
     verification, lines = facts.get("verification"), []
     if isinstance(verification, dict):
         lines.append(f"Compared with {verification['reference']}; must be {verification['budget']}.")
-        lines += ["", "| images | size | max error | rms error | same top class |", "|---|---|---|---|---|"]
+        lines += ["", "| images | size | max error | rms error | top-1 agreement |", "|---|---|---|---|---|"]
         for check in verification["checks"]:
             same = "" if check["top1_agreement"] is None else f"{check['top1_agreement']:.1%}"
             size = "x".join(map(str, check["image_hw"]))
@@ -282,8 +282,10 @@ def _checks(facts: dict[str, Any]) -> list[str]:
         lines += ["", f"Top-1 accuracy on {accuracy['images']} labeled images: {accuracy['file']:.2%} (model:"]
         lines[-1] += f" {accuracy['model']:.2%})."
     if eight_bit := facts.get("eight_bit"):
-        kept = ", ".join(eight_bit["kept"]) or "none"
-        lines += ["", f"{eight_bit['products']} MatMuls in 8 bits; kept in float for accuracy: {kept}."]
+        # earlier files have the fields "products" and "kept"
+        kept = ", ".join(eight_bit["in_float"] if "in_float" in eight_bit else eight_bit["kept"]) or "none"
+        count = eight_bit["matmuls"] if "matmuls" in eight_bit else eight_bit["products"]
+        lines += ["", f"{count} MatMuls in 8 bits. In float, to limit the loss of accuracy: {kept}."]
     return lines
 
 

@@ -54,14 +54,14 @@ class Fusion:
 class Quantised:
     """Number of quantized MatMuls, names of layers that stay in float, and number of ranges by method."""
 
-    products: int
-    kept: tuple[str, ...]
+    matmuls: int
+    in_float: tuple[str, ...]
     methods: dict[str, int]
 
     def line(self) -> str:
-        kept = f"; in float: {', '.join(self.kept)}" if self.kept else ""
+        kept = f"; in float: {', '.join(self.in_float)}" if self.in_float else ""
         methods = "; ranges by " + ", ".join(f"{how} {n}" for how, n in sorted(self.methods.items()))
-        return f"{self.products} MatMuls{methods if self.methods else ''}{kept}"
+        return f"{self.matmuls} MatMuls{methods if self.methods else ''}{kept}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class Loss:
         return bool(self.rms_error <= margin * RMS and self.flips <= margin * FLIPS * self.images)
 
     def line(self) -> str:
-        same = "" if self.top1_agreement is None else f"same top class on {self.top1_agreement:.1%}, "
+        same = "" if self.top1_agreement is None else f"top-1 agreement {self.top1_agreement:.1%}, "
         sure = f"changed on {self.flips} of {self.images} images that the model was sure of, " if self.flips else ""
         return f"max error {self.max_error:.1e}, {same}{sure}rms error {self.rms_error:.1e}"
 

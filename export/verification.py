@@ -69,7 +69,7 @@ def verify_file(
             checks.append(_compare(got, expected, batch, shape, options))
     if failed := [check for check in checks if not check.passed]:
         worst = max(failed, key=lambda check: check.max_error if np.isfinite(check.max_error) else np.inf)
-        same = "" if worst.top1_agreement is None else f", the same class on {worst.top1_agreement:.1%}"
+        same = "" if worst.top1_agreement is None else f", top-1 agreement {worst.top1_agreement:.1%}"
         raise VerificationError(
             f"{options.precision} file differs from eager at batch {worst.batch}, size {worst.image_hw}: "
             f"max error {worst.max_error:.2e}, rms error {worst.rms_error:.2e}{same}, another class on {worst.flips} "

@@ -94,7 +94,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if INTERPRETED or "fp32 matmuls must be allowed to use TF32" not in str(error):
             raise
-        pytest.skip("only the interpreter computes exact fp32 products")
+        pytest.skip("only the interpreter computes exact fp32 matmuls")
 
 
 @pytest.fixture(autouse=True)

@@ -200,7 +200,7 @@ def test_auto_is_sdpa_where_triton_does_not_run(
         vit_fast.fuse(_model(), backend="triton")
     assert reason in str(caught.value)
     rows = {row["backend"]: row for row in info._backend_rows(GPU)}
-    assert rows["sdpa"]["reasons"] == ["selected by 'auto'"]
+    assert rows["sdpa"]["reasons"] == ["selected by backend='auto'"]
     assert not rows["triton"]["available"] and reason in rows["triton"]["reasons"][0]
 
 
@@ -273,7 +273,7 @@ def test_converting_a_model_resolves_fp32_again(gpu: list[torch.device], monkeyp
     assert vit_fast.fuse(model, backend="triton").backend == "triton"
     assert attention.vit_fast_backend == "triton"
     rows = {row["backend"]: row["reasons"] for row in info._backend_rows(GPU)}
-    assert rows["triton"][0] == "selected by 'auto'" and "triton computes fp32 in TF32" in rows["triton"][1]
+    assert rows["triton"][0] == "selected by backend='auto'" and "triton computes fp32 in TF32" in rows["triton"][1]
 
 
 def test_auto_on_the_cpu_is_sdpa_and_says_why() -> None:

@@ -26,7 +26,7 @@ from vit_fast.work import total, work
         ({"num_classes": -1}, ["num_classes must be", "got -1", ">= 0"]),
         ({"depth": 0}, ["depth must be", "got 0"]),
         ({"depth": True}, ["depth must be", "got True", "integer"]),
-        ({"mlp_ratio": 0.0}, ["mlp_ratio must give at least one hidden unit", "got 0.0"]),
+        ({"mlp_ratio": 0.0}, ["mlp_ratio times embed_dim must be at least 1", "mlp_ratio=0.0"]),
         ({"norm_eps": 0.0}, ["norm_eps must be positive", "got 0.0"]),
         ({"norm_eps": float("nan")}, ["norm_eps must be", "got nan", "finite number"]),
         ({"mlp_ratio": float("inf")}, ["mlp_ratio must be", "got inf", "finite number"]),
@@ -47,9 +47,12 @@ from vit_fast.work import total, work
         ({"stem_channels": (64, 64), "img_size": 224}, ["img_size", "64 pixels", "stem stride 4"]),
         ({"stem_channels": (0,)}, ["stem_channels must be", "got 0"]),
         ({"pool_mlp_ratio": "4"}, ["pool_mlp_ratio must be", "got '4'", "finite number"]),
-        ({"pool_mlp_ratio": 4.0}, ["pool_mlp_ratio", "need global_pool='map'"]),
-        ({"pool_mlp_ratio": 0.0, "global_pool": "map"}, ["pool_mlp_ratio must give at least one", "got 0.0"]),
-        ({"final_norm": False, "fc_norm": True}, ["fc_norm=True needs final_norm=True"]),
+        ({"pool_mlp_ratio": 4.0}, ["pool_mlp_ratio", "must be used with global_pool='map'", "got 'token'"]),
+        (
+            {"pool_mlp_ratio": 0.0, "global_pool": "map"},
+            ["pool_mlp_ratio times embed_dim must be at least 1", "pool_mlp_ratio=0.0"],
+        ),
+        ({"final_norm": False, "fc_norm": True}, ["final_norm must be True for fc_norm=True", "got False"]),
         ({"depth": 10**5}, ["depth must be at most 1024, got 100000"]),
         ({"embed_dim": 10**10}, ["embed_dim must be at most", "got 10000000000"]),
         ({"embed_dim": 12 * 10**7}, ["at most 1e+12 parameters", "embed_dim=120000000"]),
@@ -75,7 +78,7 @@ def test_an_invalid_field_is_named_with_its_value_and_what_must_hold(fields, wor
 
 
 def test_an_offset_of_positions_needs_coordinates_that_have_one():
-    with pytest.raises(ValueError, match="must not be given for coordinates='centred'"):
+    with pytest.raises(ValueError, match="must be used with coordinates='index', got 'centred'"):
         RopeConfig(offset=1.0)
 
 
@@ -91,7 +94,7 @@ def test_config_is_frozen_and_survives_json():
 @pytest.mark.parametrize("name", ["eva02_enormous_patch14_clip_224", "vit_small_patch16_rope_mixed_ape_224"])
 def test_what_timm_alone_has_is_refused_with_the_reason(name):
     with pytest.raises(
-        ValueError, match=rf"model '{name}' is available in timm only: .* (normalize|learns its own rotary)"
+        ValueError, match=rf"model '{name}' is not supported, because .* (normalize|learns its own rotary)"
     ):
         vit_fast.create_model(name)
 

@@ -81,7 +81,7 @@ def test_nothing_is_modelled_below_its_floor(modelled: dict[str, list[dict[str, 
 
 
 @pytest.mark.slow
-def test_the_text_says_that_it_is_modelled(modelled: dict[str, list[dict[str, Any]]]) -> None:
+def test_the_text_states_that_it_is_modeled(modelled: dict[str, list[dict[str, Any]]]) -> None:
     report = {
         "note": NOTE, "arch": "sm_90", "gpu": "H100 SXM", "clock_GHz": 1.755, "DRAM_GB_per_s": 3350,
         "multiprocessors": 132, "model": "vit_base_patch16_224", "batch": 256, "layers": 12,
@@ -89,9 +89,9 @@ def test_the_text_says_that_it_is_modelled(modelled: dict[str, list[dict[str, An
         "launches": modelled["256"], "layer": {"issue_us": 1.0, "floor_us": 2.0, "modelled_us": 3.0},
     }  # fmt: skip
     text = render(report)
-    assert "Nothing here is measured" in text
+    assert "not measured" in text
     assert "matmul, layer_norm, gelu  128x256x64  35.82" in text
-    assert "12 layers: modelled 0.04 ms" in text
+    assert "12 blocks: modeled 0.04 ms" in text
 
 
 @pytest.mark.slow

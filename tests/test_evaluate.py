@@ -65,14 +65,16 @@ def test_two_models_side_by_side(folder: Path, models: Path, tmp_path: Path) -> 
     """A model that forgot a digit differs from the file on just the images that the file takes for that digit."""
     arguments = (folder, "--weights", models / "forgetful.safetensors", "--against", models / "m.onnx")
     content = json.loads(run(*arguments, "--json"))
-    assert all(row["against"] == "3" and row["answer"] != "3" for row in content["disagreements"])
+    assert all(row["against"] == "3" and row["predicted"] != "3" for row in content["disagreements"])
     with torch.inference_mode():
         threes = int((digits_vit()(inputs()[FIRST:LAST]).argmax(1) == 3).sum())
     assert len(content["disagreements"]) == threes > 10
-    assert content["classes"][3]["top1"] == 0 and content["classes"][3]["taken for"] is not None
+    assert content["classes"][3]["top1"] == 0 and content["classes"][3]["confused_with"] is not None
+    assert all(row["answer"] == row["predicted"] for row in content["disagreements"]), "former name"
+    assert all(row["taken for"] == row["confused_with"] for row in content["classes"]), "former name"
     assert content["against"]["top1"] > content["top1"] + 0.05
     text = run(*arguments, "--confusion", tmp_path / "c.png")
-    assert f"different class on {threes} images" in text and "most often classified as" in text
+    assert f"the models disagree on {threes} images" in text and "most often confused with" in text
     assert text.index("0.00%  3 (") < text.index("against:"), "the worst class comes first"
     assert Image.open(tmp_path / "c.png").width > 400
 
@@ -91,9 +93,11 @@ def test_folders_become_classes(tmp_path: Path) -> None:
     assert labels(made("dog", "cat"), 3, ["cat", "bird", "dog"]) == [0, 2], "by name"
     assert labels(made("2", "10"), 11, None) == [10, 2], "by number"
     assert labels(made("n02", "n01", "n03"), 3, ["tench", "shark", "ray"]) == [0, 1, 2], "in alphabetical order"
-    with pytest.raises(ValueError, match=r"names of the model's 3 classes, .*got 2, among them 'hen', 'owl'"):
+    with pytest.raises(
+        ValueError, match=r"names or indices of the model's 3 classes, .*got 2, among them 'hen', 'owl'"
+    ):
         labelled_images(made("owl", "hen"), 3, ["tench", "shark", "ray"])
-    with pytest.raises(ValueError, match="labels must be 0 to 1, got 5"):
+    with pytest.raises(ValueError, match="labels must be between 0 and 1, got 5"):
         evaluate([(Path("x"), 5)], [[0.1, 0.9]])
 
 
@@ -101,7 +105,7 @@ def test_folders_become_classes(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "--weights"),
-        (["--weights", "a", "--against", "b", "--data-config", "x"], "--data-config needs an ONNX file, got a and b"),
+        (["--weights", "a", "--against", "b", "--data-config", "x"], "must be used with an ONNX file, got a and b"),
         (["--weights", "a", "--confusion", "."], "is a folder, must be a file name"),
     ],
 )
@@ -112,9 +116,9 @@ def test_what_is_refused(arguments: list[str], message: str, tmp_path: Path, cap
 
 
 def test_ties_few_classes_and_many(tmp_path: Path) -> None:
-    """Two classes have no fifth output; of two equal ones the first is the answer; 200 have no legible numbers."""
+    """Two classes have no top-5; of equal probabilities the first class wins; 200 classes show no counts."""
     found = evaluate([(Path("x"), 1), (Path("y"), 0)], [[0.5, 0.5], [1, 0]])
-    assert found.right.tolist() == [False, True] and found.top5 == 1.0
+    assert found.correct.tolist() == [False, True] and found.top5 == 1.0
     found = evaluate([(Path(str(i)), i) for i in range(200)], np.eye(200))
     draw_confusion(found, [str(i) for i in range(200)], tmp_path / "c.png")
     assert Image.open(tmp_path / "c.png").size[0] < 2500

@@ -78,8 +78,8 @@ def test_an_outlier_that_no_norm_can_take_is_left_float(folder: Path, tmp_path: 
     with torch.no_grad():
         make_outlier(model.blocks[1].attn, 1000)
     report = export_onnx(model, tmp_path / "m.onnx", precision="int8", target="ort-cpu", calibration=[folder])
-    assert report.eight_bit is not None and "blocks.1.attn.proj" in report.eight_bit.kept
-    assert report.eight_bit.products + len(report.eight_bit.kept) == 12
+    assert report.eight_bit is not None and "blocks.1.attn.proj" in report.eight_bit.in_float
+    assert report.eight_bit.matmuls + len(report.eight_bit.in_float) == 12
     assert accuracy_of(tmp_path / "m.onnx") >= accuracy_of() - POINTS
     assert "blocks.1.attn.proj" in str(report)
 
@@ -209,7 +209,7 @@ def test_a_file_with_a_batch_of_more_images_than_calibrate_it(exported: Any, tmp
         value.type.tensor_type.shape.dim[0].dim_value = 40
     onnx.save(proto, tmp_path / "float.onnx")
     done = quantise_file(tmp_path / "float.onnx", tmp_path / "int8.onnx", "ort-cpu", [sample_image()])
-    assert done.products == 8
+    assert done.matmuls == 8
     images = torch.randn(40, 3, 32, 32)
     got, expected = (OnnxRunner(tmp_path / f"{name}.onnx", "cpu")(images) for name in ("int8", "float"))
     assert (got - expected).std() < 0.1 * expected.std()

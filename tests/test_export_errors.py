@@ -184,7 +184,7 @@ def test_command_with_a_model_that_brings_its_weights(tmp_path: Path, capsys: py
     ("arguments", "message"),
     [
         ([], "pass MODEL or --weights, and -o FILE.onnx"),
-        (["vit_tset", "-o", "m.onnx"], "unknown model 'vit_tset': nearest are vit_test"),
+        (["vit_tset", "-o", "m.onnx"], "unknown model 'vit_tset': did you mean vit_test"),
         (["vit_test", "-o", "m.onnx", "--returns", "x"], "output"),
         (["vit_test", "-o", "m.onnx", "--precision", "int8"], "must be image files"),
         (["vit_test", "-o", "m.onnx", "--precision", "int8", "--calibrate", "absent"], "absent: no such file"),

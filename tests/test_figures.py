@@ -103,11 +103,11 @@ def test_positions_and_filters_of_each_library(model) -> None:
     other = SUBJECTS["transformers-vit"].build()
     found = position_embedding(other, 4)
     torch.testing.assert_close(found, other.vit.embeddings.position_embeddings[0, 1:].detach())
-    with pytest.raises(UnsupportedInputError, match="named after positions"):
+    with pytest.raises(UnsupportedInputError, match="must have a learned position embedding"):
         position_embedding(nn.Linear(3, 3), 16)
-    with pytest.raises(UnsupportedInputError, match="first convolution"):
+    with pytest.raises(UnsupportedInputError, match="convolution with 1 or 3 input channels"):
         patch_filters(nn.Linear(3, 3))
-    with pytest.raises(UnsupportedInputError, match="supports none of its attention layers"):
+    with pytest.raises(UnsupportedInputError, match="must have attention layers"):
         figures.record_activations(nn.Conv2d(3, 8, 8), torch.randn(1, 3, 32, 32))
 
 
@@ -148,11 +148,11 @@ def test_patches_show_the_picture(model) -> None:
 def test_blocks_and_heads_are_chosen(model) -> None:
     figure = figures.attention(model, blocks=[0, -1], heads=[1])
     assert [axes.get_title() for axes in figure.axes] == ["block 0, head 1", "block 2, head 1"]
-    with pytest.raises(ValueError, match="blocks must be -3 to 2, got 3"):
+    with pytest.raises(ValueError, match="blocks must be between -3 and 2, got 3"):
         figures.attention(model, blocks=[3])
-    with pytest.raises(ValueError, match="blocks must be -3 to 2, got a"):
+    with pytest.raises(ValueError, match="blocks must be between -3 and 2, got a"):
         figures.attention(model, blocks="a")
-    with pytest.raises(ValueError, match=r"heads must be 0 to \d+, got 9"):
+    with pytest.raises(ValueError, match=r"heads must be between 0 and \d+, got 9"):
         figures.attention(model, heads=[9])
     for nothing in ({"blocks": []}, {"heads": []}):
         with pytest.raises(ValueError, match="must contain at least one"):
@@ -165,7 +165,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "seen"
     assert run("show", "vit_test", "--out", str(out)) == 0
     assert {path.stem for path in out.iterdir()} == set(FIGURES)
-    assert capsys.readouterr().out.count("written: ") == len(FIGURES)
+    assert capsys.readouterr().out.count("wrote ") == len(FIGURES)
     for path in out.iterdir():
         with Image.open(path) as image:
             assert min(image.size) > 100
@@ -182,7 +182,7 @@ def test_what_a_model_lacks_is_said_and_left_out(tmp_path: Path, capsys: pytest.
     words = ("timm:vit_small_patch16_dinov3", "--img-size", "32", "--figures", "positions,rollout", "--out", str(out))
     assert run("show", *words) == 0
     assert [path.name for path in out.iterdir()] == ["rollout.png"]
-    assert "no positions: " in capsys.readouterr().err
+    assert "skipped positions: " in capsys.readouterr().err
 
 
 def test_a_grey_model_is_shown_grey_pictures(tmp_path: Path) -> None:

@@ -94,7 +94,10 @@ CHANGES: dict[str, dict[str, tuple[Change, str]]] = {
     "ours": ANY
     | {
         "no epsilon": (lambda block: setattr(block, "norm2", nn.RMSNorm(64)), "norm2.eps must be a number, got None"),
-        "other MLP": (lambda block: setattr(block, "mlp", nn.Linear(64, 64)), "mlp must be the Mlp of ours or the Ga"),
+        "other MLP": (
+            lambda block: setattr(block, "mlp", nn.Linear(64, 64)),
+            "mlp must be the Mlp of vit_fast or the Ga",
+        ),
     },
 }
 

@@ -37,7 +37,7 @@ def test_bytes_give_what_normalised_images_gave(name: str) -> None:
     with torch.no_grad():
         expected = subject.run(model, {argument: normalised(pixels)})
         report = vit_fast.fuse(model, backend="sdpa", normalize=(MEAN, STD))
-        assert [module.part for module in report.fused].count("normalisation") == 1
+        assert [module.part for module in report.fused].count("normalization") == 1
         for given in (pixels, pixels.float(), pixels.contiguous(memory_format=torch.channels_last)):
             torch.testing.assert_close(subject.run(model, {argument: given}), expected, rtol=1e-4, atol=1e-4)
         vit_fast.unfuse(model)
@@ -113,7 +113,7 @@ def test_normalisations_that_do_not_fit_change_nothing(normalize: object, messag
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(3, 3), "no convolution that could be its patch embedding"),
+        (nn.Linear(3, 3), "must have a convolution as patch embedding, got none"),
         (nn.Conv2d(3, 8, 3, padding=1), r"padding must be 0, got \(1, 1\)"),
         (nn.Conv2d(3, 6, 2, stride=2, groups=3), "groups must be 1, got 3"),
     ],

@@ -127,7 +127,7 @@ def test_a_whole_chat_model_runs_its_tower_by_ours() -> None:
         f"model.visual.blocks.{i}{part}" for i in (0, 1) for part in ("", ".attn")
     }
     assert report.require_all().elsewhere == ("model.language_model (Qwen2_5_VLTextModel)",)
-    assert "model.language_model (Qwen2_5_VLTextModel): a language model" in str(report)
+    assert "model.language_model (Qwen2_5_VLTextModel) is a language model" in str(report)
     grid = torch.tensor([[1, 4, 6], [1, 2, 2]], device=DEVICE)
     ids = torch.tensor([[1, 92, *[90] * 6, 93, 7, 92, 90, 93, 5]], device=DEVICE)
     types = (ids == 90).int()

@@ -44,7 +44,7 @@ def test_a_decoder_is_not_required() -> None:
         ("it belongs to a text model, which needs causal and padding masks",)
     }
     assert "decoder (CLIPSegDecoder)" in report.elsewhere
-    assert "decoder (CLIPSegDecoder): a language model or decoder, not reported" in str(report)
+    assert "decoder (CLIPSegDecoder) is a language model or decoder" in str(report)
 
 
 class SomeMlp(nn.Module):

@@ -74,11 +74,11 @@ def test_parameters_without_counterpart_are_listed_for_both_models() -> None:
         take_weights(peer, weights, torchvision.convert, config)
     assert list(refusal.value.reasons) == [
         "its parameter conv_proj.bias has no counterpart",
-        "it has no counterpart for our norm_pre.weight",
-        "it has no counterpart for our norm_pre.bias",
-        "it has no counterpart for our blocks.0.ls1.gamma",
-        "it has no counterpart for our blocks.0.ls2.gamma",
-        "it has no counterpart for our blocks.1.ls1.gamma",
-        "it has no counterpart for our blocks.1.ls2.gamma",
+        "vit-fast's parameter norm_pre.weight has no counterpart",
+        "vit-fast's parameter norm_pre.bias has no counterpart",
+        "vit-fast's parameter blocks.0.ls1.gamma has no counterpart",
+        "vit-fast's parameter blocks.0.ls2.gamma has no counterpart",
+        "vit-fast's parameter blocks.1.ls1.gamma has no counterpart",
+        "vit-fast's parameter blocks.1.ls2.gamma has no counterpart",
     ]
     assert all(torch.equal(tensor, before[name]) for name, tensor in peer.state_dict().items())

@@ -92,7 +92,7 @@ def test_attention_maps():
     with pytest.raises(ValueError, match=r"blocks must be between -3 and 2, got 3"):
         model.attention_maps(images(), blocks=[3])
     model.blocks[1] = nn.Sequential(model.blocks[1])
-    with pytest.raises(ValueError, match="block 1 must be a Block of vit_fast, got Sequential"):
+    with pytest.raises(ValueError, match=r"blocks\.1 must be a vit_fast\.model\.Block, got Sequential"):
         model.attention_maps(images())
 
 

@@ -249,8 +249,8 @@ def test_predict_needs_nothing_but_the_file(exported: Any, capsys: pytest.Captur
     ("arguments", "message"),
     [
         (["absent.onnx"], "no such file"),
-        (["absent.onnx", "--model", "vit_test"], "--model must not be given for an ONNX file"),
-        (["absent.safetensors", "--data-config", "x"], "--data-config needs an ONNX file"),
+        (["absent.onnx", "--model", "vit_test"], "--model must not be used with an ONNX file"),
+        (["absent.safetensors", "--data-config", "x"], "--data-config must be used with an ONNX file"),
         (["plain.onnx", "--data-config", "list.json"], "--data-config must contain a JSON object"),
     ],
 )

@@ -85,6 +85,12 @@ def test_no_card_of_damaged_metadata(key: str, value: Any, folder: Path, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
 
 
+def test_a_card_of_a_file_with_former_field_names(folder: Path, tmp_path: Path) -> None:
+    facts = json.dumps({"products": 7, "kept": ["head"], "methods": {}})
+    card = write_card(with_metadata(folder / "plain.onnx", tmp_path / "m.onnx", "eight_bit", facts))
+    assert "7 MatMuls in 8 bits. In float, to limit the loss of accuracy: head." in card.read_text()
+
+
 def test_names_in_a_file_are_text(folder: Path, tmp_path: Path) -> None:
     """Neither markup of the table, nor syntax of the server's configuration."""
     proto = onnx.load(folder / "plain.onnx")

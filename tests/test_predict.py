@@ -102,7 +102,7 @@ def test_bad_input_ends_in_one_line_and_status_2(weights: Path, tmp_path: Path, 
     photo = sample_image()
     os.mkfifo(tmp_path / "pipe.png")
     for arguments, message in (
-        ((tmp_path / "pipe.png", "--weights", weights), "is no regular file"),
+        ((tmp_path / "pipe.png", "--weights", weights), "must be a regular file"),
         ((tmp_path / "absent.png", "--weights", weights), "no such file"),
         ((tmp_path / "text.png", "--weights", weights), "not an image"),
         ((tmp_path / "empty", "--weights", weights), "no image in this folder"),
@@ -117,8 +117,8 @@ def test_bad_input_ends_in_one_line_and_status_2(weights: Path, tmp_path: Path, 
         ((photo, "--weights", weights, "--classes", tmp_path / "absent.txt"), "no such file"),
         ((photo, "--weights", weights, "--backend", "cuda"), "cuda"),
         ((photo, "--weights", "m.onnx", "--data-config", tmp_path / "absent.json"), "--data-config"),
-        ((photo, "--weights", "m.onnx", "--data-config", tmp_path / "three.txt"), "must be a file of JSON, got"),
-        ((photo, "--weights", no_head), "no classification head"),
+        ((photo, "--weights", "m.onnx", "--data-config", tmp_path / "three.txt"), "must be a JSON file, got"),
+        ((photo, "--weights", no_head), "must be of a model with a classification head"),
         ((photo, "--weights", nan_weights), "not finite"),
         *(((photo, "--weights", weights, "--device", d), f"--device {d}") for d in ("tpu", "cuda:99", "meta")),
     ):

@@ -104,7 +104,7 @@ def test_a_run_goes_on_where_it_was(folder: Path, weights: Path, tmp_path: Path)
         predict(other, folder, out)
     part = parts / "00000001.parquet"
     part.write_bytes(part.read_bytes()[:-9])
-    with pytest.raises(PredictionError, match=r"00000001\.parquet: is damaged: .*; remove it and re-run"):
+    with pytest.raises(PredictionError, match=r"00000001\.parquet: is damaged: .*: remove it and re-run"):
         predict(model, folder, out)
     assert not out.exists()
     part.unlink()
@@ -180,9 +180,9 @@ def test_killed_for_good(folder: Path, weights: Path, tmp_path: Path, capsys: py
     assert not out.exists()
     assert run(*arguments) == 0
     captured = capsys.readouterr()
-    assert f"{COUNT} images, 12 of them by an earlier run, 2 could not be read" in captured.out
+    assert f"{COUNT} images, 12 of them from an earlier run, 2 unreadable" in captured.out
     for name in BAD:
-        assert f"not an image: {folder / name}" in captured.err
+        assert f"unreadable image: {folder / name}" in captured.err
     _check(load(weights), folder, out)
 
 
@@ -197,7 +197,7 @@ def test_a_killed_reader_costs_a_part_at_most(folder: Path, weights: Path, tmp_p
     parts: list[int] = []
     done = predict(model, folder, out, workers=2, on_part=lambda images: (kill(images), parts.append(images)))
     assert (done.images, done.taken) == (COUNT, 0)
-    assert len(done.lost) == 1 and "a process that reads images has ended, with exit code -9" in done.lost[0]
+    assert len(done.lost) == 1 and "a worker that reads images ended with exit code -9" in done.lost[0]
     assert parts == [*range(4, COUNT, 4), COUNT], "what was done is not done again"
     _check(model, folder, out)
     assert not multiprocessing.active_children()
@@ -222,9 +222,9 @@ def test_readers_that_always_die_end_in_one_line(
         patch.setattr(VisionTransformer, "forward_features", killing)
         assert run(*arguments, "--workers", "1") == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "a process that reads images has ended" in error and "for the second time between" in error
+    assert "a worker that reads images ended" in error and "twice between" in error
     assert str(folder / "12.png") in error and str(folder / "22.png") in error
-    assert run(*arguments, "--workers", "0") == 0 and "12 of them by an earlier run" in capsys.readouterr().out
+    assert run(*arguments, "--workers", "0") == 0 and "12 of them from an earlier run" in capsys.readouterr().out
     _check(load(weights), folder, tmp_path / "out.parquet")
 
 
@@ -233,14 +233,14 @@ def test_what_cannot_be_written_says_so(
 ) -> None:
     model, nan = load(weights), named_model()
     files = find_images([folder])
-    with pytest.raises(ValueError, match="each file once"):
+    with pytest.raises(ValueError, match="must not contain duplicates"):
         predict_to_parquet(model, [*files, files[0]], tmp_path / "out.parquet", class_names=model.class_names)
     (tmp_path / "mine.parquet.parts").mkdir()
     (tmp_path / "mine.parquet.parts" / "notes.txt").touch()
     torch.nn.init.constant_(nan.head.bias, float("nan"))
     for asked, out, error, message in (
         (model, folder, IsADirectoryError, "is a folder"),
-        (model, tmp_path / "mine.parquet", PredictionError, "hold the parts of this run"),
+        (model, tmp_path / "mine.parquet", PredictionError, "contain the parts of this run"),
         (nan, tmp_path / "nan.parquet", ValueError, "not finite"),
     ):
         with pytest.raises(error, match=message):

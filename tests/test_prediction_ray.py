@@ -113,10 +113,10 @@ def test_command(ray: Any, model: VisionTransformer, folder: Path, tmp_path: Pat
     weights = save(model, tmp_path / "weights.safetensors")
     arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(tmp_path / "out.parquet")]
     for options, code, said in (
-        (["--workers", "2"], 0, f"{COUNT} images, 1 could not be read"),
-        (["--workers", "3"], 2, "workers must be 1 to 2, the cores of the cluster, got 3"),
+        (["--workers", "2"], 0, f"{COUNT} images, 1 unreadable"),
+        (["--workers", "3"], 2, "workers must be between 1 and 2, the number of cores of the cluster, got 3"),
         (["--device", "cuda"], 2, "the cluster has no GPU"),
-        (["--device", "cuda:1"], 2, "device must be one of auto, cpu, cuda with the engine ray, got 'cuda:1'"),
+        (["--device", "cuda:1"], 2, "device must be one of auto, cpu, cuda with engine='ray', got 'cuda:1'"),
     ):
         assert run(*arguments, "--engine", "ray", *options) == code
         assert said in "".join(capsys.readouterr())

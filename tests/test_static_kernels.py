@@ -123,7 +123,7 @@ def test_what_became_worse_is_found(change: dict[str, int], word: str, tmp_path:
     ("change", "word"),
     [
         ({"spill_loads": 2}, "spills: 2 loads"),
-        ({"wgmma_waits": 25}, "wgmma is serialised: 25 waits, 6 in PTX"),
+        ({"wgmma_waits": 25}, "wgmma is serialized: 25 waits, 6 in PTX"),
         ({"hgmma": 0}, "no HGMMA"),
         ({"grid_waits": 0}, "no ACQBULK"),
         ({"grid_starts": 0}, "no PREEXIT"),

@@ -109,8 +109,8 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path, monkeypatch: pyte
     for content, message in (
         (whole[:-1], "cannot read it as MNIST"),
         (b"not an IDX file", "cannot read it as MNIST"),
-        (whole[:7] + b"\2" + whole[8:-1], "the same number"),
-        (whole[:-1] + b"\x0a", "labels must be 0 to 9"),
+        (whole[:7] + b"\2" + whole[8:-1], "equal lengths"),
+        (whole[:-1] + b"\x0a", "labels must be between 0 and 9"),
     ):
         labels.write_bytes(content)
         with pytest.raises(ImageError, match=message):
@@ -119,7 +119,7 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path, monkeypatch: pyte
         (labels.unlink, "Dataset not found"),
         (
             lambda: _write_mnist(tmp_path / "FashionMNIST" / "raw"),
-            "must hold one data set of torchvision, got MNIST,",
+            "must contain one torchvision data set, got MNIST,",
         ),
     ):
         change()
@@ -137,8 +137,8 @@ def test_other_paths_are_refused(tmp_path: Path) -> None:
     for paths, message in (
         ((tmp_path / "absent",), "no such file"),
         ((tmp_path / "one" / "a",), "at least two classes"),
-        ((tmp_path / "one", tmp_path / "other"), "validation must have the classes"),
-        ((None, tmp_path / "one"), "test set of its own"),
+        ((tmp_path / "one", tmp_path / "other"), "validation images must have the classes"),
+        ((None, tmp_path / "one"), "data that contain a test set"),
     ):
         with pytest.raises(ValueError, match=message) as refused:
             open_data(*paths)

@@ -18,8 +18,9 @@ def test_triton_passes_on_this_machine(capsys: pytest.CaptureFixture[str]) -> No
     result = json.loads(capsys.readouterr().out)
     assert result["interpreted"] is (kernel_support.DEVICE.type == "cpu")
     assert {row["dtype"] for row in result["rows"]} >= {"fp32", "fp16"}
-    subjects = {row["subject"].split()[0] for row in result["rows"]}
-    assert subjects >= {"attention", "attention_qkvpacked", "layer_norm_mlp", "VisionTransformer,"}
+    cases = {row["case"].split()[0] for row in result["rows"]}
+    assert all(row["subject"] == row["case"] for row in result["rows"]), "former name"
+    assert cases >= {"attention", "attention_qkvpacked", "layer_norm_mlp", "VisionTransformer,"}
     assert all(row["passed"] for row in result["rows"])
 
 
@@ -36,7 +37,7 @@ def test_a_wrong_operator_fails(wrong: float, monkeypatch: pytest.MonkeyPatch) -
     factors = {"eager": 1, "sdpa": wrong}
     monkeypatch.setattr(ops, "attention", lambda *args, backend: right(*args, backend=backend) * factors[backend])
     result = verify.verify(["sdpa"], "cpu")
-    failed = {row.subject.split()[0] for row in result.rows if not row.passed}
+    failed = {row.case.split()[0] for row in result.rows if not row.passed}
     assert not result.passed and failed == {"attention"}
 
 

@@ -174,7 +174,7 @@ def test_an_unreachable_preprocessor_is_noted_not_guessed(cache: Path) -> None:
     _publish(cache, "org/vit", {"config.json": config.to_dict(), "model.safetensors": {"x": torch.zeros(1)}})
     source = open_source("org/vit")
     assert source.data_config is None
-    assert any("preprocessing remains that of the model" in note for note in source.notes)
+    assert any("the model keeps its preprocessing" in note for note in source.notes)
 
 
 def test_broken_repositories_are_refused_in_one_line(tmp_path: Path) -> None:

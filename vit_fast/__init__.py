@@ -111,7 +111,7 @@ def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
 
 
-# If torch is imported, register the operators at once: exported programs that contain them may be loaded next.
-# Otherwise do not wait for torch, e.g. in `vit-fast --help`.
+# If torch is already imported, register the operators now, because torch.export.load needs them. Otherwise do not
+# import torch, so that `vit-fast --help` is fast.
 if "torch" in sys.modules:
     importlib.import_module(".weights.factory", __name__)

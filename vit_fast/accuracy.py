@@ -1,13 +1,13 @@
-"""The accuracy rule: an error may be at most twice that of eager torch in the same dtype, plus one rounding.
+"""The accuracy rule: an error may be at most twice the error of eager PyTorch in the same dtype, plus rounding.
 
-    error(result) <= factor x error(eager in the same dtype) + one rounding of the output
+    error(result) <= factor x error(eager in the same dtype) + one rounding error of the output
 
-Errors are measured against the eager reference in fp64 on the same inputs. The factor is 2, and 3 for gradients. Kernel
-tests, `vit-fast verify`, the benchmark's gate, `make gpu-check` and the probe of `backend="auto"` all use this rule.
+Errors are relative to eager PyTorch in fp64 on the same inputs. The factor is 2, and 3 for gradients. Kernel tests,
+`vit-fast verify`, `vit-fast bench`, `make gpu-check` and the probe of `backend="auto"` use this rule.
 
-The largest error has an additional tolerance, NOISE. In fp32, terms of order one that cancel leave an error of this
-size, and eager may be exact there by chance. The root mean square averages over many elements and needs no such
-tolerance. It is the stricter measure and works for outputs of any scale.
+The largest error has an additional tolerance, NOISE: in fp32, terms of order one that cancel leave an error of this
+size, while eager may be exact by chance. The root mean square averages over many elements and needs no such tolerance.
+It is stricter and works for outputs of any scale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 FORWARD_FACTOR, GRADIENT_FACTOR = 2, 3
 NOISE = 2e-6
-# With fewer elements, all of eager's errors may be far below one rounding by chance.
+# With fewer elements, all errors of eager may be far below one rounding error by chance.
 FEW = 8
 
 Measure = Literal["largest", "rms"]
@@ -28,12 +28,12 @@ Measure = Literal["largest", "rms"]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The error of a result, and the allowed error.
+    """Error of a result, and the allowed error.
 
     Attributes:
-        error: Error of the result against fp64; infinite if it contains NaN or infinity.
+        error: Error relative to fp64; infinite if the result contains NaN or infinity.
         eager_error: Error of eager in the same dtype.
-        allowed: The largest error that passes.
+        allowed: Largest error that passes.
     """
 
     error: float
@@ -46,7 +46,7 @@ class Accuracy:
 
     @property
     def share(self) -> float:
-        """The error divided by the allowed error; infinite for any error if none is allowed."""
+        """Error divided by the allowed error; infinite for any error if the allowed error is 0."""
         return self.error / self.allowed if self.allowed else (0.0 if self.passed else float("inf"))
 
     def __str__(self) -> str:
@@ -59,9 +59,9 @@ def judge(
     """Applies the accuracy rule to a result.
 
     Args:
-        result: The output to check, in the dtype whose rounding is allowed.
+        result: The output to check. Its dtype determines the allowed rounding error.
         eager: The output of eager torch in that dtype.
-        exact: The reference in fp64, from the same inputs.
+        exact: The fp64 reference, from the same inputs.
         factor: FORWARD_FACTOR or GRADIENT_FACTOR.
         measure: "largest" error or root mean square ("rms") over all elements.
     Raises:
@@ -83,7 +83,7 @@ def allowed_error(
     factor: float = FORWARD_FACTOR,
     measure: Measure = "largest",
 ) -> float:
-    """Returns the largest error that passes, from eager's error in `dtype` and the exact output; see judge."""
+    """Returns the largest error that passes, given eager's error in `dtype` and the exact output; see judge."""
     rounding = torch.finfo(dtype).eps / 2 * size_of(exact, measure)
     if exact.numel() < FEW:
         eager_error = max(eager_error, 2 * rounding)
@@ -91,7 +91,7 @@ def allowed_error(
 
 
 def error_of(result: Tensor, exact: Tensor, measure: Measure = "largest") -> float:
-    """Returns the error of a result against the exact output; infinite if the result contains NaN or infinity."""
+    """Returns the error relative to the exact output; infinite if the result contains NaN or infinity."""
     difference = result.detach().double().cpu() - exact.detach().double().cpu()
     return size_of(difference, measure) if bool(difference.isfinite().all()) else float("inf")
 

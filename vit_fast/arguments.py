@@ -1,4 +1,4 @@
-"""Argument checks: each error names the argument, the requirement, and the value that was passed."""
+"""Argument checks. Each error states the argument, the requirement, and the actual value."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ def pair(name: str, value: object) -> tuple[int, int]:
     """Returns (height, width) as positive integers; one number sets both."""
     sides = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
     if len(sides) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in sides):
-        raise ValueError(f"{name} must be a positive integer or a (height, width) pair of them, got {value!r}")
+        raise ValueError(f"{name} must be a positive integer or a pair (height, width), got {value!r}")
     for side in sides:
         check_integer(name, side, 1)
     return sides[0], sides[1]
 
 
 def as_device(device: torch.device | str | None) -> torch.device:
-    """Returns an existing device; None means torch's default device."""
+    """Returns a device and checks that it exists; None means torch's default device."""
     try:
         found = torch.get_default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be a torch.device or a name such as cpu or cuda:0, got {device!r}") from None
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device must exist, got {found}: there are {torch.cuda.device_count()} CUDA devices here")
+        raise ValueError(f"device must exist, got {found}: this machine has {torch.cuda.device_count()} CUDA devices")
     return found
 
 
 def known_fields(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a dataclass from JSON, with lists as tuples; unknown names raise ValueError."""
+    """Returns the fields of a dataclass from JSON and turns lists into tuples; unknown names raise ValueError."""
     check_type("fields", fields, Mapping)
     known = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(set(fields) - known):

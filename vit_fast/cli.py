@@ -1,4 +1,4 @@
-"""The `vit-fast` command: one module of vit_fast.commands per command; errors are printed as one line."""
+"""The `vit-fast` command. Imports only the module of the given command, and prints errors as one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
 
 
 def make_app(wanted: str = "") -> typer.Typer:
-    """Returns the typer application with one command, or with all commands if none has that name."""
+    """Builds the typer application with the command `wanted`, or with all commands if it is unknown."""
     app = typer.Typer(
         name="vit-fast",
         no_args_is_help=True,
@@ -50,11 +50,11 @@ def _before_every_command(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Measure, export and speed up Vision Transformers."""
+    """Speed up, export and measure Vision Transformers."""
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line. Invalid input prints one line and exits with status 2; `--traceback` raises instead."""
+    """Runs the command line. Prints errors as one line and exits with 2; with `--traceback` first, raises them."""
     args = list(sys.argv[1:] if args is None else args)
     traceback_wanted = args[:1] == ["--traceback"]
     if traceback_wanted:
@@ -69,6 +69,8 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:  # without "[Errno 2]"
+        return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""ViTConfig, the shape of a Vision Transformer, and DataConfig, its preprocessing. Both validate their fields."""
+"""Configuration of a Vision Transformer (ViTConfig) and its preprocessing (DataConfig). Both validate their fields."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ CropMode = Literal["center", "squash"]
 Size = tuple[int, int]
 
 MAX_DEPTH, MAX_PARAMETERS = 1024, 10**12
-"""Limits far above published models, which have up to 1,000 layers or, as ViTs, 22 billion parameters."""
+"""Limits far above published models, which have up to 1,000 layers, and ViTs up to 22 billion parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Preprocessing of an RGB image for a model, in timm's terms.
+    """Preprocessing of images for a model, as in timm's data config.
 
     Attributes:
-        mean: Mean per channel, of pixel values in [0, 1].
+        mean: Mean per channel for pixel values in [0, 1].
         std: Standard deviation per channel.
         interpolation: Resize filter.
-        crop_pct: Side of the centre crop divided by the shorter side of the resized image, in (0, 1].
+        crop_pct: Side of the center crop divided by the shorter side of the resized image, in (0, 1].
         crop_mode: "center" preserves the aspect ratio and crops; "squash" resizes both sides.
     """
 
@@ -68,15 +68,16 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding of the patches in two dimensions.
+    """Two-dimensional rotary position embedding of the patches.
 
-    Half of the channel pairs of q and k encode the row, half the column, at D/4 frequencies temperature^(-4 i / D).
+    One half of the channel pairs of q and k encodes the row, the other half the column. Each half uses D/4 frequencies
+    temperature^(-4 i / D).
 
     Attributes:
-        coordinates: "centred": patch centres in (-1, 1), times 2 pi (DINOv3); "index": 0, 1, 2 ... (EVA-02).
+        coordinates: "centred": patch centers in (-1, 1), times 2 pi (DINOv3); "index": 0, 1, 2, ... (EVA-02).
         temperature: Ratio of the longest to the shortest period.
         layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
-        reference_grid: (rows, columns) of the grid that indices are scaled to; None does not scale them.
+        reference_grid: Grid (rows, columns) to which indices are scaled; None means no scaling.
         offset: Number added to the indices.
         columns_first: True if the first half of the pairs encodes the column.
     """
@@ -96,57 +97,57 @@ class RopeConfig:
         if self.reference_grid is not None:
             object.__setattr__(self, "reference_grid", pair("reference_grid", self.reference_grid))
         if self.coordinates == "centred" and (self.reference_grid is not None or self.offset):
-            raise ValueError("reference_grid and offset must not be given for coordinates='centred', only for 'index'")
+            raise ValueError("reference_grid and offset must be used with coordinates='index', got 'centred'")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
-    """The shape of a Vision Transformer. Fields have timm's names.
+    """Architecture of a Vision Transformer. Fields have timm's names.
 
     Attributes:
-        img_size: Input height and width, in pixels; one number means a square.
-        patch_size: Patch height and width: in pixels, or in feature-map cells behind a convolutional stem.
+        img_size: Input height and width in pixels; one number means a square.
+        patch_size: Patch height and width in pixels; with a convolutional stem, in elements of its feature map.
         in_chans: Number of channels of the input image.
         num_classes: Number of outputs of the linear head; 0 means no head.
         embed_dim: Width C of a token; a multiple of num_heads.
         depth: Number of encoder blocks.
         num_heads: Number of attention heads H.
         mlp_ratio: Hidden width of the MLP divided by embed_dim.
-        qkv_bias: Whether the qkv linear has a bias.
-        proj_bias: Whether the attention's output linear and the MLP's linears have biases.
+        qkv_bias: True if the qkv linear has a bias.
+        proj_bias: True if the output linear of attention and the linears of the MLP have biases.
         init_values: Initial value of LayerScale; None means no LayerScale.
-        class_token: Whether a learned class token precedes the patches.
-        distilled: Whether the model has DeiT's distillation token and second head (needs class_token).
+        class_token: True if a learned class token precedes the patches.
+        distilled: True if the model has DeiT's distillation token and second head; requires class_token.
         reg_tokens: Register tokens after the class token ("Vision Transformers Need Registers", arXiv 2309.16588).
         pos_embed: "learn" (learned), "sincos1d" (fixed, arXiv 1706.03762, patches in reading order), "sincos2d"
             (fixed) or "none".
-        no_embed_class: Whether the position embedding covers the patches only.
-        pre_norm: Whether a norm precedes the blocks and the patch embedding has no bias (CLIP).
-        embed_norm: Whether a norm follows the patch embedding (AIMv2).
+        no_embed_class: True if only patches have a position embedding.
+        pre_norm: True if a norm precedes the blocks and the patch embedding has no bias (CLIP).
+        embed_norm: True if a norm follows the patch embedding (AIMv2).
         global_pool: "token" (class token), "avg" (mean of the patches), "map" (SigLIP's attention pooling), "" (none).
-        pool_include_prefix: Whether global_pool="map" also pools class and register tokens.
+        pool_include_prefix: True if global_pool="map" also pools class and register tokens.
         pool_heads: Heads of the attention pooling; None means num_heads.
         pool_mlp_ratio: mlp_ratio of the attention pooling; None means mlp_ratio.
-        final_norm: Whether a norm follows the blocks.
-        fc_norm: Whether the final norm follows pooling; None means only for global_pool="avg".
+        final_norm: True if a norm follows the blocks.
+        fc_norm: True if the final norm follows pooling; None means True for global_pool="avg" only.
         act_layer: Activation of the MLP: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
         norm_layer: Type of all norms: "layer_norm" or "rms_norm".
         norm_eps: Epsilon of all norms.
-        mlp_layer: "mlp", fc2(act(fc1(x))), or "swiglu", fc2(act(gate(x)) * up(x)), gate and up packed in fc1.
-        scale_attn_norm: Whether a norm precedes the attention's output linear (EVA-02 CLIP).
-        scale_mlp_norm: Whether a norm precedes fc2 (EVA-02).
-        qk_norm: Whether q and k are normalised per head.
+        mlp_layer: "mlp": fc2(act(fc1(x))); "swiglu": fc2(act(gate(x)) * up(x)), where fc1 packs gate and up.
+        scale_attn_norm: True if a norm precedes the output linear of attention (EVA-02 CLIP).
+        scale_mlp_norm: True if a norm precedes fc2 (EVA-02).
+        qk_norm: True if q and k are normalized per head.
         rope: Rotary position embedding of the patches; None means none.
-        dynamic_img_size: Accept other image sizes than img_size by interpolating the position embedding.
-        stem_channels: Output channels of the hybrid's convolutional stem, each at half the resolution. () means none.
+        dynamic_img_size: True if the model takes images of other sizes and interpolates the position embedding.
+        stem_channels: Output channels of the hybrid's convolutional stem, one per layer of stride 2; () means no stem.
         drop_rate: Dropout before the head.
         pos_drop_rate: Dropout after the position embedding.
         proj_drop_rate: Dropout after the attention projection and both linear layers of the MLP.
         attn_drop_rate: Dropout on the attention weights.
-        drop_path_rate: Stochastic depth of the last block; grows linearly from 0.
+        drop_path_rate: Drop path rate (stochastic depth) of the last block; it increases linearly from 0.
 
     Raises:
-        ValueError: A field is invalid.
+        ValueError: a field is invalid.
     """
 
     img_size: int | Size = 224
@@ -208,7 +209,7 @@ class ViTConfig:
 
     @property
     def stem_stride(self) -> int:
-        """Pixels of the image per cell of the stem's feature map; 1 without a stem."""
+        """Stride of the convolutional stem in pixels; 1 without a stem."""
         return int(2 ** len(self.stem_channels))
 
     @property
@@ -218,7 +219,7 @@ class ViTConfig:
 
     @property
     def grid_size(self) -> Size:
-        """Patches along height and width."""
+        """Number of patches along height and width."""
         return self.image_hw[0] // self.patch_pixels[0], self.image_hw[1] // self.patch_pixels[1]
 
     @property
@@ -227,17 +228,17 @@ class ViTConfig:
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Tokens before the patches: class, distillation, registers."""
+        """Number of class, distillation and register tokens, which precede the patches."""
         return int(self.class_token) + int(self.distilled) + self.reg_tokens
 
     @property
     def pos_embed_covers_prefix(self) -> bool:
-        """True if class and register tokens also have learned positions."""
+        """True if prefix tokens also have a learned position embedding."""
         return self.pos_embed == "learn" and not self.no_embed_class
 
     @property
     def seqlen(self) -> int:
-        """Tokens N per image."""
+        """Number of tokens N per image."""
         return self.num_prefix_tokens + self.num_patches
 
     @property
@@ -259,7 +260,7 @@ class ViTConfig:
         return self.global_pool == "avg" if self.fc_norm is None else self.fc_norm
 
     def replace(self, **overrides: Any) -> ViTConfig:
-        """Returns a validated copy with these fields replaced; unknown names raise ValueError."""
+        """Returns a validated copy with changed fields; unknown names raise ValueError."""
         return dataclasses.replace(self, **known_fields(ViTConfig, overrides))
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,14 +268,14 @@ class ViTConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ViTConfig:
-        """Rebuilds a config from to_dict's mapping, also after JSON; unknown names raise ValueError."""
+        """Builds a config from the output of to_dict, also after JSON; unknown names raise ValueError."""
         known = known_fields(cls, fields)
         if isinstance(known.get("rope"), Mapping):
             known["rope"] = RopeConfig(**known_fields(RopeConfig, known["rope"]))
         return cls(**known)
 
     def num_parameters(self) -> int:
-        """Returns the number of elements of all matrices, tokens and position tables, without biases and norms."""
+        """Returns the number of parameters of the model, without biases and norms."""
         C, channels = self.embed_dim, (self.in_chans, *self.stem_channels)
         positions = 0 if self.pos_embed == "none" and self.rope is None else self.num_patches * C
         stem = sum(9 * before * after for before, after in itertools.pairwise(channels))
@@ -283,7 +284,7 @@ class ViTConfig:
         return self.block_parameters() + positions + embedding + pool + (1 + self.distilled) * self.num_classes * C
 
     def block_parameters(self) -> int:
-        """Returns the number of elements of the matrices in all blocks."""
+        """Returns the number of parameters of all blocks, without biases and norms."""
         mlp = (3 if self.mlp_layer == "swiglu" else 2) * self.hidden_dim
         return self.depth * self.embed_dim * (4 * self.embed_dim + mlp)
 
@@ -326,7 +327,7 @@ def _check_together(config: ViTConfig) -> None:
             f"embed_dim={config.embed_dim}, depth={config.depth}, num_classes={config.num_classes}"
         )
     if config.mlp_ratio <= 0 or config.hidden_dim < 1:
-        raise ValueError(f"mlp_ratio must give at least one hidden unit, got {config.mlp_ratio}")
+        raise ValueError(f"mlp_ratio times embed_dim must be at least 1, got mlp_ratio={config.mlp_ratio}")
     if config.embed_dim % config.num_heads:
         raise ValueError(f"embed_dim must be a multiple of num_heads={config.num_heads}, got {config.embed_dim}")
     for axis, pixels, cell in zip(("height", "width"), config.image_hw, config.patch_pixels, strict=True):
@@ -338,11 +339,16 @@ def _check_together(config: ViTConfig) -> None:
     if (heads := config.pool_heads) is not None and config.embed_dim % heads:
         raise ValueError(f"pool_heads must divide embed_dim={config.embed_dim}, got {heads}")
     if config.pool_hidden_dim < 1:
-        raise ValueError(f"pool_mlp_ratio must give at least one hidden unit, got {config.pool_mlp_ratio}")
+        raise ValueError(
+            f"pool_mlp_ratio times embed_dim must be at least 1, got pool_mlp_ratio={config.pool_mlp_ratio}"
+        )
     if config.global_pool != "map" and (config.pool_include_prefix or {heads, config.pool_mlp_ratio} != {None}):
-        raise ValueError("pool_include_prefix, pool_heads and pool_mlp_ratio need global_pool='map'")
+        raise ValueError(
+            "pool_include_prefix, pool_heads and pool_mlp_ratio must be used with global_pool='map', got "
+            f"{config.global_pool!r}"
+        )
     if config.fc_norm and not config.final_norm:
-        raise ValueError("fc_norm=True needs final_norm=True")
+        raise ValueError("final_norm must be True for fc_norm=True, got False")
     if config.global_pool == "token" and not config.class_token:
         raise ValueError("global_pool must be 'avg', 'map' or '' for class_token=False, got 'token'")
     if config.distilled and not (config.class_token and config.global_pool == "token"):

@@ -13,8 +13,8 @@ class UnsupportedInputError(VitFastError, ValueError):
     """A requested backend, precision or format does not support the input.
 
     Attributes:
-        what: The request that failed.
-        reasons: All reasons why it is not supported.
+        what: The operation that failed.
+        reasons: All reasons.
     """
 
     def __init__(self, what: str, reasons: Sequence[str]) -> None:
@@ -44,4 +44,4 @@ def type_name(value: object) -> str:
 
 
 class MissingPackageError(VitFastError, ImportError):
-    """Required packages are not installed; the message names them and the extra that installs them."""
+    """Required packages are not installed; the message contains the pip command."""

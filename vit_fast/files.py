@@ -1,4 +1,4 @@
-"""Atomic writes: files and folders are written to a hidden folder beside their target, then renamed."""
+"""Writes files and folders atomically: to a hidden folder beside the target, which is then renamed."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from pathlib import Path
 if sys.platform != "win32":  # on Windows, folders of killed processes are not removed
     import fcntl
 
-_PREFIX = ".vit-fast-partial-"  # without the name of the file, which may already have the maximum length
-_SECONDS_TO_LOCK = 60.0  # the process that created a younger folder may not have locked it yet
+_PREFIX = ".vit-fast-partial-"  # does not contain the file name, which may have the maximum length
+_SECONDS_TO_LOCK = 60.0  # time in which a process locks the folder that it created
 
 
 @contextlib.contextmanager
 def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """Yields a temporary path. If the block succeeds, the file and those beside it are moved to their final names.
+    """Yields a temporary path. If the `with` block succeeds, moves all files beside it to their final names.
 
     Args:
         path: The final name. Missing folders are created, and removed again if the block fails.
-        errors: Exceptions that a library raises for a failed write.
+        errors: Other exceptions that a library raises for a failed write; they become OSError.
     Yields:
         The same file name in a new, hidden folder.
     Raises:
-        OSError: `path` is not a regular file, the folder is read-only, or the disk is full. Nothing is left behind.
+        OSError: `path` is not a regular file, the folder is read-only, or the disk is full. No files remain.
     """
     check_replaceable(path)
     with _hidden_folder(path, *errors) as aside:
         yield aside / path.name
-        # Move `path` last, so that it never exists beside files of another version.
-        # Use the folder of `path`, not that of a link's target: a link is replaced.
+        # Move `path` last, so that it never exists beside files of another version. If `path` is a symbolic link, this
+        # replaces the link, not its target.
         parts = sorted(aside.iterdir(), key=lambda part: part.name == path.name)
         for part in parts:
             check_replaceable(aside.parent / part.name)
@@ -47,12 +47,12 @@ def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def folder_aside(path: Path) -> Iterator[Path]:
-    """Yields a hidden folder to fill, which becomes `path` if the block succeeds.
+    """Yields a hidden folder. If the `with` block succeeds, renames it to `path`.
 
     Args:
-        path: A new name or an empty folder; a symbolic link is followed.
+        path: A new name or an empty folder; symbolic links are followed.
     Raises:
-        OSError: the folder cannot be written. Nothing is left behind.
+        OSError: the folder cannot be written. No files remain.
     """
     if path.is_symlink():
         path = Path(os.path.realpath(path))
@@ -63,7 +63,7 @@ def folder_aside(path: Path) -> Iterator[Path]:
 
 
 def check_writable(path: Path) -> None:
-    """Raises OSError for a path below a file or below a folder without write permission."""
+    """Raises OSError if the parent of a path is a file or a folder without write permission."""
     parent = path.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -74,7 +74,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_new_folder(path: Path) -> None:
-    """Raises OSError unless the path is a new or empty folder that can be written."""
+    """Raises OSError unless the path is a new or empty folder with write permission."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         problem = "is not empty" if path.is_dir() else "is a file"
         raise FileExistsError(f"{path}: {problem}, must be a new or empty folder")
@@ -82,7 +82,7 @@ def check_new_folder(path: Path) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raises OSError unless the path is a new name or a regular file that can be replaced."""
+    """Raises OSError unless the path is a new name or a regular file, with write permission."""
     check_writable(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path}: is a folder, must be a file name such as {path / 'NAME'}")
@@ -98,7 +98,7 @@ def _kind(path: Path) -> str:
 
 @contextlib.contextmanager
 def _hidden_folder(path: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """Yields a new folder beside `path` and removes it at the end. Also removes folders of killed processes."""
+    """Yields a new folder beside `path` and removes it at the end. Also removes the folders of killed processes."""
     parent = Path(os.path.realpath(path.parent))  # Path.resolve raises RuntimeError for circular links
     created = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     aside = None
@@ -122,7 +122,7 @@ def _hidden_folder(path: Path, *errors: type[Exception]) -> Iterator[Path]:
 
 
 def _is_about(error: OSError, aside: Path | None) -> bool:
-    """True if creating `aside` or writing into it failed; False for an error of another file."""
+    """Returns True if creating `aside` or writing into it failed, and False for an error of another file."""
     names = [Path(os.fsdecode(name)) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
     return error.errno is not None and (aside is None or not names or any(n.is_relative_to(aside) for n in names))
 
@@ -138,7 +138,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Yields True if the folder is locked. The system releases the lock when the process ends, even if it is killed."""
+    """Locks a folder; yields True on success. The system releases the lock when the process ends or is killed."""
     if sys.platform == "win32":
         yield False
         return

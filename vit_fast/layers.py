@@ -18,7 +18,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x), OpenAI CLIP's activation."""
+    """Computes x * sigmoid(1.702 x), OpenAI CLIP's activation."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -32,9 +32,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PatchEmbed(nn.Module):
-    """Projects each patch of an image to a token by a strided convolution.
+    """Projects each patch of an image to a token with a strided convolution.
 
-    With `stem_channels`, patches are cut from the feature map of a convolutional stem (the hybrid of section 3.1).
+    With `stem_channels`, it projects patches of a convolutional stem's feature map (the hybrid of section 3.1).
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -63,7 +63,7 @@ class PatchEmbed(nn.Module):
         if images.dim() != 4 or images.shape[1] != config.in_chans:
             raise ValueError(f"images must have shape [B, {config.in_chans}, height, width], got {tuple(images.shape)}")
         if not images.is_floating_point():
-            raise ValueError(f"images must have a floating dtype, got {images.dtype}: scale and normalize them first")
+            raise ValueError(f"images must have a floating dtype, got {images.dtype}: scale and normalize the images")
         dtype = getattr(self.proj, "weight", images).dtype  # a wrapper of the convolution may have no weight attribute
         if images.dtype != dtype and not torch.is_autocast_enabled(images.device.type):
             raise ValueError(f"images must have the dtype of the weights, {dtype}, got {images.dtype}")
@@ -82,7 +82,7 @@ class PatchEmbed(nn.Module):
 
 
 def conv_stem(in_chans: int, channels: tuple[int, ...]) -> nn.Sequential:
-    """Builds 3x3 convolutions of stride 2, each with GroupNorm (as in the paper's ResNets) and ReLU."""
+    """Builds 3x3 convolutions of stride 2, each followed by GroupNorm (as in the paper's ResNets) and ReLU."""
     layers: list[nn.Module] = []
     for out_chans in channels:
         layers += [
@@ -107,7 +107,7 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Drops the residual branch of an image with probability drop_prob (stochastic depth, arXiv 1603.09382)."""
+    """Drops the residual branch per image with probability drop_prob (stochastic depth, arXiv 1603.09382)."""
 
     def __init__(self, drop_prob: float) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class DropPath(nn.Module):
 
 
 def make_norm(config: ViTConfig, width: int) -> nn.Module:
-    """Builds a norm of the config's type."""
+    """Builds the norm that config.norm_layer names."""
     kind = nn.RMSNorm if config.norm_layer == "rms_norm" else nn.LayerNorm
     return kind(width, eps=config.norm_eps)
 
@@ -163,7 +163,7 @@ MLPS: dict[str, type[Mlp]] = {"mlp": Mlp, "swiglu": GatedMlp}
 
 
 class AttentionPool(nn.Module):
-    """SigLIP's attention pooling (arXiv 2303.15343): a learned query attends to all patches; then an MLP."""
+    """SigLIP's attention pooling (arXiv 2303.15343): a learned query attends to all patches, followed by an MLP."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()

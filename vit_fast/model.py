@@ -25,7 +25,7 @@ from .positions import pos_embed_for, rope_of, rotate
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, MSA of equation 2: a qkv layer, softmax attention per head, an output layer."""
+    """Multi-head self-attention (MSA in equation 2): qkv projection, softmax attention per head, output projection."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -40,19 +40,19 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(config.proj_drop_rate)
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """Applies attention to tokens [B, N, C]; rope contains cosines and sines of rotary positions, if any."""
+        """Applies attention to tokens [B, N, C]; rope is the cosines and sines of the rotary embedding, if any."""
         q, k, v = self.project(x, *rope)
         drop = self.attn_drop.p if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=drop)
         return self.proj_drop(self.proj(self.norm(mixed.transpose(1, 2).flatten(2))))
 
     def attention_map(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """Returns softmax(q k^T / sqrt(D)) of tokens [B, N, C]: [B, H, N, N]; the last axis sums to one."""
+        """Returns the attention weights softmax(q k^T / sqrt(D)) [B, H, N, N] of tokens [B, N, C]."""
         q, k, _ = self.project(x, *rope)
         return (q * self.head_dim**-0.5 @ k.transpose(-2, -1)).softmax(dim=-1)
 
     def project(self, x: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Projects tokens [B, N, C] to q, k and v [B, H, N, D]; q and k are normalised and rotated."""
+        """Projects tokens [B, N, C] to q, k and v [B, H, N, D]; applies qk-norm and the rotary embedding."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3).unbind(2)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope:
@@ -65,7 +65,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm encoder block: equations 2 and 3, each branch with optional LayerScale and drop path."""
+    """Pre-norm encoder block (equations 2 and 3), with optional LayerScale and drop path on each branch."""
 
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()
@@ -84,12 +84,12 @@ class Block(nn.Module):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
     def attention_map(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """Returns the attention weights [B, H, N, N] of this block's input [B, N, C]."""
+        """Returns the attention weights [B, H, N, N] for this block's input [B, N, C]."""
         return self.attn.attention_map(self.norm1(x), *rope)
 
 
 class Blocks(nn.Sequential):
-    """Runs blocks in sequence and passes the rotary positions to each."""
+    """Runs blocks in sequence and passes the rotary embedding to each."""
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
         """Maps tokens [B, N, C] to [B, N, C]."""
@@ -105,12 +105,12 @@ class Blocks(nn.Sequential):
 
 
 class VisionTransformer(nn.Module):
-    """Patch and position embedding, blocks, pooling and linear head, built from torch's own layers.
+    """Vision Transformer in plain PyTorch: patch and position embedding, blocks, pooling and linear head.
 
     `create_model` builds it and selects a backend for its blocks.
 
     Args:
-        config: The shape; see ViTConfig.
+        config: Architecture; see ViTConfig.
         data_config: Preprocessing of images; None means DataConfig's defaults.
         class_names: Names of the num_classes outputs; None if unknown.
     """
@@ -159,12 +159,12 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Maps images [B, in_chans, height, width] to logits [B, num_classes], or to features [B, C] without a head.
 
-        With global_pool="", the head is applied to every token. In `distilled_training`, returns both heads' logits.
+        With global_pool="", it returns logits per token. In distilled training, it returns the logits of both heads.
         """
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Maps images to tokens [B, N, C], normalised unless the config's norm follows pooling."""
+        """Maps images to tokens [B, N, C], and applies the final norm unless it follows pooling."""
         z = self.embed(images)
         rope = self.rope(images, z)
         if self.grad_checkpointing and self.training:
@@ -175,7 +175,7 @@ class VisionTransformer(nn.Module):
         return self.norm(z)
 
     def embed(self, images: Tensor) -> Tensor:
-        """Maps images to tokens [B, N, C], prefix tokens first (equation 1)."""
+        """Maps images to tokens [B, N, C], starting with the prefix tokens (equation 1)."""
         patches, grid = self.patch_embed(images)
         pos_embed = pos_embed_for(self.config, self.pos_embed, grid, patches)
         prefix = [token.expand(patches.shape[0], -1, -1) for token in self._prefix_tokens()]
@@ -188,7 +188,7 @@ class VisionTransformer(nn.Module):
         return self.norm_pre(self.pos_drop(z))
 
     def rope(self, images: Tensor, z: Tensor) -> tuple[Tensor, ...]:
-        """Returns cosines and sines of the rotary positions of tokens z; () if the model has none."""
+        """Returns cosines and sines of the rotary embedding for tokens z; () if the model has none."""
         config, (height, width) = self.config, self.config.patch_pixels
         if config.rope is None:
             return ()
@@ -196,7 +196,7 @@ class VisionTransformer(nn.Module):
         return rope_of(config.rope, grid, config.head_dim, like=z)
 
     def pool(self, tokens: Tensor) -> Tensor:
-        """Pools tokens [B, N, C] to [B, C] by config.global_pool; "" returns the tokens."""
+        """Pools tokens [B, N, C] to [B, C] as config.global_pool defines; "" returns the tokens."""
         pooling = self.config.global_pool
         if pooling == "token":
             return tokens[:, 0]
@@ -215,13 +215,13 @@ class VisionTransformer(nn.Module):
         return features if pre_logits else self.head(features)
 
     def attention_maps(self, images: Tensor, blocks: Iterable[int] | None = None) -> dict[int, Tensor]:
-        """Returns the attention weights of chosen blocks.
+        """Returns the attention weights of blocks.
 
         Args:
             images: [B, in_chans, height, width].
-            blocks: Block indices, negative ones counted from the end; None means all.
+            blocks: Block indices; negative ones count from the end. None means all blocks.
         Returns:
-            By block index, the weights [B, H, N, N]; row i holds the weights of query token i and sums to one.
+            A dictionary from block index to weights [B, H, N, N]. Row i contains the weights of query token i.
         Raises:
             ValueError: a block does not exist, or was replaced.
         """
@@ -237,7 +237,7 @@ class VisionTransformer(nn.Module):
         for index, block in enumerate(self.blocks):
             if index in wanted:
                 if not isinstance(block, Block):
-                    raise ValueError(f"block {index} must be a Block of vit_fast, got {type(block).__name__}")
+                    raise ValueError(f"blocks.{index} must be a vit_fast.model.Block, got {type(block).__name__}")
                 maps[index] = block.attention_map(z, *rope)
             if len(maps) == len(wanted):
                 break
@@ -249,7 +249,7 @@ class VisionTransformer(nn.Module):
         self.grad_checkpointing = enable
 
     def set_distilled_training(self, enable: bool = True) -> None:
-        """Makes training mode return class and distillation logits separately (DeiT) instead of their mean."""
+        """Makes forward in training mode return the logits of both heads (DeiT) instead of their mean."""
         self.distilled_training = enable
 
     def no_weight_decay(self) -> set[str]:
@@ -258,7 +258,7 @@ class VisionTransformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Applies timm's initialisation: truncated normal with std 0.02, zero biases."""
+        """Applies timm's initialization: truncated normal with std 0.02, zero biases."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)

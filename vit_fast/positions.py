@@ -1,4 +1,4 @@
-"""Positions of patches: learned and fixed position embeddings, and the tables of rotary positions."""
+"""Position embeddings: learned, fixed (sine and cosine) and rotary."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def pos_embed_for(config: ViTConfig, learned: Tensor | None, grid: Size, patches
 
 
 def sincos_1d(positions: Tensor, dim: int) -> Tensor:
-    """Returns sines and cosines of positions [P] at dim/2 frequencies: [P, dim]; arXiv 1706.03762, section 3.5."""
+    """Returns sines and cosines [P, dim] of positions [P] at dim/2 frequencies (arXiv 1706.03762, section 3.5)."""
     angles = positions[:, None] * frequencies(dim // 2, 10000.0, positions)
     cosines = (angles + math.pi / 2).sin()  # ONNX Runtime 1.23 has no fp64 Cos
     return torch.cat([angles.sin(), cosines], dim=1)
 
 
 def frequencies(count: int, temperature: float, like: Tensor) -> Tensor:
-    """Returns temperature^(-i / count), [count], with dtype and device of `like`."""
+    """Returns temperature^(-i / count) for i < count, with dtype and device of `like`."""
     return temperature ** (-torch.arange(count, dtype=like.dtype, device=like.device) / count)
 
 
 def fixed_pos_embed(kind: str, grid: Size, dim: int, device: torch.device | None = None) -> Tensor:
-    """Returns the fixed position embedding of a patch grid, [1, rows * columns, dim] in fp32.
+    """Returns the fixed position embedding [1, rows * columns, dim] of a patch grid, in fp32.
 
     "sincos1d" numbers the patches in reading order; "sincos2d" encodes the row in one half of the channels and the
     column in the other.
@@ -55,9 +55,9 @@ def fixed_pos_embed(kind: str, grid: Size, dim: int, device: torch.device | None
 
 
 def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_prefix_tokens: int) -> Tensor:
-    """Resamples a learned position embedding [1, prefix + old patches, C]: bicubic, antialiased, in fp32.
+    """Interpolates a learned position embedding [1, prefix + old patches, C] (bicubic, antialiased, in fp32).
 
-    The first num_prefix_tokens positions stay unchanged. For an equal grid, returns the same tensor.
+    The first num_prefix_tokens positions stay unchanged. If the grids are equal, returns the same tensor.
     """
     is_known = all(type(size) is int for size in new_grid)  # comparing a symbolic size would specialize the graph
     if is_known and old_grid == new_grid:
@@ -70,9 +70,9 @@ def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_pr
 
 
 def rope_of(config: RopeConfig, grid: Size, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the rotary positions of a patch grid: cosines and sines [rows * columns, head_dim / 2].
+    """Returns cosines and sines [rows * columns, head_dim / 2] of the rotary embedding of a patch grid.
 
-    They are fp32 (fp64 for fp64) on the device of `like`.
+    They are on the device of `like`, in fp64 if `like` is fp64, otherwise in fp32.
     Source: RoFormer, arXiv 2104.09864; in two dimensions EVA-02, arXiv 2303.11331, and DINOv3, arXiv 2508.10104.
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
@@ -116,5 +116,5 @@ def _rope_tables(
 def _cached_tables(
     config: RopeConfig, grid: Size, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):  # later calls may record gradients
+    with torch.inference_mode(False):  # later calls may need autograd, which does not support inference tensors
         return _rope_tables(config, grid, head_dim, device, dtype)

@@ -1,4 +1,4 @@
-"""The named variants, under timm's names: the paper's Table 1 and the models that followed it."""
+"""Configurations of named models, under timm's names."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ OPENAI_SQUASHED = DataConfig(mean=OPENAI.mean, std=OPENAI.std, crop_pct=1.0, cro
 
 @dataclass(frozen=True)
 class Variant:
-    """Config and preprocessing of a named model."""
+    """Architecture and preprocessing of a named model."""
 
     config: ViTConfig
     data: DataConfig
@@ -107,7 +107,7 @@ class Variant:
 
 _VARIANTS: dict[str, Variant] = {}
 
-# Names of timm's models that ViTConfig cannot represent, with the reason.
+# timm models that ViTConfig cannot represent, with the reason.
 NOT_HERE = {
     "eva02_enormous_patch14_clip_224": "its blocks normalize the outputs of attention and MLP, not their inputs",
     "vit_*_rope_mixed*_224": "each of its blocks learns its own rotary angles",
@@ -285,25 +285,26 @@ _add("vit_micro_patch7_28", GREY, MNIST, SMALL_DATA, patch_size=7, embed_dim=64,
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """Returns the sorted names of the variants that match a shell-style pattern (`*`, `?`, `[...]`).
+    """Returns the sorted names of models that match a shell-style pattern (`*`, `?`, `[...]`).
 
-    `list_models("vit_base_*_224")`
+    Example: `list_models("vit_base_*_224")`.
     """
     check_type("pattern", pattern, str)
     return sorted(fnmatch.filter(_VARIANTS, pattern))
 
 
 def get_variant(name: str) -> Variant:
-    """Returns the variant of this name.
+    """Returns the configuration of a named model.
 
     Raises:
-        ValueError: the name is unknown; the message lists similar names, or says why timm's model is not supported.
+        ValueError: the name is unknown; the message lists similar names, or the reason why a timm model is not
+            supported.
     """
     if name not in _VARIANTS:
         for pattern, reason in NOT_HERE.items():
             if fnmatch.fnmatchcase(name, pattern):
-                raise ValueError(f"model {name!r} is available in timm only: {reason}; build it with timm")
+                raise ValueError(f"model {name!r} is not supported, because {reason}: call timm.create_model")
         nearest = difflib.get_close_matches(name, _VARIANTS, n=3, cutoff=0.4)
-        hint = f"nearest are {', '.join(nearest)}" if nearest else "list_models() lists them"
+        hint = f"did you mean {', '.join(nearest)}?" if nearest else "list_models() lists all names"
         raise ValueError(f"unknown model {name!r}: {hint}")
     return _VARIANTS[name]

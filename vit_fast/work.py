@@ -1,8 +1,8 @@
-"""Lower bounds on operations, memory traffic and time of a model, from its matrix products.
+"""Lower bounds on FLOP, memory traffic and time of a model.
 
-Counts matrix products, convolutions and attention: 2 operations per multiply-add, and each operand and output once.
-Norms, activations and residuals can be fused into them and are not counted. The time is that of a model whose matrix
-products run at the machine's peak and read nothing twice.
+Counts matmuls, convolutions and attention: 2 FLOP per multiply-add, and each operand and output once. Does not count
+norms, activations and residuals, because they can be fused. The lower bound on time assumes peak FLOP/s and memory
+bandwidth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .config import ViTConfig
 
 @dataclass(frozen=True)
 class Work:
-    """Operations and moved elements (not bytes, so that one count holds for all dtypes)."""
+    """FLOP and memory traffic in elements, which do not depend on the dtype."""
 
     flop: int = 0
     elements: int = 0
@@ -33,12 +33,12 @@ class Work:
         return Work(times * self.flop, times * self.elements)
 
     def floor_ms(self, itemsize: int, tflops: float, gb_per_s: float) -> float:
-        """Returns the longer of the time to compute and the time to move the elements, at these peaks."""
+        """Returns the larger of compute time and memory time in milliseconds, at the given peaks."""
         return max(self.flop / tflops / 1e9, self.elements * itemsize / gb_per_s / 1e6)
 
 
 def work(config: ViTConfig, batch: int) -> dict[str, Work]:
-    """Returns the work of a forward pass over a batch, by part of the model."""
+    """Returns the work of a forward pass of a batch, by part of the model."""
     B, C, F, N = batch, config.embed_dim, config.hidden_dim, config.seqlen
     M = B * N
     up = _linear(M, C, 2 * F if config.mlp_layer == "swiglu" else F)
@@ -87,17 +87,17 @@ def _head(config: ViTConfig, B: int) -> Iterator[Work]:
 
 
 class Counter(TorchDispatchMode):
-    """Counts the work of all operators inside it, by torch's own FLOP formulas; does not support inference_mode.
+    """Context that counts the work of all operators with torch's FLOP formulas; does not support inference_mode.
 
     Attributes:
-        work: Operations and elements so far.
+        work: Work so far.
     """
 
     work = Work()
 
     def __enter__(self) -> Any:
         self._fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # it runs a layer as one operator without a FLOP formula
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path is one operator without a FLOP formula
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
     def __exit__(self, *reason: object) -> None:
@@ -111,7 +111,7 @@ class Counter(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in flop_registry:
             flop = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        elif "scaled_dot_product" in str(packet):  # torch has no formula for the CPU's operator
+        elif "scaled_dot_product" in str(packet):  # torch has no formula for the CPU operator
             flop = sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
         else:
             return out

@@ -104,12 +104,12 @@ def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, flo
             ms = measure(task.launch(config))
         except Exception:  # too much shared memory, a compiler error: the candidate is excluded
             if right is None:
-                raise RuntimeError(f"the {task.kernel} configuration by rule does not run: {config}") from None
+                raise RuntimeError(f"the default configuration of {task.kernel} does not run: {config}") from None
             continue
         if best is None or ms < best[1]:
             best = (config, ms)
     if best is None:
-        raise RuntimeError(f"no {task.kernel} configuration gives a finite result")
+        raise RuntimeError(f"no configuration of {task.kernel} gives finite outputs")
     return best
 
 
@@ -144,7 +144,7 @@ def tune(
         RuntimeError: there is no GPU.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("tuning measures on a GPU: this machine has none")
+        raise RuntimeError("tuning must run on a machine with a GPU, got none")
     for shape in shapes:
         for task in tasks(*shape, device=torch.device("cuda")):
             config, ms = fastest(task, _measure)

@@ -169,7 +169,7 @@ def compile_launch(launch: Launch, arch: str) -> Any:
     """
     if is_interpreted():
         raise RuntimeError(
-            "kernels cannot be compiled: triton was imported with TRITON_INTERPRET=1; unset it and start again"
+            "kernels cannot be compiled: triton was imported with TRITON_INTERPRET=1; unset it and restart the process"
         )
     signature, constants, attributes = _specialise(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
@@ -194,7 +194,7 @@ def problems(build: Build, stats: Stats, arch: str) -> list[str]:
     if stats.spills:
         found.append(f"spills: {stats.spill_loads} loads, {stats.spill_stores} stores")
     if stats.wgmma_waits > stats.wgmma_waits_in_ptx:
-        found.append(f"wgmma is serialised: {stats.wgmma_waits} waits, {stats.wgmma_waits_in_ptx} in PTX")
+        found.append(f"wgmma is serialized: {stats.wgmma_waits} waits, {stats.wgmma_waits_in_ptx} in PTX")
     needs = (*build.needs, "ACQBULK", "PREEXIT") if build.launch.constants.get("DEPENDENT") else build.needs
     found += [f"no {name} in the machine code" for name in needs if not stats.has(name)]
     if stats.early_accesses:

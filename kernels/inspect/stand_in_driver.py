@@ -95,12 +95,12 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
         raise ValueError(f"arch must be one of {', '.join(SM_COUNTS)}, got {arch!r}")
     if torch.cuda.is_available():
         raise RuntimeError(
-            "the stand-in driver is for machines without a GPU, and CUDA is available: hide the GPU first"
+            "the stand-in driver requires a machine without a GPU: hide the GPU with CUDA_VISIBLE_DEVICES=''"
         )
     if is_interpreted():
-        raise RuntimeError("the stand-in driver runs compiled kernels, and TRITON_INTERPRET is set: unset it")
+        raise RuntimeError("TRITON_INTERPRET must be unset, because the stand-in driver runs compiled kernels")
     if has_stand_in():
-        raise RuntimeError("a stand-in driver is installed in this process already")
+        raise RuntimeError("the stand-in driver is already installed in this process")
     library = library or _build()
     # Triton links its launcher against libcuda.so.1 in this folder. The loader then reuses the first library of that
     # name in this process, which must be the stand-in.
@@ -108,7 +108,7 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     if not hasattr(ctypes.CDLL(library.name), "stand_in_configure"):
         raise RuntimeError(
-            "the real libcuda.so.1 is loaded in this process: install the stand-in driver in a fresh one"
+            "the real libcuda.so.1 is loaded in this process: install the stand-in driver in a new process"
         )
     gpu = Gpu(arch, SM_COUNTS[arch])
     limits = LIMITS[arch]

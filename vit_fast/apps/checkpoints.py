@@ -26,7 +26,7 @@ CHECKPOINT, LOG, WEIGHTS = "checkpoint.pth", "log.jsonl", "model.safetensors"
 Row = dict[str, Any]
 
 _FORMAT = "vit-fast training 2"
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a single process
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathers shards
 _CONTENT = {
     "config": dict, "about": dict, "model": dict, "average": dict, "optimizer": dict, "scheduler": dict, "step": int,
     "rows": list,
@@ -34,14 +34,14 @@ _CONTENT = {
 
 
 def start_run(out: Path, processes: Processes) -> None:
-    """Raises an error if a folder contains a run or cannot be written.
+    """Checks that a run can start in a folder.
 
     Raises:
-        TrainingError: it contains a run.
-        OSError: it cannot be written.
+        TrainingError: the folder contains a run.
+        OSError: the folder cannot be written.
     """
     if there := [name for name in (CHECKPOINT, LOG, WEIGHTS) if (out / name).exists()]:
-        raise TrainingError(f"{out}: contains {', '.join(there)} of an earlier run: resume it, or pass another folder")
+        raise TrainingError(f"{out}: contains {', '.join(there)} of an earlier run: pass --resume, or another folder")
     processes.wait()  # before the first process writes
     check_replaceable(out / CHECKPOINT)
 
@@ -50,22 +50,24 @@ def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Ro
     """Restores a trainer to the end of the run's last finished epoch.
 
     Args:
-        about: Facts about the run by name; they must be the same as in the interrupted run.
+        about: Properties of the run by name. They must be the same as in the interrupted run.
     Returns:
         The rows of the log.
     Raises:
-        TrainingError: the checkpoint is missing, damaged, or from another run; nothing was changed.
+        TrainingError: the checkpoint is missing, damaged, or of another run.
     """
     path = out / CHECKPOINT
     state = _read(path)
-    told = {"the config": (state["config"], asdict(trainer.config))}
-    told |= {f"the {name}": (state["about"].get(name), value) for name, value in about.items()}
-    if different := "; ".join(f"{name} ({_difference(old, new)})" for name, (old, new) in told.items() if old != new):
-        raise TrainingError(f"{path}: belongs to a run that differs in {different}: repeat them, or use another folder")
+    compared = {"the config": (state["config"], asdict(trainer.config))}
+    compared |= {f"the {name}": (state["about"].get(name), value) for name, value in about.items()}
+    pairs = ((name, old, new) for name, (old, new) in compared.items() if old != new)
+    if different := "; ".join(f"{name} ({_difference(old, new)})" for name, old, new in pairs):
+        advice = "use the same settings, or another folder"
+        raise TrainingError(f"{path}: belongs to a run with other settings: {different}: {advice}")
     wanted = {name: tensor.shape for name, tensor in trainer.model.state_dict().items()}
     for part in ("model", "average") if trainer.averages else ("model",):
         if {name: getattr(tensor, "shape", None) for name, tensor in state[part].items()} != wanted:
-            raise TrainingError(f"{path}: does not fit this model: its {part} has different tensors")
+            raise TrainingError(f"{path}: does not fit this model: its {part} has tensors of other names or shapes")
     try:
         if trainer.averages:
             set_model_state_dict(trainer.model, state["average"], options=_WHOLE)
@@ -81,7 +83,9 @@ def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Ro
 
 
 def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, Any], *, best: bool) -> None:
-    """Writes the files of a run, each atomically and the checkpoint last, so that a resumed run repeats missing steps.
+    """Writes the files of a run, each atomically.
+
+    The checkpoint is written last, so an interruption before that repeats the epoch.
 
     Args:
         about: See resume_run.
@@ -92,7 +96,7 @@ def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, 
     if trainer.averages:
         with trainer.averaged():
             then: Any = get_model_state_dict(trainer.model, options=_WHOLE)
-            average = {name: tensor.clone() for name, tensor in then.items()}  # the model's own on a CPU
+            average = {name: tensor.clone() for name, tensor in then.items()}  # on a CPU, these are the model's tensors
     optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer, options=_WHOLE)
     if trainer.processes.rank == 0:
         state = {
@@ -111,15 +115,15 @@ def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, 
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise TrainingError(f"{path}: no such file, nothing to resume")
+        raise TrainingError(f"{path}: no such file: there is no run to resume")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # the reader raises almost anything for a damaged file
+    except Exception as error:  # for a damaged file, torch.load raises exceptions of many types
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TrainingError(f"{path}: cannot be read (damaged, or not a checkpoint): {first}") from None
     has_format = isinstance(state, dict) and state.get("format") == _FORMAT
     if not has_format or not all(isinstance(state.get(name), kind) for name, kind in _CONTENT.items()):
-        raise TrainingError(f"{path}: is not a checkpoint of vit-fast train")
+        raise TrainingError(f"{path}: must be a checkpoint of vit-fast train")
     return state
 
 

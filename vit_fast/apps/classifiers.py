@@ -1,4 +1,4 @@
-"""Classifies images: yields a row per image with the output of the model, or the reason why it is unreadable."""
+"""Classifies image files: yields one row per image with the output of the model, or with the reason for a failure."""
 
 from __future__ import annotations
 
@@ -20,63 +20,63 @@ from ..weights.factory import create_model
 from ..weights.hub import open_source
 from .data import ImageError, batches_of, make_transform, read_image
 
-BATCH_SIZE = 32  # images at once
+BATCH_SIZE = 32
 
 
 class PredictionError(VitFastError, RuntimeError):
-    """A prediction that cannot continue."""
+    """Prediction cannot continue."""
 
 
 def open_classifier(weights: str, model_name: str | None, backend: str, device: str) -> VisionTransformer:
-    """Builds a model that gives each image one row of logits.
+    """Builds a model that returns one row of logits per image.
 
     Args:
         weights: A weights file, a folder, or a Hugging Face Hub id.
-        model_name: The variant, for weights without a config.
+        model_name: One of list_models(), for weights without a config.
         backend: See create_model.
         device: "auto", or a device of torch.
     Raises:
-        ValueError: weights have no config and no model is named, the model has no head or does not pool, or there is
-            no such device.
+        ValueError: the weights have no config and model_name is None, the model has no head or does not pool, or the
+            device does not exist.
     """
     if model_name is not None:
         model = create_model(model_name, weights=weights, backend=backend)
     elif (source := open_source(weights)).config is None:
-        raise ValueError(f"{weights}: has no config: pass the variant with --model")
+        raise ValueError(f"{weights}: has no config: pass the name of the model with --model")
     else:
         model = load(source, backend=backend)
     if model.config.global_pool == "":
-        raise ValueError(f"{weights}: must be of a model that pools, got global_pool=''")
+        raise ValueError(f"{weights}: global_pool must not be '', which gives logits per token")
     if model.config.num_classes == 0:
-        raise ValueError(f"{weights}: has no classification head, it returns features")
+        raise ValueError(f"{weights}: must be of a model with a classification head, got num_classes=0")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model = model.to(device)
-    except (RuntimeError, AssertionError) as error:  # torch's, for an unknown name or a missing device
+    except (RuntimeError, AssertionError) as error:  # unknown name or missing device
         raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
     if model.head.weight.is_meta:
-        raise ValueError(f"--device {device}: must be a device that computes")
+        raise ValueError(f"--device {device}: must not be the meta device, which computes nothing")
     return model
 
 
 def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:
-    """Returns the given names, otherwise the names stored with the weights, otherwise numbers.
+    """Returns the given names, otherwise the names stored with the weights, otherwise "class 0", "class 1", ...
 
     Raises:
         ValueError: the number of given names differs from the number of classes.
     """
     if given is not None and len(given) != count:
-        raise ValueError(f"--classes must hold {count} names, one per class of the model, got {len(given)}")
+        raise ValueError(f"--classes must contain {count} names, one per class of the model, got {len(given)}")
     return given or known or [f"class {i}" for i in range(count)]
 
 
 def read_class_names(path: Path) -> list[str]:
-    """Reads a text file with one name per line, or JSON: a list, or an object from index to name.
+    """Reads class names from a text file (one per line) or from JSON (a list, or an object from index to name).
 
     Raises:
         ValueError: the file has another structure.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -88,7 +88,7 @@ def read_class_names(path: Path) -> list[str]:
             content = [by_index[i] for i in range(len(by_index))]
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file of class names") from None
-    except (ValueError, KeyError, RecursionError) as error:  # not UTF-8, not JSON, or indices that are no 0 .. n-1
+    except (ValueError, KeyError, RecursionError) as error:  # not UTF-8, not JSON, or indices other than 0 to n-1
         raise ValueError(f"{path}: cannot be read as class names: {error}") from None
     if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"{path}: must be a JSON list of names, or an object from index to name")
@@ -96,7 +96,7 @@ def read_class_names(path: Path) -> list[str]:
 
 
 class _Files(Dataset[tuple[Tensor, str]]):
-    """Model inputs with "", or zeros with the reason why the image could not be read."""
+    """Pairs of a model input and "", or of zeros and the reason why the image is unreadable."""
 
     def __init__(self, files: Sequence[Path], model: VisionTransformer) -> None:
         self.files, self.shape = files, (model.config.in_chans, *model.config.image_hw)
@@ -113,7 +113,7 @@ class _Files(Dataset[tuple[Tensor, str]]):
 
 
 def schema() -> Any:
-    """Returns the columns: path, label, index, probability, probabilities, embedding, error."""
+    """Returns the schema: path, label, index, probability, probabilities, embedding, error."""
     import pyarrow as pa
 
     text, vector = pa.string(), pa.list_(pa.float32())
@@ -124,7 +124,7 @@ def schema() -> Any:
 def tables(
     model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], size: int, workers: int = 0
 ) -> Generator[Any]:
-    """Yields the rows of files, in their order, as tables of `size` rows; the last one may be shorter. See rows."""
+    """Yields the output of `rows` as tables of `size` rows; the last table may be shorter."""
     import pyarrow as pa
 
     with contextlib.closing(rows(model, files, class_names, workers)) as stream:
@@ -140,12 +140,16 @@ def _as_fp32(row: dict[str, Any]) -> dict[str, Any]:
 def rows(
     model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int = 0
 ) -> Generator[dict[str, Any]]:
-    """Yields a row per file, in their order: path and error; or path, label, index, probability, and as arrays
-    `probabilities` (softmax in fp64) and `embedding`, the input of the head. `workers` more processes read images.
+    """Yields one row per file, in the order of `files`.
 
+    A row contains path, label, index, probability, `probabilities` (softmax in fp64) and `embedding` (the input of the
+    head), the last two as arrays. The row of an unreadable image contains only path and error.
+
+    Args:
+        workers: Additional processes that read images.
     Raises:
         ValueError: the logits of an image are not finite.
-        ReaderLostError: such a process ended early.
+        ReaderLostError: a worker ended early.
     """
     parameter = next(model.parameters())
     order = iter(files)

@@ -1,4 +1,4 @@
-"""Images: finding, reading and preparing them exactly as timm's evaluation transform, without torchvision."""
+"""Finds, reads and preprocesses images: the result equals timm's evaluation transform, without torchvision."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
     from ..model import VisionTransformer
 
 CALIBRATION_IMAGES = 32
-MIN_CROP_SHARE = 0.4  # of each side
+MIN_CROP_SHARE = 0.4  # side of a random crop, relative to the image
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 
-# What Pillow's decoders raise for damaged files, beside OSError.
+# Exceptions that Pillow's decoders raise for damaged files.
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error)
 
 
 class ImageError(VitFastError, ValueError):
-    """An image that cannot be found or read; names the path and the reason."""
+    """An image cannot be found or read; the message contains path and reason."""
 
 
 def sample_image() -> Path:
-    """Finds a sample image on this machine: the portrait of Grace Hopper in matplotlib's wheel.
+    """Returns the path of a sample image: the portrait of Grace Hopper in matplotlib's wheel.
 
     Raises:
-        ImageError: matplotlib is not installed, or came without its sample data.
+        ImageError: matplotlib or its sample data is not installed.
     """
-    spec = importlib.util.find_spec("matplotlib")  # located, not imported: that would cost a quarter of a second
+    spec = importlib.util.find_spec("matplotlib")  # not imported, because the import takes a quarter of a second
     if spec is not None and spec.origin is not None:
         path = Path(spec.origin).parent / "mpl-data" / "sample_data" / "grace_hopper.jpg"
         if path.is_file():
             return path
-    raise ImageError("no sample image: matplotlib's sample data is not installed; name an image")
+    raise ImageError("matplotlib's sample image is not installed: pass an image, or pip install matplotlib")
 
 
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
-    """Finds image files: a file is returned as given, a folder is searched recursively by suffix and sorted.
+    """Returns image files: each given file, and the files with an image suffix in each given folder, sorted.
 
     Raises:
-        ImageError: a path does not exist or is a pipe or a device, or a folder holds no image; names all of them.
+        ImageError: a path does not exist or is not a regular file, or a folder contains no image; lists all of them.
         TypeError: paths is a single path.
     """
     if isinstance(paths, str | Path):
@@ -76,8 +76,8 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
             found += inside
         elif path.is_file():
             found.append(path)
-        elif path.exists():  # a pipe would be waited for, a device read for ever
-            problems.append(f"{path}: is no regular file")
+        elif path.exists():  # reading a pipe or a device might never end
+            problems.append(f"{path}: must be a regular file")
         else:
             problems.append(f"{path}: no such file or folder")
     if problems:
@@ -86,18 +86,18 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def read_image(path: str | Path) -> Image.Image:
-    """Reads an image file as 8-bit RGB, rotated as its EXIF orientation says.
+    """Reads an image file as 8-bit RGB and applies its EXIF orientation.
 
-    Grey becomes three equal channels, 16 bits become the upper 8, alpha is dropped (as timm and torchvision do).
+    Repeats gray values in three channels, keeps the upper 8 of 16 bits, and drops alpha, like timm and torchvision.
 
     Raises:
-        ImageError: missing, a folder, not an image, damaged, or with more pixels than Pillow's limit against
+        ImageError: the file is missing, damaged or not an image, or has more pixels than Pillow's limit against
             decompression bombs.
     """
     check_type("path", path, str, os.PathLike)
     path = Path(path)
     if path.exists() and not path.is_file():
-        raise ImageError(f"{path}: is {'a folder' if path.is_dir() else 'no regular file'}, not an image")
+        raise ImageError(f"{path}: must be an image file, got {'a folder' if path.is_dir() else 'a pipe or device'}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -107,25 +107,25 @@ def read_image(path: str | Path) -> Image.Image:
         what = f"is a link to {path.readlink()}, which does not exist" if path.is_symlink() else "no such file"
         raise ImageError(f"{path}: {what}") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise ImageError(f"{path}: refused as a possible decompression bomb: {error}") from None
+        raise ImageError(f"{path}: rejected as a possible decompression bomb: {error}") from None
     except Image.UnidentifiedImageError:
-        raise ImageError(f"{path}: not an image that Pillow knows") from None
+        raise ImageError(f"{path}: not an image in a format that Pillow supports") from None
     except _DECODER_ERRORS as error:
         raise ImageError(f"{path}: cannot be read as an image: {error}") from None
 
 
 def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -> Callable[[Image.Image], Tensor]:
-    """Makes timm's evaluation transform: resize, centre crop, scale to [0, 1], normalise.
+    """Builds timm's evaluation transform: resize, center crop, scale to [0, 1], normalize.
 
-    For one input channel, three-channel means and standard deviations are averaged.
+    For one input channel, averages a mean and standard deviation of three channels.
 
     Returns:
-        A function of a PIL image that gives a float32 tensor [in_chans, *image_hw].
+        A function that turns a Pillow image into a float32 tensor [in_chans, *image_hw].
     Raises:
-        ValueError: in_chans is neither 3 (RGB) nor 1 (grey), or mean and std have another number of channels.
+        ValueError: in_chans is neither 3 (RGB) nor 1 (gray), or mean and std have another number of channels.
     """
     if in_chans not in (1, 3):
-        raise ValueError(f"in_chans must be 1 (grey) or 3 (RGB) for image files, got {in_chans}")
+        raise ValueError(f"in_chans must be 1 (gray) or 3 (RGB) for image files, got {in_chans}")
     mean, std = (
         torch.tensor(per_channel(values, in_chans)).view(-1, 1, 1) for values in (data_config.mean, data_config.std)
     )
@@ -138,7 +138,7 @@ def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -
         hw = scaled_hw if data_config.crop_mode == "squash" else _cover(image, scaled_hw)
         if hw[0] * hw[1] > (Image.MAX_IMAGE_PIXELS or math.inf):
             size, resized = f"{image.height}x{image.width}", f"{hw[0]}x{hw[1]}"
-            raise ImageError(f"an image of {size} would be resized to {resized}: too long and narrow")
+            raise ImageError(f"the aspect ratio of the image is too large: {size} would be resized to {resized}")
         image = image.resize((hw[1], hw[0]), resample)
         top, left = round((hw[0] - height) / 2.0), round((hw[1] - width) / 2.0)
         image = image.crop((left, top, left + width, top + height))
@@ -149,16 +149,16 @@ def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -
 
 
 class ImageFolder:
-    """Labelled images of a folder, whose subfolders are the classes, in alphabetical order.
+    """Labeled images of a folder with one subfolder per class; classes are in alphabetical order.
 
     Raises:
-        ImageError: no such folder, fewer than two classes, or one without images.
+        ImageError: the folder does not exist, or has fewer than two subfolders or an empty one.
     """
 
     def __init__(self, folder: Path) -> None:
         names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else ()
         if len(names) < 2:
-            raise ImageError(f"{folder}: must be a folder with one subfolder per class, of at least two classes")
+            raise ImageError(f"{folder}: must be a folder with one subfolder per class, for at least two classes")
         self.class_names = tuple(names)
         self.files = [
             (file, label) for label, name in enumerate(self.class_names) for file in find_images([folder / name])
@@ -173,26 +173,27 @@ class ImageFolder:
 
 
 def load_images(paths: Sequence[str | Path], model: VisionTransformer) -> Tensor:
-    """Loads image files and folders, prepared for a model: [B, in_chans, height, width], float32, on the CPU.
+    """Loads and preprocesses image files and folders for a model: [B, in_chans, height, width], float32, on the CPU.
 
     Raises:
         ImageError: see find_images and read_image.
-        ValueError: there is no path.
+        ValueError: paths is empty.
     """
     files = find_images(paths)
     if not files:
-        raise ValueError("paths must hold at least one image or folder, got none")
+        raise ValueError("paths must contain at least one image or folder, got none")
     transform = make_transform(model.data_config, model.config.image_hw, model.config.in_chans)
     return torch.stack([transform(read_image(file)) for file in files])
 
 
 def read_images(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -> list[Image.Image]:
-    """Returns `count` images: evenly spread over more files, or with random crops if there are fewer files.
+    """Reads `count` images: evenly spaced files, or all files and random crops of them if there are fewer.
 
-    Files are often sorted by class, so the first ones would be of one class. None means the sample image of matplotlib.
+    The first files might all be of one class, because files are often sorted by class. None means matplotlib's sample
+    image.
 
     Raises:
-        ImageError: a file is missing or is no image, or there is none.
+        ImageError: a file cannot be read, or paths is empty.
     """
     files = find_images([sample_image()] if paths is None else paths)
     if not files:
@@ -214,7 +215,7 @@ def _spread(files: Sequence[Path], count: int) -> list[Path]:
 
 
 def random_crop(image: Image.Image, generator: np.random.Generator) -> Image.Image:
-    """Returns a crop of 40 to 100 % of each side, mirrored half of the time."""
+    """Returns a crop of 40 to 100 % of each side, flipped horizontally with probability 0.5."""
     width, height = (max(1, int(side * generator.uniform(MIN_CROP_SHARE, 1))) for side in image.size)
     left = int(generator.integers(0, image.width - width + 1))
     top = int(generator.integers(0, image.height - height + 1))
@@ -223,15 +224,15 @@ def random_crop(image: Image.Image, generator: np.random.Generator) -> Image.Ima
 
 
 def as_inputs(images: Sequence[Image.Image], data_config: DataConfig | None, image_hw: Size, in_chans: int) -> Tensor:
-    """Prepares images as by make_transform: [B, in_chans, height, width] fp32; further channels repeat the three."""
-    colours = in_chans if in_chans in (1, 3) else 3
-    transform = make_transform(data_config or DataConfig(), image_hw, colours)
+    """Applies make_transform: [B, in_chans, height, width] fp32; more than three channels repeat RGB."""
+    colors = in_chans if in_chans in (1, 3) else 3
+    transform = make_transform(data_config or DataConfig(), image_hw, colors)
     planes = torch.stack([transform(image) for image in images])
-    return planes if colours == in_chans else planes.repeat(1, -(-in_chans // 3), 1, 1)[:, :in_chans].contiguous()
+    return planes if colors == in_chans else planes.repeat(1, -(-in_chans // 3), 1, 1)[:, :in_chans].contiguous()
 
 
 def as_pixels(image: Image.Image, count: int, in_chans: int) -> np.ndarray:
-    """Returns crops of one image, all of one size: uint8 [count, height, width, in_chans]."""
+    """Returns random crops of equal size from one image: uint8 [count, height, width, in_chans]."""
     image = image.convert("L" if in_chans == 1 else "RGB")
     pixels = np.asarray(image).reshape(image.height, image.width, -1)
     height, width = (max(1, side * 3 // 4) for side in pixels.shape[:2])
@@ -242,17 +243,17 @@ def as_pixels(image: Image.Image, count: int, in_chans: int) -> np.ndarray:
 
 
 class ReaderLostError(VitFastError, RuntimeError):
-    """A process that reads images ended early."""
+    """A DataLoader worker ended early."""
 
 
 def batches_of(loader: DataLoader[Any]) -> Generator[Any]:
     """Yields the batches of a loader.
 
-    If a worker of a DataLoader dies, torch raises from a signal handler, wherever this process is. Here the handler is
-    replaced: the loader also notices when it is asked for the next batch.
+    torch reports a dead worker from a SIGCHLD handler, which can raise anywhere. This function disables that handler,
+    so the loader raises only when it fetches the next batch.
 
     Raises:
-        ReaderLostError: such a process ended early.
+        ReaderLostError: a worker ended early.
     """
     others = set(multiprocessing.active_children())
     batches = iter(loader)
@@ -263,22 +264,22 @@ def batches_of(loader: DataLoader[Any]) -> Generator[Any]:
         yield from batches
     except Exception:
         for process in readers:
-            process.join(0.1)  # its end of the pipe closes a moment before it has an exit code
+            process.join(0.1)  # the pipe closes shortly before the exit code is available
         ended = [process.exitcode for process in readers if process.exitcode]
         if not ended:
             raise
-        raise ReaderLostError(f"a process that reads images has ended, with exit code {ended[0]}") from None
+        raise ReaderLostError(f"a worker that reads images ended with exit code {ended[0]}") from None
     finally:
-        del batches  # ends the others, and waits for them
+        del batches  # stops the other workers and waits for them
         if handled:
             signal.signal(signal.SIGCHLD, before)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
-        raise ImageError(f"{getattr(image, 'filename', 'image')}: floating-point pixels have no agreed range")
+        raise ImageError("pixels must be integers, got floating point")
     if image.mode == "I" or image.mode.startswith("I;16"):
-        # Pillow would clip at 255; a 16-bit PNG in colour, which it reduces itself, keeps the upper byte.
+        # Pillow's convert would clip at 255; keep the upper byte, as Pillow does for 16-bit RGB PNG files
         upper = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
         image = Image.fromarray(upper.astype(np.uint8))
     if image.mode in ("P", "PA", "LA") or "transparency" in image.info:
@@ -287,16 +288,16 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def per_channel(values: Sequence[float], in_chans: int) -> tuple[float, ...]:
-    """Returns one mean or standard deviation per channel: three are averaged for one, one is repeated."""
+    """Returns one value per channel: averages three values for one channel, and repeats a single value."""
     if in_chans == 1 and len(values) == 3:
         values = (sum(values) / 3,)
     if len(values) not in (1, in_chans):
-        raise ValueError(f"data_config must have one mean per channel, {in_chans}, got {len(values)}")
+        raise ValueError(f"data_config must have one mean and std per channel, {in_chans}, got {len(values)}")
     return tuple(values) * (in_chans // len(values))
 
 
 def _cover(image: Image.Image, target_hw: Size) -> Size:
-    """Returns the smallest size of the image's aspect ratio that covers the target, rounded as by timm."""
+    """Returns the smallest size that covers the target with the image's aspect ratio, rounded like timm."""
     if target_hw[0] == target_hw[1]:
         short, long = sorted((image.height, image.width))
         scaled = int(target_hw[0] * long / short)

@@ -1,7 +1,7 @@
 """Training data: image folders, torchvision's MNIST, Fashion-MNIST and CIFAR-10, and the bundled digits.
 
-digits.npz holds the 1,797 images [8, 8] of 0 to 16 and the labels of scikit-learn's load_digits (UCI "Optical
-Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, CC BY 4.0).
+digits.npz contains images and labels of scikit-learn's load_digits: 1,797 images [8, 8] with values from 0 to 16 (UCI
+"Optical Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, CC BY 4.0).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .data import ImageError, ImageFolder, make_transform
 Pixels = NDArray[np.uint8]
 
 _OF_TORCHVISION = {"MNIST": "MNIST/raw", "FashionMNIST": "FashionMNIST/raw", "CIFAR10": "cifar-10-batches-py"}
-_TEST_EVERY = 5  # every fifth of the bundled digits is for the test
+_TEST_EVERY = 5  # every fifth bundled digit is in the test set
 
 
 class LabelledImages(Protocol):
-    """Images with the index of their class."""
+    """Images and their class indices."""
 
     class_names: tuple[str, ...]
 
@@ -41,9 +41,9 @@ class LabelledImages(Protocol):
 
 
 class SmallImages:
-    """Images in memory: pixels [n, height, width] grey or [n, height, width, 3] RGB, and labels [n].
+    """Images in memory: pixels [n, height, width] (gray) or [n, height, width, 3] (RGB), and labels [n].
 
-    `mirrored`: a mirrored image shows the same class, as no digit does.
+    `mirrored` is True if a flipped image belongs to the same class, which is not true for digits.
 
     Raises:
         ImageError: there is no image, or pixels, labels and names do not match.
@@ -52,9 +52,11 @@ class SmallImages:
     def __init__(self, pixels: Pixels, labels: Pixels, class_names: tuple[str, ...], *, mirrored: bool) -> None:
         if pixels.ndim not in (3, 4) or labels.ndim != 1 or len(pixels) != len(labels) or not pixels.size:
             shapes = f"{list(pixels.shape)} and {list(labels.shape)}"
-            raise ImageError(f"images and labels must be of the same number, got shapes {shapes}")
+            raise ImageError(f"images and labels must have equal lengths of at least 1, got shapes {shapes}")
         if not 0 <= labels.min() <= labels.max() < len(class_names):
-            raise ImageError(f"labels must be 0 to {len(class_names) - 1}, got {labels.min()} to {labels.max()}")
+            raise ImageError(
+                f"labels must be between 0 and {len(class_names) - 1}, got {labels.min()} to {labels.max()}"
+            )
         self.pixels, self.labels, self.class_names, self.mirrored = pixels, labels, class_names, mirrored
 
     def __len__(self) -> int:
@@ -66,10 +68,10 @@ class SmallImages:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training and held-out images, of the same classes.
+    """Training and held-out images of the same classes.
 
     Raises:
-        ValueError: they have other classes.
+        ValueError: the classes differ.
     """
 
     train: LabelledImages
@@ -78,20 +80,20 @@ class TrainingData:
     def __post_init__(self) -> None:
         if self.held_out is not None and self.held_out.class_names != self.train.class_names:
             names, others = self.train.class_names, self.held_out.class_names
-            raise ValueError(f"validation must have the classes of training, {names}, got {others}")
+            raise ValueError(f"validation images must have the classes of the training images, {names}, got {others}")
 
 
 def open_data(path: Path | None = None, validation: Path | None = None) -> TrainingData:
     """Opens training data.
 
     Args:
-        path: A folder of images with one subfolder per class, or the folder into which torchvision downloaded MNIST,
-            FashionMNIST or CIFAR10; None means the bundled digits. All but image folders contain a test set.
-        validation: A folder of images with the same classes, to measure accuracy on.
+        path: A folder with one subfolder of images per class, or the folder into which torchvision downloaded MNIST,
+            FashionMNIST or CIFAR10. None means the bundled digits. All except image folders contain a test set.
+        validation: A folder of images with the same classes, to measure the accuracy.
     Raises:
-        ImageError: the path is none of these, or is damaged.
-        MissingPackageError: torchvision is not installed, but needed.
-        ValueError: validation was given for data with a test set, or has other classes.
+        ImageError: path has another structure, or a file is damaged.
+        MissingPackageError: the data need torchvision, which is not installed.
+        ValueError: validation is given for data with a test set, or has other classes.
     """
     if path is not None and not path.exists():
         raise ImageError(f"{path}: no such file or folder")
@@ -100,7 +102,7 @@ def open_data(path: Path | None = None, validation: Path | None = None) -> Train
         assert path is not None
         return TrainingData(ImageFolder(path), None if validation is None else ImageFolder(validation))
     if validation is not None:
-        raise ValueError(f"validation must be None for data with a test set of its own, got {validation}")
+        raise ValueError(f"validation must be None for data that contain a test set, got {validation}")
     return data
 
 
@@ -123,7 +125,7 @@ def _of_torchvision(path: Path) -> TrainingData | None:
         return None
     if len(found) > 1:
         names = ", ".join(name for name, _ in found)
-        raise ImageError(f"{path}: must hold one data set of torchvision, got {names}; name the folder of one")
+        raise ImageError(f"{path}: must contain one torchvision data set, got {names}: pass the folder of one")
     if importlib.util.find_spec("torchvision") is None:
         raise MissingPackageError("torchvision not installed: pip install 'vit-fast[train]'")
     from torchvision import datasets
@@ -131,10 +133,10 @@ def _of_torchvision(path: Path) -> TrainingData | None:
     ((name, root),) = found
     try:
         parts: list[Any] = [getattr(datasets, name)(root, train=train) for train in (True, False)]
-    except Exception as error:  # torchvision raises almost anything for damaged files
+    except Exception as error:  # for damaged files, torchvision raises exceptions of many types
         reason = str(error) or type(error).__name__
         raise ImageError(f"{path}: torchvision cannot read it as {name}: {reason}") from None
-    digits = name == "MNIST"  # torchvision calls its classes "0 - zero"
+    digits = name == "MNIST"  # torchvision's class names are "0 - zero" and so on
     classes = tuple(map(str, range(10))) if digits else tuple(parts[0].classes)
     return TrainingData(
         *(SmallImages(np.asarray(part.data), np.asarray(part.targets), classes, mirrored=not digits) for part in parts)
@@ -142,18 +144,18 @@ def _of_torchvision(path: Path) -> TrainingData | None:
 
 
 class PreparedImages(Dataset[tuple[Tensor, int]]):
-    """Labelled images as inputs of a model, with augmentation that depends only on seed, epoch and index.
+    """Labeled images as inputs of a model, with augmentation that depends only on seed, epoch and index.
 
-    With `augment`, photos are cropped and mirrored at random as by torchvision's RandomResizedCrop: 35 to 100 percent
-    of the area, 3:4 to 4:3. Small images are shifted by up to an eighth of the side, and mirrored if that shows the
-    same class.
+    With `augment`, photos are flipped and cropped at random like torchvision's RandomResizedCrop, with 35 to 100 % of
+    the area and aspect ratios from 3:4 to 4:3. Small images are shifted by up to an eighth of the side, and flipped if
+    `SmallImages.mirrored` is True.
     """
 
     def __init__(
         self, source: LabelledImages, model: VisionTransformer, *, augment: bool = False, seed: int = 0
     ) -> None:
         self.source, self.augment, self.seed, self.epoch = source, augment, seed, 0
-        self.whole = augment and not isinstance(source, SmallImages)  # a random crop is not cropped again
+        self.whole = augment and not isinstance(source, SmallImages)  # the random crop replaces the center crop
         whole: dict[str, Any] = {"crop_pct": 1.0, "crop_mode": "squash"} if self.whole else {}
         data_config = dataclasses.replace(model.data_config, **whole)
         self.transform = make_transform(data_config, model.config.image_hw, model.config.in_chans)
@@ -184,7 +186,7 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
 
 
 def mixed_seed(*parts: int) -> int:
-    """Combines small numbers into one seed, the same on every machine."""
+    """Combines small numbers into one seed that is the same on every machine."""
     seed = 0
     for part in parts:
         seed = (seed * 1_000_003 + part + 1) % 2**63

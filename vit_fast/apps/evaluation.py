@@ -1,4 +1,4 @@
-"""Accuracy of a classifier on labelled images: top-1, top-5, by class, and its confusions."""
+"""Accuracy of a classifier on labeled images: top-1, top-5, per class, and the confusion matrix."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ TOP = 5
 
 
 def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | None) -> list[tuple[Path, int]]:
-    """Finds the images of a folder with one subfolder per class, each with the index of its class.
+    """Returns the images of a folder with one subfolder per class, each with the index of its class.
 
-    A subfolder holds the class of that name; if no class has such a name, of that number; if the names are others
-    altogether (ImageNet's n01440764), the subfolders are all classes in alphabetical order.
+    A subfolder's name is the name of a class, or its index. Other names, such as ImageNet's n01440764, must be as many
+    as there are classes; their alphabetical order gives the index.
 
     Args:
-        folder: With at least two subfolders.
+        folder: Folder with at least two subfolders.
         classes: Number of the model's classes.
-        class_names: Their names, if known.
+        class_names: Names of the model's classes, if known.
     Raises:
-        ImageError: no such folder, fewer than two subfolders, or one without images.
-        ValueError: the subfolders are not classes of the model; names some.
+        ImageError: the folder does not exist, or has fewer than two subfolders or an empty one.
+        ValueError: the subfolders do not match the model's classes.
     """
     images = ImageFolder(folder)
     names = images.class_names
@@ -39,7 +39,7 @@ def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | Non
     elif len(names) != classes:
         strangers = ", ".join([repr(name) for name in names if name not in known][:5])
         raise ValueError(
-            f"{folder}: subfolders must be names of the model's {classes} classes, their numbers, or as many as "
+            f"{folder}: subfolders must be names or indices of the model's {classes} classes, or as many as there are "
             f"classes, got {len(names)}, among them {strangers}"
         )
     return [(file, indices[label]) for file, label in images.files]
@@ -47,80 +47,85 @@ def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | Non
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Outputs of a classifier for labelled images.
+    """Outputs of a classifier for labeled images.
 
-    For each image its class [N], and the most probable classes, best first, with probabilities [N, min(5, classes)].
+    Attributes:
+        files: The N images.
+        labels: Their classes [N].
+        predicted: The most probable classes [N, min(5, classes)], in descending order of probability.
+        probabilities: Probabilities of `predicted`.
+        classes: Number of classes.
     """
 
     files: list[Path]
     labels: np.ndarray
-    answers: np.ndarray
+    predicted: np.ndarray
     probabilities: np.ndarray
     classes: int
 
     @property
-    def right(self) -> np.ndarray:
+    def correct(self) -> np.ndarray:
         """True for each image that was classified correctly [N]."""
-        hits: np.ndarray = self.answers[:, 0] == self.labels
+        hits: np.ndarray = self.predicted[:, 0] == self.labels
         return hits
 
     @property
     def top1(self) -> float:
-        return float(self.right.mean())
+        return float(self.correct.mean())
 
     @property
     def top5(self) -> float:
-        """Share of images whose class is among the five most probable."""
-        return float((self.answers == self.labels[:, None]).any(axis=1).mean())
+        """Fraction of images whose class is among the five most probable."""
+        return float((self.predicted == self.labels[:, None]).any(axis=1).mean())
 
     @property
     def confusion(self) -> np.ndarray:
-        """Number of images of each class (row) that were classified as each (column) [classes, classes]."""
+        """Confusion matrix [classes, classes]: number of images by true class (row) and predicted class (column)."""
         counts = np.zeros((self.classes, self.classes), np.int64)
-        np.add.at(counts, (self.labels, self.answers[:, 0]), 1)
+        np.add.at(counts, (self.labels, self.predicted[:, 0]), 1)
         return counts
 
     def by_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns a row per class with images: name, number, top1, and the class that it is most often taken for."""
+        """Returns a row per class: name, number of images, top-1 accuracy, and the most frequent incorrect class."""
         rows = []
         for index, counts in enumerate(self.confusion):
             if total := int(counts.sum()):
                 others = counts.copy()
                 others[index] = 0
                 row: dict[str, Any] = {"class": names[index], "images": total, "top1": counts[index] / total}
-                rows.append(row | {"taken for": names[int(others.argmax())] if others.any() else None})
+                rows.append(row | {"confused_with": names[int(others.argmax())] if others.any() else None})
         return rows
 
     def disagreements(self, other: Evaluation) -> list[int]:
-        """Returns the indices of images that another classifier classifies otherwise."""
-        return np.flatnonzero(self.answers[:, 0] != other.answers[:, 0]).tolist()
+        """Returns the indices of images for which another classifier predicts a different class."""
+        return np.flatnonzero(self.predicted[:, 0] != other.predicted[:, 0]).tolist()
 
 
 def evaluate(labelled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float] | np.ndarray]) -> Evaluation:
-    """Collects a classifier's outputs.
+    """Collects the outputs of a classifier.
 
     Args:
         labelled: Images, each with the index of its class.
-        rows: For each image, in order, the probabilities (or logits) of all classes.
+        rows: Probabilities (or logits) of all classes for each image, in the same order.
     """
-    answers, probabilities, classes = [], [], 0
+    predicted, probabilities, classes = [], [], 0
     for row in rows:
         values = np.asarray(row, np.float64)
         classes = len(values)
         best = np.argsort(-values, kind="stable")[:TOP]
-        answers.append(best)
+        predicted.append(best)
         probabilities.append(values[best])
     labels = np.array([label for _, label in labelled])
     if labels.max() >= classes:
-        raise ValueError(f"labels must be 0 to {classes - 1}, got {labels.max()}")
-    return Evaluation([file for file, _ in labelled], labels, np.stack(answers), np.stack(probabilities), classes)
+        raise ValueError(f"labels must be between 0 and {classes - 1}, got {labels.max()}")
+    return Evaluation([file for file, _ in labelled], labels, np.stack(predicted), np.stack(probabilities), classes)
 
 
 def draw_confusion(evaluation: Evaluation, names: Sequence[str], path: Path) -> None:
-    """Draws the confusion matrix: each row's share by colour, with counts for up to 40 classes.
+    """Draws the confusion matrix, normalized by row; up to 40 classes also show counts.
 
     Raises:
-        ValueError: matplotlib cannot write a file with this suffix; .png, .svg and .pdf are possible.
+        ValueError: matplotlib cannot write a file with this suffix.
     """
     from matplotlib.figure import Figure
 
@@ -136,6 +141,6 @@ def draw_confusion(evaluation: Evaluation, names: Sequence[str], path: Path) -> 
         axes.set_yticks(range(len(counts)), names)
         for (row, column), count in np.ndenumerate(counts):
             if count:
-                colour = "white" if shares[row, column] > 0.5 else "black"
-                axes.text(column, row, str(count), ha="center", va="center", color=colour, fontsize=8)
+                color = "white" if shares[row, column] > 0.5 else "black"
+                axes.text(column, row, str(count), ha="center", va="center", color=color, fontsize=8)
     figure.savefig(path)

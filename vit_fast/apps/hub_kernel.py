@@ -1,13 +1,13 @@
-"""Export of the operators as a kernel of the Hugging Face Hub: the folder that its `kernels` loader reads.
+"""Writes the operators as a Hugging Face Hub kernel, a folder that the `kernels` library loads.
 
-    build/torch-universal/__init__.py      what the kernel offers: vit_fast.ops' public functions
-    build/torch-universal/{ops,kernels}/   as they are here, with the modules that they import beside them
-    build/torch-universal/metadata.json    name, version, licence, dependencies
-    README.md                              the card
+    build/torch-universal/__init__.py      public functions of vit_fast.ops
+    build/torch-universal/{ops,kernels}/   copies of these folders, beside the modules that they import
+    build/torch-universal/metadata.json    name, version, license, dependencies
+    README.md                              model card
 
-Nothing is compiled: Triton does that when a kernel is first launched. The loader may hold several versions at once, and
-vit_fast itself may be imported beside them, so the operators are registered under a namespace of this build's own.
-Layout: https://huggingface.co/docs/kernels/kernel-requirements; checked with `kernels` 0.17.
+Triton compiles the kernels at the first launch. A process may load several versions and vit_fast itself, so each build
+registers its operators under its own namespace.
+Layout: https://huggingface.co/docs/kernels/kernel-requirements; tested with `kernels` 0.17.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..files import check_new_folder, folder_aside
 
 PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "vit-fast-kernels"
-VERSION = 1  # of the interface: the Hub keeps one branch a version
+VERSION = 1  # of the interface; the Hub has one branch per version
 VARIANT = Path("build") / "torch-universal"
-NAMESPACES = ("vit_fast::", "torch.ops.vit_fast.")  # how the sources write the operators' namespace
+NAMESPACES = ("vit_fast::", "torch.ops.vit_fast.")  # the operators' namespace in the sources
 
 INIT = '''"""Fused attention and LayerNorm + MLP for Vision Transformers, in Triton, with gradients.
 
@@ -52,7 +52,7 @@ tags:
 
 # vit-fast kernels
 
-Fused attention and LayerNorm + MLP for Vision Transformers, forward and backward, in Triton alone.
+Fused attention and LayerNorm + MLP for Vision Transformers, forward and backward, in Triton.
 
 ```python
 import torch
@@ -66,10 +66,10 @@ mixed = kernel.attention_qkvpacked(qkv)  # [8, 197, 12, 64]
 
 
 def build_hf_kernel(folder: str | Path) -> Path:
-    """Writes the repository of a Hub kernel into a new or empty folder: upload the folder as it is.
+    """Writes the repository of a Hub kernel, ready to upload, into a new or empty folder.
 
     Returns:
-        The folder of the one build variant, which `kernels.get_local_kernel` also takes.
+        The folder of the only build variant, which `kernels.get_local_kernel` loads.
     Raises:
         FileExistsError: the folder is not empty.
     """
@@ -106,7 +106,7 @@ def _write(root: Path) -> None:
 
 
 def _sources() -> dict[str, str]:
-    """Returns the sources of the kernel, and the modules that they import, by their path in the variant."""
+    """Returns the sources of the kernels and operators, and of the modules that they import, by path in the variant."""
     paths = [path for pattern in ("ops/*.py", "kernels/**/*.py", "kernels/**/*.json") for path in PACKAGE.glob(pattern)]
     files = {}
     while paths:
@@ -114,7 +114,7 @@ def _sources() -> dict[str, str]:
         name = path.relative_to(PACKAGE).as_posix()
         if path.parent.name != "inspect" and name not in files:
             files[name] = path.read_text()
-            above = "." * len(Path(name).parts)  # from the package
+            above = "." * len(Path(name).parts)  # modules at the top of the package
             imported = re.findall(rf"^\s*from {re.escape(above)}(\w+) import", files[name], re.MULTILINE)
             paths += [file for module in imported if (file := PACKAGE / f"{module}.py").is_file()]
     files |= {"__init__.py": INIT, "kernels/__init__.py": '"""Device code and launchers."""\n'}

@@ -1,7 +1,8 @@
-"""Predictions on a cluster, by Ray Data.
+"""Classifies images on a cluster with Ray Data.
 
-Each worker reads images and runs the model with the code of classifiers.py; the process that writes gets the rows in
-the images' order. Ray restarts a worker that dies and repeats its images, three times at most: an image may kill it.
+Each worker reads images and runs the model with the code of classifiers.py. The driver receives the rows in the order
+of the images. Ray restarts a worker that dies and repeats its images, at most three times, because an image may have
+caused the crash.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from ..model import VisionTransformer
 from .classifiers import BATCH_SIZE, PredictionError, schema, tables
 
 DEVICES = ("auto", "cpu", "cuda")
-_PIECES, _TRIES = 4, 3  # pieces per worker, for balance; tries per piece
+_PIECES, _TRIES = 4, 3  # blocks per worker, for load balancing; attempts per block
 
 
 class _Tries:
-    """Counts how often each piece of work was started, in a process that outlives the workers."""
+    """Ray actor that counts the attempts per block. It survives the workers."""
 
     def __init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
@@ -37,42 +38,44 @@ class _Tries:
 
 
 class _Worker:
-    """A process of the cluster, with its own copy of the model."""
+    """Ray actor with its own copy of the model."""
 
     def __init__(self, model: VisionTransformer, class_names: Sequence[str], device: str, tries: Any) -> None:
         self.model, self.class_names, self.tries = model.to(device), class_names, tries
 
     def __call__(self, files: Any) -> Any:
-        """Returns a row per entry of the column "file", or one row with the reason in the column "failed"."""
+        """Returns one row per entry of the column "file", or one row with an error in the column "failed"."""
         import pyarrow as pa
         import ray
 
         paths = [Path(file) for file in files.column("file").to_pylist()]
         try:
-            if ray.get(self.tries.begin.remote(str(paths[0]))) > _TRIES:  # Ray itself would repeat it forever
+            if ray.get(self.tries.begin.remote(str(paths[0]))) > _TRIES:  # Ray itself retries forever
                 raise PredictionError(f"{_TRIES} workers died between {paths[0]} and {paths[-1]}")
             (table,) = tables(self.model, paths, self.class_names, len(paths))
-        except (VitFastError, ValueError) as error:  # Ray would add pages of traceback
+        except (VitFastError, ValueError) as error:  # an exception would print Ray's long traceback
             return pa.Table.from_pylist([{"failed": str(error)}], schema=_schema())
         return table.append_column("failed", pa.nulls(len(paths), pa.string()))
 
 
 @contextlib.contextmanager
 def joined_cluster(workers: int | None, device: str) -> Iterator[Callable[..., Generator[Any]]]:
-    """Joins the cluster that `ray.init()` finds, or starts Ray on this machine, and yields classifiers.tables for it.
+    """Connects to the cluster that `ray.init()` finds, or starts Ray on this machine.
 
-    The nodes of a cluster need this package, and the files under the same paths. Each worker gets a core and an equal
-    share of the GPUs; None means one worker per core. The function takes a model on the CPU, and raises PredictionError
-    if workers died repeatedly at the same images, the cluster failed, or logits are not finite.
+    Yields a function like classifiers.tables that runs on the cluster. Its model must be on the CPU. It raises
+    PredictionError if the cluster fails, if workers die repeatedly at the same images, or if logits are not finite.
+
+    Each node needs this package, and the files under the same paths. Each worker gets one core and an equal share of
+    the GPUs; None means one worker per core.
 
     Raises:
-        MissingPackageError: ray is not installed.
-        ValueError: no such device in this cluster, or fewer cores than workers.
+        MissingPackageError: Ray is not installed.
+        ValueError: the cluster does not have the device, or has fewer cores than workers.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("ray", "pandas")):  # Ray Data needs the second
+    if any(importlib.util.find_spec(name) is None for name in ("ray", "pandas")):  # Ray Data needs pandas
         raise MissingPackageError("ray[data] not installed: pip install 'vit-fast[ray]'")
     if device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)} with the engine ray, got {device!r}")
+        raise ValueError(f"device must be one of {', '.join(DEVICES)} with engine='ray', got {device!r}")
     import ray
     import ray.data
 
@@ -128,11 +131,11 @@ def _schema() -> Any:
 
 
 def _share(resources: dict[str, float], workers: int | None, device: str) -> tuple[int, float]:
-    """Returns the number of workers and the share of a GPU of each."""
+    """Returns the number of workers, and the fraction of a GPU for each."""
     cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     if device == "cuda" and not gpus:
         raise ValueError("device must be cpu or auto, got cuda: the cluster has no GPU")
     count = cores if workers is None else workers
     if not 1 <= count <= cores:
-        raise ValueError(f"workers must be 1 to {cores}, the cores of the cluster, got {workers}")
+        raise ValueError(f"workers must be between 1 and {cores}, the number of cores of the cluster, got {workers}")
     return count, 0.0 if device == "cpu" or not gpus else 1 / math.ceil(count / gpus)

@@ -1,4 +1,4 @@
-"""Training by several processes of torchrun, with DistributedDataParallel or fully_shard."""
+"""Distributed training under torchrun, with DistributedDataParallel or fully_shard."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Strategy = Literal["ddp", "fsdp"]
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that train together, seen from this one; `mesh` are the processes, if there are several.
+    """Rank, world size, strategy and device mesh of this process; mesh is None in a single process.
 
-    With the strategy "ddp" each has all parameters, with "fsdp" parameters are sharded (FSDP2).
+    "ddp" replicates the parameters, "fsdp" shards them (FSDP2).
     """
 
     rank: int = 0
@@ -46,8 +46,8 @@ class Processes:
         return model
 
     @contextlib.contextmanager
-    def synchronising(self, forward: Any, *, last: bool) -> Iterator[None]:
-        """Exchanges gradients only for the last part of a batch."""
+    def synchronizing(self, forward: Any, *, last: bool) -> Iterator[None]:
+        """Synchronizes gradients only in the backward pass of the last part of a batch."""
         if self.world == 1:
             yield
         elif self.strategy == "ddp":
@@ -74,7 +74,7 @@ ALONE = Processes()
 
 @contextlib.contextmanager
 def joined(strategy: str) -> Iterator[Processes]:
-    """Joins the processes that torchrun started; no model of theirs may outlive the block.
+    """Initializes the process group under torchrun. Free all wrapped models before the context ends.
 
     Raises:
         ValueError: the strategy is unknown.
@@ -92,8 +92,8 @@ def joined(strategy: str) -> Iterator[Processes]:
     try:
         yield Processes(dist.get_rank(), world, strategy, mesh)  # type: ignore[arg-type]  # checked above
     finally:
-        # The group's threads end with the last reference to it, and crash the process if they outlive the interpreter.
-        # Models refer to it in cycles, and so does the mesh, which DTensor caches.
+        # The threads of the process group stop when its last reference is freed. If they still run when the
+        # interpreter exits, the process crashes. Models and the mesh (cached by DTensor) refer to the group in cycles.
         gc.collect()
         getattr(mesh, "_pg_registry", {}).clear()
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Training settings: TrainConfig, and the recipes of the variants that have one."""
+"""Training settings: TrainConfig, and recipes for some variants."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ _SHARES = ("label_smoothing", "ema_decay")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Training settings; 0 disables those that can be disabled.
+    """Training settings. 0 disables weight decay, warm-up, mixup and other optional settings.
 
     Attributes:
         epochs: Passes over the images.
-        batch_size: Images per step, of all processes together; the last batch of an epoch may be smaller.
+        batch_size: Images per step, summed over all processes; the last batch of an epoch may be smaller.
         lr: Learning rate at the end of the warm-up.
-        weight_decay: AdamW's weight decay of matrices (0 makes it Adam); biases, norms, LayerScale, tokens and
-            positions have none.
-        warmup_epochs: Epochs in which the learning rate rises linearly from 0.
-        schedule: Learning rate after the warm-up: "cosine" falls to 0, "constant" stays.
-        layer_decay: Multiplies the learning rate of each block relative to the next one; the head's is lr, the
-            embedding's the smallest (BEiT, arXiv 2106.08254). 1 means lr everywhere.
-        label_smoothing: Share of the target that is spread over all classes.
-        mixup: alpha of the Beta distribution that mixes pairs of images (arXiv 1710.09412).
-        max_grad_norm: Clips the norm of all gradients together.
-        ema_decay: Decay of the exponential moving average of the weights, which is evaluated and saved in their place;
-            in the first steps at most (1 + step) / (10 + step).
-        accumulation: Number of parts in which a batch is computed, to save memory.
-        patience: Stops after this number of epochs without a better accuracy on the held-out images, and saves the
-            weights of the best epoch.
+        weight_decay: AdamW's weight decay of matrices. Biases, norms, LayerScale, tokens and positions have none.
+        warmup_epochs: Epochs of linear warm-up.
+        schedule: Learning rate after the warm-up: "cosine" decays to 0, "constant" stays at lr.
+        layer_decay: Multiplies the learning rate of each block relative to the next one (BEiT, arXiv 2106.08254). The
+            head has the learning rate lr, the patch embedding the smallest one.
+        label_smoothing: Label smoothing of the cross entropy.
+        mixup: alpha of mixup's Beta distribution (arXiv 1710.09412).
+        max_grad_norm: Maximum norm for gradient clipping.
+        ema_decay: Decay of the exponential moving average of the weights, at most (1 + step) / (10 + step). The
+            averaged weights are evaluated and saved.
+        accumulation: Number of gradient accumulation steps into which a batch is split, to reduce memory.
+        patience: Stops after this number of epochs without a better held-out accuracy, and saves the weights of the
+            best epoch.
         dtype: Autocast dtype of the forward pass; "fp32" means no autocast.
         grad_checkpointing: Recomputes blocks in the backward pass instead of storing their activations.
-        augment: Augments the images, see PreparedImages; otherwise they get the evaluation transform.
-        seed: Seed of order, augmentation, mixing, dropout and drop path.
+        augment: True augments the images, see PreparedImages; False applies the evaluation transform.
+        seed: Seed of shuffling, augmentation, mixup, dropout and drop path.
 
     Raises:
         ValueError, TypeError: a field is invalid.
@@ -81,9 +80,9 @@ class TrainConfig:
         check_choice("dtype", self.dtype, ("fp32", "bf16"))
 
 
-# Recipes of the variants that have one.
+# Recipes by variant.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
-    # Adam with a constant rate, as in the tutorials of this variant
+    # as in tutorials on this variant: Adam with a constant learning rate
     "vit_mnist": {
         "epochs": 5, "batch_size": 128, "lr": 5e-3, "weight_decay": 0.0, "warmup_epochs": 0.0, "schedule": "constant",
         "max_grad_norm": 0.0, "augment": False,
@@ -93,11 +92,11 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] = ()) -> TrainConfig:
-    """Returns the variant's recipe with the given changes.
+    """Returns the recipe of a variant with changed fields.
 
     Args:
-        variant: A name of `vit-fast models`; other names have no recipe.
-        given: Fields of TrainConfig; None keeps the recipe's value.
+        variant: A name of `vit-fast models`; TrainConfig's defaults apply to names without a recipe.
+        given: Fields of TrainConfig; None means the value of the recipe.
         settings: More fields, as NAME=VALUE.
     Raises:
         ValueError, TypeError: a field is unknown, given twice, or invalid.
@@ -106,12 +105,12 @@ def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] =
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or name in fields_given:
-            raise ValueError(f"settings must be NAME=VALUE, each name once, got {setting}")
+            raise ValueError(f"--set must be NAME=VALUE, once per name, got {setting}")
         try:
             fields_given[name] = json.loads(text)
         except ValueError:
             fields_given[name] = text
     known = {field.name for field in fields(TrainConfig)}
     if unknown := sorted(fields_given.keys() - known):
-        raise ValueError(f"settings must be of {', '.join(sorted(known))}, got {', '.join(unknown)}")
+        raise ValueError(f"--set NAME must be one of {', '.join(sorted(known))}, got {', '.join(unknown)}")
     return TrainConfig(**{**RECIPES.get(variant, {}), **fields_given})

@@ -1,4 +1,4 @@
-"""Training steps of a model, on one process or several."""
+"""Training steps of a model, in one process or several."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class TrainingError(VitFastError, RuntimeError):
 
 
 class Measure(NamedTuple):
-    """The mean cross entropy over images, how many were classified correctly, and how many were seen."""
+    """Mean cross entropy over `seen` images, and the number of correctly classified ones."""
 
     loss: float
-    right: int
+    correct: int
     seen: int
 
 
 class Trainer:
-    """Optimizer, schedule and averages of a model, which is trained in place on its device.
+    """Trains a model in place on its device: optimizer, learning rate schedule and averaged weights.
 
-    `processes` take each step together, each with a copy of the model with equal parameters.
+    With several processes, each calls the same methods on its own copy of the model.
     """
 
     def __init__(
@@ -56,10 +56,12 @@ class Trainer:
         self.step_count = 0
 
     def step(self, images: Tensor, labels: Tensor) -> Measure:
-        """Updates the parameters by images [B, C, H, W] of this process; returns the measure of all of them before it.
+        """Updates the parameters with a batch [B, C, H, W] per process.
 
+        Returns:
+            The measure over all processes, before the update.
         Raises:
-            TrainingError: the loss is not finite; nothing was updated.
+            TrainingError: the loss is not finite; the parameters are unchanged.
         """
         self.model.train()
         device = self.parameters[0].device
@@ -68,19 +70,20 @@ class Trainer:
         found = torch.zeros(3, dtype=torch.float64, device=device)
         parts = list(zip(*(tensor.chunk(self.config.accumulation) for tensor in (images, labels, mixed_with))))
         for i, (part, own, other) in enumerate(parts):
-            with self.processes.synchronising(self.forward, last=i == len(parts) - 1):
+            with self.processes.synchronizing(self.forward, last=i == len(parts) - 1):
                 with torch.autocast(device.type, torch.bfloat16, enabled=self.config.dtype == "bf16"):
                     logits = self.forward(part)
                 loss = share * self._loss(logits, own)
                 if share < 1:
                     loss = loss + (1 - share) * self._loss(logits, other)
                 (loss * (len(part) / len(images))).backward()
-            right = (logits.detach().argmax(1) == own).sum()
-            found += torch.stack([loss.detach().double() * len(part), right, torch.full_like(right, len(part))])
+            correct = (logits.detach().argmax(1) == own).sum()
+            found += torch.stack([loss.detach().double() * len(part), correct, torch.full_like(correct, len(part))])
         measure = self._sum(found)
         if not math.isfinite(measure.loss):
             self.optimizer.zero_grad(set_to_none=True)
-            raise TrainingError(f"step {self.step_count}: the loss is {measure.loss}; a smaller lr may help")
+            advice = f"got {measure.loss} in step {self.step_count}: try a smaller lr"
+            raise TrainingError(f"the loss must be finite, {advice}")
         if self.config.max_grad_norm:
             nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         self.optimizer.step()
@@ -92,11 +95,11 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self, batches: Iterable[tuple[Tensor, Tensor]], own: int) -> Measure:
-        """Measures held-out images, with the averaged weights if there are any.
+        """Measures loss and accuracy on held-out images, with the averaged weights if ema_decay is set.
 
         Args:
-            batches: Images and labels, as many batches in each process.
-            own: Number of images to count; the others only keep the processes together.
+            batches: Images and labels; the same number of batches in each process.
+            own: Number of images to count. The others fill the last batch of this process.
         """
         self.model.eval()
         device = self.parameters[0].device
@@ -108,17 +111,17 @@ class Trainer:
                 own -= len(images)
                 if len(labels):
                     loss = F.cross_entropy(logits, labels, reduction="sum").double()
-                    right = (logits.argmax(1) == labels).sum()
-                    found += torch.stack([loss, right, torch.full_like(right, len(labels))])
+                    correct = (logits.argmax(1) == labels).sum()
+                    found += torch.stack([loss, correct, torch.full_like(correct, len(labels))])
         return self._sum(found)
 
     def _sum(self, found: Tensor) -> Measure:
-        total, right, count = self.processes.sum(found).tolist()
-        return Measure(total / count, int(right), int(count))
+        total, correct, count = self.processes.sum(found).tolist()
+        return Measure(total / count, int(correct), int(count))
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Temporarily replaces the weights by their moving average, if there is one."""
+        """Temporarily replaces the weights by their moving average if ema_decay is set."""
         if not self.averages:
             yield
             return
@@ -130,11 +133,11 @@ class Trainer:
             _copy(kept, self.parameters)
 
     def _mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Mixes each image with its mirror in the batch; returns images, labels of the mirror, share of the first."""
+        """Applies mixup of the batch with its reversal; returns images, reversed labels, and the larger share."""
         if not self.config.mixup:
             return images, labels, 1.0
         share = torch.distributions.Beta(self.config.mixup, self.config.mixup).sample().item()
-        share = max(share, 1 - share)  # the label that is counted as right is the larger share's
+        share = max(share, 1 - share)  # accuracy counts the label with the larger share
         return share * images + (1 - share) * images.flip(0), labels.flip(0), share
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -154,9 +157,10 @@ def _copy(sources: list[Tensor], targets: list[nn.Parameter]) -> None:
 
 
 def parameter_groups(model: VisionTransformer, config: TrainConfig) -> list[dict[str, Any]]:
-    """Groups parameters: matrices with weight decay, vectors and model.no_weight_decay() without, by layer if needed.
+    """Returns the optimizer's parameter groups.
 
-    For layer_decay, the embedding counts as layer 0, block i as layer i + 1, and what follows the blocks as the last.
+    Matrices have weight decay; vectors and model.no_weight_decay() have none. With layer_decay, the embedding is layer
+    0, block i is layer i + 1, and the modules after the blocks are the last layer.
     """
     exempt, depth = model.no_weight_decay(), len(model.blocks)
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
@@ -180,7 +184,7 @@ def _layer(name: str, depth: int) -> int:
 
 
 def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, schedule: str = "cosine") -> float:
-    """Rises linearly from 1/warmup_steps to 1; then follows half a cosine to 0 at total_steps, or stays 1."""
+    """Returns the factor of lr: linear warm-up from 1/warmup_steps to 1, then cosine decay to 0 or constant 1."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if schedule == "constant":

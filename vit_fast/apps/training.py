@@ -1,6 +1,6 @@
-"""Training of a VisionTransformer, resumable with bitwise equal results.
+"""Trains a VisionTransformer. A resumed run gives bitwise identical results.
 
-Randomness depends on seed, epoch and image alone, so that a run can be repeated, resumed, and compared step by step
+Random numbers depend only on seed, epoch, image and rank, so a run can be repeated, resumed, and compared step by step
 between backends.
 """
 
@@ -41,36 +41,38 @@ def train(
     on_step: Callable[[int, int, int, Measure], None] = lambda epoch, step, steps, measure: None,
     on_epoch: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Trains a model, and writes model.safetensors, checkpoint.pth and log.jsonl after every epoch.
+    """Trains a model, and writes model.safetensors, checkpoint.pth and log.jsonl after each epoch.
 
     Args:
-        model: A model with as many classes as the data; it gets their names, and finally the saved weights.
+        model: A model with one output per class of the data. Gets the data's class names, and finally the weights of
+            model.safetensors.
         data: See open_data.
-        out: Output folder, created if missing; must not contain a run, except with `resume`.
+        out: Output folder, created if missing. Without `resume`, it must not contain a run.
         config: Settings.
         resume: True continues after the last finished epoch in out.
         workers: Additional processes that read images.
-        processes: Processes that train together, each on a share of every batch; the first one writes.
+        processes: Processes of distributed training. Each gets a share of every batch; rank 0 writes the files.
         on_step: Called with epoch, step, steps per epoch, and measure.
         on_epoch: Called with each new row of the log.
     Returns:
-        A row per epoch: epoch, loss and train_accuracy (means over its images, before each step), lr (at its end),
-        held_out_loss and accuracy (on the held-out images, or None).
+        One row per epoch: epoch, loss and train_accuracy (running means over the epoch), lr at its end, and
+        held_out_loss and accuracy, which are None without held-out images.
     Raises:
-        ImageError: an image is not usable.
+        ImageError: an image cannot be read.
         TrainingError: out contains another run, or the loss is not finite.
         ReaderLostError: a worker was killed; resume the run.
-        ValueError: model and data have different classes, the model does not pool, or the batch cannot be divided.
+        ValueError: model and data have different numbers of classes, the model does not pool, or a setting does not
+            fit the data or the number of processes.
     """
     if (classes := model.config.num_classes) != (labels := len(data.train.class_names)):
         raise ValueError(f"model and data must have the same number of classes, got {classes} and {labels}")
     if model.config.global_pool == "":
-        raise ValueError("global_pool must not be '', which gives logits of every token; train a model that pools")
+        raise ValueError("global_pool must not be '', which gives logits per token: use a model that pools")
     check_integer("workers", workers, 0)
     if config.patience and data.held_out is None:
         raise ValueError(f"patience must be 0 without held-out images, got {config.patience}")
     if config.batch_size % (processes.world * config.accumulation):
-        parts = f"{processes.world} processes times accumulation={config.accumulation}"
+        parts = f"the number of processes times accumulation, {processes.world} x {config.accumulation}"
         raise ValueError(f"batch_size must be a multiple of {parts}, got {config.batch_size}")
     model.class_names = data.train.class_names
     images = PreparedImages(data.train, model, augment=config.augment, seed=config.seed)
@@ -85,8 +87,8 @@ def train(
     for epoch in range(len(rows), config.epochs):
         if _has_stopped(rows, config.patience):
             break
-        torch.manual_seed(mixed_seed(config.seed, epoch, processes.rank))  # mixing, dropout and drop path
-        images.epoch = epoch  # workers are restarted, and see it
+        torch.manual_seed(mixed_seed(config.seed, epoch, processes.rank))  # mixup, dropout and drop path
+        images.epoch = epoch  # restarted workers read it
         sampler.set_epoch(epoch)
         measures: list[Measure] = []
         for step, batch in enumerate(batches_of(loader)):
@@ -97,10 +99,10 @@ def train(
         row: Row = {
             "epoch": epoch,
             "loss": sum(measure.loss * measure.seen for measure in measures) / seen,
-            "train_accuracy": sum(measure.right for measure in measures) / seen,
+            "train_accuracy": sum(measure.correct for measure in measures) / seen,
             "lr": trainer.scheduler.get_last_lr()[-1],
             "held_out_loss": None if held_out is None else held_out.loss,
-            "accuracy": None if held_out is None else held_out.right / held_out.seen,
+            "accuracy": None if held_out is None else held_out.correct / held_out.seen,
         }
         rows.append(row)
         write_run(out, trainer, rows, about, best=kept_row(rows, config) is row)
@@ -112,12 +114,12 @@ def train(
 
 
 def kept_row(rows: list[Row], config: TrainConfig) -> Row:
-    """Returns the row of the epoch whose weights are saved: the last, or with patience the best."""
+    """Returns the row of the epoch whose weights are saved: the last one, or with patience the best one."""
     return rows[_best(rows) if config.patience else -1]
 
 
 def _measure(trainer: Trainer, source: LabelledImages, workers: int) -> Measure:
-    """Measures a share in each process; those with one image less repeat the first, which does not count."""
+    """Measures a share in each process. Ranks with fewer images repeat the first one and do not count it."""
     rank, world = trainer.processes.rank, trainer.processes.world
     own = list(range(rank, len(source), world))
     filled = own + [0] * (math.ceil(len(source) / world) - len(own))

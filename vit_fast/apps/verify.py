@@ -1,4 +1,4 @@
-"""Compares the backends with the fp64 reference on this machine, by the rule of vit_fast.accuracy."""
+"""Compares the backends with the fp64 reference on this machine, with the accuracy rule of vit_fast/accuracy.py."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ _SMALL_MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """Result for one operator or model in one dtype: its largest error, eager's error, and the allowed error.
+    """Result of one case, an operator or a model with its shape, in one dtype.
 
-    `problem` contains the reason if there is no error.
+    Attributes:
+        error: Largest error; None if the backend failed.
+        eager_error: Largest error of eager in the same dtype.
+        allowed: Largest error that passes.
+        problem: Exception of a backend that failed.
     """
 
-    subject: str
+    case: str
     backend: str
     dtype: str
     error: float | None = None
@@ -43,13 +47,13 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """The error relative to eager's; None if eager has none."""
+        """Error divided by eager's error; None if eager is exact."""
         return self.error / self.eager_error if self.error is not None and self.eager_error else None
 
 
 @dataclass(frozen=True)
 class Verification:
-    """All rows, and their device."""
+    """Rows of all cases on one device."""
 
     device: str
     interpreted: bool
@@ -65,14 +69,14 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
 
     Args:
         backends: "sdpa", "triton", or "auto".
-        device: Device to compute on; None means CUDA if available, otherwise the CPU. On a CPU, triton runs in its
-            interpreter, with smaller shapes and without bf16, which the interpreter computes incorrectly.
+        device: Device to compute on; None means CUDA if available, otherwise the CPU. On a CPU, "triton" runs in
+            Triton's interpreter, with smaller shapes and without bf16, which the interpreter computes incorrectly.
     Raises:
-        ValueError: a backend is unknown, or there is none.
+        ValueError: a backend is unknown, or backends is empty.
         UnsupportedInputError: a backend cannot run here.
     """
     if not backends:
-        raise ValueError("backends must contain at least one, got none")
+        raise ValueError("backends must contain at least one backend, got none")
     place = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     resolved = [resolve_backend(backend, place) for backend in backends]
     if "triton" in resolved and (reasons := triton_unavailable_reasons(place)):
@@ -85,12 +89,12 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
 
 
 def _rows(backend: str, device: torch.device, interpreted: bool) -> Iterator[Row]:
-    # Triton's interpreter computes bf16 incorrectly; compiled kernels compute fp32 products in TF32
+    # Triton's interpreter computes bf16 incorrectly; compiled kernels compute fp32 matmuls in TF32
     exact = ("fp32",) if interpreted or backend != "triton" else ()
     dtypes = (*exact, "fp16") if interpreted else (*exact, "fp16", "bf16")
     for dtype in dtypes:
-        for subject, function, inputs in _operators(device, interpreted):
-            yield from _compare(subject, function, inputs, backend, dtype)
+        for case, function, inputs in _operators(device, interpreted):
+            yield from _compare(case, function, inputs, backend, dtype)
         yield from _compare_model(backend, dtype, device)
 
 
@@ -98,7 +102,7 @@ Operator = Callable[..., Tensor]
 
 
 def _operators(device: torch.device, small: bool) -> Iterator[tuple[str, Operator, list[Tensor]]]:
-    """Yields every operator with random inputs in fp64; the gradient of the first input is compared too."""
+    """Yields operators with random inputs in fp64. The gradient of the first input is compared too."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, device=device)
@@ -120,7 +124,7 @@ def _operators(device: torch.device, small: bool) -> Iterator[tuple[str, Operato
     yield f"layer_norm_mlp M{rows} C{width} F{hidden}", ops.layer_norm_mlp, [draw(rows, width), *parameters]
 
 
-def _compare(subject: str, function: Operator, inputs: list[Tensor], backend: str, dtype: str) -> Iterator[Row]:
+def _compare(case: str, function: Operator, inputs: list[Tensor], backend: str, dtype: str) -> Iterator[Row]:
     """Yields the rows of an operator: forward and gradient."""
     rounded = [tensor.to(_DTYPES[dtype]) for tensor in inputs]
 
@@ -130,11 +134,11 @@ def _compare(subject: str, function: Operator, inputs: list[Tensor], backend: st
         out = function(first, *others, backend=name)
         return out.detach(), *torch.autograd.grad(out.square().sum(), first)
 
-    return _judged((subject, f"{subject} gradient"), backend, dtype, run)
+    return _judged((case, f"{case} gradient"), backend, dtype, run)
 
 
 def _compare_model(backend: str, dtype: str, device: torch.device) -> Iterator[Row]:
-    """Yields the row of a two-block model of width 64, every parameter rounded to the dtype."""
+    """Yields the row of a model with two blocks and embed_dim=64, whose parameters are rounded to the dtype."""
     exact_model = create_model("vit_base_patch16_224", backend="eager", device=device, **_SMALL_MODEL)
     weights: dict[str, Any] = {n: value.to(_DTYPES[dtype]).double() for n, value in exact_model.state_dict().items()}
     images = torch.randn(2, 3, 32, 32, device=device).to(_DTYPES[dtype])
@@ -149,16 +153,16 @@ def _compare_model(backend: str, dtype: str, device: torch.device) -> Iterator[R
 
 
 def _judged(
-    subjects: Sequence[str], backend: str, dtype: str, run: Callable[[str, torch.dtype], Sequence[Tensor]]
+    cases: Sequence[str], backend: str, dtype: str, run: Callable[[str, torch.dtype], Sequence[Tensor]]
 ) -> Iterator[Row]:
     """Yields a row for each output of run(backend, dtype); the second output is a gradient."""
     try:
         found = run(backend, _DTYPES[dtype])
-    except Exception as error:  # a failing backend is a failing row; the others still run
-        yield from (Row(each, backend, dtype, problem=f"{type(error).__name__}: {error}") for each in subjects)
+    except Exception as error:  # report the failure in a row and continue with the other cases
+        yield from (Row(each, backend, dtype, problem=f"{type(error).__name__}: {error}") for each in cases)
         return
-    outputs = zip(subjects, (FORWARD_FACTOR, GRADIENT_FACTOR), found, run("eager", _DTYPES[dtype]),
+    outputs = zip(cases, (FORWARD_FACTOR, GRADIENT_FACTOR), found, run("eager", _DTYPES[dtype]),
                   run("eager", torch.float64))  # fmt: skip
-    for subject, factor, one, eager, exact in outputs:
+    for case, factor, one, eager, exact in outputs:
         verdict = judge(one, eager, exact, factor)
-        yield Row(subject, backend, dtype, verdict.error, verdict.eager_error, verdict.allowed)
+        yield Row(case, backend, dtype, verdict.error, verdict.eager_error, verdict.allowed)

@@ -18,7 +18,7 @@ class ModuleReport:
     Attributes:
         name: Dotted name in the model; "" for the model itself.
         class_name: Class before fuse.
-        part: "attention", "norm + MLP" or "normalisation".
+        part: "attention", "norm + MLP" or "normalization".
         fused: True if it now runs a fused operator.
         reasons: All reasons why it was skipped.
         notes: Notes about a fused module.
@@ -83,7 +83,7 @@ class FusionReport:
         precision = f", precision {self.precision}" if self.precision else ""
         title = f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.skipped)} skipped"
         elsewhere = [
-            f"{each}: a language model or decoder, not reported; only supported classes inside it are fused"
+            f"{each} is a language model or decoder: only supported classes inside it are fused and listed"
             for each in self.elsewhere
         ]
         if not self.modules:

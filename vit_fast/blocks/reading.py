@@ -352,4 +352,4 @@ def describe(thing: object) -> str:
 
 def _class_name(cls: type) -> str:
     library = cls.__module__.partition(".")[0]
-    return f"the {cls.__qualname__} of {'ours' if library == 'vit_fast' else library}"
+    return f"the {cls.__qualname__} of {library}"

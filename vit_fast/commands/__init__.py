@@ -1,1 +1,1 @@
-"""Commands: one module each, with a function that has the name of the command."""
+"""Functions of the command line, named like their commands. `vit_fast/cli.py` maps each command to its module."""

@@ -1,4 +1,4 @@
-"""`vit-fast bench`: measures images per second of Vision Transformers, ours and other libraries', on real images."""
+"""`vit-fast bench`: measures images per second of Vision Transformers of vit-fast and other libraries."""
 
 from __future__ import annotations
 
@@ -36,30 +36,40 @@ def bench(
     train: Annotated[bool, typer.Option("--train", help="Measure training steps: forward, backward, AdamW.")] = False,
     amp: Annotated[bool, typer.Option("--amp", help="With --train: run the forward under bf16 autocast.")] = False,
     data: Annotated[
-        str, typer.Option(help="Location of the images; host: also time the copy to the GPU.", metavar="device|host")
+        str,
+        typer.Option(
+            help="Memory of the images; with host, the time includes the copy to the GPU.", metavar="device|host"
+        ),
     ] = "device",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also print the time per layer and kernel, with its lower bound.")
+        bool, typer.Option("--explain", help="Also measure the time per layer and kernel, and print its lower bound.")
     ] = False,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Also time from process start to the first correct output.")
+        bool, typer.Option("--cold", help="Also measure the time from process start to the first correct output.")
     ] = False,
-    latency: Annotated[bool, typer.Option("--latency", help="Measure p50, p90 and p99 of one image per call.")] = False,
+    latency: Annotated[
+        bool, typer.Option("--latency", help="Measure latency: p50, p90 and p99 of one image per call.")
+    ] = False,
     batch_sizes: Annotated[
-        str | None, typer.Option(help="Images per call; best: double while throughput grows.", metavar="1,8|best")
+        str | None,
+        typer.Option(help="Images per call; best doubles the batch while throughput increases.", metavar="1,8|best"),
     ] = None,
-    dtypes: Annotated[str | None, typer.Option(help="fp32, tf32 (GPU only), fp16, bf16.", metavar="A,B")] = None,
+    dtypes: Annotated[
+        str | None, typer.Option(help="Some of fp32, tf32 (GPU only), fp16, bf16.", metavar="A,B")
+    ] = None,
     candidates: Annotated[
         str | None, typer.Option(help="Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="New or empty folder for the record, table and plot.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New or empty folder for record, table, plot and HTML report.")
+    ] = None,
     time_budget: Annotated[
         float | None,
-        typer.Option(help="Skip candidates that do not fit into this time; 0: no limit.", metavar="SECONDS"),
+        typer.Option(help="Skip candidates that do not fit into this time; 0 means no limit.", metavar="SECONDS"),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Time each candidate for this many seconds.", metavar="S")
+        float | None, typer.Option(help="Measure each candidate for this many seconds.", metavar="SECONDS")
     ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Resume the interrupted run in this folder.", metavar="FOLDER")
@@ -69,11 +79,10 @@ def bench(
     ] = False,
     list_candidates: Annotated[bool, typer.Option("--list-candidates", help="List the candidates and exit.")] = False,
 ) -> None:
-    """Measure images per second of models in several libraries. Compares each with an fp64 reference first.
+    """Measure images per second of models in several libraries, and compare their outputs with an fp64 reference.
 
-    Without arguments, measures a small ViT (under three minutes on two CPU cores). Writes record.json, table.md,
-    plot.png and report.html into a folder and prints its name. Exits with 1 if a candidate is incorrect or fails, and
-    with 130 after Ctrl-C.
+    Without arguments, measures a small ViT, which takes less than three minutes on two CPU cores. Writes record.json,
+    table.md, plot.png and report.html. Exits with 1 if a candidate is incorrect or fails, and with 130 after Ctrl-C.
     """
     from ..benchmarks.configuration import make_configuration
     from ..benchmarks.machine import describe
@@ -114,7 +123,7 @@ def bench(
         others = train, amp, explain, cold, latency, device != "auto", data != "device"
         if any(value is not None for value in asked) or any(others):
             raise ValueError(
-                f"--resume {resume} must be the only option besides --json, because it repeats the options of the run"
+                f"--resume {resume} must be the only option besides --json, because the run has stored its options"
             )
         journal = Journal.resume(resume)
         configuration = _repeat(journal)
@@ -124,7 +133,7 @@ def bench(
             record = run(configuration, progress, journal)
         _print_record(console, record)
         journal.finish(files(journal.folder.name, record), keep=record["interrupted"])
-    console.print(f"written: {journal.folder}/", soft_wrap=True, highlight=False)
+    console.print(f"wrote {journal.folder}/", soft_wrap=True, highlight=False)
     console.print(closing(record), soft_wrap=True, highlight=False, markup=False)
     if as_json:
         typer.echo(to_json(record), nl=False)
@@ -143,7 +152,7 @@ def _repeat(journal: Journal) -> Configuration:
         return make_configuration(**journal.header["request"])
     except TypeError as error:
         raise ValueError(
-            f"{journal.folder}: the run was started by another version of vit-fast ({error}); start a new run"
+            f"{journal.folder}: the run belongs to another version of vit-fast ({error}): start a new run"
         ) from None
 
 
@@ -156,7 +165,7 @@ def _print_candidates(console: Console) -> None:
         installed = f"no (pip install {' '.join(missing)})" if missing else "yes"
         rows.append((candidate.base, candidate.summary, installed, "yes" if candidate.compilable else "no"))
     console.print(table("candidates", ("candidate", "description", "installed", "torch.compile"), rows, texts=4))
-    console.print(f"append +compile to a name, or +compile:MODE with one of {', '.join(COMPILE_MODES[1:])}")
+    console.print(f"Append +compile to a name, or +compile:MODE, where MODE is one of {', '.join(COMPILE_MODES[1:])}.")
 
 
 def _print_record(console: Console, record: dict[str, Any]) -> None:

@@ -1,10 +1,10 @@
-"""`vit-fast kernels --model`: models the device time of each launch of a layer, without a GPU.
+"""`vit-fast kernels --model`: models the device time of each launch of a block, without a GPU.
 
     report = model_layer("vit_base_patch16_224", 256, "sm_90")
     print(render(report))
 
-The launches are recorded under the stand-in driver, compiled, and modelled from their machine code and the launch
-policy (`kernels/inspect/device_model.py`). Nothing here is measured.
+The module records the launches with the stand-in driver, compiles them, and models their time from machine code and
+tile sizes (`kernels/inspect/device_model.py`). It measures nothing.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..variants import get_variant
 if TYPE_CHECKING:
     from ..kernels.launch import Launch
 
-NOTE = "Modelled from machine code and the launch policy. Nothing here is measured."
+NOTE = "Modeled from machine code and tile sizes, not measured."
 _COLUMNS = {
     "kernel": "launch", "tile": "tile/parts", "waves": "waves", "MB": "MB", "GFLOP": "GFLOP", "registers": "registers",
     "step_instructions": "step", "tile_instructions": "tile", "issue_us": "issue us", "floor_us": "floor us",
-    "modelled_us": "modelled us", "bottleneck": "bottleneck",
+    "modelled_us": "modeled us", "bottleneck": "bottleneck",
 }  # fmt: skip
 
 
 def model_layer(name: str, batch: int, arch: str, training: bool = False) -> dict[str, Any]:
-    """Returns a row per launch of a layer in bf16, frozen or in training, and the sums in microseconds.
+    """Returns a row per launch of a block in bf16, frozen or in training, and the sums in microseconds.
 
     Raises:
         ValueError: the model or the architecture is unknown.
@@ -53,12 +53,12 @@ def model_layer(name: str, batch: int, arch: str, training: bool = False) -> dic
 
 
 def record_layer(name: str, batch: int, training: bool = False) -> list[Launch]:
-    """Returns the launches of a layer that reuses the LayerNorm statistics of the layer before.
+    """Returns the launches of a block that reuses the LayerNorm statistics of the previous block.
 
     Args:
-        name: A model of `vit_fast.variants`.
-        batch: Images.
-        training: Forward and backward, instead of the forward with frozen weights.
+        name: One of list_models().
+        batch: Batch size.
+        training: True for forward and backward, False for the forward with frozen weights.
     """
     from ..kernels.inspect.device_model import recorded
 
@@ -86,12 +86,12 @@ def render(report: Mapping[str, Any]) -> str:
     layers, sums = report["layers"], report["layer"]
     lines = [
         f"{report['model']}, batch {report['batch']}, bf16, {'training' if report['training'] else 'frozen'}, "
-        f"one of {layers} layers",
+        f"one of {layers} blocks",
         f"{report['arch']}: {report['gpu']}, {report['multiprocessors']} multiprocessors, {report['clock_GHz']} GHz, "
         f"{report['DRAM_GB_per_s']} GB/s",
-        report["note"] + " Instructions per warp: of a step along K, and of the rest of a tile.",
+        report["note"] + " step: instructions per warp in one iteration of the main loop; tile: in the rest of a tile.",
         *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
-        f"layer: issue {sums['issue_us']} us, floor {sums['floor_us']} us, modelled {sums['modelled_us']} us",
-        f"{layers} layers: modelled {layers * sums['modelled_us'] / 1e3:.2f} ms",
+        f"block: issue {sums['issue_us']} us, floor {sums['floor_us']} us, modeled {sums['modelled_us']} us",
+        f"{layers} blocks: modeled {layers * sums['modelled_us'] / 1e3:.2f} ms",
     ]
     return "\n".join(lines)

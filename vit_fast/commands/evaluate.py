@@ -1,4 +1,4 @@
-"""`vit-fast evaluate`: measures accuracy on labelled images and compares two models."""
+"""`vit-fast evaluate`: measures accuracy on labeled images and compares two models."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ LISTED = 20  # number of disagreements and classes to print; --json prints all
 
 
 def evaluate(
-    folder: Annotated[Path, typer.Argument(help="Images, one subfolder per class.")],
+    folder: Annotated[Path, typer.Argument(help="Folder with one subfolder of images per class.")],
     weights: WeightsFile,
     model: WeightsModel = None,
     against: Annotated[
-        str | None, typer.Option(help="Second model, in a form of --weights: compare and list all differences.")
+        str | None, typer.Option(help="Weights of a second model: list the images on which the two models disagree.")
     ] = None,
     classes: ClassNames = None,
     backend: Backend = "auto",
     data_config: DataConfigFile = None,
     confusion: Annotated[
-        Path | None, typer.Option(help="Write the confusion matrix to this .png, .svg or .pdf.")
+        Path | None, typer.Option(help="Draw the confusion matrix to this .png, .svg or .pdf file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output, all images.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all classes and disagreements.")] = False,
 ) -> None:
-    """Measure top-1, top-5 and per-class accuracy on labelled images, of one or two models."""
+    """Measure top-1, top-5 and per-class accuracy of one or two models on labeled images."""
     from ..apps.classifiers import read_class_names
     from ..apps.evaluation import draw_confusion
     from ..files import check_replaceable, file_aside
@@ -43,7 +43,7 @@ def evaluate(
         check_replaceable(confusion)
     requested = [weights] if against is None else [weights, against]
     if data_config is not None and not any(name.endswith(".onnx") for name in requested):
-        raise ValueError(f"--data-config needs an ONNX file, got {' and '.join(requested)}")
+        raise ValueError(f"--data-config must be used with an ONNX file, got {' and '.join(requested)}")
     given = None if classes is None else read_class_names(classes)
     names, evaluation = _evaluate(folder, weights, given, model, backend, data_config)
     other: Evaluation | None = None
@@ -67,7 +67,7 @@ def _evaluate(
     from ..apps.evaluation import labelled_images
 
     files = [file for file, _ in ImageFolder(folder).files]
-    if weights.endswith(".onnx"):  # the options apply to one kind of model each
+    if weights.endswith(".onnx"):  # --model and --backend apply to weights, --data-config to ONNX files
         known, rows = classify(files, weights, data_config=data_config)
     else:
         known, rows = classify(files, weights, model, backend)
@@ -78,13 +78,18 @@ def _evaluate(
 
 def _as_dict(evaluation: Evaluation, other: Evaluation | None, names: Sequence[str]) -> dict[str, Any]:
     content = _summary(evaluation) | {
-        "classes": evaluation.by_class(names),
+        "classes": _classes(evaluation, names),
         "confusion": evaluation.confusion.tolist(),
     }
     if other is not None:
-        content["against"] = _summary(other) | {"classes": other.by_class(names)}
+        content["against"] = _summary(other) | {"classes": _classes(other, names)}
         content["disagreements"] = [_disagreement(evaluation, other, names, i) for i in evaluation.disagreements(other)]
     return content
+
+
+def _classes(evaluation: Evaluation, names: Sequence[str]) -> list[dict[str, Any]]:
+    # "taken for" is the former name of "confused_with", for existing readers
+    return [row | {"taken for": row["confused_with"]} for row in evaluation.by_class(names)]
 
 
 def _summary(evaluation: Evaluation) -> dict[str, Any]:
@@ -92,12 +97,14 @@ def _summary(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _disagreement(one: Evaluation, other: Evaluation, names: Sequence[str], index: int) -> dict[str, Any]:
+    predicted = names[one.predicted[index, 0]]
     return {
         "image": str(one.files[index]),
         "class": names[one.labels[index]],
-        "answer": names[one.answers[index, 0]],
+        "predicted": predicted,
+        "answer": predicted,  # former name of "predicted", for existing readers
         "probability": float(one.probabilities[index, 0]),
-        "against": names[other.answers[index, 0]],
+        "against": names[other.predicted[index, 0]],
         "against_probability": float(other.probabilities[index, 0]),
     }
 
@@ -106,21 +113,21 @@ def _print(evaluation: Evaluation, other: Evaluation | None, names: Sequence[str
     typer.echo(f"{len(evaluation.files)} images: top-1 {evaluation.top1:.2%}, top-5 {evaluation.top5:.2%}")
     rows = sorted(evaluation.by_class(names), key=lambda row: row["top1"])
     for row in rows[:LISTED]:
-        taken = "" if row["taken for"] is None else f", most often classified as {row['taken for']}"
-        typer.echo(f"  {row['top1']:7.2%}  {row['class']} ({row['images']}){taken}")
+        confused = "" if row["confused_with"] is None else f", most often confused with {row['confused_with']}"
+        typer.echo(f"  {row['top1']:7.2%}  {row['class']} ({row['images']} images){confused}")
     if len(rows) > LISTED:
         typer.echo(f"  ... and {len(rows) - LISTED} classes with higher accuracy")
     if other is None:
         return
     differing = evaluation.disagreements(other)
     typer.echo(
-        f"against: top-1 {other.top1:.2%}, top-5 {other.top5:.2%}; different class on {len(differing)} images, "
-        f"{len(differing) / len(evaluation.files):.2%}"
+        f"against: top-1 {other.top1:.2%}, top-5 {other.top5:.2%}; the models disagree on {len(differing)} images "
+        f"({len(differing) / len(evaluation.files):.2%})"
     )
     for index in differing[:LISTED]:
         row = _disagreement(evaluation, other, names, index)
         typer.echo(
-            f"  {row['image']} ({row['class']}): {row['answer']} {row['probability']:.1%}, "
+            f"  {row['image']} ({row['class']}): {row['predicted']} {row['probability']:.1%}, "
             f"against {row['against']} {row['against_probability']:.1%}"
         )
     if len(differing) > LISTED:

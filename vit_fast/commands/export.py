@@ -1,4 +1,4 @@
-"""`vit-fast export`: exports a model to ONNX; `vit-fast hf-kernel`: exports the operators for the Hugging Face Hub."""
+"""`vit-fast export`: exports a model to ONNX; `vit-fast hf-kernel`: writes the operators as a Hub kernel."""
 
 from __future__ import annotations
 
@@ -18,34 +18,51 @@ def export(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The .onnx file to write.")] = None,
     weights: Annotated[
-        str | None, typer.Option(help="A weights file or a Hugging Face Hub id (default: random).")
+        str | None, typer.Option(help="A weights file or a Hugging Face Hub id (default: random weights).")
     ] = None,
-    target: Annotated[str, typer.Option(help="generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
+    target: Annotated[
+        str, typer.Option(help="Runtime to optimize for: generic, ort-cpu, ort-cuda or tensorrt.")
+    ] = "generic",
     precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, int8-dynamic or fp8.")] = "fp32",
     calibrate: Annotated[
         list[Path] | None,
-        typer.Option(help="Images or folders for int8 and fp8: up to 32 images calibrate, up to 64 others verify."),
+        typer.Option(
+            help="Image files or folders for int8 and fp8: up to 32 for calibration, up to 64 others for checks."
+        ),
     ] = None,
-    preprocess: Annotated[bool, typer.Option("--preprocess", help="Accept uint8 images of any size.")] = False,
-    returns: Annotated[str, typer.Option(help="logits, probabilities, or features (pooled).")] = "logits",
-    dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help="Accept any height and width.")] = False,
+    preprocess: Annotated[
+        bool,
+        typer.Option(
+            "--preprocess", help="Include resizing and normalization: the file takes uint8 images of any size."
+        ),
+    ] = False,
+    returns: Annotated[
+        str, typer.Option(help="Output of the file: logits, probabilities, or features (pooled).")
+    ] = "logits",
+    dynamic_size: Annotated[
+        bool, typer.Option("--dynamic-size", help="Make height and width of the input dynamic.")
+    ] = False,
     validation: Annotated[
         Path | None,
-        typer.Option(help="Labelled images, one subfolder per class: fail if the file loses accuracy."),
+        typer.Option(
+            help="Labeled images, one subfolder per class: fail if the accuracy drops by more than 0.6 points."
+        ),
     ] = None,
     classes: ClassNames = None,
     img_size: Side = None,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the file with the model.")] = True,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Compare the file's output with the model's.")
+    ] = True,
     triton_repository: Annotated[
-        Path | None, typer.Option(help="Also add the file to this NVIDIA Triton Inference Server repository.")
+        Path | None, typer.Option(help="Also add the file to this model repository of NVIDIA Triton Inference Server.")
     ] = None,
     card: Annotated[
-        bool, typer.Option("--card", help="Also write a model card beside the file: source, precision, checks, hashes.")
+        bool, typer.Option("--card", help="Also write a model card: source, precision, checks and hashes.")
     ] = False,
     inspect: Annotated[Path | None, typer.Option(help="Print the metadata of an ONNX file and exit.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Export a model to ONNX and verify the file against the model."""
+    """Export a model to ONNX, and verify that the file's output matches the model's."""
     if inspect is not None:
         from ..export import inspect_onnx
 
@@ -90,9 +107,9 @@ def export(
         report.warnings.append("the weights are random: pass --weights")
     if triton_repository is not None:
         folder = write_triton_repository(out, triton_repository)
-        typer.echo(f"for Triton Inference Server: {folder}", err=True)
+        typer.echo(f"wrote {folder} for Triton Inference Server", err=True)
     if card:
-        typer.echo(f"model card: {write_card(out)}", err=True)
+        typer.echo(f"wrote model card {write_card(out)}", err=True)
     _show(report, as_json)
 
 
@@ -105,11 +122,11 @@ def _show(result: Any, as_json: bool) -> None:
     Console().print(result.to_table())
 
 
-def hf_kernel(folder: Annotated[Path, typer.Argument(help="Folder to write; must be new or empty.")]) -> None:
+def hf_kernel(folder: Annotated[Path, typer.Argument(help="New or empty folder to write.")]) -> None:
     """Write the operators as a Hugging Face Hub kernel, ready to upload."""
     from ..apps.hub_kernel import NAME, build_hf_kernel
 
     variant = build_hf_kernel(folder)
     files = sum(1 for path in variant.rglob("*") if path.is_file())
-    typer.echo(f"{NAME}: {files} files in {variant}")
-    typer.echo(f"load it here: kernels.get_local_kernel(pathlib.Path({str(folder)!r}))")
+    typer.echo(f"wrote {variant} ({NAME}, {files} files)")
+    typer.echo(f"To load it, call kernels.get_local_kernel(pathlib.Path({str(folder)!r})).")

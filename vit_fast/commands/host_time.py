@@ -1,12 +1,12 @@
-"""`vit-fast kernels --host`: counts the launches and descriptors of a block and times them on the host, without a GPU.
+"""`vit-fast kernels --host`: counts the launches of a block and measures their host time, without a GPU.
 
     report = measure("sm_90")        # in separate processes
     print(render(report))
 
 Triton's launch path runs unchanged, with a stand-in driver that launches nothing
-(`kernels/inspect/stand_in_driver.py`). Launches and descriptors are counted for ViT-B, B = 1. Time is measured for our
-blocks and timm's eager blocks, on narrow tensors, so that arithmetic on the CPU is small compared with dispatch. It is
-process CPU time: it includes the empty driver calls, but not the work of a GPU's driver and allocator.
+(`kernels/inspect/stand_in_driver.py`). Launches and tensor map descriptors are counted for ViT-B, B = 1. Time is
+measured for blocks of vit-fast and timm (eager) with small tensors, so that dispatch dominates. It is process CPU time,
+which excludes the work of a real CUDA driver and allocator.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ..ops.layer_norm_mlp import fused_layer_norm_mlp
 if TYPE_CHECKING:
     from ..kernels.inspect.stand_in_driver import StandInDriver
 
-NOTE = "Host time only: Triton's launch path with a driver that launches nothing. No GPU time is measured."
+NOTE = "Host time of Triton's launch path, with a driver that launches nothing. No GPU time is measured."
 MODEL = "vit_base_patch16_224"
 DEPTH = 12  # blocks of MODEL; they share the overhead of a compiled call
 NARROW = {"embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8}
@@ -122,7 +122,7 @@ def run_child(arch: str, what: str) -> None:
 
 
 def our_calls(**changes: Any) -> dict[str, HostCall]:
-    """Returns calls of our operators, and of a block in inference and in training.
+    """Returns calls of vit-fast's operators, and of a block in inference and in training.
 
     Args:
         changes: Fields of ViT-B's configuration to replace.
@@ -136,7 +136,7 @@ def our_calls(**changes: Any) -> dict[str, HostCall]:
 
 
 def compiled_calls(**changes: Any) -> dict[str, HostCall]:
-    """Returns calls of our blocks under torch.compile as one graph; see our_calls."""
+    """Returns calls of vit-fast's blocks, compiled by torch.compile into one graph; see our_calls."""
     model, x = _model_and_tokens(**changes)
     compiled = torch.compile(partial(run_blocks, model.blocks.eval()), fullgraph=True, dynamic=False)
     return {"block, inference, compiled": HostCall(_without_gradient(partial(compiled, x)), DEPTH)}
@@ -148,7 +148,7 @@ def _model_and_tokens(**changes: Any) -> tuple[Any, Tensor]:
 
 
 def _tower_rows(driver: StandInDriver) -> list[dict[str, Any]]:
-    """Returns launches and host time of Qwen2.5-VL's tower per size, eager and with a graph whose replay is empty."""
+    """Returns launches and host time of Qwen2.5-VL's tower per image size, without and with (empty) graphs."""
     from ..run import graph_runner
 
     def capture(run: Call, device: torch.device, pool: object) -> Call:
@@ -167,7 +167,7 @@ def _tower_rows(driver: StandInDriver) -> list[dict[str, Any]]:
 
 
 def timm_calls() -> dict[str, HostCall]:
-    """Returns calls of timm's narrow eager blocks; none if timm is not installed."""
+    """Returns calls of timm's blocks in eager mode with small tensors; {} if timm is not installed."""
     if importlib.util.find_spec("timm") is None:
         return {}
     from timm.models.vision_transformer import Block
@@ -200,7 +200,7 @@ def _without_gradient(call: Call) -> Call:
 
 
 def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
-    """Returns calls of the operators on tensors of one of our blocks; they pass on LayerNorm statistics."""
+    """Returns calls of the operators with the tensors of a block. They pass on LayerNorm statistics."""
     attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
     absent: Any = (None,) * 7
     first = partial(
@@ -284,11 +284,11 @@ def _seconds(one: HostCall, calls: int) -> float:
 def render(report: Mapping[str, Any]) -> str:
     """Formats a report as text."""
     machine, packages = report["machine"], report["machine"]["packages"]
-    columns = "host us (p20-p80)", "timm us (p20-p80)"
+    columns = "vit-fast us (p20-p80)", "timm us (p20-p80)"
     lines = [
         report["note"],
         f"{report['arch']}; {machine['cpu']}, 1 thread, torch {packages['torch']}, triton {packages['triton']}",
-        f"{'':28s} {'launches':>8s} {'descriptors':>11s} {columns[0]:>24s} {columns[1]:>24s} ours/timm",
+        f"{'':28s} {'launches':>8s} {'descriptors':>11s} {columns[0]:>24s} {columns[1]:>24s}     ratio",
     ]
     for row in report["rows"]:
         lines.append(
@@ -296,14 +296,17 @@ def render(report: Mapping[str, Any]) -> str:
             f"{_spread(row['timm_us']):>24s} {'' if row['ratio'] is None else row['ratio']:>9}"
         )
     if all(row["timm_us"] is None for row in report["rows"]):
-        lines.append("timm is not installed: no comparison (pip install timm)")
-    lines.append("launches and descriptors for ViT-B, B = 1, bf16; microseconds per block of width 64, 17 tokens")
+        lines.append("timm is not installed, so there is no comparison: pip install timm")
+    lines.append(
+        "Launches and descriptors are counted for ViT-B, B = 1, bf16. Times are microseconds per block with "
+        "embed_dim=64 and 17 tokens."
+    )
     lines.append(
         f"{report['kernels']} kernels compiled for ViT-B: {report['seconds_cold']:.1f} s cold, "
         f"{report['seconds_warm']:.1f} s with a warm cache"
     )
     if report["towers"]:
-        lines.append("Qwen2.5-VL's tower of width 64 at 1/8 of each image size; graphs without the replay launch:")
+        lines.append("Qwen2.5-VL's tower with embed_dim=64, at 1/8 of each image size; graphs replay nothing:")
         lines.append(f"{'':18s} {'':8s} {'launches':>8s} {'host us (p20-p80)':>24s}")
     for row in report["towers"]:
         spread = _spread(row["us"])

@@ -35,7 +35,7 @@ def info(as_json: AsJson = False) -> None:
     ]
     console.print(table("packages", ("package", "version"), packages, texts=2))
     console.print(table("devices", ("device", "description"), devices, texts=2))
-    console.print(table("backends", ("backend", "device", "available", "because"), backends, texts=4))
+    console.print(table("backends", ("backend", "device", "available", "notes"), backends, texts=4))
 
 
 def collect() -> dict[str, Any]:
@@ -55,7 +55,7 @@ def collect() -> dict[str, Any]:
 
 
 def describe_device(device: Any) -> str:
-    """Describes a device: name, capability, memory, driver; or the processor and its threads."""
+    """Describes a device: name, compute capability, SMs, memory and CUDA version; for a CPU, name and threads."""
     import torch
 
     from ..version import cpu_name
@@ -64,7 +64,7 @@ def describe_device(device: Any) -> str:
         return f"{cpu_name()}, {torch.get_num_threads()} threads"
     properties = torch.cuda.get_device_properties(device)
     return (
-        f"{properties.name}, capability {properties.major}.{properties.minor}, "
+        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
         f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     )
 
@@ -85,18 +85,18 @@ def _backend_rows(device: Any) -> list[dict[str, Any]]:
         reasons = list(triton_unavailable_reasons(device)) if backend == "triton" else []
         remarks = reasons
         if backend == automatic:
-            remarks = ["selected by 'auto'", *for_fp32]
+            remarks = ["selected by backend='auto'", *for_fp32]
         elif backend == "triton" and not reasons and device.type == "cpu" and interpreter_is_active():
-            remarks = ["in Triton's interpreter: correct, but very slow"]
+            remarks = ["runs in Triton's interpreter, which is very slow"]
         rows.append({"backend": backend, "device": str(device), "available": not reasons, "reasons": remarks})
     return rows
 
 
 def models(
-    pattern: Annotated[str, typer.Argument(help="Shell-style pattern, e.g. 'vit_base_*'.")] = "*",
+    pattern: Annotated[str, typer.Argument(help="Names to list, as a shell-style pattern such as 'vit_base_*'.")] = "*",
     as_json: AsJson = False,
 ) -> None:
-    """List models with parameters, GFLOP per image (2 per multiply-add), tokens and input size."""
+    """List models with parameters, GFLOP per image (2 FLOP per multiply-add), tokens and input size."""
     rows = model_rows(pattern)
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -117,7 +117,7 @@ def models(
         )
         for row in rows
     ]
-    titles = ("model", "Mparams", "GFLOP", "tokens", "width", "depth", "heads", "input")
+    titles = ("model", "Mparams", "GFLOP", "tokens", "embed_dim", "depth", "heads", "img_size")
     wide_console().print(table(f"{len(rows)} models", titles, cells))
 
 
@@ -125,7 +125,7 @@ def model_rows(pattern: str) -> list[dict[str, Any]]:
     """Returns a dictionary per matching model; counts parameters on the meta device.
 
     Raises:
-        ValueError: no model matches; names the nearest.
+        ValueError: no model matches; the message lists similar names.
     """
     import torch
 

@@ -19,10 +19,10 @@ def kernels(
     ] = None,
     as_json: AsJson = False,
     update_baseline: Annotated[
-        bool, typer.Option("--update-baseline", help="Replace the committed baseline by the result.")
+        bool, typer.Option("--update-baseline", help="Write the result to the committed baseline.")
     ] = False,
     tune: Annotated[
-        bool, typer.Option("--tune", help="On a GPU: tune the attention kernels and write their table.")
+        bool, typer.Option("--tune", help="On a GPU: tune the attention kernels and write their table of tile sizes.")
     ] = False,
     warm_up: Annotated[
         str | None,
@@ -31,34 +31,40 @@ def kernels(
     batch_sizes: Annotated[
         str | None,
         typer.Option(
-            help="For --warm-up: batch sizes, separated by commas (default 1); for --model: one (default 256)."
+            help="With --warm-up: batch sizes, separated by commas (default: 1). With --model: one (default: 256)."
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Without a GPU: model the device time of a layer (default --arch: sm_90)."),
+        typer.Option(
+            "--model", help="Model the device time of a block of this model, without a GPU (default --arch: sm_90)."
+        ),
     ] = None,
     training: Annotated[
-        bool, typer.Option("--training", help="With --model: forward and backward instead of a frozen layer.")
+        bool, typer.Option("--training", help="With --model: forward and backward instead of the frozen forward.")
     ] = False,
     host: Annotated[
         bool,
         typer.Option(
-            "--host", help="Without a GPU: measure the host's launch time of a block (default --arch: sm_90)."
+            "--host", help="Count the launches of a block and measure their host time (default --arch: sm_90)."
         ),
     ] = False,
 ) -> None:
-    """Compile all kernels, without a GPU. Exits with 1 if a kernel spills registers or is worse than the baseline."""
+    """Compile all kernels without a GPU, and compare them with a committed baseline.
+
+    Exits with 1 if a kernel spills registers or is worse than the baseline. --warm-up, --model, --host and --tune
+    replace this check.
+    """
     sizes = integers("--batch-sizes", batch_sizes)
     modes = {"--warm-up": warm_up is not None, "--host": host, "--model": model is not None, "--tune": tune}
     chosen = [name for name, given in modes.items() if given]
     if len(chosen) > 1:
-        raise ValueError(f"at most one of {', '.join(modes)} must be given, got {', '.join(chosen)}")
+        raise ValueError(f"{' and '.join(chosen)} cannot be used together")
     mode = chosen[0] if chosen else None
     if sizes is not None and mode not in ("--warm-up", "--model"):
-        raise ValueError(f"--batch-sizes needs --warm-up or --model, got {batch_sizes}")
+        raise ValueError(f"--batch-sizes must be used with --warm-up or --model, got {batch_sizes}")
     if training and mode != "--model":
-        raise ValueError("--training needs --model")
+        raise ValueError("--training must be used with --model")
     given = {"--arch": arch is not None, "--json": as_json, "--update-baseline": update_baseline}
     for option, is_given in given.items():
         if is_given and (mode in ("--warm-up", "--tune") or (mode and option == "--update-baseline")):
@@ -120,11 +126,11 @@ def _warm_up(name: str, sizes: list[int]) -> None:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a progress bar on stderr; yields a function that takes the finished and the total number."""
+    """Shows a progress bar on stderr; yields a function that takes the numbers of finished and of all items."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(what), TextColumn("left:"))
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(what), TextColumn("remaining:"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -155,7 +161,7 @@ def _print_device_time(name: str, batch: int, arch: str, training: bool = False,
 
 
 def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progress: bool = False) -> dict[str, Any]:
-    """Compiles the kernels and compares them with the baseline; returns plain data.
+    """Compiles the kernels, compares them with the baseline, and returns data for JSON.
 
     Raises:
         ImportError: triton is not installed.
@@ -168,7 +174,7 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
     from ..kernels.inspect import baseline, offline
 
     if launch.is_interpreted():
-        raise RuntimeError("TRITON_INTERPRET is set: there is nothing to compile; unset it")
+        raise RuntimeError("TRITON_INTERPRET must be unset, because Triton's interpreter compiles nothing")
     # check all names first, because compilation takes minutes
     wanted = [
         (arch, build) for arch in archs or offline.ARCHS for build in offline.builds(arch) if build.core or not core
@@ -237,4 +243,4 @@ def _print_summary(report: dict[str, Any]) -> None:
     bad = sum(bool(row["problems"]) for row in report["builds"])
     typer.echo(f"{len(report['builds'])} builds with triton {report['triton']}, {bad} with problems")
     if not report["compared_with_baseline"]:
-        typer.echo(f"not compared with the baseline (made with triton {report['baseline_triton']})")
+        typer.echo(f"not compared with the baseline, which was written with triton {report['baseline_triton']}")

@@ -32,32 +32,32 @@ def optimize(
         str | None, typer.Option(help="Also try lower precision: bf16, fp16, int8, fp8.", metavar="A,B")
     ] = None,
     min_agreement: Annotated[
-        float, typer.Option(help="With --allow: required share of images with the model's top-1 class.", min=0, max=1)
+        float, typer.Option(help="With --allow: required top-1 agreement with the model.", min=0, max=1)
     ] = 0.99,
     images: Annotated[
         list[Path] | None, typer.Option(help="Image files or folders (default: matplotlib's sample image).")
     ] = None,
     budget: Annotated[
-        float, typer.Option(help="Seconds for the search, including building, exporting and checking.", min=1)
+        float, typer.Option(help="Time limit of the search in seconds, including builds, exports and checks.", min=1)
     ] = 100,
     latency: Annotated[
         bool, typer.Option("--latency", help="Minimize the 90th percentile instead of the median.")
     ] = False,
     memory_limit: Annotated[
         float | None,
-        typer.Option(help="Skip candidates that need more than this many MiB beyond the model.", min=0.001),
+        typer.Option(help="Skip candidates that need more than this many MiB in addition to the model.", min=0.001),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     save: Annotated[Path | None, typer.Option(help="Save the result for vit_fast.load_optimized.")] = None,
     export: Annotated[
-        Path | None, typer.Option(help="New or empty folder for an ONNX file or a PyTorch package of the result.")
+        Path | None, typer.Option(help="New or empty folder for the result: an ONNX file or a PyTorch package.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and everything else to stderr.")] = False,
 ) -> None:
     """Find the fastest configuration of a model on this machine, verify it against fp64, and cache it.
 
-    The baseline is the model itself; for names of `vit-fast models`, it is eager PyTorch. Ctrl-C ends the search
-    with the best result so far.
+    The speedup is relative to the given model, or to eager PyTorch for names of `vit-fast models`. Press Ctrl-C to stop
+    the search and get the best result so far.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -91,10 +91,10 @@ def optimize(
     console.print(f"{opened.model.name}, batch {batch}: {result}", soft_wrap=True, highlight=False, markup=False)
     if save is not None:
         result.save(save)
-        console.print(f"written: {save}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"wrote {save}", soft_wrap=True, highlight=False, markup=False)
     if export is not None:
         for path in deployable.write(result, opened.module, opened.example, export, opened.image_files):
-            console.print(f"written: {path}", soft_wrap=True, highlight=False, markup=False)
+            console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)
     if as_json:
         rows = [_plain(row) for row in result.table]
         typer.echo(json.dumps(result.cached.to_dict() | {"name": result.candidate.name, "table": rows}, indent=2))
@@ -113,7 +113,7 @@ def _table(result: Optimization) -> Table:
     titles = (
         "candidate", "ms", "images/s", "speedup", "max error", "agreement", "peak MiB", "first call s", "status",
     )  # fmt: skip
-    made = table(f"{result.objective}, in order of the search", titles)
+    made = table(f"{result.objective}, in the order of the search", titles)
     made.columns[-1].justify, made.columns[-1].no_wrap, made.columns[0].no_wrap = "left", False, False
     for row in result.table:
         timed, checked = ["", "", ""], ["", "", "", ""]
@@ -124,7 +124,7 @@ def _table(result: Optimization) -> Table:
             peak = f"{found.peak_bytes / 2**20:.0f}"
             checked = [f"{found.error:.1e}", f"{found.agreement:.1%}", peak, f"{found.first_call_s:.1f}"]
         chosen = row.candidate == result.candidate
-        cells = map(escape, (row.candidate.name, *timed, *checked, row.reason or "chosen"))
+        cells = map(escape, (row.candidate.name, *timed, *checked, row.reason or "selected"))
         made.add_row(*cells, style="bold" if chosen else None)
     return made
 
@@ -137,13 +137,13 @@ def cache(
     from ..measure import cache
 
     if clear:
-        typer.echo(f"removed {cache.clear()} results from {cache.folder()}")
+        typer.echo(f"removed {cache.clear()} cached results from {cache.folder()}")
         return
     found = list(cache.all_results())
     if as_json:
         typer.echo(json.dumps([result.to_dict() for _, result in found], indent=2))
         return
-    typer.echo(f"cached results: {len(found)}, in {cache.folder()}")
+    typer.echo(f"{len(found)} cached results in {cache.folder()}")
     for path, result in found:
         key = result.key
         shapes = " ".join("x".join(map(str, shape)) + f" {dtype}" for shape, dtype in key["example"])

@@ -1,4 +1,4 @@
-"""`vit-fast predict`: the most probable classes of images."""
+"""`vit-fast predict`: prints the most probable classes of images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..model import VisionTransformer
 
-BATCH_SIZE = 16  # limits memory for folders of any size
+BATCH_SIZE = 16
 
 
 def predict(
@@ -31,42 +31,40 @@ def predict(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Write label, probabilities and embedding of each image to this Parquet file. Lists unreadable "
-            "images. Re-run the command to resume."
+            help="Write label, probabilities and embedding of each image to this Parquet file. Re-run the command to "
+            "resume an interrupted run."
         ),
     ] = None,
     engine: Annotated[
         str,
-        typer.Option(
-            help="With --out: local, or ray for a cluster (RAY_ADDRESS) where the images have the same paths."
-        ),
+        typer.Option(help="With --out: local, or ray for a Ray cluster (RAY_ADDRESS)."),
     ] = "local",
     workers: Annotated[
         int | None,
         typer.Option(
-            help="With --out: processes that read images (with ray, also run the model); default: one per core.",
+            help="With --out: processes that read images, and with ray also run the model (default: one per core).",
             show_default=False,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto (a GPU if available), cpu, cuda, cuda:1.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Classify images: print the most probable classes with their probabilities."""
+    """Classify images: print the most probable classes, or write predictions and embeddings to a Parquet file."""
     from ..apps.classifiers import class_names_for, open_classifier, read_class_names
     from ..apps.data import find_images
 
     if top_k < 1:
         raise ValueError(f"--top-k must be an integer >= 1, got {top_k}")
     if workers is not None and (out is None or workers < 0):
-        raise ValueError(f"--workers must be an integer >= 0 and needs --out, got {workers}")
+        raise ValueError(f"--workers must be an integer >= 0 and used with --out, got {workers}")
     if engine != "local" and out is None:
-        raise ValueError(f"--engine {engine} needs --out")
+        raise ValueError(f"--engine {engine} must be used with --out")
     files = find_images(images)
     given = None if classes is None else read_class_names(classes)
     if out is not None:
         if weights.endswith(".onnx") or data_config is not None:
-            raise ValueError("--out needs weights, because it also writes embeddings, got an ONNX file or its options")
-        here = "cpu" if engine == "ray" else device  # each worker of the cluster gets a copy
+            raise ValueError("--out must be used with weights, not with an ONNX file, which outputs no embeddings")
+        here = "cpu" if engine == "ray" else device  # workers of the cluster copy the model to their device
         _to_parquet(open_classifier(weights, model, backend, here), files, out, given, workers, engine, device)
         return
     known, rows = classify(files, weights, model, backend, device, data_config)
@@ -98,11 +96,11 @@ def _to_parquet(
         on_part=lambda images: typer.echo(f"{images} of {len(files)} images", err=True),
     )  # fmt: skip
     for reason in done.lost:
-        typer.echo(f"resumed after the last complete part: {reason}", err=True)
+        typer.echo(f"continued after the last complete part: {reason}", err=True)
     for path, reason in done.bad:
-        typer.echo(f"not an image: {reason if path in reason else f'{path}: {reason}'}", err=True)
-    taken = f", {done.taken} of them by an earlier run" if done.taken else ""
-    typer.echo(f"wrote {out}: {done.images} images{taken}, {len(done.bad)} could not be read")
+        typer.echo(f"unreadable image: {reason if path in reason else f'{path}: {reason}'}", err=True)
+    taken = f", {done.taken} of them from an earlier run" if done.taken else ""
+    typer.echo(f"wrote {out}: {done.images} images{taken}, {len(done.bad)} unreadable")
 
 
 def classify(
@@ -113,21 +111,21 @@ def classify(
     device: str = "auto",
     data_config: Path | None = None,
 ) -> tuple[Sequence[str] | None, Iterator[np.ndarray]]:
-    """Opens weights or an ONNX file.
+    """Opens weights or an ONNX file and classifies images.
 
     Returns:
-        The class names of the file, and an iterator over the probabilities of each image. It raises ImageError if an
-        image cannot be read, and ValueError if its logits are not finite.
+        The class names of the file, and an iterator over the probabilities of each image. The iterator raises
+        ImageError if an image cannot be read, and ValueError if its logits are not finite.
     Raises:
-        ValueError: an option does not apply to this kind of file, or see open_classifier.
+        ValueError: an option does not apply to this kind of file; see also open_classifier.
         ModelFileError: the ONNX file cannot be run.
     """
     if weights.endswith(".onnx"):
         if model is not None:
-            raise ValueError(f"--model must not be given for an ONNX file, got {model}")
+            raise ValueError(f"--model must not be used with an ONNX file, got {model}")
         return _classify_by_onnx(files, Path(weights), device, data_config)
     if data_config is not None:
-        raise ValueError(f"--data-config needs an ONNX file, got --weights {weights}")
+        raise ValueError(f"--data-config must be used with an ONNX file, got --weights {weights}")
     from ..apps.classifiers import open_classifier, rows
     from ..apps.data import ImageError
 
@@ -154,7 +152,7 @@ def _classify_by_onnx(
     try:
         given = {} if data_config is None else json.loads(data_config.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"--data-config must be a file of JSON, got {data_config}: {error}") from None
+        raise ValueError(f"--data-config must be a JSON file, got {data_config}: {error}") from None
     if not isinstance(given, dict):
         raise ValueError(f"--data-config must contain a JSON object, got {data_config} with a {type(given).__name__}")
     image_hw = pair("img_size", given.pop("img_size")) if "img_size" in given else None

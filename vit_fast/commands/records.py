@@ -16,7 +16,7 @@ def compare(
     second: Annotated[Path, typer.Argument(help="Record to compare with the baseline.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two records: print the ratio, confidence interval and verdict of each pair of rows."""
+    """Compare two records of `bench`: print ratio, confidence interval and verdict of each pair of rows."""
     from ..benchmarks.records import read_record
     from ..benchmarks.rows import compare_records
 
@@ -46,11 +46,11 @@ def compare(
 def report(
     records: Annotated[
         list[Path],
-        typer.Argument(help="Records or their folders, of bench, make gpu-check or kernels --host --json."),
+        typer.Argument(help="Records, or their folders: of `bench`, `make gpu-check` or `kernels --host --json`."),
     ],
     out: Annotated[Path, typer.Option(help="Output file.")] = Path("report.html"),
 ) -> None:
-    """Write an HTML page with sortable tables of records. It needs no network."""
+    """Write an HTML page with sortable tables of records. The page needs no network."""
     from ..benchmarks.records import read_any
     from ..benchmarks.rendering import render
     from ..files import file_aside
@@ -58,4 +58,4 @@ def report(
     page = render({str(path): read_any(path) for path in records})
     with file_aside(out) as aside:
         aside.write_text(page, encoding="utf-8")
-    typer.echo(f"written: {out}")
+    typer.echo(f"wrote {out}")

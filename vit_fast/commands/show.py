@@ -16,22 +16,23 @@ def show(
     model: Annotated[
         str,
         typer.Argument(
-            help="A weights file, one of `vit-fast models`, timm:NAME, hf:FOLDER, or module:function that returns one."
+            help="One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, or module:function that returns a "
+            "module."
         ),
     ],
-    image: Annotated[Path | None, typer.Argument(help="An image (default: matplotlib's sample image).")] = None,
+    image: Annotated[Path | None, typer.Argument(help="An image file (default: matplotlib's sample image).")] = None,
     figures: Annotated[str, typer.Option(help=f"Some of {', '.join(FIGURES)}.", metavar="A,B")] = ",".join(FIGURES),
     blocks: Annotated[
-        str, typer.Option(help="Blocks of the attention figure; negative ones from the end.", metavar="0,-1")
+        str, typer.Option(help="Blocks of the attention figure; negative indices count from the end.", metavar="0,-1")
     ] = "0,-1",
     img_size: Annotated[
         str | None, typer.Option(help="Image size in pixels (default: the model's).", metavar="N|HxW")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder to write FIGURE.png files to.")] = Path("figures"),
+    out: Annotated[Path, typer.Option(help="Folder for the files FIGURE.png.")] = Path("figures"),
 ) -> None:
     """Draw patches, filters, positions, attention and features of a model as PNG files.
 
-    Skips figures that do not apply and prints why, e.g. learned positions of a model with rotary positions.
+    Skips figures that do not apply to the model and prints the reason.
     """
     from .. import figures as drawn
     from ..errors import UnsupportedInputError
@@ -57,9 +58,9 @@ def show(
                 options = of_attention if name == "attention" else {}
                 made[name] = getattr(drawn, name)(opened.module, prepared, **options)
         except UnsupportedInputError as error:
-            typer.echo(f"no {name}: {error}", err=True)
+            typer.echo(f"skipped {name}: {'; '.join(error.reasons)}", err=True)
     for name, figure in made.items():
         path = out / f"{name}.png"
         with file_aside(path) as aside:
             figure.savefig(aside)
-        typer.echo(f"written: {path}")
+        typer.echo(f"wrote {path}")

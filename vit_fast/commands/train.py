@@ -1,4 +1,4 @@
-"""`vit-fast train`: trains or fine-tunes on labelled images; by default a small model on bundled digits."""
+"""`vit-fast train`: trains or fine-tunes a model on labeled images; by default a small model on bundled digits."""
 
 from __future__ import annotations
 
@@ -25,37 +25,46 @@ def train(
     data: Annotated[
         Path | None,
         typer.Argument(
-            help="Images, one subfolder per class; or a folder into which torchvision downloaded MNIST, FashionMNIST "
-            "or CIFAR10. Default: 1,797 bundled digits."
+            help="Folder with one subfolder of images per class, or into which torchvision downloaded MNIST, "
+            "FashionMNIST or CIFAR10 (default: 1,797 bundled digits)."
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for weights, checkpoint, log and curve.")] = Path("trained"),
+    out: Annotated[Path, typer.Option(help="Folder for weights, checkpoint, log and plot.")] = Path("trained"),
     model: Annotated[
         str,
         typer.Option(help="One of `vit-fast models`, a weights file of vit-fast, or a Hugging Face Hub id."),
     ] = "vit_micro_patch7_28",
     weights: Annotated[
-        str | None, typer.Option(help="Start from these weights; replace a head of another size.")
+        str | None,
+        typer.Option(help="Fine-tune these weights: a file, a folder or a Hugging Face Hub id."),
     ] = None,
     validation: Annotated[
-        Path | None, typer.Option(help="Measure accuracy on this folder, structured like DATA.")
+        Path | None, typer.Option(help="Measure the accuracy on this folder, with one subfolder of images per class.")
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Default: the model's recipe, or TrainConfig's.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Number of epochs (default: of the model's recipe, or of TrainConfig).")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images per step, summed over all processes.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate after the warm-up.")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any other field of TrainConfig, repeatable: mixup=0.2.", metavar="NAME=VALUE"),
+        typer.Option(
+            "--set", help="Set another field of TrainConfig, e.g. mixup=0.2. Can be repeated.", metavar="NAME=VALUE"
+        ),
     ] = None,
-    drop_path: Annotated[float, typer.Option(help="Stochastic depth of the last block.")] = 0.0,
+    drop_path: Annotated[float, typer.Option(help="Drop path rate (stochastic depth) of the last block.")] = 0.0,
     img_size: Side = None,
     backend: Backend = "auto",
     workers: Annotated[int, typer.Option(help="Additional processes that read images.")] = 0,
-    parallel: Annotated[str, typer.Option(help="Under torchrun: ddp, or fsdp to shard the parameters.")] = "ddp",
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write OUT/tensorboard.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue after the last finished epoch in --out.")] = False,
+    parallel: Annotated[str, typer.Option(help="Under torchrun: ddp, or fsdp, which shards the parameters.")] = "ddp",
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write logs for TensorBoard to OUT/tensorboard.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out after its last finished epoch.")
+    ] = False,
 ) -> None:
-    """Train a model on labelled images, print loss and accuracy after each epoch, and draw their curve."""
+    """Train or fine-tune a model on labeled images. Prints loss and accuracy after each epoch, and plots them."""
     from ..apps.datasets import open_data
     from ..apps.processes import joined
     from ..apps.train_config import config_for
@@ -75,7 +84,7 @@ def train(
                     _print_epoch(row, config.epochs)
 
             opened = open_data(data, validation)
-            # Keep no other reference to the model: it must be freed before the process group.
+            # Do not store the model in a variable: it must be freed before the process group.
             rows = run(
                 _model(model, weights, backend, config, len(opened.train.class_names), drop_path, img_size), opened,
                 out, config, resume=resume, workers=workers, processes=processes, on_step=on_step, on_epoch=on_epoch,
@@ -120,7 +129,7 @@ def _print_result(out: Path, rows: list[dict[str, Any]], config: TrainConfig) ->
 
 @contextmanager
 def _progress(shown: bool, epochs: int) -> Iterator[Callable[[int, int, int, Measure], None]]:
-    """Shows a bar of the epoch on a terminal: loss, accuracy and images per second."""
+    """Shows a progress bar with loss, accuracy and images per second on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -128,25 +137,25 @@ def _progress(shown: bool, epochs: int) -> Iterator[Callable[[int, int, int, Mea
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task("", total=None)
-        seen, right, loss, begun = 0, 0, 0.0, time.perf_counter()
+        seen, correct, loss, begun = 0, 0, 0.0, time.perf_counter()
 
         def on_step(epoch: int, step: int, steps: int, measure: Measure) -> None:
-            nonlocal seen, right, loss, begun
-            if step == 0:  # skip the first batch of an epoch in the rate, because workers start in it
-                seen, right, loss, begun = 0, 0, 0.0, time.perf_counter()
+            nonlocal seen, correct, loss, begun
+            if step == 0:  # exclude the first batch of an epoch from the rate, because workers start in it
+                seen, correct, loss, begun = 0, 0, 0.0, time.perf_counter()
                 progress.reset(task, total=steps)
             else:
-                seen, right, loss = seen + measure.seen, right + measure.right, loss + measure.loss * measure.seen
+                seen, correct, loss = seen + measure.seen, correct + measure.correct, loss + measure.loss * measure.seen
             if seen:
                 rate = seen / (time.perf_counter() - begun)
-                text = f"epoch {epoch + 1}/{epochs}  loss {loss / seen:.4f}  accuracy {right / seen:.1%}"
+                text = f"epoch {epoch + 1}/{epochs}  loss {loss / seen:.4f}  accuracy {correct / seen:.1%}"
                 progress.update(task, completed=step + 1, description=f"{text}  {rate:,.0f} images/s")
 
         yield on_step
 
 
 def _draw_curve(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Draws loss and accuracy of training and held-out images by epoch, as a PNG; needs at least one row of the log."""
+    """Plots loss and accuracy per epoch for training and held-out images; returns a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -180,7 +189,7 @@ def _draw_curve(rows: Sequence[dict[str, Any]]) -> bytes:
 
 @contextmanager
 def _tensorboard_rows(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields a function that writes a row of the log to out/tensorboard, or does nothing if out is None.
+    """Yields a function that writes a row of the log to out/tensorboard; it does nothing if out is None.
 
     Raises:
         MissingPackageError: TensorBoard is not installed.

@@ -1,4 +1,4 @@
-"""`vit-fast verify`: verifies the accuracy of the backends on this machine."""
+"""`vit-fast verify`: compares the backends with the fp64 reference on this machine."""
 
 from __future__ import annotations
 
@@ -18,29 +18,33 @@ def verify(
     ] = "triton",
     as_json: AsJson = False,
 ) -> None:
-    """Compare operators and a model with the fp64 reference. Exits with 1 if an error is too large."""
+    """Compare the operators and a small model with the fp64 reference.
+
+    Without a GPU, the triton backend runs in Triton's interpreter. Exits with 1 if a case fails.
+    """
     import torch
 
     if not torch.cuda.is_available() and "triton" in backend:
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: without a GPU nothing else runs
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
 
     from ..apps.verify import verify as run
 
     result = run(backend.split(","))
     if as_json:
-        rows = [asdict(row) | {"ratio": row.ratio, "passed": row.passed} for row in result.rows]
+        # "subject" is the former name of "case", for existing readers
+        rows = [{"subject": row.case} | asdict(row) | {"ratio": row.ratio, "passed": row.passed} for row in result.rows]
         typer.echo(json.dumps({"device": result.device, "interpreted": result.interpreted, "rows": rows}, indent=2))
     else:
         if result.interpreted:
-            typer.echo("no GPU: Triton's interpreter, small shapes, no bf16 (incorrect in the interpreter)")
+            typer.echo("No GPU found: using Triton's interpreter, with small shapes and without bf16.")
         for row in result.rows:
             verdict = "pass" if row.passed else "FAIL"
-            head = f"{verdict}  {row.backend:6s} {row.dtype}  {row.subject:52s}"
+            head = f"{verdict}  {row.backend:6s} {row.dtype}  {row.case:52s}"
             if row.problem is not None:
                 typer.echo(f"{head} {row.problem}")
             else:
-                ratio = "eager is exact" if row.ratio is None else f"{row.ratio:.2f} x eager's"
-                typer.echo(f"{head} error {row.error:.1e} = {ratio}")
-        typer.echo(f"{sum(row.passed for row in result.rows)} of {len(result.rows)} pass on {result.device}")
+                ratio = "eager is exact" if row.ratio is None else f"{row.ratio:.2f}x eager's error"
+                typer.echo(f"{head} error {row.error:.1e} ({ratio})")
+        typer.echo(f"{sum(row.passed for row in result.rows)} of {len(result.rows)} passed on {result.device}")
     if not result.passed:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Shared by several commands: options, models with images, and tables on the screen."""
+"""Options, models with images, and tables of several commands."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ if TYPE_CHECKING:
 
     from ..benchmarks.models import Model
 
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Backend = Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")]
 ClassNames = Annotated[
-    Path | None, typer.Option(help="File of class names: one per line, or JSON (list, or index to name).")
+    Path | None, typer.Option(help="File with class names: one per line, or JSON (a list, or an index-to-name object).")
 ]
 DataConfigFile = Annotated[
     Path | None,
     typer.Option(
-        help="JSON with mean, std, crop_pct, interpolation, img_size, for an ONNX file without this metadata."
+        help="JSON file with the preprocessing (mean, std, crop_pct, interpolation, img_size) of an ONNX file without "
+        "this metadata."
     ),
 ]
-Side = Annotated[int | None, typer.Option(help="Height and width in pixels; default: the model's.")]
-WeightsFile = Annotated[
-    str, typer.Option(help="A weights file, a folder, a Hugging Face Hub id, or an ONNX file (FILE.onnx).")
-]
-WeightsModel = Annotated[str | None, typer.Option(help="Model of the weights, if they contain no config.")]
+Side = Annotated[int | None, typer.Option(help="Height and width in pixels (default: the model's).")]
+WeightsFile = Annotated[str, typer.Option(help="A weights file, a folder, a Hugging Face Hub id, or FILE.onnx.")]
+WeightsModel = Annotated[str | None, typer.Option(help="Name of the model, if the weights contain no config.")]
 
-FULL_WIDTH = 160  # line width if the output is not a terminal: enough for all tables
+FULL_WIDTH = 160  # line width if the output is not a terminal
 
 
 def split_words(value: str | None, separator: str = ",") -> list[str] | None:
@@ -45,11 +44,11 @@ def integers(option: str, value: str | None, separator: str = ",") -> list[int] 
     try:
         return None if parts is None else [int(part) for part in parts]
     except ValueError:
-        raise ValueError(f"{option} must be integers separated by {separator!r}, got {value}") from None
+        raise ValueError(f"{option} must be integers, separated by {separator!r}, got {value}") from None
 
 
 def model_name(name: str) -> str:
-    """Adds a slash to an existing file or folder, so that create_model opens it as weights, not as a variant."""
+    """Adds "./" to the name of an existing file or folder, so that create_model opens it as weights."""
     return f"./{name}" if "/" not in name and Path(name).exists() else name
 
 
@@ -63,7 +62,7 @@ def wide_console(*, stderr: bool = False) -> Console:
 
 
 def table(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]] = (), *, texts: int = 1) -> Table:
-    """Builds a table with `texts` columns of text, followed by columns of numbers; without rich markup."""
+    """Builds a table whose first `texts` columns contain text and the others numbers; escapes rich markup."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -81,7 +80,7 @@ OTHER_BATCHES = 3  # to measure agreement
 
 @dataclass(frozen=True)
 class Opened:
-    """A model with images: description, module in fp32 on the device, one batch, more batches, and image files."""
+    """A model in fp32 on its device, with an example batch, other batches, and the image files."""
 
     model: Model
     module: nn.Module
@@ -93,7 +92,7 @@ class Opened:
 def open_model(
     name: str, batch: int, images: Sequence[Path], device: str = "auto", img_size: Sequence[int] | None = None
 ) -> Opened:
-    """Opens a model that `vit-fast bench` takes, with images; see make_configuration.
+    """Opens a model and images with the same arguments as `vit-fast bench`; see make_configuration.
 
     Raises:
         ValueError: an argument is unknown, out of range or unreadable, or the name matches several models.
@@ -114,7 +113,7 @@ def open_model(
     on, paths = configuration.device, configuration.images
     if len(configuration.models) > 1:
         names = ", ".join(model.name for model in configuration.models)
-        raise ValueError(f"the model must be one of {names}, got {name!r}")
+        raise ValueError(f"the name must match one model, got {name!r}, which matches {names}")
     (model,) = configuration.models
     if model.onnx is not None:
         module: Any = OnnxFile(model.onnx, on, img_size if img_size is None else model.image_hw)

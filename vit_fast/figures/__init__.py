@@ -4,8 +4,8 @@
 
     figures.attention(model, "cat.jpg", blocks=[0, -1]).savefig("attention.png")
 
-Supports every model that `vit_fast.fuse` supports, and does not change it. `activations.py` records, `drawing.py`
-draws.
+The functions support each model that `vit_fast.fuse` supports, and do not change it. `activations.py` records the
+activations, and `drawing.py` draws the figures.
 """
 
 from .activations import Activations, ModelImage, open_image, record_activations

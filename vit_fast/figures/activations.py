@@ -1,7 +1,7 @@
-"""Records attention weights and patch features of a forward pass; returns position embeddings and filters.
+"""Records attention weights and patch features of a forward pass, and reads position embeddings and filters.
 
-A copy of the model is fused with backend sdpa, so that the attention of every library calls one function. The output
-shape of the patch embedding's convolution identifies the tokens of patches.
+A copy of the model is fused with backend "sdpa", so that the attention of every library calls torch's function. The
+output shape of the patch embedding's convolution determines which tokens are patches.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ..libraries.interface.image_model import required_input_reasons
 from ..libraries.known import recognise
 from ..ops import reference
 
-# Class, distillation and register tokens before the patches; no model has more.
+# Largest number of class, distillation and register tokens.
 MOST_PREFIX_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class ModelImage:
-    """An image, prepared for a model and for display.
+    """A preprocessed image.
 
     Attributes:
-        images: [1, channels, height, width], normalised.
-        shown: The same region [height, width, 3], 0..1.
+        images: Input of the model [1, channels, height, width].
+        shown: The same region as RGB in 0..1, [height, width, 3].
     """
 
     images: Tensor
@@ -47,13 +47,13 @@ class ModelImage:
 
 @dataclass(frozen=True)
 class Activations:
-    """Record of one forward pass.
+    """Activations of one forward pass.
 
     Attributes:
-        grid: Rows and columns of patches.
-        prefix: Tokens before the patches.
-        attention: Weights of each block [B, H, N, N] in fp32; row i is the attention of token i.
-        features: Of the patches after the last block and norm, [B, rows, columns, C] in fp32.
+        grid: Rows and columns of the patch grid.
+        prefix: Number of tokens before the patches.
+        attention: Attention weights [B, H, N, N] per block, in fp32. Row i contains the weights of query token i.
+        features: Patch features after the last block and norm, [B, rows, columns, C], in fp32.
     """
 
     grid: Size
@@ -62,15 +62,15 @@ class Activations:
     features: Tensor
 
     def of_patches(self, block: int) -> Tensor:
-        """Returns attention among patches [B, H, patches, patches], with rows that sum to one."""
+        """Returns the attention weights between patches [B, H, patches, patches], normalized per row."""
         weights = self.attention[block][..., self.prefix :, self.prefix :]
         return weights / weights.sum(-1, keepdim=True)
 
     def rollout(self) -> Tensor:
-        """Returns the share of each patch that reaches each token through all blocks, [B, N, patches].
+        """Returns attention rollout: the contribution of each patch to each token after all blocks, [B, N, patches].
 
-        Heads are averaged, half of each block is its residual. Source: "Quantifying Attention Flow in Transformers",
-        arXiv 2005.00928.
+        Averages the heads, and mixes the attention weights of each block half and half with its residual.
+        Source: "Quantifying Attention Flow in Transformers", arXiv 2005.00928.
         """
         flow = torch.eye(self.attention[0].shape[-1]).expand(self.attention[0].shape[0], -1, -1)
         for weights in self.attention:
@@ -79,7 +79,7 @@ class Activations:
         return flow[..., self.prefix :]
 
     def distances(self, patch_px: Sequence[float]) -> Tensor:
-        """Returns the mean attention distance in pixels, [blocks, H], between the centres of patches.
+        """Returns the mean attention distance [blocks, H] in pixels, measured between patch centers.
 
         Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, figure 11 (appendix D.7).
         """
@@ -90,7 +90,7 @@ class Activations:
 
 
 class _Watcher(TorchFunctionMode):
-    """Records attention weights [B, H, N_q, N_kv], shapes of convolutions, and the last tokens of each N and C."""
+    """Records attention weights, output shapes of convolutions, and the last tensor [B, N, C] of each N and C."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def _weights(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Returns attention weights [B, H, N_q, N_kv], for the arguments of torch's function."""
+    """Returns attention weights [B, H, N_q, N_kv] for the arguments of torch's scaled_dot_product_attention."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
     if attn_mask is None and not is_causal:
@@ -130,13 +130,13 @@ def _weights(
 
 @torch.no_grad()
 def record_activations(model: nn.Module, images: Tensor) -> Activations:
-    """Runs a copy of a model on images and records its attention and features.
+    """Runs a copy of a model on images and records attention weights and features.
 
     Args:
         model: A model that `vit_fast.fuse` supports; it does not change.
-        images: [B, channels, height, width] as the model takes them.
+        images: Inputs of the model [B, channels, height, width].
     Raises:
-        UnsupportedInputError: no attention over patches was seen, or not which tokens are patches.
+        UnsupportedInputError: the model has no supported attention, or no patch embedding that matches its tokens.
     """
     what = f"figures of a {type(model).__name__}"
     if reasons := required_input_reasons(model):
@@ -148,17 +148,18 @@ def record_activations(model: nn.Module, images: Tensor) -> Activations:
         work(images)
     attention = [weights for weights in seen.attention if weights.dim() == 4 and weights.shape[2] == weights.shape[3]]
     if not attention:
-        raise UnsupportedInputError(what, ["vit_fast.fuse supports none of its attention layers"])
+        raise UnsupportedInputError(what, ["the model must have attention layers that vit_fast.fuse supports"])
     count = max(weights.shape[-1] for weights in attention)
     of_patches = [shape for shape in seen.convolutions if 0 <= count - math.prod(shape[2:]) <= MOST_PREFIX_TOKENS]
     if not of_patches:
-        came = [tuple(shape) for shape in seen.convolutions]
-        raise UnsupportedInputError(what, [f"it has {count} tokens, but no convolution gives about as many: {came}"])
+        shapes = [tuple(shape) for shape in seen.convolutions]
+        reason = f"a convolution must output one element per patch for {count} tokens, got outputs of shape {shapes}"
+        raise UnsupportedInputError(what, [reason])
     _, width, rows, columns = of_patches[-1]
     prefix = count - rows * columns
     weights = tuple(weights for weights in attention if weights.shape[-1] == count)
     tokens = seen.tokens.get((count, width))
-    if tokens is None:  # images of one size, packed one behind the other
+    if tokens is None:  # a packed batch [1, B * N, C]
         tokens = seen.tokens[len(images) * count, width].unflatten(1, (len(images), count))[0]
     features = tokens[:, prefix:].float().cpu()
     return Activations((rows, columns), prefix, weights, features.unflatten(1, (rows, columns)))
@@ -172,15 +173,17 @@ def open_image(
     image_hw: Size | None = None,
     in_chans: int | None = None,
 ) -> ModelImage:
-    """Opens an image and prepares it for a model, whose library defines what is None.
+    """Opens an image and preprocesses it for a model.
 
     Args:
         model: The model.
-        image: A file, or Pillow's image; None means the sample image of matplotlib.
-        data_config, image_hw, in_chans: Preprocessing, height and width in pixels, and 3 (RGB) or 1 (grey).
+        image: A file or a Pillow image; None means matplotlib's sample image.
+        data_config: Preprocessing; None means the model's.
+        image_hw: Height and width in pixels; None means the model's.
+        in_chans: 3 (RGB) or 1 (gray); None means the model's.
     Raises:
-        ImageError: the file is missing or no image.
-        UnsupportedInputError: one of the last three is None, and the model's library is not known.
+        ImageError: the file is missing or not an image.
+        UnsupportedInputError: a value is None, and the model is not of a supported library.
     """
     if image_hw is None or data_config is None or in_chans is None:
         known = recognise(model)
@@ -195,10 +198,12 @@ def open_image(
 
 
 def position_embedding(model: nn.Module, patches: int) -> Tensor:
-    """Returns the position embedding [patches, C] of a model for images of so many patches, without other tokens.
+    """Returns the learned position embedding [patches, C] of a model, without other tokens.
 
+    Args:
+        patches: Number of patches of an image.
     Raises:
-        UnsupportedInputError: the model learns none, as with rotary positions.
+        UnsupportedInputError: the model has no learned position embedding, e.g. because it is rotary.
     """
     for name, parameter in model.named_parameters():
         if "pos" not in name.lower() or parameter.dim() < 2:
@@ -209,15 +214,15 @@ def position_embedding(model: nn.Module, patches: int) -> Tensor:
         found = found.reshape(-1, found.shape[-1])
         if 0 <= len(found) - patches <= MOST_PREFIX_TOKENS:
             return found[len(found) - patches :]
-    reason = f"no parameter named after positions has {patches} rows; the model must learn one position per patch"
-    raise UnsupportedInputError(f"the positions of a {type(model).__name__}", [reason])
+    reason = f"the model must have a learned position embedding with one row for each of {patches} patches, got none"
+    raise UnsupportedInputError(f"positions of a {type(model).__name__}", [reason])
 
 
 def patch_filters(model: nn.Module) -> Tensor:
     """Returns the filters of the patch embedding, [C, channels, height, width].
 
     Raises:
-        UnsupportedInputError: the model has no convolution, or its first one is not a patch embedding of images.
+        UnsupportedInputError: the model has no convolution with 1 or 3 input channels.
     """
     check_type("model", model, nn.Module)
     for module in model.modules():
@@ -225,15 +230,15 @@ def patch_filters(model: nn.Module) -> Tensor:
             weight = module.weight.detach().float().cpu()
             if weight.shape[1] in (1, 3):
                 return weight
-    reason = "the first convolution must have 1 or 3 input channels"
-    raise UnsupportedInputError(f"the filters of a {type(model).__name__}", [reason])
+    reason = "the model must have a convolution with 1 or 3 input channels, got none"
+    raise UnsupportedInputError(f"filters of a {type(model).__name__}", [reason])
 
 
 def components(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the first principal components [count, width] of rows [n, width], and their coordinates [n, count]."""
-    centred = rows - rows.mean(0)
-    _, _, directions = torch.linalg.svd(centred.double(), full_matrices=False)
+    """Returns the first principal components [count, C] of vectors [n, C], and the vectors' coordinates [n, count]."""
+    centered = rows - rows.mean(0)
+    _, _, directions = torch.linalg.svd(centered.double(), full_matrices=False)
     found = directions[:count]
-    # of either sign, choose the one whose largest entry is positive, so that the figure is reproducible
+    # choose the sign that makes the largest entry positive, so that the figure is reproducible
     found = found * found.gather(1, found.abs().argmax(1, keepdim=True)).sign()
-    return found.float(), (centred.double() @ found.T).float()
+    return found.float(), (centered.double() @ found.T).float()

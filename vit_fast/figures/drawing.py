@@ -1,4 +1,4 @@
-"""Functions that draw a matplotlib Figure each, without a display, in the style of the benchmark's plot."""
+"""Draws matplotlib figures in the style of the benchmark's plot. No display is needed."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Given = str | Path | Image.Image | ModelImage | None
 
 
 def patches(model: nn.Module, image: Given = None) -> Figure:
-    """Draws the patches of an image in their grid.
+    """Draws an image, cut into the model's patches.
 
     Args:
         model: A model that `vit_fast.fuse` supports.
-        image: A file, a Pillow image or a ModelImage; None means the sample image of matplotlib.
+        image: A file, a Pillow image or a ModelImage; None means matplotlib's sample image.
     """
     image = _opened(model, image)
     rows, columns = record_activations(model, image.images).grid
@@ -52,30 +52,30 @@ def patches(model: nn.Module, image: Given = None) -> Figure:
 
 
 def positions(model: nn.Module, image: Given = None) -> Figure:
-    """Draws the similarity of each position embedding to all others (figure 7 of the ViT paper, middle).
-
-    Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, figure 7. Arguments as in `patches`.
+    """Draws the cosine similarity of each position embedding to all others. Arguments as in `patches`.
 
     Raises:
-        UnsupportedInputError: the model learns no positions.
+        UnsupportedInputError: the model has no learned position embedding.
+    Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, figure 7 (middle).
     """
     grid = record_activations(model, _opened(model, image).images).grid
     found = torch.nn.functional.normalize(position_embedding(model, math.prod(grid)), dim=-1)
     similarity = (found @ found.T).reshape(*grid, *grid)
-    # every row of a small grid; of a larger one as many as can be seen
+    # draw at most 14 x 14 positions
     rows, columns = (np.unique(np.linspace(0, count - 1, min(count, 14)).round().astype(int)) for count in grid)
-    title = "cosine similarity of each position embedding with all others, -1 dark to 1 light"
+    title = "cosine similarity of each position embedding to all others, from -1 (dark) to 1 (light)"
     figure, axes = _figure(title, 6.0, 6.0 * len(rows) / len(columns))
     _show(axes[0, 0], _tiled(similarity[rows][:, columns].numpy()), cmap=MAP, vmin=-1, vmax=1)
     return figure
 
 
 def filters(model: nn.Module, count: int = 28) -> Figure:
-    """Draws the principal components of the patch embedding's filters (figure 7 of the ViT paper, left).
+    """Draws the principal components of the patch embedding's filters as RGB.
 
     Args:
         model: A model whose patch embedding is a convolution.
-        count: Components to draw.
+        count: Number of components.
+    Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, figure 7 (left).
     """
     check_integer("count", count, 1)
     weight = patch_filters(model)
@@ -94,13 +94,15 @@ def filters(model: nn.Module, count: int = 28) -> Figure:
 def attention(
     model: nn.Module, image: Given = None, *, blocks: Sequence[int] = (0, -1), heads: Sequence[int] | None = None
 ) -> Figure:
-    """Draws the attention of the class token (of all patches if there is none) over the image, by block and head.
+    """Draws the attention of the class token over the image, per block and head.
+
+    Without a class token, it draws the mean attention of all patches.
 
     Args:
         model: A model that `vit_fast.fuse` supports.
         image: As in `patches`.
-        blocks: Indices, negative ones from the end.
-        heads: Indices; None means all.
+        blocks: Block indices; negative ones count from the end.
+        heads: Head indices; None means all heads.
     Raises:
         ValueError: a block or head does not exist.
     """
@@ -109,24 +111,25 @@ def attention(
     depth, of_head = len(activations.attention), range(activations.attention[0].shape[1])
     for block in blocks:
         if not isinstance(block, int) or not -depth <= block < depth:
-            raise ValueError(f"blocks must be {-depth} to {depth - 1}, got {block}")
+            raise ValueError(f"blocks must be between {-depth} and {depth - 1}, got {block}")
     heads = of_head if heads is None else heads
     for head in heads:
         if head not in of_head:
-            raise ValueError(f"heads must be 0 to {len(of_head) - 1}, got {head}")
+            raise ValueError(f"heads must be between 0 and {len(of_head) - 1}, got {head}")
     maps = {
         (f"block {block % depth}", f"head {head}"): _attended(activations, activations.attention[block][0, head])
         for block in blocks
         for head in heads
     }
-    title = "attention of the class token" if activations.prefix else "attention, averaged over all patches"
+    title = "attention of the class token" if activations.prefix else "mean attention of all patches"
     return _over(image, maps, len(heads), title)
 
 
 def rollout(model: nn.Module, image: Given = None) -> Figure:
-    """Draws attention rollout: the share of each patch that reaches the class token (or all patches).
+    """Draws attention rollout: the contribution of each patch to the class token. Arguments as in `patches`.
 
-    Source: "Quantifying Attention Flow in Transformers", arXiv 2005.00928. Arguments as in `patches`.
+    Without a class token, it draws the mean contribution to all patches.
+    Source: "Quantifying Attention Flow in Transformers", arXiv 2005.00928.
     """
     image = _opened(model, image)
     activations = record_activations(model, image.images)
@@ -136,9 +139,9 @@ def rollout(model: nn.Module, image: Given = None) -> Figure:
 
 
 def attention_distance(model: nn.Module, image: Given = None) -> Figure:
-    """Draws the mean attention distance in pixels by depth and head (figure 11 of the ViT paper).
+    """Draws the mean attention distance in pixels per block and head. Arguments as in `patches`.
 
-    Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, appendix D.7. Arguments as in `patches`.
+    Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, figure 11 (appendix D.7).
     """
     image = _opened(model, image)
     activations = record_activations(model, image.images)
@@ -159,19 +162,18 @@ def attention_distance(model: nn.Module, image: Given = None) -> Figure:
 
 
 def features(model: nn.Module, image: Given = None) -> Figure:
-    """Draws three principal components of the patches' features as red, green and blue, as DINO does.
+    """Draws the first three principal components of the patch features as RGB. Arguments as in `patches`.
 
-    Source: "DINOv2: Learning Robust Visual Features without Supervision", arXiv 2304.07193, figure 1. Arguments as in
-    `patches`.
+    Source: "DINOv2: Learning Robust Visual Features without Supervision", arXiv 2304.07193, figure 1.
     """
     image = _opened(model, image)
     found = record_activations(model, image.images).features[0]
     _, coordinates = components(found.flatten(0, 1), min(3, *found.flatten(0, 1).shape))
-    colours = _stretched(coordinates.unflatten(0, found.shape[:2]), by_channel=True)
+    colors = _stretched(coordinates.unflatten(0, found.shape[:2]), by_channel=True)
     height, width = (2.6 * side / max(image.shown.shape[:2]) for side in image.shown.shape[:2])
     figure, axes = _figure("patch features: three principal components as colors", 2 * width, height, columns=2)
     _show(axes[0, 0], image.shown)
-    _show(axes[0, 1], colours.numpy())
+    _show(axes[0, 1], colors.numpy())
     return figure
 
 
@@ -180,15 +182,15 @@ def _opened(model: nn.Module, image: Given) -> ModelImage:
 
 
 def _attended(activations: Activations, weights: Tensor) -> Tensor:
-    """Returns the attention [rows, columns] of the class token, or the mean of all patches."""
+    """Returns the attention [rows, columns] of the class token, or the mean over all patches."""
     row = weights[0, activations.prefix :] if activations.prefix else weights.mean(0)
     return row.reshape(activations.grid)
 
 
 def _over(image: ModelImage, maps: Mapping[tuple[str, str], Tensor | None], columns: int, title: str) -> Figure:
-    """Draws maps over the image; a map of None is the image alone."""
+    """Draws maps over the image; None draws only the image."""
     if not maps:
-        raise ValueError("blocks and heads must contain at least one each")
+        raise ValueError("blocks and heads must contain at least one index each, got none")
     rows = math.ceil(len(maps) / columns)
     height, width = image.shown.shape[:2]
     panel_inches = PANEL_INCHES * height / max(height, width) + 0.25
@@ -202,7 +204,7 @@ def _over(image: ModelImage, maps: Mapping[tuple[str, str], Tensor | None], colu
 
 
 def _figure(title: str, width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
-    """Makes a figure with axes [rows, columns], together of `width` x `height` inches, below a title."""
+    """Creates a figure with a title above axes [rows, columns] of `width` x `height` inches in total."""
     size = (max(width, MIN_INCHES), height + TITLE_INCHES)
     figure = Figure(figsize=size, dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
@@ -217,7 +219,7 @@ def _show(axes: Any, pixels: Any, **how: Any) -> None:
 
 
 def _tiled(tiles: np.ndarray) -> np.ndarray:
-    """Lays out tiles [rows, columns, height, width] or [..., 3] on a sheet, white between them."""
+    """Arranges tiles [rows, columns, height, width] or [..., 3] in one image, with white gaps."""
     rows, columns, height, width = tiles.shape[:4]
     gap = max(1, width // 8)
     blank = np.nan if tiles.ndim == 4 else 1.0
@@ -227,7 +229,7 @@ def _tiled(tiles: np.ndarray) -> np.ndarray:
 
 
 def _stretched(values: Tensor, by_channel: bool = False) -> Tensor:
-    """Scales values [rows, columns, channels] to 0..1, each channel by itself or all alike."""
+    """Scales values [rows, columns, channels] to 0..1, per channel or over all channels."""
     over = (0, 1) if by_channel else (0, 1, 2)
     low, high = values.amin(over, keepdim=True), values.amax(over, keepdim=True)
     return (values - low) / (high - low).clamp_min(1e-12)

@@ -95,7 +95,7 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
     if not blocks:
         reasons = [f"{name}: {why}" for name, why in skipped.items()]
         raise UnsupportedInputError(
-            "calibrate", reasons or ["the model has no attention and MLP that vit_fast supports"]
+            "calibrate", reasons or ["the model must have an encoder block that vit_fast.fuse supports, got none"]
         )
     observers = _observe(copied, blocks, batches)
     found, rows = {}, []
@@ -114,7 +114,7 @@ def _check(model: nn.Module) -> None:
     if hasattr(model, "_orig_mod"):
         raise ValueError("model must not be compiled: calibrate and fuse it before torch.compile")
     if device_of(model).type == "meta":
-        raise ValueError("model must have weights, got the meta device: load them first")
+        raise ValueError("model must have weights, got tensors on the meta device: load the weights first")
     if model.training:
         raise ValueError("model must be in evaluation mode: call eval() first")
 

@@ -1,4 +1,4 @@
-"""fuse(model) and unfuse(model): run models of other libraries with fused operators, in place and reversibly."""
+"""fuse, unfuse and set_backend: run the encoder blocks of a model with fused operators, in place and reversibly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_rea
 from ..quantization import fp8
 from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize
 
-CANNOT_NORMALIZE = "normalize cannot be folded into this model"
+CANNOT_NORMALIZE = "normalize cannot be folded into the patch embedding"
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
 
 
@@ -37,38 +37,42 @@ def fuse(
 ) -> FusionReport:
     """Replaces attention and LayerNorm + MLP of timm, transformers, torchvision and torch.nn models by fused operators.
 
-    Works in place, per instance: sets the class of each module to a subclass with another forward. Parameters,
-    state_dict keys, hooks and names stay. Training, autocast, checkpointing, deepcopy, pickle, torch.export, DDP and
-    FSDP work as before (call fuse before fully_shard). Modules that cannot be fused are skipped and listed in the
-    report with all reasons. Fusing again changes the backend, and normalize if given. A module that can no longer be
-    fused then gets its original class back.
+    fuse changes the model in place: it sets the class of each fused module to a subclass with another forward. Modules
+    keep their identity, Parameters, state_dict keys, hooks and names. Training, autocast, checkpointing, deepcopy,
+    pickle, torch.export, DDP and FSDP work as before (call fuse before fully_shard). Call fuse again to change the
+    backend or normalize. A module that can no longer be fused gets its original class back.
 
-    A fused module runs its original forward if the operators do not support the call: attention masks, returned
-    attention weights, dropout in training, and children that were hooked, wrapped or replaced after fuse.
+    A backend that you request by name is never replaced by another one:
+
+    - A module that fuse or the backend does not support is skipped, and keeps its original forward. The report lists
+      all reasons; `report.require_all()` raises an error.
+    - Fused operators do not implement some features: attention masks other than padding masks, returned attention
+      weights, dropout in training mode, and submodules that were hooked, wrapped or replaced after fuse. A call with
+      one of these runs the original forward, with every backend.
+    - Any other call that the backend cannot run, for example because of dtype or device, raises UnsupportedInputError.
 
     Args:
         model: Any module; all its submodules are inspected.
         backend: "triton", "sdpa", "eager", or "auto": triton if available on a CUDA device, for fp16, bf16, and fp32
-            with TF32 or under autocast; else sdpa. "auto" is resolved in this call, and again when the model is
+            with TF32 or under autocast; otherwise sdpa. fuse resolves "auto", and resolves it again when the model is
             moved or converted.
         normalize: (mean, std) of images in 0..1, one number per channel. The patch embedding then takes images in
             0..255, uint8 or floating, and normalizes them inside its convolution.
-        precision: None keeps the model's precision. "fp8" runs the linear layers of blocks with e4m3 operands and
-            weights, and attention in half precision. It supports inference only, on GPUs with compute capability 8.9
-            or newer, for fp16 and bf16 models after `vit_fast.calibrate`. Training mode and gradients raise an error.
-            Original forwards and packed sequences run in half precision. Fusing again with None restores the
-            model's precision.
+        precision: None means the model's precision. "fp8" runs the linear layers of blocks in e4m3, and attention in
+            half precision, for inference on GPUs of compute capability 8.9 or newer. The model must be in fp16 or bf16,
+            and calibrated by `vit_fast.calibrate`. Training mode and gradients raise an error. Original forwards and
+            packed sequences run in half precision. Call fuse with None to restore the model's precision.
         keep: With "fp8", names or patterns of linear layers that stay in half precision, e.g. `("*.mlp.fc2",)`. If
-            neither keep nor min_agreement is given, the last choice applies, which is saved with the scales.
-        min_agreement: With "fp8", the minimal top-1 agreement on the calibration images, in (0, 1]. Emulated
-            FP8 determines how many of the most sensitive linear layers stay in half precision for that.
+            neither keep nor min_agreement is given, the previous choice applies, which is saved with the scales.
+        min_agreement: With "fp8", the required top-1 agreement on the calibration images, in (0, 1]. The most sensitive
+            linear layers stay in half precision to reach it, as measured with emulated FP8.
     Returns:
-        A report by module; print it, or call require_all() on it.
+        A report with one row per module.
     Raises:
         ValueError: the backend or precision is unknown, normalize or keep does not fit the model, or there are
             no calibration images for min_agreement.
-        UnsupportedInputError: the requested backend cannot run here; lists all reasons. Nothing is changed. A model on
-            the meta device accepts every backend; its forward raises if the backend cannot run on the final device.
+        UnsupportedInputError: the requested backend cannot run on the model's device; lists all reasons. The model
+            stays unchanged. On the meta device there is no such check.
     """
     check_type("model", model, nn.Module)
     choice = None
@@ -90,13 +94,12 @@ def fuse(
 
 
 def unfuse(model: nn.Module) -> None:
-    """Undoes fuse: restores the original class of each module.
+    """Undoes fuse: restores the original class of each module, and removes the scales of `calibrate`.
 
     Hooks, modules and forwards that were set after fuse stay. A Sequential that was sliced from the model still works.
-    Also removes the scales of `calibrate`. A model that is not fused stays unchanged otherwise.
 
     Raises:
-        UnsupportedInputError: fully_shard was applied after fuse; lists the modules. Nothing is changed.
+        UnsupportedInputError: fully_shard was applied after fuse; lists the modules. The model stays unchanged.
     """
     check_type("model", model, nn.Module)
     fused = {name: module for name, module in model.named_modules() if isinstance(module, FusedModule)}
@@ -110,16 +113,19 @@ def unfuse(model: nn.Module) -> None:
 
 
 def set_backend(model: nn.Module, backend: str) -> FusionReport:
-    """Sets the backend of the blocks of a VisionTransformer by fusing them.
+    """Sets the backend of the blocks of a VisionTransformer.
+
+    Like fuse, but raises an error instead of skipping a module that the Triton kernels cannot run.
 
     Args:
-        model: A VisionTransformer, or a module that contains some.
-        backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto"; see fuse.
+        model: A VisionTransformer, or a module that contains one.
+        backend: "eager" (reference formulas), "sdpa" (torch's fused attention), "triton" (Triton kernels), or "auto";
+            see fuse.
     Returns:
-        The report of fuse.
+        The report of fuse. It also lists blocks that run their original forward, e.g. because of active dropout.
     Raises:
         ValueError: the backend is unknown, or the model has no blocks of vit_fast.
-        UnsupportedInputError: "triton" cannot run the model; lists all reasons. Nothing is changed.
+        UnsupportedInputError: "triton" cannot run the model; lists all reasons. The model stays unchanged.
     """
     check_type("model", model, nn.Module)
     if not any(isinstance(module, Block | AttentionPool | Attention) for module in model.modules()):
@@ -136,7 +142,7 @@ def set_backend(model: nn.Module, backend: str) -> FusionReport:
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model that shares its tensors, fused with a backend that runs on any device."""
+    """Returns a copy of a model that shares its tensors and is fused with "sdpa", which runs on any device."""
     copied = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     _Walk(copied, "sdpa", "sdpa").apply()
     return copied
@@ -255,7 +261,7 @@ class _Walk:
             self.changes.append(([conv], lambda: conv.__dict__.update(folded)))
             return
         if conv is None:
-            raise ValueError(f"{CANNOT_NORMALIZE}: the model has no convolution that could be its patch embedding")
+            raise ValueError(f"{CANNOT_NORMALIZE}: the model must have a convolution as patch embedding, got none")
         finding = FusedPatchConv.examine(conv)
         reasons = list(finding.reasons)
         if conv.in_channels != len(mean):

@@ -27,7 +27,7 @@ POWER = 64.0  # divides bytes and multiplies weights
 class FusedPatchConv(FusedModule, nn.Conv2d):
     """Convolution of a patch embedding for images in 0..255, uint8 or any floating dtype."""
 
-    kind = "normalisation"
+    kind = "normalization"
     vit_fast_mean: tuple[float, ...]
     vit_fast_std: tuple[float, ...]
 
@@ -62,7 +62,7 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
 class FusedPatchEmbed(FusedModule, PatchEmbed):
     """Our patch embedding for uint8 images, which PatchEmbed rejects."""
 
-    kind = "normalisation"
+    kind = "normalization"
 
     def forward(self, images: Tensor) -> Any:
         """Maps bytes [B, channels, height, width] to the result of PatchEmbed."""

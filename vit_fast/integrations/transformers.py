@@ -1,7 +1,9 @@
-"""Attention function "vit_fast" for transformers, registered by importing this file, and CUDA graphs of towers.
+"""Attention function "vit_fast" for transformers, and CUDA graphs of vision towers.
 
-AutoModel.from_pretrained(name, attn_implementation="vit_fast")
-runner = graph_vision_tower(model)
+Importing this file registers the attention function:
+
+    AutoModel.from_pretrained(name, attn_implementation="vit_fast")
+    runner = graph_vision_tower(model)
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from ..run.graph_runner import Fallback, GraphRunner
 try:
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
-except ImportError:  # such a version creates no masks for vision models
+except ImportError:  # this version creates no masks for vision models
     AttentionMaskInterface = None
 try:
     from transformers.masking_utils import bidirectional_mask_function
@@ -34,19 +36,19 @@ except ImportError:  # transformers 4
 
 ATTENTION_NAME = "vit_fast"
 
-# Keywords that change attention and that transformers' sdpa function ignores:
+# Keywords that change attention, and that transformers' sdpa function ignores:
 REFUSED = {
     "block_indices": "sparse attention",
-    "head_mask": "a factor per head",
+    "head_mask": "a mask per head",
     "indices": "sparse attention",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
-    "softcap": "capped logits",
+    "softcap": "softcapping of the logits",
 }
 if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:  # transformers 4
     REFUSED["position_bias"] = "a bias on the logits"
-# It gets all other keywords: is_causal, position_bias, cache, output_attentions, sliding_window, position_ids and
-# unknown ones. These describe packed sequences, which our operator supports:
+# transformers' sdpa function gets all other keywords, such as is_causal, output_attentions and unknown ones. The fused
+# operator supports packed sequences, which these keywords describe:
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -62,24 +64,26 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention function "vit_fast" of transformers: runs the fused operator, or transformers' sdpa function.
 
+    The sdpa function runs for causal and grouped-query attention, dropout, masks other than padding masks, and keywords
+    that change attention.
+
     Args:
         module: The calling attention layer.
         query: [B, H, N, D].
-        key: [B, H or a divisor of it, N, D].
+        key: [B, H_kv, N, D], where H_kv divides H.
         value: Same shape as key.
-        attention_mask: None or a padding mask for the fused operator. transformers' sdpa function runs for other masks,
-            and with causality, grouped heads, dropout, or keywords that are not NEUTRAL.
+        attention_mask: None, a padding mask, or another mask.
         scaling: Multiplier of q k^T; None means D**-0.5.
         dropout: Dropout probability.
-        **kwargs: Other keywords of the model; None and False have no effect. With cu_seq_lens_q and B = 1, each
-            packed sequence attends to itself.
+        **kwargs: Other keywords of the model; None and False have no effect. With cu_seq_lens_q and B = 1, tokens
+            attend to tokens of the same packed sequence only.
     Returns:
-        [B, N, H, D] contiguous, and None instead of weights.
+        The output [B, N, H, D], contiguous, and None instead of attention weights.
     Raises:
         UnsupportedInputError: a keyword requests a feature that transformers' sdpa function would ignore.
     """
     if refused := [name for name in REFUSED if is_set(kwargs.get(name))]:
-        advice = "build the model with attn_implementation='eager'"
+        advice = "use attn_implementation='eager'"
         raise UnsupportedInputError(
             f"attn_implementation={ATTENTION_NAME!r} in {type(module).__name__}",
             [f"{name} ({REFUSED[name]}) is not supported: {advice}" for name in refused],
@@ -102,7 +106,7 @@ def attention_forward(
 
 
 def _packed_by(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-    """Returns the bounds of packed sequences; None if there are none, or if q and k are packed differently."""
+    """Returns cu_seqlens of packed sequences; None if there are none, or if q and k are packed differently."""
     bounds, of_keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if not isinstance(bounds, Tensor) or (of_keys is not None and of_keys is not bounds):
         return None
@@ -112,10 +116,10 @@ def _packed_by(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Tensor | N
 def padding_mask(
     batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """Builds the mask for "vit_fast": padding masks are expanded, and identified by their strides.
+    """Builds the attention mask for "vit_fast".
 
-    So the kernel runs without inspecting the values of the mask, for which transformers would synchronize with the
-    device. Other masks are built as for sdpa.
+    Expands padding masks without a copy, so attention_forward identifies them by their strides. transformers would
+    inspect the values, which synchronizes with the device. Builds other masks like transformers' sdpa_mask.
     """
     others = ("q_offset", "kv_offset", "local_size", "use_vmap")
     alone = kwargs.get("mask_function") is bidirectional_mask_function and not any(map(kwargs.get, others))
@@ -128,7 +132,7 @@ def padding_mask(
 
 
 def register_attention() -> None:
-    """Registers attn_implementation="vit_fast"; importing this file calls it."""
+    """Registers attn_implementation="vit_fast". Importing this file calls it."""
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     if AttentionMaskInterface is not None:
         AttentionMaskInterface.register(
@@ -146,23 +150,23 @@ def graph_vision_tower(
     *,
     fallback: Fallback = "eager",
 ) -> GraphRunner:
-    """Makes a model run its vision tower by CUDA graphs, also in generate(); `ungraph_vision_tower` undoes it.
+    """Makes a model replay CUDA graphs of its vision tower, also in generate(). `ungraph_vision_tower` undoes it.
 
-    Copies and pickles of the model run without graphs. In training mode the tower runs as before.
+    Copies and pickles of the model run without graphs.
 
     Args:
-        model: A model of transformers with a fused tower marked in docs/classes.md, or such a tower.
-        budgets: See `GraphRunner`, also for max_images and fallback.
+        model: A transformers model with a fused tower that docs/classes.md marks, or such a tower.
+        budgets: Tokens per graph; see `GraphRunner`, also for max_images and fallback.
     Returns:
         The runner, for `stats()` and `refresh()`.
     Raises:
-        UnsupportedInputError: there is no such tower, it already has a runner, or GraphRunner does not support it;
-            lists all reasons.
+        UnsupportedInputError: the model has no such tower, the tower already has a runner, or GraphRunner does not
+            support it; lists all reasons.
     """
     check_type("model", model, nn.Module)
     tower: Any = next((module for module in model.modules() if packed_tower(module) is not None), None)
     if tower is None:
-        reason = f"the model must have a vision tower marked in docs/classes.md, got {type(model).__name__}"
+        reason = f"the model must have a vision tower that docs/classes.md marks, got {type(model).__name__}"
         raise UnsupportedInputError("graph_vision_tower", [reason])
     runner = GraphRunner(tower, budgets=budgets, max_images=max_images, fallback=fallback)
     tower.forward = runner
@@ -170,7 +174,7 @@ def graph_vision_tower(
 
 
 def ungraph_vision_tower(model: nn.Module) -> None:
-    """Undoes `graph_vision_tower`; other models do not change."""
+    """Undoes `graph_vision_tower`. Other models do not change."""
     check_type("model", model, nn.Module)
     for module in model.modules():
         if isinstance(vars(module).get("forward"), GraphRunner):

@@ -169,7 +169,7 @@ class _Openvino:
 
         core, hint = openvino.Core(), {"fp32": "f32", "bf16": "bf16"}[precision]
         if precision == "bf16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-            raise UnsupportedInputError("openvino", ["this CPU has no products in bf16; use fp32"])
+            raise UnsupportedInputError("openvino", ["this CPU has no bf16 matmuls: use fp32"])
         options = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": threads or torch.get_num_threads()}
         self._request = core.compile_model(core.read_model(path), "CPU", options).create_infer_request()
         self._lock = threading.Lock()  # a request computes one batch at a time

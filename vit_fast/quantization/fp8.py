@@ -38,7 +38,7 @@ def check_request(
 ) -> None:
     """Raises an error with all reasons if the model cannot run in e4m3. Nothing has been changed by then."""
     if precision is None:
-        raise ValueError(f"keep and min_agreement need precision='fp8', got {keep!r} and {min_agreement}")
+        raise ValueError(f"keep and min_agreement must be used with precision='fp8', got {keep!r} and {min_agreement}")
     check_choice("precision", precision, (None, "fp8"))
     reasons = unable_reasons(device_of(model), dtype_of(model))
     if backend not in ("auto", "triton"):
@@ -83,7 +83,7 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
         raise UnsupportedInputError(WHAT, without or [f"{name}: {why}" for name, why in left.items()])
     linears = {block.name: block.linears for block in blocks}
     if keep is None and min_agreement is None:
-        kept = {name: dict.fromkeys(own.names_kept(), "set by its scales") for name, own in scales.items() if own}
+        kept = {name: dict.fromkeys(own.names_kept(), "set by the scales") for name, own in scales.items() if own}
         return Choice(linears, kept, left)
     asked = _kept_by_name(linears, () if keep is None else keep)
     kept = {name: dict.fromkeys(layers, "requested by keep") for name, layers in asked.items()}
@@ -92,7 +92,7 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
     if not isinstance(min_agreement, int | float) or not 0 < min_agreement <= 1:
         raise ValueError(f"min_agreement must be in (0, 1], got {min_agreement}")
     if model not in IMAGES:
-        raise ValueError("min_agreement needs the calibration images: call vit_fast.calibrate(model, images) first")
+        raise ValueError("min_agreement requires calibration images: call vit_fast.calibrate(model, images) first")
     everything = {name: own.all() for name, own in scales.items() if own}
     images = [as_taken(model, batch) for batch in IMAGES[model]]  # the model may have been converted or moved since
     result = find_kept(copied, blocks, everything, images, min_agreement, asked)
@@ -124,7 +124,7 @@ def switch(model: nn.Module, choice: Choice | None) -> None:
                 continue
             parts = block.whole() if isinstance(block, FusedNormMlp) else None
             if parts is None:
-                raise UnsupportedInputError(WHAT, [f"{name}: the kernels must be able to run it as one operator"])
+                raise UnsupportedInputError(WHAT, [f"{name} must be a block that the kernels run as one operator"])
             if own.qkv.device.type != "meta":
                 own.cached_of(parts)
     except BaseException:  # the caller restores attributes, but not the values of tensors

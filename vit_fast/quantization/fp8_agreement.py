@@ -100,7 +100,7 @@ def find_kept(
             enough = max(reached)
             reason = (
                 f"the top-1 agreement on {len(exact)} images is {reached[enough]:.1%} with {enough} of "
-                f"{len(linears)} linear layers kept, and {reached[0]:.1%} with none"
+                f"{len(linears)} linear layers in half precision, and {reached[0]:.1%} with none"
             )
             raise UnsupportedInputError(f"fuse with precision='fp8', min_agreement={wanted:g}", [reason])
     kept = {block.name: set(always.get(block.name, ())) for block in blocks}

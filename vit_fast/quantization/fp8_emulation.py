@@ -115,8 +115,8 @@ def unsupported_reasons(parts: BlockParts) -> list[str]:
         return []
     reasons = [*parts.attention_reasons, *parts.mlp_reasons]
     if inside:
-        reasons.append("its MLP must not have an inner norm for the e4m3 kernels")
-    return reasons or ["its attention and MLP must belong to one block that the kernels can run as one operator"]
+        reasons.append("the MLP must not have an inner norm in FP8")
+    return reasons or ["attention and MLP must belong to one block that the kernels run as one operator"]
 
 
 def linears_of(parts: BlockParts, names: Mapping[int, str]) -> dict[str, tuple[str, ...]]:

@@ -161,7 +161,7 @@ class Watched:
             return "the model must be in evaluation mode: call eval()"
         forward = vars(self._model).get("forward")
         if forward is not self._forward and forward is not runner:
-            return "the model's forward was replaced on the instance: remove what replaced it"
+            return "the model's forward was replaced on the instance: call `del model.forward`"
         if self._watch.holds(self._model) and not is_hooked(self._model):
             return None
         if new := [reason for reason in self._hooked_or_replaced() if reason not in self._known]:

@@ -267,7 +267,7 @@ def _fit_tower(model: nn.Module) -> PackedTower:
         reason = f"the model must be a tower marked in docs/classes.md, got {type(model).__name__}"
         raise UnsupportedInputError("GraphRunner with budgets", [reason])
     if forward_is_replaced(model):
-        reasons = ["the tower's forward was replaced on the instance: remove what replaced it"]
+        reasons = ["the tower's forward was replaced on the instance: call `del tower.forward`"]
     for name, module in model.named_modules():
         if is_hooked(module):
             reasons.append(f"{name or 'the tower'} must have no hooks, because graphs do not run them: remove them")

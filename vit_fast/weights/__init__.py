@@ -1,4 +1,4 @@
-"""Weights: reading files, folders and the Hub (source, hub), loading and saving (load), building models (factory)."""
+"""Weights: read files, folders and the Hub (source, hub), load and save them (load), build models (factory)."""
 
 from .load import WeightsReport, load, load_weights, overrides_from, save
 from .source import WeightsError

@@ -1,4 +1,4 @@
-"""create_model builds a named variant, loads its weights, and fuses it."""
+"""create_model: builds a named model, loads its weights, and fuses it."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def create_model(
     precision: str | None = None,
     **config_overrides: Any,
 ) -> VisionTransformer:
-    """Builds a Vision Transformer by timm's name and fuses it.
+    """Builds a Vision Transformer by its timm name and fuses it.
 
-    In training, blocks with dropout run their original modules with any backend. `print(vit_fast.fuse(model, backend))`
-    lists them.
+    In training mode, blocks with active dropout run their original modules, with every backend. The report of
+    `vit_fast.fuse(model, backend)` lists these blocks.
 
     Args:
         name: One of list_models(), or a Hugging Face Hub id or folder with config and weights.
         backend: "auto", "eager", "sdpa" or "triton"; see set_backend.
         weights: A file (.safetensors, .pth, .bin, .npz), a folder or a Hugging Face Hub id; None means random weights.
-            Their config, if any, sets head size, activation and epsilon; config_overrides take precedence. If
-            num_classes is given and differs, the head stays random.
+            The config of the weights, if any, sets num_classes, act_layer and norm_eps; config_overrides take
+            precedence. If num_classes is given and differs, the head stays random.
         device: Device of the parameters; None means torch's default device.
         dtype: Parameter dtype; None means torch's default dtype.
-        precision: "fp8" runs the blocks in e4m3, like `vit_fast.fuse`; the weights must contain the scales of
-            `vit_fast.calibrate`. None runs them in dtype.
+        precision: "fp8" runs the linear layers of blocks in e4m3; see `vit_fast.fuse`. The weights must contain the
+            scales of `vit_fast.calibrate`. None means dtype.
         **config_overrides: Fields of ViTConfig, e.g. depth=2, img_size=(320, 240), num_classes=7.
     Returns:
         The model, in evaluation mode.
@@ -55,7 +55,9 @@ def create_model(
     check_type("name", name, str)
     check_type("dtype", dtype, torch.dtype, type(None))
     if "/" in name and weights is not None:
-        raise ValueError(f"name must be a variant if weights are given, got {name!r}, which has its own weights")
+        raise ValueError(
+            f"name must be one of list_models() if weights are given, got {name!r}, which has its own weights"
+        )
     head_is_asked_for = "num_classes" in config_overrides
     source = None
     if weights is not None or "/" in name:
@@ -79,7 +81,7 @@ def create_model(
 
 
 def _check_memory(config: ViTConfig, device: torch.device) -> None:
-    """Raises ValueError for a model that does not fit into memory, before the system kills the process."""
+    """Raises ValueError if a model does not fit into memory, before the system kills the process."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "cpu":
@@ -99,6 +101,9 @@ def _shape(name: str, source: Source | None) -> tuple[ViTConfig, DataConfig | No
         variant = get_variant(name)
         return variant.config, variant.data
     if source is None or source.config is None:
-        raise ValueError(f"{name} must have a config of a known model: call create_model(variant, weights={name!r})")
+        raise ValueError(
+            f"{name} must contain the config of a supported model: call create_model(NAME, weights={name!r}) with one "
+            "of list_models()"
+        )
     source.check_size()
     return source.config, source.data_config

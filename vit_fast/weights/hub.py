@@ -1,6 +1,6 @@
 """Opens a state dict, a file, a folder or a Hugging Face Hub repository as a Source.
 
-Files of a repository that are in the local cache are used without network access.
+Files in the local Hub cache are used without network access.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
     Args:
         source: A state dict; a .safetensors, .pth, .pt, .bin (read with `weights_only=True`) or .npz file; a folder
             with config.json and weights, like a Hub repository; or a Hub id such as "google/vit-base-patch16-224",
-            optionally with `@revision`.
+            optionally followed by `@revision`.
     Raises:
         WeightsError: the source cannot be read.
         TypeError: source has another type.
@@ -54,13 +54,13 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
     if (repository := hub_id(source)) is not None:
         return _open_repository(repository)
     raise WeightsError(
-        f"{source}: no such file; weights must be a file ({', '.join(SUFFIXES)}), a folder with config.json, or a "
+        f"{source}: no such file: weights must be a file ({', '.join(SUFFIXES)}), a folder with config.json, or a "
         "Hugging Face Hub id such as google/vit-base-patch16-224"
     )
 
 
 def hub_id(source: str | Path) -> str | None:
-    """Returns `owner/name[@revision]` if source is a Hub id, also with the prefix hf-hub:; else None."""
+    """Returns `owner/name[@revision]` without a prefix such as hf-hub: if source is a Hub id; otherwise None."""
     text = str(source)
     for prefix in _HUB_PREFIXES:
         text = text.removeprefix(prefix)
@@ -117,7 +117,7 @@ def _download(repo_id: str, revision: str, filename: str, *, cache_only: bool) -
     except EntryNotFoundError:
         return None
     except GatedRepoError:
-        raise WeightsError(f"{where}: access is restricted: accept its licence on huggingface.co and log in") from None
+        raise WeightsError(f"{where}: access is restricted: accept the license on huggingface.co and log in") from None
     except RevisionNotFoundError:
         raise WeightsError(f"{where}: the repository has no such revision") from None
     except RepositoryNotFoundError:
@@ -130,7 +130,7 @@ def _download(repo_id: str, revision: str, filename: str, *, cache_only: bool) -
 
 @contextmanager
 def _without_retry_warnings() -> Iterator[None]:
-    """Silences huggingface_hub's warning for each retry; the error after the last retry contains the reason."""
+    """Silences huggingface_hub's warnings about retries; the final error contains the reason."""
     from huggingface_hub.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -151,10 +151,10 @@ def _open(name: str, fetch: _Fetch) -> Source:
     source = read_file(weights_file) if weights_file.suffix != ".json" else _read_shards(weights_file, fetch)
     if source.config is not None and config_file is None:
         source.name = name
-        return source  # a file of vit_fast.save, which contains its config
+        return source  # vit_fast.save stores the config in the file
     found = Source(name, source.tensors)
     if config_file is None:
-        found.notes.append("no config.json: head size, preprocessing and class names remain those of the model")
+        found.notes.append("no config.json: the model keeps its head size, preprocessing and class names")
         return found
     config = _read_json(config_file)
     library = next((library for library in CONFIGURATIONS if library.wrote(config)), None)
@@ -179,7 +179,7 @@ def _find_weights(name: str, fetch: _Fetch) -> Path:
         try:
             path = fetch(filename)
         except _Unreachable as error:
-            unreachable = unreachable or error  # the cache may have another of these files
+            unreachable = unreachable or error  # the cache may contain another of these files
             continue
         if path is not None:
             return path
@@ -215,10 +215,10 @@ def _read_preprocessor(source: Source, fetch: _Fetch) -> None:
     try:
         preprocessor_file = fetch("preprocessor_config.json")
     except _Unreachable as error:
-        source.notes.append(f"preprocessing remains that of the model: {error}")
+        source.notes.append(f"the model keeps its preprocessing: {error}")
         return
     if preprocessor_file is None:
-        source.notes.append("no preprocessor_config.json: preprocessing remains that of the model")
+        source.notes.append("no preprocessor_config.json: the model keeps its preprocessing")
         return
     try:
         source.data_config = hf_config.data_config_from_processor(_read_json(preprocessor_file))

@@ -1,7 +1,7 @@
 """Loads weights of timm, transformers, torchvision and Google's JAX code into a VisionTransformer, and saves them.
 
-Loads all weights or none: an error lists all missing and unexpected names and all shapes that differ, and leaves the
-model unchanged.
+If some weights do not fit, the error lists all missing and unexpected names and all different shapes, and the model
+stays unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .hub import open_source
 from .source import METADATA_KEY, Source, WeightsError
 
 _HEADS = ("head.", "head_dist.")
-_LISTED = 12  # names of one kind in a message, before "and N more"
+_LISTED = 12  # names in a list before "and N more"
 
 
 @dataclass
@@ -40,13 +40,13 @@ class WeightsReport:
 
     Attributes:
         source: Path, repository, or "a state dict".
-        layout: The library whose names were recognised.
-        loaded: Number of the model's tensors that were set.
-        renamed: (name in the source, name in the model) where they differ; several tensors may form one.
-        interpolated: Position embeddings that were resampled, with both grids.
-        replaced: Head tensors of the source that replace_head skipped, with the reason.
-        ignored: Tensors of the source that this model does not use.
-        notes: Other remarks.
+        layout: Library whose parameter names the source uses.
+        loaded: Number of loaded tensors of the model.
+        renamed: Pairs (name in the source, name in the model). Several tensors of the source may form one.
+        interpolated: Interpolated position embeddings, with both grids.
+        replaced: Head tensors that were not loaded because of replace_head, with the reason.
+        ignored: Tensors of the source that the model does not use.
+        notes: Other notes.
     """
 
     source: str
@@ -73,16 +73,18 @@ def load_weights(
     *,
     replace_head: bool = False,
 ) -> WeightsReport:
-    """Sets all parameters of a model from weights of any supported library, or none of them.
+    """Loads weights of any supported library into a model.
+
+    If some weights do not fit, the model stays unchanged.
 
     Args:
-        model: A model of the same shape. For another image size, the position embedding is interpolated (bicubic,
-            antialiased). Parameters keep their dtype and device.
-        source: A state dict, a file (.safetensors, .pth, .pt, .bin, .npz), a folder, or a Hub id; see open_source.
-            Its preprocessing and class names are copied to the model, if it has any.
-        replace_head: Keep the model's head if the source has none or one of another size.
+        model: A model of the same architecture. If the image size differs, the position embedding is interpolated
+            (bicubic, antialiased). Parameters keep their dtype and device.
+        source: A state dict, a file (.safetensors, .pth, .pt, .bin, .npz), a folder, or a Hub id. If it contains
+            preprocessing and class names, they are copied to the model.
+        replace_head: True keeps the model's head if the source has no head or one of another size.
     Returns:
-        The tensors that were renamed, interpolated, replaced and ignored.
+        A report of the loaded, renamed, interpolated and ignored tensors.
     Raises:
         WeightsError: the source cannot be read or does not fit; lists all differences.
         TypeError: model is not a VisionTransformer.
@@ -105,7 +107,7 @@ def load_weights(
 def save(model: VisionTransformer, path: str | Path) -> Path:
     """Writes a model to one .safetensors file, with config, preprocessing and class names in its metadata.
 
-    The write is atomic. `load` rebuilds the model from the file.
+    The write is atomic. `load` builds the model from the file.
 
     Args:
         model: The model. Parameters are stored in their dtype, tied parameters as copies.
@@ -113,8 +115,7 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
     Returns:
         path.
     Raises:
-        ValueError: path has another suffix, or the model takes uint8 because of vit_fast.fuse(..., normalize=...),
-            which the file cannot store.
+        ValueError: path has another suffix, or the model was fused with `normalize`, which the file cannot store.
         TypeError: model is not a VisionTransformer.
         OSError: the file cannot be written.
     """
@@ -124,7 +125,7 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
 
 
 def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: str | Path) -> Path:
-    """Saves a model with the given tensors instead of its own, e.g. gathered shards or a running mean; see `save`."""
+    """Saves a model with the given tensors instead of its own, e.g. gathered shards or averaged weights; see `save`."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -132,7 +133,7 @@ def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: st
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors, got {str(path)!r}")
     if "vit_fast_mean" in vars(model.patch_embed.proj):
-        raise ValueError("model must not have a normalization in its patch embedding: call vit_fast.unfuse first")
+        raise ValueError("model must not be fused with normalize: call vit_fast.unfuse first")
     description = {
         "version": __version__,
         "config": model.config.to_dict(),
@@ -148,7 +149,7 @@ def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: st
 def load(
     source: str | Path | Source, *, backend: str = "auto", device: torch.device | str | None = None
 ) -> VisionTransformer:
-    """Builds a model from weights with a config, and sets dtype, preprocessing and class names from them.
+    """Builds a model from weights that contain a config, with their dtype, preprocessing and class names.
 
     Args:
         source: A file of `save`, or a folder or Hub id with a config.json.
@@ -157,12 +158,12 @@ def load(
     Returns:
         The model, in evaluation mode.
     Raises:
-        WeightsError: the source cannot be read or has no config.
+        WeightsError: the source cannot be read or contains no config.
     """
     opened = open_source(source)
     if opened.config is None:
         raise WeightsError(
-            f"{opened.name}: must have a config, from vit_fast.save or in config.json; without one, call "
+            f"{opened.name}: must contain a config, written by vit_fast.save or in config.json: otherwise, call "
             "create_model(name, weights=...)"
         )
     opened.check_size()
@@ -185,7 +186,7 @@ def load(
 
 
 class _Fit:
-    """Converts the tensors of a source to those of a model, `fitted`, or raises WeightsError."""
+    """Converts the tensors of a source to the tensors of a model (`fitted`), or raises WeightsError."""
 
     def __init__(self, model: VisionTransformer, source: Source, replace_head: bool) -> None:
         self.config = model.config
@@ -246,7 +247,7 @@ class _Fit:
         )
 
     def _grid_of_source(self, patches: int) -> Size | None:
-        """Returns the position grid of the source, by its config or as a square; None if unknown."""
+        """Returns the patch grid of the source: from its config, or a square; None if unknown."""
         config = self.source.config
         if config is not None and config.num_patches == patches:
             return config.grid_size
@@ -300,11 +301,11 @@ class _Fit:
         if has_head and (reason := converted.head_problem(self.config)):
             self.problems.append(f"head: {reason}")
         if any(name.startswith(_HEADS) for name in missing) or any("shape of head" in p for p in self.problems):
-            self.problems.append("to keep the model's own head, pass replace_head=True")
+            self.problems.append("pass replace_head=True to keep the model's head")
 
 
 def overrides_from(source: Source) -> dict[str, Any]:
-    """Returns the config fields that weights override in a named variant: head size, activation, epsilon."""
+    """Returns the config fields of the weights that override the named model: num_classes, act_layer, norm_eps."""
     if source.config is None:
         return {}
     return {name: getattr(source.config, name) for name in ("num_classes", "act_layer", "norm_eps")}

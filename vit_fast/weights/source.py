@@ -1,4 +1,4 @@
-"""Source: parameters with their library's names and metadata, read from a state dict or a file."""
+"""Source: a state dict of any library with metadata, read from a state dict or a file."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class WeightsError(VitFastError, ValueError):
 
 @dataclass
 class Source(Facts):
-    """Parameters with their library's names, and the metadata that came with them.
+    """A state dict with the parameter names of its library, and its metadata.
 
     Attributes:
-        name: A path or a repository, for messages.
+        name: Path or repository, for messages.
         tensors: The state dict.
     """
 
@@ -50,10 +50,10 @@ class Source(Facts):
 
 
 def read_file(path: Path) -> Source:
-    """Reads a weights file in the format of its suffix.
+    """Reads a weights file. Its suffix determines the format.
 
     Raises:
-        WeightsError: the file is missing or damaged, has another format, or would run code when read.
+        WeightsError: the file is missing or damaged, has another format, or contains objects other than tensors.
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
@@ -66,7 +66,7 @@ def read_file(path: Path) -> Source:
         tensors = _read_npz(path) if suffix == ".npz" else _read_torch(path)
     except VitFastError:
         raise
-    except Exception as error:  # for a damaged file, the decoders raise exceptions of many types
+    except Exception as error:  # for a damaged file, torch and numpy raise exceptions of many types
         raise WeightsError(f"{path}: cannot be read as {suffix}: {_first_line(error)}") from None
     return Source(str(path), tensors_of(tensors, str(path)))
 
@@ -100,8 +100,8 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise WeightsError(
-            f"{path}: must contain tensors only, because other objects would run code when read "
-            f"({_first_line(error)}); save the state dict alone, preferably as .safetensors"
+            f"{path}: must contain tensors only, because loading other objects can run code "
+            f"({_first_line(error)}): save only the state dict, preferably as .safetensors"
         ) from None
     if not isinstance(content, Mapping):
         raise WeightsError(f"{path}: must contain a state dict, got {type_name(content)}")
@@ -116,13 +116,13 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # how numpy stores JAX's bfloat16
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # JAX's bfloat16
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(np.array(array))
 
 
 def tensors_of(content: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    """Returns the state dict of a checkpoint, which may be nested under one of the usual keys."""
+    """Returns the state dict of a checkpoint, which may be nested under a key such as "model"."""
     for key in _WRAPPERS:
         inner = content.get(key)
         if isinstance(inner, Mapping):

@@ -37,7 +37,7 @@ def take_weights(
         for their_name, part in zip(their_names, weights[our_name].chunk(len(their_names)))
     }
     reasons = [f"its parameter {name} has no counterpart" for name in theirs if name not in found]
-    reasons += [f"it has no counterpart for our {name}" for name in weights if name not in converted.origins]
+    reasons += [f"vit-fast's parameter {name} has no counterpart" for name in weights if name not in converted.origins]
     raise_unsupported(type(peer).__name__, reasons)
     peer.load_state_dict(found)
 

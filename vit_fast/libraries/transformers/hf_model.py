@@ -123,13 +123,13 @@ def _split_pool_projection(converted: Converted, suffix: str) -> None:
 def _token_head_problem(config: ViTConfig) -> str | None:
     if config.global_pool == "token":
         return None
-    return f"it reads the class token, but the model has global_pool={config.global_pool!r}"
+    return f"the head reads the class token: global_pool must be 'token', got {config.global_pool!r}"
 
 
 def _siglip_head_problem(config: ViTConfig) -> str | None:
     if config.global_pool == "avg" and not config.norm_after_pool:
         return None
-    return "it reads the mean of the normalised patches, so the model must have global_pool='avg' and fc_norm=False"
+    return "the head reads the mean of the normalized patches: the model must have global_pool='avg' and fc_norm=False"
 
 
 # --- peer with our weights -------------------------------------------------------------------------------------
