@@ -29,7 +29,7 @@ import vit_fast
 from vit_fast.config import DataConfig, Size, ViTConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.variants import get_variant, list_models
-from vit_fast.work import Counter, Work, total, work
+from vit_fast.work import Counter, Work, work
 
 from .operators import Operator
 
@@ -84,11 +84,6 @@ class Model:
     @property
     def in_chans(self) -> int:
         return self.shape[0]
-
-    @property
-    def flops(self) -> int | None:
-        """Floating-point operations for one input."""
-        return None if self.parts is None else total(self.parts(1, False).values()).flop
 
 
 @dataclass(frozen=True)

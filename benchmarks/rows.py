@@ -70,7 +70,7 @@ class Group:
         return DTYPES[self.dtype_name]
 
     @property
-    def whole(self) -> Group:
+    def as_requested(self) -> Group:
         """The group with the requested batch size."""
         return dataclasses.replace(self, batch_size=self.requested_batch_size)
 

@@ -252,7 +252,7 @@ class _Run:
                     self.findings.add("row", row)
             self.listener.done(2 if ready is None else 1)  # 2: it is not timed
         self.preparing_s += self.elapsed_s() - start_s
-        self.assumed_s += self.allocation.prepared_s(group.whole)
+        self.assumed_s += self.allocation.prepared_s(group.as_requested)
         return too_large + self._time(group, prepared)
 
     def _prepare(
@@ -330,4 +330,4 @@ class _Run:
         if not self.configuration.is_default:
             return self.configuration.time_budget_s
         slowness = max(1.0, self.preparing_s / self.assumed_s)
-        return self.allocation.end_of_timing_s(group.whole, self.elapsed_s(), slowness)
+        return self.allocation.end_of_timing_s(group.as_requested, self.elapsed_s(), slowness)
