@@ -135,7 +135,7 @@ def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
     noise = torch.randn((MAX_CHECKED_IMAGES, *images.shape[1:]), generator=torch.Generator().manual_seed(0))
     if task.training:
         steps = stepper(exact_task, exact_model, exact_model), stepper(task, eager_model, eager_model)
-        return _expect_gradients(task, *steps, chosen, rows, noise[:2].to(images) if task.whole else noise[:0])
+        return _expect_gradients(task, *steps, chosen, rows, noise.to(images) if task.whole else noise[:0])
     if task.whole:
         chosen = torch.cat([chosen, noise.to(images)])
     with torch.inference_mode():

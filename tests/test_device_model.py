@@ -11,7 +11,7 @@ from children import environment, run_python
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.commands.device_time import NOTE, render
+from vit_fast.commands.device_time import NOTE, render, summed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
 
@@ -85,13 +85,13 @@ def test_the_text_states_that_it_is_modeled(modelled: dict[str, list[dict[str, A
     report = {
         "note": NOTE, "arch": "sm_90", "gpu": "H100 SXM", "clock_GHz": 1.755, "DRAM_GB_per_s": 3350,
         "multiprocessors": 132, "model": "vit_base_patch16_224", "batch": 256, "layers": 12,
-        "training": False,
-        "launches": modelled["256"], "layer": {"issue_us": 1.0, "floor_us": 2.0, "modelled_us": 3.0},
+        **summed(modelled["256"]), "training": summed(modelled["-128"]),
     }  # fmt: skip
     text = render(report)
     assert "not measured" in text
     assert "matmul, layer_norm, gelu  128x256x64  35.82" in text
-    assert "12 blocks: modeled 0.04 ms" in text
+    for rows in (modelled["256"], modelled["-128"]):
+        assert f"12 blocks: modeled {12 * summed(rows)['layer']['modelled_us'] / 1e3:.2f} ms" in text
 
 
 @pytest.mark.slow

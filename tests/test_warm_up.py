@@ -71,7 +71,7 @@ def test_what_cannot_be_warmed_up_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--batch-sizes", "1,x"], "--batch-sizes"), (["--training"], "--training must be used with --model")],
+    [(["--batch-sizes", "1,x"], "--batch-sizes"), (["--batch-sizes", "1"], "must be used with --warm-up or --model")],
 )
 def test_what_the_command_refuses(options: list[str], message: str, capsys: Any) -> None:
     assert run("kernels", "--warm-up", "vit_test", *options) == 2

@@ -1,6 +1,6 @@
 """`vit-fast kernels --model`: models the device time of each launch of a block, without a GPU.
 
-    report = model_layer("vit_base_patch16_224", 256, "sm_90")
+    report = model_block("vit_base_patch16_224", 256, "sm_90")
     print(render(report))
 
 The module records the launches with the stand-in driver, compiles them, and models their time from machine code and
@@ -29,8 +29,8 @@ _COLUMNS = {
 }  # fmt: skip
 
 
-def model_layer(name: str, batch: int, arch: str, training: bool = False) -> dict[str, Any]:
-    """Returns a row per launch of a block in bf16, frozen or in training, and the sums in microseconds.
+def model_block(name: str, batch: int, arch: str) -> dict[str, Any]:
+    """Returns a row per launch of a frozen block in bf16 and the sums in microseconds; in `training`, those of a step.
 
     Raises:
         ValueError: the model or the architecture is unknown.
@@ -41,15 +41,19 @@ def model_layer(name: str, batch: int, arch: str, training: bool = False) -> dic
 
     layers = get_variant(name).config.depth
     driver = stand_in_driver.install(arch)
-    rows = model_launches(record_layer(name, batch, training), arch)
+    frozen, training = (summed(model_launches(record_layer(name, batch, step), arch)) for step in (False, True))
     gpu, clock, dram = GPUS[arch]
     return {
         "note": NOTE, "arch": arch, "gpu": gpu, "clock_GHz": clock, "DRAM_GB_per_s": dram,
         "multiprocessors": driver.gpu.sm_count, "model": name, "batch": batch, "dtype": "bf16", "layers": layers,
-        "training": training,
-        "launches": rows,
-        "layer": {key: round(sum(row[key] for row in rows), 2) for key in ("issue_us", "floor_us", "modelled_us")},
+        **frozen, "training": training,
     }  # fmt: skip
+
+
+def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the rows with their sums."""
+    sums = {key: round(sum(row[key] for row in rows), 2) for key in ("issue_us", "floor_us", "modelled_us")}
+    return {"launches": rows, "layer": sums}
 
 
 def record_layer(name: str, batch: int, training: bool = False) -> list[Launch]:
@@ -81,17 +85,21 @@ def record_layer(name: str, batch: int, training: bool = False) -> list[Launch]:
 
 def render(report: Mapping[str, Any]) -> str:
     """Formats a report as text."""
-    rows = [list(_COLUMNS.values()), *([str(row[key]) for key in _COLUMNS] for row in report["launches"])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    layers, sums = report["layers"], report["layer"]
     lines = [
-        f"{report['model']}, batch {report['batch']}, bf16, {'training' if report['training'] else 'frozen'}, "
-        f"one of {layers} blocks",
+        f"{report['model']}, batch {report['batch']}, bf16, one of {report['layers']} blocks",
         f"{report['arch']}: {report['gpu']}, {report['multiprocessors']} multiprocessors, {report['clock_GHz']} GHz, "
         f"{report['DRAM_GB_per_s']} GB/s",
         report["note"] + " step: instructions per warp in one iteration of the main loop; tile: in the rest of a tile.",
-        *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
-        f"block: issue {sums['issue_us']} us, floor {sums['floor_us']} us, modeled {sums['modelled_us']} us",
-        f"{layers} blocks: modeled {layers * sums['modelled_us'] / 1e3:.2f} ms",
     ]
+    for what, part in (("frozen forward", report), ("training, forward and backward", report["training"])):
+        rows = [list(_COLUMNS.values()), *([str(row[key]) for key in _COLUMNS] for row in part["launches"])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        sums, layers = part["layer"], report["layers"]
+        lines += [
+            "",
+            f"{what}:",
+            *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+            f"block: issue {sums['issue_us']} us, floor {sums['floor_us']} us, modeled {sums['modelled_us']} us",
+            f"{layers} blocks: modeled {layers * sums['modelled_us'] / 1e3:.2f} ms",
+        ]
     return "\n".join(lines)

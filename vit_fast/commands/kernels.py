@@ -37,12 +37,10 @@ def kernels(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", help="Model the device time of a block of this model, without a GPU (default --arch: sm_90)."
+            "--model",
+            help="Model the device time of a block of this model, frozen and in training (default --arch: sm_90).",
         ),
     ] = None,
-    training: Annotated[
-        bool, typer.Option("--training", help="With --model: forward and backward instead of the frozen forward.")
-    ] = False,
     host: Annotated[
         bool,
         typer.Option(
@@ -63,8 +61,6 @@ def kernels(
     mode = chosen[0] if chosen else None
     if sizes is not None and mode not in ("--warm-up", "--model"):
         raise ValueError(f"--batch-sizes must be used with --warm-up or --model, got {batch_sizes}")
-    if training and mode != "--model":
-        raise ValueError("--training must be used with --model")
     given = {"--arch": arch is not None, "--json": as_json, "--update-baseline": update_baseline}
     for option, is_given in given.items():
         if is_given and (mode in ("--warm-up", "--tune") or (mode and option == "--update-baseline")):
@@ -85,7 +81,7 @@ def kernels(
     if model is not None:
         if sizes is not None and (len(sizes) != 1 or sizes[0] < 1):
             raise ValueError(f"--batch-sizes must be one integer >= 1 with --model, got {batch_sizes}")
-        _print_device_time(model, sizes[0] if sizes else 256, arch or "sm_90", training, as_json=as_json)
+        _print_device_time(model, sizes[0] if sizes else 256, arch or "sm_90", as_json=as_json)
         return
     if tune:
         from ..kernels.inspect.attention_tuning import tune as search
@@ -149,11 +145,11 @@ def _print_host_time(arch: str, *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _print_device_time(name: str, batch: int, arch: str, training: bool = False, *, as_json: bool) -> None:
-    from .device_time import model_layer, render
+def _print_device_time(name: str, batch: int, arch: str, *, as_json: bool) -> None:
+    from .device_time import model_block, render
 
     try:
-        report = model_layer(name, batch, arch, training)
+        report = model_block(name, batch, arch)
     except (RuntimeError, ValueError, ImportError) as error:
         typer.echo(f"vit-fast kernels --model: {error}", err=True)
         raise typer.Exit(2) from error
