@@ -39,7 +39,7 @@ def test_table_answer_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert run("cache") == 0
     said = capsys.readouterr().out
     assert (
-        said.startswith("cached results: 1, in")
+        said.startswith("1 cached result in")
         and "throughput, 2x3x32x32 torch.float32" in said
         and "fused sdpa" in said
     )
@@ -111,7 +111,7 @@ def test_export_of_what_torch_compiles(only, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("vit_tst",), "vit_test"),
-        (("vit_*_patch16_224",), "the model must be one of"),
+        (("vit_*_patch16_224",), "the name must match one model"),
         (("missing.onnx",), "missing.onnx"),
         (("vit_test", "--allow", "int4"), "int4"),
         (("vit_test", "--img-size", "big"), "got big"),

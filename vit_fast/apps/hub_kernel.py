@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "vit-fast-kernels"
 VERSION = 1  # of the interface; the Hub has one branch per version
 VARIANT = Path("build") / "torch-universal"
-NAMESPACES = ("vit_fast::", "torch.ops.vit_fast.")  # the operators' namespace in the sources
+NAMESPACES = ("vit_fast::", "torch.ops.vit_fast", 'Library("vit_fast"')  # the operators' namespace in the sources
 
 INIT = '''"""Fused attention and LayerNorm + MLP for Vision Transformers, in Triton, with gradients.
 

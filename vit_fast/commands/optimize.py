@@ -143,7 +143,7 @@ def cache(
     if as_json:
         typer.echo(json.dumps([result.to_dict() for _, result in found], indent=2))
         return
-    typer.echo(f"{len(found)} cached results in {cache.folder()}")
+    typer.echo(f"{len(found)} cached result{'s' * (len(found) != 1)} in {cache.folder()}")
     for path, result in found:
         key = result.key
         shapes = " ".join("x".join(map(str, shape)) + f" {dtype}" for shape, dtype in key["example"])
