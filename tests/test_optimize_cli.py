@@ -39,9 +39,7 @@ def test_table_answer_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert run("cache") == 0
     said = capsys.readouterr().out
     assert (
-        said.startswith("1 cached result in")
-        and "throughput, 2x3x32x32 torch.float32" in said
-        and "fused sdpa" in said
+        said.startswith("1 cached result in") and "throughput, 2x3x32x32 torch.float32" in said and "fused sdpa" in said
     )
     assert run("cache", "--json") == 0
     (kept,) = json.loads(capsys.readouterr().out)
