@@ -310,7 +310,7 @@ def _build_torchao(candidate: Candidate, task: Task) -> nn.Module:
     """Quantizes our model with torchao, with dynamic activations by row."""
     fp8 = candidate.precision == "fp8"
     if fp8 and (task.dtype != torch.bfloat16 or not task.whole):
-        raise UnsupportedInputError(candidate.base, ["the model must be in bf16, and no single block or operator"])
+        raise UnsupportedInputError(candidate.base, ["the model must be bf16, and not a single block or operator"])
     from torchao import quantization as ao
 
     model, int8 = build(CANDIDATES["sdpa"], task), ao.Int8DynamicActivationInt8WeightConfig

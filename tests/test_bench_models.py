@@ -164,7 +164,7 @@ def test_an_installed_command_finds_modules_in_the_working_directory(tmp_path: P
         ("--resume text.jpg --models vit_test", "must be the only option"),
         ("--models vit_test --device toaster", "toaster"),
         ("--models vit_test --device cuda:63", "CUDA devices"),
-        ("--data disk", "--data must be device or"),
+        ("--data disk", "--data must be device, or"),
         ("--data host --device cpu", "got host"),
         ("--models vit_test --time-budget -1", "time_budget_s"),
         ("--models vit_test --out text.jpg", "new or empty folder"),
