@@ -122,7 +122,8 @@ def make(candidate: Candidate, task: Task) -> Function:
         return made
     blocks = getattr(made, "blocks", None)
     if not isinstance(blocks, nn.Sequential):
-        raise UnsupportedInputError(candidate.base, ["its blocks must take tokens only"])
+        reason = "model.blocks must be an nn.Sequential of blocks that take only tokens"
+        raise UnsupportedInputError(candidate.base, [reason])
     block: Function = blocks[0]
     return block
 
@@ -151,7 +152,7 @@ def build(candidate: Candidate, task: Task) -> nn.Module:
 
 def _build_operator(candidate: Candidate, task: Task) -> nn.Module:
     if task.model.operator is None:
-        raise UnsupportedInputError(candidate.base, [f"it must be used with an operator, got {task.model.name}"])
+        raise UnsupportedInputError(candidate.base, [f"the model must be a single operator, got {task.model.name}"])
     return build(candidate, task)
 
 
@@ -162,7 +163,7 @@ def _build_changed(changes: Candidate, candidate: Candidate, task: Task) -> nn.M
 
     if changes.precision == "fp8":  # checked before anything is built
         reasons = unable_reasons(task.device, task.dtype)
-        reasons += [] if task.whole else [f"the model must be a whole model, got {task.model.name}"]
+        reasons += [] if task.whole else [f"the model must not be a single block or operator, got {task.model.name}"]
         if reasons:
             raise UnsupportedInputError(candidate.base, reasons)
     return changed_copy(changes, build(candidate, task), _images(task, task.batch_size), ())
@@ -191,7 +192,8 @@ def build_peer(library: ModuleType, candidate: Candidate, task: Task) -> nn.Modu
 def build_given(candidate: Candidate, task: Task) -> nn.Module:
     """Builds a model that was given by id, file or function."""
     if task.model.make is None:
-        raise UnsupportedInputError("given", [f"the model must be given as a module, got {task.model.name}"])
+        reason = f"the model must be timm:NAME, hf:FOLDER or module:function, got {task.model.name}"
+        raise UnsupportedInputError("given", [reason])
     return task.model.make().to(task.device, task.dtype).requires_grad_(False)
 
 
@@ -221,7 +223,7 @@ def _build_optimized(candidate: Candidate, task: Task) -> nn.Module:
     if found is None:
         allowed = "" if candidate.precision is None else f" --allow {candidate.precision}"
         command = f"vit-fast optimize {task.model.name} --batch {task.batch_size}{allowed}"
-        raise UnsupportedInputError("optimized", [f"there is no cached result; run {command}"])
+        raise UnsupportedInputError("optimized", [f"the cache contains no result for this model: run {command}"])
     with torch.no_grad():
         return build_candidate(found.candidate, module, example, module(example), ())
 
@@ -236,7 +238,7 @@ def build_file(candidate: Candidate, task: Task, *, io_binding: bool = True) -> 
         (bf16 and on_cpu and not in_openvino, "it has no bf16 kernels for CPUs"),
         (candidate.engine == "tensorrt" and on_cpu, "it needs a GPU"),
         (candidate.precision == "int8" and not fp32, f"the dtype must be fp32 for int8, got {task.dtype}"),
-        (given and (candidate.precision or not fp32), "a given file must be used in fp32, without quantization"),
+        (given and (candidate.precision or not fp32), "an ONNX file must be run in fp32, without further quantization"),
     )
     if reasons := [reason for fails, reason in checks if fails]:
         raise UnsupportedInputError(RUNTIMES[candidate.engine], reasons)
@@ -282,7 +284,7 @@ def _exportable(task: Task) -> nn.Module:
 
 def _export_by(export: Callable[[Candidate, Task, Path], None], candidate: Candidate, task: Task) -> Function:
     if task.dtype != torch.float32 or task.model.onnx is not None:
-        raise UnsupportedInputError(candidate.base, ["the model must be in fp32 and no ONNX file"])
+        raise UnsupportedInputError(candidate.base, ["the model must be in fp32, and must not be an ONNX file"])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         export(candidate, task, path)
@@ -308,7 +310,7 @@ def _build_torchao(candidate: Candidate, task: Task) -> nn.Module:
     """Quantizes our model with torchao, with dynamic activations by row."""
     fp8 = candidate.precision == "fp8"
     if fp8 and (task.dtype != torch.bfloat16 or not task.whole):
-        raise UnsupportedInputError(candidate.base, ["the model must be a whole model in bf16"])
+        raise UnsupportedInputError(candidate.base, ["the model must be bf16, and not a single block or operator"])
     from torchao import quantization as ao
 
     model, int8 = build(CANDIDATES["sdpa"], task), ao.Int8DynamicActivationInt8WeightConfig

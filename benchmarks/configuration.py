@@ -163,7 +163,7 @@ def make_configuration(
     if by_default and kind == "cpu" and has_bf16() and all(model.kind in BOTH_DTYPES for model in found):
         names = ("fp32", "bf16")
     if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
-        raise ValueError(f"--data must be device or, for a model of images on a GPU, host, got {data}")
+        raise ValueError(f"--data must be device, or host for a model that takes images on a GPU, got {data}")
     configuration = Configuration(
         models=found,
         batch_sizes=sizes,
@@ -189,7 +189,7 @@ def make_configuration(
     most = max(configuration.batch_sizes)
     if (needed := _least_bytes(configuration, most)) > available:
         raise ValueError(
-            f"the batch size must be at most {max(1, most * available // needed):,}, got {most}: it needs at least"
+            f"the batch size must be at most {max(1, most * available // needed):,}, got {most}, which needs at least"
             f" {needed / 2**30:,.0f} GiB, {where} has {available / 2**30:,.0f} GiB"
         )
     return configuration
@@ -246,7 +246,7 @@ def _images(paths: Sequence[str | Path]) -> tuple[Path, ...]:
 
 def _some(what: str, values: Sequence[Any]) -> tuple[Any, ...]:
     if not values:
-        raise ValueError(f"{what} must name at least one, got none")
+        raise ValueError(f"{what} must not be empty")
     return tuple(dict.fromkeys(values))
 
 

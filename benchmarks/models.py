@@ -112,7 +112,7 @@ class Task:
         """The configuration and weights, from which every library builds the model."""
         if self.model.config is None or self.weights is None:
             raise UnsupportedInputError(
-                "this candidate", [f"the model must be one of our variants, got {self.model.name}"]
+                "this candidate", [f"the model must be one of `vit-fast models`, got {self.model.name}"]
             )
         return self.model.config, self.weights
 
@@ -166,7 +166,7 @@ def describe_ours(name: str, config: ViTConfig, data: DataConfig, weights: Mappi
 def _block(model: Model) -> Model:
     config = model.config
     if config is None:
-        raise ValueError(f"block: must be followed by one of our variants or weights, got {model.name}")
+        raise ValueError(f"block: must be followed by a name of `vit-fast models` or a weights file, got {model.name}")
 
     def parts(batch: int, training: bool) -> dict[str, Work]:
         every = work(config.replace(depth=1), batch)

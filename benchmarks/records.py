@@ -218,11 +218,11 @@ def is_bench(record: Record) -> bool:
 _MISSING = object()
 _MOST = sys.float_info.max  # JSON may have larger integers
 _KINDS: dict[str, Callable[[Any], bool]] = {
-    "a text": lambda v: isinstance(v, str),
-    "a flag": lambda v: isinstance(v, bool),
+    "a string": lambda v: isinstance(v, str),
+    "a boolean": lambda v: isinstance(v, bool),
     "a list": lambda v: isinstance(v, list),
     "an object": lambda v: isinstance(v, dict),
-    "a count": lambda v: isinstance(v, int) and v is not True and v >= 1,
+    "an integer >= 1": lambda v: isinstance(v, int) and v is not True and v >= 1,
     "a number >= 0": lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v <= _MOST,
     "a number > 0": lambda v: v != 0 and _KINDS["a number >= 0"](v),
     "null": lambda v: v is None,
@@ -234,39 +234,40 @@ def _all(kind: str, names: str) -> dict[str, Any]:
     return dict.fromkeys(names.split(), kind)
 
 
-_ABOUT = _all("a text", "model dtype data") | _all("a count", "batch requested_batch")
+_ABOUT = _all("a string", "model dtype data") | _all("an integer >= 1", "batch requested_batch")
 _ROW = (
     _ABOUT
-    | _all("a text", "candidate task precision status compile_mode")
-    | _all("a text or null", "reason defect")
-    | {"img_size": ["a count"], "peer": "a flag", "images_per_s": "a number > 0 or null"}
+    | _all("a string", "candidate task precision status compile_mode")
+    | _all("a string or null", "reason defect")
+    | {"img_size": ["an integer >= 1"], "peer": "a boolean", "images_per_s": "a number > 0 or null"}
 )
 _MEASURED = (
     dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS, "cold_s", "cold_MiB"), "a number >= 0 or null or missing")
     | _all("a number > 0", "images_per_s ms ms_p20 ms_p80")
-    | _all("a text or null", "verdict best_peer defect")
+    | _all("a string or null", "verdict best_peer defect")
     | _all("a list or null", "samples_ms ratio_interval")
-    | {"host_bound": "a flag or null or missing", "ratio_to_best_peer": "a number > 0 or null"}
+    | {"host_bound": "a boolean or null or missing", "ratio_to_best_peer": "a number > 0 or null"}
 )
 # Fields of measured rows that are checked inside if they are not null.
 _LISTS = {
     "samples_ms": ["a number > 0"],
     "ratio_interval": ("a number > 0", "a number > 0"),
     "explained": {
-        "kernels": [("a text", "a text", "a number >= 0", "a number >= 0")],
+        "kernels": [("a string", "a string", "a number >= 0", "a number >= 0")],
         "least": {"*": ("a number >= 0", "a number >= 0")},
     },
 }
 _CEILINGS = {"matmul_TFLOP_per_s": {"*": "a number > 0"}, "copy_GB_per_s": "a number > 0"}
-_CEILINGS |= _all("a count", "copy_bytes matmul_size")
+_CEILINGS |= _all("an integer >= 1", "copy_bytes matmul_size")
 _RECORD = {
-    "vit_fast": "a text",
-    "busy": ["a text"],
+    "vit_fast": "a string",
+    "busy": ["a string"],
     "configuration": {
-        "images": ["a text"], "dtypes": ["a text"], "batch_sizes": "a list", "img_size": "a list or null or missing",
+        "images": ["a string"], "dtypes": ["a string"], "batch_sizes": "a list",
+        "img_size": "a list or null or missing",
     },
-    "machine": _all("a text", "device date float32_matmul_precision")
-    | {"threads": "a count", "packages": "an object", "gpu": "an object or null", "commit": "a text or null"},
+    "machine": _all("a string", "device date float32_matmul_precision")
+    | {"threads": "an integer >= 1", "packages": "an object", "gpu": "an object or null", "commit": "a string or null"},
     "controls": [_ABOUT | {"img_size": "a list"} | _all("a number >= 0", "resolution between_runs")],
     "rows": [_ROW],
 }  # fmt: skip
@@ -275,7 +276,7 @@ _RECORD = {
 def check_bench(record: dict[str, Any]) -> None:
     """Raises ValueError for a record of `vit-fast bench` with the field, the expected and the actual value."""
     ceilings = _CEILINGS if record.get("ceilings") else "an object"
-    skipped = {"skipped": ["a text"]} if "skipped" in record else {}
+    skipped = {"skipped": ["a string"]} if "skipped" in record else {}
     check(record, _RECORD | {"ceilings": ceilings} | skipped, "")
     for number, row in enumerate(record["rows"]):
         if row["status"] == "measured":
@@ -286,7 +287,7 @@ def check_bench(record: dict[str, Any]) -> None:
 def check(value: Any, schema: Any, where: str) -> None:
     """Raises ValueError for a value that does not match a schema.
 
-    A schema is a text of kinds, [one] for every item, a tuple for each item, or a dict of fields; "*" is every field.
+    A schema is a string of kinds, [one] for every item, a tuple for each item, or a dict of fields; "*" is every field.
     """
     kinds = schema if isinstance(schema, str) else "an object" if isinstance(schema, dict) else "a list"
     fits = any(_KINDS[kind](value) for kind in kinds.split(" or "))

@@ -131,7 +131,7 @@ def remarks(record: Record) -> list[str]:
             continue
         resolution = resolution_of(rows[0], record["controls"])
         if resolution == float("inf"):
-            lines.append(f"{title}: no control was measured, so nothing can be ranked")
+            lines.append(f"{title}: cannot be ranked: no candidate was timed twice to measure the noise")
         elif resolution > UNRANKABLE:
             lines.append(f"{title}: cannot be ranked: identical code differed by {resolution:.0%}; {QUIET_RUN}")
         else:

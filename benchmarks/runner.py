@@ -219,7 +219,7 @@ class _Run:
         names = ", ".join(candidate.name for candidate in too_large)
         if group.batch_size == 1:
             self.listener.say(f"{group}: out of memory: {names}")
-            self._refuse(group, too_large, "out of memory", "batch 1 does not fit")
+            self._refuse(group, too_large, "out of memory", "batch 1 does not fit into memory")
             return
         half = dataclasses.replace(group, batch_size=group.batch_size // 2)
         self.listener.say(f"{group}: out of memory, retrying with batch {half.batch_size}: {names}")
@@ -264,7 +264,7 @@ class _Run:
             return None, make_row(group, candidate, "skipped", "out of time")
         begun = [*group.key, candidate.name]
         if self.findings.has_ended(*begun):
-            return None, make_row(group, candidate, "failed", "the process ended twice while this was prepared")
+            return None, make_row(group, candidate, "failed", "the process ended twice while preparing this candidate")
         self.findings.add("begun", begun)
         ready, row = prepare(candidate, group, problem, explained=self.configuration.explain)
         if ready is not None and self.configuration.cold:
@@ -292,7 +292,7 @@ class _Run:
                 if is_out_of_memory(error):
                     too_large.append(broken.candidate)
                 else:
-                    broken.row.update(status="failed", reason=f"while it was timed: {describe_error(error)}")
+                    broken.row.update(status="failed", reason=f"during timing: {describe_error(error)}")
                     self.findings.add("row", broken.row)
             else:
                 add(timings, "skipped")

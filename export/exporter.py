@@ -98,7 +98,7 @@ def export_onnx(
         precision=precision, preprocess=preprocess, target=target, output=output, external_data=external_data,
     )  # fmt: skip
     if runs_in_fp8(model):
-        reason = "call vit_fast.fuse(model) without precision, and export with precision='fp8' (--precision fp8)"
+        reason = "the model already runs in FP8: call fuse without precision, and export with precision='fp8'"
         raise UnsupportedInputError("export of a model in FP8", [reason])
     vit = recognise(model)
     _complete(vit, options, data_config, class_names)

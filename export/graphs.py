@@ -85,7 +85,8 @@ def save(model: ir.Model, path: Path, external: bool | None = None) -> str | Non
     """
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     if size > PROTOBUF_LIMIT and external is False:
-        raise ValueError(f"external_data=False: {size / 1e9:.1f} GB of weights do not fit into one file (2 GB)")
+        exceed = "exceed protobuf's limit of 2 GB per file: use external_data=True"
+        raise ValueError(f"{size / 1e9:.1f} GB of weights {exceed}")
     beside = f"{path.name}.data" if external or size > PROTOBUF_LIMIT else None
     try:
         ir.save(model, path, external_data=beside)

@@ -140,7 +140,7 @@ def test_an_installed_command_finds_modules_in_the_working_directory(tmp_path: P
         ("folder", "no image"),
         ("--models vit_bse_patch16_224", "vit_base_patch16_224"),
         ("--models vit_nothing_*", "unknown model"),
-        ("--models ,", "models must name at least one"),
+        ("--models ,", "models must not be empty"),
         ("--models my_models:none", "my_models:none"),
         ("--models my_models:number", "must return an nn.Module, got int"),
         ("--models my_models:sized", "TypeError: sized() missing"),
@@ -155,7 +155,7 @@ def test_an_installed_command_finds_modules_in_the_working_directory(tmp_path: P
         ("--models vit_test --candidates flex+compile", "cannot be compiled"),
         ("--models vit_test --batch-sizes 0", "batch size must be >= 1, got 0"),
         ("--batch-sizes 1,x", "1,x"),
-        ("--batch-sizes 99999999999", "it needs at least"),
+        ("--batch-sizes 99999999999", "which needs at least"),
         ("--models vit_test --dtypes float32", "fp32, fp16, bf16"),
         ("--models vit_test none.jpg", "none.jpg"),
         ("--resume folder --train", "must be the only option"),
@@ -164,7 +164,7 @@ def test_an_installed_command_finds_modules_in_the_working_directory(tmp_path: P
         ("--resume text.jpg --models vit_test", "must be the only option"),
         ("--models vit_test --device toaster", "toaster"),
         ("--models vit_test --device cuda:63", "CUDA devices"),
-        ("--data disk", "--data must be device or"),
+        ("--data disk", "--data must be device, or"),
         ("--data host --device cpu", "got host"),
         ("--models vit_test --time-budget -1", "time_budget_s"),
         ("--models vit_test --out text.jpg", "new or empty folder"),
@@ -280,5 +280,5 @@ def test_our_candidates_refuse_a_model_of_another_shape() -> None:
         if name == "given":
             assert isinstance(candidates.make(candidate, task), nn.Module)
         else:
-            with pytest.raises(vit_fast.UnsupportedInputError, match="must be one of our variants"):
+            with pytest.raises(vit_fast.UnsupportedInputError, match="must be one of `vit-fast models`"):
                 candidates.make(candidate, task)

@@ -210,7 +210,7 @@ def test_a_plan_for_a_gpu_takes_data_on_the_host_of_images_alone(monkeypatch: py
     assert [group.data for group in made.groups()] == ["host"]
     assert make_configuration(**made.request).to_dict() == made.to_dict()
     assert "--data host" in report.command({"configuration": made.to_dict()})
-    with pytest.raises(ValueError, match="--data must be device or, for a model of images on a GPU, host"):
+    with pytest.raises(ValueError, match="--data must be device, or host for a model that takes images on a GPU"):
         make_configuration(models=["attention:20x2x16"], **asked)
 
 

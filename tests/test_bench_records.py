@@ -102,7 +102,7 @@ def nested(levels: int) -> str:
         ("{", "must be the JSON of a record"),
         ("[]", "must be a record"),
         ('{"format": "vit-fast-bench/9"}', "vit-fast-bench/9"),
-        ('{"format": "vit-fast-bench/3", "machine": {}}', "must be a text, got nothing"),
+        ('{"format": "vit-fast-bench/3", "machine": {}}', "must be a string, got nothing"),
         *((nested(levels), "must be") for levels in (30, 990, 10**5)),
         (None, "No such file"),
     ],

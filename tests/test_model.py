@@ -27,7 +27,7 @@ def images(*shape: int) -> torch.Tensor:
 def test_other_image_size_names_both_sizes():
     with pytest.raises(ValueError, match=r"32x32, got 64x48.*dynamic_img_size"):
         make()(images(1, 3, 64, 48))
-    with pytest.raises(ValueError, match=r"multiples of the patch's 8x8 pixels, got 36x32"):
+    with pytest.raises(ValueError, match=r"multiples of the patch size 8x8, got 36x32"):
         make(dynamic_img_size=True)(images(1, 3, 36, 32))
 
 

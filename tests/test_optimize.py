@@ -106,10 +106,10 @@ def test_hooks_are_refused(model, images) -> None:
 def test_what_cannot_be_had_says_why(model, images) -> None:
     with pytest.raises(UnsupportedInputError, match="CUDA"):
         build(Candidate(graphs=True), model, images, model(images), ())
-    with pytest.raises(UnsupportedInputError, match="nothing in the model can be frozen"):
+    with pytest.raises(UnsupportedInputError, match="no module of the model can be frozen"):
         build(Candidate(frozen=True), model, images, model(images), ())
     plain = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
-    with pytest.raises(UnsupportedInputError, match="supports nothing in the model"):
+    with pytest.raises(UnsupportedInputError, match="supports no module of the model"):
         build(Candidate(attention="sdpa", mlp="sdpa"), plain, images, plain(images), ())
 
 
@@ -124,7 +124,7 @@ def test_wrong_answers_are_refused(model, images, monkeypatch) -> None:
         with pytest.raises(Refused, match=reason):
             trials.expected.check(function, Candidate(channels_last=True))
     turned = lambda values: model(values).roll(1, 1)  # noqa: E731
-    with pytest.raises(Refused, match="the agreement must be at least"):
+    with pytest.raises(Refused, match="the top-1 agreement must be at least"):
         trials.expected.check(turned, Candidate(precision="bf16"))
 
 

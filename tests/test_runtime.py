@@ -191,7 +191,7 @@ def test_a_mask_that_is_read_on_the_host_is_named(monkeypatch: pytest.MonkeyPatc
     install(monkeypatch)
     tower = TOWERS["idefics3"].build().eval()
     for _ in range(2):
-        with pytest.raises(vit_fast.UnsupportedInputError, match="reads its mask of patches on the host"):
+        with pytest.raises(vit_fast.UnsupportedInputError, match="copies its patch mask to the host"):
             vit_fast.GraphRunner(tower, torch.zeros(1, 3, 16, 16, device=DEVICE))
         vit_fast.fuse(tower)
 

@@ -50,11 +50,11 @@ IMAGES = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 FUSED, SPLIT = Candidate(attention="sdpa", mlp="sdpa"), Candidate(split=5)
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = {
-    "input": (lambda m, x: m.inner(x.mul_(2)), {}, ValueError, "must not write into its input"),
-    "buffer": (count, {}, ValueError, "must not write into calls"),
+    "input": (lambda m, x: m.inner(x.mul_(2)), {}, ValueError, "must not modify its input in place"),
+    "buffer": (count, {}, ValueError, "must not modify calls in place"),
     "chance": (lambda m, x: nn.functional.dropout(m.inner(x), 0.5), {}, ValueError, "must be deterministic"),
     "nan": (lambda m, x: m.inner(x) / 0, {}, ValueError, "NaN or infinity"),
-    "integers": (lambda m, x: m.inner(x).argmax(1), {}, ValueError, "must return floating tensors"),
+    "integers": (lambda m, x: m.inner(x).argmax(1), {}, ValueError, "must return floating-point tensors"),
     "nothing": (lambda m, x: None, {}, ValueError, "got NoneType"),
     "fp32": (lambda m, x: m.inner(x.float()), {}, UnsupportedInputError, "fp64.*float32"),
     "attribute": (lambda m, x: m.inner(x) @ m.turn, {"turn": torch.eye(10)}, UnsupportedInputError, "fp64.*dtype"),

@@ -333,7 +333,7 @@ def _check_together(config: ViTConfig) -> None:
     for axis, pixels, cell in zip(("height", "width"), config.image_hw, config.patch_pixels, strict=True):
         if pixels % cell:
             raise ValueError(
-                f"img_size must be a multiple of the patch's {cell} pixels in {axis} "
+                f"img_size must be a multiple of {cell} pixels in {axis} "
                 f"(patch_size={config.patch_size}, stem stride {config.stem_stride}), got {pixels}"
             )
     if (heads := config.pool_heads) is not None and config.embed_dim % heads:

@@ -76,8 +76,8 @@ class PatchEmbed(nn.Module):
                 )
         elif height % config.patch_pixels[0] or width % config.patch_pixels[1]:
             raise ValueError(
-                "height and width of images must be multiples of the patch's "
-                f"{config.patch_pixels[0]}x{config.patch_pixels[1]} pixels, got {height}x{width}"
+                "image height and width must be multiples of the patch size "
+                f"{config.patch_pixels[0]}x{config.patch_pixels[1]}, got {height}x{width}"
             )
 
 

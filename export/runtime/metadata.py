@@ -203,7 +203,7 @@ class Signature:
         """Sets the size that images must be resized to; raises ValueError if it differs from the file's."""
         image_hw = pair("image_hw", image_hw)
         if self.takes_pixels:
-            raise ValueError(f"image_hw must be None, because the file resizes images itself, got {image_hw!r}")
+            raise ValueError(f"image size must not be given: this ONNX model resizes images itself, got {image_hw!r}")
         fixed = self.shape[2:]
         if any(n is not None and n != side for n, side in zip(fixed, image_hw)):
             raise ValueError(f"image_hw must be {fixed} like the file's input, got {image_hw!r}")
@@ -224,7 +224,7 @@ class Signature:
             patch_h, patch_w = self.patch_hw
             if shape[2] % patch_h or shape[3] % patch_w or 0 in shape[2:]:
                 problems.append(
-                    f"height and width must be multiples of the patch's {patch_h}x{patch_w} pixels, got shape {shape}"
+                    f"image height and width must be multiples of the patch size {patch_h}x{patch_w}, got shape {shape}"
                 )
         if problems:
             raise ValueError(f"images for {self.path.name}: " + "; ".join(problems))

@@ -41,7 +41,7 @@ def regressions(baseline: Mapping[str, Any], key: str, stats: Stats) -> list[str
     """Lists statistics of a build that are worse than in the baseline, or that the build is not in the baseline."""
     before = baseline["builds"].get(key)
     if before is None:
-        return ["not in the baseline (vit-fast kernels --update-baseline)"]
+        return ["not in the baseline: run vit-fast kernels --update-baseline"]
     now = stats.as_dict()
     found = [
         f"{name} grew from {before[name]} to {now[name]}"

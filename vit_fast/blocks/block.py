@@ -127,7 +127,7 @@ def run_block(
     if attend is not None:
         x, statistics = attend(x), None
     else:
-        assert attention is not None, "attend must run an attention without parts"
+        assert attention is not None, "attend is required for an attention without parts"
         if not drops_path(attention.drop_path) and not drops_path(mlp.drop_path):
             tensors, rope = _tensors_for(parts, x, rope)
             return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)

@@ -70,7 +70,8 @@ class Frozen:
             self.tensors = computed
         elif any(new.shape != old.shape or new.device != old.device for new, old in zip(computed, self.tensors)):
             raise RuntimeError(
-                "frozen weights must keep their shape and device: call vit_fast.freeze again, and rebuild graph runners"
+                "the shape or device of a frozen model's weights changed: call vit_fast.freeze again, and create "
+                "GraphRunner again"
             )
         else:
             torch._foreach_copy_(self.tensors, computed)

@@ -26,7 +26,7 @@ def bench(
         str | None,
         typer.Option(
             help="Models, separated by commas: names or patterns of `vit-fast models`, timm:NAME, hf:FOLDER, a weights "
-            "file, FILE.onnx, or module:function that returns a module.",
+            "file, FILE.onnx, or package.module:function that returns an nn.Module.",
             metavar="A,B",
         ),
     ] = None,
@@ -38,11 +38,11 @@ def bench(
     data: Annotated[
         str,
         typer.Option(
-            help="Memory of the images; with host, the time includes the copy to the GPU.", metavar="device|host"
+            help="Memory that holds the images; host adds the copy to the GPU to the time.", metavar="device|host"
         ),
     ] = "device",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also measure the time per layer and kernel, and print its lower bound.")
+        bool, typer.Option("--explain", help="Also measure the time per layer and kernel, and print lower bounds.")
     ] = False,
     cold: Annotated[
         bool, typer.Option("--cold", help="Also measure the time from process start to the first correct output.")
@@ -52,17 +52,17 @@ def bench(
     ] = False,
     batch_sizes: Annotated[
         str | None,
-        typer.Option(help="Images per call; best doubles the batch while throughput increases.", metavar="1,8|best"),
+        typer.Option(help="Batch sizes; best doubles the batch size while throughput increases.", metavar="1,8|best"),
     ] = None,
     dtypes: Annotated[
-        str | None, typer.Option(help="Some of fp32, tf32 (GPU only), fp16, bf16.", metavar="A,B")
+        str | None, typer.Option(help="Dtypes: fp32, tf32 (GPU only), fp16, bf16.", metavar="A,B")
     ] = None,
     candidates: Annotated[
         str | None, typer.Option(help="Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[
-        Path | None, typer.Option(help="New or empty folder for record, table, plot and HTML report.")
+        Path | None, typer.Option(help="New or empty folder, in which to write record, table, plot and HTML report.")
     ] = None,
     time_budget: Annotated[
         float | None,

@@ -89,7 +89,7 @@ def render(report: Mapping[str, Any]) -> str:
         f"{report['model']}, batch {report['batch']}, bf16, one of {report['layers']} blocks",
         f"{report['arch']}: {report['gpu']}, {report['multiprocessors']} multiprocessors, {report['clock_GHz']} GHz, "
         f"{report['DRAM_GB_per_s']} GB/s",
-        report["note"] + " step: instructions per warp in one iteration of the main loop; tile: in the rest of a tile.",
+        report["note"] + " step: instructions per warp in one iteration of the main loop; tile: outside the loop.",
     ]
     for what, part in (("frozen forward", report), ("training, forward and backward", report["training"])):
         rows = [list(_COLUMNS.values()), *([str(row[key]) for key in _COLUMNS] for row in part["launches"])]

@@ -24,7 +24,7 @@ def evaluate(
     weights: WeightsFile,
     model: WeightsModel = None,
     against: Annotated[
-        str | None, typer.Option(help="Weights of a second model: list the images on which the two models disagree.")
+        str | None, typer.Option(help="Weights of a second model: list the images with different predicted classes.")
     ] = None,
     classes: ClassNames = None,
     backend: Backend = "auto",

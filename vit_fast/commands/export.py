@@ -45,7 +45,7 @@ def export(
     validation: Annotated[
         Path | None,
         typer.Option(
-            help="Labeled images, one subfolder per class: fail if the accuracy drops by more than 0.6 points."
+            help="Labeled images, one subfolder per class: fail if the accuracy drops by over 0.6 percentage points."
         ),
     ] = None,
     classes: ClassNames = None,

@@ -41,7 +41,7 @@ from ..ops.layer_norm_mlp import fused_layer_norm_mlp
 if TYPE_CHECKING:
     from ..kernels.inspect.stand_in_driver import StandInDriver
 
-NOTE = "Host time of Triton's launch path, with a driver that launches nothing. No GPU time is measured."
+NOTE = "Host time of Triton's launch path, with a stand-in driver that runs no kernels. No GPU time is measured."
 MODEL = "vit_base_patch16_224"
 DEPTH = 12  # blocks of MODEL; they share the overhead of a compiled call
 NARROW = {"embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8}
@@ -306,7 +306,7 @@ def render(report: Mapping[str, Any]) -> str:
         f"{report['seconds_warm']:.1f} s with a warm cache"
     )
     if report["towers"]:
-        lines.append("Qwen2.5-VL's tower with embed_dim=64, at 1/8 of each image size; graphs replay nothing:")
+        lines.append("Qwen2.5-VL's tower with embed_dim=64, at 1/8 of each image size; graphs are not replayed:")
         lines.append(f"{'':18s} {'':8s} {'launches':>8s} {'host us (p20-p80)':>24s}")
     for row in report["towers"]:
         spread = _spread(row["us"])

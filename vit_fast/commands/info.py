@@ -96,7 +96,7 @@ def models(
     pattern: Annotated[str, typer.Argument(help="Names to list, as a shell-style pattern such as 'vit_base_*'.")] = "*",
     as_json: AsJson = False,
 ) -> None:
-    """List models with parameters, GFLOP per image (2 FLOP per multiply-add), tokens and input size."""
+    """List models with parameter count, GFLOPs per image (2 FLOPs per multiply-add), tokens and input size."""
     rows = model_rows(pattern)
     if as_json:
         typer.echo(json.dumps(rows, indent=2))

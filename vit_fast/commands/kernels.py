@@ -15,43 +15,45 @@ from .words import AsJson, integers
 
 def kernels(
     arch: Annotated[
-        str | None, typer.Option(help="Architectures to compile for, separated by commas (default: all).")
+        str | None, typer.Option(help="Architectures, separated by commas, e.g. sm_80,sm_90 (default: all).")
     ] = None,
     as_json: AsJson = False,
     update_baseline: Annotated[
-        bool, typer.Option("--update-baseline", help="Write the result to the committed baseline.")
+        bool, typer.Option("--update-baseline", help="Write the registers and instructions to the committed baseline.")
     ] = False,
     tune: Annotated[
         bool, typer.Option("--tune", help="On a GPU: tune the attention kernels and write their table of tile sizes.")
     ] = False,
     warm_up: Annotated[
         str | None,
-        typer.Option("--warm-up", help="On a GPU: compile this model's kernels in bf16 into Triton's cache."),
+        typer.Option("--warm-up", help="On a GPU: compile the kernels of this model in bf16 into Triton's cache."),
     ] = None,
     batch_sizes: Annotated[
         str | None,
         typer.Option(
-            help="With --warm-up: batch sizes, separated by commas (default: 1). With --model: one (default: 256)."
+            help="With --warm-up: batch sizes, separated by commas (default: 1). With --model: a single batch size "
+            "(default: 256)."
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
-            help="Model the device time of a block of this model, frozen and in training (default --arch: sm_90).",
+            help="Estimate the GPU time of one block of this model, frozen and in training (default arch: sm_90).",
         ),
     ] = None,
     host: Annotated[
         bool,
         typer.Option(
-            "--host", help="Count the launches of a block and measure their host time (default --arch: sm_90)."
+            "--host",
+            help="Count the kernel launches of one block and measure their CPU launch overhead (default arch: sm_90).",
         ),
     ] = False,
 ) -> None:
-    """Compile all kernels without a GPU, and compare them with a committed baseline.
+    """Compile all kernels without a GPU, and compare their registers and instructions with the committed baseline.
 
-    Exits with 1 if a kernel spills registers or is worse than the baseline. --warm-up, --model, --host and --tune
-    replace this check.
+    Exits with 1 if a kernel spills, uses more registers or instructions than the baseline allows, or loses tensor-core
+    or TMA instructions. --warm-up, --model, --host and --tune replace this check.
     """
     sizes = integers("--batch-sizes", batch_sizes)
     modes = {"--warm-up": warm_up is not None, "--host": host, "--model": model is not None, "--tune": tune}

@@ -20,8 +20,8 @@ def optimize(
     model: Annotated[
         str,
         typer.Argument(
-            help="One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, FILE.onnx, or module:function that "
-            "returns a module."
+            help="One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, FILE.onnx, or "
+            "package.module:function that returns an nn.Module."
         ),
     ],
     batch: Annotated[int, typer.Option(help="Images per call.", min=1)] = 1,
@@ -35,14 +35,13 @@ def optimize(
         float, typer.Option(help="With --allow: required top-1 agreement with the model.", min=0, max=1)
     ] = 0.99,
     images: Annotated[
-        list[Path] | None, typer.Option(help="Image files or folders (default: matplotlib's sample image).")
+        list[Path] | None,
+        typer.Option(help="Image files or folders for check and calibration (default: matplotlib's sample image)."),
     ] = None,
     budget: Annotated[
         float, typer.Option(help="Time limit of the search in seconds, including builds, exports and checks.", min=1)
     ] = 100,
-    latency: Annotated[
-        bool, typer.Option("--latency", help="Minimize the 90th percentile instead of the median.")
-    ] = False,
+    latency: Annotated[bool, typer.Option("--latency", help="Minimize p90 latency instead of median latency.")] = False,
     memory_limit: Annotated[
         float | None,
         typer.Option(help="Skip candidates that need more than this many MiB in addition to the model.", min=0.001),
@@ -56,8 +55,8 @@ def optimize(
 ) -> None:
     """Find the fastest configuration of a model on this machine, verify it against fp64, and cache it.
 
-    The speedup is relative to the given model, or to eager PyTorch for names of `vit-fast models`. Press Ctrl-C to stop
-    the search and get the best result so far.
+    The baseline of the speedup is the given model, or the eager backend for a name of `vit-fast models`. Press Ctrl-C
+    to stop the search and get the best result so far.
     """
     from rich.console import Console
     from rich.markup import escape

@@ -42,7 +42,7 @@ def predict(
     workers: Annotated[
         int | None,
         typer.Option(
-            help="With --out: processes that read images, and with ray also run the model (default: one per core).",
+            help="With --out: processes that read images; with ray, they also run the model (default: one per core).",
             show_default=False,
         ),
     ] = None,
@@ -122,7 +122,7 @@ def classify(
     """
     if weights.endswith(".onnx"):
         if model is not None:
-            raise ValueError(f"--model must not be used with an ONNX file, got {model}")
+            raise ValueError(f"--model {model} cannot be combined with an ONNX file")
         return _classify_by_onnx(files, Path(weights), device, data_config)
     if data_config is not None:
         raise ValueError(f"--data-config must be used with an ONNX file, got --weights {weights}")

@@ -16,8 +16,8 @@ def show(
     model: Annotated[
         str,
         typer.Argument(
-            help="One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, or module:function that returns a "
-            "module."
+            help="One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, or "
+            "package.module:function that returns an nn.Module."
         ),
     ],
     image: Annotated[Path | None, typer.Argument(help="An image file (default: matplotlib's sample image).")] = None,

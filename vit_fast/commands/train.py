@@ -25,8 +25,8 @@ def train(
     data: Annotated[
         Path | None,
         typer.Argument(
-            help="Folder with one subfolder of images per class, or into which torchvision downloaded MNIST, "
-            "FashionMNIST or CIFAR10 (default: 1,797 bundled digits)."
+            help="Folder with one subfolder of images per class, or with MNIST, FashionMNIST or CIFAR10 as "
+            "downloaded by torchvision (default: 1,797 bundled images of digits)."
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for weights, checkpoint, log and plot.")] = Path("trained"),
@@ -42,7 +42,7 @@ def train(
         Path | None, typer.Option(help="Measure the accuracy on this folder, with one subfolder of images per class.")
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(help="Number of epochs (default: of the model's recipe, or of TrainConfig).")
+        int | None, typer.Option(help="Number of epochs (default: from the model's recipe or TrainConfig).")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images per step, summed over all processes.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate after the warm-up.")] = None,
@@ -61,7 +61,7 @@ def train(
         bool, typer.Option("--tensorboard", help="Also write logs for TensorBoard to OUT/tensorboard.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out after its last finished epoch.")
+        bool, typer.Option("--resume", help="Resume the run in --out after its last finished epoch.")
     ] = False,
 ) -> None:
     """Train or fine-tune a model on labeled images. Prints loss and accuracy after each epoch, and plots them."""

@@ -118,7 +118,7 @@ def open_model(
     if model.onnx is not None:
         module: Any = OnnxFile(model.onnx, on, img_size if img_size is None else model.image_hw)
     elif model.kind not in ("ours", "given"):
-        raise ValueError(f"the model must be a whole model, got {name}")
+        raise ValueError(f"the model must not be a single block or operator, got {name}")
     else:
         weights = model.weights if model.config is None or model.weights else random_weights(model.config)
         task = Task(model, weights, torch.float32, on, batch)

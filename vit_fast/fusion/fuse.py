@@ -130,7 +130,8 @@ def set_backend(model: nn.Module, backend: str) -> FusionReport:
     check_type("model", model, nn.Module)
     if not any(isinstance(module, Block | AttentionPool | Attention) for module in model.modules()):
         raise ValueError(
-            f"model must contain blocks of vit_fast, got {type(model).__name__}: use vit_fast.fuse for other libraries"
+            f"{type(model).__name__} contains no vit_fast modules: call vit_fast.fuse(model, backend=...) for other "
+            "libraries"
         )
     if backend == "triton":
         parts = list(model.modules())

@@ -93,7 +93,7 @@ def changed_copy(
     if candidate.channels_last:
         work.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
     if candidate.frozen and candidate.engine != "compile" and not freeze(work):
-        raise UnsupportedInputError(candidate.name, ["nothing in the model can be frozen"])
+        raise UnsupportedInputError(candidate.name, ["no module of the model can be frozen"])
     return work
 
 
@@ -121,7 +121,7 @@ def _fuse_parts(work: nn.Module, candidate: Candidate) -> None:
     rows = [row for row in report.fused if candidate.backend_of(row.part) is not None]
     if not rows:
         reasons = [f"{row.name}: {'; '.join(row.reasons)}" for row in report.skipped[:3]]
-        raise UnsupportedInputError(candidate.name, reasons or ["vit_fast.fuse supports nothing in the model"])
+        raise UnsupportedInputError(candidate.name, reasons or ["vit_fast.fuse supports no module of the model"])
     for row in rows:
         module: Any = work.get_submodule(row.name)
         module.set_fused_backend(str(candidate.backend_of(row.part)))

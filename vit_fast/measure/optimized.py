@@ -105,8 +105,8 @@ class Optimized(nn.Module):
             return super().__getattr__(name)
         value = getattr(self._original, name)
         if isinstance(value, nn.Module) or callable(value):
-            words = f"a model optimized as {self.candidate.name!r} is read-only and hides {name}"
-            raise AttributeError(f"{words}: use the original model")
+            optimized = f"a model optimized as {self.candidate.name!r}"
+            raise AttributeError(f"{optimized} does not expose {name}: use the original model")
         return _copy_of(value) if isinstance(value, Tensor) else copy.deepcopy(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:

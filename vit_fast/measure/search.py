@@ -256,7 +256,7 @@ class _Search:
         for trial in self.running:
             if trial is not chosen:
                 behind = self._cost(trial) / self._cost(chosen) if trial.samples_ms else float("inf")
-                trial.reason = f"{behind:.2f}x slower" if behind > needed else "equally fast, more changes"
+                trial.reason = f"{behind:.2f}x slower" if behind > needed else "equally fast, but less simple"
         for trial in self.trials:
             if trial is not chosen and trial.reason is None:
                 trial.reason = "interrupted"

@@ -47,8 +47,7 @@ class Expected:
             self.output = _untouched(model, example)
             first, second = leaves_of(self.output), leaves_of(call(model, example))
             if not first:
-                given = type(self.output).__name__
-                raise ValueError(f"the model must return floating tensors, got {given}")
+                raise ValueError(f"the model must return floating-point tensors, got {type(self.output).__name__}")
             if not all(bool(leaf.isfinite().all()) for leaf in first):
                 raise ValueError("the model must return finite outputs, got NaN or infinity for the example")
             for one, other in zip(first, second):
@@ -93,7 +92,7 @@ class Expected:
         same = [same_class(mine[0], theirs[0]) for mine, theirs in zip(found, self.outputs)]
         agreement = float(torch.cat(same).double().mean())
         if lossy and agreement < min_agreement:
-            raise Refused(f"the agreement must be at least {min_agreement:.1%}, got {agreement:.1%}")
+            raise Refused(f"the top-1 agreement must be at least {min_agreement:.1%}, got {agreement:.1%}")
         return verdict.max_error, None if lossy else verdict.allowed_error, agreement
 
 
@@ -122,7 +121,7 @@ def _untouched(model: nn.Module, example: Any) -> Any:
         for tensor, value in zip(watched[name], kept.get(name, ())):
             tensor.copy_(value)
     if written:
-        raise ValueError(f"the model must not write into {', '.join(written[:3])} when called")
+        raise ValueError(f"forward must not modify {', '.join(written[:3])} in place")
     return output
 
 

@@ -54,7 +54,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
         return ("triton cannot run here: " + "; ".join(reasons),)
     if dtype == torch.float32 and not torch.is_autocast_enabled("cuda") and not _tf32_is_allowed():
         return (
-            "triton computes fp32 in TF32, which is disabled: convert the model, allow TF32 "
+            "triton computes fp32 in TF32, which is disabled: convert the model to bf16, allow TF32 "
             "(torch.set_float32_matmul_precision('high')), or, if the model runs under torch.autocast, select "
             "the backend inside it",
         )

@@ -269,7 +269,7 @@ class _InnerNorm:
         """Returns the inputs of the parameters' gradients; `part` is dy^T h^, without LayerScale."""
         from ..kernels.linear.weight_gradients import FoldedProducts
 
-        assert self.sums is not None, "call along before products"
+        assert self.sums is not None, "call `along` before `products`"
         linear, scale = self.linear, self.scale
         if scale is not None:  # the gradients of gamma and beta depend on LayerScale times W
             bias = None if linear.bias is None else linear.bias.float()

@@ -99,7 +99,7 @@ def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
         )
     for part in ("weight", "bias"):
         if (getattr(q, part) is None) != (getattr(k, part) is None):
-            raise ValueError(f"qk_norm.q and qk_norm.k must both have a {part} or neither, got one")
+            raise ValueError(f"qk_norm.q and qk_norm.k must either both have a {part} or both have none")
 
 
 def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> Rope:

@@ -215,8 +215,8 @@ def fused_block_fp8(
     if block.rope_head:
         if rope is None or rope.layout != "half" or (qk_norm is not None and qk_norm.over == "width"):
             reason = (
-                "rope_head must be 0 without positions of layout 'half' or with qk-norm over the width, got "
-                f"{block.rope_head}: quantize the block with rope_head=0"
+                f"rope_head={block.rope_head} requires rope of layout 'half' and no qk-norm over the width: "
+                "quantize the block with rope_head=0"
             )
             raise UnsupportedInputError(_WHAT, [reason])
         rope = interleave(rope, block.rope_head)

@@ -69,8 +69,7 @@ class GraphRunner:
         check_type("model", model, nn.Module)
         check_choice("fallback", fallback, get_args(Fallback))
         if (example is None) == (budgets is None):
-            got = f"{type(example).__name__} and {budgets!r}"
-            raise ValueError(f"either example or budgets must be given, got {got}")
+            raise ValueError(f"pass exactly one of example and budgets, got {'neither' if budgets is None else 'both'}")
         name, other = ("max_images", max_images) if budgets is None else ("batch_sizes", batch_sizes)
         if other is not None:
             mode = "an example" if budgets is None else "budgets"
@@ -175,7 +174,7 @@ class GraphRunner:
         if max(call.lengths) > largest:
             yield f"an image must have at most {largest} tokens, the largest budget, got {max(call.lengths)}"
         if max(call.sequences) > self._sequences:
-            yield f"a video must have at most {self._sequences} frames, max_images, got {max(call.sequences)}"
+            yield f"a video must have at most max_images={self._sequences} frames, got {max(call.sequences)}"
         if change := self._watched.change(self):
             yield change
         leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
@@ -250,7 +249,7 @@ def _host_reads(model: nn.Module) -> list[str]:
         if reason := getattr(cls, "host_reads", ""):
             reasons.append(reason)
         elif "patch_attention_mask" in inspect.signature(cls.forward).parameters:
-            reasons.append(f"{cls.__name__} reads its mask of patches on the host, which CUDA graphs do not support")
+            reasons.append(f"{cls.__name__} copies its patch mask to the host, which CUDA graphs cannot capture")
     return reasons[:1]
 
 
@@ -277,7 +276,7 @@ def _fit_tower(model: nn.Module) -> PackedTower:
         if not is_ours and fused_form(type(module)) is not None:
             reasons.append(f"{name or 'the tower'} must be fused: call vit_fast.fuse first")
         elif tower.like.is_cuda and getattr(module, "vit_fast_backend", "triton") != "triton":
-            reasons.append(f"{name} must have backend 'triton', because others read lengths on the host")
+            reasons.append(f"{name} must have backend 'triton', because others copy sequence lengths to the host")
     if reasons:
         raise UnsupportedInputError("GraphRunner with budgets", reasons[:3])
     return tower

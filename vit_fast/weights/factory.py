@@ -102,8 +102,7 @@ def _shape(name: str, source: Source | None) -> tuple[ViTConfig, DataConfig | No
         return variant.config, variant.data
     if source is None or source.config is None:
         raise ValueError(
-            f"{name} must contain the config of a supported model: call create_model(NAME, weights={name!r}) with one "
-            "of list_models()"
+            f"{name} has no config of a supported model: pass a name of list_models() and weights={name!r}"
         )
     source.check_size()
     return source.config, source.data_config

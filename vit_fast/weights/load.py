@@ -162,10 +162,7 @@ def load(
     """
     opened = open_source(source)
     if opened.config is None:
-        raise WeightsError(
-            f"{opened.name}: must contain a config, written by vit_fast.save or in config.json: otherwise, call "
-            "create_model(name, weights=...)"
-        )
+        raise WeightsError(f"{opened.name} has no config: call create_model(name, weights=...)")
     opened.check_size()
     place = as_device(device or "cpu")
     names = opened.class_names
