@@ -1,8 +1,9 @@
 """Comparison of timings: confidence intervals of ratios by bootstrap, the A/A control, and verdicts.
 
-The fastest full-precision candidate of each group is timed twice under two names, in the same rounds. The difference
-between the two is the resolution of the run. Samples of one round share the state of the machine and are compared with
-each other. A ratio is a difference only if its interval excludes 1 and it is farther from 1 than the resolution.
+As an A/A control, one candidate is timed twice, interleaved in the same rounds: the fastest full-precision candidate of
+each benchmark group, and in `optimize` the fastest candidate. The resolution (noise floor) is the largest deviation
+from 1 that the ratio of the two, or its confidence interval, reaches. A candidate is faster or slower only if its
+interval excludes 1 and its ratio differs from 1 by more than the resolution.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from typing import Any
 import numpy as np
 
 RESAMPLES, CONFIDENCE = 1000, 0.99
-# If identical code differs by more than this, nothing is ranked.
+# Candidates are not ranked if the resolution exceeds this.
 UNRANKABLE = 0.10
 SAME, FASTER, SLOWER, UNKNOWN = "no difference", "faster", "slower", "cannot be ranked"
 QUIET_RUN = "to reduce noise, stop other processes, fix the clocks, or pin the run to unused cores (taskset -c)"
 
 
 def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5) -> float:
-    """Returns the speed of the other relative to the base.
+    """Returns the speedup of `other` over `base`: base time / other time.
 
     Args:
         base_ms, other_ms: Durations in ms in the order of measurement.
-        paired: True if samples with the same index are of the same round: the result is the median of the ratios of
-            the rounds, in which drift of the machine cancels out. False compares the medians.
-        share: The quantile to compare; 0.5 is the median.
+        paired: True if samples with the same index are from the same round. For share 0.5, the result is then the
+            median of the ratios per round, in which machine drift cancels. Other quantiles are divided.
+        share: The quantile that is compared, from 0 to 1; 0.5 is the median.
     """
     return float(_ratios(np.asarray(base_ms)[None], np.asarray(other_ms)[None], paired, share)[0])
 
@@ -35,9 +36,9 @@ def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, 
 def ratio_interval(
     base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5
 ) -> tuple[float, float]:
-    """Returns a confidence interval for the ratio of the same arguments.
+    """Returns the 99 % confidence interval of `ratio` with the same arguments.
 
-    It resamples blocks of consecutive samples, because bursts and drift last for several.
+    Uses a circular block bootstrap, because consecutive samples are correlated (bursts, drift).
     """
     generator = np.random.default_rng(0)
     base, other = np.asarray(base_ms), np.asarray(other_ms)
@@ -49,14 +50,14 @@ def ratio_interval(
 
 
 def _ratios(base: np.ndarray, other: np.ndarray, paired: bool, share: float) -> np.ndarray:
-    """Returns the ratio of each of the resampled durations [RESAMPLES, count], by round for the median."""
+    """Returns one `ratio` per row of base and other, two arrays [rows, count]."""
     if paired and share == 0.5 and base.shape == other.shape:
         return np.median(base / other, axis=1)
     return np.quantile(base, share, axis=1) / np.quantile(other, share, axis=1)
 
 
 def _blocks(count: int, generator: np.random.Generator) -> np.ndarray:
-    """Returns indices [RESAMPLES, count] of circular blocks of about sqrt(count) samples."""
+    """Returns sample indices [RESAMPLES, count]: random circular blocks of about sqrt(count) consecutive samples."""
     length = max(1, round(math.sqrt(count)))
     starts = generator.integers(0, count, (RESAMPLES, math.ceil(count / length), 1))
     return ((starts + np.arange(length)) % count).reshape(RESAMPLES, -1)[:, :count]
@@ -65,7 +66,7 @@ def _blocks(count: int, generator: np.random.Generator) -> np.ndarray:
 def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: float = 0.5) -> dict[str, Any]:
     """Compares two timings of identical code in the same rounds.
 
-    Returns `resolution` for ratios within these rounds and `between_runs` for ratios to another run, both as a share.
+    Returns `resolution` for ratios within these rounds and `between_runs` for ratios to another run (0.02 means 2 %).
     """
     low, high = ratio_interval(first_ms, again_ms, paired=True, share=share)
     found = ratio(first_ms, again_ms, paired=True, share=share)
@@ -76,7 +77,7 @@ def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: floa
 
 
 def verdict(found: float, interval: Sequence[float], resolution: float) -> str:
-    """Returns faster, slower, no difference, or cannot be ranked, e.g. if too few samples make the interval wide."""
+    """Returns FASTER, SLOWER, SAME or UNKNOWN: resolution over 10 %, or an interval around 1 that is too wide."""
     if resolution > UNRANKABLE:
         return UNKNOWN
     low, high = interval
@@ -90,7 +91,7 @@ def verdict(found: float, interval: Sequence[float], resolution: float) -> str:
 def compare_rows(
     base: Mapping[str, Any], other: Mapping[str, Any], resolution: float, *, paired: bool
 ) -> dict[str, Any]:
-    """Returns the ratio of a measured row to the base with interval and verdict; paired: rounds that both have."""
+    """Returns the throughput ratio of row `other` to row `base`, its interval and verdict; see `ratio` for `paired`."""
     scale = other["batch"] / base["batch"]
     count = min(len(base["samples_ms"]), len(other["samples_ms"])) if paired else None
     samples = base["samples_ms"][:count], other["samples_ms"][:count]
@@ -100,5 +101,5 @@ def compare_rows(
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Formats a number with `digits` significant digits and without an exponent: 0.012, 4.56, 1,235."""
+    """Rounds to `digits` significant digits (0.012, 4.56), and values from 10^(digits - 1) to integers (1,235)."""
     return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

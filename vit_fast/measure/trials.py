@@ -27,18 +27,19 @@ from .optimized import Optimized, call, first_batch, tensors_in, version_of, wit
 from .runtimes import OnnxFile, open_reference
 from .search import OutOfTime, Refused
 
-# Estimated seconds of a runtime to open a file.
+# Estimated seconds that a runtime needs to open an ONNX file.
 OPENING_S = 1.0
-# Images of the example for the fp64 reference, if the outputs of images are independent.
+# Maximum number of images in the fp64 reference, if each output depends only on its own image.
 MOST_IN_FP64 = 8
-# The rounding error of an ONNX file in fp32, as a share of its outputs: a file has no fp64 reference.
+# Assumed rounding error of an fp32 ONNX file, relative to its outputs. Such a file cannot run in fp64.
 FILE_ROUNDING = 2e-5
 
 
 class Expected:
     """The outputs of a model for the timed example, and for more batches to measure agreement.
 
-    Raises an error for a model that writes into tensors, is random, returns no finite floats, or does not run in fp64.
+    Raises an error if the model modifies its input, buffers or parameters in place, is not deterministic, returns NaN,
+    infinity or no floating-point tensor, or fails in fp64.
     """
 
     def __init__(self, model: nn.Module, example: Any, others: Sequence[Any] = ()) -> None:
@@ -57,7 +58,7 @@ class Expected:
             self.reference = self._reference(model, example)
 
     def _reference(self, model: nn.Module, example: Any) -> Reference:
-        """Uses a few images, or the whole example if the outputs of images depend on each other."""
+        """Returns the fp64 reference: of MOST_IN_FP64 images, or of all if outputs depend on the rest of the batch."""
         batch, outputs = first_batch(example), self.outputs[0]
         exact_model, rounding = _exact(model)
         few = min(MOST_IN_FP64, batch)
@@ -79,7 +80,7 @@ class Expected:
     def check(
         self, function: Callable[..., Any], candidate: Candidate, min_agreement: float = 0.99
     ) -> tuple[float, float | None, float]:
-        """Returns largest error, allowed error (None if loss is allowed) and agreement; raises Refused."""
+        """Returns largest error, allowed error (None at lower precision) and agreement; raises Refused on failure."""
         is_original = candidate == ORIGINAL
         outputs = [self.output] if is_original else [call(function, batch) for batch in self.batches]
         found = self.outputs if is_original else [leaves_of(output) for output in outputs]
@@ -97,7 +98,7 @@ class Expected:
 
 
 def _are_alike(checked: list[Tensor], exact: list[Tensor], alone: list[Tensor]) -> bool:
-    """True if the outputs of images do not depend on the rest of the batch."""
+    """Returns True if outputs of the whole batch are about as close to fp64 as those of a few images `alone`."""
     return [leaf.shape for leaf in checked] == [leaf.shape for leaf in exact] and all(
         error_of(leaf, right, "rms") <= 4 * allowed_error(error_of(one, right, "rms"), right, leaf.dtype, measure="rms")
         for leaf, right, one in zip(checked, exact, alone)
@@ -105,7 +106,7 @@ def _are_alike(checked: list[Tensor], exact: list[Tensor], alone: list[Tensor]) 
 
 
 def leaves_of(output: Any) -> list[Tensor]:
-    """Returns the floating tensors in an output."""
+    """Returns the floating-point tensors in an output."""
     return [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
 
 
@@ -113,7 +114,7 @@ def _untouched(model: nn.Module, example: Any) -> Any:
     watched: dict[str, tuple[Tensor, ...]] = {"its input": tuple(tensors_in(example))}
     watched |= {name: (buffer,) for name, buffer in model.named_buffers()}
     kept = {name: [tensor.clone() for tensor in tensors] for name, tensors in watched.items()}
-    watched["its parameters"] = tuple(model.parameters())  # too large to copy
+    watched["its parameters"] = tuple(model.parameters())  # not copied above, because they can be large
     before = {name: [*map(version_of, tensors)] for name, tensors in watched.items()}
     output = call(model, example)
     written = [name for name, tensors in watched.items() if [*map(version_of, tensors)] != before[name]]
@@ -138,20 +139,21 @@ def _exact(model: nn.Module) -> tuple[Callable[..., Any], float]:
 def _naming_fp64() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever the model raises
+    except Exception as error:  # the model may raise any type
         reason = f"the fp64 reference fails: {describe_error(error)[:200]}"
         raise UnsupportedInputError("optimizing this model", [reason]) from None
 
 
 @dataclass(frozen=True)
 class Checked:
-    """The check of a candidate.
+    """Result of checking one candidate.
 
     Attributes:
-        allowed: The allowed error; None if loss is allowed.
-        agreement: Top-1 agreement with the model or, for outputs that are no logits, the share with the same direction.
-        first_call_s: Seconds to build it and for the first call, including compilation.
-        peak_bytes: Peak memory of a call, and its own weights.
+        allowed: The allowed error; None for a candidate of lower precision.
+        agreement: Fraction of images with the model's top-1 class or, without logits [B, classes], with a cosine
+            similarity of at least `check.SAME_DIRECTION`.
+        first_call_s: Seconds for building the candidate and its first call, including compilation.
+        peak_bytes: Peak memory that a call allocates, plus memory that building the candidate added (its weights).
     """
 
     error: float
@@ -162,14 +164,14 @@ class Checked:
 
 
 class Trials:
-    """Builds, checks and times candidates for a model in evaluation mode; the bench of search.search.
+    """Builds, checks and times candidates for a model in evaluation mode. It is the argument `bench` of search.search.
 
     Args:
         others: More batches like the example, to measure agreement.
         min_agreement, memory_limit: See optimize.
-        start: Start of the search by time.perf_counter; None means now.
-        tell: Called with the current step and the seconds since the start.
-        check_interrupt: See patient_interrupt.
+        start: Value of time.perf_counter at the start of the search; None means now.
+        tell: Called with the name of each step and the seconds since the start.
+        check_interrupt: Called before each build and timed call; see limits.patient_interrupt.
     """
 
     def __init__(
@@ -185,14 +187,14 @@ class Trials:
         self._tell("the reference in fp64")
         self.expected = Expected(model, example, others)
         self.checked: dict[Candidate, Checked] = {}
-        self.took: dict[Candidate, float] = {}  # seconds of those that were prepared or timed out
+        self.took: dict[Candidate, float] = {}  # preparation in seconds, also if it timed out
         self.prepared: dict[Candidate, tuple[Optimized, Samples]] = {}
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
 
     def seconds(self, candidate: Candidate) -> float:
-        """Returns the longest time of its kind so far; for the first of a kind, an estimate for this machine."""
+        """Estimates the preparation time: the longest so far of the same kind, else the default for this machine."""
 
         def kind(one: Candidate) -> tuple[object, ...]:
             return one.engine, one.precision, one.frozen
@@ -215,7 +217,7 @@ class Trials:
             # the original has no time limit
             with contextlib.nullcontext() if candidate == ORIGINAL else at_most(max(seconds, 1.0)):
                 optimized, self.checked[candidate] = self._build_and_check(candidate)
-        except Exception as error:  # a candidate may fail in any way; the others are tried all the same
+        except Exception as error:  # a candidate may raise any type; the search continues
             free_memory(self.device)
             if candidate == ORIGINAL or isinstance(error, Refused):
                 raise
@@ -224,7 +226,7 @@ class Trials:
                 raise OutOfTime(str(error)) from None
             raise Refused(_in_words(error)) from None
         self.took[candidate] = time.perf_counter() - start
-        one = lambda number: call(optimized, self.example)  # noqa: E731  # a name would say no more
+        one = lambda number: call(optimized, self.example)  # noqa: E731
         self.prepared[candidate] = optimized, Samples(one, self.device, Protocol())
 
     def _build_and_check(self, candidate: Candidate) -> tuple[Optimized, Checked]:
@@ -244,7 +246,7 @@ class Trials:
         return optimized, Checked(error, allowed, agreement, first_call_s, peak)
 
     def call_ms(self, candidate: Candidate, number: int) -> float:
-        """Times one call of a prepared candidate in a round; raises Refused if it fails."""
+        """Returns the duration in ms of one call in round `number`; raises Refused if the call fails."""
         self.check_interrupt()
         samples = self.prepared[candidate][1]
         try:
@@ -272,7 +274,7 @@ class Trials:
 
 
 def device_of_example(example: Any) -> torch.device:
-    """Returns the device of the example's tensors; raises ValueError if there is not exactly one."""
+    """Returns the device of the example's tensors; raises ValueError if there is none, or more than one."""
     tensors = tensors_in(example)
     if not tensors or any(not tensor.numel() for tensor in tensors) or not tensors[0].dim():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Public operators: attention, LayerNorm + MLP, and qk-norm with rotary positions, each with a choice of backends."""
+"""Public operators with selectable backends: attention, LayerNorm + MLP, qk-norm with rotary position embeddings."""
 
 from .attention import (
     attention,

@@ -28,15 +28,15 @@ def attention(
     """Computes softmax attention, softmax(scale * q k^T) v, without a causal mask.
 
     Args:
-        q: Queries [B, H, N_q, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa). With triton, D must be 16 to 128
-            with stride 1; other strides are arbitrary.
+        q: Queries [B, H, N_q, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa). With triton, D must be
+            between 16 and 128 and have stride 1; other strides are arbitrary.
         k: Keys [B, H, N_kv, D], with the dtype and device of q.
         v: Values, with the shape, dtype and device of k.
         scale: Multiplier of q k^T. None means D**-0.5.
         key_mask: bool [B, N_kv], False for padding. The output of an image is 0 if its mask is all False.
         backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of q).
     Returns:
-        [B, H, N_q, D] in q.dtype, accumulated in fp32. Under autocast, sdpa and triton return autocast's dtype.
+        [B, H, N_q, D] in q.dtype; triton accumulates in fp32. Under autocast, sdpa and triton return autocast's dtype.
     Raises:
         ValueError: shapes, dtypes or devices do not match.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
@@ -67,9 +67,9 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str
 
     Args:
         qkv: Packed projections [B, N, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
-        scale, backend: See `attention`, also for the errors.
+        scale, backend: See `attention`, which also lists the errors.
     Returns:
-        [B, N, H, D] in qkv.dtype, contiguous: the input of the proj linear layer.
+        [B, N, H, D] in qkv.dtype, the input of the proj linear layer; contiguous with triton.
     """
     check_tensors(qkv=qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
@@ -91,13 +91,13 @@ def attention_varlen(
 
     Args:
         q, k, v: [total, H, D]; dtypes and strides as in `attention`.
-        cu_seqlens: int32 [S + 1] on the device of q. Sequence i consists of tokens cu_seqlens[i] to cu_seqlens[i + 1].
-            The first element is 0, and sequences may be empty. eager and sdpa raise an error if values decrease or
-            exceed `total`. triton does not check this, because a check on the host would synchronize.
-        max_seqlen: Length of the longest sequence. With triton, it selects tiles and does not change results.
+        cu_seqlens: int32 [S + 1] on the device of q. Sequence i consists of tokens cu_seqlens[i] to
+            cu_seqlens[i + 1] - 1. The first element is 0, and sequences may be empty. eager and sdpa raise an error if
+            values decrease or exceed `total`. triton does not read the values, which would synchronize.
+        max_seqlen: Length of the longest sequence. triton uses it only to select tile sizes.
         scale, backend: See `attention`.
     Returns:
-        [total, H, D], with the dtype of `attention`. Tokens after the last sequence are 0.
+        [total, H, D], in the dtype that `attention` returns. Tokens after the last sequence are 0.
     Raises:
         ValueError: shapes, dtypes or devices do not match, or cu_seqlens is invalid (eager and sdpa only).
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
@@ -130,9 +130,9 @@ def attention_varlen_qkvpacked(
 
     Args:
         qkv: Packed projections [total, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
-        cu_seqlens, max_seqlen, scale, backend: See `attention_varlen`, also for the errors.
+        cu_seqlens, max_seqlen, scale, backend: See `attention_varlen`, which also lists the errors.
     Returns:
-        [total, H, D] in qkv.dtype, contiguous: the input of the proj linear layer.
+        [total, H, D] in qkv.dtype, the input of the proj linear layer; contiguous.
     """
     check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     if qkv.dim() != 4 or qkv.shape[1] != 3:
@@ -141,11 +141,11 @@ def attention_varlen_qkvpacked(
 
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Computes attention from the output of the qkv linear layer, over all keys or those of `keys`.
+    """Computes attention from the output of the qkv linear layer, over all keys or those that `keys` selects.
 
     Args:
         qkv: [B, N, 3, H, D]; for packed sequences [total, 3, H, D] or [1, total, 3, H, D].
-        keys: None means all keys of an image.
+        keys: None means that queries attend to all keys of their image.
         scale, backend: See `attention`.
     Returns:
         A tensor with the shape of qkv without the dimension of size 3.
@@ -181,13 +181,13 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Replaces torch.nn.functional.scaled_dot_product_attention, with the same signature and results.
 
-    The kernel runs calls without a mask or with a boolean padding mask, which is equal for all queries and heads. Sizes
-    and strides identify a padding mask; its values are not read. Torch's function runs all other calls: other masks,
-    dropout, causal masks, grouped queries, torch.func transforms, and torch's fused kernels disabled (`sdpa_kernel`).
+    The Triton kernel runs calls without a mask or with a boolean padding mask, equal for all queries and heads. A mask
+    is recognized by sizes and strides; its values are not read. torch's function runs all other calls, for example
+    with dropout, causal masks, grouped queries, torch.func transforms, or disabled fused kernels (`sdpa_kernel`).
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    # torch's function runs nested tensors, subclasses such as DTensor, and fx's Proxy. Check the tensors first: under
-    # torch.fx the numbers are Proxies too, which cannot be compared.
+    # torch's function runs nested tensors, subclasses such as DTensor, and torch.fx Proxies. Check the tensors first:
+    # under torch.fx, dropout_p is a Proxy too, and comparing it with 0 would raise an error.
     ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested for tensor in tensors)
     plain = ordinary and dropout_p == 0.0 and not is_causal and not enable_gqa
     if plain and _auto_is_triton(query):
@@ -202,12 +202,12 @@ def scaled_dot_product_attention(
 
 
 def softmax_scale(tensor: Tensor, scale: float | None) -> float:
-    # max avoids 0 ** -0.5, and keeps a symbolic width symbolic
+    # max avoids 0 ** -0.5, and keeps a symbolic head dimension symbolic
     return max(tensor.shape[-1], 1) ** -0.5 if scale is None else float(scale)
 
 
 def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
-    """Returns a padding mask of scaled_dot_product_attention as bool [B, N_kv]; None for other masks."""
+    """Converts a padding mask of scaled_dot_product_attention to bool [B, N_kv]; returns None for other masks."""
     shape = (*query.shape[:3], key.shape[2])
     sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     fits = attn_mask.dim() > 1 and len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, shape))
@@ -225,18 +225,18 @@ def _auto_is_triton(query: Tensor) -> bool:
 
 @constant_to_compiler
 def _fused_sdpa_is_allowed() -> bool:
-    """Returns False inside `sdpa_kernel(SDPBackend.MATH)` and similar contexts. Constant in a compiled graph."""
+    """Returns False if all fused kernels of SDPA are disabled. torch.compile treats the result as a constant."""
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts the tensors to autocast's dtype if autocast is on, like torch's own attention."""
+    """Casts the tensors to autocast's dtype if autocast is enabled, as SDPA does."""
     return tuple(tensor.to(matmul_dtype(tensor)) for tensor in tensors)
 
 
 def _read_lengths(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[int]:
-    """Reads the lengths, which synchronizes with the device, and checks them."""
+    """Returns the checked lengths of the sequences. Reading them synchronizes with the device."""
     bounds: list[int] = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] > total or min(lengths, default=0) < 0:
@@ -248,7 +248,7 @@ def _read_lengths(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[int]:
 
 
 def _varlen_by_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float | None) -> Tensor:
-    """Calls SDPA once for consecutive sequences of equal length, such as windows."""
+    """Calls SDPA once per group of consecutive sequences of equal length, such as windows."""
     outputs, start = [], 0
     for length, group in itertools.groupby(lengths):
         end = start + length * len(list(group))
@@ -259,12 +259,12 @@ def _varlen_by_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: 
         start = end
     if start < q.shape[0] or not outputs:
         everything = torch.ones((), dtype=torch.bool, device=q.device)
-        outputs.append(q[start:].masked_fill(everything, 0))  # as in the reference
+        outputs.append(q[start:].masked_fill(everything, 0))  # 0 even if q contains NaN
     return torch.cat(outputs)
 
 
 def _with_block_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
-    """Calls SDPA over all tokens with a block mask, for runtimes without variable-length attention."""
+    """Calls SDPA with a block-diagonal mask [total, total], for runtimes without variable-length attention."""
     token = torch.arange(q.shape[0], device=q.device)
     sequence = (token[:, None] >= cu_seqlens[None, 1:]).sum(1)  # [total]
     inside = sequence < cu_seqlens.shape[0] - 1

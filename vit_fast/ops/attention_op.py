@@ -1,7 +1,7 @@
 """The operators `vit_fast::attention` and `vit_fast::attention_backward`.
 
-One operator runs separate or packed q, k and v, for batches, packed sequences and masked keys. The first call imports
-Triton.
+Both accept q, k and v as three tensors or packed in one, as batches, with masked keys or as packed sequences. The first
+call imports Triton.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def as_batch(packed: Tensor) -> Tensor:
 
 
 def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k, v [B, H, N, D] as views of the argument of `attention_forward`."""
+    """Returns q, k, v [B, H, N, D] as views of `qkv` in `attention_forward`."""
     first = qkv[0]
     if len(qkv) == 1:
         q, k, v = (first if first.dim() == 5 else first[None]).transpose(1, 3).unbind(2)
@@ -71,9 +71,9 @@ def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns an empty output in the layout of q, its view [B, H, N_q, D], and lse.
+    """Returns an empty output in the layout of q, a view [B, H, N_q, D] of the output, and empty log-sum-exps.
 
-    In memory, the heads of a token are adjacent, so that flattening them for proj needs no copy.
+    In memory, the heads of a token are adjacent: flattening [H, D] for proj needs no copy.
     """
     q = _heads_first(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
@@ -87,12 +87,12 @@ def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 def attention_forward(
     qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes softmax(scale q k^T) v in the layout of q, and its log-sum-exp [B, H, N_q], fp32, base 2.
+    """Returns softmax(scale q k^T) v in the layout of q, and the log-sum-exp of each softmax, fp32 [B, H, N_q], base 2.
 
     Args:
         qkv: q, k and v [B, H, N, D], or one tensor [B, N, 3, H, D]; for packed sequences 3 x [total, H, D],
             [total, 3, H, D] or [1, total, 3, H, D].
-        cu_seqlens, max_seqlen: Boundaries of packed sequences and the longest of them; None and 0 for batches.
+        cu_seqlens, max_seqlen: Boundaries of packed sequences and their maximum length; None and 0 for batches.
         key_mask: bool [B, N_kv], False for padding.
     """
     q, k, v = _heads_first(qkv)
@@ -124,7 +124,7 @@ def attention_gradient(
     grad_output: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
     key_mask: Tensor | None, max_seqlen: int, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Returns the gradients of `qkv` in `attention_forward`, contiguous."""
+    """Returns the gradients of the argument `qkv` of `attention_forward`, contiguous."""
     gradients = _fake_gradient(grad_output, qkv)
     q, k, v = _heads_first(qkv)
     if cu_seqlens is not None and not q.shape[2]:
@@ -148,12 +148,12 @@ def _fake_gradient(grad_output: Tensor, qkv: Sequence[Tensor], *args: Any) -> li
 
 
 def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -> int:
-    """Returns the FLOP of the two matmuls of a forward, 2 per multiply-add. A backward has five matmuls."""
+    """Returns the FLOP of the two matmuls in a forward, 2 per multiply-add. A backward has five such matmuls."""
     return 4 * batch * heads * n_q * n_kv * head_dim
 
 
 def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, max_seqlen: int, scale: float) -> int:
-    """Returns the FLOP; for packed sequences an upper bound, as if all were as long as the longest."""
+    """Returns the FLOP of a forward. For packed sequences, it is an upper bound: max_seqlen keys per query."""
     if len(qkv) == 1:
         *leading, tokens, _, heads, head_dim = qkv[0]
         batch, n_kv = math.prod(leading), tokens

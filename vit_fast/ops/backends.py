@@ -1,4 +1,4 @@
-"""Backends: resolves "auto", lists why a backend cannot run on a device, and compiles kernels without a launch."""
+"""Backends: resolves "auto", lists why a backend cannot run on a device, compiles kernels before their first launch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _LONGEST_MESSAGE = 300  # characters; compiler output can be pages long
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> Backend:
-    """Resolves "auto" on a device: triton unless `auto_reasons` has reasons against it, else sdpa.
+    """Returns the backend; "auto" becomes triton if `auto_reasons` returns no reason, else sdpa.
 
     Args:
-        dtype: The dtype of the tensors; None decides by the device alone.
+        dtype: The dtype of the tensors; None means that only the device matters.
     Raises:
-        ValueError: the name is unknown.
+        ValueError: `backend` is unknown.
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "auto":
@@ -42,11 +42,11 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | Non
 
 
 def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """Returns all reasons why "auto" is not triton for tensors of this device and dtype.
+    """Returns all reasons why "auto" does not select triton for tensors of this device and dtype.
 
-    For fp32 tensors, "auto" is triton only if TF32 is allowed or autocast is enabled.
+    For fp32 tensors, "auto" selects triton only if TF32 is allowed or autocast is enabled.
     """
-    if device.type != "cuda":  # also for the CPU under Triton's interpreter; avoids the import of triton
+    if device.type != "cuda":  # also the CPU under Triton's interpreter; returns without importing triton
         place = "the CPU" if device.type == "cpu" else device.type
         return (f"triton cannot run here: tensors must be on a CUDA device, got {place}",)
     reasons = triton_unavailable_reasons(device)
@@ -65,8 +65,8 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     """Returns all reasons why Triton kernels cannot run on this device.
 
-    On a CUDA device, runs a test kernel first. A CPU is supported only under Triton's interpreter
-    (TRITON_INTERPRET=1 when the process started) and by the stand-in driver, which computes nothing.
+    The first call for a CUDA device runs a test kernel. A CPU is supported only under Triton's interpreter
+    (TRITON_INTERPRET=1 when the process started) or with the stand-in driver of `kernels/inspect/`, which runs nothing.
     """
     if device == torch.device("cuda") and torch.cuda.is_available():  # a device without an index is the current one
         device = torch.device("cuda", torch.cuda.current_device())
@@ -109,7 +109,7 @@ def _computes_fp32_exactly() -> bool:
 
 @constant_to_compiler
 def _tf32_is_allowed() -> bool:
-    """Returns True if torch may round the operands of fp32 matmuls to TF32; torch.compile guards this setting."""
+    """Returns True if torch may round operands of fp32 matmuls to TF32; torch.compile recompiles if this changes."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -122,7 +122,7 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return ("torch found no CUDA device",)
-        if rocm := getattr(torch.version, "hip", None):  # ROCm devices are "cuda" too, with other capabilities
+        if rocm := getattr(torch.version, "hip", None):  # ROCm devices have type "cuda" too, with other capabilities
             return (f"the GPU must be from NVIDIA, got ROCm {rocm}",)
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
@@ -171,8 +171,8 @@ _probe_lock = threading.Lock()
 def probe_reasons(device: torch.device) -> tuple[str, ...]:
     """Runs a test kernel once per device and process, and returns the reasons why kernels cannot run.
 
-    The properties of a device are not enough: a C compiler may be missing, the driver too old, or the compiled code
-    incorrect. Nothing runs inside a CUDA-graph capture, which would record the kernel.
+    Device properties are not sufficient: a C compiler may be missing, the driver too old, or the compiled code
+    incorrect. During a CUDA graph capture, the test kernel does not run, because the graph would contain it.
 
     Args:
         device: Must have an index.
@@ -183,14 +183,14 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
         return (f"the test kernel must run on {device} before a CUDA graph capture: call the model once first",)
     with _probe_lock:
         if device not in _probed:
-            # A new thread has none of the caller's modes: fake tensors, torch.func, inference mode, a default
-            # device, autocast, a tracer.
+            # A new thread has none of the caller's thread-local modes: fake tensors, torch.func, inference mode,
+            # a default device, autocast, a tracer.
             with ThreadPoolExecutor(max_workers=1) as pool:
                 try:
                     _probed[device] = pool.submit(_run_and_compare, device).result()
-                except torch.OutOfMemoryError as error:  # not an error of the kernels: try again next time
+                except torch.OutOfMemoryError as error:  # the kernels may work: do not cache
                     return (_failure(device, error),)
-                except Exception as error:  # compilers and drivers raise any type
+                except Exception as error:  # compilers and drivers may raise any type
                     _probed[device] = (_failure(device, error),)
         return _probed[device]
 
@@ -216,7 +216,7 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
 
 
 def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
-    """Returns the reasons why no kernel is compiled for this device."""
+    """Returns the reasons why `compile_launches` cannot compile kernels for this device."""
     reasons = triton_unavailable_reasons(device)
     if not reasons and interpreter_is_active():
         reasons = ("Triton's interpreter runs the kernels (TRITON_INTERPRET is set)",)
@@ -228,8 +228,8 @@ def compile_launches(call: Callable[[], object], progress: Callable[[int, int], 
 
     Args:
         call: Must work on uninitialized tensors and have no side effects. `nothing_to_compile_reasons` must have
-            returned none.
-        progress: Called with the number of compiled kernels and their total.
+            returned an empty tuple.
+        progress: Called with the number of finished kernels and the number of all kernels.
     Returns:
         The number of kernels that this process had not loaded, and how many of them were not in Triton's disk cache.
     Raises:

@@ -3,15 +3,15 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-`fused_block` is one call of torch's dispatcher. One launch folds the norms into qkv and fc1, unless `fold` did so
-before; one launch of the backward (`block_backward.py`) computes the matmuls of all weight gradients. Dropout is not
-supported. Drop path can be applied only to the output of a single half.
+`fused_block` calls torch's dispatcher once. One launch folds the norms into the weights of qkv and fc1, unless `fold`
+has already done so. One launch of the backward (`block_backward.py`) computes the matmuls of all weight gradients.
+Dropout is not supported. Callers can apply drop path only to the output of a single half.
 
-Blocks pass LayerNorm statistics to each other, fp32 [M, 2, row_parts(C)]: the kernel that writes M tokens computes them
-per piece of C columns, and the next kernel combines them and adds its own epsilon (`kernels/row_parts.py`).
+A block passes LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)], to the next block. The kernel that writes
+M tokens computes statistics per 64 columns; the next kernel combines them and adds epsilon (`kernels/row_parts.py`).
 
-The backward needs the input of each norm. fp32 tokens are saved normalized, in the dtype of the matmuls, with rstd as
-fp32 [1, M]; half-precision tokens are saved unchanged, with mean and rstd as fp32 [2, M].
+The backward needs the input of each norm. fp32 tokens are saved normalized, in the dtype of the matmuls, with the
+reciprocal standard deviation (rstd), fp32 [1, M]; half-precision tokens unchanged, with mean and rstd, fp32 [2, M].
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _DROPPED_BY_FOLD = [f"{name}_{part}" for name in ("norm1", "norm2", "gate", "inn
 def fold(
     tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", rope_head: int = 0, inner_norm: str = "none"
 ) -> BlockTensors:
-    """Folds the norms of a block into qkv, fc1 and, with a norm inside the MLP, fc2.
+    """Folds the norms of a block into the weights of qkv, fc1 and, with a norm inside the MLP, fc2.
 
     The folded weights are not updated when the parameters change, and have no gradients.
 
     Args:
         dtype: The dtype of the matmuls.
-        rope_head: Pass head_dim D to make channels j and j + D/2 of q and k adjacent, which does not change q k^T. The
-            block then needs positions from `interleave`. 0 keeps the order.
+        rope_head: head_dim D makes channels j and j + D/2 of q and k adjacent, which does not change q k^T. Then pass
+            `fused_block` the result of `descriptions.interleave` as rope. 0 keeps the order of channels.
     """
     from ..kernels.linear.folding import fold_linears
 
@@ -89,30 +89,30 @@ def fused_block(
     residual: bool = True,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs a block or one of its halves; passes LayerNorm statistics in and out.
+    """Runs a block or one of its halves; optionally reuses and returns LayerNorm statistics.
 
     Args:
-        x: [B, N, C], or [..., C] for the second half alone; fp32, fp16 or bf16.
+        x: [B, N, C], or [..., C] for the MLP half alone; fp32, fp16 or bf16.
         statistics: LayerNorm statistics of x from the previous block; None computes them.
-        tensors: The parameters, in x's dtype, autocast's, or fp32; or the result of `fold`. A half without weights is
-            skipped.
+        tensors: The parameters, in fp32 or the dtype of the matmuls (autocast's or x's); or the result of `fold`. A
+            half whose parameters are None is skipped.
         attention_scale: Multiplier of q k^T; None means D**-0.5.
-        eps: Epsilons of the two norms, in units of x squared.
-        activation: One of `reference.ACTIVATIONS`; with a gate, the gate's.
-        qk_norm: Norms of q and k, before rotation.
-        keys: The keys that queries attend to; B is 1 for packed sequences. None means all of an image.
-        inner_norm: Kind and epsilon of a norm before fc2.
-        residual: Adds x to the branch of a half; True for a whole block.
-        next_statistics: True if the following norm reuses LayerNorm statistics of the output.
+        eps: For norm1 and norm2: added to the variance (RMSNorm: to the mean of x^2) before the square root.
+        activation: A key of `reference.ACTIVATIONS`; with a gate, applied to the gate only.
+        qk_norm: Norms of q and k, applied before the rotation.
+        keys: The keys that queries attend to; None means all keys of an image. With packed sequences, B must be 1.
+        inner_norm: Kind and epsilon of a norm before fc2; None means no norm.
+        residual: True adds x to the branch; must be True for a whole block.
+        next_statistics: True to return LayerNorm statistics of the output, for the next block.
     Returns:
-        The output in x's shape and dtype. Under autocast, its dtype replaces fp16 and bf16, and fp32 too if `residual`
-        is False. Also returns the output's LayerNorm statistics; None if not requested, for fp32 x, and without
-        residual.
+        The output, with x's shape, and its LayerNorm statistics or None. With residual, its dtype is fp32 if x is fp32,
+        else that of the matmuls; without residual, see `_branch_dtype` and `_mlp_dtype`. The statistics are None unless
+        next_statistics and residual are True and x is half precision.
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
     dtype = matmul_dtype(x)
-    if x.dtype not in (torch.float32, dtype):  # fp32 stays fp32, as under autocast for sums and LayerNorm
+    if x.dtype not in (torch.float32, dtype):  # fp32 x stays fp32, as additions and LayerNorm do under autocast
         x = x.to(dtype)
     emit_statistics = next_statistics and residual and x.dtype != torch.float32
     of_qk, qk, prefix, max_seqlen = _NO_QK, _NO_SETTINGS, 0, 0
@@ -131,7 +131,7 @@ def fused_block(
     for number, tensor in enumerate((*tensors, *of_qk)):  # faster than a comprehension
         if tensor is None:
             continue
-        if tensor.device != device:  # torch's dispatcher chooses one device before the operator sees its inputs
+        if tensor.device != device:  # raise before torch dispatches to one of the devices
             require_supported(*_names_in_errors(tensors), x, dtype)
         flat.append(tensor)
         present.append(number)
@@ -154,7 +154,7 @@ def checked_qk(
     """Checks qk-norm and rotation against x [B, N, C] and a qkv layer of 3 H D outputs; returns operator arguments.
 
     Args:
-        is_folded: True if the layer was folded, so that positions from `interleave` are possible.
+        is_folded: True if the qkv weight is folded; this allows the layout that `interleave` returns.
     """
     head_dim = qkv_width // (3 * heads)
     if qk_norm is not None:
@@ -165,7 +165,7 @@ def checked_qk(
 
 
 def _checked_max_seqlen(x: Tensor, keys: Keys) -> int:
-    """Checks keys against x [B, N, C]; returns max_seqlen of packed sequences, or 0."""
+    """Checks keys against x [B, N, C]; returns max_seqlen, or 0 with a key mask."""
     if keys.mask is not None:
         check_key_mask(keys.mask, x.shape[0], x.shape[1], x.device)
         return 0
@@ -183,7 +183,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         tensors: The tensors of `BlockTensors` and `QkTensors` that are present.
         settings: See `BlockSettings.read`.
     Returns:
-        The output; with `next_statistics` its LayerNorm statistics; and with `saves` the tensors that `saved_names`
+        The output; with `next_statistics` the LayerNorm statistics of the output; then the tensors that `_new_names`
             lists.
     """
     from ..kernels.linear.linear import linear_residual
@@ -202,7 +202,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         flat = _qkv(y, emitted, folded["qkv"], step.for_matmul(x.shape[-2]), saved, s)
         packed = flat.view(*x.shape[:-1], 3, s.heads, step.head_dim)
         mixed = _attend(packed, step, qk, saved, s)
-        # the norm before fc1 computes the statistics of fp32 tokens itself
+        # a launch before fc1 normalizes fp32 tokens and needs no statistics
         statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32
         base = rows if s.residual else None
         dtype = _branch_dtype(s.dtype, t.scale1) if base is None else base.dtype
@@ -245,7 +245,7 @@ def _mlp(
     fc1, inner = folded["fc1"], folded.get("fc2")
     gated = fc1.shift.shape[0] != t.fc2_weight.shape[1]
     norm_input = layer_norm.input_rows(rows, s.eps2, statistics, s.dtype, fc1.weight_sum is None)
-    part = None  # LayerNorm statistics of the hidden layer, if a norm of half-precision tokens follows
+    part = None  # LayerNorm statistics of the hidden layer, for an inner norm in half precision
     if inner is not None and s.dtype != torch.float32:
         part = layer_norm.new_statistics(rows.shape[0], t.fc2_weight.shape[1], rows.device)
     if s.saves:
@@ -266,12 +266,12 @@ def _mlp(
 
 
 def _branch_dtype(dtype: torch.dtype, layer_scale: Tensor | None) -> torch.dtype:
-    """Returns the dtype of a branch without residual: fp32 if LayerScale is, because fp16 cannot hold 1e-6."""
+    """Returns the dtype of the attention branch: fp32 if LayerScale is fp32, because 1e-6 is subnormal in fp16."""
     return dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
 
 
 def _mlp_dtype(stream: torch.dtype, layer_scale: Tensor | None, s: BlockSettings) -> torch.dtype:
-    """Returns the dtype under autocast: the matmul dtype, unless x is added or LayerScale is fp32."""
+    """Returns the dtype of the MLP output: that of x if x is added or LayerScale has it too, else the matmul dtype."""
     return stream if s.residual or (layer_scale is not None and layer_scale.dtype == stream) else s.dtype
 
 
@@ -282,14 +282,14 @@ _MLP_NAMES = {
 
 
 def _names_in_errors(t: Any) -> tuple[str, dict[str, Tensor | None]]:
-    """Returns the name of the operator, and its parameters by name."""
+    """Returns the name of the operator and the names of its parameters, for error messages."""
     if t.qkv_weight is not None:
         return "a block", t._asdict()
     return "layer_norm_mlp", {_MLP_NAMES.get(name, name): tensor for name, tensor in t._asdict().items()}
 
 
 def _folded(x: Tensor, t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
-    """Returns the folded qkv, fc1 and, with a norm before it, fc2; folds them if they are not folded yet."""
+    """Returns the folded layers: qkv, fc1 and, after an inner norm, fc2. Folds them unless `fold` already did."""
     from ..kernels.linear.folding import FoldedLinear, fold_linears
 
     require_supported(*_names_in_errors(t), x, s.dtype)
@@ -308,7 +308,7 @@ def _folded(x: Tensor, t: Any, rope_head: int, s: BlockSettings) -> dict[str, Fo
 
 
 def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
-    """Casts proj, and fc2 unless it is folded with its norm, to the dtype of the matmuls, by one launch."""
+    """Casts proj and, without an inner norm, fc2 to the dtype of the matmuls, in one launch."""
     from ..kernels.linear.scaled_weights import in_dtype
 
     weights = {} if t.proj_weight is None else {"proj": t.proj_weight}
@@ -318,7 +318,7 @@ def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
 
 
 def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
-    """Returns the saved tensors that the operator returns: all but x itself, which an operator must not return."""
+    """Returns the names of the saved tensors that are outputs: all but x, which an operator must not return."""
     names = saved_names(s) if s.saves else []
     return names[1:] if names and x.dtype != torch.float32 else names
 

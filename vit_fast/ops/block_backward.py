@@ -1,4 +1,4 @@
-"""The backward of a block or one of its halves as an operator, `vit_fast::block_backward`, and its settings."""
+"""`vit_fast::block_backward`, the backward of a block or one of its halves, and the settings of both operators."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class BlockSettings(NamedTuple):
-    """Arguments of a block that are not tensors: eight numbers, then strings and flags. See `fused_block`."""
+    """Non-tensor arguments of a block: eight numbers, then strings and flags. See `fused_block` in `block.py`."""
 
     heads: int
     scale: float  # multiplier of q k^T
-    prefix: int  # number of tokens that are not rotated
-    max_seqlen: int  # of packed sequences
+    prefix: int  # number of leading tokens that are not rotated
+    max_seqlen: int  # length of the longest packed sequence; 0 without packed sequences
     eps1: float
     eps2: float
     qk_eps: float
@@ -38,18 +38,18 @@ class BlockSettings(NamedTuple):
     norm: str
     activation: str
     qk_norm: str  # kind of the norms of q and k, or "none"
-    over: str  # of `QkNorm`
-    layout: str  # of the rotary positions
+    over: str  # see `QkNorm`
+    layout: str  # see `Rope`
     inner_norm: str  # kind of the norm before fc2, or "none"
     residual: bool
     next_statistics: bool
-    saves: bool  # return the tensors that the backward needs
-    matmul_dtype: Any  # as text
-    present: Sequence[int] = ()  # indices of the fields of `BlockTensors`, then `QkTensors`, in the list of tensors
+    saves: bool  # True to return the tensors that the backward needs
+    matmul_dtype: Any  # such as "torch.float16"
+    present: Sequence[int] = ()  # for each tensor in the list: its index in `_NAMES`
 
     @classmethod
     def read(cls, flat: Sequence[Any]) -> BlockSettings:
-        """Restores the settings from operator arguments: the numbers, and the others encoded by `text_of`."""
+        """Restores the settings from operator arguments: eight numbers and a string from `registration.text_of`."""
         return cls(*flat[:8], *words_of(flat[8]))
 
     @property
@@ -66,7 +66,7 @@ SETTINGS = (
     "SymInt heads, float scale, SymInt prefix, SymInt max_seqlen, float eps1, float eps2, float qk_eps, "
     "float inner_eps, str words"
 )
-"""The schema of `BlockSettings`."""
+"""The operator arguments that `BlockSettings.read` restores, as a schema."""
 
 
 _TENSORS = len(BlockTensors._fields)
@@ -76,7 +76,7 @@ _CONSTANT = {"qkv_sum", "fc1_sum", "fc2_sum", "cos", "sin", "cu_seqlens", "key_m
 
 
 def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors]:
-    """Returns the tensors of an operator by name."""
+    """Converts an operator's list of tensors to `BlockTensors` and `QkTensors`."""
     fields: list[Any] = [None] * len(_NAMES)
     for number, tensor in zip(s.present, tensors, strict=True):
         fields[number] = tensor
@@ -84,18 +84,18 @@ def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors
 
 
 def gradient_names(s: BlockSettings) -> list[str]:
-    """Returns the gradient's name for each tensor in the list; "" if the backward returns no gradient for it."""
+    """Returns the name of each tensor in the list, or "" for a tensor without gradient."""
     return ["" if (name := _NAMES[number]) in _CONSTANT else name for number in s.present]
 
 
 def saved_names(s: BlockSettings) -> list[str]:
     """Returns the names of the tensors that the forward saves for the backward.
 
-    rows1, statistics1: Input of the first norm and its statistics, see `block.py`; rows2, statistics2 of the second.
-    qkv, mixed, lse: Input [B, N, 3, H, D] and output [B, N, H, D] of the attention, and its log-sum-exp.
+    rows1, statistics1: Input of norm1 and statistics of this input, see `block.py`; rows2, statistics2: for norm2.
+    qkv, mixed, lse: Input [B, N, 3, H, D], output [B, N, H, D] and log-sum-exp [B, H, N] of the attention.
     before_norm: qkv before the norms of q and k.
-    z: fc1's output [M, F]; with a gate [M, 2 F], interleaved with the gate.
-    branch, hidden: Tensors that `kernels/linear/hidden_norm.py` saves for a norm before fc2.
+    z: Output of fc1 [M, F]; with a gate [M, 2 F], in which columns of the gate and of fc1 alternate.
+    branch, hidden: The fields of `HiddenRows` in `kernels/linear/hidden_norm.py`, for a norm before fc2.
     """
     names = []
     if _QKV in s.present:
@@ -106,7 +106,7 @@ def saved_names(s: BlockSettings) -> list[str]:
 
 
 def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> dict[str, NormedLinear]:
-    """Returns the linear layers that follow a norm: qkv, fc1 and, with a norm before it, fc2."""
+    """Returns the linear layers that follow a norm, by name: qkv, fc1 and, with an inner norm, fc2."""
     from ..kernels.linear.folding import NormedLinear
 
     rms, linears = is_rms(norm), {}
@@ -131,7 +131,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     """Returns the gradients of x and of the parameters that are present.
 
     Args:
-        tensors: The tensors of `saved_names`, then those of the forward.
+        tensors: The tensors that `saved_names` lists, then the list of tensors of the forward.
         settings: See `BlockSettings.read`.
     """
     from ..kernels.linear import linear, scaled_weights, weight_products
@@ -186,13 +186,13 @@ def _mlp_gradient(
     stream: Tensor, norm_input: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
     s: BlockSettings, inner: _InnerNorm | None, rounded: bool,
 ) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x, of fc1's output and of fc2's output (rounded), and the input of fc2; all [M, *].
+    """Returns the gradients of x (a pair), of fc1's output and of fc2's output, and the input of fc2; all [M, *].
 
     Args:
         stream: The gradient of the output [M, C].
-        second: fc2's weight [C, F] times LayerScale; None if `inner` has both.
-        inner: A norm between h and fc2, if any; the returned input of fc2 is then without its affine.
-        rounded: True to also return the gradient of x in the dtype of the matmuls.
+        second: fc2's weight [C, F] times LayerScale; None if `inner` contains both.
+        inner: Norm between the activation and fc2, if any. The returned input of fc2 is then without gamma and beta.
+        rounded: True to return the gradient of x also in the dtype of the matmuls.
     """
     from ..kernels.linear import folding, linear, scaled_weights
 
@@ -213,7 +213,7 @@ def _parameter_gradients(
     t: BlockTensors, linears: dict[str, NormedLinear], sums: dict[str, Tensor], parts: dict[str, Tensor],
     pairs: dict[str, tuple[Tensor, Tensor]], hidden: _InnerNorm | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the gradients of linear layers, norms and LayerScales by the names of `BlockTensors`."""
+    """Returns the gradients of linear layers, norms and LayerScales by their names in `BlockTensors`."""
     from ..kernels.linear.vector_gradients import parameter_gradients
     from ..kernels.linear.weight_gradients import FoldedProducts, ResidualProducts
 
@@ -228,7 +228,7 @@ def _parameter_gradients(
     if hidden is not None:
         products.append(hidden.products(parts["fc2"]))
     of_folded, of_branches = parameter_gradients(products[:2], list(branches.values()))
-    if products[2:]:  # one launch supports two folded layers
+    if products[2:]:  # one launch supports at most two folded layers
         of_folded += parameter_gradients(products[2:], [])[0]
     gradients: dict[str, Any] = {}
     for name, of in zip(linears, of_folded):
@@ -248,8 +248,8 @@ class _InnerNorm:
     Attributes:
         linear: The norm and the linear layer, with contiguous tensors.
         scale: LayerScale [C], or None.
-        branch, statistics: Saved by `kernels/linear/hidden_norm.py`.
-        sums: Partial sums of dy over tokens, set by `along`.
+        branch, statistics: The fields of `HiddenRows` in `kernels/linear/hidden_norm.py`.
+        sums: Partial sums of dy over tokens; the method `along` sets them.
     """
 
     linear: NormedLinear
@@ -259,14 +259,14 @@ class _InnerNorm:
     sums: Tensor | None = field(default=None, init=False)
 
     def along(self, dy: Tensor) -> Tensor:
-        """Returns the mean of normalized tokens times their gradient, fp32 [M], for dy [M, C]."""
+        """Returns the mean over F of normalized hidden activations times their gradients, fp32 [M]. dy is [M, C]."""
         from ..kernels.linear import hidden_norm
 
         along, self.sums = hidden_norm.along_rows(dy, self.branch, self.scale, self.linear.weight.shape[1])
         return along
 
     def products(self, part: Tensor) -> FoldedProducts:
-        """Returns the inputs of the parameters' gradients; `part` is dy^T h^, without LayerScale."""
+        """Returns the inputs of `parameter_gradients`. `part`: dy^T h^ for the normalized input h^ of fc2."""
         from ..kernels.linear.weight_gradients import FoldedProducts
 
         assert self.sums is not None, "call `along` before `products`"
@@ -277,7 +277,7 @@ class _InnerNorm:
         return FoldedProducts(part, self.sums, linear)
 
     def gradients(self, folded: Any) -> dict[str, Tensor | None]:
-        """Returns the gradients of linear layer, LayerScale and norm by the names of `BlockTensors`."""
+        """Returns the gradients of fc2, LayerScale and the norm by their names in `BlockTensors`."""
         of_norm = {"inner_weight": folded.gamma, "inner_bias": folded.beta}
         linear, scale = self.linear, self.scale
         if scale is None:
@@ -291,11 +291,11 @@ class _InnerNorm:
 
 
 def block_flop(x: Sequence[int], t: BlockTensors, max_seqlen: int) -> tuple[int, int]:
-    """Returns the FLOP of the matmuls and of the attention of a forward, 2 per multiply-add.
+    """Returns the FLOP of the linear layers and the FLOP of the attention in a forward, 2 per multiply-add.
 
     Args:
-        x, t: Shapes.
-        max_seqlen: Longest of packed sequences; 0 means images.
+        x, t: Shapes in place of tensors.
+        max_seqlen: Length of the longest packed sequence; 0 without packed sequences.
     """
     tokens, width, matmuls, attention = count_tokens(x), int(x[-1]), 0, 0
     shapes: Any = t
@@ -304,7 +304,7 @@ def block_flop(x: Sequence[int], t: BlockTensors, max_seqlen: int) -> tuple[int,
         matmuls += 2 * tokens * width * 4 * inner
         attention = attention_flop(1, 1, tokens, max_seqlen or int(x[-2]), inner)
     if shapes.fc2_weight is not None:
-        hidden = int(shapes.fc2_weight[1])  # fc1 may be folded with its gate
+        hidden = int(shapes.fc2_weight[1])  # a folded fc1 contains the rows of the gate
         gated = shapes.gate_weight is not None or int(shapes.fc1_weight[0]) != hidden
         matmuls += (6 if gated else 4) * tokens * width * hidden
     return matmuls, attention

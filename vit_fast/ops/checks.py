@@ -1,4 +1,4 @@
-"""Checks of arguments that several operators share, before torch or a kernel could fail with a less clear error."""
+"""Argument checks that several operators share. Without them, torch or a kernel would raise less clear errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .backends import kernel_reasons
 from .descriptions import Norm, QkNorm, Rope
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Token numbers are 32-bit in the kernels, and the last tile may extend past the last token. Offsets are 64-bit.
+# Token indices are 32-bit in the kernels, and the last tile may extend past the last token. Offsets are 64-bit.
 MAX_ROWS = 2**31 - 256
 _NORMS = ("layer_norm", "rms_norm")
 _FLOATING = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
@@ -32,7 +32,7 @@ def check_dtype(name: str, tensor: Tensor) -> None:
 
 
 def check_alike(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
-    """Raises ValueError unless q, k and v have the dimensions of `shape`, and equal dtypes and devices."""
+    """Raises ValueError unless q, k and v have as many dimensions as `shape` and equal dtypes and devices."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != shape.count(",") + 1:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
@@ -42,7 +42,7 @@ def check_alike(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
 
 
 def unlike(name: str, tensor: Tensor, q: Tensor) -> str:
-    """Returns an error if the dtype or the device differs from that of q, else ""."""
+    """Returns an error message if the tensor's dtype or device differs from that of q, else ""."""
     if tensor.dtype == q.dtype and tensor.device == q.device:
         return ""
     return f"{name} must have q's dtype and device, {q.dtype} on {q.device}, got {tensor.dtype} on {tensor.device}"
@@ -59,7 +59,7 @@ def check_key_mask(key_mask: Tensor, batch: int, tokens: int, device: torch.devi
 
 
 def check_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> None:
-    """Raises ValueError for invalid arguments; does not read the values of cu_seqlens from the device."""
+    """Raises ValueError for invalid arguments. Does not read the values of cu_seqlens, which are on the device."""
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != tokens.device:
         raise ValueError(
             f"cu_seqlens must be torch.int32 on {tokens.device}, got {cu_seqlens.dtype} on {cu_seqlens.device}"
@@ -77,7 +77,7 @@ def is_rms(norm: str) -> bool:
 
 
 def check_norm(name: str, norm: Norm, width: int) -> None:
-    """Raises ValueError unless the norm is for `width` channels; `name` is the argument's name."""
+    """Raises ValueError unless weight and bias match the kind and have `width` channels; `name` is for the message."""
     check_choice(name, norm.kind, _NORMS)
     if norm.kind == "rms_norm" and norm.bias is not None:
         raise ValueError(f"{name}.bias must be None for 'rms_norm', got a tensor")
@@ -87,7 +87,7 @@ def check_norm(name: str, norm: Norm, width: int) -> None:
 
 
 def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
-    """Raises ValueError unless the norms are for this number of heads of D channels."""
+    """Raises ValueError unless the norms match each other, the number of heads and head_dim."""
     q, k, over = qk_norm
     check_choice("qk_norm.over", over, ("head", "width"))
     width = head_dim if over == "head" else heads * head_dim
@@ -103,13 +103,13 @@ def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
 
 
 def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> Rope:
-    """Returns rope with tables [B or 1, H or 1, T, D/2].
+    """Checks the rotary positions and returns them with tables [B or 1, H or 1, T, D/2].
 
     Args:
         shape: Shape of qkv, [B, N, 3, H, D].
-        is_folded: True if the qkv weight is folded, so that positions from `interleave` are possible.
+        is_folded: True if the qkv weight is folded; this allows the layout that `interleave` returns.
     Raises:
-        ValueError: the tables do not fit qkv.
+        ValueError: head_dim is odd, or prefix, layout or the shapes of the tables do not match qkv.
     """
     B, N, _, H, D = shape
     cos, sin, prefix, layout = rope
@@ -121,7 +121,7 @@ def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> R
     if cos.shape != sin.shape:
         raise ValueError(f"rope.cos and rope.sin must have equal shapes, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     T = N - prefix
-    # compare with shapes of equal rank only: a comparison with B would fix the batch size in an exported graph
+    # check the rank first: comparing another size with B would fix the batch size in an exported graph
     fits = (
         (cos.dim() == 2 and cos.shape[0] == T)
         or (cos.dim() == 3 and cos.shape[:-1] == (B, T))
@@ -170,5 +170,5 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def count_tokens(shape: Sequence[int]) -> int:
-    """Returns M for a tensor [..., C] of this shape."""
+    """Returns the number of tokens M of a tensor [..., C] with this shape."""
     return math.prod(int(size) for size in shape[:-1])

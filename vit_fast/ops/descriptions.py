@@ -1,4 +1,4 @@
-"""Arguments of the operators that are more than one tensor: norms, rotary positions, keys, blocks."""
+"""Named tuples that group arguments of the operators: norms, rotary positions, keys, blocks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Norm(NamedTuple):
     Attributes:
         weight: gamma [C]; None means ones.
         bias: beta [C]; None means zeros. Must be None for an RMSNorm.
-        eps: Added to the variance or to the mean square, in units of x squared.
-        kind: "layer_norm", (x - mean) / sqrt(variance + eps), or "rms_norm", x / sqrt(mean square + eps).
+        eps: Added to the variance (RMSNorm: to the mean of x^2) before the square root.
+        kind: "layer_norm", (x - mean) / sqrt(variance + eps), or "rms_norm", x / sqrt(mean(x^2) + eps).
     """
 
     weight: Tensor | None = None
@@ -28,7 +28,7 @@ class QkNorm(NamedTuple):
     """The norms of q and k.
 
     Attributes:
-        q, k: Norms of equal kind and epsilon; weight and bias are [D], or [H D] over "width".
+        q, k: Norms of equal kind and epsilon. Shape of weight and bias: [D] for `over` "head", [H D] for "width".
         over: "head" normalizes each head, "width" all heads of a token together.
     """
 
@@ -38,11 +38,11 @@ class QkNorm(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Rotary positions: pairs of channels of q and k are rotated, (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotary positions: each pair (a, b) of channels of q and k becomes (a cos - b sin, b cos + a sin).
 
     Attributes:
-        cos, sin: [T, d], [B, T, d] or [B, H, T, d] in any floating dtype, T = N - prefix; B and H may be 1. d is D/2,
-            one value per pair (faster), or D with the value of a pair repeated for both of its channels.
+        cos, sin: [T, d], [B, T, d] or [B, H, T, d] in any floating dtype, with T = N - prefix; B and H may be 1. d is
+            D/2 for one value per pair (faster), or D if both channels of a pair have an entry, with equal values.
         prefix: Number of leading tokens that are not rotated (class token, registers).
         layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
@@ -57,7 +57,7 @@ class Keys(NamedTuple):
     """The keys that a query attends to: those of its packed sequence, or all that are not padding.
 
     Attributes:
-        cu_seqlens, max_seqlen: See `attention_varlen`; None for padded images.
+        cu_seqlens, max_seqlen: See `attention_varlen`; None and 0 if `mask` is used.
         mask: The key_mask of `attention`; None for packed sequences.
     """
 
@@ -67,9 +67,10 @@ class Keys(NamedTuple):
 
 
 class BlockTensors(NamedTuple):
-    """The parameters of a block; None for absent ones. All parameters of an absent half are None.
+    """The parameters of a block. Absent parameters are None; so are all parameters of an absent half.
 
-    `fold` sets the sums and drops the norms. It also changes weights and biases of the layers after the norms.
+    `block.fold` folds norms and gate into the weights and biases of qkv, fc1 and fc2. It sets their sums, and sets the
+    fields of norms and gate to None.
     """
 
     norm1_weight: Tensor | None = None  # [C]
@@ -88,7 +89,7 @@ class BlockTensors(NamedTuple):
     scale2: Tensor | None = None  # LayerScale of the MLP branch [C]
     gate_weight: Tensor | None = None  # [F, C]
     gate_bias: Tensor | None = None
-    qkv_sum: Tensor | None = None  # row sums of the folded weight, fp32, to correct its rounding; empty for RMSNorm
+    qkv_sum: Tensor | None = None  # s in `kernels/linear/folding.py`, fp32 [3 H D]; for RMSNorm a tensor of shape [0]
     fc1_sum: Tensor | None = None
     inner_weight: Tensor | None = None  # norm before fc2 [F]
     inner_bias: Tensor | None = None
@@ -98,11 +99,11 @@ class BlockTensors(NamedTuple):
 class BlockScales(NamedTuple):
     """fp32 scales of the inputs of a block's linear layers.
 
-    An input is divided by its scale and rounded to e4m3. None keeps a layer in half precision.
+    An input is divided by its scale and rounded to e4m3. None keeps a linear layer in half precision.
 
     Attributes:
-        qkv, fc1: Per channel of the residual stream [C]; the folded weight is multiplied by them.
-        proj, fc2: Scalar scales [] of the attention's output and of the hidden layer.
+        qkv, fc1: One scale per channel of the residual stream [C]; the folded weight is multiplied by these scales.
+        proj, fc2: Scalar scales [] of the attention's output and of the hidden activations.
     """
 
     qkv: Tensor | None = None
@@ -112,18 +113,18 @@ class BlockScales(NamedTuple):
 
 
 def interleave(rope: Rope, head_dim: int) -> Rope:
-    """Returns positions of layout "half" for folded weights in which channel j + D/2 follows channel j.
+    """Converts positions of layout "half" for a folded qkv weight in which channel j + D/2 follows channel j.
 
-    The weights of q's and k's norms keep their order.
+    Do not permute the parameters of the q and k norms.
     """
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
     return Rope(cos, sin, rope.prefix, "interleaved_half")
 
 
 def is_padding(mask: Any) -> bool:
-    """True if sizes and strides of a mask [B, 1, 1 or N, N] show that it is equal for all heads and queries.
+    """True if sizes and strides of a mask [B, H, N_q, N_kv] show that all heads and queries have equal values.
 
-    Its values are not read, which would synchronize with the device.
+    Does not read the values, because that would synchronize with the device.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
         return False

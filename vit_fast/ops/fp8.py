@@ -3,12 +3,13 @@
 `quantize_block` prepares the parameters with scales from a calibration (`vit_fast.calibrate`), `fused_block_fp8` runs
 them, and `reference.fp8_block` is the reference.
 
-A block takes five launches, like in half precision. The kernel that computes an operand also writes it in e4m3: x8
-next to x and its LayerNorm statistics. LayerNorm stays folded. With a = x8, W8 and s of `reference.fp8_weight`,
+A block takes five launches, as in half precision. A kernel that writes the residual stream x also writes LayerNorm
+statistics and x8: x / s in e4m3, with s from `BlockScales`. LayerNorms are folded into the weights. With W8 and the row
+scales `scale` from `reference.fp8_weight`, qkv and fc1 compute
 
-    z = rstd (scale (a W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(scale W8 / s)
+    z = rstd (scale (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(scale W8 / s)
 
-so the mean is multiplied by the same rounded weight as x. A layer whose operand has no scale stays in half precision.
+so the mean is multiplied by the same rounded weight as x. A layer without s stays in half precision.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ if TYPE_CHECKING:
 
 E4M3 = torch.float8_e4m3fn
 _HALF = (torch.float16, torch.bfloat16)
-_DIVISOR = 16  # tensor cores and TMA descriptors need rows of a multiple of 16 bytes
+_DIVISOR = 16  # rows must be multiples of 16 bytes for tensor cores and TMA descriptors
 _WHAT = "a block in FP8"
 
 
 class Fp8Linear(NamedTuple):
-    """Tensors of a linear layer, in the form that the matmul reads.
+    """Tensors of a linear layer, as the matmul kernel reads them.
 
     Attributes:
         weight: [F, K] in e4m3, or in half precision if it is not quantized.
-        shift: After a norm, c of `folding.py`, fp32 [F]; otherwise the bias (e4m3: divided by the row's scale) or None.
-        scale: Multiplier of the products, fp32 [F]: for e4m3 the scale of each row, times LayerScale before a residual;
-            in half precision LayerScale alone, or None.
+        shift: For qkv and fc1, c of `kernels/linear/folding.py`, fp32 [F]. For proj and fc2, the bias or None; in e4m3,
+            the bias is divided by the row scales.
+        scale: Multiplier of the matmul's result [F]: row scales (e4m3) times LayerScale (proj, fc2); None if neither.
         weight_sum: After a LayerNorm, row sums of the weight that multiplies x, fp32 [F]; otherwise None.
-        operand_factor: Multiplier of the operand before rounding, the reciprocal of its scale, fp32: [C] for the
-            residual stream, otherwise [1]. None if not quantized.
+        operand_factor: Multiplier of the layer's input before rounding to e4m3, 1 / scale, fp32: [C] for qkv and fc1,
+            [1] for proj and fc2. None if the layer is not quantized.
     """
 
     weight: Tensor
@@ -63,11 +64,10 @@ class Fp8Linear(NamedTuple):
 
 
 class Fp8Block(NamedTuple):
-    """The parameters of a block for `fused_block_fp8`, from `quantize_block`.
+    """The parameters of a block for `fused_block_fp8`, returned by `quantize_block`.
 
     Attributes:
-        qkv, proj, fc1, fc2: The linear layers, with the norms before them and LayerScale after them folded in. Rows of
-            fc1 and of its gate are interleaved.
+        qkv, proj, fc1, fc2: The linear layers with folded norms and LayerScales. Rows of fc1 and of the gate alternate.
         rope_head: head_dim D if rows of channels j and j + D/2 of q and k are adjacent, so that the matmul can apply
             rotary positions; otherwise 0.
     """
@@ -88,13 +88,13 @@ def quantize_block(
 
     Args:
         tensors: The parameters, in `dtype` or fp32.
-        scales: Scales of the operands. They and their reciprocals must be positive and finite.
+        scales: Scales of the layers' inputs. Scales and their reciprocals must be positive and finite.
         dtype: float16 or bfloat16, of the activations and of weights that are not quantized.
         norm: "layer_norm" or "rms_norm".
         rope_head: head_dim D for rotary positions of layout "half" without a qk-norm over the width; the matmul can
             then rotate q and k if all heads share the tables. Otherwise 0.
     Raises:
-        ValueError: a scale has an incorrect shape or device, or it or its reciprocal is not positive and finite.
+        ValueError: the shape, dtype, device or a value of a scale is invalid.
         UnsupportedInputError: FP8 cannot run this block; lists all reasons.
     """
     reasons = fp8_reasons(tensors.qkv_weight.device)
@@ -158,7 +158,7 @@ def _after_norm(linear: NormedLinear, scale: Tensor | None, dtype: torch.dtype) 
 
 
 def _interleaved(rows: Tensor, head_dim: int) -> Tensor:
-    """Permutes [3 H D, ...] so that rows j and j + D/2 of each head of q and k are adjacent, as in `folding.py`."""
+    """Permutes [3 H D, ...] so that rows j and j + D/2 of each head of q and k are adjacent, as `fold` does."""
     of_qk = rows.shape[0] // 3 * 2
     heads = rows[:of_qk].unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
     return torch.cat((heads, rows[of_qk:]))
@@ -167,7 +167,7 @@ def _interleaved(rows: Tensor, head_dim: int) -> Tensor:
 def _before_residual(
     weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, scale: Tensor | None, dtype: torch.dtype
 ) -> Fp8Linear:
-    """Quantizes a linear layer with LayerScale, before a residual: layer_scale * rows * (a W8^T + bias / rows)."""
+    """Quantizes proj or fc2, which compute layer_scale * rows * (a W8^T + bias / rows) for the row scales `rows`."""
     if scale is None:
         shift, factor = (vector if vector is None else vector.contiguous() for vector in (bias, layer_scale))
         return Fp8Linear(weight.to(dtype).contiguous(), shift, factor, None, None)
@@ -193,18 +193,18 @@ def fused_block_fp8(
     rope: Rope | None = None,
     next_statistics: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Runs a block in FP8, with an e4m3 input and LayerNorm statistics passed in and out.
+    """Runs a block in FP8; optionally accepts and returns tokens in e4m3 and LayerNorm statistics.
 
     Args:
         x: [B, N, C]; fp16 or bf16.
         x8: x times block.qkv.operand_factor in e4m3, from the previous block; None computes it.
-        block: Result of `quantize_block` for x.dtype and this norm.
-        next_factor: Multiplier of y for the next block, fp32 [C]: its qkv.operand_factor. None if it reads half
-            precision.
-        next_statistics: True to return the LayerNorm statistics of y.
+        block: Result of `quantize_block` with dtype x.dtype and the same `norm`.
+        next_factor: The qkv.operand_factor of the next block, fp32 [C], which multiplies the output. None if the next
+            block reads half precision.
+        next_statistics: True to return the LayerNorm statistics of the output.
         statistics, heads, attention_scale, eps, norm, activation, qk_norm, rope: See `fused_block`.
     Returns:
-        y [B, N, C] in x.dtype; y times next_factor in e4m3, or None; and the LayerNorm statistics of y, or None.
+        Output y [B, N, C] in x.dtype; y times next_factor in e4m3, or None; and the LayerNorm statistics of y, or None.
     Raises:
         UnsupportedInputError: FP8 cannot run this input; lists all reasons.
     """
@@ -230,7 +230,7 @@ def fused_block_fp8(
 def _require_supported(
     x: Tensor, x8: Tensor | None, block: Fp8Block, next_factor: Tensor | None, norm: str, qk_norm: QkNorm | None
 ) -> None:
-    """Raises UnsupportedInputError for inputs that the operator misses, because it checks each signature only once."""
+    """Raises UnsupportedInputError for inputs that the operator misses, because a launch plan skips its checks."""
     reasons, linears = [], block[:4]
     if torch.is_grad_enabled():
         of_norms = () if qk_norm is None else (*qk_norm.q[:2], *qk_norm.k[:2])
@@ -242,7 +242,7 @@ def _require_supported(
         ]
     if is_rms(norm) != (block.qkv.weight_sum is None):
         reasons.append(f"norm must be the kind that the block was quantized with, got {norm!r}")
-    # torch's dispatcher chooses one device before the operator sees its inputs
+    # check devices here, before torch dispatches to one of them
     if reasons or any(linear.weight.device != x.device for linear in linears):
         raise UnsupportedInputError(_WHAT, _unsupported_reasons(x, x8, next_factor, linears) + reasons)
 
@@ -278,11 +278,11 @@ def _linears(tensors: Sequence[Any]) -> list[Fp8Linear]:
 
 
 def _block_forward(x: Tensor, tensors: Sequence[Tensor | None], *settings: Any) -> list[Tensor]:
-    """Runs a block; returns y and, if requested, y in e4m3 and its LayerNorm statistics.
+    """Runs a block; returns y and, if requested, y in e4m3 and the LayerNorm statistics of y.
 
     Args:
         x: [B, N, C].
-        tensors: x8, statistics, next_factor; the layers, five tensors each; and the first six of `QkTensors`.
+        tensors: x8, statistics, next_factor; four `Fp8Linear`; and the first six tensors of `QkTensors`.
         settings: See `BlockSettings.read`.
     """
     from ..kernels.attention.attention import attention_forward

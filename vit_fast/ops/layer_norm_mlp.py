@@ -45,27 +45,27 @@ def layer_norm_mlp(
         x: Tokens [..., C]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
         norm_weight: gamma [C] of the LayerNorm; None means ones.
         norm_bias: beta [C] of the LayerNorm; None means zeros. Must be None for an RMSNorm.
-        fc1_weight: Weight [F, C] of the first linear layer; with a gate, of the layer that the gate multiplies ("up").
-        fc1_bias: Its bias [F]; None means zeros.
+        fc1_weight: Weight [F, C] of the first linear layer; in a gated MLP, of the up projection.
+        fc1_bias: Bias [F] of the first linear layer; None means zeros.
         fc2_weight: Weight [C, F] of the second linear layer.
-        fc2_bias: Its bias [C]; None means zeros.
-        eps: Epsilon of the LayerNorm, in units of x squared.
+        fc2_bias: Bias [C] of the second linear layer; None means zeros.
+        eps: Added to the variance (RMSNorm: to the mean of x^2) before the square root.
         activation: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
-        layer_scale: Per-channel multiplier of the branch [C]; None means ones.
+        layer_scale: Multiplier [C] of the branch, per channel; None means ones.
         residual: True adds x to the branch.
-        norm: "layer_norm", or "rms_norm": x / sqrt(mean square + eps).
-        gate_weight: Weight of the gate [F, C]; None means no gate. If one layer packs both, pass the two halves.
-        gate_bias: Its bias [F]; None means zeros.
-        inner_norm: Norm of the hidden layer [F] before the second linear layer, as in EVA-02; None means none.
-        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of x). eager and sdpa use the same
-            formula. triton accumulates in fp32 and also supports fp32 parameters with fp16 or bf16 x.
+        norm: "layer_norm", or "rms_norm": x / sqrt(mean(x^2) + eps).
+        gate_weight: Weight [F, C] of the gate; None for no gate. Split a weight that packs gate and up projection.
+        gate_bias: Bias [F] of the gate. With a gate, pass either both gate_bias and fc1_bias or neither.
+        inner_norm: Norm of the hidden activations [..., F] (after gating) before fc2, as in EVA-02; None for no norm.
+        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of x). eager and sdpa are
+            identical here. triton accumulates in fp32 and also supports fp32 parameters with fp16 or bf16 x.
     Returns:
-        [..., C] in x.dtype. Under autocast, the dtype is that of the same torch operators: fp32 if x is fp32 and
-        residual is True, autocast's dtype if residual is False.
+        [..., C] in x.dtype. Under autocast, triton returns fp32 if x is fp32 and either residual is True or layer_scale
+        is fp32; otherwise the autocast dtype.
     Raises:
         ValueError: shapes do not match, or the activation is unknown.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
-    Source: section 3.1 of arXiv 2010.11929; `kernels/layer_norm.py` for LayerNorm folded into the matmul.
+    Source: section 3.1 of arXiv 2010.11929. `kernels/linear/folding.py` derives the folding of LayerNorm into fc1.
     """
     parameters = {
         "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
@@ -128,12 +128,12 @@ def _check_inputs(x: Tensor, activation: str, parameters: Mapping[str, Tensor | 
 
 
 class LayerNormMLP(nn.Module):
-    """Computes [x +] gamma * fc2(act(fc1(norm(x)))) with `layer_norm_mlp`.
+    """Computes [x +] gamma * fc2(act(fc1(norm(x)))) with `layer_norm_mlp`. As in timm, `gamma` is LayerScale.
 
     Args:
         dim: Width C of the tokens.
         hidden_dim: Width F of the hidden layer.
-        init_values: Initial value of LayerScale's gamma [C]; None means no LayerScale.
+        init_values: Initial value of LayerScale [C]; None means no LayerScale.
         bias: True if fc1 and fc2 have a bias.
         activation, eps, residual, backend: See `layer_norm_mlp`.
     Raises:

@@ -1,4 +1,4 @@
-"""The Triton matmul x W^T as an operator, for the benchmark only; models use torch for a single linear layer."""
+"""Operator for x W^T with the Triton matmul. Only benchmarks use it; models call F.linear for a single linear layer."""
 
 from __future__ import annotations
 

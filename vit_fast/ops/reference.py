@@ -1,4 +1,4 @@
-"""Eager formulas of all operators, in any floating dtype up to fp64: the reference for every backend."""
+"""Eager PyTorch functions for all operators, in any floating dtype up to fp64: the reference for every backend."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, sca
         for start, end in itertools.pairwise(bounds)
     ]
     everything = torch.ones((), dtype=torch.bool, device=q.device)
-    mixed.append(q[:, :, bounds[-1] :].masked_fill(everything, 0))  # 0 also for NaN, with a gradient of 0
+    mixed.append(q[:, :, bounds[-1] :].masked_fill(everything, 0))  # 0 even if q contains NaN; the gradient is 0
     return torch.cat(mixed, dim=2)[0].transpose(0, 1)
 
 
 def normalise(x: Tensor, norm: Norm) -> Tensor:
-    """Computes LayerNorm or RMSNorm over the last dimension with torch: statistics in fp32, one rounding."""
+    """Computes LayerNorm or RMSNorm over the last dimension."""
     if norm.kind == "rms_norm":
         return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
     return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)
@@ -67,7 +67,7 @@ def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tens
     if rope is not None:
         cos, sin = (table.transpose(1, 2).unsqueeze(2) for table in (rope.cos, rope.sin))
         rotated = rotate(qk[:, rope.prefix :], cos, sin, rope.layout)
-        none = isinstance(rope.prefix, int) and rope.prefix == 0  # a comparison would fix a symbolic prefix
+        none = isinstance(rope.prefix, int) and rope.prefix == 0  # comparing a symbolic prefix would fix its value
         qk = rotated if none else torch.cat((qk[:, : rope.prefix], rotated), 1)
     return torch.cat((qk, v), 2)
 
@@ -108,8 +108,8 @@ E4M3_MAX = 448.0
 def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     """Rounds x / scale to the nearest e4m3 number, ties to even, in fp64; saturates at 448 and preserves NaN.
 
-    e4m3 has four bits of exponent and three of mantissa. From 2^-6 on, the spacing is 1/8 of the power of two; below,
-    2^-9. Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
+    e4m3 has four exponent bits and three mantissa bits. Numbers from 2^e to 2^(e + 1), e >= -6, have a spacing of
+    2^(e - 3), smaller numbers 2^-9. Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
     """
     value = (x.double() / scale.double()).clamp(-E4M3_MAX, E4M3_MAX)
     exponent = torch.frexp(value).exponent.clamp(min=-5)  # value < 2^exponent
@@ -120,16 +120,16 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
 def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantizes the weight of a linear layer to e4m3, with one scale per row.
 
-    The rows of the weight are not centered, unlike in half precision. A massive channel of the residual stream, as
-    large ViTs have, is multiplied by a small weight; centering would make that weight, and its rounding error, large.
+    Unlike in half precision, the mean of a row is not subtracted. Large ViTs multiply very large channels of the
+    residual stream by small weights; subtracting the mean would enlarge these weights and their rounding errors.
 
     Args:
         weight: [F, K].
-        scale: Divisor of the operand, [K] or []; the weight is multiplied by it.
-        norm_weight: gamma [K] of the norm before it, folded into the weight; None means ones.
+        scale: Divisor of the layer's input, [K] or []; the weight is multiplied by `scale`.
+        norm_weight: gamma [K] of the norm before the layer, folded into the weight; None means ones.
     Returns:
-        e4m3 values as fp64 [F, K], and the multipliers of their products, fp32 [F]. They map the largest magnitude of a
-        row to 448. A row with a multiplier below 2^-100 becomes zeros, because fp32 could not hold bias / multiplier.
+        e4m3 values as fp64 [F, K], and row scales, fp32 [F]; value * row scale is the rounded weight. The largest
+        magnitude in a row is 448. A row with a scale below 2^-100 becomes zeros: fp32 could not represent bias / scale.
     """
     folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
     folded = folded * scale.double()
@@ -141,9 +141,9 @@ def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None)
 def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, norm: Norm | None = None
 ) -> Tensor:
-    """Computes a linear layer whose operand and weight are rounded to e4m3, in x.dtype; optionally after a norm.
+    """Computes a linear layer in x.dtype with input and weight rounded to e4m3, optionally after a norm.
 
-    The norm is applied to the rounded operand, with the statistics of x. Constant tokens become norm.bias alone.
+    The norm is applied to the rounded input, with the statistics of x. A constant token is normalized to norm.bias.
 
     Args:
         x: [..., K].
@@ -184,10 +184,10 @@ def fp8_block(
     rope: Rope | None = None,
     linear: Callable[..., Tensor] = fp8_linear,
 ) -> Tensor:
-    """Computes a pre-norm block with linear layers in e4m3, in x.dtype; fp64 x gives the reference.
+    """Computes a pre-norm block in x.dtype, with linear layers in e4m3; fp64 x gives the reference.
 
-    See ops.fused_block_fp8 for the arguments; `tensors` are the parameters, of any dtype. `linear` computes the layers
-    in the order qkv, proj, fc1, gate, fc2.
+    See fp8.fused_block_fp8 for the arguments; `tensors` are the parameters, of any dtype. `linear` is called for qkv,
+    proj, fc1, gate and fc2, in this order.
     """
     t = tensors
     first = Norm(t.norm1_weight, t.norm1_bias, eps[0], norm)

@@ -1,11 +1,10 @@
-"""Registers operators with torch, each from one declaration: schema, implementation, fake, gradient, FLOP.
+"""Registers operators with torch, each with a schema, implementation, fake, gradient and FLOP formula.
 
-torch's `custom_op` does the same with more host time per call. Here, autograd is one `torch.autograd.Function`, and a
-call reaches the implementation directly unless a mode or a tensor subclass intercepts it. The implementation runs
-through a launch plan (`kernels/plan.py`): repeated signatures only replay its launches, so checks run once per
-signature.
+`torch.library.custom_op` needs more host time per call. Here, autograd is one `torch.autograd.Function`, and a call
+reaches the implementation directly unless a mode or a tensor subclass intercepts the call. The implementation runs
+through a launch plan (`kernels/plan.py`): later calls with the same signature replay the launches and skip all checks.
 
-An operator may take one list of tensors. `text_of` encodes strings, flags and dtypes as one string. Numbers are
+An operator may take at most one list of tensors. `text_of` encodes strings, flags and dtypes as one string. Numbers are
 separate arguments, because torch.compile may trace them.
 """
 
@@ -30,17 +29,17 @@ from ..errors import UnsupportedInputError
 
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 CACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Cached weights (`blocks/frozen.py`) by the address of the first of them."""
+"""Cached weights (`Frozen` in `blocks/frozen.py`) by the address of their first tensor."""
 _UNCOMPILED = "triton operators under torch.func or forward-mode derivatives run uncompiled"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Gradient(NamedTuple):
-    """The derivative of the first output of an operator; the others are not differentiable.
+    """The derivative of the first output of an operator; other outputs are not differentiable.
 
     Attributes:
-        save: Called with the arguments and the outputs; returns tensors for the backward, and other values.
+        save: Called with the arguments and the outputs; returns the tensors and other values for the backward.
         backward: Called with the gradient and both results of `save`; returns the gradients of the leading arguments,
             with the list of tensors flattened.
     """
@@ -69,17 +68,17 @@ def operator(
     gradient: Gradient | None = None,
     cached: int | None = None,
 ) -> Callable[..., Any]:
-    """Registers a function as the operator vit_fast::name for every device; returns a function that calls it.
+    """Registers a function as the operator vit_fast::name for every device; returns a function that calls the operator.
 
     Args:
         schema: Arguments and outputs in torch's notation.
         function: The implementation. It must not change its arguments, and no output may share memory with one.
-        what: Name in errors.
+        what: Name of the operator in error messages.
         fake: Returns empty outputs with the shapes, strides and dtypes of the real ones.
-        flop: Counts FLOP from the arguments, with shapes in place of tensors.
-        gradient: The derivative. With None, differentiation raises an error, e.g. for backward operators.
-        cached: Position, in the flattened arguments, of the weight whose address is a key of `CACHED`. The cached
-            weights are refreshed before every launch, also in a compiled graph.
+        flop: Returns the FLOP. Called with the arguments, with shapes in place of tensors.
+        gradient: The derivative. None means that differentiation raises an error, as for backward operators.
+        cached: Position, in the flattened arguments, of the weight whose address is a key of `CACHED`. Every
+            call first updates the cached weights if the parameters changed, also in a compiled graph.
     """
     library = _library()
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -133,7 +132,7 @@ def operator(
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor | None, *others: Any) -> Any:
             if torch.is_grad_enabled() and grad_output is not None and not grad_output.requires_grad:
-                # otherwise no argument of the backward may require a gradient: second derivatives would silently be 0
+                # otherwise autograd may not record the backward operator: second derivatives would silently be 0
                 grad_output = grad_output.detach().requires_grad_()
             return (None, *derive(ctx, grad_output, *others))
 
@@ -141,7 +140,7 @@ def operator(
         if torch.is_grad_enabled():
             flat = arguments.flat(args)
             if torch._C._any_requires_grad(*flat):
-                return Differentiable.apply(keys, *flat)  # type: ignore[no-untyped-call]  # torch's own
+                return Differentiable.apply(keys, *flat)  # type: ignore[no-untyped-call]  # untyped in torch
         with torch._C._AutoDispatchBelowAutograd():
             # skip the dispatcher, which would convert all arguments again before it calls `implementation`
             if (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _DEVICES:
@@ -151,7 +150,7 @@ def operator(
     library.impl(name, dispatch, "Autograd", with_keyset=True)
 
     class Transformed(torch.autograd.Function):
-        """The operator for torch.func, which rejects custom operators and treats forward-mode tangents as zero."""
+        """The operator inside torch.func, which rejects custom operators or treats forward-mode tangents as zero."""
 
         @staticmethod
         def forward(*flat: Any) -> Any:
@@ -171,7 +170,7 @@ def operator(
 
     @constant_to_compiler
     def route() -> str:
-        # torch.compile cannot trace this: it breaks the graph, or raises an error with fullgraph=True
+        # torch.compile cannot trace `Transformed`: the graph breaks or, with fullgraph=True, an error is raised
         if "torch._dynamo" in sys.modules and "uncompiled" not in routes:
             routes["uncompiled"] = torch.compiler.disable(Transformed.apply, reason=_UNCOMPILED)
         return "uncompiled" if "uncompiled" in routes else "eager"
@@ -214,16 +213,16 @@ def _refuse(what: str, reason: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-_flop_formulas: list[tuple[Any, Callable[..., int]]] = []  # that torch does not know yet
+_flop_formulas: list[tuple[Any, Callable[..., int]]] = []  # not yet registered with torch
 _flop_lock = threading.Lock()
 
 
 @functools.cache
 def register_flop_formulas() -> None:
-    """Registers the FLOP formulas in torch, and in existing counters, which copied torch's table when created.
+    """Registers the FLOP formulas with torch and with existing FlopCounterModes, which contain copies of torch's table.
 
     torch.utils.flop_counter imports triton, which would triple the time of `import vit_fast`. So `backends.py` calls
-    this once triton is found usable, before an operator runs.
+    this function later: when it finds triton usable, before an operator runs.
     """
     may_have_counters = "torch.utils.flop_counter" in sys.modules
     from torch.utils import flop_counter
@@ -239,7 +238,7 @@ def register_flop_formulas() -> None:
 
 
 def in_transform() -> bool:
-    """True inside grad, vjp, jvp or vmap of torch.func or a forward-mode level; torch.compile guards both."""
+    """True inside grad, vjp, jvp or vmap of torch.func, or inside forward-mode AD; torch.compile guards both."""
     return forward_ad._current_level >= 0 or _in_torch_func()
 
 
@@ -261,15 +260,15 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 @constant_to_compiler
 def is_exporting() -> bool:
-    """True if the program is exported to another runtime, which has SDPA but not our operators.
+    """True during torch.export or tracing: the target runtime has SDPA, but not the operators of vit-fast.
 
-    Reads the flag directly, because torch.compile 2.11 replaces torch.compiler.is_exporting() by True.
+    Reads the flag directly, because torch.compile in torch 2.11 replaces torch.compiler.is_exporting() by True.
     """
     return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype of matmuls of x: autocast's if it is enabled, else that of x."""
+    """Returns the dtype of matmuls of x: the autocast dtype if autocast is enabled, else that of x."""
     device_type = x.device.type
     if x.dtype == torch.float64 or device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return x.dtype  # torch has no autocast state for meta
@@ -301,7 +300,7 @@ def _library() -> torch_library.Library:
 @functools.cache
 def _run_by_plan() -> Callable[[Callable[..., Any], Sequence[Any]], Any]:
     if importlib.util.find_spec("triton") is None:
-        return lambda function, arguments: function(*arguments)  # which reports that triton is missing
+        return lambda function, arguments: function(*arguments)  # the operator reports that triton is missing
     from ..kernels import plan
 
     return plan.run

@@ -1,9 +1,9 @@
 """qk-norm and rotary positions, between the qkv matmul and attention.
 
-`vit_fast::qk_norm_rope` and its backward are the operators. In a block, `qkv_step` decides where both run. The epilogue
-of the qkv matmul can rotate if all heads share the tables and pairs are adjacent in the folded weight. It can normalize
-heads of some sizes, in half precision, if no backward follows. If it cannot do all that the block needs, a separate
-kernel does it all, in place if possible.
+Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` selects what runs norms and rotation:
+- The epilogue of the qkv matmul. For rotation, all heads must share the tables, and the channels of a pair must be
+  adjacent in the weight. For norms, head_dim must be 64 or 128 in half precision, and no backward may follow.
+- Otherwise a separate kernel, in place if possible.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class QkTensors(NamedTuple):
 
 
 class QkSettings(NamedTuple):
-    """Settings of `QkNorm` (`norm` is "none" without a norm), and the layout of `Rope`."""
+    """Kind of norm (or "none"), `eps` and `over` of `QkNorm`, and `layout` of `Rope`."""
 
     norm: str = "none"
     eps: float = 0.0
@@ -59,13 +59,13 @@ def qk_norm_rope(
     Args:
         qkv: Packed projections [B, N, 3, H, D], or [total, 3, H, D] for packed sequences; fp32, fp16 or bf16 (also fp64
             with eager and sdpa).
-        qk_norm: None does not normalize.
-        rope: None does not rotate.
-        backend: See `attention`. eager and sdpa use the same formula.
+        qk_norm: Norms of q and k; None means no norm.
+        rope: Rotary positions; None means no rotation.
+        backend: See `attention`. eager and sdpa are identical here.
     Returns:
         A new tensor of the same shape and dtype.
     Raises:
-        ValueError: shapes do not match, or a kind of norm or layout is unknown.
+        ValueError: shapes do not match, or a name in qk_norm or rope is unknown.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
     Source: arXiv 2104.09864 (rotary positions), 2302.05442 (qk-norm).
     """
@@ -102,7 +102,7 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
     for name, table in (("rope.cos", cos), ("rope.sin", sin)):
         if table is not None and table.requires_grad and torch.is_grad_enabled():
             reasons.append(f"{name} must not require a gradient: detach the tables")
-    # checked here: for mixed devices, torch dispatches to one of them before the operator can check its inputs
+    # check devices here, before torch dispatches to one of them
     reasons += [
         f"tables and norms must be on {like.device} like qkv, got {tensor.device}"
         for tensor in tensors[:6]
@@ -167,7 +167,7 @@ def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]
     """Returns the gradients of the norms' parameters by name.
 
     Args:
-        sums: fp32 [2, 2, D or H D]: of q and of k, for weight and bias. None without norms.
+        sums: The gradients as fp32 [q and k, weight and bias, D or H D]. None without norms.
     """
     places = ((0, 0), (0, 1), (1, 0), (1, 1))
     return {
@@ -208,7 +208,7 @@ _backward_kernel = operator(
 
 @dataclass(frozen=True)
 class QkvStep:
-    """qk-norm and rotation of one block; `in_matmul` is True if the qkv matmul does them."""
+    """qk-norm and rotation of one block; `in_matmul` is True if the epilogue of the qkv matmul computes them."""
 
     settings: QkvSettings
     in_matmul: bool
@@ -217,20 +217,17 @@ class QkvStep:
 
     @property
     def is_empty(self) -> bool:
-        """True without norms and positions."""
+        """True if there are neither norms nor rotary positions."""
         return self.settings.tables is None and self.settings.norm == "none"
 
     @property
     def rope_head(self) -> int:
-        """The `rope_head` of `folding.NormedLinear`: head_dim if the matmul rotates layout "half", else 0.
-
-        Pairs of channels are then adjacent in the matmul's weight.
-        """
+        """head_dim if the matmul rotates layout "half", else 0: the `rope_head` of `kernels/linear/folding.py`."""
         rotates = self.in_matmul and self.settings.tables is not None and self.settings.layout == "half"
         return self.head_dim if rotates else 0
 
     def for_matmul(self, tokens: int) -> HeadStep | None:
-        """Returns the step that the matmul applies to q and k, for images with this number of tokens."""
+        """Returns what the matmul's epilogue applies to images of `tokens` tokens; None if it applies nothing."""
         if not self.in_matmul:
             return None
         from ..kernels.matmul.matmul_launch import HeadStep
@@ -284,11 +281,11 @@ def qkv_step(
     tensors: QkTensors, settings: QkSettings, prefix: int, head_dim: int, is_folded: bool,
     norm_dtype: torch.dtype | None = None,
 ) -> QkvStep:  # fmt: skip
-    """Builds the step from the results of `operator_arguments`.
+    """Builds a `QkvStep` from the results of `operator_arguments`.
 
     Args:
-        is_folded: True if the qkv weight is already folded. Its pairs are then not adjacent if the layout is "half".
-        norm_dtype: Dtype of the matmul if its epilogue may normalize; None if a backward needs the norms' input.
+        is_folded: True if the qkv weight is already folded. With layout "half", its pairs are then not adjacent.
+        norm_dtype: Dtype of the matmul. None means that its epilogue must not normalize, e.g. before a backward.
     """
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
 
