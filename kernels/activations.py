@@ -1,14 +1,14 @@
 """Activation functions of the MLP and their derivatives, computed in fp32.
 
-Exact GELU is x Phi(x), where Phi is the standard normal CDF. fp32 computes Phi with erf, fp16 and bf16 with its logit:
+Exact GELU is x Phi(x), where Phi is the standard normal CDF. fp32 results use erf; fp16 and bf16 results use
 
     Phi(x) = 1 / (1 + exp(-x P(|x|)))
 
-P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6 for a small relative error of both
-tails. With one EX2 and one RCP, it takes a third of the instructions of erf. Its error is below one rounding error of
-fp16 and bf16. In the negative tail, where Phi(x) is tiny, 1 + erf would cancel.
+P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6 with a small relative error in both
+tails. The approximation takes a third of the instructions of erf, with one EX2 and one RCP. The error is below one
+rounding error of fp16 and bf16. 1 + erf(x / sqrt(2)) would suffer cancellation in the negative tail.
 
-Tanh GELU (Hendrycks and Gimpel, arXiv 1606.08415) has the same form, because 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
+Tanh GELU (arXiv 1606.08415) is a logistic function times x too: 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _logistic(u):
 
 @triton.jit
 def _normal_cdf(x, EXACT: tl.constexpr):
-    """Returns Phi(x), with erf if EXACT, else with P, whose coefficients are multiplied by -log2(e)."""
+    """Returns Phi(x), computed with erf if EXACT, else with the polynomial -log2(e) P."""
     if EXACT:
         return 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)
     else:
@@ -51,7 +51,7 @@ def _normal_cdf(x, EXACT: tl.constexpr):
 
 @triton.jit
 def _gate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """Returns g(x) of an activation x g(x)."""
+    """Returns g(x), where act(x) = x g(x)."""
     if ACTIVATION == "gelu":
         return _normal_cdf(x, EXACT)
     elif ACTIVATION == "gelu_tanh":
@@ -66,7 +66,7 @@ def _gate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """Returns act(x) in fp32; EXACT if the result stays fp32."""
+    """Returns act(x) in fp32. Set EXACT if the result is stored in fp32: GELU then uses erf."""
     if ACTIVATION == "identity":
         return x
     elif ACTIVATION == "relu":
@@ -89,7 +89,7 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
             density = 0.3989422804014327 * tl.math.exp2(x * x * -0.7213475204444817)
             slope = gate + x * density
         elif ACTIVATION == "gelu_tanh":
-            # the other factor is 0 for large x: clamp, because 0 times infinity is NaN
+            # value * (1 - gate) is 0 for large |x|; clamp x^2, because 0 * infinity is NaN
             square = tl.minimum(x * x, 1e4)
             slope = gate + value * (1.0 - gate) * (1.5957691216057308 + 0.2140644488 * square)
         elif ACTIVATION == "quick_gelu":

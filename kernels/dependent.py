@@ -1,12 +1,12 @@
-"""Programmatic dependent launch: a kernel starts before the previous kernel in its stream has ended.
+"""Programmatic dependent launch: a kernel starts before the previous kernel in the same stream has ended.
 
-For small batches, starting a kernel and loading its weights takes as long as its work. A kernel with DEPENDENT may
-start as soon as every program of the previous kernel has passed its own wait or ended. It computes addresses,
-prefetches weights into L2, and then waits until the previous kernel has ended and its results are visible. Before this
-wait it neither loads nor stores. It may prefetch into L2 even weights that are still being written.
+With small batches, launching a kernel and loading weights takes as long as the computation. A kernel with DEPENDENT
+may start when every program of the previous kernel has called `wait_for_previous` or ended. Before its own call of
+`wait_for_previous`, a kernel only computes addresses and prefetches weights into L2, even weights that are still being
+written. The call returns when the previous kernel has ended and its results are visible.
 
-Each kernel first waits and then lets the next one start. After its wait, all earlier kernels have therefore ended, not
-only the previous one.
+Each kernel waits before it lets the next one start. So when `wait_for_previous` returns, all earlier kernels have
+ended, not only the previous one.
 
 Source: CUDA C++ Programming Guide, Programmatic Dependent Launch; PTX ISA, griddepcontrol (sm_90 and newer).
 """
@@ -23,7 +23,7 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Waits for the previous kernel, then lets the next one start; does nothing without DEPENDENT."""
+    """Waits until the previous kernel has ended, then lets the next one start. Does nothing without DEPENDENT."""
     if DEPENDENT and not _INTERPRETED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -31,7 +31,7 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(pointer, row, first, last, rows, columns, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """Prefetches columns first .. last of ROWS rows of a matrix [rows, columns] into L2, once per STEP columns."""
+    """Prefetches columns [first, last) of ROWS rows of a matrix [rows, columns] into L2, every STEP columns."""
     if _INTERPRETED:
         return
     index = tl.minimum(row + tl.arange(0, ROWS), rows - 1)

@@ -16,13 +16,13 @@ class Gpu:
     sm_count: int
 
 
-# The H200. The interpreter and the static checks launch as on this GPU.
+# An H200. Launch policies use this GPU for CPU and meta tensors, e.g. in the interpreter and the static checks.
 REFERENCE_GPU = Gpu("sm_90", 132)
 _stand_in: Gpu | None = None
 
 
 def set_stand_in(gpu: Gpu) -> None:
-    """Makes `gpu_of` return `gpu` for CPU tensors in this process; `stand_in_driver.install` calls it."""
+    """Makes `gpu_of` return `gpu` for CPU tensors in this process; called by inspect/stand_in_driver.py."""
     global _stand_in
     _stand_in = gpu
 
@@ -61,12 +61,12 @@ def starts_early(arch: str) -> bool:
 
 
 def reads_descriptors(arch: str) -> bool:
-    """True for architectures on which kernels use TMA descriptors, if the layout of the tensors allows it."""
+    """True for architectures on which kernels use TMA descriptors if the layout of the tensors allows TMA."""
     return generation(arch) != "ampere"
 
 
 def matrix_instruction(arch: str) -> str:
-    """Returns the SASS instruction of half-precision and TF32 matmuls, as in `offline.Stats.has`."""
+    """Returns the MMA instruction of half precision and TF32, named as in `Stats.has` (inspect/offline.py)."""
     return {"ampere": "HMMA", "hopper": "HGMMA", "blackwell": "TCGEN05"}[generation(arch)]
 
 

@@ -1,7 +1,7 @@
 """Rounding of matmul inputs to e4m3 (4 exponent bits, 3 mantissa bits): x8 = e4m3(x / scale).
 
-The kernel that computes the input of an FP8 linear layer also rounds it. Kernels receive reciprocal scales and
-multiply: divisions would add 8 % to the instructions of the longest epilogue.
+The kernel that computes the input of an FP8 linear layer also rounds this input. Kernels multiply by reciprocal scales:
+divisions would add 8 % to the instructions of the longest epilogue.
 
 Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
 """
@@ -20,8 +20,8 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 def to_e4m3(value):
     """Rounds fp32 to e4m3, with ties to even; saturates at 448 and preserves NaN.
 
-    Uses inline PTX: on sm_89, Triton's conversion first truncates to fp16, and Triton does not document whether it
-    saturates.
+    Uses inline PTX, because Triton's conversion truncates to fp16 first on sm_89, and Triton does not document whether
+    the conversion saturates.
     """
     if _INTERPRETED:
         return value.to(tl.float8e4nv)
@@ -41,7 +41,7 @@ def to_e4m3(value):
 
 @triton.jit
 def divided(value, scale_ptr):
-    """Multiplies fp32 values by the reciprocal scale in memory and rounds to e4m3; without a scale, does nothing."""
+    """Multiplies fp32 `value` by a reciprocal scale, fp32 [1], and rounds to e4m3; returns `value` if there is none."""
     if scale_ptr is None:
         return value
     else:

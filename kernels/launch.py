@@ -1,7 +1,7 @@
 """A kernel launch as data: kernel, arguments, grid and compile options.
 
-A launcher builds a `Launch`, which needs no GPU and accepts meta tensors. `inspect/offline.py` compiles the same
-`Launch` that `run` would launch.
+Building a `Launch` requires no GPU and accepts meta tensors. So `inspect/offline.py` can compile exactly what
+`Launch.run` launches.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_GRID_0 = 2**31 - 1
 
-# Held while triton parses, compiles and loads a kernel. Without it, several threads compile the same kernel, and
-# `ast.parse` of Python 3.11 may raise "AST constructor recursion depth mismatch".
+# Lock, held while triton parses, compiles and loads a kernel. Otherwise, several threads would compile the same kernel,
+# and in Python 3.11, `ast.parse` in several threads may raise "AST constructor recursion depth mismatch".
 compiling = threading.RLock()
 
 
@@ -55,7 +55,7 @@ class Launch:
         return options
 
     def run(self) -> None:
-        """Launches on the current stream of `device`; an empty grid launches nothing.
+        """Launches the kernel on the current stream of `device`. Does nothing if the grid is empty.
 
         Raises:
             ValueError: the grid is larger than CUDA allows.
@@ -88,7 +88,7 @@ class Launch:
             return self.kernel[self.grid](**self.args, **self.constants, **self.options())
 
     def _specialisation(self, device: int) -> tuple[Any, ...]:
-        """Returns a key at least as specific as triton's own, because it contains the values of integers."""
+        """Returns a cache key. It contains the values of integers, so it is at least as specific as triton's key."""
         constants = tuple(self.constants.values())
         return (
             id(self.kernel), device, self.num_warps, self.num_stages, self.maxnreg,
@@ -100,7 +100,7 @@ class Launch:
 class Ready:
     """A compiled kernel and the names of its parameters in order."""
 
-    kernel: Any  # keeps the kernel alive, because its id is part of the key
+    kernel: Any  # keeps the kernel alive: the key in `_ready` contains its id
     compiled: Any
     names: tuple[str, ...]
 
@@ -113,14 +113,14 @@ class Ready:
         )  # fmt: skip
 
 
-# Compiled kernels by `Launch._specialisation`. Triton's own lookup takes several times as long as the launch;
+# Compiled kernels, keyed by `Launch._specialisation`. Triton's own lookup takes several times as long as the launch;
 # `vit-fast kernels --host` measures both.
 _ready: dict[tuple[Any, ...], Ready] = {}
 MAX_READY = 4096
 
 
 class _Listening(threading.local):
-    """This thread's callback, called after each launch with its compiled kernel, or None if that is unknown."""
+    """This thread's callback or None. It is called after each launch with the `Launch`, and its `Ready` or None."""
 
     listener: Callable[[Launch, Ready | None], None] | None = None
 
@@ -129,7 +129,7 @@ listening = _Listening()
 
 
 def _cache(key: tuple[Any, ...], kernel: Any, compiled: Any) -> Ready | None:
-    if not isinstance(compiled, CompiledKernel):  # still compiling, or skipped by a hook
+    if not isinstance(compiled, CompiledKernel):  # triton is still compiling, or a hook skipped it
         return None
     if len(_ready) >= MAX_READY:
         _ready.clear()
@@ -146,11 +146,11 @@ def _specialization_of(value: Any) -> Any:
         return value.base.dtype, *value.block_shape
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    return kind if kind is float else (kind, value)  # True == 1 in a dictionary, but not for triton
+    return kind if kind is float else (kind, value)  # True == 1 as a key, but not for triton
 
 
 def is_watched(*kernels: Any) -> bool:
-    """True if hooks or debugging are active, so that triton must launch these kernels itself."""
+    """True if hooks or debug options are active, so that triton itself must launch these kernels."""
     runtime = triton.knobs.runtime
     for kernel in kernels:
         if kernel.debug or kernel.pre_run_hooks:
@@ -170,7 +170,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes `device` current, because triton launches on the current device."""
+    """Makes `device` the current device, on which triton launches."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)

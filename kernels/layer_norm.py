@@ -1,19 +1,19 @@
 """LayerNorm statistics, and the input of a linear layer with the LayerNorm folded in (`folding.py`).
 
-The kernel that writes x [M, C] also writes statistics of pieces of its rows (`row_parts.py`). The kernel that reads x
-combines them (Chan, Golub and LeVeque, 1983). A separate launch computes them if another operator wrote x.
+The kernel that writes x [M, C] also writes partial statistics of each row (`row_parts.py`). The kernel that reads x
+combines them (Chan, Golub and LeVeque, 1983). If another operator wrote x, a separate kernel computes the statistics.
 
-Two cases need care:
-- x in fp32: everything is fp32, or autocast keeps the residual stream in fp32 with half-precision matmuls. A matmul of
-  x itself with the folded weight W'' would lose precision if the mean is larger than the standard deviation. Also, fp16
-  cannot represent every x. So a launch normalizes x first, n = (x - mean) rstd in the dtype of the matmuls, and
-  z = n W''^T + c.
-- Constant rows of fp16 or bf16: their rstd is 1 / sqrt(eps) and would amplify the rounding error of mean s - x W''. A
-  negative rstd marks such a row. The forward uses max(rstd, 0) and so returns c, as LayerNorm does. The gradient of a
-  constant row is not zero: the backward multiplies by |rstd|, but only where no large numbers cancel
-  (`gradient_epilogues.py`).
+Two special cases (W'', s, c and z: see `folding.py`):
+- fp32 x: either the whole model is fp32, or autocast runs the matmuls in fp16 or bf16 but leaves the residual stream in
+  fp32. Rounding x to the matmul dtype loses precision if |mean| is larger than the standard deviation. Also, x may
+  overflow fp16. So a separate kernel first writes n = (x - mean) rstd in the matmul dtype, and z = n W''^T + c.
+- Constant rows in fp16 or bf16: the variance is 0, so rstd = 1 / sqrt(eps) would amplify the rounding error of
+  x W''^T - mean s, which is exactly 0 in real arithmetic. A negative rstd marks a constant row. The forward uses
+  max(rstd, 0), so z = c, as LayerNorm defines. The backward multiplies by |rstd|, except in the weight gradient, where
+  |rstd| would amplify cancellation errors (`gradient_epilogues.py`).
 
-RMSNorm uses the same statistics with mean 0: rstd is 1 / sqrt(mean square + eps). A row of zeros counts as constant.
+For RMSNorm, the stored statistics are the same, but they are combined to mean = 0 and rstd = 1 / sqrt(mean(x^2) + eps).
+A row of zeros counts as constant.
 
 Source: LayerNorm, arXiv 1607.06450; RMSNorm, arXiv 1910.07467.
 """
@@ -31,7 +31,7 @@ from .fp8 import divided_columns
 from .launch import Launch, ceil_div
 from .row_parts import PIECE, row_parts
 
-# Maximum std / mean of a constant row. In any other fp16 or bf16 row, it is far larger: at least 2^-11 / sqrt(C).
+# A row counts as constant if std <= 1e-6 |mean|. In any other fp16 or bf16 row, std >= 2^-11 |mean| / sqrt(C).
 _CONSTANT_ROW = tl.constexpr(1e-6)
 _MAX_CHUNK = 2048
 _PIECE = tl.constexpr(PIECE)
@@ -41,9 +41,10 @@ _ROWS = 64
 
 @triton.jit
 def piece_statistics(values, col, N, COLS: tl.constexpr, WHOLE: tl.constexpr = False):
-    """Returns the mean and the sum of squared deviations of each row of a piece, [ROWS] each.
+    """Returns the mean and the sum of squared deviations of each row of `values`, [ROWS] each.
 
-    `values`, fp32 [ROWS, COLS], begin at column `col` of N. Ignores columns past the last one; WHOLE: there are none.
+    `values` (fp32 [ROWS, COLS]) are columns col, col + 1, ... of a matrix with N columns. Columns >= N are masked out.
+    Set WHOLE to skip the mask if all columns are in bounds.
     """
     if WHOLE:
         mean = tl.sum(values, 1) / COLS
@@ -59,7 +60,7 @@ def piece_statistics(values, col, N, COLS: tl.constexpr, WHOLE: tl.constexpr = F
 
 @triton.jit
 def _merge(mean, squares, count, other_mean, other_squares, other_count):
-    """Merges the statistics of `count` numbers with those of `other_count` others."""
+    """Merges the statistics of `count` numbers with the statistics of `other_count` other numbers."""
     share = other_count / (count + other_count)
     offset = other_mean - mean
     return mean + share * offset, squares + other_squares + count * share * offset * offset
@@ -67,7 +68,7 @@ def _merge(mean, squares, count, other_mean, other_squares, other_count):
 
 @triton.jit
 def merge_next(left, right, col, N, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Merges the statistics of LEFT columns from `col` on with those of the next RIGHT columns."""
+    """Merges the statistics of columns [col, col + LEFT) with those of the next RIGHT columns."""
     count = tl.maximum(tl.minimum(N - col, LEFT), 1).to(tl.float32)
     other = tl.maximum(tl.minimum(N - col - LEFT, RIGHT), 0).to(tl.float32)
     return _merge(left[0], left[1], count, right[0], right[1], other)
@@ -75,7 +76,7 @@ def merge_next(left, right, col, N, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 @triton.jit
 def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Stores the statistics of the piece that begins at column `col`, unless `col` is past the last column."""
+    """Stores the statistics of the piece that starts at column `col`; stores nothing if `col` >= N."""
     step = tl.arange(0, ROWS)
     part = part_ptr + tl.cast(row, tl.int64) * (2 * PARTS) + col // _PIECE + step * (2 * PARTS)
     mask = (row + step < M) & (col < N)
@@ -85,12 +86,10 @@ def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr
 
 @triton.jit
 def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr):
-    """Returns (mean, rstd) [ROWS] of rows of C columns; rstd is negative for a constant row.
+    """Returns mean and rstd [ROWS] of rows of C columns. rstd is negative for a constant row.
 
-    For RMSNorm, mean is 0, and rstd is negative for a row of zeros.
-
-    Sums along the first axis. Along the second, the compiler would use the layout of these loads for the tile of the
-    matmul too.
+    Partial statistics lie along axis 0. If they were on axis 1, Triton would propagate the layout of these loads to the
+    accumulator tile.
     """
     step = tl.arange(0, ROWS)
     inside = (row + step < M)[None, :]
@@ -125,8 +124,8 @@ def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.c
 @triton.jit(do_not_specialize=["M"])
 def _row_statistics_kernel(
     x_ptr,  # [M, C] fp16 or bf16
-    part_ptr,  # fp32 [M, 2, PARTS]
-    out8_ptr,  # [M, C] e4m3, x times out_scale [C]; or None
+    part_ptr,  # output: fp32 [M, 2, PARTS]
+    out8_ptr,  # output: e4m3(x out_scale) [M, C]; or None
     out_scale_ptr,  # fp32 [C], reciprocal scales, or None
     M, C,
     ROWS: tl.constexpr, PARTS: tl.constexpr,
@@ -147,7 +146,7 @@ def _row_statistics_kernel(
 def row_statistics_launch(
     x: Tensor, part: Tensor, out8: Tensor | None = None, out_scale: Tensor | None = None
 ) -> Launch:
-    """Returns the launch that writes statistics of x [M, C], fp16 or bf16, to `part`, and x in e4m3 to `out8`."""
+    """Returns the launch that writes statistics of x [M, C] (fp16 or bf16) to `part`, and x in e4m3 to `out8`."""
     M, C = x.shape
     args = {"x_ptr": x, "part_ptr": part, "out8_ptr": out8, "out_scale_ptr": out_scale, "M": M, "C": C}
     constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
@@ -158,9 +157,9 @@ def row_statistics_launch(
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["rstd_ptr"])
 def _normalise_kernel(
     x_ptr,  # [M, C] fp32
-    mean_ptr,  # fp32 [M], or None
-    rstd_ptr,  # fp32 [M]
-    normalised_ptr,  # [M, C]
+    mean_ptr,  # output: fp32 [M], or None
+    rstd_ptr,  # output: fp32 [M]
+    normalised_ptr,  # output: [M, C]
     M, C, eps,
     RMS: tl.constexpr,  # mean is 0
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -176,7 +175,7 @@ def _normalise_kernel(
             mask = inside[:, None] & (cols < C)[None, :]
             total += tl.sum(tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0), 1)
         mean = total / C
-        # correct the rounding error of the mean, so that a constant row becomes exactly 0
+        # correct the rounding error of the mean, so that a constant row is normalized to exactly 0
         left = tl.zeros((ROWS,), tl.float32)
         for first in tl.range(0, C, BLOCK_C):
             cols = first + tl.arange(0, BLOCK_C)
@@ -204,7 +203,7 @@ def _normalise_kernel(
 
 
 def chunk(width: int) -> tuple[int, int]:
-    """Returns columns per step and rows per program of a reduction over rows."""
+    """Returns (BLOCK_C, ROWS): columns per iteration and rows per program, for kernels that reduce each row."""
     block = min(triton.next_power_of_2(width), _MAX_CHUNK)
     return block, max(1, 4096 // block // 2)
 
@@ -212,7 +211,7 @@ def chunk(width: int) -> tuple[int, int]:
 def normalise_launch(
     x: Tensor, eps: float, rstd: Tensor, normalised: Tensor, rms: bool = False, mean: Tensor | None = None
 ) -> Launch:
-    """Returns the launch that normalizes x, fp32 [M, C], and writes rstd and mean [M]; with `rms`, the mean is 0."""
+    """Returns the launch that normalizes x, fp32 [M, C], and writes rstd and mean [M]. With `rms`, the mean is 0."""
     M, C = x.shape
     block, rows = chunk(C)
     args = {"x_ptr": x, "mean_ptr": mean, "rstd_ptr": rstd, "normalised_ptr": normalised, "M": M, "C": C, "eps": eps}
@@ -221,7 +220,7 @@ def normalise_launch(
 
 
 def is_normalised(statistics: Tensor) -> bool:
-    """True for statistics of rows that were normalized before the matmul."""
+    """True if `RowStatistics.statistics` is [1, M], i.e. rstd only, because x was normalized beforehand."""
     return statistics.shape[0] == 1
 
 
@@ -231,8 +230,8 @@ class InputRows:
 
     Args:
         source: Operand of the matmul, [M, C]: x, or (x - mean) rstd in the dtype of the matmul if x is fp32.
-        statistics: LayerNorm statistics of x, fp32 [M, 2, parts] (`row_parts.py`); rstd, fp32 [1, M], if `source` is
-            normalized.
+        statistics: LayerNorm statistics of x, fp32 [M, 2, parts] (`row_parts.py`). If `source` is normalized: rstd,
+            fp32 [1, M].
         eps: Epsilon of the LayerNorm.
     """
 
@@ -242,7 +241,7 @@ class InputRows:
 
     @property
     def part(self) -> Tensor | None:
-        """Statistics that the matmul combines; None if `source` is normalized."""
+        """Partial statistics, which the matmul combines; None if `source` is normalized."""
         return self.statistics if self.statistics.dim() == 3 else None
 
 
@@ -252,8 +251,8 @@ class RowStatistics:
 
     Args:
         source: As in `InputRows`.
-        statistics: Mean and rstd, fp32 [2, M]; rstd is negative for a constant row. If `source` is normalized, only
-            rstd, fp32 [1, M], which is never negative.
+        statistics: Mean and rstd, fp32 [2, M]; rstd is negative for a constant row. If `source` is normalized: rstd,
+            fp32 [1, M], never negative.
     """
 
     source: Tensor
@@ -278,7 +277,7 @@ def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
 
 
 def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> InputRows:
-    """Returns x as the input of a folded linear layer. Normalizes x in fp32, and else computes missing statistics.
+    """Returns the `InputRows` of x. If x is fp32, normalizes x to `dtype`; else computes statistics if `part` is None.
 
     Args:
         x: [M, C], contiguous.

@@ -2,18 +2,18 @@
 
     result = run(function, arguments)        # function(*arguments), replayed if there is a plan
 
-The first call with a signature runs the function, the second one records a plan, and later ones replay it. A signature
-consists of the function, the shapes, strides, dtypes, devices and alignments of its tensors, its other arguments, and
-torch's setting for fp32 matmuls. The launches may depend on nothing else.
+The first call with a signature runs the function, the second call records a plan, and later calls replay the plan. A
+signature consists of the function, the shapes, strides, dtypes, devices and alignments of the tensor arguments, the
+other arguments, and torch's setting for fp32 matmuls. The launches must not depend on anything else.
 
-A plan holds the compiled kernels with their grids and arguments, and stores each address as an offset into an input or
-a buffer. A replay allocates the buffers and launches the kernels on the current stream. Tensor maps are cached by
-address.
+A plan contains the compiled kernels, their grids and their arguments. Each address is stored as an offset into an
+input, a buffer, or the result of a torch operator. A replay allocates the buffers and launches the kernels on the
+current stream. Tensor maps (encoded TMA descriptors) are cached by address.
 
-The function may allocate tensors, take views, launch kernels, and call torch operators, which a replay calls again. A
-function that uses a tensor from elsewhere, or returns anything but tensors, cannot be planned and runs in every call.
-Buffers that only kernels use share one allocation, and overlap if they are not needed at the same time. A kernel must
-therefore not read memory that no kernel wrote.
+The function may allocate tensors, create views, launch kernels, and call torch operators, which a replay calls again. A
+function that uses a tensor from outside, or returns anything but tensors, cannot be planned and runs in every call.
+Buffers that only kernels use share one allocation, and overlap if their live ranges are disjoint. So a kernel must
+never read buffer memory that no kernel has written before.
 
 Under Triton's interpreter and with launch hooks, functions run without plans.
 """
@@ -44,7 +44,7 @@ def run(function: Function, arguments: Sequence[Any]) -> Any:
     """Returns function(*arguments), replayed if there is a plan.
 
     Args:
-        arguments: Tensors, None, and hashable values. The results must not share memory with them.
+        arguments: Tensors, None, and hashable values. No result of `function` may share memory with a tensor argument.
     """
     if _INTERPRETED:
         return function(*arguments)
@@ -82,7 +82,7 @@ def plans() -> list[LaunchPlan | None]:
 
 
 def _is_first(key: tuple[Any, ...]) -> bool:
-    """Records a signature; returns True if it is new."""
+    """Adds a signature to `_seen`; returns True if the signature is new."""
     signature = hash(key)
     if signature in _seen:
         return False

@@ -1,7 +1,7 @@
-"""Records launch plans: runs a function once and notes its allocations, views, torch operators and launches.
+"""Records launch plans: runs a function once and records its allocations, views, torch operators and launches.
 
-A plan refers to memory as numbered values: inputs, buffers, and results of torch operators. Tensors are tracked by
-identity, not by address: a view belongs to the value from which it was created, even if values share memory.
+A plan refers to memory as numbered values: inputs, buffers, and results of torch operators. The recorder maps tensor
+objects, not addresses, to values, because several values may have the same address. A view belongs to its base's value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .launch import Launch, Ready, ceil_div, listening
 from .plan_steps import At, Base, LaunchPlan, PlannedLaunch, Step, TorchCall, View
 
-_ALIGNMENT = 256  # bytes, of a buffer in the shared allocation
+_ALIGNMENT = 256  # alignment in bytes of each buffer in the shared allocation
 _ATEN = torch.ops.aten
 _ALLOCATIONS = {
     _ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.empty_like.default,
@@ -41,7 +41,7 @@ def record(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any,
 
     `complete` is False if a kernel was not compiled yet. `plan` is None if the function cannot be planned.
     """
-    # aliases, so that a tensor that is passed twice counts as two inputs
+    # detach() makes new tensor objects, so a tensor passed twice is recorded as two inputs
     own = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
     recorder = _Recorder([value for value in own if isinstance(value, Tensor)])
     with _listening_to(recorder.record_launch), recorder:
@@ -63,7 +63,7 @@ def _listening_to(listener: Callable[[Launch, Ready | None], None]) -> Iterator[
 
 @dataclass(frozen=True)
 class _Value:
-    """Memory of a plan."""
+    """One block of memory in a plan: an input, a buffer, or an operator result."""
 
     kind: str  # "input", "buffer", or "result" of a torch operator
     shape: torch.Size
@@ -72,7 +72,7 @@ class _Value:
     bytes: int
 
     def is_all_of(self, view: View) -> bool:
-        """True if a view covers all of this memory, possibly in another shape."""
+        """True if `view` covers all of this memory, possibly with another shape."""
         return not view.at.offset and view.shape.numel() * view.dtype.itemsize == self.bytes
 
 
@@ -87,7 +87,7 @@ class _Recorder(TorchDispatchMode):
         self._steps: list[Step] = []
         self._addresses: list[At] = []
         self._kernels: dict[int, Any] = {}
-        self._places: Any = WeakIdKeyDictionary()  # tensor -> number and address of its value
+        self._places: Any = WeakIdKeyDictionary()  # tensor -> (number, address) of its value
         self._reason = "" if inputs else "no argument is a tensor"
         if any(tensor.device != self._device for tensor in inputs):
             self._reason = "the arguments are on several devices"
@@ -126,7 +126,7 @@ class _Recorder(TorchDispatchMode):
         self._steps.append(TorchCall(func, positional, named, len(fresh)))
 
     def record_launch(self, launch: Launch, ready: Ready | None) -> None:
-        """Records a launch; `ready` is None if its kernel was not compiled yet."""
+        """Records a launch; `ready` is None if the kernel was not compiled yet."""
         try:
             self._steps.append(self._planned_launch(launch, ready))
         except _UnplannableError as error:
@@ -136,7 +136,7 @@ class _Recorder(TorchDispatchMode):
         if ready is None:
             self.complete = False
             raise _UnplannableError("a kernel was not compiled yet")
-        from triton.backends.nvidia.driver import CudaLauncher  # importable once triton has launched a kernel
+        from triton.backends.nvidia.driver import CudaLauncher
 
         launcher = ready.compiled.run
         if not isinstance(launcher, CudaLauncher) or launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -152,7 +152,7 @@ class _Recorder(TorchDispatchMode):
 
     def _planned_value(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._at(value) if value.numel() else 0  # empty tensors are never read
+            return self._at(value) if value.numel() else 0  # kernels never read an empty tensor
         if not isinstance(value, TensorDescriptor):
             return value
         elsewhere = copy.copy(value)
@@ -190,7 +190,7 @@ class _Recorder(TorchDispatchMode):
         return View(at, tensor.shape, tensor.stride(), tensor.dtype)
 
     def plan(self, result: Any) -> LaunchPlan:
-        """Returns the plan of the recorded steps; raises if a replay cannot repeat them."""
+        """Returns the plan; raises `_UnplannableError` if a replay cannot repeat the recorded steps."""
         if self._reason:
             raise _UnplannableError(self._reason)
         single = isinstance(result, Tensor)
@@ -215,7 +215,7 @@ class _Recorder(TorchDispatchMode):
         return sum(value.kind == kind for value in self._values)
 
     def _arrange(self, outputs: Sequence[View]) -> tuple[dict[int, At], tuple[Any, ...]]:
-        """Returns the place of each value, numbered as in `plan_steps.py`, and the buffers."""
+        """Returns {recorded value: At(final number, offset)}, and (shape, stride, dtype) of each buffer."""
         launched = _uses(self._steps, PlannedLaunch)
         as_tensor = {view.at.value for view in outputs} | set(_uses(self._steps, TorchCall))
         inputs = self._count("input")
@@ -245,7 +245,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _uses(steps: Sequence[Step], kind: type) -> dict[int, tuple[int, int]]:
-    """Returns the first and the last step of a kind that use each value."""
+    """Returns {value: (index of first use, index of last use)} over steps of type `kind`."""
     uses: dict[int, tuple[int, int]] = {}
     for position, step in enumerate(steps):
         if isinstance(step, kind):
@@ -255,7 +255,7 @@ def _uses(steps: Sequence[Step], kind: type) -> dict[int, tuple[int, int]]:
 
 
 def _last_uses(steps: Sequence[Step], kept: set[int], inputs: int) -> list[tuple[int, ...]]:
-    """Returns for each step the values that no later step uses, except inputs and those in `kept`."""
+    """Returns per step the values that are last used there, for a replay to free; excludes inputs and `kept`."""
     last = {value: position for position, step in enumerate(steps) for value in step.uses()}
     return [
         tuple(value for value, at in last.items() if at == position and value >= inputs and value not in kept)
@@ -264,10 +264,12 @@ def _last_uses(steps: Sequence[Step], kept: set[int], inputs: int) -> list[tuple
 
 
 def _overlay(needs: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
-    """Returns offsets of buffers in one allocation, and its size. Buffers may overlap if no step needs both.
+    """Returns {buffer: offset in the shared allocation}, and the size of the allocation, in bytes.
+
+    Buffers may overlap if their live ranges [first use, last use] are disjoint.
 
     Args:
-        needs: Bytes of each buffer, and the first and the last step that use it.
+        needs: {buffer: (size in bytes, index of first use, index of last use)}.
     """
     offsets: dict[int, int] = {}
     for number, (size, first, last) in sorted(needs.items(), key=lambda item: -item[1][0]):

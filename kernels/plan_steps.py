@@ -1,6 +1,6 @@
-"""Steps of launch plans: kernel launches and calls of torch operators, with all arguments but the addresses.
+"""Steps of launch plans: kernel launches and calls of torch operators, with all arguments except the addresses.
 
-Steps refer to memory by number: first the inputs of the plan, then its buffers, then the results of torch operators.
+Each value (block of memory) has a number: first inputs of the plan, then buffers, then results of torch operators.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Ready
 
-Values = list[Any]  # the tensors of a replay by number; None once dropped
+Values = list[Any]  # the tensors of a replay by value number; None after the last use
 MAX_MAPS = 256  # cached tensor maps per descriptor
 
 
 @dataclass(eq=False)
 class At:
-    """An address: the number of a value and an offset in bytes. The recorder changes both after the last step."""
+    """An address: the number of a value, and an offset in bytes. The recorder replaces both when recording ends."""
 
     value: int
     offset: int
@@ -41,7 +41,7 @@ class View:
     dtype: torch.dtype
 
     def of(self, values: Values) -> Tensor:
-        """Returns this view of the values of a replay."""
+        """Returns the view as a tensor, given the tensors of a replay."""
         base: Tensor = values[self.at.value]
         if not self.at.offset and base.shape == self.shape and base.stride() == self.stride:
             return base
@@ -50,7 +50,7 @@ class View:
 
 
 class PlannedLaunch:
-    """A kernel launch without addresses and stream; calls the C function behind Triton's launcher.
+    """A kernel launch without addresses and stream. `__call__` calls the C function behind Triton's launcher.
 
     Args:
         ready: The compiled kernel.
@@ -58,14 +58,14 @@ class PlannedLaunch:
         values: All arguments of the kernel in order, including constants. An `At` replaces each tensor, and a `Base`
             the base of each tensor descriptor.
     Raises:
-        LookupError: this version of Triton has another launch interface.
+        LookupError: the launch interface of this Triton version is not supported.
     """
 
     def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
         self.ready, self.grid = ready, grid
         compiled = ready.compiled
         self._launch, arguments, encoders = _intercept(compiled, grid, values)
-        self._nested = isinstance(arguments[-1], list | tuple)  # triton 3.7 passes them as one sequence
+        self._nested = isinstance(arguments[-1], list | tuple)  # triton 3.7 passes kernel arguments as one sequence
         self._front = tuple(arguments[4:-1]) if self._nested else ()
         self.arguments = list(arguments[-1] if self._nested else arguments[4:])
         self.pointers = {place: at for place, at in enumerate(self.arguments) if isinstance(at, At)}
@@ -75,7 +75,7 @@ class PlannedLaunch:
         self.maps = dict(zip(places, encoders))
 
     def prepare(self) -> None:
-        """Collects the positions of addresses; call it after values are renumbered."""
+        """Collects the positions of addresses in the argument list. Must be called after values are renumbered."""
         self._at_pointers = [(place, at.value, at.offset) for place, at in self.pointers.items()]
         self._at_maps = [(place, maps.at.value, maps.at.offset, maps) for place, maps in self.maps.items()]
 
@@ -97,7 +97,7 @@ class PlannedLaunch:
 
 
 class Base:
-    """Replaces the tensor of a descriptor, of which Triton's launcher only needs the address."""
+    """Replaces the tensor of a descriptor. Triton's launcher only calls `data_ptr`."""
 
     def __init__(self, address: int, at: At) -> None:
         self._address, self.at = address, at
@@ -111,7 +111,7 @@ class TensorMaps:
 
     Args:
         at: Address of the descriptor's tensor.
-        make: Triton's function that encodes a descriptor. Returns a list that starts with the map.
+        make: Triton's function that encodes a descriptor; the first element of its result is the tensor map.
     """
 
     def __init__(self, descriptor: TensorDescriptor, at: At, make: Callable[[TensorDescriptor], list[Any]]) -> None:
@@ -132,7 +132,7 @@ class TensorMaps:
 def _intercept(
     compiled: Any, grid: tuple[int, int, int], values: Sequence[Any]
 ) -> tuple[Callable[..., None], tuple[Any, ...], list[TensorMaps]]:
-    """Returns the C function behind Triton's launcher, its arguments, and the encoders of its tensor maps."""
+    """Returns the C function behind Triton's launcher, its arguments, and `TensorMaps` for the descriptors."""
     notes: list[tuple[Any, ...]] = []
 
     def note(*arguments: Any) -> None:
@@ -141,7 +141,7 @@ def _intercept(
     launch, other = compiled.run.launch, copy.copy(compiled.run)
     other.launch, encoders = note, []
     described = [value for value in values if isinstance(value, TensorDescriptor)]
-    if described:  # `launch` is then a closure that expands them and calls `launcher`, the C function
+    if described:  # `launch` is then a closure that expands descriptors and calls the C function `launcher`
         cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or ()))
         make, metadata = launch.__globals__["make_tensordesc_arg"], cells["tensordesc_meta"].cell_contents
         noting = cells | {"launcher": types.CellType(note)}
@@ -161,8 +161,8 @@ class TorchCall:
 
     Args:
         operator: An overload of torch.ops.
-        positional, named: Its arguments; a `View` replaces each tensor.
-        results: Number of tensors that it returns.
+        positional, named: Arguments of the operator; a `View` replaces each tensor.
+        results: Number of new tensors that the operator returns; 0 if it works in place.
     """
 
     operator: Any
@@ -199,11 +199,11 @@ Step = PlannedLaunch | TorchCall
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A recorded call, for tensors at any addresses.
+    """A recorded call, which can be replayed with tensors at other addresses.
 
     Args:
         buffers: Shape, strides and dtype of each buffer.
-        steps: Each step with the numbers of the values that no later step uses.
+        steps: Each step, and the numbers of the values to free after it.
         outputs: The results of the function.
         single: True if the result is one tensor, not a tuple.
     """
@@ -216,7 +216,7 @@ class LaunchPlan:
     kernels: tuple[Any, ...]
 
     def replay(self, values: Values, addresses: list[int]) -> Any:
-        """Repeats the call with these tensors at these addresses, and returns its results. Extends both lists."""
+        """Repeats the call with input tensors `values` at `addresses`; returns the results. Appends to both lists."""
         device = self.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -235,5 +235,5 @@ class LaunchPlan:
             return self.outputs[0].of(values)
         outputs = []
         for view in self.outputs:
-            outputs.append(view.of(values))  # a comprehension costs one more function call
+            outputs.append(view.of(values))  # in Python 3.11, a comprehension costs a function call
         return outputs

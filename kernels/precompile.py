@@ -4,8 +4,8 @@
         model(images)
     compile_all(requests)           # into triton's cache on disk, and into this process
 
-Before triton compiles a kernel, it passes a description of the kernel to a hook. From this description, any process
-can compile the kernel, even without a GPU.
+Before compiling a kernel, triton passes a description of the kernel to a hook. From this description, any process can
+compile the kernel, even without a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .launch import compiling
 
 Progress = Callable[[int, int], None]
 
-# The minimum for another process, which first has to import torch and triton.
+# Minimum number of kernels per process, because each process first has to import torch and triton.
 KERNELS_A_PROCESS = 4
 
 
@@ -46,7 +46,7 @@ class Request:
     warp_size: int
 
     def compile(self) -> bool:
-        """Compiles the kernel, unless it is in triton's cache on disk; returns True if it compiled."""
+        """Compiles the kernel, or loads it from triton's cache on disk. Returns True if it was not in the cache."""
         function = getattr(importlib.import_module(self.module), self.name)
         compiled = []
 
@@ -66,8 +66,8 @@ class Request:
 def collect() -> Iterator[list[Request]]:
     """Collects the vit-fast kernels that this thread would compile, in the order of their launches.
 
-    They are not launched, so their results are undefined. Other kernels and other threads run as usual, but without
-    launch plans.
+    The collected kernels are not launched, so their outputs are undefined. Other kernels and other threads run as
+    usual, but without launch plans.
     """
     runtime, thread = triton.knobs.runtime, threading.get_ident()
     before = runtime.jit_cache_hook
@@ -93,21 +93,21 @@ def collect() -> Iterator[list[Request]]:
 
 
 def _prevent_plans(*_: Any) -> None:
-    """Does nothing, but any launch hook prevents launch plans (`launch.is_watched`)."""
+    """Does nothing. While any launch hook is registered, launch plans are disabled (`launch.is_watched`)."""
 
 
 def compile_all(requests: Sequence[Request], progress: Progress | None = None) -> int:
-    """Compiles kernels, in several processes if there are many. Returns the number that were not in triton's cache.
+    """Compiles kernels, in several processes if there are many. Returns how many were not in triton's cache.
 
     Args:
         requests: The result of `collect`.
-        progress: Called with the number of finished and of all kernels.
+        progress: Called with (number of finished kernels, number of all kernels).
     Raises:
-        RuntimeError: a kernel does not compile; the message contains triton's.
+        RuntimeError: a kernel does not compile; the message contains triton's error.
     """
     total, compiled, here = len(requests), 0, 0
     tell = progress if progress is not None else lambda done, total: None
-    for request in requests:  # in this process, until one was not in the cache
+    for request in requests:  # in this process, at least up to the first kernel that was not cached
         if compiled and _processes(total - here) > 1:
             break
         compiled += _compile_here(request)
@@ -117,7 +117,7 @@ def compile_all(requests: Sequence[Request], progress: Progress | None = None) -
     for done, was_compiled in enumerate(_compile_beside(waiting), start=here + 1):
         compiled += was_compiled
         tell(done, total)
-    for request in waiting:  # from the cache on disk into this process
+    for request in waiting:  # load the kernels from the cache on disk into this process
         _compile_here(request)
     return compiled
 
@@ -160,14 +160,14 @@ def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
 
 
 def _take_all(queue: SimpleQueue[Request]) -> Iterator[Request]:
-    """Yields items of a queue that several threads read, until it is empty."""
+    """Yields items until the queue is empty; several threads may read the same queue."""
     with contextlib.suppress(Empty):
         while True:
             yield queue.get_nowait()
 
 
 def _feed(left: SimpleQueue[Request], results: SimpleQueue[bool | RuntimeError]) -> None:
-    """Starts a process, and sends it the next request whenever it is ready."""
+    """Starts a process that runs `serve`, and sends it one request at a time."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
     with subprocess.Popen(
@@ -186,7 +186,7 @@ def _feed(left: SimpleQueue[Request], results: SimpleQueue[bool | RuntimeError])
 
 
 class _Driver:
-    """The driver of a process that compiles without a device."""
+    """Replaces triton's driver in a process that runs `serve`, which needs no GPU."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -199,9 +199,9 @@ class _Driver:
 
 
 def serve() -> None:
-    """Compiles the requests on stdin, one per line. Replies in JSON: true, false if cached, or an error."""
+    """Compiles requests from stdin, one per line. Replies on stdout: true, false if cached, or an error message."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a compiler may print to stdout
+    os.dup2(2, 1)  # redirects stdout to stderr, because a compiler may print to stdout
     for line in sys.stdin:
         request = Request(**json.loads(line))
         target = GPUTarget(request.backend, request.arch, request.warp_size)

@@ -1,20 +1,20 @@
 """qk-norm and rotary positions on packed qkv [B, N, 3, H, D], forward and backward, for any even D.
 
-Let n be a normalized head (or all heads of a token), w and b the weight and bias of the norm, and y = n w + b. A pair
-of channels (y_1, y_2) is rotated by an angle that depends on pair and token:
+Let n be a normalized head (or all heads of a token), w and b the weight and bias of the norm, and y = n w + b. Each
+pair of channels (y_1, y_2) is rotated by an angle that depends on the pair and the token:
 
     out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
 
-Pairs are channels j and j + D/2, or 2j and 2j + 1. The first `prefix` tokens are not rotated. The backward rotates by
-the opposite angle, dy = R^T dout. With dn = dy w, and means over the channels that are normalized together:
+A pair is channels j and j + D/2, or 2j and 2j + 1. The first `prefix` tokens are not rotated. In the backward, dy is
+dout rotated by the opposite angle. With dn = dy w, and means over the channels that are normalized together:
 
     dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
 
-For RMSNorm, mean(dn) is omitted. n is recomputed from x. Each program sums dw and db over its own tokens, and the sums
-of the programs are added afterwards. The order is fixed, so results are deterministic.
+For RMSNorm, mean(dn) is omitted. The backward recomputes n from x. Each program sums dw and db over its own tokens, and
+torch adds the sums of all programs. The order is fixed, so results are deterministic.
 
-A program processes ROWS heads as two tiles [ROWS, BLOCK]: the first and the second channel of each pair. v is copied
-unless the kernel works in place.
+A program processes ROWS heads as two tiles [ROWS, BLOCK]: the first and the second channel of each pair. The kernels
+also copy v, unless they work in place.
 
 Source: arXiv 2104.09864, 2302.05442; differentiation of the formulas above.
 """
@@ -32,12 +32,12 @@ from torch import Tensor
 from .device import gpu_of
 from .launch import Launch, ceil_div
 
-_TILE = 1024  # elements per tile; more if a norm spans all heads
+_TILE = 1024  # elements per tile; larger tiles if a norm spans all heads
 
 
 @triton.jit
 def _load_pairs(pointer, offsets, pairs, inside, D: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Loads both channels of pairs in fp32; `offsets` are the starts of heads."""
+    """Loads both channels of pairs in fp32; `offsets` are the offsets of the heads, in elements."""
     if INTERLEAVED:
         first = tl.load(pointer + (offsets + 2 * pairs), mask=inside, other=0.0)
         second = tl.load(pointer + (offsets + 2 * pairs + 1), mask=inside, other=0.0)
@@ -63,7 +63,7 @@ def _store_pairs(pointer, first, second, offsets, pairs, inside, D: tl.constexpr
 def _load_affine(
     q_ptr, k_ptr, which, head, pairs, inside, D: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Loads weight or bias of the norm of q (which = 0) or k, [D], or [H D] if WIDE."""
+    """Loads the weight or bias of the norm of q (which = 0) or k: [D], or [H D] if WIDE."""
     start = head * D if WIDE else head * 0
     if which == 0:
         first, second = _load_pairs(q_ptr, start, pairs, inside, D, INTERLEAVED)
@@ -89,7 +89,7 @@ def _load_angles(
 
 @triton.jit
 def _mean(first, second, H, D: tl.constexpr, WIDE: tl.constexpr):
-    """Returns means of heads [ROWS, 1], or if WIDE the mean of a token: all heads of the tile."""
+    """Returns the mean of each head [ROWS, 1]; if WIDE, one mean over all heads of the token."""
     sums = tl.sum(first + second, 1)
     if WIDE:
         return tl.sum(sums, 0) / (H * D)
@@ -113,7 +113,7 @@ def normed_pairs(
     first, second, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, which, head, pairs, inside, eps, H,
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Applies the norm of q (which = 0) or k. INTERLEAVED: pairs are adjacent in weight and bias."""
+    """Applies the norm of q (which = 0) or k. Set INTERLEAVED if pairs are adjacent in weight and bias."""
     first, second, _ = _normalise(first, second, inside, eps, H, D, NORM == "rms_norm", WIDE)
     if q_weight_ptr is not None:
         weight1, weight2 = _load_affine(q_weight_ptr, k_weight_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED)
@@ -140,17 +140,17 @@ def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "N", "H", "prefix", "image_rows", "head_rows"])
 def _qk_norm_rope_kernel(
     x_ptr,  # [M, 3, H, D]
-    out_ptr,  # like x, or x itself
-    q_weight_ptr, k_weight_ptr,  # [D], or if WIDE [H D]; both None: ones
-    q_bias_ptr, k_bias_ptr,  # the same; both None: zeros
+    out_ptr,  # output: like x, or x itself
+    q_weight_ptr, k_weight_ptr,  # [D], or [H D] if WIDE; both None: ones
+    q_bias_ptr, k_bias_ptr,  # [D], or [H D] if WIDE; both None: zeros
     cos_ptr, sin_ptr,  # [B or 1, H or 1, N - prefix, D / 2]; None: no rotation
     M, N, H, prefix, eps,
-    image_rows, head_rows,  # table rows between images and between heads; 0 if shared
-    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # table elements between rows and between pairs
+    image_rows, head_rows,  # strides of images and heads in the tables, in rows; 0 if shared
+    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of rows and pairs in the tables, in elements
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr,
-    SEPARATE: tl.constexpr,  # pairs are adjacent in x, and D / 2 apart in out
+    SEPARATE: tl.constexpr,  # channels of a pair are adjacent in x, and D / 2 apart in out
     INVERSE: tl.constexpr,  # rotate by the opposite angle
-    PARTS: tl.constexpr,  # 2: q and k; 3: also copies v
+    PARTS: tl.constexpr,  # 2: processes q and k; 3: also copies v
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     INTERLEAVED: tl.constexpr = LAYOUT != "half"
@@ -175,7 +175,7 @@ def _qk_norm_rope_kernel(
             turned = second * cos + first * sin
             first = first * cos - second * sin
             second = turned
-    if SEPARATE:  # a thread stores other elements of a head than it loads
+    if SEPARATE:  # in place, a thread overwrites elements that other threads load
         tl.debug_barrier()
     _store_pairs(out_ptr, first, second, offsets, pairs, inside, D, INTERLEAVED and not SEPARATE)
 
@@ -184,11 +184,11 @@ def _qk_norm_rope_kernel(
 def _qk_norm_rope_grad_kernel(
     grad_ptr,  # [M, 3, H, D]
     x_ptr,  # [M, 3, H, D], input of the forward
-    out_ptr,  # [M, 3, H, D], or grad itself
+    out_ptr,  # output: dx [M, 3, H, D], or grad itself
     q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,  # as in the forward
-    part_ptr,  # fp32 [programs per part, 2, 2, D or H D]: partial dw and db of q and k; or None
+    part_ptr,  # output: partial sums, fp32 [programs / PARTS, 2 (q, k), 2 (dw, db), D or H D]; or None
     M, N, H, prefix, eps, image_rows, head_rows,
-    blocks,  # tiles of q, and of k
+    blocks,  # number of tiles of q; k and v have as many
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -252,13 +252,13 @@ class QkvSettings:
     """Norms and rotary positions of q and k.
 
     Args:
-        weights, biases: For the norms of q and k, contiguous, [D], or [H D] if `wide`; None: ones, zeros.
-        tables: cos and sin [B or 1, H or 1, T, D / 2] for which `can_be_read` is True; None: no rotation.
+        weights, biases: Of the norms of q and k, contiguous, [D], or [H D] if `wide`. None: weights 1, biases 0.
+        tables: cos and sin [B or 1, H or 1, N - prefix, D / 2] that satisfy `can_be_read`; None: no rotation.
         norm: "layer_norm", "rms_norm" or "none".
         wide: True if all heads of a token are normalized together.
         prefix: Number of tokens that are not rotated.
         layout: Channels of a pair: "half" (j and j + D/2), "interleaved" (2j and 2j + 1), or "interleaved_half"
-            (adjacent in qkv, but j and j + D/2 in weights and biases).
+            (2j and 2j + 1 in qkv, but j and j + D/2 in weights and biases).
     """
 
     weights: tuple[Tensor, Tensor] | None = None
@@ -272,20 +272,20 @@ class QkvSettings:
 
 
 def can_be_read(cos: Tensor, sin: Tensor) -> bool:
-    """True if the kernels can read tables [..., T, P] in place: equal strides, multiples of the stride of T."""
+    """True if tables [..., T, P] have equal strides, and the leading strides are multiples of the stride of T."""
     *outer, row, _ = cos.stride()
     whole = row > 0 and not any(step % row for step, size in zip(outer, cos.shape) if size > 1)
     return whole and cos.stride() == sin.stride()
 
 
 def table_steps(table: Tensor) -> tuple[int, ...]:
-    """Returns the strides of a table: of leading dimensions in rows, 0 if shared; of rows and pairs in elements."""
+    """Returns the strides of a table: leading strides in rows (0 if shared), then row and pair strides in elements."""
     *outer, row, pair = table.stride()
     return *(step // row if size > 1 else 0 for step, size in zip(outer, table.shape)), row, pair
 
 
 def _arguments(x: Tensor, settings: QkvSettings) -> tuple[dict[str, Any], dict[str, Any], int, int]:
-    """Returns shared arguments and constants of both kernels, the number of tiles of q, and warps per program."""
+    """Returns arguments and constants that both kernels share, the number of tiles of q, and warps per program."""
     s = settings
     B, N, _, H, D = x.shape
     (cos, sin), (q_weight, k_weight) = s.tables or (None, None), s.weights or (None, None)
@@ -311,8 +311,8 @@ def qk_norm_rope_launch(
     """Returns the launch that normalizes and rotates q and k of x [B, N, 3, H, D] into `out`, which may be x.
 
     Args:
-        inverse: Rotate by the opposite angle: the gradient of a rotation without norms.
-        separate: Pairs are adjacent in x, and D/2 apart in `out`.
+        inverse: Rotate by the opposite angle. Without norms, this is the backward.
+        separate: The channels of a pair are adjacent in x, and D/2 apart in `out`.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     biases = settings.biases
@@ -325,10 +325,10 @@ def qk_norm_rope_launch(
 def qk_norm_rope_grad_launch(
     grad: Tensor, x: Tensor, out: Tensor, part: Tensor | None, settings: QkvSettings
 ) -> Launch:
-    """Returns the launch that writes the gradient of x [B, N, 3, H, D] with norms to `out`, which may be `grad`.
+    """Returns the launch that writes dx [B, N, 3, H, D] to `out`, which may be `grad`. Requires norms.
 
     Args:
-        part: Output: partial dw and db of q and k, fp32 [programs, 2, 2, D or H D]; or None.
+        part: Output: partial sums of dw and db, fp32 [programs, 2 (q, k), 2 (dw, db), D or H D]; or None.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     parts = 2 if out is grad else 3
@@ -343,7 +343,7 @@ def qk_norm_rope_grad_launch(
 
 
 def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
-    """Returns a copy of x [B, N, 3, H, D], contiguous, with q and k normalized and rotated."""
+    """Returns a copy of x [B, N, 3, H, D], which must be contiguous, with q and k normalized and rotated."""
     out = torch.empty_like(x)
     qk_norm_rope_launch(x, out, settings).run()
     return out
@@ -352,12 +352,12 @@ def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
 def qk_norm_rope_gradients(
     grad: Tensor, x: Tensor | None, settings: QkvSettings, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns dx, and dw and db of q and k, fp32 [2, 2, D or H D], or None.
+    """Returns dx, and the gradients of norm parameters, fp32 [2 (q, k), 2 (dw, db), D or H D], or None.
 
     Args:
         grad: [B, N, 3, H, D], contiguous.
         x: Input of the forward, contiguous; None without norms.
-        out: Output: dx; may be `grad`. None allocates it.
+        out: Output: dx; may be `grad`. None allocates a tensor.
     """
     out = torch.empty_like(grad) if out is None else out
     if x is None:

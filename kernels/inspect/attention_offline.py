@@ -14,7 +14,7 @@ from ..attention.attention_policy import ROW_CHUNKS, Problem, dkdv_config, dq_co
 from ..device import REFERENCE_GPU, has_fp8, matrix_instruction
 from .offline import Build, meta
 
-# (tokens, head_dim): ViT at 224 and 384 pixels, ViT-H, SigLIP So400m, and each remaining tile width.
+# (tokens, head_dim) of ViT at 224 and 384 pixels, ViT-H and SigLIP So400m, and of each remaining tile width.
 _HALF_SHAPES = (
     (197, 64), (256, 64), (577, 64), (197, 80), (257, 80), (256, 72), (729, 72),
     (197, 32), (197, 48), (577, 48), (577, 96), (577, 128),
@@ -22,7 +22,7 @@ _HALF_SHAPES = (
 _FP32_SHAPES = ((197, 64), (257, 80), (577, 128))
 _TUNED_SHAPES = ((197, 64), (256, 72), (197, 80))
 _CORE_SHAPES = ((197, 64), (577, 64), (257, 80))
-# (mean length of packed sequences, head_dim): images and windows of Qwen-VL, SigLIP 2, and each remaining tile width.
+# (mean length of packed sequences, head_dim) of Qwen-VL (images, windows), SigLIP 2, and each remaining tile width.
 _PACKED_SHAPES = (
     (1024, 80), (64, 80), (1024, 64), (1024, 72), (1024, 128), (64, 128), (1024, 96), (1024, 48), (1024, 32),
 )  # fmt: skip
@@ -42,7 +42,7 @@ class _Case:
     head_dim: int
     batch: int
     access: str
-    queries: int | None = None  # unless equal to tokens, e.g. in attention pooling
+    queries: int | None = None  # None: equal to tokens; other values e.g. for attention pooling
     form: str = "fixed"
 
     @property
@@ -62,7 +62,7 @@ class _Case:
             large = (self.tokens, self.head_dim, self.form) == (1024, 80, "packed")
             return self.access == "tma" and (large or (self.arch == "sm_90" and self.head_dim == 72))
         if self.arch == "sm_120" and self.access == "tma" and self.head_dim in (96, 128):
-            return self.element == "half"  # spilled with the tiles of sm_80
+            return self.element == "half"  # would spill with the tile sizes of sm_80
         return (
             (self.tokens, self.head_dim) in _CORE_SHAPES
             and self.dtype == torch.bfloat16
@@ -84,9 +84,9 @@ class _Case:
         )
 
     def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns q, k, v as views of a packed tensor with the access of this case.
+        """Returns q, k, v as views of a packed tensor, for which the launch policy selects `access`.
 
-        "vector" has batch stride 0, "scalar" an offset of one element.
+        For "vector", the batch stride is 0. For "scalar", the storage offset is one element.
         """
         tokens = max(self.n_q, self.tokens)
         shape = (1 if self.access == "vector" else self.batch, tokens, 3, _HEADS, self.head_dim)
@@ -111,7 +111,7 @@ class _Case:
 
 
 def offline_builds(arch: str) -> Iterator[Build]:
-    """Yields each kernel for each shape class, dtype and access of the launch policy, and candidates of the tuner."""
+    """Yields builds for each kernel, shape class, dtype and access of the launch policy, and for tuner candidates."""
     for case in _cases(arch):
         yield from _builds(case)
     yield from _tuned_builds(arch)
@@ -134,7 +134,7 @@ def _cases(arch: str) -> Iterator[_Case]:
 
 
 def builds_of_lengths(arch: str, lengths: Iterable[tuple[int, int]]) -> Iterator[Build]:
-    """Yields the builds of bf16 and head_dim 64 for each (n_q, n_kv)."""
+    """Yields builds with bf16 and head_dim 64 for each (n_q, n_kv)."""
     for n_q, n_kv in lengths:
         yield from _builds(_Case(arch, torch.bfloat16, "half", n_kv, 64, _FULL_BATCH, "tma", queries=n_q))
 
@@ -149,7 +149,7 @@ def _fp8_builds(arch: str) -> Iterator[Build]:
 
 
 def _tuned_builds(arch: str) -> Iterator[Build]:
-    """Yields the row kernel with the other chunks that the tuner tries, for architectures with descriptors."""
+    """Yields builds of the row kernel with the other chunks that the tuner tries, on architectures with TMA."""
     for tokens, head_dim in _TUNED_SHAPES:
         case = _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, "tma")
         problem, (q, k, v) = case.problem(), case.packed()
@@ -193,5 +193,5 @@ def _builds(case: _Case) -> Iterator[Build]:
     for name, launch in zip(names, launches):
         needs = case.needs(launch.constants["TMA"])
         if not fixed:
-            needs = tuple(need for need in needs if need != "UTMASTG")  # stores are masked
+            needs = tuple(need for need in needs if need != "UTMASTG")  # masked stores do not use TMA
         yield Build(f"attention_{name}", case.name, launch, core=case.core, needs=needs)

@@ -1,7 +1,7 @@
-"""Measures configurations of the attention kernels on this machine's GPU, and writes the fastest ones to the table.
+"""Measures configurations of the attention kernels on the current GPU; writes the fastest to attention_table.json.
 
-`vit-fast kernels --tune` calls it. A candidate must compile, run, and match the output of the configuration chosen by
-rule. The candidate with the lowest median device time wins.
+`vit-fast kernels --tune` calls `tune`. A candidate must compile, run, and match the output of the default configuration
+(`attention_policy.py`). The candidate with the lowest median device time wins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..launch import Launch
 
 Config = ForwardConfig | BackwardConfig
 
-# One shape per class of the table that ViTs use: (batch, tokens, heads, head_dim).
+# (batch, tokens, heads, head_dim): one shape per class of the table (`Problem.shape_class`) that ViTs use.
 SHAPES = (
     (256, 197, 12, 64),
     (64, 577, 16, 64),
@@ -44,12 +44,12 @@ SHAPES = (
     (64, 197, 12, 32),
     (64, 577, 12, 128),
 )
-_TOLERANCE = 2e-2  # between bf16 results of order one with different tiles
+_TOLERANCE = 2e-2  # absolute and relative, for bf16 outputs of order one
 
 
 @dataclass(frozen=True)
 class Task:
-    """A kernel at a shape: its configuration by rule, its launch and its outputs."""
+    """A kernel and a problem: default configuration, function from configuration to launch, and output tensors."""
 
     kernel: str
     problem: Problem
@@ -59,7 +59,7 @@ class Task:
 
 
 def candidates(task: Task) -> Iterator[Config]:
-    """Yields configurations to measure, first the one by rule."""
+    """Yields configurations to measure; the first one is the default."""
     yield task.by_rule
     tma = task.problem.uses_tma
     if task.kernel != "forward":
@@ -80,12 +80,12 @@ def candidates(task: Task) -> Iterator[Config]:
 
 
 def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, float]:
-    """Returns the fastest configuration with a matching result, and its time.
+    """Returns the fastest configuration whose output matches, and its time in ms.
 
     Args:
-        measure: Returns the time of a launch; an exception excludes the candidate.
+        measure: Returns the time of a launch in ms; an exception excludes the candidate.
     Raises:
-        RuntimeError: the configuration by rule does not run.
+        RuntimeError: the default configuration does not run, or no configuration gives finite outputs.
     """
     best: tuple[Config, float] | None = None
     right: list[torch.Tensor] | None = None
@@ -102,7 +102,7 @@ def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, flo
             ):
                 continue
             ms = measure(task.launch(config))
-        except Exception:  # too much shared memory, a compiler error: the candidate is excluded
+        except Exception:  # e.g. a compiler error, or too much shared memory
             if right is None:
                 raise RuntimeError(f"the default configuration of {task.kernel} does not run: {config}") from None
             continue
@@ -114,7 +114,7 @@ def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, flo
 
 
 def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.device) -> Iterator[Task]:
-    """Yields a task for each of the three kernels, with random data of one shape."""
+    """Yields a task for each of the three attention kernels, with random inputs."""
     shape = (batch, tokens, 3, heads, head_dim)
     packed = torch.randn(shape, device=device, dtype=torch.bfloat16)
     gradients = torch.empty_like(packed)
@@ -138,7 +138,7 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
 def tune(
     shapes: Iterable[tuple[int, int, int, int]] = SHAPES, path: Path = TABLE_PATH, report: Callable[[str], None] = print
 ) -> None:
-    """Measures all kernels and shapes on the current GPU, and updates the table after each one.
+    """Measures all kernels and shapes on the current GPU, and updates the table after each measurement.
 
     Raises:
         RuntimeError: there is no GPU.
@@ -153,7 +153,7 @@ def tune(
 
 
 def _measure(launch: Launch) -> float:
-    """Returns the median device time in ms, with L2 cleared between calls."""
+    """Returns the median device time in ms; L2 is cleared before each launch."""
     return float(triton.testing.do_bench(launch.run, warmup=10, rep=60, return_mode="median"))
 
 

@@ -38,7 +38,7 @@ def is_comparable(baseline: Mapping[str, Any]) -> bool:
 
 
 def regressions(baseline: Mapping[str, Any], key: str, stats: Stats) -> list[str]:
-    """Lists statistics of a build that are worse than in the baseline, or that the build is not in the baseline."""
+    """Lists the statistics of a build that are worse than in the baseline; reports if the baseline lacks the build."""
     before = baseline["builds"].get(key)
     if before is None:
         return ["not in the baseline: run vit-fast kernels --update-baseline"]
@@ -57,7 +57,7 @@ def _recorded_counts(stats: Stats) -> dict[str, int]:
 
 
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
-    """Replaces the builds in `found`; other builds stay if they exist and the triton version is the same."""
+    """Writes `found`. Preserves other entries whose builds still exist, if the triton version is unchanged."""
     kept: dict[str, Any] = {}
     if path.exists() and is_comparable(old := read_baseline(path)):
         existing = {build.key(arch) for arch in ARCHS for build in builds(arch) if is_recorded(build, arch)}

@@ -4,10 +4,9 @@
         model(images)
     rows = model_launches(launches, "sm_90")
 
-Matmuls are modeled as in `matmul_model.py`, but with the instructions of the epilogue counted in SASS. Other kernels
-are modeled by instructions, waves and bytes; a loop without matrix products counts as one step. A launch takes at
-least the time to read and write its tensors once. Its floor is the time of its operations or of its bytes, whichever is
-longer, at rates that a GPU sustains.
+Matmuls are modeled as in `matmul_model.py`, but with epilogue instructions counted in SASS. The time of other kernels
+is estimated from instructions, waves and bytes; a loop without MMA counts as one iteration. No launch is faster than
+reading and writing its tensors once. `floor_us` is the longer of compute time and DRAM time, at sustained rates.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ GPUS = {
     "sm_120": ("RTX 5090", 2.41, 1792),
 }  # fmt: skip
 _SUSTAINED = 0.832  # fraction of the tensor cores' peak: 790 of 949 TFLOP/s, bf16, H100
-_STREAMED = 0.92  # fraction of the DRAM bandwidth
-_EARLY = 1750  # cycles of OVERHEAD that a dependent launch overlaps with the previous one (dependent.py)
+_STREAMED = 0.92  # sustained fraction of the DRAM bandwidth
+_EARLY = 1750  # cycles of OVERHEAD that overlap with the previous kernel if DEPENDENT (dependent.py)
 
 _ATTENTION_PRODUCTS = {"_attention_bwd_dq_kernel": 3, "_attention_bwd_dkdv_kernel": 4}
 
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Records the launches of this thread; neither compiles nor launches kernels."""
+    """Records the launches of this thread. The kernels are neither compiled nor launched."""
     found: list[Launch] = []
     with collect():
         outer, listening.listener = listening.listener, lambda launch, ready: found.append(launch)
@@ -55,7 +54,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def model_launches(launches: Sequence[Launch], arch: str) -> list[dict[str, Any]]:
-    """Compiles the kernels of launches, and returns a row for each launch."""
+    """Compiles the kernels, and returns the estimates of `model_launch` for each launch."""
     rows = []
     for launch in launches:
         compiled = compile_launch(launch, arch)
@@ -97,7 +96,7 @@ def _name(launch: Launch) -> str:
 
 @dataclass(frozen=True)
 class _Product:
-    """A launch of one or more matmuls, as a single one of `sizes` M, N, K."""
+    """The matmuls of a launch, modeled as one matmul of `sizes` (M, N, K)."""
 
     config: MatmulConfig
     sizes: tuple[int, int, int]
@@ -121,7 +120,7 @@ def _product(launch: Launch) -> _Product | None:
     if "EPILOGUE" in c:
         sizes = (args["M"], args["N"], args["K"])
         flop = 2.0 * math.prod(sizes)
-    else:  # all weight gradients as one matmul, with their tiles stacked
+    else:  # model all weight gradients as one matmul with the sum of their tiles
         pairs = [(args[f"P{suffix}"], args[f"Q{suffix}"]) for suffix in ("", "2", "3", "4")]
         sizes = (sum(config.tiles(P, Q) for P, Q in pairs) * config.block_m, config.block_n, args["M"])
         flop = 2.0 * args["M"] * sum(P * Q for P, Q in pairs)
@@ -168,7 +167,7 @@ def _bytes(launch: Launch) -> int:
 
 
 def _tensors(launch: Launch) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yields identity and bytes of each tensor; views of the same elements share an identity."""
+    """Yields a key and the bytes of each tensor; views of the same elements have the same key."""
     for value in launch.args.values():
         tensor = value.base if isinstance(value, TensorDescriptor) else value
         if isinstance(tensor, Tensor):

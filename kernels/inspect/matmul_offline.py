@@ -1,6 +1,6 @@
 """Builds of the matmul and of the kernels of linear layers, for the static checks.
 
-Shapes are those of ViT-B/16 at batch 256: 50,432 tokens, C = 768, F = 3072; in FP8 those of ViT-L/16.
+Shapes: ViT-B/16 at batch 256 (50,432 tokens, C = 768, F = 3072); in FP8, ViT-L/16.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _M, _C, _F = 50_432, 768, 3072
 _C8, _F8 = 1024, 4096
 _HALF, _FULL, _E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 _KINDS = {"half": _HALF, "tf32": _FULL, "fp8": _E4M3}
-# (epilogue, case, operands, activation, parts of K)
+# (epilogue, name of the case, operands, activation, split_k)
 _Case = tuple[str, str, Operands, str, int]
 
 
@@ -42,7 +42,7 @@ def _normed(
     dtype: torch.dtype, keep: bool = False, normalised: bool = False, gated: bool = False, C: int = _C, N: int = _F,
     result: torch.dtype | None = None, head_step: HeadStep | None = None,
 ) -> Operands:  # fmt: skip
-    """Returns operands after a norm of A's rows. `keep`: for training; `normalised`: A is normalized (fp32 x)."""
+    """Returns operands of a matmul after a norm. `keep`: store z and statistics; `normalised`: A is normalized."""
     statistics = keep and not normalised
     return Operands(
         meta(_M, C, dtype=dtype), meta(N, C, dtype=dtype), meta(_M, N // 2 if gated else N, dtype=result or dtype),
@@ -89,7 +89,7 @@ def _partial(whole: Operands) -> Operands:
 
 
 def _before_norm(operands: Operands) -> Operands:
-    """Adds the tensors that activation epilogues, forward and backward, need before a norm of the hidden layer."""
+    """Adds the tensors that an activation epilogue (forward or backward) needs if a norm of h follows."""
     if operands.column_part is not None:
         return replace(operands, hidden=meta(2, _M), along=meta(_M))
     return replace(operands, out_part=meta(_M, 2, row_parts(operands.out.shape[1])))
@@ -183,7 +183,7 @@ def _backward_cases(dtype: torch.dtype, config: MatmulConfig, widest: bool) -> I
 
 
 def _fp8_cases(dtype: torch.dtype) -> Iterator[_Case]:
-    """Yields cases with operands in e4m3; for half precision, with results in e4m3."""
+    """Yields cases with e4m3 operands if `dtype` is e4m3; else with half-precision operands and e4m3 outputs."""
     eight = dtype == _E4M3
 
     def normed(result: torch.dtype, N: int = _F8, gated: bool = False) -> Operands:
@@ -203,7 +203,7 @@ def _fp8_cases(dtype: torch.dtype) -> Iterator[_Case]:
         yield "partial", "5 parts", _partial(whole), "identity", 5
 
 
-# Cases that are core builds in the configuration with the largest tile.
+# Cases that are core builds with the first configuration of the table.
 _CORE = {
     "sm_80": ("gelu",),
     "sm_90": (
@@ -249,7 +249,7 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
                         operands, epilogue=epilogue, config=config, activation=activation, split_k=parts
                     )
                     yield Build(
-                        # with split-K, "partial" is the first launch of a "residual" matmul
+                        # "partial" is the first launch of a "residual" matmul with split-K
                         "matmul_residual" if epilogue == "partial" else f"matmul_{epilogue}",
                         f"{kind} {_tile(config)} {what}",
                         launch,
@@ -259,7 +259,7 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
 
 
 def _product_builds(arch: str) -> Iterator[Build]:
-    """Yields the matmuls of weight gradients of one linear layer, of the two of an MLP, and of the four of a block."""
+    """Yields builds of `weight_products_launch` for one linear layer, the two of an MLP, and the four of a block."""
     for kind in ("half", "tf32"):
         wide, narrow = meta(_M, _F, dtype=_KINDS[kind]), meta(_M, _C, dtype=_KINDS[kind])
         pairs, out = [(wide, narrow), (narrow, wide)] * 2, [meta(5, _F, _C), meta(5, _C, _F)] * 2
@@ -280,7 +280,7 @@ def _tile(config: MatmulConfig) -> str:
 
 
 def _other_launches(arch: str, dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    """Yields the other launches around matmuls of `dtype`; x and the parameters have the dtype `stream`."""
+    """Yields all other launches of linear layers. Matmuls use `dtype`; x and the parameters have dtype `stream`."""
     x, rows = meta(_M, _C, dtype=stream), meta(_M, _C, dtype=dtype)
     weight, vector, bias = meta(_F, _C, dtype=stream), meta(_C, dtype=stream), meta(_F, dtype=stream)
     normalised = stream == torch.float32
@@ -322,7 +322,7 @@ def _other_launches(arch: str, dtype: torch.dtype, stream: torch.dtype) -> Itera
 
 
 def _weight_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    """Yields conversions of weights, for the forward and for the backward of a LayerScale."""
+    """Yields launches that convert weights to `dtype`, or scale them by LayerScale for the backward."""
     weight, scale = meta(_F, _C, dtype=stream), meta(_F, dtype=stream)
     made, factored = ScaledWeight(meta(_F, _C, dtype=dtype), None), meta(_C)
     plain = int(dtype != stream)

@@ -1,8 +1,8 @@
 """Compiles kernels without a GPU, and reads statistics of their machine code.
 
 `builds(arch)` yields the shipped configurations from the modules in `PROVIDERS`. `compile_build` compiles one, and
-reads registers, spills, shared memory, occupancy and instructions. This needs triton, whose wheel contains ptxas and
-cuobjdump, without `TRITON_INTERPRET`.
+reads registers, spills, shared memory, occupancy and instructions. This requires ptxas and cuobjdump from triton's
+wheel. `TRITON_INTERPRET` must be unset.
 
 To add kernels, add a module with a function `offline_builds(arch)` to `PROVIDERS`.
 """
@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch import Launch, is_interpreted
 
-_SM_103 = () if TorchVersion(triton.__version__) < "3.7" else ("sm_103",)  # older cuobjdumps cannot read it
+_SM_103 = () if TorchVersion(triton.__version__) < "3.7" else ("sm_103",)  # unknown to older cuobjdumps
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", *_SM_103, "sm_120")
 # Modules in this folder that provide builds.
 PROVIDERS: tuple[str, ...] = ("attention_offline", "matmul_offline", "rotary_offline")
@@ -78,7 +78,7 @@ class Build:
         kernel: Name of the kernel, e.g. "attention_fwd_row".
         case: Description of the configuration, unique per kernel, e.g. "bf16 N197 D64".
         launch: The launch, with meta tensors.
-        core: Compiled by the static tests; `vit-fast kernels` compiles the others too.
+        core: True if the static tests compile this build; `vit-fast kernels` compiles all builds.
         needs: Required instructions, named as in `Stats.has`, e.g. ("HGMMA", "UTMALDG").
     """
 
@@ -97,7 +97,7 @@ class Stats:
     """Resources and instruction counts of a compiled build, and the seconds to compile it.
 
     If SASS has more `wgmma_waits` than PTX, ptxas has serialized wgmma (warnings C75xx). `early_accesses` are accesses
-    to global memory before the wait for the previous launch (dependent.py).
+    to global memory before the wait for the previous kernel (dependent.py).
     """
 
     registers: int
@@ -131,7 +131,7 @@ class Stats:
         return asdict(self)
 
     def has(self, instruction: str) -> bool:
-        """True if the machine code contains a SASS instruction; TCGEN05 and E4M3 stand for all such matmuls."""
+        """True if SASS contains an instruction; TCGEN05 and E4M3 stand for all tcgen05 and e4m3 MMA instructions."""
         fields = {
             "HGMMA": self.hgmma,
             "HMMA": self.hmma,
@@ -209,7 +209,7 @@ def problems(build: Build, stats: Stats, arch: str) -> list[str]:
 
 
 def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
-    """Returns types, constants and divisibility of the arguments, as triton's launcher does."""
+    """Returns types, constants and divisibility of the arguments, as triton derives them at a launch."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(launch.constants)
     attributes: dict[tuple[int, ...], Any] = {}
@@ -230,7 +230,7 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tu
 
 
 def _type_of(value: Any) -> tuple[str, bool]:
-    """Returns triton's type of an argument, and True if it is divisible by 16."""
+    """Returns triton's type of an argument, and True if the value or address is divisible by 16."""
     if isinstance(value, TensorDescriptor):
         block = ",".join(str(size) for size in value.block_shape)
         return f"tensordesc<{_TYPE_NAMES[value.base.dtype]}[{block}]>", False
@@ -264,7 +264,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 
 
 def early_accesses(sass: str) -> int:
-    """Returns the number of accesses to global memory before ACQBULK; prefetches (CCTL) do not count."""
+    """Returns the number of global memory accesses before ACQBULK (griddepcontrol.wait), excluding prefetches."""
     names = _INSTRUCTION.findall(sass)
     before = names[: names.index("ACQBULK")] if "ACQBULK" in names else []
     return sum(name in _GLOBAL_ACCESSES for name in before)
@@ -311,7 +311,7 @@ def read_stats(compiled: Any, arch: str, seconds: float) -> Stats:
 
 
 def _occupancy(limits: Limits, registers: int, shared_bytes: int, warps: int, tensor_columns: int) -> int:
-    """Returns blocks per multiprocessor; each block reserves 1 KiB of shared memory."""
+    """Returns blocks per multiprocessor; CUDA reserves 1 KiB of shared memory per block."""
     registers_per_warp = (max(registers, 1) + 7) // 8 * 8 * 32
     by_registers = 65_536 // registers_per_warp // warps
     by_shared = limits.shared_bytes // (shared_bytes + _KIB)

@@ -1,7 +1,7 @@
 """Builds of the kernels of qk-norm and rotary positions, for the static checks.
 
-Shapes are those of models: DINOv3-B (head_dim 64, 5 prefix tokens), head_dim 72 with a table per image, RMSNorm over
-head_dim 128, and the RMSNorm of InternViT-6B over all 25 heads of 128.
+Shapes: DINOv3-B (head_dim 64, 5 prefix tokens), head_dim 72 with one table per image, RMSNorm over head_dim 128, and
+InternViT-6B (RMSNorm over all 25 heads of head_dim 128).
 """
 
 from __future__ import annotations

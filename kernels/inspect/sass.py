@@ -1,4 +1,4 @@
-"""Counts the instructions of loops in SASS, as printed by cuobjdump."""
+"""Counts the instructions of loops in the SASS that cuobjdump prints."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _PRODUCT = re.compile(r"\b(?:[HQI]G?MMA|UTC\w*MMA)\b")
 
 @dataclass(frozen=True)
 class Loops:
-    """Instructions per warp.
+    """Number of instructions per warp.
 
     Args:
-        step: In one step of the innermost loop around matrix products, without `tile`.
-        tile: In one step of the outer loop, outside the innermost loop; 0 without an outer loop. In a single loop over
-            all steps of all tiles: instructions that only the last step of a tile executes.
+        step: Per iteration of the innermost loop that contains MMA instructions (the K loop), excluding `tile`.
+        tile: Per iteration of the loop around the K loop (the tile loop), excluding the K loop; 0 without a tile loop.
+            If both loops are flattened into one: the epilogue, which runs only in the last K iteration of a tile.
         once: Outside these loops.
     """
 
@@ -27,10 +27,10 @@ class Loops:
 
 
 def count_loops(sass: str) -> Loops:
-    """Returns the counts of a kernel; all are `once` if no loop has matrix products.
+    """Returns the counts of a kernel. If no loop contains an MMA instruction, all instructions count as `once`.
 
-    A loop is a backward branch around a matrix product. ptxas moves some waits for barriers out of line; these branch
-    back too, after a TRYWAIT, but are no loops.
+    A backward branch over an MMA instruction is a loop. ptxas places the retry loops of some mbarrier waits out of
+    line. They also branch backward, right after a TRYWAIT, and are not counted.
     """
     lines = [(int(m[1], 16), m[2]) for m in _LINE.finditer(sass)]
     index_of = {address: index for index, (address, _) in enumerate(lines)}
@@ -52,6 +52,6 @@ def count_loops(sass: str) -> Loops:
     inner = stop - start + 1
     around = [end - begin + 1 for begin, end in outer if begin <= start and stop <= end]
     skipped = max((to - at for at, to in branches if start <= at < to <= stop + 1), default=0)
-    # a jump over most of the loop skips the end of a tile
+    # a forward branch over more than half of the loop is assumed to skip the epilogue
     tile = around[0] - inner if around else skipped if 2 * skipped > inner else 0
     return Loops(inner if around else inner - tile, tile, executed - max([inner, *around]))

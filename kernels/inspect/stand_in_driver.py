@@ -1,11 +1,9 @@
 """Triton's launch path without a GPU: a stand-in for the CUDA driver that accepts CPU tensors and launches nothing.
 
 `install(arch)` builds a libcuda.so.1 from `stand_in_driver.c` and makes it Triton's driver for this process. Triton
-then specializes, compiles and loads kernels, encodes descriptors and packs arguments as on that GPU. Only the last call
-into the driver does nothing, so results are undefined. This serves to count and check launches and descriptors, and to
-measure host time.
-
-Install it in a separate process, without CUDA and without Triton's interpreter.
+then specializes, compiles and loads kernels, encodes descriptors and packs arguments as on that GPU. The stand-in
+counts and checks launches and descriptors. It executes no kernel, so results are undefined. It also serves to measure
+host time. Install it in a separate process, without CUDA and without Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -39,14 +37,14 @@ _COUNTERS = ("launches", "dependent", "descriptors", "modules", "violations", "l
 
 @dataclass(frozen=True)
 class Counters:
-    """Calls of the driver since it was installed or reset.
+    """Number of driver calls since the stand-in was installed or reset.
 
     Args:
         dependent: Programmatic dependent launches.
         descriptors: Encoded tensor maps, including rejected ones.
         modules: Loaded kernels.
         violations: Rejected calls.
-        largest_shared: Largest shared memory of a launch, in bytes.
+        largest_shared: Maximum shared memory of a launch, in bytes.
     """
 
     launches: int
@@ -89,7 +87,7 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
         library: A libcuda.so.1 that contains `stand_in_driver.c`; None builds it.
     Raises:
         ValueError: the architecture is unknown.
-        RuntimeError: CUDA or the interpreter is active, a driver is installed, or no C compiler is found.
+        RuntimeError: CUDA or the interpreter is active, a driver is already loaded, or the stand-in cannot be built.
     """
     if arch not in SM_COUNTS:
         raise ValueError(f"arch must be one of {', '.join(SM_COUNTS)}, got {arch!r}")
@@ -102,8 +100,8 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
     if has_stand_in():
         raise RuntimeError("the stand-in driver is already installed in this process")
     library = library or _build()
-    # Triton links its launcher against libcuda.so.1 in this folder. The loader then reuses the first library of that
-    # name in this process, which must be the stand-in.
+    # Triton links its launcher against libcuda.so.1 in this folder. When the launcher is loaded, the dynamic linker
+    # uses the libcuda.so.1 that this process loaded first. This must be the stand-in.
     os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     if not hasattr(ctypes.CDLL(library.name), "stand_in_configure"):
@@ -119,7 +117,7 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
     return StandInDriver(loaded, gpu)
 
 
-class _TritonDriver(CudaDriver):  # type: ignore[misc]  # triton brings no types
+class _TritonDriver(CudaDriver):  # type: ignore[misc]  # triton has no type annotations
     """Triton's CUDA driver with the properties of the stand-in GPU."""
 
     def __init__(self, arch: int) -> None:
@@ -134,7 +132,7 @@ class _TritonDriver(CudaDriver):  # type: ignore[misc]  # triton brings no types
 
 
 def _build() -> Path:
-    """Builds libcuda.so.1 in Triton's cache unless it is there already."""
+    """Builds libcuda.so.1 in Triton's cache folder, unless it already exists."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise RuntimeError("no C compiler found, which Triton needs too: install gcc (Debian, Ubuntu: apt install gcc)")

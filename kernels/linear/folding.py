@@ -7,14 +7,14 @@ With gamma and beta of the LayerNorm, W [F, C] and b of the linear layer, and me
     c   = W beta + b
     z   = rstd (x W''^T - mean s) + c          = LayerNorm(x) W^T + b
 
-The matmul then reads x itself, and its epilogue needs only mean and rstd of each row. s corrects the rounding of W'':
-without it, the relative error in bf16 would be 16 % for rows whose mean is 100 times their standard deviation. RMSNorm
-has no mean: W'' = W gamma, without s.
+So the matmul reads x itself, and the epilogue needs only mean and rstd of each row. s corrects the rounding of W'':
+without s, the relative error in bf16 would be 16 % for rows whose mean is 100 times the standard deviation. RMSNorm has
+no mean: W'' = W gamma, without s.
 
-One launch folds the two linear layers of a block that follow LayerNorms. It also permutes rows of W:
+One kernel folds both linear layers of a block that follow LayerNorms (qkv and fc1). The kernel also permutes rows of W:
 
-- Gated layers: row 2j is row j of the gate, row 2j + 1 is row j of the other weight. So a tile of the matmul contains
-  both factors of each product.
+- Gated layers act(g) u: row 2j of W'' is row j of the weight of g, row 2j + 1 is row j of the weight of u. So each
+  output tile of the matmul contains g and u.
 - q and k, if rotary positions rotate channels j and j + D/2: these channels become adjacent. q k^T does not depend on
   the order of channels.
 
@@ -38,7 +38,7 @@ from ..layer_norm import chunk
 
 @triton.jit
 def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
-    """Loads columns of a vector [C] in fp32; DEFAULT without a vector."""
+    """Loads columns of a vector [C] in fp32; returns DEFAULT if `pointer` is None."""
     if pointer is None:
         return tl.full(cols.shape, DEFAULT, tl.float32)
     else:
@@ -47,9 +47,9 @@ def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
 
 @triton.jit
 def row_pointers(pointer, gate_ptr, rows, C, F=0, HEAD: tl.constexpr = 0):
-    """Returns pointers to rows of the weight and of the gate, by the permuted rows of W''.
+    """Returns pointers to the rows of the weight or gate that become `rows` of W''.
 
-    HEAD: head_dim if q and k, the first two thirds of F rows, are permuted; else 0.
+    HEAD: head_dim if the rows of q and k (the first two thirds of F rows) are permuted; else 0.
     """
     if HEAD:
         place = rows % HEAD
@@ -107,10 +107,10 @@ def _fold_kernel(
     folded_ptr,  # output: [F, C] W'', in the dtype of x
     sum_ptr,  # output: fp32 [F] s; None for RMSNorm
     shift_ptr,  # output: fp32 [F] c
-    # the same of a second layer, or None:
+    # the same for a second layer, or None:
     weight2_ptr, gamma2_ptr, beta2_ptr, bias2_ptr, gate2_ptr, gate_bias2_ptr, folded2_ptr, sum2_ptr, shift2_ptr,
     F, C, F2, C2,
-    HEAD: tl.constexpr,  # of the first layer: head_dim if its q and k are permuted; else 0
+    HEAD: tl.constexpr,  # head_dim if q and k of the first layer are permuted; else 0
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -137,8 +137,8 @@ class NormedLinear:
         gamma, beta: Weight and bias of the LayerNorm [C]; None means ones, zeros.
         rms: True for RMSNorm.
         gate, gate_bias: Weight and bias of the gate, like `weight` and `bias`; None means no gate.
-        rope_head: head_dim D of a qkv layer whose channels j and j + D/2 become adjacent; else 0. Only for the first of
-            two layers that are folded together.
+        rope_head: head_dim D if channels j and j + D/2 of q and k become adjacent; else 0. Only for the first of two
+            layers that are folded together.
     """
 
     weight: Tensor
@@ -152,7 +152,7 @@ class NormedLinear:
 
     @property
     def rows(self) -> int:
-        """Rows of weight and gate."""
+        """Number of rows of weight and gate."""
         return self.weight.shape[0] * (1 if self.gate is None else 2)
 
     def contiguous(self) -> NormedLinear:
@@ -163,7 +163,7 @@ class NormedLinear:
 
 @dataclass(frozen=True)
 class FoldedLinear:
-    """A linear layer that contains the LayerNorm before it.
+    """A linear layer with the preceding LayerNorm folded in.
 
     Args:
         weight: W'' [F, C] in the dtype of x; F includes the rows of the gate.
@@ -198,7 +198,7 @@ def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear])
 
 
 def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[FoldedLinear]:
-    """Folds LayerNorms into the linear layers that follow, for inputs x of `dtype`; one launch per two layers."""
+    """Folds LayerNorms into the linear layers that follow, for x in `dtype`. Each launch folds up to two layers."""
     folded = []
     dense = [linear.contiguous() for linear in linears]
     for linear in dense:

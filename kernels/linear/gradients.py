@@ -1,7 +1,7 @@
 """Backward of linear layers after a LayerNorm or before a residual: the formulas, and the backward of the LayerNorm.
 
-After a LayerNorm, z = n W''^T + c = LayerNorm(x) W^T + b, where n = (x - mean) rstd is the normalized row. With dz the
-gradient of z, g = dz W'' the gradient of n, and U = dz^T n:
+After a LayerNorm, z = n W''^T + c = LayerNorm(x) W^T + b, where n = (x - mean) rstd (W'' and c: `folding.py`). Let dz
+be the gradient of z, g = dz W'' the gradient of n, and U = dz^T n. Indices: m (tokens), c (columns of x), f (of z):
 
     dx     = rstd (g - mean_c(g) - n mean_c(g n)), for RMSNorm without mean_c(g)
     dW     = U gamma + (sum_m dz) beta^T
@@ -11,10 +11,10 @@ gradient of z, g = dz W'' the gradient of n, and U = dz^T n:
 
 For a LayerNorm, mean_c(g) is 0 except for rounding errors, because the rows of W'' sum to 0. C mean_c(g n) is equal to
 sum_f dz (z - c). There are two cases:
-- dz is an input (qkv): one pass over dz W and x computes dx, with g = dz W gamma, which needs no folded weight. It also
-  writes n unless x is normalized already.
-- dz is the result of a matmul (fc1, before an activation): its epilogue sums dz (z - c) and stores dz~ = rstd dz. Then
-  U = dz~^T x - (sum_m dz~ mean) for every column, without another pass over x or g.
+- dz is an input (qkv): `_layer_norm_grad_kernel` computes dx from dz W and x. g = (dz W) gamma gives the same dx as
+  dz W'', because mean_c(g) is subtracted. The kernel also writes n, unless x was normalized beforehand.
+- dz is computed by a matmul (fc1, before an activation): the epilogue sums dz (z - c) and stores dz~ = rstd dz. Then
+  U = dz~^T x - sum_m(dz~ mean), where the sum over m [F] is subtracted from every column.
 
 Before a residual, y = r + ls (h W^T + b). With V = dy^T h:
 
@@ -24,8 +24,8 @@ Before a residual, y = r + ls (h W^T + b). With V = dy^T h:
 
 So the branch h W^T + b is neither saved nor recomputed.
 
-Extra programs of another launch write partial sums over SUM_ROWS rows each. The kernel that reads them adds them in
-order. This file contains the backward of the LayerNorm, `weight_gradients.py` the gradients of the parameters.
+The sums over m need no extra launch: other kernels have extra programs, which write partial sums over SUM_ROWS rows.
+The next kernel adds the partial sums in order. The gradients of the parameters are in `weight_gradients.py`.
 
 Source: differentiation of the formulas above.
 """
@@ -50,13 +50,13 @@ _AT_ONCE = tl.constexpr(64)  # parts that are loaded at once
 
 @triton.jit
 def sum_rows(tile):
-    """Returns sums over the rows of a tile of 32 or 128 columns and four warps; tl.sum has bank conflicts.
+    """Returns the column sums of a tile [rows, 32 or 128] with four warps, without the bank conflicts of tl.sum.
 
-    Each thread adds its rows of four columns; only these sums pass through shared memory.
+    Each thread sums its own rows of four columns. Only these sums pass through shared memory.
     """
     COLS: tl.constexpr = tile.shape[1]
     HALVINGS: tl.constexpr = 2 if COLS == 128 else 4
-    THREADS: tl.constexpr = 2**HALVINGS  # of a column
+    THREADS: tl.constexpr = 2**HALVINGS  # per column
     tl.static_assert(COLS * THREADS == 512, "a tile has 32 or 128 columns")
     few = tl.sum(tile.reshape(tile.shape[0] // THREADS, THREADS, COLS), 0).trans()
     for i in tl.static_range(HALVINGS):
@@ -73,7 +73,7 @@ def column_sum_programs(M, N):
 
 @triton.jit
 def store_column_sums(source_ptr, part_ptr, program, M, N):
-    """Stores one program's share of partial sums of [M, N] over rows, fp32 [M / SUM_ROWS, N]."""
+    """Stores one tile of the partial sums of [M, N] over rows, fp32 [M / SUM_ROWS, N]."""
     tiles = tl.cdiv(N, _SUM_COLS)
     part = program // tiles
     col = program % tiles * _SUM_COLS
@@ -86,22 +86,22 @@ def store_column_sums(source_ptr, part_ptr, program, M, N):
 
 
 def new_column_sums(source: Tensor) -> Tensor:
-    """Returns an empty tensor for the partial sums of `source` [M, N] over rows."""
+    """Allocates the partial sums of `source` [M, N] over rows."""
     M, N = source.shape
     return torch.empty(ceil_div(M, SUM_ROWS), N, dtype=torch.float32, device=source.device)
 
 
 def column_sum_tiles(source: Tensor) -> int:
-    """Returns `column_sum_programs`, computed on the host."""
+    """Returns the same as `column_sum_programs`, on the host."""
     M, N = source.shape
     return ceil_div(M, SUM_ROWS) * ceil_div(N, _SUM_COLS.value)
 
 
 @triton.jit
 def add_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
-    """Returns a tile whose rows add up to the sum of `parts` fp32 vectors, `stride` elements apart.
+    """Returns a tile whose column sums are the sum of `parts` fp32 vectors, `stride` elements apart.
 
-    The caller reduces the tile, so that threads add what they load before they exchange sums.
+    The caller reduces the tile. So each thread adds the values that it loads before threads exchange sums.
     """
     cols = col + tl.arange(0, COLS)
     total = tl.zeros((_AT_ONCE, COLS), tl.float32)
@@ -117,12 +117,12 @@ def add_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
 def _layer_norm_grad_kernel(
     grad_ptr,  # [M, C] dz W
     gamma_ptr,  # [C] or None
-    source_ptr,  # [M, C] x, or n without a mean
+    source_ptr,  # [M, C] x; n if mean_ptr is None
     mean_ptr,  # fp32 [M], or None if x was normalized before the matmul
-    rstd_ptr,  # fp32 [M]; with a mean, negative for a constant row
+    rstd_ptr,  # fp32 [M]; negative for a constant row, unless mean_ptr is None
     residual_ptr,  # [M, C] or None
     out_ptr,  # output: [M, C] [residual +] dx
-    normalised_ptr,  # output: [M, C] n; None without a mean
+    normalised_ptr,  # output: [M, C] n; None if mean_ptr is None
     summed_ptr,  # [M, F] dz
     sum_part_ptr,  # output: fp32 [M / SUM_ROWS, F], partial sums of dz over M
     M, C, F,
@@ -166,7 +166,7 @@ def _layer_norm_grad_kernel(
             if mean_ptr is not None:
                 stored = normalised.to(normalised_ptr.dtype.element_ty)
                 tl.store(normalised_ptr + start + cols[None, :], stored, mask=mask)
-            # tl.fma rounds here; the compiler would fuse a plain product with the sum below
+            # tl.fma rounds the product; the compiler would fuse a multiplication with the addition below
             dx = tl.fma(tl.abs(rstd)[:, None], grad - total[:, None] - normalised * along[:, None], 0.0)
             dx = dx.to(out_ptr.dtype.element_ty)
             if residual_ptr is not None:  # add rounded values, as autograd adds the gradients of two branches
@@ -195,7 +195,7 @@ def layer_norm_grad_launch(
 def layer_norm_gradient(
     grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, summed: Tensor, rms: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns [residual +] dx, normalized x in the dtype of the matmuls, and partial sums of `summed` over M."""
+    """Returns [residual +] dx, n in the dtype of the matmuls, and partial sums of `summed` over M."""
     out = torch.empty_like(grad, dtype=rows.input_dtype)
     normalised = None if rows.mean is None else torch.empty_like(rows.source)
     sum_part = new_column_sums(summed)

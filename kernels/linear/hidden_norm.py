@@ -1,16 +1,16 @@
 """Norm between the hidden layer of an MLP and its second linear layer, as in EVA-02: forward and backward.
 
-The norm is folded into the second layer, as a LayerNorm is into the first (`folding.py`). The matmul that writes the
-hidden layer h [M, F] also writes statistics of its rows; the second matmul, which adds the residual, reads h itself.
+The norm is folded into the second layer, like the LayerNorm into the first layer (`folding.py`). The matmul that writes
+the hidden layer h [M, F] also writes LayerNorm statistics of h. The second matmul reads h itself and adds the residual.
 
-Let h^ = (h - mean) rstd and y = r + ls (h^ W''^T + c). With dy the gradient of y, and g = (ls dy) W'' that of h^:
+Let h^ = (h - mean) rstd and y = r + ls (h^ W''^T + c). With the gradients dy of y and g = (ls dy) W'' of h^:
 
     dh           = rstd (g - h^ along)
     F along      = sum_f g h^ = sum_c ls dy (y' - c),       y' = h^ W''^T + c
 
-For a LayerNorm, the mean of g over f is 0 except for rounding errors. `along` can be computed before g: the forward
-saves y' - c [M, C], and one launch reads it with dy. Both have C columns, fewer than h. The launch also sums dy for the
-gradients of beta and the bias. The next matmul computes g, dh and the rest of "activation_grad". It stores h^, so that
+For a LayerNorm, the mean of g over f is 0 except for rounding errors. `along` does not depend on g: the forward saves
+y' - c [M, C], and `_along_kernel` reads y' - c and dy, which are narrower than h. This kernel also sums dy over m for
+the gradients of beta and bias. The "activation_grad" matmul computes g and dh, and stores h^ in place of h. With h^,
 the formulas of `gradients.py` for normalized rows give the gradients of W, gamma, beta and bias.
 
 Source: differentiation of the formulas above.
@@ -35,10 +35,10 @@ from .gradients import column_sum_programs, column_sum_tiles, new_column_sums, s
 
 @dataclass(frozen=True)
 class HiddenLinear:
-    """The second linear layer of an MLP, which contains the norm before it.
+    """The second linear layer of an MLP, with the preceding norm folded in.
 
     Args:
-        folded: W'' [C, F], c and s; RMSNorm has no s.
+        folded: W'' [C, F], c [C] and s [C]; no s for RMSNorm.
         eps: Epsilon of the norm.
     """
 
@@ -52,7 +52,7 @@ class HiddenRows:
 
     Args:
         branch: y' - c [M, C], in the dtype of the result.
-        statistics: Mean and rstd of h, fp32 [2, M]; rstd is negative for a constant row of half precision.
+        statistics: Mean and rstd of h, fp32 [2, M]. In half precision, rstd is negative for a constant row.
     """
 
     branch: Tensor
@@ -67,7 +67,7 @@ def hidden_linear_residual(
 
     Args:
         h: [M, F].
-        part: LayerNorm statistics of h (`row_parts.py`); None for fp32 h, which an extra launch normalizes.
+        part: LayerNorm statistics of h (`row_parts.py`); None for fp32 h, which an extra kernel normalizes.
         out_part: Output: LayerNorm statistics of the result.
     """
     folded, M, C = second.folded, h.shape[0], second.folded.weight.shape[0]
@@ -136,7 +136,7 @@ def along_launch(
 
 
 def along_rows(grad: Tensor, branch: Tensor, scale: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
-    """Returns `along` and the partial sums of dy."""
+    """Returns `along`, fp32 [M], and the partial sums of dy over M."""
     along, sum_part = grad.new_empty(grad.shape[0], dtype=torch.float32), new_column_sums(grad)
     scale = None if scale is None else scale.contiguous()
     along_launch(grad, branch, scale, width, along, sum_part).run()

@@ -1,9 +1,9 @@
 """Linear layers fused with the neighboring operations of a block: forward and backward as sequences of launches.
 
-Forward: `layer_norm_linear` (LayerNorm, linear, activation), for training `layer_norm_linear_keeping`, and
+Forward: `layer_norm_linear` (LayerNorm, linear, activation; in training `layer_norm_linear_keeping`), and
 `linear_residual` (linear, LayerScale, residual).
 Backward: `product_gradient` and `layer_norm_linear_gradient` for attention, `activation_gradient` and `input_gradient`
-for the MLP, then `weight_products` and `parameter_gradients` in other files. All tensors are contiguous.
+for the MLP, then `weight_products.py` and `vector_gradients.py`. All tensors must be contiguous.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def layer_norm_linear(
     """Returns act(LayerNorm(x) W^T + b) [M, F].
 
     Args:
-        gated: Compute act(g) u, half as wide, in place of act.
+        gated: Return act(g) u [M, F / 2], where g and u are interleaved columns of z (`folding.py`).
         head_step: Norms and rotary positions of q and k.
         out_part: Output: LayerNorm statistics of the result (`row_parts.py`).
-        dtype: Dtype of the result; None means that of `rows`.
+        dtype: Dtype of the result; None means the dtype of `rows.source`.
         out_scale: Reciprocal scale of a result in e4m3, fp32 [1].
         z: Output: the input of the activation [M, F].
         statistics: Output: mean and rstd of x, fp32 [2, M].
@@ -50,7 +50,7 @@ def layer_norm_linear(
     epilogue = "gated" if gated else "layer_norm" if head_step is None else head_step.epilogue
     config = matmul_config(operands, epilogue, activation)
     matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
-    if out_part is not None and not gated:  # the epilogue has too few registers for activation and statistics
+    if out_part is not None and not gated:  # the epilogue would spill with activation and statistics
         row_statistics_launch(out, out_part).run()
     return out
 
@@ -59,7 +59,7 @@ def layer_norm_linear_keeping(
     rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
     head_step: HeadStep | None = None, out_part: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, RowStatistics]:  # fmt: skip
-    """Returns the result of `layer_norm_linear`, the input z of the activation, and mean and rstd of x."""
+    """Returns the result of `layer_norm_linear`, the input z of the activation, and the `RowStatistics` of x."""
     source, M = rows.source, rows.source.shape[0]
     z = None if activation == "identity" and not gated else source.new_empty((M, folded.weight.shape[0]))
     finished = None if rows.part is None else torch.empty(2, M, dtype=torch.float32, device=source.device)
@@ -75,9 +75,9 @@ def linear_residual(
     """Returns [residual +] scale (h W^T + b) [M, C], and its LayerNorm statistics (`row_parts.py`) or None.
 
     Args:
-        residual: [M, C], fp32 or in the dtype of h; the result has its dtype.
+        residual: [M, C], fp32 or in the dtype of h; the result has the dtype of the residual.
         statistics: Return statistics; only for half-precision results.
-        dtype: Dtype of the result without residual; None means that of h.
+        dtype: Dtype of the result if there is no residual; None means the dtype of h.
         out8: Output: the result in e4m3 [M, C].
         out_scale: Reciprocal scales of out8, fp32 [C].
     """
@@ -113,7 +113,7 @@ class FoldedGradient:
     """Gradient dz of the output of a folded linear layer, as `activation_gradient` returns it.
 
     Args:
-        scaled: dz~ = rstd dz [M, F] in the dtype of z; dz in rows that are constant or were normalized before.
+        scaled: dz~ = rstd dz [M, F] in the dtype of z; dz in rows that are constant or were normalized beforehand.
         row_part: Partial sums of dz (z - c) over F, fp32 [M, parts].
         column_part: Partial sums of dz and of dz~ mean over M, fp32 [sums, 2, F].
     """
@@ -133,8 +133,8 @@ def activation_gradient(
         grad: Gradient dy of fc2's output [M, C].
         scaled: diag(ls) W2 [C, F].
         z: fc1's output [M, F], or [M, 2 F] if gated.
-        hidden, along: For a norm between h and fc2 (`hidden_norm.py`): its statistics and `along`. h is then returned
-            normalized.
+        hidden, along: If a norm follows h (`hidden_norm.py`): mean and rstd of h, fp32 [2, M], and `along`, fp32 [M].
+            The second result is then h^, the normalized h.
     """
     weight = scaled.weight
     (M, width), F = z.shape, weight.shape[1]
@@ -155,7 +155,7 @@ def activation_gradient(
 def input_gradient(
     gradient: FoldedGradient, rows: RowStatistics, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns [residual +] dx [M, C] twice: in the dtype of x and, if `rounded`, in that of the matmuls."""
+    """Returns [residual +] dx [M, C] in the dtype of x, and, if `rounded`, a copy in the dtype of the matmuls."""
     out = torch.empty_like(rows.source, dtype=rows.input_dtype)
     narrow = torch.empty_like(rows.source) if rounded and out.dtype != rows.source.dtype else None
     operands = Operands(
@@ -181,7 +181,7 @@ def _product(a: Tensor, b: Tensor, scale: Tensor | None = None) -> Tensor:
 def layer_norm_linear_gradient(
     grad: Tensor, rows: RowStatistics, linear: NormedLinear, weight: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns [residual +] dx in the dtype of x, normalized x [M, C], and partial sums of `grad` over M.
+    """Returns [residual +] dx in the dtype of x, the normalized x [M, C], and partial sums of `grad` over M.
 
     Args:
         grad: dz [M, F].

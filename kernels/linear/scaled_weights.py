@@ -2,9 +2,9 @@
 
     W~ = diag(ls) W / f, rounded to the dtype
 
-f is 1 except in fp16. There, a LayerScale of 1e-5 (CaiT, DINOv2) would make W~ underflow, which loss scaling does not
-prevent. So f is the largest scale, rounded down to a power of two, and the matmul multiplies by f again. One launch
-converts all weights of a step of the block. Weights that need no conversion are used directly.
+f is 1 except in fp16. In fp16, a LayerScale of 1e-5 (CaiT, DINOv2) would make W~ underflow, which loss scaling does not
+prevent. So f is the largest |ls|, rounded down to a power of two, and the epilogue of the matmul multiplies by f. One
+kernel converts up to three weights. Weights that need no conversion are used without a copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AT_ONCE = 3  # maximum number of weights per launch
 
 @triton.jit
 def _largest_power(scale_ptr, F, BLOCK: tl.constexpr):
-    """Returns the largest magnitude, rounded down to a power of two, at least 2^-126."""
+    """Returns f: the largest |ls|, rounded down to a power of two, at least 2^-126."""
     largest = tl.full((BLOCK,), 2.0**-126, tl.float32)
     for first in tl.range(0, F, BLOCK):
         largest = tl.maximum(largest, tl.abs(load_columns(scale_ptr, first + tl.arange(0, BLOCK), F, 0.0)))
@@ -64,7 +64,7 @@ def _scaled_weights_kernel(
     scale_ptr,  # [F] or None
     factor_ptr,  # output: fp32 [C], f repeated; None if f is 1
     scaled_ptr,  # output: [F, C]
-    # the same of a second and a third weight, or None:
+    # the same for a second and a third weight, or None:
     weight2_ptr, scale2_ptr, factor2_ptr, scaled2_ptr, weight3_ptr, scale3_ptr, factor3_ptr, scaled3_ptr,
     F, C, F2, C2, F3, C3,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -111,7 +111,7 @@ def scaled_weights_launch(pairs: Sequence[tuple[Tensor, Tensor | None]], into: S
 
 
 def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> list[ScaledWeight]:
-    """Returns diag(ls) W in `dtype` for pairs of W [F, C] and ls [F]; W if ls is None."""
+    """Returns diag(ls) W in `dtype` for each pair of W [F, C] and ls [F]; W in `dtype` if ls is None."""
     made: list[ScaledWeight] = []
     todo: list[tuple[tuple[Tensor, Tensor | None], ScaledWeight]] = []
     for weight, scale in pairs:
@@ -130,5 +130,5 @@ def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.d
 
 
 def in_dtype(dtype: torch.dtype, *weights: Tensor) -> list[Tensor]:
-    """Returns contiguous weights in `dtype`; copies only where necessary."""
+    """Returns contiguous weights in `dtype`; copies only if necessary."""
     return [made.weight for made in scaled_weights([(weight, None) for weight in weights], dtype)]

@@ -2,8 +2,8 @@
 
     out = [residual +] [scale] (sum over parts + bias), with LayerNorm statistics if a LayerNorm follows
 
-Small batches have too few tiles to fill a GPU; splitting K gives more. The parts are added in order, so results are
-deterministic. A program computes ROWS rows of one piece of columns (`row_parts.py`).
+With small batches, a matmul has too few tiles to fill a GPU. So several programs compute each tile, over parts of K.
+The parts are added in order, so results are deterministic. A program adds ROWS rows of one piece (`row_parts.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..matmul.matmul_tiles import READ_AT_ONCE
 from ..row_parts import PIECE, row_parts
 from .folding import load_columns
 
-_ROWS = 16  # per program: few, because M is small
-_REGISTERS = 40  # the 32 for full occupancy spill on blackwell, and there are too few programs for full occupancy
+_ROWS = 16  # rows per program; few, because M is small
+_REGISTERS = 40  # 32 (full occupancy) would spill on blackwell, and the grid is too small for full occupancy
 _PIECE = tl.constexpr(PIECE)
 
 

@@ -1,6 +1,6 @@
-"""Gradients of the vectors of a block, from the parts that `weight_gradients.py` writes: one launch for all.
+"""Gradients of the vectors of a block, computed in one launch from the partial sums of `weight_gradients.py`.
 
-Vectors are gamma and beta of LayerNorms, biases before residuals, and LayerScales; `gradients.py` states the formulas.
+Vectors are gamma and beta of LayerNorms, biases before residuals, and LayerScales. The formulas are in `gradients.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .weight_gradients import (
 )
 
 _COLS = 32  # columns per program
-_REGISTERS = 64  # the 32 for full occupancy spill, and there are too few programs for full occupancy
+_REGISTERS = 64  # 32 (full occupancy) would spill, and the grid is too small for full occupancy
 
 
 @triton.jit
@@ -70,16 +70,16 @@ def _branch_columns(
 def _vector_grad_kernel(
     # LayerNorm before a linear layer, or None:
     vector_part_ptr,  # fp32 [F / WEIGHT_ROWS, 2, C]
-    gamma_grad_ptr,  # [C] or None
-    beta_grad_ptr,  # [C] or None
+    gamma_grad_ptr,  # output: [C] or None
+    beta_grad_ptr,  # output: [C] or None
     F, C,
     # linear layer before a residual, or None:
     grad_part2_ptr,  # fp32 [sums, C2], or None
     scale_part2_ptr,  # fp32 [F2 / WEIGHT_COLS, C2], or None
     bias2_ptr,  # [C2] or None
     scale2_ptr,  # [C2] or None
-    bias_grad2_ptr,  # [C2] or None
-    scale_grad2_ptr,  # [C2] or None
+    bias_grad2_ptr,  # output: [C2] or None
+    scale_grad2_ptr,  # output: [C2] or None
     F2, C2,
     # a second LayerNorm and a second linear layer, or None:
     vector_part3_ptr, gamma_grad3_ptr, beta_grad3_ptr, F3, C3,
@@ -110,7 +110,7 @@ def _vector_grad_kernel(
 
 
 def vector_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -> Launch:
-    """Returns the launch of `_vector_grad_kernel`; its grid is empty if there are no vectors."""
+    """Returns the launch of `_vector_grad_kernel`; the grid is empty if there are no vectors."""
     args: dict[str, Any] = {}
     programs, sums = 0, 0
     for index, ((products, found), suffix) in enumerate(slots(folded, residual)):
@@ -147,7 +147,7 @@ def vector_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -
 def parameter_gradients(
     folded: Sequence[FoldedProducts], residual: Sequence[ResidualProducts]
 ) -> tuple[list[FoldedGradients], list[ResidualGradients]]:
-    """Returns the gradients of up to two linear layers of each kind, with the same M."""
+    """Returns the gradients of up to two linear layers after LayerNorms and two before residuals, with equal M."""
     first = [(products, room_for(products)) for products in folded]
     second = [(products, room_for(products)) for products in residual]
     weight_grad_launch(first, second).run()

@@ -1,7 +1,7 @@
-"""Weight gradients of the linear layers of a block, from the products of `weight_products.py`: one launch for all.
+"""Weight gradients of the linear layers of a block, computed in one launch from the matmuls of `weight_products.py`.
 
-The launch finishes up to two linear layers after LayerNorms ("folded") and two before residuals; `gradients.py` states
-the formulas. It also writes parts of the gradients of vectors for `vector_gradients.py`.
+The kernel handles up to two linear layers after LayerNorms ("folded") and up to two before residuals. The formulas are
+in `gradients.py`. The kernel also writes partial sums of the gradients of vectors for `vector_gradients.py`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _tiles(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _residual_tiles(grad_part_ptr, C, F, M, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Returns the programs of `_residual_tile`: tiles of the weight, then column sums of dy."""
+    """Returns the number of programs of `_residual_tile`: tiles of the weight, then tiles of column sums of dy."""
     tiles = _tiles(C, F, ROWS, COLS)
     if grad_part_ptr is not None:
         tiles += column_sum_programs(M, C)
@@ -115,7 +115,7 @@ def _weight_grad_kernel(
     # linear layer after a LayerNorm, or None:
     part_ptr,  # fp32 [splits, F, C], parts of dz~^T x or of dz^T n
     sum_ptr,  # fp32 [sums, F], partial sums of dz over M
-    shift_ptr,  # fp32 [sums, F], partial sums of dz~ mean, interleaved with those of dz; None for dz^T n
+    shift_ptr,  # fp32 [sums, F], partial sums of dz~ mean, interleaved with sum_ptr; None for dz^T n
     weight_ptr, gate_ptr,  # [F, C] and None, or with a gate [F / 2, C] each
     gamma_ptr,  # [C] or None
     beta_ptr,  # [C] or None
@@ -132,7 +132,7 @@ def _weight_grad_kernel(
     grad2_ptr,  # [M, C2] dy
     grad_part2_ptr,  # output: fp32 [M / SUM_ROWS, C2], partial sums of dy over M; or None
     F2, C2, splits2,
-    # a second layer of each kind, or None:
+    # a second layer after a LayerNorm and a second layer before a residual, or None:
     part3_ptr, sum3_ptr, shift3_ptr, weight3_ptr, gate3_ptr, gamma3_ptr, beta3_ptr, out3_ptr, gate_out3_ptr,
     bias_grad3_ptr, gate_bias_grad3_ptr, vector_part3_ptr,
     F3, C3, splits3, sums3,
@@ -177,7 +177,7 @@ class FoldedProducts:
 
     Args:
         part: Parts of dz~^T x or of dz^T n, fp32 [splits, F, C].
-        column_part: Partial sums over M: of dz and dz~ mean, fp32 [sums, 2, F], or for dz^T n of dz, fp32 [sums, F].
+        column_part: Partial sums of dz and dz~ mean over M, fp32 [sums, 2, F]. For dz^T n: only of dz, fp32 [sums, F].
         linear: The layer, contiguous.
     """
 
@@ -193,7 +193,7 @@ class ResidualProducts:
     Args:
         part: Parts of V = dy^T h, fp32 [splits, C, F].
         grad: dy [M, C], contiguous.
-        weight, bias, scale: The layer [C, F], [C] and its LayerScale [C], contiguous.
+        weight, bias, scale: Weight [C, F], bias [C] and LayerScale [C] of the layer, contiguous.
     """
 
     part: Tensor
@@ -205,7 +205,7 @@ class ResidualProducts:
 
 @dataclass(frozen=True)
 class FoldedGradients:
-    """Gradients of a linear layer and the LayerNorm before it, in the dtypes of the parameters; None if absent.
+    """Gradients of a linear layer and the preceding LayerNorm, in the parameters' dtypes; None for absent parameters.
 
     Args:
         vector_part: Parts of dgamma and dbeta, fp32 [F / 32, 2, C].
@@ -222,7 +222,7 @@ class FoldedGradients:
 
 @dataclass(frozen=True)
 class ResidualGradients:
-    """Gradients of a linear layer and the LayerScale after it, in the dtypes of the parameters; None if absent.
+    """Gradients of a linear layer and the following LayerScale, in the parameters' dtypes; None for absent parameters.
 
     Args:
         grad_part: Partial sums of dy over M, fp32 [M / 256, C]; None without a bias.
@@ -241,7 +241,7 @@ Residual = tuple[ResidualProducts, ResidualGradients]
 
 
 def room_for(products: FoldedProducts | ResidualProducts) -> Any:
-    """Returns empty gradients for these products."""
+    """Allocates the gradients of the parameters of the layer."""
 
     def like(tensor: Tensor | None) -> Any:
         return None if tensor is None else torch.empty_like(tensor)
@@ -263,7 +263,7 @@ def room_for(products: FoldedProducts | ResidualProducts) -> Any:
 
 
 def slots(folded: Sequence[Folded], residual: Sequence[Residual]) -> list[tuple[Any, str]]:
-    """Returns (products, gradients) or (None, None) in the order of the kernels' arguments, with their suffixes."""
+    """Returns ((products, gradients) or (None, None), suffix of the argument names), in the order of the arguments."""
     pairs = [*zip_longest(folded, residual, fillvalue=(None, None)), ((None, None), (None, None))][:2]
     return [*zip((slot for pair in pairs for slot in pair), ("", "2", "3", "4"), strict=True)]
 

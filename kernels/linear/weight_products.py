@@ -2,8 +2,8 @@
 
     part[split] = a^T b over one of `splits` parts of M, fp32
 
-A weight gradient has few output tiles, and each sums over all of M. Splitting this sum occupies all multiprocessors.
-The four gradients of a block need fewer parts together than one by one. `weight_gradients.py` adds the parts in order.
+A weight gradient has few output tiles, each a sum over M rows. Splitting this sum occupies all multiprocessors. If one
+kernel computes the four gradients of a block, fewer splits suffice. `weight_gradients.py` adds the parts in order.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _store_parts(
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Computes this program's units of a product, i.e. parts of tiles; returns its first unit of the next product."""
-    # sizes are not specialized, as in `matmul.py`
+    """Computes this program's units (one split of one tile) of one matmul; returns its first unit in the next one."""
+    # Sizes are not specialized (see `matmul.py`); these lines tell the compiler that ALIGN divides P and Q.
     P = P // ALIGN * ALIGN
     Q = Q // ALIGN * ALIGN
     tiles_p = tl.cdiv(P, BLOCK_P)
@@ -59,7 +59,7 @@ def _weight_products_kernel(
     b,  # [M, Q]
     out,  # output: fp32 [splits, P, Q]
     P, Q,
-    a2, b2, out2, P2, Q2,  # the same of other products, or None
+    a2, b2, out2, P2, Q2,  # the same for further matmuls, or None
     a3, b3, out3, P3, Q3,
     a4, b4, out4, P4, Q4,
     M, splits,
@@ -81,12 +81,12 @@ Pair = tuple[Tensor, Tensor]
 
 
 def weight_products_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config: MatmulConfig) -> Launch:
-    """Returns the launch that computes the parts of one to four products.
+    """Returns the launch that computes the parts of a^T b for one to four pairs.
 
     Args:
         pairs: a [M, P] and b [M, Q], contiguous.
-        out: Output: fp32 [splits, P, Q] per product.
-        config: Configuration, with `block_k` along M.
+        out: Output: fp32 [splits, P, Q] per pair.
+        config: Tile of P, Q and M in `block_m`, `block_n` and `block_k`.
     """
     (first, _), splits = pairs[0], out[0].shape[0]
     args: dict[str, Any] = {"M": first.shape[0], "splits": splits}
