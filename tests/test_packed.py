@@ -142,6 +142,27 @@ def _counted(model: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize(
+    ("queries", "keys", "score_bytes"), [(50, 50, 2**22), (50, 50, 1), (50, 50, 3 * 5000), (1, 65, 1)]
+)
+def test_attention_by_batched_matmuls(
+    queries: int, keys: int, score_bytes: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks the whole range in one step, one head at a time, and steps that do not divide the number of heads."""
+    if reasons := pack_reasons(torch.bfloat16):
+        pytest.skip(reasons[0])
+    monkeypatch.setattr(packed, "_is_amd", lambda: True)
+    monkeypatch.setattr(packed, "SCORES", 0)
+    monkeypatch.setattr(packed, "SCORE_BYTES", score_bytes)
+    q, k, v = (torch.randn(2, 4, n, 32).bfloat16() for n in (queries, keys, keys))
+    alpha = 32**-0.5 if scale is None else scale
+    eager = torch.softmax(q @ k.mT * alpha, -1) @ v
+    exact = torch.softmax(q.double() @ k.double().mT * alpha, -1) @ v.double()
+    verdict = judge(packed._attend(q, k, v, scale), eager, exact, 2)
+    assert verdict.passed, verdict
+
+
 @pytest.mark.parametrize("way", UNPACKED)
 def test_what_looks_into_a_block_finds_its_modules(way: str, runs: list[int]) -> None:
     model, inputs = fused(SUBJECTS["timm-vit"])
