@@ -70,9 +70,9 @@ def trace_frozen_block() -> Trace:
     vit_fast.freeze(model)
     tokens = torch.zeros(1, model.config.seqlen, model.config.embed_dim, dtype=torch.bfloat16)
     with torch.inference_mode():
-        for _ in range(64):  # until the tensor maps of most addresses that the CPU allocates are cached
+        for _ in range(256):  # until the tensor maps of most addresses that the CPU allocates are cached
             model.blocks[0](tokens)
-        traces = [Trace().run(lambda: model.blocks[0](tokens)) for _ in range(64)]
+        traces = [Trace().run(lambda: model.blocks[0](tokens)) for _ in range(256)]
     return min(traces, key=lambda trace: len(trace.functions))  # others may encode the map of a new address
 
 
