@@ -20,7 +20,7 @@ _L2_BYTES_HBM = 5120  # L2 bandwidth of other architectures in bytes per cycle: 
 _L2_PORT = 64  # bytes per cycle from L2 to one multiprocessor
 _L2_HOLDS = 2**25  # bytes
 _SHARED_BYTES = 128  # bytes per cycle of shared memory, from which the warps read the operands of mma.sync
-_LATENCY = 700  # cycles from the request of a tile of A and B to its arrival
+_LATENCY = 700  # cycles from issuing the loads of a tile of A and B to the arrival of the data
 ISSUE = 3.0  # instructions per cycle in an epilogue: 75 % of four schedulers
 DRAIN = 600  # cycles of exposed latency per epilogue: first loads and last stores
 OVERHEAD = 2500  # cycles from the end of a kernel to the arrival of the next kernel's first loads, in a CUDA graph
@@ -30,7 +30,7 @@ _INSTRUCTIONS = {
     "layer_norm": 7, "rotary": 18, "qk_norm": 29, "gated": 10, "residual": 2, "activation_grad": 35, "gated_grad": 54,
     "layer_norm_grad": 11, "partial": 4,
 }  # fmt: skip
-_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # added by GELU, a residual, statistics, an e4m3 output
+_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # added for GELU, residual, statistics, e4m3 output
 
 
 def epilogue_instructions(operands: Operands, epilogue: str, activation: str = "identity") -> int:

@@ -178,7 +178,7 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
     """
     attention: Any = parts.attention
     mlp: Any = parts.mlp
-    frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not its subclass for FP8
+    frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not Packed or FrozenFp8
     # folding reorders channels of q and k, but not the weights of their norms; only a call with `rope` supports this
     apart = rope is None and attention.qk_norm is not None and attention.rope_head
     if frozen is not None and frozen.dtype == matmul_dtype(x) and not apart:

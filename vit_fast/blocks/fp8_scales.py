@@ -55,7 +55,7 @@ class FrozenFp8(Frozen):
     def _computed(self) -> list[Tensor]:
         tensors = block_tensors(self.attention, self.mlp)
         quantized = quantize_block(tensors, self._scales, self.dtype, self.mlp.norm.kind, self.rope_head)
-        # clone half-precision layers: they may hold the parameters themselves, which a refresh must not overwrite
+        # clone half-precision layers, which may hold the parameters: a refresh must not overwrite parameters
         layers = [
             linear if linear.operand_factor is not None
             else Fp8Linear._make(tensor if tensor is None else tensor.clone() for tensor in linear)
@@ -168,7 +168,7 @@ class Fp8Scales(nn.Module):
 
 
 def scales_of(block: nn.Module) -> Fp8Scales | None:
-    """Returns the scales of a block; None if it is not calibrated."""
+    """Returns the scales of a block; None if the block is not calibrated."""
     held = block._modules
     scales = held[PLACE] if PLACE in held else None  # noqa: SIM401  # a traced module has no get
     return scales if isinstance(scales, Fp8Scales) else None

@@ -34,7 +34,7 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """Report of fuse; print it.
+    """Report of fuse, which prints as a table.
 
     Attributes:
         backend: The backend that "auto" resolved to: "eager", "sdpa" or "triton".

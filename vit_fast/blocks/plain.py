@@ -1,4 +1,4 @@
-"""Decides if a module may be bypassed, i.e. if operators may use its parameters instead of calling its forward.
+"""Decides if a module may be bypassed: operators then use the parameters of the module instead of calling forward.
 
 A module with hooks, a forward set on the instance or the class, or parameters of a tensor subclass (torchao, DTensor)
 must be called. Modules are inspected when a block is read; `Watch` then checks in every forward for changes.
@@ -34,7 +34,7 @@ def is_hooked(module: nn.Module) -> bool:
 def _only_records(hook: Any) -> bool:
     if getattr(hook, "__module__", None) != _RECORDERS or not hasattr(hook, "__code__"):
         return False
-    if torch.compiler.is_compiling():  # torch.compile cannot trace the rest; parts are read before it traces
+    if torch.compiler.is_compiling():  # torch.compile cannot trace the code below, which ran before tracing
         return True
     held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
     recorded = tuple(held[name].cell_contents for name in ("key", "index") if name in held)

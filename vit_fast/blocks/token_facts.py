@@ -38,7 +38,7 @@ NOTHING = TokenFacts()
 
 class _Last(threading.local):
     key: tuple[int, ...] | None = None  # identity and state of the last block's output
-    output: weakref.ref[Tensor] | None = None  # clears the key when the tensor is freed and its id may be reused
+    output: weakref.ref[Tensor] | None = None  # a callback clears the key when the tensor is freed: ids are reused
     facts = NOTHING
 
 
