@@ -1,7 +1,7 @@
 """Fused softmax attention, forward and backward: the functions that the operators call.
 
 Inputs are fixed, packed or masked (attention_sequences.py). Tensors are views [B, H, N, D] with arbitrary strides and
-last stride 1. So q, k and v are read in place from the output of the qkv layer, and their gradients have its layout.
+last stride 1, so q, k and v may be views of the output of the qkv layer, and dq, dk and dv of its gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def problem_of(
 ) -> Problem:  # fmt: skip
     """Returns the input of the launch policy for a call with these tensors.
 
-    The length of packed sequences is their mean, because one long sequence would determine the maximum.
+    For packed inputs, n_q and n_kv are the mean length, because a single long sequence determines the maximum.
     """
     batch, heads, n_q, head_dim = q.shape
     gpu = gpu_of(q.device)
@@ -55,19 +55,19 @@ def attention_forward(
     o_scale: torch.Tensor | None = None, sequences: torch.Tensor | None = None, keep: torch.Tensor | None = None,
     longest: int = 0,
 ) -> None:  # fmt: skip
-    """Computes o = softmax(scale q k^T) v [* o_scale] and its log-sum-exp.
+    """Computes o = softmax(scale q k^T) v [* o_scale], and the log-sum-exp of scale q k^T per query.
 
     Args:
-        q: Queries [B, H, N_q, D], D from 16 to 128; fp32, fp16 or bf16; last stride 1. B is 1 if packed.
+        q: Queries [B, H, N_q, D], D from 16 to 128; fp32, fp16 or bf16; last stride 1. B is 1 for packed inputs.
         k: Keys [B, H, N_kv, D], N_kv at least 1.
         v: Values [B, H, N_kv, D].
         o: Output [B, H, N_q, D] in q's dtype, or in e4m3 with o_scale; last stride 1.
-        lse: Output, fp32 [B, H, N_q], contiguous, base 2; inf for a row without keys.
+        lse: Output: log-sum-exp in base 2, fp32 [B, H, N_q], contiguous; inf for a query without keys.
         scale: Multiplier of q k^T; positive and finite.
         o_scale: Reciprocal scale of o in e4m3, fp32 [1]; None otherwise.
-        sequences: Packed inputs: int32 [S + 1], contiguous, on the device.
+        sequences: cu_seqlens of packed inputs: int32 [S + 1], contiguous, on the device.
         keep: Key mask of masked inputs: bool [B, N_kv], last stride 1.
-        longest: Length of the longest sequence. It affects only the choice of tiles.
+        longest: Length of the longest packed sequence; affects only the choice of tiles.
     """
     form: dict[str, Any] = {"sequences": sequences, "keep": keep}
     config = forward_config(problem_of(q, k, v, o, **form, longest=longest))

@@ -1,16 +1,17 @@
 """Attention backward: dq, dk and dv from q, k, v, o, lse and do, without an [N, N] matrix.
 
-With p = 2^(scale log2(e) q k^T - lse) recomputed tile by tile:
+The kernels recompute p = softmax(scale q k^T) per tile as 2^(scale log2(e) q k^T - lse), with lse in base 2:
 
     delta = sum_D do * o            ds = p * (do v^T - delta)
     dq = scale ds k                 dk = scale ds^T q                 dv = p^T do
 
-Two kernels, so that one program sums each gradient element in a fixed order: no atomics, deterministic results.
-- dq: a program per query tile computes delta and dq, and streams keys.
-- dkdv: a program per key tile computes dk and dv, and streams queries.
+Two kernels avoid atomics. One program sums each gradient element in a fixed order, so results are deterministic.
+- dq: one program per query tile computes delta and dq in a loop over key tiles.
+- dkdv: one program per key tile computes dk and dv in a loop over query tiles.
 
-Both stream tiles as the looped forward does. Rows past the end are read as 0 and their lse as +inf, so their p is 0.
-fp32 tiles wider than 64 columns spill in TF32, so their matmuls run in fp32.
+Masks are as in the looped forward kernel (attention_forward.py), with at most one tile after the full tiles. Queries
+past the end are read as 0 and their lse as +inf, so that their p is 0. fp32 tiles wider than 64 columns would spill
+with TF32, so their matmuls have input precision "ieee".
 
 Source: FlashAttention-2, arXiv 2307.08691.
 """
@@ -42,14 +43,14 @@ def _dq_step(
     k, v, keep, start, n_kv, qk_scale, qt, dot, lse, delta, dq,
     KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds keys start .. start + KEYS to dq / scale of a query tile."""
+    """Adds the contribution of keys start .. start + KEYS to dq / scale of a query tile."""
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
     kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
     vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
     scores = dot_transposed(qt, kt, PRECISION)  # [BLOCK_M, KEYS]
     p = tl.math.exp2(scores * qk_scale - lse[:, None])
     if MASKED or keep is not None:
-        # a masked key has score 0, and its p overflows if all real scores are much lower
+        # lse excludes masked keys and keys past the end, so the exp2 of their scores may overflow
         p = tl.where(real_keys(keep, start, n_kv, KEYS)[None, :], p, 0.0)
     dp = dot_transposed(dot, vt, PRECISION)
     return dot_add(p * (dp - delta[:, None]), kt, dq, PRECISION)
@@ -60,7 +61,7 @@ def _query_tile(
     queries, gradients, outputs, lse_ptr, delta_ptr, row_offset, start, n_q,
     ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Returns q, do, lse and delta of a query tile, and stores delta. `row_offset`: position of query 0 in lse."""
+    """Returns q, do, lse and delta of a query tile; stores delta. `row_offset`: index of query 0 of the head in lse."""
     do_early = load_tile(gradients, start, n_q, ROWS, FORM, TMA, True)
     ot = load_tile(outputs, start, n_q, ROWS, FORM, TMA, True)
     delta = tl.sum(do_early[0].to(tl.float32) * ot[0].to(tl.float32), 1)
@@ -69,7 +70,7 @@ def _query_tile(
     rows = start + tl.arange(0, ROWS)
     row_offset += rows
     tl.store(delta_ptr + row_offset, delta, mask=rows < n_q)
-    # Reload do and delta: do would stay in registers in the layout of the sum, and spill.
+    # Reload do and delta. Otherwise do would stay in registers in the layout of the reduction, and spill.
     tl.debug_barrier()
     delta = tl.load(delta_ptr + row_offset, mask=rows < n_q, other=0.0)
     qt = load_tile(queries, start, n_q, ROWS, FORM, TMA, True)
@@ -80,7 +81,7 @@ def _query_tile(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_bwd_dq_kernel(
-    # LO and HI block of tiles; keys: a: full tiles, b: the rest
+    # pointer or descriptor of the LO block of a tile, and of the HI block (_hi); keys: full tiles (_a), the rest (_b)
     q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # output: fp32 [B, H, N_q], contiguous
@@ -148,7 +149,7 @@ def _dkdv_step(
     q, do, lse_ptr, delta_ptr, row_offset, start, n_q, qk_scale, kt, vt, dk, dv,
     QUERIES: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds queries start .. start + QUERIES to dk / scale and dv of a key tile."""
+    """Adds the contribution of queries start .. start + QUERIES to dk / scale and dv of a key tile."""
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
     qt = load_tile(q, start, n_q, QUERIES, FORM, TMA, MASKED)
     dot = load_tile(do, start, n_q, QUERIES, FORM, TMA, MASKED)
@@ -159,7 +160,7 @@ def _dkdv_step(
     else:
         lse = tl.load(lse_ptr + row_offset + rows)
         delta = tl.load(delta_ptr + row_offset + rows)
-    scores = dot_transposed(kt, qt, PRECISION)  # [BLOCK_N, QUERIES], transposed
+    scores = dot_transposed(kt, qt, PRECISION)  # k q^T, [BLOCK_N, QUERIES]
     p = tl.math.exp2(scores * qk_scale - lse[None, :])
     dv = dot_add(p, dot, dv, PRECISION)
     dp = dot_transposed(vt, dot, PRECISION)
@@ -168,7 +169,7 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_bwd_dkdv_kernel(
-    # LO and HI block of tiles; queries: a: full tiles, b: the rest
+    # pointer or descriptor of the LO block of a tile, and of the HI block (_hi); queries: full tiles (_a), rest (_b)
     q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # fp32 [B, H, N_q], contiguous
@@ -234,7 +235,7 @@ def _attention_bwd_dkdv_kernel(
                 BLOCK_M, FORM, False, True,
             )  # fmt: skip
     if keep is not None:
-        # the accumulators of masked keys are not 0, but their gradients are
+        # the gradients of masked keys are 0, although the loop accumulates other values
         here = real_keys(kept, start, end, BLOCK_N)[:, None]
         dkt = chosen(dkt, here)
         dvt = chosen(dvt, here)

@@ -1,21 +1,21 @@
 """Attention forward: o = softmax(scale * q k^T) v for every head, without a causal mask, accumulated in fp32.
 
 Two kernels:
-- row: all keys of a head (at most 256) stay on chip, in up to three power-of-two chunks (197 -> 128 + 64 + 16). A query
-  tile has its full row of scores at once: one maximum, one exponential per score, no rescaling. A program loads K and V
-  once for TILES query tiles.
-- looped: keys stream through in tiles of BLOCK_N, with an online softmax (Milakov and Gimelshein, arXiv 1805.02867;
+- row: all keys of a head (at most 256) stay on chip, in up to three power-of-two chunks (197 -> 128 + 64 + 16). The
+  kernel computes all scores of a query tile before the softmax: one maximum, one exponential per score, no rescaling.
+  A program loads K and V once for TILES query tiles.
+- looped: a loop over key tiles of BLOCK_N with an online softmax (Milakov and Gimelshein, arXiv 1805.02867;
   FlashAttention-2, arXiv 2307.08691).
 
 Masks of the looped kernel, for the three forms of inputs (attention_sequences.py):
-- fixed: full tiles need no mask. At most two smaller power-of-two tiles cover the remaining keys, of which only the
-  last one may need a mask.
+- fixed: full tiles need no mask. At most two power-of-two tiles cover the remaining keys. Only the last of these tiles
+  may need a mask.
 - packed or masked, with TMA: full tiles are loaded through descriptors, the last tile of a sequence through masked
-  pointers. A descriptor's box would include the next sequence, which may contain NaN.
-- packed or masked, without TMA: all tiles go through one loop that masks, because two loops would spill.
+  pointers. A TMA box would extend into the next packed sequence, which may contain NaN.
+- packed or masked, without TMA: one loop masks all tiles, because separate loops for full and last tiles would spill.
 
-Both kernels store lse = log2(sum 2^(scale log2(e) q k^T)) for the backward. The factor scale log2(e) is applied in the
-fp32 multiply-add before exp2, never to q.
+Both kernels store lse = log2(sum 2^(scale log2(e) q k^T)) for the backward. They multiply the fp32 scores by
+scale log2(e) before exp2, instead of multiplying q.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from .attention_sequences import last_kept, real_keys, rows_of_program
 from .attention_tiles import assume_a_tile, dot_add, dot_transposed, load_tile, scaled, store_tile, zero_tile
 
 # LENGTH_CLASS consecutive lengths share one compiled row kernel. With 8, three programs for 197 keys fit on a
-# multiprocessor of sm_90; with 16, only two. With 8, the loop is 0.5 % longer than for a constant length.
+# multiprocessor of sm_90; with 16, only two. With 8, the loop over query tiles is 0.5 % longer than with constant n_kv.
 LENGTH_CLASS = tl.constexpr(8)
 
 
 @triton.jit
 def _masked_row(scores, n_kv, START: tl.constexpr, KEYS: tl.constexpr, SURE: tl.constexpr):
-    """Sets scores of keys past the last one to -inf.
+    """Sets the scores of keys past the end to -inf; `scores` begin at key START.
 
-    SURE < n_kv <= SURE + LENGTH_CLASS, so only LENGTH_CLASS columns are compared with n_kv.
+    SURE is a constant with SURE < n_kv <= SURE + LENGTH_CLASS, so only LENGTH_CLASS columns are compared with n_kv.
     """
     key = START + tl.arange(0, KEYS)
     real = (key < SURE) | ((key < SURE + LENGTH_CLASS) & (key < n_kv))
@@ -62,7 +62,7 @@ def _store_output(target, acc, inverse, o_scale_ptr, start, n_q, ROWS: tl.conste
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_fwd_row_kernel(
-    # LO and HI block of tiles; a, b, c: key tiles of up to three sizes
+    # pointer or descriptor of the LO block of a tile and of the HI block (_hi); a, b, c: key tiles of up to three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
@@ -89,7 +89,7 @@ def _attention_fwd_row_kernel(
     key_sources = ((k_a, k_a_hi), (k_b, k_b_hi), (k_c, k_c_hi))
     value_sources = ((v_a, v_a_hi), (v_b, v_b_hi), (v_c, v_c_hi))
 
-    # only the last chunk may pass the end
+    # only the last chunk may extend past the last key
     keys = ()
     values = ()
     for i in tl.static_range(COUNT):
@@ -134,7 +134,7 @@ def _online_step(
 ):  # fmt: skip
     """Adds keys start .. start + KEYS to the running maximum, sum and output of a query tile; FIRST: acc is zero.
 
-    With `keep`, a row may have no keys so far; its maximum is then -inf.
+    With `keep`, all keys so far may be masked; the running maximum is then -inf.
     """
     kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
     vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
@@ -155,7 +155,7 @@ def _online_step(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_fwd_looped_kernel(
-    # LO and HI block of tiles; a, b, c: key tiles of up to three sizes
+    # pointer or descriptor of the LO block of a tile and of the HI block (_hi); a, b, c: key tiles of up to three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
@@ -224,7 +224,7 @@ def _attention_fwd_looped_kernel(
             )
 
     lse = row_max + tl.math.log2(total)
-    if not FIXED:  # rows without keys: lse = inf makes every p of the backward 0
+    if not FIXED:  # queries without keys: with lse = inf, the backward computes p = 0
         lse = tl.where(total == 0.0, float("inf"), lse)
         total = tl.where(total == 0.0, 1.0, total)
     rows = start + tl.arange(0, BLOCK_M)

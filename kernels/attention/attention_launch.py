@@ -13,7 +13,7 @@ from ..launch import Launch
 from .attention_policy import BackwardConfig, ForwardConfig, split_head_dim
 
 LOG2_E = 1.4426950408889634
-# Integers on which Triton does not specialize: lengths, and strides, whose alignment is the constant ALIGN.
+# Integers on which Triton must not specialize: sizes and strides. The constant ALIGN contains the strides' alignment.
 UNSPECIALISED = ["n_sequences", "n_heads", "n_q", "n_kv", "keep_stride_b"] + [
     f"{name}_stride_{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bhn"
 ]
@@ -26,7 +26,7 @@ _MAX_TILE_ROWS = 256
 def access_of(*tensors: torch.Tensor) -> str:
     """Returns the fastest access that the layout of these tensors [B, H, N, D] allows, see `Problem.access`.
 
-    An output in e4m3 needs rows aligned to 8 bytes, not 16: it is only written, e.g. with 72 channels.
+    Rows of e4m3 tensors, which are only outputs, may be aligned to 8 instead of 16 bytes, e.g. with 72 channels.
     """
     if tma_allows(*tensors):
         return "tma"
@@ -49,7 +49,7 @@ def _tma_allows(tensor: torch.Tensor) -> bool:
     if tensor.data_ptr() % _TMA_ALIGNMENT or tensor.storage_offset() * size % _TMA_ALIGNMENT:
         return False
     for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1]):
-        # the stride of a dimension of length 1 does not matter: _descriptor passes a legal one
+        # the stride of a dimension of length 1 does not matter: _descriptor replaces it by a legal stride
         if length > 1 and (stride <= 0 or stride * size % _TMA_ALIGNMENT or stride * size >= _TMA_MAX_STRIDE):
             return False
     return all(0 < length < 2**31 for length in tensor.shape)
@@ -63,7 +63,7 @@ def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescript
 
 
 def _tile_arguments(name: str, tensor: torch.Tensor, rows: int, tma: bool) -> dict[str, Any]:
-    """Returns the arguments `name` and `name`_hi, the LO and HI block of a tile; None if absent."""
+    """Returns the arguments `name` and `name`_hi for the LO and HI blocks of a tile (attention_tiles.py)."""
     lo, hi = split_head_dim(tensor.shape[-1])
     if rows == 0:
         return {name: None, f"{name}_hi": None}
@@ -107,13 +107,13 @@ def tiled_launch(
     sequences: torch.Tensor | None,
     keep: torch.Tensor | None,
 ) -> Launch:
-    """Returns the launch of an attention kernel. A program owns a tile of queries or keys, and streams the other side.
+    """Returns the launch of an attention kernel. A program owns tiles of queries and loops over keys, or vice versa.
 
     Args:
-        own, streamed: Tensors [B, H, N, D] by argument name.
+        own, streamed: Tensors [B, H, N, D] by argument name: of the tiles that a program owns, and of the loop.
         block: Rows of an own tile.
         pieces: Rows of the streamed tiles a, b and c; 0 if absent.
-        tiles: Own tiles per head. Ignored for packed inputs.
+        tiles: Programs per head. Ignored for packed inputs.
         args, constants: Further arguments of the kernel.
     """
     fixed = sequences is None and keep is None

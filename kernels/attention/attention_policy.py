@@ -1,4 +1,4 @@
-"""Launch policy of the attention kernels: configurations from a table of tuned entries or else from rules."""
+"""Launch policy of the attention kernels: a tuned configuration from attention_table.json, or else one from rules."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TABLE_PATH = Path(__file__).with_name("attention_table.json")
 MAX_ROW_KEYS = 256
 MIN_BLOCK = 16
 _SMALL_AMPERE = ("sm_86", "sm_89")  # without maxnreg, ptxas gives some kernels too few registers
-SHORT = 64  # tokens; larger tiles would be mostly empty for such sequences, e.g. windows of Qwen2.5-VL
-# (largest chunk, maximum chunks) of the row kernel, the default first. All cover MAX_ROW_KEYS keys, because a tuned
-# entry applies to every length up to that.
+SHORT = 64  # tokens; for sequences up to this length (windows of Qwen2.5-VL), larger tiles would be mostly empty
+# (largest chunk, maximum number of chunks) of the row kernel; the first pair is the default. Each pair covers
+# MAX_ROW_KEYS keys, because a tuned entry applies to all lengths up to MAX_ROW_KEYS.
 ROW_CHUNKS = ((128, 3), (128, 2), (256, 1))
 
 
@@ -28,10 +28,10 @@ class ForwardConfig:
         scheme: Kernel: "row" (all keys on chip, at most 256) or "looped".
         block_m: Queries per tile.
         block_n: Keys per tile of the looped kernel; largest chunk of the row kernel.
-        chunks: Maximum chunks of the row kernel, 1 to 3. 197 keys are (128, 64, 16) in three chunks, 256 in one.
-        tiles: Maximum query tiles per program of the row kernel.
+        chunks: Maximum number of chunks of the row kernel, 1 to 3. In three chunks, 197 keys are (128, 64, 16).
+        tiles: Maximum number of query tiles per program of the row kernel.
         tma: Use TMA descriptors if the layout allows.
-        dependent: Start before the previous launch has ended (dependent.py).
+        dependent: Start before the previous kernel has ended (dependent.py).
     """
 
     scheme: str
@@ -60,9 +60,9 @@ class BackwardConfig:
 
 @cache
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Returns two power-of-two blocks that hold head_dim columns; the second is 0 if one is enough.
+    """Returns the widths (LO, HI) of power-of-two blocks that hold head_dim columns; HI is 0 if one block is enough.
 
-    48 -> (32, 16), 72 and 80 -> (64, 16), 96 -> (64, 32), 112 -> (128, 0), 16 at least.
+    48 -> (32, 16), 72 and 80 -> (64, 16), 96 -> (64, 32), 112 -> (128, 0). A block has at least 16 columns.
     """
     whole = max(MIN_BLOCK, 1 << (head_dim - 1).bit_length())
     lo = whole // 2
@@ -75,7 +75,7 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
     """Covers `length` by at most `pieces` descending powers of two from 16 to `largest`, with the least excess.
 
-    Only the last piece exceeds the length: 197 -> (128, 64, 16). Of equal covers, returns the one with fewer pieces.
+    Only the last piece extends past the length: 197 -> (128, 64, 16). Of equal covers, returns the shortest.
     """
     if length <= 0:
         return ()
@@ -100,9 +100,9 @@ class Problem:
     """Input of the launch policy.
 
     Args:
-        element: The `product_kind` of the tensors: "half" or "tf32".
-        access: Fastest access that the layout of all tensors allows: "tma" (descriptors), "vector" (16-byte loads, e.g.
-            because a stride is 0), or "scalar" (unaligned rows).
+        element: The `product_kind` of the tensors (device.py): "half" or "tf32".
+        access: Fastest access that the layout of all tensors allows: "tma" (descriptors), "vector" (aligned 16-byte
+            loads, if e.g. a stride of 0 excludes TMA), or "scalar" (unaligned rows).
         form: "fixed", "packed" or "masked" (attention_sequences.py).
     """
 
@@ -118,13 +118,13 @@ class Problem:
 
     @property
     def of_one_long(self) -> Problem:
-        """The same problem with a fixed sequence that is too long for the row kernel."""
+        """The same problem with fixed inputs that are too long for the row kernel."""
         longest = MAX_ROW_KEYS + 1
         return replace(self, n_q=max(self.n_q, longest), n_kv=max(self.n_kv, longest), form="fixed")
 
     @property
     def width(self) -> int:
-        """Columns of a tile, with padding."""
+        """Columns of a tile, including padding."""
         return sum(split_head_dim(self.head_dim))
 
     @property
@@ -138,13 +138,13 @@ class Problem:
 
     @property
     def shape_class(self) -> str:
-        """The key of the tuned table: element, width, length and access."""
+        """The key in the tuned table: element, width, length and access."""
         length = "short" if self.n_kv <= MAX_ROW_KEYS else "long"
         access = "vector" if self.access == "tma" and not self.uses_tma else self.access
         return f"{self.element}/{self.width}/{length}/{access}"
 
 
-# (columns, padded keys) up to which the row kernel does not spill, by generation and TMA.
+# Maximum (columns, padded keys) for which the row kernel does not spill, by generation and use of TMA.
 _ROW_LIMITS = {
     ("hopper", True): (80, 256),
     ("hopper", False): (64, 256),
@@ -161,7 +161,7 @@ def forward_config(problem: Problem) -> ForwardConfig:
     config = ForwardConfig(**measured) if measured else _forward_rule(problem)
     if config.scheme == "row":
         config = replace(config, tiles=_tiles_per_program(problem, config))
-    early = config.tiles == 1 and problem.element == "half" and starts_early(problem.arch)  # spills in TF32
+    early = config.tiles == 1 and problem.element == "half" and starts_early(problem.arch)  # TF32 would spill
     return replace(config, dependent=early)
 
 
@@ -182,7 +182,7 @@ def dkdv_config(problem: Problem) -> BackwardConfig:
 def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
     """Adapts the configuration of a long fixed sequence to packed and masked inputs.
 
-    Tiles are smaller for short sequences, and where the last tile, masked and as large as the others, would spill.
+    Reduces tiles for short sequences, and for kernels whose last tile, which has full size and a mask, would spill.
     """
     width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
     if problem.n_q <= SHORT or (blackwell and width == 128):
@@ -208,17 +208,17 @@ def _dkdv_of_sequences(problem: Problem, config: BackwardConfig) -> BackwardConf
     if width >= 80 and problem.generation == "ampere" and problem.form == "masked":
         config = replace(config, block_m=16)
     if width == 80 and (problem.arch == "sm_80" if half else problem.arch in _SMALL_AMPERE):
-        config = replace(config, block_m=16)  # 32 queries spill; in half precision only with triton 3.6
+        config = replace(config, block_m=16)  # tiles of 32 queries spill, in half precision only with triton 3.6
     if width == 128 and problem.generation == "hopper" and config.tma:
         config = replace(config, block_m=64, num_warps=8)
     return config
 
 
 def _tiles_per_program(problem: Problem, config: ForwardConfig) -> int:
-    """Returns query tiles per program: config.tiles, or fewer, for at least four programs per multiprocessor."""
+    """Returns query tiles per program: config.tiles, or fewer to launch at least four programs per multiprocessor."""
     tiles = -(-problem.n_q // config.block_m)
     per_program = config.tiles
-    # the kernel for a single tile spills on ampere
+    # with a single query tile per program, the row kernel spills on ampere
     fewest = 2 if problem.generation == "ampere" else 1
     while per_program > fewest and problem.batch_heads * -(-tiles // per_program) < 4 * problem.sm_count:
         per_program //= 2
@@ -235,14 +235,14 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         return ForwardConfig("looped", 32, 32, num_warps=4, num_stages=1)
     most_columns, most_keys = _ROW_LIMITS[generation, tma]
     keys = sum(cover(problem.n_kv, 128, 3))
-    # 100 KB of shared memory fit one program of the row kernel, or three of the looped kernel, which overlap loads,
-    # exponentials and matmuls
+    # in 100 KB of shared memory, only one program of the row kernel fits, or three of the looped kernel, which overlap
+    # loads, exponentials and matmuls
     alone = problem.arch in ("sm_86", "sm_89", "sm_120") and width * (4 * keys + 128) > 49 * 1024
     if generation == "ampere" and (problem.n_q <= 64 or alone) and 128 < keys <= most_keys and width <= most_columns:
-        # few queries (attention pooling) are a single tile, for which the row kernel spills (_tiles_per_program)
+        # up to 64 queries (attention pooling) are a single tile, for which the row kernel spills (_tiles_per_program)
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if width <= most_columns and keys in range(1, most_keys + 1):
-        # one query tile per program on blackwell: two would need all of its tensor memory
+        # one query tile per program on blackwell: two would need all tensor memory of the multiprocessor
         tiles = 1 if generation == "blackwell" else 4
         return ForwardConfig("row", 64, 128, tiles=tiles, num_warps=4, num_stages=1, tma=tma)
     if tma and generation == "hopper":
@@ -250,20 +250,20 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
     if tma:
         return ForwardConfig("looped", 128, 64, num_warps=4, num_stages=2, tma=True)
     if problem.arch == "sm_120" and width == 128:
-        # 128 queries spill
+        # tiles of 128 queries spill
         return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
     if generation == "ampere" and width == 48 and problem.arch != "sm_80":
-        # needs 168 registers: three programs of 4 warps fit, or one of 8; spills with 128
+        # 168 registers per thread: three programs of 4 warps fit, but only one of 8 warps; 128 registers would spill
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
-        # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits
+        # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits per multiprocessor
         return ForwardConfig("looped", 128, 64, num_warps=8, num_stages=2, maxnreg=128 if width == 48 else None)
     return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=1)
 
 
 def _dq_rule(problem: Problem) -> BackwardConfig:
     if problem.element != "half" and problem.width > 64:
-        # 32 queries spill on sm_80; without maxnreg, ptxas uses 64 registers and spills
+        # tiles of 32 queries spill on sm_80; without maxnreg, ptxas uses 64 registers and spills
         return BackwardConfig(16, 32, num_warps=8, num_stages=1, maxnreg=128)
     if problem.element != "half" or problem.access == "scalar":
         return BackwardConfig(32, 32, num_warps=8, num_stages=1)
@@ -285,12 +285,12 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
     if problem.generation == "ampere" and problem.width == 128:
         return BackwardConfig(32, 32, num_warps=8, num_stages=2)
     if problem.arch == "sm_120" and problem.width == 96:
-        # 32 queries spill
+        # tiles of 32 queries spill
         return BackwardConfig(16, 64, num_warps=8, num_stages=2)
     if problem.generation == "ampere":
         return BackwardConfig(32, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=2)
     if problem.uses_tma:
-        # 64 queries with 128 columns spill on hopper
+        # tiles of 64 queries with 128 columns spill on hopper
         block_m = 32 if problem.generation == "hopper" and problem.width == 128 else 64
         # without maxnreg, ptxas uses 128 registers on blackwell and spills
         maxnreg = 168 if problem.generation == "blackwell" and problem.width == 48 else None

@@ -5,11 +5,11 @@ Inputs come in three forms:
 - fixed: q [B, H, N_q, D], k and v [B, H, N_kv, D]. Every query attends to every key of its head.
 - packed: q, k, v [1, H, total, D], and `sequences` (cu_seqlens), int32 [S + 1] on the device: the start of each
   sequence and the end of the last one. The host does not know the lengths, so it launches total // BLOCK + S + 1
-  programs per head. Each is a slot for one tile. The slots of sequence i begin at sequences[i] // BLOCK + i, and are
-  always enough for its tiles. A program searches for the sequence of its slot. Rows after the last sequence have no
-  keys; their results are 0.
-- masked: like fixed, with a key mask `keep`, bool [B, N_kv]. The loop over keys ends at the last unmasked key. The
-  output of a query without keys is 0, as in torch's attention.
+  programs per head, each for one slot. A slot has room for one tile. The slots from sequences[i] // BLOCK + i on belong
+  to sequence i, and always suffice for all tiles of the sequence. Each program searches for the sequence of its slot.
+  Rows after the last sequence have no keys, and results of 0.
+- masked: like fixed, with a key mask `keep`, bool [B, N_kv]. Loops over keys end at the last unmasked key. The output
+  of a query without keys is 0, as in torch's scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_WAYS = tl.constexpr(128)  # sequences compared at once; two steps search 16,384 sequences
+_WAYS = tl.constexpr(128)  # entries of `sequences` compared at once; two comparisons search 16,384 entries
 _KEYS_AT_ONCE = tl.constexpr(1024)
 
 
 @triton.jit
 def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
-    """Counts the sequences in `index` whose first slot is at or before `slot`."""
+    """Counts the sequences in `index`, if `inside` is True, whose first slot is at or before `slot`."""
     first = tl.load(sequences + index, mask=inside, other=0) // BLOCK + index
     return tl.sum((inside & (first <= slot)).to(tl.int32), 0)
 
 
 @triton.jit
 def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
-    """Returns (start, begin, end, others_end) of a slot: first row of its tile, begin and end of its sequence.
+    """Returns (start, begin, end, others_end) of a slot: first row of the tile, begin and end of the sequence.
 
-    `others_end` is the end of the streamed rows: `end`, or `begin` after the last sequence.
+    `others_end` is the end of the streamed rows: `end`, or `begin` (no rows) after the last sequence.
     """
     stride = tl.cdiv(n_sequences + 1, _WAYS)
     index = tl.arange(0, _WAYS) * stride
@@ -55,9 +55,9 @@ def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
 
 @triton.jit
 def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl.constexpr):
-    """Returns (b, h, bh, start, begin, end, others_end): image, head, head index in the batch, then as `_find_rows`.
+    """Returns (b, h, bh, start, begin, end, others_end): image, head, b n_heads + h, and the results of `_find_rows`.
 
-    Tiles of one head are adjacent on the grid, so that they share its K and V in L2.
+    Programs of one head are adjacent on the grid, so that they share the streamed tensors of the head in L2.
     """
     if sequences is not None:
         slots = n_rows // BLOCK + n_sequences + 1
@@ -79,7 +79,7 @@ def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl
 
 @triton.jit
 def real_keys(keep, start, n_kv, KEYS: tl.constexpr):
-    """Returns True for keys start .. start + KEYS that exist and are not masked."""
+    """Returns a mask [KEYS], True for keys start .. start + KEYS that exist and are not masked by `keep`."""
     key = start + tl.arange(0, KEYS)
     real = key < n_kv
     if keep is not None:

@@ -1,14 +1,14 @@
-"""Device helpers of the attention kernels: loads, stores and products of tiles of one head.
+"""Device helpers of the attention kernels: loads, stores and matmuls of tiles of one head.
 
 A tile holds ROWS rows of one head, [ROWS, D]. Triton's blocks have power-of-two sizes. A tile is therefore a tuple of
-one or two blocks, LO and HI columns wide (80 = 64 + 16). Padding to the next power of two (128) would cost more.
+one or two blocks, LO and HI columns wide (80 = 64 + 16). One block of 128 columns would need more loads and MMA.
 
 Tensors [B, H, N, D] with arbitrary strides and last stride 1 are accessed through TMA descriptors or pointers. Related
 arguments are grouped:
 
 - source, target: (descriptor or pointer of the LO block, of the HI block, image, head, strides of images, heads, rows).
-  Strides are in units of ALIGN elements: their product with a constant shows the compiler that rows are aligned.
-- FORM: (D, LO, HI, WIDE, ALIGN). WIDE: offsets within a tile need int64.
+  Strides are in units of ALIGN elements: multiplying by this constant shows the compiler that rows are aligned.
+- FORM: (D, LO, HI, WIDE, ALIGN). HI: 0 if there is no second block. WIDE: offsets within a tile need int64.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_TF32 = tl.constexpr("tf32")  # triton 3.6 fails with a string as default
+_TF32 = tl.constexpr("tf32")  # triton 3.6 fails if the default of an argument is a string
 
 
 @triton.jit
 def _pointers(source, start, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FORM: tl.constexpr):
-    """Returns pointers to a block; offsets of images and heads are int64."""
+    """Returns pointers [ROWS, COLS] to a block; the offset of the tile is int64."""
     pointer, _, b, h, stride_b, stride_h, stride_n = source
     WIDE: tl.constexpr = FORM[3]
     ALIGN: tl.constexpr = FORM[4]
@@ -35,7 +35,7 @@ def _pointers(source, start, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.
 
 @triton.jit
 def _mask(start, n_rows, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr):
-    """Returns True for elements of a block inside the head."""
+    """Returns a mask [ROWS, COLS] of a block, True for elements with row < n_rows and column < D."""
     mask = (start + tl.arange(0, ROWS))[:, None] < n_rows
     if COLUMN + COLS > D:
         mask = mask & ((COLUMN + tl.arange(0, COLS))[None, :] < D)
@@ -47,7 +47,7 @@ def _load_block(
     source, start, n_rows, INDEX: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Loads a block; elements outside the tensor are 0, with TMA by hardware."""
+    """Loads the LO (INDEX 0) or HI (INDEX 1) block of a tile; see `load_tile`."""
     D: tl.constexpr = FORM[0]
     COLS: tl.constexpr = FORM[1 + INDEX]
     COLUMN: tl.constexpr = INDEX * FORM[1]
@@ -66,7 +66,7 @@ def _load_block(
 
 @triton.jit
 def load_tile(source, start, n_rows, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr):
-    """Loads rows start .. start + ROWS of one head; MASKED: some may lie past its end."""
+    """Loads rows start .. start + ROWS of one head. Rows past n_rows (MASKED) or the tensor (TMA) are 0."""
     lo = _load_block(source, start, n_rows, 0, ROWS, FORM, TMA, MASKED)
     if FORM[2] > 0:
         return lo, _load_block(source, start, n_rows, 1, ROWS, FORM, TMA, MASKED)
@@ -92,7 +92,7 @@ def _store_block(
 
 @triton.jit
 def store_tile(target, tile, start, n_rows, ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr):
-    """Stores rows start .. start + ROWS of one head; skips elements outside the tensor."""
+    """Stores rows start .. start + ROWS of one head; skips rows past n_rows (with TMA, past the end of the tensor)."""
     _store_block(target, tile[0], start, n_rows, 0, ROWS, FORM, TMA)
     if FORM[2] > 0:
         _store_block(target, tile[1], start, n_rows, 1, ROWS, FORM, TMA)
@@ -127,7 +127,7 @@ def chosen(tile, rows):
 
 @triton.jit
 def dot_transposed(a, b, PRECISION: tl.constexpr = _TF32):
-    """Returns a b^T, fp32 [ROWS_A, ROWS_B]."""
+    """Returns a b^T, fp32 [ROWS_A, ROWS_B], for tiles a and b."""
     product = tl.dot(a[0], b[0].T, input_precision=PRECISION)
     if len(a) > 1:
         product = tl.dot(a[1], b[1].T, product, input_precision=PRECISION)
@@ -136,7 +136,7 @@ def dot_transposed(a, b, PRECISION: tl.constexpr = _TF32):
 
 @triton.jit
 def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
-    """Returns [acc +] weights @ tile; rounds weights, fp32 [ROWS, KEYS], to the tile's dtype."""
+    """Returns the tile [acc +] weights @ tile; rounds weights, fp32 [ROWS, KEYS], to the dtype of `tile`."""
     weights = weights.to(tile[0].dtype)
     if acc is None:
         lo = tl.dot(weights, tile[0], input_precision=PRECISION)
@@ -154,10 +154,10 @@ def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
 
 @triton.jit
 def assume_a_tile(n_full, TMA: tl.constexpr):
-    """Tells the compiler that a loop over n_full rows runs at least once.
+    """Tells the compiler that the loop over n_full rows has at least one iteration.
 
-    Otherwise the compiler merges the wgmma accumulators in flight with zeros, and ptxas serializes wgmma (warning
-    C7515). This happens only in loops with TMA loads.
+    Otherwise the compiler merges the accumulators of asynchronous wgmma with zeros, and ptxas serializes the wgmma
+    instructions (warning C7515). This happens only in loops with TMA loads.
     """
     if TMA:
         tl.assume(n_full > 0)

@@ -6,8 +6,8 @@
     "gated":             out = act(g) u, half as wide; columns 2j and 2j + 1 of z are g and u (`folding.py`)
     "residual":          out = [residual +] [scale] (acc + bias)
 
-If a norm of A's rows is folded into B, "residual" uses z without bias in place of acc. In "layer_norm" and its
-variants, `scale` contains the scales of e4m3 weights; in "residual", `scale` and `bias` include them.
+If a norm of A's rows is folded into B, "residual" uses z - bias in place of acc. `scale` contains the scales of e4m3
+weights. In "residual", `scale` also contains LayerScale, and `bias` is divided by the scales of e4m3 weights.
 
 `where` is (row, column, M, N) of a piece of a tile, SHAPE is (rows, columns, TMA, dtype of the stored values).
 """
@@ -29,7 +29,7 @@ def row_factors(
     row_part_ptr, mean_ptr, rstd_ptr, row, M, K, eps, first_column,
     ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (rstd, -rstd mean), or (1, 0) without statistics. Tiles in the first column store mean and rstd."""
+    """Returns (r, -r mean), r = max(rstd, 0); (1, 0) without statistics. If `first_column`, stores mean and rstd."""
     scale = tl.full((ROWS,), 1.0, tl.float32)
     shift = tl.zeros((ROWS,), tl.float32)
     if row_part_ptr is not None:
@@ -46,7 +46,7 @@ def row_factors(
 
 @triton.jit
 def normed(acc, weight_sum_ptr, scale_ptr, factors, where, COLS: tl.constexpr):
-    """Returns z without bias; `scale_ptr`: scales of e4m3 weights."""
+    """Returns z - bias. factors: From `row_factors`. scale_ptr: Scales of e4m3 weights, or None."""
     col, N = where[1], where[3]
     cols = col + tl.arange(0, COLS)
     value = acc * factors[0][:, None]
@@ -62,7 +62,7 @@ def layer_norm_epilogue(
     acc, out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, factors, heads, where,
     SHAPE: tl.constexpr, HEADS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Stores z and out; returns out as stored."""
+    """Stores z, if not None, and out; returns out in the stored dtype."""
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     COLS: tl.constexpr = SHAPE[1]
@@ -90,7 +90,7 @@ def layer_norm_epilogue(
 
 @triton.jit
 def residual_epilogue(acc, out, z, addend, bias_ptr, scale_ptr, where, SHAPE: tl.constexpr):
-    """Stores acc in z, and out; returns out as stored."""
+    """Stores acc in z, if not None, and stores out; returns out in the stored dtype."""
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     COLS: tl.constexpr = SHAPE[1]

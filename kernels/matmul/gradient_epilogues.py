@@ -1,18 +1,18 @@
-"""Backward epilogues of `matmul.py`, with acc = A B, and mean and rstd of the rows of the LayerNorm's input x:
+"""Backward epilogues of `matmul.py`. acc = A B; mean and rstd belong to the rows of the LayerNorm's input x:
 
     "activation_grad": h = act(z),  dz = acc act'(z),  out = rstd dz
-    "gated_grad":      the same after "gated": acc [M, N] is the gradient of h = act(g) u; z and out are twice as wide
-    "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient, h is out in the dtype of A
-                       coefficient = rstd^2 / N sum dz (z - c)
+    "gated_grad":      h = act(g) u with g and u as in "gated"; acc is dh [M, N], and z, dz and out are [M, 2 N]
+    "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient; stores out in h too, in the dtype of A
+                       coefficient = rstd^2 / N sum dz (z - bias)
 
-The first two also store partial sums: of dz (z - c) per row, and of dz and out mean per column. Exceptions:
+The first two also store partial sums: of dz (z - bias) per row, and of dz and of out * mean per column. Exceptions:
 
-- If a norm of h follows (`hidden_norm.py`), acc is the gradient of the normalized h^. The backward of the norm
-  subtracts h^ along from acc, where along is mean(acc h^). h^ is stored in place of h.
+- If a norm of h follows (`hidden_norm.py`), acc is the gradient of the normalized h^. With along = mean(acc h^) per
+  row, the gradient of h is then |rstd of h| (acc - h^ along). h^ is stored in place of h.
 - If a row is constant (rstd < 0, see `layer_norm.py`), "activation_grad" uses 1 in place of rstd, and
-  "layer_norm_grad" multiplies acc by |rstd|. So numbers that cancel in the weight gradient, dz~ (x - mean), are a
-  thousand times smaller.
-- If the rows were normalized beforehand, there is no mean. rstd is 1 in "activation_grad" and "gated_grad", and
+  "layer_norm_grad" multiplies acc by |rstd|. The weight gradient out^T (x - mean) is a difference of large numbers.
+  With rstd, about 1 / sqrt(eps), these numbers would be a thousand times larger.
+- If x was normalized before the matmul, there is no mean. rstd is 1 in "activation_grad" and "gated_grad", and
   "layer_norm_grad" computes out = [residual +] rstd acc - x coefficient, with rstd in place of rstd^2.
 
 `where` and SHAPE are as in `forward_epilogues.py`.
@@ -32,7 +32,7 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def activation_row_factors(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr):
-    """Returns (rstd, mean) for "activation_grad"."""
+    """Returns (rstd, mean) for "activation_grad" and "gated_grad"; see the exceptions above."""
     rstd = tl.full((ROWS,), 1.0, tl.float32)
     mean = tl.zeros((ROWS,), tl.float32)
     if mean_ptr is not None:
@@ -59,7 +59,7 @@ def layer_norm_row_factors(mean_ptr, rstd_ptr, row_part_ptr, row, M, N, ROWS: tl
 def _in_layout_of(tile, anchor):
     """Returns `tile` in the register layout of `anchor`.
 
-    Otherwise the compiler computes the activation twice, in the layouts of acc and of h. ptxas removes the mov.
+    Otherwise the compiler computes the activation in the layouts of both acc and h. ptxas removes the mov instruction.
     """
     if _INTERPRETED:
         return tile
@@ -71,7 +71,7 @@ def _in_layout_of(tile, anchor):
 
 @triton.jit
 def _through_norm(acc, hidden, statistics_ptr, along_ptr, where, SHAPE: tl.constexpr):
-    """Returns the gradient of h from that of the normalized h^, and h^."""
+    """Returns the gradient of h, given acc, the gradient of the normalized h^; also returns h^."""
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     mean = load_rows(statistics_ptr, row, M, ROWS)
@@ -119,17 +119,17 @@ def activation_grad_epilogue(
         if along_ptr is not None:
             value = hidden
         store_tile(h, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
-    if not GATED:  # after the store of h: 178 registers instead of 236
+    if not GATED:  # computed after the store of h, which needs 178 registers instead of 236
         grad = acc * slope
     width = WIDER * N
     bias = tl.load(bias_ptr + cols, mask=cols < width, other=0.0)
-    # the gradient is 0 in rows past M and columns past N, so the bias loaded there does not matter
+    # grad is 0 in rows past M and columns past N, so pre - bias may have any value there
     along_row = tl.sum(grad * (pre - bias[None, :]), 1)
     part = row_part_ptr + tl.cast(row, tl.int64) * PARTS + col // COLS + tl.arange(0, ROWS) * PARTS
     tl.store(part, along_row, mask=(rows < M) & (col < N))
     scaled = rounded(grad * rstd[:, None], DTYPE)
     store_tile(out, scaled, row, wide, M, width, ROWS, COLS_Z, TMA)
-    # sum the rounded values, as the matmul of the weight gradient does
+    # for out * mean, sum rounded values, because the matmul of the weight gradient reads rounded values
     along_column = tl.sum(grad, 0)
     shifted = tl.sum(scaled.to(tl.float32) * mean[:, None], 0)
     parts = column_part_ptr + tl.cast(row // ROWS, tl.int64) * (2 * width) + cols
@@ -145,7 +145,7 @@ def layer_norm_grad_epilogue(acc, out, h, x, residual, factors, where, SHAPE: tl
     COLS: tl.constexpr = SHAPE[1]
     TMA: tl.constexpr = SHAPE[2]
     value = load_tile(x, row, col, M, N, ROWS, COLS, TMA and EARLY == 0)
-    if residual is not None and TMA and EARLY > 0:  # both loads in flight at once, which TMA loads are not
+    if residual is not None and TMA and EARLY > 0:  # by pointers, both loads are in flight at once
         addend = load_tile(residual, row, col, M, N, ROWS, COLS, False)
     acc = acc * scale[:, None] - (value.to(tl.float32) - mean[:, None]) * coefficient[:, None]
     if residual is not None:

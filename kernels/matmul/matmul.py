@@ -1,8 +1,8 @@
 """The matmul kernel: out = epilogue(A B), with the surrounding pointwise operations fused into the epilogue.
 
-The kernel is persistent: each program loops over output tiles, and accumulates each in fp32 over K. A and B are loaded
+The kernel is persistent: a program loops over output tiles, and accumulates each tile in fp32 over K. A, B are loaded
 through TMA descriptors, or by pointers if the device or the layout does not support TMA. B may be [N, K], the layout of
-torch.nn.Linear's weight. `matmul_launch.py` launches the kernel, and `matmul_policy.py` chooses its tiles.
+torch.nn.Linear's weight. `matmul_launch.py` launches the kernel, and `matmul_policy.py` chooses tile sizes.
 
 Epilogues, with acc = A B; the file of each family contains its formulas:
 
@@ -12,15 +12,15 @@ Epilogues, with acc = A B; the file of each family contains its formulas:
 - `gradient_epilogues.py`: "activation_grad" and "gated_grad" (backward of the activation), "layer_norm_grad".
 - "partial", for split-K: out[split] = acc over one of `splits` parts of K, in fp32. `split_k.py` sums the parts.
 
-Operands in e4m3 (`fp8.py`) have scales. sm_90's tensor cores accumulate products of e4m3 in about 14 bits: every 32
-products add an error of up to 2^-13 of the sum. For comparison, rounding an operand to e4m3 has an error of 2^-4.
-Adding partial sums in fp32 every 128 products would need registers that 128 x 256 tiles do not have.
+Operands in e4m3 (`fp8.py`) have scales. Tensor cores of sm_90 accumulate e4m3 products in about 14 bits: each MMA over
+32 elements of K adds a relative error of up to 2^-13. For comparison, rounding an operand to e4m3 has a relative error
+of up to 2^-4. Adding partial sums in fp32 every 128 elements would need more registers than 128 x 256 tiles have.
 
 Under autocast, the residual stream (out, x and residual of "residual" and "layer_norm_grad") is fp32, while A and B are
 half precision. For a folded RMSNorm, weight_sum is None and the mean is 0.
 
-The epilogue processes a wide tile in SUB_TILES pieces along N, to need fewer registers. Every sum has a fixed order: no
-atomics, deterministic results.
+The epilogue processes a wide tile in SUB_TILES pieces along N, which needs fewer registers. Every sum has a fixed
+order, without atomics, so results are deterministic.
 
 Source of the order of tiles: triton's matmul tutorial.
 """
@@ -45,7 +45,7 @@ from .matmul_tiles import accumulate, cut, load_pieces, store_tile, tile_positio
 
 @triton.jit
 def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr):
-    """Returns tile row, tile column, and begin and end along K of a unit: a tile or, with SPLIT, a part of one."""
+    """Returns (tile row, tile column, begin and end along K) of a unit: a tile or, if SPLIT, a part of K of a tile."""
     tiles = tiles_m * tiles_n
     tile_m, tile_n = tile_position(unit % tiles if SPLIT else unit, tiles_m, tiles_n, GROUP_M)
     if SPLIT:
@@ -56,7 +56,7 @@ def _unit(unit, tiles_m, tiles_n, K, splits, BLOCK_K: tl.constexpr, GROUP_M: tl.
         return tile_m, tile_n, 0, K
 
 
-# Triton specializes neither on sizes, nor on the alignment of pointers to the second row of [2, M], which depends on M.
+# Not specialized: sizes, and the alignment of pointers into tensors [2, M], which depends on M.
 @triton.jit(
     do_not_specialize=["M", "N", "K", "splits", "tokens", "prefix", "image_rows"],
     do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "hidden_ptr"],
@@ -65,25 +65,25 @@ def _matmul_kernel(
     a,  # [M, K]
     b,  # [K, N], or [N, K] if B_IS_NK
     out,  # [M, N]; "partial": fp32 [splits, M, N]
-    z,  # [M, N] pre-activation, or None: "layer_norm" and "residual" store it, "activation_grad" reads it
-    h,  # [M, N] or None. "activation_grad": output of the activation (normalized); others: out in another dtype
+    z,  # [M, N] or None. Pre-activation: "layer_norm" stores it, "activation_grad" reads it. "residual" stores acc
+    h,  # [M, N] or None. "activation_grad": stores act(z), or h^; "layer_norm_grad": stores out in the dtype of a
     x,  # [M, N], "layer_norm_grad": input of the LayerNorm
     residual,  # [M, N] or None
-    mean_ptr,  # fp32 [M] or None: forward epilogues store it, gradients read it (None: A's rows are normalized)
-    rstd_ptr,  # fp32 [M] or None: likewise; negative for a constant row (layer_norm.py)
+    mean_ptr,  # fp32 [M] or None: stored by forward epilogues, read by gradients (None: x was normalized before)
+    rstd_ptr,  # fp32 [M] or None, like mean_ptr; negative for a constant row (layer_norm.py)
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N]; None for RMSNorm
-    scale_ptr,  # "residual": [N] or None; "layer_norm": fp32 [N] or None; "activation_grad": factor of B, fp32 [1]
-    out8,  # [M, N] e4m3 or None: "residual" stores `out` times out_scale
-    out_scale_ptr,  # fp32 [N], or [1] in "layer_norm", whose `out` is then e4m3; or None
+    scale_ptr,  # or None. "residual": [N]; "layer_norm": fp32 [N]; "activation_grad": fp32 [1], factor of acc
+    out8,  # [M, N] e4m3 or None: "residual" stores out * out_scale
+    out_scale_ptr,  # or None. fp32 [N] for out8; fp32 [1] if "layer_norm" stores `out` in e4m3
     row_part_ptr,  # fp32 or None. Forward epilogues: LayerNorm statistics of A. Gradients: partial sums of rows,
     # [M, PARTS], which "activation_grad" stores and "layer_norm_grad" reads
     out_part_ptr,  # fp32 or None: "residual" and "gated" store LayerNorm statistics of out
-    column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
+    column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]: "activation_grad" stores partial sums of columns
     hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of h if a norm of h follows; else None
-    along_ptr,  # fp32 [M], mean of normalized h times its gradient; None: no norm of h
+    along_ptr,  # fp32 [M], mean over N of h^ times the gradient of h^; None: no norm of h
     q_weight_ptr, k_weight_ptr,  # "qk_norm": [HEAD]; both None: ones
-    q_bias_ptr, k_bias_ptr,  # likewise; both None: zeros
+    q_bias_ptr, k_bias_ptr,  # "qk_norm": [HEAD]; both None: zeros
     cos_ptr, sin_ptr,  # "rotary", "qk_norm": [images or 1, tokens - prefix, HEAD / 2]; None: no rotation
     weights,  # B as a pointer if DEPENDENT, else None
     M, N, K, eps, splits, qk_eps,
@@ -92,22 +92,22 @@ def _matmul_kernel(
     B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr,
-    # "residual": number of pieces of the residual that are loaded ahead. Gradients: unless 0, x, z and residual are
+    # "residual": number of pieces of the residual that are loaded ahead. Gradients: if not 0, x, z and residual are
     # pointers even with TMA
     EARLY: tl.constexpr,
     PARTS: tl.constexpr,  # length of a row of row_part_ptr
     OUT_PARTS: tl.constexpr,  # pieces per row of out_part_ptr
-    TIMES: tl.constexpr,  # stored pieces of a tile per piece of statistics
-    WHOLE: tl.constexpr,  # all pieces of statistics have full width
+    TIMES: tl.constexpr,  # pieces of a tile per piece of LayerNorm statistics (row_parts.py)
+    WHOLE: tl.constexpr,  # all pieces of LayerNorm statistics have full width
     HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; in "qk_norm" also columns of a piece
     NORM: tl.constexpr,  # of q and k: "layer_norm", "rms_norm" or "none"
-    HALVES: tl.constexpr,  # in the norms' vectors, pairs are channels j and j + HEAD / 2
+    HALVES: tl.constexpr,  # in weight and bias of the norms, a pair has channels j and j + HEAD / 2
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of the tables: rows, pairs
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
     DEPENDENT: tl.constexpr,  # starts early and prefetches `weights` (dependent.py)
 ):  # fmt: skip
-    # Sizes are not specialized: with a constant K = 1, the compiler would remove the loop over K and pipeline the loop
-    # over tiles, with too much shared memory. These two lines state the alignment that vector loads need.
+    # Triton must not specialize on sizes: with a constant K = 1, it would remove the loop over K and pipeline the loop
+    # over tiles, with too much shared memory. The next two lines state the alignment that vector loads need.
     N = N // ALIGN * ALIGN
     K = K // ALIGN * ALIGN
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -179,7 +179,7 @@ def _matmul_kernel(
                 else:
                     tl.static_assert(EPILOGUE == "layer_norm_grad", "unknown epilogue")
                     layer_norm_grad_epilogue(pieces[i], out, h, x, residual, factors, where, SHAPE, EARLY)
-                if out_part_ptr is not None:  # statistics of the stored values; merges TIMES pieces
+                if out_part_ptr is not None:  # statistics of the stored values, merged over TIMES pieces
                     width = N // 2 if EPILOGUE == "gated" else N
                     start = col // 2 if EPILOGUE == "gated" else col
                     found = piece_statistics(value.to(tl.float32), start + i * WIDTH, width, WIDTH, WHOLE)
@@ -190,6 +190,6 @@ def _matmul_kernel(
                         merged = merge_next(merged, found, first, width, i % TIMES * WIDTH, WIDTH)
                     if i % TIMES == TIMES - 1:
                         store_statistics(out_part_ptr, merged[0], merged[1], row, first, M, width, BLOCK_M, OUT_PARTS)
-                if out8 is not None:  # after the statistics: fewer registers
+                if out8 is not None:  # after the statistics, because this needs fewer registers
                     narrow = divided_columns(value, out_scale_ptr, col + i * COLS, N, COLS)
                     store_tile(out8, narrow, row, col + i * COLS, M, N, BLOCK_M, COLS, TMA)

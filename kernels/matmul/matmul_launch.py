@@ -22,7 +22,7 @@ EPILOGUES = (
     "layer_norm", "rotary", "qk_norm", "gated", "residual", "activation_grad", "gated_grad", "layer_norm_grad",
     "partial",
 )  # fmt: skip
-# Widths of tensors as multiples of N.
+# Widths of tensors as multiples of N, by epilogue and tensor; all others are N wide.
 _WIDER = {("gated", "out"): 0.5, ("gated_grad", "out"): 2, ("gated_grad", "z"): 2}
 TL_DTYPES = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
@@ -39,10 +39,10 @@ class MatmulConfig:
         sub_tiles: Pieces along N that the epilogue processes one after another: 1, 2 or 4.
         tma: Access tiles through TMA descriptors.
         flatten: Pipeline the loops over tiles and over K as one loop: the loads of the next tile overlap the epilogue
-            of this one. Ignored for "partial", whose epilogue is short.
+            of the current tile. Ignored for "partial", whose epilogue is short.
         ctas_per_sm: Programs per multiprocessor of the persistent grid.
-        group_m: Rows of tiles that are processed together, to reuse columns of B in L2.
-        dependent: Start before the previous launch has ended (dependent.py), if B is a weight [N, K].
+        group_m: Tile rows that are processed together, to reuse columns of B in L2.
+        dependent: Start before the previous kernel has ended (dependent.py), if B is a weight [N, K].
     """
 
     block_m: int
@@ -60,7 +60,7 @@ class MatmulConfig:
 
     @property
     def piece(self) -> int:
-        """Columns that the epilogue processes at a time."""
+        """Columns of a piece, which the epilogue processes at a time."""
         return self.block_n // self.sub_tiles
 
     def tiles(self, M: int, N: int) -> int:
@@ -77,7 +77,7 @@ class MatmulConfig:
 
 @dataclass(frozen=True)
 class HeadStep:
-    """Norms and rotary positions in the epilogue of a qkv matmul.
+    """Norms and rotary positions of q and k in the epilogue of a qkv matmul.
 
     Args:
         settings: Norms over each head; tables [B or 1, 1, T, D / 2] for which `rotary.can_be_read` is True.
@@ -114,15 +114,15 @@ _NO_STEP = HeadStep(QkvSettings(), 0, 0).arguments()
 
 @dataclass(frozen=True)
 class Operands:
-    """Arguments of `_matmul_kernel`, which describes them for each epilogue.
+    """Tensors of a matmul; the parameters of `_matmul_kernel` describe their use by each epilogue.
 
     Args:
         row_part: LayerNorm statistics of `a` (`row_parts.py`) if a norm is folded into `b`; for "activation_grad" and
             "layer_norm_grad" partial sums of rows [M, parts].
         out_part: LayerNorm statistics of `out`, for the next norm.
         hidden, along: For a norm of h after "activation_grad" or "gated_grad" (`hidden_norm.py`).
-        head_step: For "rotary" and "qk_norm", where N = 3 H D.
-        x, residual: In the dtype of `out`: that of `a` and `b`, or fp32.
+        head_step: For "rotary" and "qk_norm"; N is then 3 H D.
+        x, residual: Have the dtype of `out`, which is fp32 or the dtype of `a` and `b`.
     """
 
     a: Tensor
@@ -154,7 +154,7 @@ class Operands:
         return M, self.b.shape[0] if self.b_is_nk else self.b.shape[1], K
 
     def of_rows(self, rows: slice) -> Operands:
-        """Returns a slice of the rows of a "residual" matmul."""
+        """Returns the operands of a "residual" matmul for a slice of its rows."""
         names = ("a", "out", "residual", "out_part", "out8")
         given = {name: getattr(self, name) for name in names}
         return replace(self, **{name: tensor[rows] for name, tensor in given.items() if tensor is not None})
@@ -166,12 +166,12 @@ class Operands:
 
 
 def fits_tma(tensors: Iterable[Tensor]) -> bool:
-    """True if all tensors can have TMA descriptors: not empty, rows and addresses aligned to 16 bytes."""
+    """True if all tensors can have TMA descriptors: none is empty, rows and addresses are aligned to 16 bytes."""
     return all(t.numel() > 0 and t.shape[-1] * t.element_size() % 16 == 0 and _address(t) % 16 == 0 for t in tensors)
 
 
 def tiled(tensor: Tensor | None, rows: int, cols: int, tma: bool) -> Any:
-    """Returns a tensor as kernel argument: with `tma` its descriptor for tiles [rows, cols]."""
+    """Returns the kernel argument for a tensor: a descriptor for tiles [rows, cols] if `tma`, else the tensor."""
     if tensor is None or not tma:
         return tensor
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
@@ -205,7 +205,7 @@ def matmul_launch(
     dependent = config.dependent and o.b_is_nk  # B is then a weight
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
-    # registers limit early loads: one piece of the residual with e4m3, none of x in fp32
+    # registers limit early loads: with e4m3, one piece of the residual; with fp32, no x
     early = 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles
     if o.x is not None:
         early = int(o.x.element_size() == 2)
@@ -252,7 +252,7 @@ def matmul_launch(
 
 
 def _pieces_of_statistics(config: MatmulConfig, epilogue: str) -> int:
-    """Returns the pieces of a tile per piece of LayerNorm statistics."""
+    """Returns the number of pieces of a tile per piece of LayerNorm statistics (`row_parts.py`)."""
     width = int(config.piece * _WIDER.get((epilogue, "out"), 1))
     if PIECE % width or config.sub_tiles % (PIECE // width):
         raise ValueError(

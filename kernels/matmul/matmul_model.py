@@ -1,7 +1,6 @@
 """Estimates the time of a matmul on a GPU, in cycles, from data sheets and instruction counts of compiled kernels.
 
-Nothing here is measured. `matmul_policy.py` orders configurations by these estimates, and `device_model.py` prints
-them.
+The estimates are not measured. `matmul_policy.py` orders configurations by them, and `device_model.py` prints them.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ PRODUCTS = {
     "sm_80": 1024, "sm_86": 512, "sm_89": 512, "sm_90": 2048, "sm_100": 4096, "sm_103": 4096, "sm_120": 256,
 }  # fmt: skip
 _L2_BYTES = {"sm_86": 2048, "sm_89": 2048, "sm_120": 2048}  # L2 bandwidth in bytes per cycle, about the RTX 4090's
-_L2_BYTES_HBM = 5120  # the same for other architectures: the A100's
+_L2_BYTES_HBM = 5120  # L2 bandwidth of other architectures in bytes per cycle: the A100's
 _L2_PORT = 64  # bytes per cycle from L2 to one multiprocessor
 _L2_HOLDS = 2**25  # bytes
 _SHARED_BYTES = 128  # bytes per cycle of shared memory, from which the warps read the operands of mma.sync
-_LATENCY = 700  # cycles from the request of a tile of A and B to its arrival
+_LATENCY = 700  # cycles from issuing the loads of a tile of A and B to the arrival of the data
 ISSUE = 3.0  # instructions per cycle in an epilogue: 75 % of four schedulers
 DRAIN = 600  # cycles of exposed latency per epilogue: first loads and last stores
-OVERHEAD = 2500  # cycles from the end of a launch to the arrival of the next one's first loads, in a CUDA graph
-# Instructions of a warp per tile, outside the loop over K: a constant, and those per element of a thread.
+OVERHEAD = 2500  # cycles from the end of a kernel to the arrival of the next kernel's first loads, in a CUDA graph
+# Instructions of a warp per tile outside the loop over K: a constant, and the number per element of a thread.
 _TILE_INSTRUCTIONS = 250
 _INSTRUCTIONS = {
     "layer_norm": 7, "rotary": 18, "qk_norm": 29, "gated": 10, "residual": 2, "activation_grad": 35, "gated_grad": 54,
     "layer_norm_grad": 11, "partial": 4,
 }  # fmt: skip
-_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # added by GELU, a residual, statistics, an e4m3 output
+_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # added for GELU, residual, statistics, e4m3 output
 
 
 def epilogue_instructions(operands: Operands, epilogue: str, activation: str = "identity") -> int:
@@ -50,10 +49,10 @@ class Cycles:
     """Cycles that the busiest multiprocessor spends on its tiles.
 
     Args:
-        products: Tensor cores.
+        products: MMA instructions.
         loads: Loads of operands from L2.
         latency: Latency that the loads in flight do not hide.
-        total: The whole launch; overlapping work counts once.
+        total: The whole kernel with its launch overhead; overlapping work counts once.
     """
 
     products: float
@@ -89,12 +88,12 @@ def launch_cycles(
     wait = steps * _LATENCY / (under_way * together)
     # a flattened loop issues the first loads of the next tile before the epilogue
     early = under_way if config.flatten and splits == 1 else 0
-    whole, rest = divmod(units, gpu.sm_count)  # full waves, and tiles in the last one
+    whole, rest = divmod(units, gpu.sm_count)  # full waves, and tiles in a partial last wave
     waves = [(count, active) for count, active in ((whole, gpu.sm_count), (1, rest)) if count and active]
     moved = max(0, steps - early) * border * depth
     loads = [(count, moved / min(_L2_PORT, _l2_bytes(gpu) / active)) for count, active in waves]
     loops = sum(count * max(product, load, wait) for count, load in loads)
-    if config.ctas_per_sm > 1:  # epilogues overlap the matmuls of other programs, except the last ones
+    if config.ctas_per_sm > 1:  # all but the last epilogues overlap the main loops of other programs
         last = (tiles - 1) % together + 1
         total = max(loops, (tiles - last) * epilogue + loops * last / tiles) + last * epilogue
     else:  # only the first loads of a flattened loop overlap the epilogue
@@ -116,11 +115,11 @@ def epilogue_cycles(config: MatmulConfig, instructions: int) -> float:
 def predicted_cycles(
     config: MatmulConfig, sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int, splits: int = 1
 ) -> float:
-    """Returns the estimated cycles of a matmul. With split-K, includes the launch that sums the parts."""
+    """Returns the estimated cycles of a matmul. With split-K, includes the kernel that sums the parts."""
     epilogue = epilogue_cycles(config, instructions if splits == 1 else _INSTRUCTIONS["partial"])
     cycles = launch_cycles(config, sizes, itemsize, gpu, epilogue, splits).total
-    if splits > 1:  # writes and reads the parts, reads the residual, writes the sum
+    if splits > 1:  # the parts are written and read, the residual is read, the sum is written
         M, N, _ = sizes
-        rate = _l2_bytes(gpu) / (1 if 4 * splits * M * N <= _L2_HOLDS else 4)  # DRAM has about a quarter of L2's rate
+        rate = _l2_bytes(gpu) / (1 if 4 * splits * M * N <= _L2_HOLDS else 4)  # DRAM: a quarter of L2 bandwidth
         cycles += OVERHEAD + (8 * splits + 2 * itemsize) * M * N / rate
     return cycles

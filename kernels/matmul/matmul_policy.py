@@ -1,7 +1,7 @@
 """Launch policy of matmuls: chooses a configuration from a table per architecture, number format and epilogue.
 
-Chooses the entry with the lowest modeled time of the busiest multiprocessor (`matmul_model.py`); nothing is timed at
-run time. Every entry compiles without spills for its architecture (`vit-fast kernels`).
+Chooses the entry with the fewest predicted cycles (`matmul_model.py`), without timing kernels at run time. Every entry
+compiles without spills for its architecture; `vit-fast kernels` checks this.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .matmul_model import epilogue_instructions, predicted_cycles
 
 # Epilogues that need many registers.
 _HEAVY = ("activation_grad", "weight_products")
-_MAX_SPLITS = 16  # parts of K of a weight gradient
+_MAX_SPLITS = 16  # parts of the sum over M of a weight gradient
 _MAX_RESIDUAL_SPLITS = 8  # parts of K of a "residual" matmul
-_MIN_STEPS = 4  # steps along K per part
+_MIN_STEPS = 4  # minimum iterations of the main loop per part
 NORMED_HEADS = (64, 128)  # head_dims that a "qk_norm" matmul can normalize
 
 
 def matmul_config(operands: Operands, epilogue: str, activation: str = "identity") -> MatmulConfig:
-    """Returns the configuration for these operands on their device; the interpreter always uses the largest tile."""
+    """Returns the configuration for these operands on their device; for the interpreter, the largest usable tile."""
     return _choose(operands, epilogue, activation)[0]
 
 
 def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
-    """Returns the configuration of a "residual" matmul and the number of parts of K, which `split_k.py` sums.
+    """Returns the configuration of a "residual" matmul, and the number of parts of K; `split_k.py` adds the parts.
 
     Small batches have fewer tiles than multiprocessors: fc2 of ViT-B has 48 of the smallest tiles at batch 1.
     """
@@ -44,8 +44,8 @@ def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
 def rows_in_whole_waves(operands: Operands) -> int:
     """Returns the number of rows for the first launch of a "residual" matmul; a second launch computes the rest.
 
-    The tiles of the first launch fill whole waves. A partial wave would take as long as a whole one. So the second
-    launch uses smaller tiles or split-K, to spread its rows over the GPU.
+    The tiles of the first launch fill whole waves, because a partial wave takes as long as a whole one. The second
+    launch spreads the other rows over the GPU with smaller tiles or split-K. Returns all rows if one launch is faster.
     """
     rows = operands.sizes[0]
     return rows if is_interpreted() else _best_head(*_best_key(operands, "residual", most=_MAX_RESIDUAL_SPLITS))
@@ -80,7 +80,7 @@ def _choose(operands: Operands, epilogue: str, activation: str = "identity", mos
 
 
 def _best_key(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[Any, ...]:
-    """Returns the arguments of `_best`, by which its results are cached."""
+    """Returns the arguments of `_best`, which are the key of its cache."""
     gpu, dtype = gpu_of(operands.a.device), operands.a.dtype
     instructions, tma = epilogue_instructions(operands, epilogue, activation), fits_tma(operands.tiled())
     wanted = _requirements(operands, epilogue)
@@ -121,8 +121,8 @@ def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
 def _requirements(operands: Operands, epilogue: str) -> tuple[int, int, int]:
     """Returns (narrowest, largest, piece): minimum columns and maximum elements of a tile, and columns of a piece.
 
-    The minimum is for whole pieces of LayerNorm statistics. With a norm of the hidden layer, tiles larger than
-    128 x 128 spill. In "qk_norm", a piece is a head; 0 means any width.
+    A tile that stores LayerNorm statistics must contain whole pieces of statistics. With a norm of the hidden layer,
+    tiles larger than 128 x 128 spill. In "qk_norm", a piece is a head; for other epilogues, 0 means any width.
     """
     narrowest = 0 if operands.out_part is None else 2 * PIECE if epilogue == "gated" else PIECE
     behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
@@ -138,7 +138,7 @@ def _meets(config: MatmulConfig, narrowest: int, largest: int, piece: int) -> bo
 def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:
     """Returns the configuration of `weight_products.py` for these pairs of operands, and the number of parts of M.
 
-    Chooses the smallest number that occupies the multiprocessors at least 90 % as well as the best one.
+    Chooses the smallest number of parts whose occupancy of multiprocessors is at least 90 % of the maximum.
     """
     first = pairs[0][0]
     gpu, M = gpu_of(first.device), first.shape[0]
@@ -160,7 +160,7 @@ def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfi
 def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
     """Returns configurations from the largest tile to the smallest.
 
-    Those with several programs per multiprocessor, which small batches use, start early (`dependent.py`).
+    Small tiles with several programs per multiprocessor, for small batches, have `dependent=True` (`dependent.py`).
 
     Args:
         arch: Architecture, e.g. "sm_90".
@@ -169,7 +169,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
         tma: True if TMA descriptors can describe the operands.
     """
     table = _table(arch, kind, epilogue, tma)
-    # the extra pointer to the weights makes larger tiles spill on blackwell
+    # on blackwell, larger tiles would spill, because `dependent` adds a pointer to the weights
     most = 64 * 64 if generation(arch) == "blackwell" else 128 * 128
     early = (c.ctas_per_sm > 1 and c.block_m * c.block_n <= most and starts_early(arch) for c in table)
     return tuple(replace(c, dependent=dependent) for c, dependent in zip(table, early))
@@ -199,10 +199,10 @@ def _table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig
         special = dict.fromkeys(("residual", "partial"), _HALF_BLACKWELL_RESIDUAL)
         special["layer_norm"] = _HALF_BLACKWELL_LAYER_NORM
         table = special.get(epilogue, _HALF_BLACKWELL_HEAVY if epilogue in _HEAVY else _HALF_BLACKWELL)
-    if epilogue == "partial" and blackwell and table[0].tma:  # wide tiles spill, narrow ones too without maxnreg
+    if epilogue == "partial" and blackwell and table[0].tma:  # 256 columns spill, 64 too without maxnreg
         fitting = (config for config in table if config.block_n < 256)
         return tuple(replace(config, maxnreg=128) if config.block_n == 64 else config for config in fitting)
-    # weight gradients fill the multiprocessors by splitting K, not with small tiles
+    # weight gradients split the sum over M to fill the multiprocessors, and need no small tiles
     return table[:1] if epilogue == "weight_products" else table
 
 
@@ -212,7 +212,7 @@ _HALF_HOPPER = (
     MatmulConfig(64, 128, 64, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
-# Without maxnreg, ptxas uses up to 246 registers, although it does not spill with 168.
+# Without maxnreg, ptxas uses up to 246 registers, although the kernel does not spill with 168.
 _HALF_HOPPER_LAYER_NORM = (replace(_HALF_HOPPER[0], maxnreg=184), *_HALF_HOPPER[1:])
 _HALF_HOPPER_GATED = (replace(_HALF_HOPPER[0], maxnreg=232), *_HALF_HOPPER[1:])
 _HALF_BLACKWELL = (
@@ -220,7 +220,7 @@ _HALF_BLACKWELL = (
     MatmulConfig(128, 128, 64, sub_tiles=4, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
-# With LayerNorm statistics as input or output, other tiles spill, and these do without maxnreg.
+# With LayerNorm statistics as input or output, other tiles or values of maxnreg spill.
 _HALF_BLACKWELL_LAYER_NORM = (_HALF_BLACKWELL[0], replace(_HALF_BLACKWELL[1], maxnreg=192), _HALF_BLACKWELL[2])
 _HALF_BLACKWELL_RESIDUAL = (
     replace(_HALF_BLACKWELL[0], maxnreg=248),
@@ -237,15 +237,15 @@ _TF32_HOPPER = (
 )
 _TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),)
 _TF32_BLACKWELL_HALVES = (replace(_TF32_BLACKWELL[0], sub_tiles=2),)
-# With several products in one launch, ptxas uses 72 registers and spills without maxnreg.
+# With several matmuls in one launch, ptxas uses 72 registers and spills without maxnreg.
 _TF32_BLACKWELL_PRODUCTS = (replace(_TF32_BLACKWELL[0], maxnreg=128),)
 
 
 def _fp8_table(arch: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Steps along K have as many bytes as those of half precision."""
+    """Returns configurations for e4m3. With TMA, block_k has as many bytes as in half precision."""
     if tma:
         return _FP8
-    limit = 144 if arch == "sm_120" else None  # without it, ptxas uses 96 registers and spills
+    limit = 144 if arch == "sm_120" else None  # without maxnreg, ptxas uses 96 registers and spills
     return (
         MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3),
         MatmulConfig(64, 64, 64, sub_tiles=2, num_warps=4, num_stages=3, ctas_per_sm=2, maxnreg=limit),
@@ -261,9 +261,9 @@ _FP8 = (
 
 
 def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Returns the configurations of "rotary", with pieces that are whole heads of 64 or 128.
+    """Returns the configurations of "rotary", with pieces that are whole heads of 64 or 128 channels.
 
-    Heads of 128 spill in tiles of 128 x 256, and in tiles of 128 x 128 with 4 warps.
+    Heads of 128 channels spill in tiles of 128 x 256, and in tiles of 128 x 128 with 4 warps.
     """
     if kind != "half":
         return ()
@@ -276,13 +276,13 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
 
 
 def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Tiles are narrower than elsewhere, because z and its gradient are twice as wide as acc."""
+    """Returns configurations with narrower tiles than elsewhere, because z and dz are twice as wide as acc."""
     depth = 64 if kind == "half" else 32
     if tma:
         wide = MatmulConfig(128, 128, depth, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=kind == "half")
         if generation(arch) == "hopper":  # without maxnreg, ptxas uses 247 registers, more than needed
             wide = replace(wide, maxnreg=232)
-        if generation(arch) == "blackwell":  # 128 columns spill
+        if generation(arch) == "blackwell":  # tiles of 128 columns spill
             wide = MatmulConfig(128, 64, depth, sub_tiles=2, num_warps=8, num_stages=3, tma=True)
         small = MatmulConfig(64, 64, depth, sub_tiles=2, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2)
         return (wide, small) if kind == "half" else (small,)
@@ -292,7 +292,7 @@ def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ..
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
-    """Entries that differ without a comment avoid spills."""
+    """Returns configurations without TMA. Values that differ between cases without a comment avoid spills."""
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
     if kind == "tf32" and blackwell:
         stages = 2 if epilogue == "layer_norm" else 3
@@ -306,8 +306,8 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
     )
     limit = (
         160 if kind == "half" and blackwell and epilogue == "layer_norm" else None
-    )  # without it, ptxas uses 96 registers
-    # a step takes 512 cycles on an A100: loads must be issued three steps ahead to arrive in time
+    )  # without maxnreg, ptxas uses 96 registers
+    # an iteration takes 512 cycles on an A100: loads must be issued three iterations ahead to arrive in time
     stages = 4 if kind == "half" and arch == "sm_80" else 3
     return (
         MatmulConfig(128, width, depth, sub_tiles=4 if quarters else 2, num_warps=8, num_stages=stages),

@@ -12,13 +12,13 @@ from ..launch import is_interpreted
 
 _INTERPRETED = tl.constexpr(is_interpreted())
 # Columns that a thread reads at once where fp32 and half precision are mixed. With 8 columns (16 bytes of half
-# precision), each load of fp32 would use only half of every sector.
+# precision), each 16-byte load of fp32 would use only half of every 32-byte sector.
 READ_AT_ONCE = tl.constexpr(4)
 
 
 @triton.jit
 def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Returns tile row and tile column of the `tile`-th tile. GROUP_M tile rows share columns of B in L2.
+    """Returns tile row and tile column of the `tile`-th tile. Groups of GROUP_M tile rows share columns of B in L2.
 
     Source: triton's matmul tutorial.
     """
@@ -31,7 +31,7 @@ def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def tile_offsets(row, col, columns, ROWS: tl.constexpr, COLS: tl.constexpr, AT_ONCE: tl.constexpr = 0):
-    """Returns element offsets of a tile: int64 up to the tile, int32 inside it.
+    """Returns int64 element offsets of a tile; offsets within the tile are computed in int32.
 
     AT_ONCE: Maximum number of columns that a thread reads at once; 0 for no limit.
     """
@@ -71,7 +71,7 @@ def store_tile(target, values, row, col, rows, columns, ROWS: tl.constexpr, COLS
 def rounded(value, DTYPE: tl.constexpr):
     """Rounds an fp32 tile to DTYPE.
 
-    Uses packed bf16 conversions. The compiler converts numbers one by one if the tile is used again.
+    Converts two numbers to bf16 per instruction; the compiler would use one instruction each if the tile is used again.
     """
     if _INTERPRETED or DTYPE != tl.bfloat16:
         return value.to(DTYPE)
@@ -87,7 +87,7 @@ def accumulate(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Returns the tile of A B at (row, col) in fp32, summed over k_start .. k_stop: multiples of BLOCK_K, or K."""
+    """Returns the tile of A B at (row, col), fp32, summed over k_start .. k_stop: multiples of BLOCK_K, or K."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(k_start, k_stop, BLOCK_K):
         if A_IS_KM:
@@ -125,7 +125,7 @@ def cut(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
 
 @triton.jit
 def load_pieces(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
-    """Loads PIECES adjacent pieces by pointers; issues all loads before it waits for one."""
+    """Loads PIECES adjacent pieces by pointers; all loads are in flight at once."""
     pieces = ()
     for i in tl.static_range(PIECES):
         piece = load_tile(source, row, col + i * COLS, rows, columns, ROWS, COLS, False)
@@ -135,14 +135,14 @@ def load_pieces(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.co
 
 @triton.jit
 def load_rows(pointer, row, M, ROWS: tl.constexpr):
-    """Loads ROWS elements of a vector [M]; 0 past its end."""
+    """Loads ROWS elements of a vector [M] from index `row` on; 0 past the end."""
     rows = row + tl.arange(0, ROWS)
     return tl.load(pointer + rows, mask=rows < M, other=0.0)
 
 
 @triton.jit
 def sum_row_parts(pointer, row, M, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns sums over rows of [M, PARTS]. Sums along the first axis, as `combine_statistics` does."""
+    """Returns the sums of ROWS rows of [M, PARTS]; reduces along the first axis, like `combine_statistics`."""
     step = tl.arange(0, ROWS)
     base = pointer + tl.cast(row, tl.int64) * PARTS
     total = tl.zeros((ROWS,), tl.float32)

@@ -1,7 +1,7 @@
 """Epilogue of a qkv matmul for the columns of q and k: norms over each head, and rotary positions.
 
 `rotary.py` states the formulas. The two channels of a pair are adjacent columns here, because `folding.py` permutes the
-rows of the weight. A norm reads the unrounded accumulators of a whole head.
+rows of the weight. A norm reads the unrounded fp32 values of a whole head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..rotary import normed_pairs
 def _normed_columns(value, heads, which, ROWS: tl.constexpr, HEADS: tl.constexpr):
     """Normalizes a head of q (which = 0) or of k, [ROWS, HEAD].
 
-    HALVES: the pairs are channels j and j + HEAD / 2 of the norm's weight and bias.
+    HALVES: in weight and bias of the norm, a pair has channels j and j + HEAD / 2.
     """
     q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, eps, _, _, _, _, _ = heads
     HEAD: tl.constexpr = HEADS[0]
@@ -31,7 +31,7 @@ def _normed_columns(value, heads, which, ROWS: tl.constexpr, HEADS: tl.constexpr
 
 @triton.jit
 def _rotated_columns(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
-    """Rotates pairs of adjacent columns of q and k by the angles of their token."""
+    """Rotates pairs of adjacent columns of q and k by the angles of the token."""
     _, _, _, _, _, cos_ptr, sin_ptr, tokens, prefix, image_rows = heads
     row, col, M, N = where
     HEAD: tl.constexpr = HEADS[0]
@@ -52,7 +52,7 @@ def finished_heads(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr, 
     """Returns a piece [ROWS, COLS] of qkv after the norms and rotary positions of q and k.
 
     heads: (q_weight, k_weight, q_bias, k_bias, eps, cos, sin, tokens, prefix, image_rows) of `_matmul_kernel`.
-    HEADS: its (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP).
+    HEADS: (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP) of `_matmul_kernel`.
     """
     col, N = where[1], where[3]
     if HEADS[1] != "none":

@@ -1,1 +1,1 @@
-"""An encoder block of any library as data (`BlockParts`), and functions that run it with fused operators."""
+"""Encoder blocks of any library as data (`BlockParts`), and functions that run blocks with fused operators."""

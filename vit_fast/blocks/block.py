@@ -2,9 +2,9 @@
 
 qkv = LN(x) Wqkv^T + b              LayerNorm folded into the matmul
 a   = attention(qkv)
-x   = x + ls (a Wproj^T + b)        residual and LayerScale in the epilogue, which also computes the statistics
-h   = act(LN(x) W1^T + b1)          of this LayerNorm
-x   = x + ls (h W2^T + b2)          likewise, for the next block
+x   = x + ls (a Wproj^T + b)        LayerScale ls, residual and the statistics for the next LayerNorm in the epilogue
+h   = act(LN(x) W1^T + b1)          LayerNorm folded into the matmul
+x   = x + ls (h W2^T + b2)          epilogue as above, with the statistics for the next block
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def parts_of(block: Any) -> BlockParts:
 def _outline(address: int) -> Outline | None:
     """Returns the outline of the block with this id.
 
-    torch.compile calls this while it traces, and guards the id. torch 2.11 does not accept a module as argument here.
+    torch.compile calls this while it traces, and guards the id. torch 2.11 does not support a module as the argument.
     """
     block: Any = ctypes.cast(address, ctypes.py_object).value
     parts = block.__dict__.get("vit_fast_parts")
@@ -84,10 +84,10 @@ def _read(block: Any) -> BlockParts:
 
 
 def runs_whole(parts: BlockParts, backend: str | None = None) -> bool:
-    """True if one operator can run the block now: no half runs as modules, has active dropout, or is being exported.
+    """True if one operator can run both halves now, without modules and dropout, and no export is in progress.
 
     Args:
-        backend: Backend that the block must have; None skips this check.
+        backend: Backend that the block must use; None skips this check.
     """
     attention, mlp = parts.attention, parts.mlp
     if attention is None or mlp is None or attention.norm.kind != mlp.norm.kind:
@@ -110,17 +110,17 @@ def run_block(
     attend: Callable[[Tensor], Tensor] | None = None,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs a block whose MLP has parts, [B, N, C] or packed [total, C].
+    """Runs a block on x [B, N, C] or packed x [total, C]; `parts.mlp` must not be None.
 
     Args:
         parts: Dropout must be inactive in both halves.
         statistics: LayerNorm statistics of x from the previous block; None computes them.
-        rope, keys: Arguments of the attention; not used with `attend`.
+        rope, keys: Rotary positions, and keys that queries attend to; not used with `attend`.
         backend: Must be "triton" unless `attend` runs the attention.
-        attend: Computes x + attention(x) with the modules; None runs the kernels.
+        attend: Computes x + attention(x) with the block's modules; None runs the kernels.
         next_statistics: True if a LayerNorm follows that reuses the statistics of the output.
     Returns:
-        The output and its LayerNorm statistics; None if not requested, for fp32, and after drop path.
+        The output, and its LayerNorm statistics, or None if not requested, for fp32, and after drop path.
     """
     attention, mlp = parts.attention, parts.mlp
     assert mlp is not None, "a block without MLP parts runs its original forward"
@@ -142,7 +142,7 @@ def _run_fused(
     attention: AttentionParts | None, mlp: MlpParts | None, tensors: BlockTensors, x: Tensor, statistics: Tensor | None,
     rope: Rope | None, keys: Keys | None, next_statistics: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Runs a block, or the half that is not None and its drop path, as one operator."""
+    """Runs one operator for the halves that are not None. If one half is None, also applies drop path of the other."""
     half: Any = (attention or mlp) if attention is None or mlp is None else None
     dropping = half is not None and drops_path(half.drop_path)
     options: dict[str, Any] = {"residual": not dropping, "next_statistics": next_statistics}
@@ -165,21 +165,21 @@ def _run_fused(
 
 
 def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
-    """Runs the second half of a block, [..., C] -> [..., C]."""
+    """Runs norm and MLP with residual, the second half of a block, [..., C] -> [..., C]."""
     dropping = drops_path(parts.drop_path)
     y = layer_norm_mlp(x, *parts.tensors(), **parts.options(), residual=not dropping, backend=backend)
     return x + parts.drop_path(y) if dropping else y
 
 
 def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None]:
-    """Returns the parameters of a block, folded if frozen for this dtype and without gradients.
+    """Returns the parameters of a block, folded if the block is frozen for this dtype and needs no gradients.
 
-    Also returns the rotary positions in the layout of its q and k.
+    Also returns the rotary positions, in the channel order of q and k of these parameters.
     """
     attention: Any = parts.attention
     mlp: Any = parts.mlp
-    frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not its subclass for FP8
-    # without rotary positions, q and k keep the folded channel order, which the weights of their norms do not have
+    frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not Packed or FrozenFp8
+    # folding reorders channels of q and k, but not the weights of their norms; only a call with `rope` supports this
     apart = rope is None and attention.qk_norm is not None and attention.rope_head
     if frozen is not None and frozen.dtype == matmul_dtype(x) and not apart:
         proj, fc2 = (*tensors_of(attention.proj), scale_of(attention)), (*tensors_of(mlp.fc2), scale_of(mlp))
@@ -194,7 +194,7 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
 
 
 def freeze_parts(parts: BlockParts) -> None:
-    """Folds the LayerNorms of a block that runs as one operator, and caches the result; refreshes a cache in place."""
+    """Folds the LayerNorms of a block that runs as one operator; creates the cache, or updates it in place."""
     attention, mlp = parts.halves
     dtype = matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
     if parts.fp8 is not None:
@@ -206,7 +206,7 @@ def freeze_parts(parts: BlockParts) -> None:
 
 
 def _still_fits(frozen: Any, parts: BlockParts) -> bool:
-    """True if cached weights match the block, or may match again once a hook that forbids the kernels is removed."""
+    """True if cached weights match the block, or may match again once a hook that prevents fusion is removed."""
     if parts.attention is None or parts.mlp is None:
         return True
     return type(frozen) in (Frozen, Packed) and bool(frozen.fits(parts.attention, parts.mlp))
@@ -221,16 +221,16 @@ def run_as_block(
     rope: Rope | None = None,
     keys: Keys | None = None,
 ) -> Tensor:
-    """Runs a fused module as a block that its library calls, [B, N, C] -> [B, N, C].
+    """Runs a fused block that its library calls, [B, N, C] -> [B, N, C].
 
     Reuses the LayerNorm statistics of the previous block if `x` is its unmodified output.
 
     Args:
         block: A FusedNormMlp.
         parts: From `FusedNormMlp.ready`.
-        attend: Computes x + attention(x) with the modules.
+        attend: Computes x + attention(x) with the block's modules.
         ordinary: False if the attention must run as modules in this call.
-        rope, keys: Rotary positions, if any, and the keys that queries attend to; None means all.
+        rope, keys: Rotary positions, or None; keys that queries attend to, or None for all.
     """
     backend = block.vit_fast_backend
     if ordinary and backend == "sdpa" and (packed := packed_for(parts, x)) is not None:
@@ -247,7 +247,7 @@ def run_as_block(
     with VersionsCounted():
         if in_fp8:
             if facts.maker is not None:
-                facts.maker.reader = parts.fp8.reader(parts)  # from now on the previous block writes e4m3 for this one
+                facts.maker.reader = parts.fp8.reader(parts)  # in later calls, the previous block writes e4m3
             y, new_facts = parts.fp8.run(parts, x, facts, rope, parts.reader)
         else:
             y, emitted = run_block(
@@ -262,17 +262,17 @@ def run_as_block(
 def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
     """Runs consecutive blocks, [B, N, C] -> [B, N, C].
 
-    If all run whole, LayerNorm statistics pass from block to block; also the last one computes them, so that it has the
-    kernels and launch plan of the others. If a block is wrapped, replaced or hooked, all are called as modules.
+    If one operator can run each block, LayerNorm statistics pass from block to block. The last block also computes
+    statistics, to share the launch plan of the others. If a block is wrapped, replaced or hooked, all run as modules.
 
     Args:
-        rope: Rotary positions that each block is called with, if any.
+        rope: Rotary arguments of every block, if any.
     """
     if not torch.compiler.is_compiling() and (output := run_packed_blocks(blocks, x, *rope)) is not None:
         return output
     ready: list[Any] = []
     for block in blocks:
-        touched = block._forward_hooks or is_touched(block)  # also the output recorders that is_touched ignores
+        touched = block._forward_hooks or is_touched(block)  # is_touched ignores output recorders
         fused: Any = block if hasattr(block, "whole") and not touched else None
         ready.append(fused and fused.whole())
         if ready[-1] is None:
@@ -294,7 +294,7 @@ def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Te
 
 
 def run_packed_blocks(blocks: Iterable[Any], x: Tensor, *rope: Tensor, outputs: int | None = None) -> Tensor | None:
-    """Runs all blocks with packed linear layers; returns None unless all have them and support this call.
+    """Runs all blocks with packed linear layers; returns None if a block has none or does not support this call.
 
     Args:
         outputs: See `run_packed`.

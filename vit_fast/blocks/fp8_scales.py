@@ -1,8 +1,8 @@
 """e4m3 scales of a block's operands, stored as buffers of a submodule of the block.
 
-They are in the state dict (`blocks.0.vit_fast_fp8.qkv`) and are loaded, copied, pickled and moved with it. They are
-powers of two, which all floating dtypes represent exactly, so that converting the model does not change them. Finer
-scales would not be more accurate, because the rounding error of e4m3 is relative.
+The state dict contains the buffers (`blocks.0.vit_fast_fp8.qkv`). Copying, pickling or moving a block includes the
+buffers. Scales are powers of two, which all floating dtypes represent exactly, so converting the model changes
+no scale. Finer scales would not be more accurate, because the rounding error of e4m3 is relative.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .token_facts import TokenFacts
 LINEARS = BlockScales._fields
 """Linear layers of a block; also the names of the buffers."""
 PLACE = "vit_fast_fp8"
-"""Name of the module in its block."""
+"""Name of the `Fp8Scales` submodule in its block."""
 MIN_SCALE, MAX_SCALE = 2.0**-24, 2.0**15
-"""Range of fp16."""
+"""Smallest and largest power of two in fp16."""
 _HOW_TO_LEAVE = "vit_fast.fuse(model) restores the model's own precision"
 
 
 class FrozenFp8(Frozen):
-    """The linear layers of one block that runs in e4m3, including those that stay in half precision.
+    """Cached linear layers of a block that runs in e4m3, including the layers that stay in half precision.
 
     Args:
         attention, mlp, rope_head: See `Frozen`.
@@ -55,7 +55,7 @@ class FrozenFp8(Frozen):
     def _computed(self) -> list[Tensor]:
         tensors = block_tensors(self.attention, self.mlp)
         quantized = quantize_block(tensors, self._scales, self.dtype, self.mlp.norm.kind, self.rope_head)
-        # clone half-precision layers: they may hold the parameters themselves, which a refresh must not overwrite
+        # clone half-precision layers, which may hold the parameters: a refresh must not overwrite parameters
         layers = [
             linear if linear.operand_factor is not None
             else Fp8Linear._make(tensor if tensor is None else tensor.clone() for tensor in linear)
@@ -67,13 +67,13 @@ class FrozenFp8(Frozen):
 
 
 class Fp8Scales(nn.Module):
-    """Divisors of the operands of a block before rounding to e4m3.
+    """Scales by which inputs of a block's linear layers are divided before rounding to e4m3.
 
     Args:
         width: Channels C of the residual stream.
     Attributes:
         qkv, fc1: Scales of the residual stream per channel, [C].
-        proj, fc2: Scales of the attention's output and of the hidden layer, [].
+        proj, fc2: Scalar scales of the attention output and of the hidden layer, [].
         kept: True for the LINEARS that stay in half precision, bool [4].
         active: True if the block runs in e4m3; set by `vit_fast.fuse`.
     """
@@ -129,11 +129,11 @@ class Fp8Scales(nn.Module):
     def run(
         self, parts: BlockParts, x: Tensor, facts: TokenFacts, rope: Rope | None, reader: FrozenFp8 | None = None
     ) -> tuple[Tensor, TokenFacts]:
-        """Runs the block, [B, N, C] -> [B, N, C]; also returns facts about its output for the next block.
+        """Runs the block, [B, N, C] -> [B, N, C]; also returns facts about the output for the next block.
 
         Args:
             facts: Facts about x from the previous block.
-            reader: Cached weights of the next block if that reads e4m3.
+            reader: Cached weights of the next block if that block reads e4m3.
         """
         attention, mlp = parts.halves
         self.check("triton")
@@ -141,7 +141,7 @@ class Fp8Scales(nn.Module):
             reason = "FP8 does not support gradients: call the model within torch.no_grad()"
             raise UnsupportedInputError("a block in FP8", [reason, _HOW_TO_LEAVE])
         cached = self.cached_of(parts)
-        # the qkv matmul can rotate layout "half" if all heads share the tables
+        # the qkv matmul supports only layout "half" with tables that all heads share
         shared = rope is not None and rope.layout == "half" and (rope.cos.dim() < 4 or rope.cos.shape[1] == 1)
         if cached.rope_head and not shared:
             parts.frozen = cached = FrozenFp8(attention, mlp, self.now(), 0)
@@ -155,7 +155,7 @@ class Fp8Scales(nn.Module):
         return y, TokenFacts(statistics, y8, reader, parts)
 
     def reader(self, parts: BlockParts) -> FrozenFp8 | None:
-        """Returns a block's cached weights if its first layer reads e4m3, else None."""
+        """Returns a block's cached weights if its qkv layer reads e4m3, else None."""
         cached = self.cached_of(parts)
         return None if cached.layers.qkv.operand_factor is None else cached
 
@@ -168,7 +168,7 @@ class Fp8Scales(nn.Module):
 
 
 def scales_of(block: nn.Module) -> Fp8Scales | None:
-    """Returns the scales of a block; None if it is not calibrated."""
+    """Returns the scales of a block; None if the block is not calibrated."""
     held = block._modules
     scales = held[PLACE] if PLACE in held else None  # noqa: SIM401  # a traced module has no get
     return scales if isinstance(scales, Fp8Scales) else None
@@ -189,7 +189,7 @@ def runs_in_fp8(model: nn.Module) -> bool:
 
 
 def _ensure_scales(block: nn.Module, width: int) -> Fp8Scales:
-    """Returns the scales of a block, creates them if it has none of this width, and drops cached weights."""
+    """Returns the scales of a block, creates missing scales of this width, and drops cached weights."""
     scales = scales_of(block)
     if scales is None or scales.qkv.shape[0] != width:
         device = next((parameter.device for parameter in block.parameters()), None)
@@ -200,14 +200,14 @@ def _ensure_scales(block: nn.Module, width: int) -> Fp8Scales:
 
 
 def remove_scales(model: nn.Module) -> None:
-    """Removes the scales, which restores the state dict from before calibrate."""
+    """Removes all scales; the state dict is then as before calibrate."""
     for module in model.modules():
         if module._modules.pop(PLACE, None) is not None:
             module.__dict__.pop("vit_fast_parts", None)
 
 
 def prepare_to_load(block: nn.Module, state: Mapping[str, Tensor], prefix: str) -> None:
-    """Creates the buffers for the scales in a state dict before a block loads it."""
+    """Creates the buffers for scales in `state` before the block loads this state dict."""
     loaded = state.get(f"{prefix}{PLACE}.{LINEARS[0]}")
     if loaded is not None:
         _ensure_scales(block, loaded.shape[0])

@@ -1,8 +1,8 @@
-"""Folded weights that are cached, and recomputed when the parameters change.
+"""Folded weights that are cached, and recomputed in the same memory when the parameters change.
 
-They are recomputed, in the same memory, when a parameter is replaced, moved, or written to so that its version counter
-increments; and after a step of torch's optimizers, whose fused forms do not increment it. Writes through `.data`, by
-numpy, collectives or other libraries are not detected: see `vit_fast.freeze`.
+A change is detected if a parameter is replaced, moved, or written to so that its version counter increments, and after
+a step of torch's optimizers (fused optimizers do not increment version counters). Writes through `.data`, by numpy,
+collectives or other libraries are not detected: see `vit_fast.freeze`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Frozen:
     Args:
         attention, mlp: The parts of the block.
         dtype: The dtype of the matmuls.
-        rope_head: See `fold`.
+        rope_head: See `ops.block.fold`.
     Attributes:
-        tensors: Folded weight, bias and sum of qkv, of fc1, and of fc2 with a norm inside the MLP; then the weights of
-            proj and fc2 if the parameters have another dtype. Updated in place.
+        tensors: Folded weight, bias and row sums of qkv, of fc1, and of fc2 if a norm precedes fc2; then the weights of
+            proj and fc2 in `dtype` if the parameters have another dtype. Updated in place.
     """
 
     def __init__(self, attention: AttentionParts, mlp: MlpParts, dtype: torch.dtype, rope_head: int) -> None:
@@ -48,16 +48,16 @@ class Frozen:
 
     @staticmethod
     def dependencies(attention: AttentionParts, mlp: MlpParts) -> tuple[list[Slot], Any, Any]:
-        """Returns the parameters and settings that the tensors of a block depend on."""
+        """Returns the parameters (slots) and settings that determine the cached tensors of a block."""
         kinds = mlp.norm.kind, mlp.inner_norm and mlp.inner_norm.kind
         return frozen_sources(attention, mlp), kinds, (attention.rope_head, mlp.fc1.chunk)
 
     def fits(self, attention: AttentionParts, mlp: MlpParts) -> bool:
-        """True if a block with these parts has the same weights."""
+        """True if the cached tensors of a block with these parts depend on the same parameters and settings."""
         return (self._sources, *self._settings) == self.dependencies(attention, mlp)
 
     def refresh(self) -> None:
-        """Recomputes the tensors in the same memory; raises RuntimeError if shape or device changed."""
+        """Recomputes the cached tensors in the same memory; raises RuntimeError if a shape or device changed."""
         # inference tensors cannot be updated in place outside of inference mode
         with self._lock, torch.inference_mode(False), torch.no_grad():
             snapshots = [_snapshot(owner, name) for owner, name in self._sources]
@@ -86,14 +86,14 @@ class Frozen:
         return tensors
 
     def block_tensors(self, proj: Weights, fc2: Weights) -> BlockTensors:
-        """Returns the folded block with the current parameters of proj and of fc2."""
+        """Returns the tensors of the block: folded layers, and the current parameters of proj and of fc2."""
         qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
         fc2_sum = None
         if self.mlp.inner_norm is not None:
             weight, bias, fc2_sum, *cast = cast
             fc2 = weight, bias, fc2[2]
         if cast:
-            proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])  # with a norm inside, fc2's weight is the folded one
+            proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])  # if a norm precedes fc2, cast[1] is folded
         return BlockTensors(
             None, None, qkv_weight, qkv_bias, *proj, None, None, fc1_weight, fc1_bias, *fc2,
             qkv_sum=qkv_sum, fc1_sum=fc1_sum, fc2_sum=fc2_sum,
@@ -115,14 +115,14 @@ class Frozen:
             self.refresh()
 
     def invalidate(self, stepped: set[int] | None) -> None:
-        """Marks the tensors as outdated if they depend on one of these parameters, by id; None means all."""
+        """Marks the cached tensors as outdated if a parameter has one of these ids; None marks them always."""
         if stepped is None or any(id(held) in stepped for _, _, _, held, *_ in self._snapshots):
             self._snapshots = []
 
 
-# A module's __dict__, the dictionary of the parameter, its name, the tensor, its version, address and storage.
-# References to tensor and storage prevent reuse of their id or address, e.g. when a parameter is converted to another
-# dtype and back.
+# A module's __dict__, the dictionary that contains the tensor, then name, tensor, version, address and storage. The
+# references to tensor and storage prevent another tensor from getting the same id or address, e.g. if a parameter is
+# converted to another dtype and back.
 _Snapshot = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int, torch.UntypedStorage | None]
 _GONE = object()
 
@@ -138,7 +138,7 @@ def _snapshot(owner: nn.Module, name: str) -> _Snapshot:
 
 
 def _is_written(tensor: Tensor) -> bool:
-    """Waits until a tensor is written, because other streams read it; returns False in a CUDA-graph capture."""
+    """Waits until the GPU has written a tensor, because other streams read it; returns False in CUDA-graph capture."""
     if not tensor.is_cuda:
         return True
     if torch.cuda.is_current_stream_capturing():
@@ -151,7 +151,7 @@ def _is_written(tensor: Tensor) -> bool:
 def _follow_optimizers() -> None:
     def invalidate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # FSDP steps the shards, and then gathers the weights without incrementing their version counters
+        # with FSDP, a step updates shards, and gathering the weights does not increment version counters
         stepped = {id(p) for p in parameters} if all(type(p) in PLAIN for p in parameters) else None
         for frozen in list(CACHED.values()):
             frozen.invalidate(stepped)

@@ -1,8 +1,8 @@
 """The classes that `fuse` gives to modules.
 
 `fuse` sets the `__class__` of an instance to a subclass with another `forward`. The object, its Parameters, children,
-hooks and state_dict keys stay, so that optimizers, EMA copies, DDP and FSDP are not affected. `unfuse` restores the
-class.
+hooks and state_dict keys stay the same, so optimizers, EMA copies, DDP and FSDP are not affected. `unfuse` restores the
+original class.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
 class Finding:
     """Result of inspecting a module before it is fused."""
 
-    reasons: Sequence[str] = ()  # why it cannot be fused
+    reasons: Sequence[str] = ()  # why the module cannot be fused
     notes: Sequence[str] = ()  # for the report
     bypassed: Sequence[nn.Module] = ()  # submodules whose forward will no longer be called
 
@@ -46,10 +46,10 @@ class FusedModule(nn.Module):
 
     Attributes:
         host_reads: Values that forward reads on the host, which a CUDA graph would not repeat; "" if there are none.
-        passes_for_original: True for a class with the original's module and name, because its library looks these up.
+        passes_for_original: True if the class has the original's module and name, because the library looks these up.
     """
 
-    original: ClassVar[type[nn.Module]]  # the class that it replaces
+    original: ClassVar[type[nn.Module]]  # the class that is replaced
     original_forward: ClassVar[Callable[..., Any]]
     kind: ClassVar[str]  # the part that the operators compute, for the report
     host_reads: ClassVar[str] = ""
@@ -57,7 +57,7 @@ class FusedModule(nn.Module):
     vit_fast_request: str = "auto"  # the requested backend
     vit_fast_backend: str = "sdpa"  # the resolved backend
 
-    if TYPE_CHECKING:  # the other base's attributes, which nn.Module types as Tensor | Module
+    if TYPE_CHECKING:  # attributes of the original class, which nn.Module types as Tensor | Module
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -90,7 +90,7 @@ class FusedModule(nn.Module):
         return triton_reasons(cls.head_width(module), dtype_of(module))
 
     def prepare(self, request: str) -> None:
-        """Makes an instance ready to run once its class is set."""
+        """Prepares an instance after its class was set."""
         self.set_up()
         self.set_fused_backend(request)
 
@@ -98,18 +98,18 @@ class FusedModule(nn.Module):
         """Records what forward needs beyond the original's attributes."""
 
     def set_fused_backend(self, request: str) -> None:
-        """Resolves "auto" for the device, the dtype and the head width: triton where it can run, else sdpa."""
+        """Sets the backend; resolves "auto" for device, dtype and head width: triton if supported, else sdpa."""
         self.vit_fast_request = self.vit_fast_backend = request
         if request == "auto":
             unable = type(self).triton_reasons(self)
             self.vit_fast_backend = "sdpa" if unable else resolve_backend("auto", device_of(self), dtype_of(self))
 
     def is_idle(self) -> bool:
-        """True if the original's forward is as fast; called for backend "sdpa" only."""
+        """True if the original forward is as fast as the fused forward."""
         return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
-        """Resolves "auto" again after .to(), .cuda() and similar, since it depends on the device."""
+        """Resolves "auto" again after .to(), .cuda() and similar, because the backend depends on the device."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves _apply untyped
         self.set_fused_backend(self.vit_fast_request)
         return self
@@ -119,10 +119,10 @@ class FusedModule(nn.Module):
 
 
 def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Callable[[FusedClass], FusedClass]:
-    """Class decorator: makes a class the fused class of `original`.
+    """Class decorator: makes a class the fused class of `original`; `equivalent`: both classes compute the same.
 
-    It gets the original's __name__, by which wrapping policies (transformers' _no_split_modules, accelerate's FSDP)
-    find layers. pickle uses __qualname__, which stays different. `equivalent` is True if both compute the same.
+    The fused class gets the original's __name__, by which wrapping policies (transformers' _no_split_modules,
+    accelerate's FSDP) find layers. pickle uses __qualname__, which stays different.
     """
 
     def decorate(cls: FusedClass) -> FusedClass:
@@ -140,15 +140,15 @@ def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Call
 def _show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
     """Wraps the forward of a fused class, so that torch.fx and torch.jit.script see that of `original`.
 
-    Neither can trace our forward, which inspects children and calls custom operators. torch.fx calls forward with
-    Proxies; torch.jit.script reads source and annotations. If the two are not equivalent, torch.fx keeps the module as
-    a leaf, and torch.jit.script fails.
+    Neither can trace the fused forward, which inspects children and calls custom operators. torch.fx calls forward with
+    Proxies; torch.jit.script reads source and annotations. If the classes are not equivalent, torch.fx keeps the module
+    as a leaf, and torch.jit.script fails.
 
-    After `unfuse`, a bound forward taken from the fused module runs the original's. A forward that a user sets on
-    `original` runs in fused modules, too.
+    After `unfuse`, bound methods `module.forward` that were stored before run the original forward. A forward that a
+    user sets on `original` also runs in fused modules.
     """
     if original.__module__.startswith("transformers."):
-        return  # its wrapper of forward must stay outermost; neither tracer supports its models anyway
+        return  # transformers' wrapper of forward must stay outermost; neither tracer supports these models anyway
     fused_forward, original_forward = cls.forward, original.forward
     leaf = original.__module__.startswith(_LEAVES) and not issubclass(original, nn.Sequential)
     proxies, stays_whole = Proxy, not equivalent or leaf
@@ -165,14 +165,14 @@ def _show_original_to_tracers(cls: type[Any], original: type[nn.Module], equival
             return run(self, *args, **kwargs)
         tracer: Any = argument.tracer
         if stays_whole and self is not tracer.root:
-            # torch.fx does not know that it is a leaf: the graph calls the module, which stays fused
+            # torch.fx does not treat this class as a leaf: record a call of the module, which stays fused
             return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
         return original_forward(self, *args, **kwargs)
 
     if not equivalent:
         cls.forward = functools.update_wrapper(forward, fused_forward)
         return
-    # torch.jit.script unwraps to the original's source, and resolves the names there in the globals of this function
+    # torch.jit.script unwraps to the original's source, and resolves names of that source in the globals of `shown`
     shown = FunctionType(forward.__code__, original_forward.__globals__, "forward", None, forward.__closure__)
     cls.forward = functools.update_wrapper(shown, original_forward)
     # torch.jit.script reads attribute types from the first class that has annotations: nn.Module at the latest
@@ -182,7 +182,7 @@ def _show_original_to_tracers(cls: type[Any], original: type[nn.Module], equival
 def _run_original_after_unfuse(cls: type[Any], original: type[nn.Module]) -> None:
     """Wraps the forward of a fused class of transformers, before transformers wraps it for gradient checkpointing.
 
-    After `unfuse`, a bound forward taken from the fused module runs the original's.
+    After `unfuse`, bound methods `module.forward` that were stored before run the original forward.
     """
     fused_forward, original_forward = cls.forward, original.forward
 
@@ -203,11 +203,11 @@ def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
 class Forms:
     """The fused classes of one library.
 
-    Each is created when its original is first seen, because the library may be absent and is slow to import. It becomes
-    a global of our file for the library, e.g. "FusedBlock", so that pickle finds it.
+    Each class is created when its original is first seen, because the library may be absent and is slow to import. The
+    class becomes a global of vit-fast's file for the library, e.g. "FusedBlock", so that pickle finds it.
 
     Args:
-        file: The file's globals.
+        file: Globals of vit-fast's file for the library.
         mixins: Mixins of the fused classes, by the dotted path of the original class.
     """
 
@@ -244,12 +244,12 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype | None:
-    """Returns the dtype of the first parameter; None if there is none, as in quantised layers."""
+    """Returns the dtype of the first parameter; None if there is none, as in quantized layers."""
     return next((parameter.dtype for parameter in module.parameters()), None)
 
 
 def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[str]:
-    """Returns all reasons why the kernels cannot run heads of this width (None: no attention) and this weight dtype."""
+    """Returns all reasons why the kernels do not support this head width (None: no attention) or weight dtype."""
     reasons = []
     if head_width is not None and not MIN_HEAD_DIM <= head_width <= MAX_HEAD_DIM:
         reasons.append(
@@ -261,9 +261,9 @@ def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[st
 
 
 class FusedNormMlp(FusedModule):
-    """A module whose norm and MLP run as one operator; a block runs as one operator if possible.
+    """A module whose norm and MLP run as one operator; if possible, one operator runs the whole block.
 
-    If a child gets a hook, a wrapper or another class after fuse, the part that contains it runs as modules.
+    If a child gets a hook, a wrapper or another class after fuse, the half that contains this child runs as modules.
     """
 
     kind = "norm + MLP"
@@ -272,12 +272,12 @@ class FusedNormMlp(FusedModule):
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
-        """Reads norm and MLP; returns None, and adds reasons to the reader, if they must run as modules."""
+        """Reads norm and MLP; returns None, and adds reasons to the reader, if this half must run as modules."""
         raise NotImplementedError
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        """Reads the first half of a block; None if it must run as modules."""
+        """Reads the first half of a block; returns None if this half must run as modules."""
         return None
 
     @classmethod
@@ -290,7 +290,7 @@ class FusedNormMlp(FusedModule):
         return read_block(self, self.read_mlp, self.read_attention, self.reader)
 
     def ready(self) -> BlockParts | None:
-        """Returns its parts; None if the original forward must run: dropout, hooks, wrapped children."""
+        """Returns the parts; None if dropout, hooks or wrapped children require the original forward."""
         parts = parts_of(self)
         if parts.fp8 is not None:
             parts.fp8.check(self.vit_fast_backend)
@@ -331,12 +331,12 @@ class FusedNormMlp(FusedModule):
         return parts if self.vit_fast_backend == "sdpa" and is_packable(parts) else None
 
     def whole(self) -> BlockParts | None:
-        """Returns its parts if one operator can run it now; else None."""
+        """Returns the parts if one operator can run the whole block now; else None."""
         parts = parts_of(self)
         return parts if runs_whole(parts, self.vit_fast_backend) else None
 
     def norm_mlp(self, parts: BlockParts, x: Tensor) -> Tensor:
-        """Computes x + drop_path(layer_scale * MLP(LN(x))) for x [..., C], with the parts of ready()."""
+        """Computes x + drop_path(layer_scale * MLP(LN(x))) for x [..., C]; `parts` are from `ready`."""
         mlp: Any = parts.mlp
         return run_mlp(mlp, x, self.vit_fast_backend)
 
@@ -344,18 +344,18 @@ class FusedNormMlp(FusedModule):
 
 
 class FusedContainer(FusedModule):
-    """A module that contains fused blocks. It has no row in the report of `fuse`."""
+    """A module that contains fused blocks. Containers have no row in the report of `fuse`."""
 
     kind = "blocks"
 
     @classmethod
     def fits(cls, module: Any, blocks: Collection[nn.Module]) -> bool:
-        """Returns True if the fused class can run an instance of `original`, given the blocks that are fused."""
+        """Returns True if the fused class can run `module`; `blocks` are all fused blocks."""
         raise NotImplementedError
 
 
 class FusedBlocks(FusedContainer):
-    """A Sequential of fused blocks, which passes LayerNorm statistics from each to the next."""
+    """A Sequential of fused blocks, which passes LayerNorm statistics from block to block."""
 
     @classmethod
     def fits(cls, module: Any, blocks: Collection[nn.Module]) -> bool:

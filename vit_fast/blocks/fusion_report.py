@@ -19,8 +19,8 @@ class ModuleReport:
         name: Dotted name in the model; "" for the model itself.
         class_name: Class before fuse.
         part: "attention", "norm + MLP" or "normalization".
-        fused: True if it now runs a fused operator.
-        reasons: All reasons why it was skipped.
+        fused: True if the module now runs a fused operator.
+        reasons: All reasons why the module was skipped.
         notes: Notes about a fused module.
     """
 
@@ -34,16 +34,16 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """Report of fuse; print it.
+    """Report of fuse, which prints as a table.
 
     Attributes:
         backend: The backend that "auto" resolved to: "eager", "sdpa" or "triton".
         modules: One entry per module, in the model's order.
         backend_reasons: All reasons why "auto" did not select triton.
         precision: The requested precision; None for the model's own.
-        precision_notes: Measured effects of that precision.
-        elsewhere: Language models and decoders inside the model. Their attention and MLPs are not reported, but known
-            classes inside them are fused, such as CLIP's text towers.
+        precision_notes: Measured effects of the requested precision.
+        elsewhere: Names of language models and decoders inside the model. In these, only supported classes are fused
+            and reported, e.g. CLIP's text tower.
     """
 
     backend: str
@@ -79,7 +79,7 @@ class FusionReport:
         return self
 
     def __str__(self) -> str:
-        """Formats a table; equal modules of consecutive blocks share a line."""
+        """Formats a table; modules of several blocks share a row if class, result, reasons and notes are equal."""
         precision = f", precision {self.precision}" if self.precision else ""
         title = f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.skipped)} skipped"
         elsewhere = [

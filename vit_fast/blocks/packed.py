@@ -1,15 +1,15 @@
-"""Runs frozen blocks on the CPU with packed weights, and with less work between operators.
+"""Runs frozen blocks on the CPU with packed weights, and with less host overhead between operators.
 
-`F.linear` converts a weight to the CPU's layout in every call. Packing does that once, with the operators that torch's
-compiler uses for frozen models. Two libraries can pack a layer. The faster one was measured on two cores, for 197, 788
-and 1,576 tokens:
+`F.linear` converts a weight to the CPU's layout in every call. Packing converts a weight once, with the operators that
+torch.compile uses for frozen models. oneDNN and MKL can pack a layer. The faster library, measured on two cores for
+197, 788 and 1,576 tokens, is used:
 
-- bf16 and fp16: oneDNN, with activation and residual in its epilogue.
-- fp32 on CPUs from Intel (Xeon with AMX): MKL, followed by activation and residual in place. There, oneDNN has the only
-  fast GELU, in its tanh form.
+- bf16 and fp16: oneDNN, with activation and residual in the epilogue of the matmul.
+- fp32 on CPUs from Intel (Xeon with AMX): MKL, followed by activation and residual in place. Layers with tanh GELU use
+  oneDNN, because no other implementation of GELU is fast on these CPUs.
 - fp32 on other CPUs (EPYC with AVX-512): oneDNN, 2.2 times as fast as MKL, which uses AVX-512 only on CPUs from Intel.
 
-LayerNorm is not folded, because dropping its weight and bias does not make it faster on a CPU.
+LayerNorm is not folded, because a LayerNorm without weight and bias is not faster on a CPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SCORES = 2**16
 SCORE_BYTES = 2**22
 """Size of the scores that `_attend` computes at a time; 1 to 4 MB were equally fast, 45 MB took twice as long."""
 ROWS = 256
-"""Number of tokens that weights are packed for. The layout works for any number; 5, 197 and 1,576 were measured."""
+"""Number of tokens that weights are packed for. The layout supports any number; 5, 197 and 1,576 were measured."""
 
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_.default,
@@ -62,7 +62,7 @@ _EPILOGUES: dict[str, tuple[str, list[float], str]] = {
 
 @functools.cache
 def mkl_is_faster() -> bool:
-    """Returns True if MKL computes fp32 on this CPU faster than oneDNN; see above."""
+    """Returns True if fp32 matmuls are faster with MKL than with oneDNN on this CPU: on CPUs from Intel."""
     return "Intel" in cpu_name()
 
 
@@ -83,7 +83,7 @@ class PackedLinear:
         if scale is not None:
             weight = (weight.float() * scale.float()[:, None]).to(weight.dtype)
             bias = None if bias is None else bias.float() * scale.float()
-        # a copy, so that bias and weight change together
+        # copy the bias, so that an update of the parameters changes weight and bias only by packing again
         self._bias = None if bias is None else bias.to(weight.dtype, copy=True)
         self._epilogue = _NO_EPILOGUE if by_mkl or activation is None else _EPILOGUES.get(activation, _NO_EPILOGUE)
         in_epilogue = activation is None or self._epilogue is not _NO_EPILOGUE
@@ -125,7 +125,7 @@ class Steps(NamedTuple):
 
 
 class Packed(Frozen):
-    """The packed linear layers of one block, updated like a `Frozen` when the weights change."""
+    """The packed linear layers of one block; packed again, like a `Frozen`, when the weights change."""
 
     _steps: Steps
 
@@ -164,7 +164,7 @@ class Packed(Frozen):
 
 
 def is_plain_call(x: Tensor) -> bool:
-    """True if a call with these tokens is on the CPU, and not traced, intercepted or under autocast."""
+    """True if x is on the CPU and the call is not traced, intercepted by a dispatch mode, or under autocast."""
     if type(x) is not Tensor or torch.compiler.is_compiling():
         return False
     # FLOP counters and FakeTensor are dispatch modes; neither they nor tracers support packed weights
@@ -181,10 +181,10 @@ def run_packed(
     """Runs consecutive blocks on [B, N, C] or [total, C]; see `packed_for`.
 
     Args:
-        rope, keys: Rotary positions of q and k; keys that queries attend to, or None for all keys of an image.
+        rope, keys: Rotary positions of q and k, or None; keys that queries attend to, or None for all of an image.
         outputs: The last block computes only this many leading tokens; None means all. Requires keys=None.
     """
-    steps = [packed.steps() for packed in blocks]  # in advance: threads go to sleep while Python runs between operators
+    steps = [packed.steps() for packed in blocks]  # in advance: between operators, threads sleep while Python runs
     for left, step in zip(reversed(range(len(steps))), steps):
         norm1, qkv_linear, heads, qk_norm, scale, proj, norm2, fc1, gate, inner_norm, fc2 = step
         qkv = qkv_linear(_normalize(x, norm1))
@@ -233,7 +233,7 @@ def _is_amd() -> bool:
 
 
 def _normalize(x: Tensor, norm: Norm) -> Tensor:
-    if norm.kind == "layer_norm":  # bypasses F.layer_norm, which doubles the time of its operator in a narrow model
+    if norm.kind == "layer_norm":  # in a narrow model, half the time of F.layer_norm, which adds Python code
         return torch.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps, False)
     return reference.normalise(x, norm)
 
@@ -253,7 +253,7 @@ def pack_reasons(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def pack_parts(parts: BlockParts) -> None:
-    """Packs the linear layers of a block that `is_packable`."""
+    """Packs the linear layers of a block for which `is_packable` is True."""
     attention, mlp = parts.halves
     if type(parts.frozen) is Packed and parts.frozen.dtype is tensor_of(*mlp.fc1.weights[0]).dtype:
         parts.frozen.refresh()
@@ -262,7 +262,7 @@ def pack_parts(parts: BlockParts) -> None:
 
 
 def is_packable(parts: BlockParts) -> bool:
-    """True if both halves were read, attention runs by sdpa, and this CPU can pack the dtype of the weights."""
+    """True if both halves were read, the backend is "sdpa", and all weights have one dtype that this CPU can pack."""
     attention, mlp = parts.halves
     if attention is None or mlp is None or parts.fp8 is not None or attention.norm.kind != mlp.norm.kind:
         return False
@@ -279,7 +279,7 @@ def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
     packed = parts.frozen
     if not isinstance(packed, Packed) or parts.fp8 is not None or x.dtype is not packed.dtype or not is_plain_call(x):
         return None
-    for half in (parts.attention, parts.mlp):  # a block that must run as modules has no parts
+    for half in (parts.attention, parts.mlp):  # None if the half must run as modules
         if half is None or drops(half.dropouts) or drops_path(half.drop_path):
             return None
     needs_grad = torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters())

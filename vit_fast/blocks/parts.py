@@ -1,7 +1,7 @@
 """A pre-norm encoder block of any library as data: `BlockParts`.
 
-A library's file reads its blocks with a reader (`reading.py`). Parts hold modules and names, never tensors, because a
-Parameter may be replaced at any time.
+A file per library in `vit_fast/libraries/` reads the blocks with a reader (`reading.py`). Parts refer to modules and
+attribute names, never to tensors, because a Parameter may be replaced at any time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NormParts:
     Attributes:
         module: Holds weight and, for a LayerNorm, bias.
         kind: "layer_norm" or "rms_norm".
-        eps: Epsilon, in units of x squared.
+        eps: Added to the variance or mean square before the square root.
     """
 
     module: Any
@@ -46,12 +46,12 @@ class NormParts:
 
 @dataclass(frozen=True, eq=False)
 class LinearParts:
-    """A linear layer, or several with one input (q, k and v) concatenated along their outputs.
+    """A linear layer, or several with the same input (q, k and v), concatenated along the outputs.
 
     Attributes:
         weights: One weight, or one per layer.
-        biases: Likewise; timm's EVA has one weight and three biases.
-        chunk: 0 or 1 for half of a layer that packs gate and up; None means all of it.
+        biases: One bias, or one per layer; timm's EVA has one weight and three biases.
+        chunk: 0 or 1: half of the outputs of a layer that computes gate and hidden layer; None means all outputs.
     """
 
     weights: tuple[Slot, ...]
@@ -76,7 +76,7 @@ class LinearParts:
 
 @dataclass(frozen=True, eq=False)
 class QkNormParts:
-    """The norms of q and k; see `QkNorm`."""
+    """The norms of q and k; see `QkNorm` in `ops/descriptions.py`."""
 
     q: NormParts
     k: NormParts
@@ -91,7 +91,7 @@ class AttentionParts:
     """The attention half, x + drop_path(layer_scale * proj(attention(qkv(norm(x))))).
 
     Attributes:
-        rotates_halves: True if rotary positions have the layout "half". They are passed with each call.
+        rotates_halves: True if the rotary positions, which each call passes, have the layout "half" (`Rope`).
     """
 
     module: Any  # the attention layer
@@ -118,8 +118,8 @@ class AttentionParts:
 class MlpParts:
     """The MLP half, x + drop_path(layer_scale * fc2(inner_norm(hidden))).
 
-    hidden is activation(fc1(norm(x))); with a gate, activation(gate(norm(x))) * fc1(norm(x)). See AttentionParts for
-    the other attributes.
+    hidden is activation(fc1(norm(x))); with a gate, activation(gate(norm(x))) * fc1(norm(x)). Attributes without a
+    comment are as in AttentionParts.
     """
 
     norm: NormParts
@@ -159,11 +159,11 @@ class BlockParts:
     watch: Watch  # checks that the block did not change
     frozen: Any = None  # cached weights: `Frozen`, or its subclass `Packed` or `FrozenFp8`
     fp8: Any = None  # `Fp8Scales`, which run the block in e4m3
-    reader: Any = None  # cached weights of the next block if that reads e4m3
+    reader: Any = None  # cached weights of the next block if that block reads e4m3
 
     @property
     def halves(self) -> tuple[Any, Any]:
-        """Attention and MLP, without the type of an absent half."""
+        """Attention and MLP, typed as Any for callers that know that both exist."""
         return self.attention, self.mlp
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -202,7 +202,7 @@ def block_tensors(attention: AttentionParts | None, mlp: MlpParts | None) -> Blo
 
 
 def frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
-    """Returns the parameters that folded weights depend on: all but LayerScale and the biases of proj and fc2."""
+    """Returns the parameters that folded weights depend on: not LayerScale and the biases of unfolded layers."""
     norms = [norm for norm in (attention.norm, mlp.norm, mlp.inner_norm) if norm is not None]
     unread = [(attention.proj, "bias")] if mlp.inner_norm is not None else [(attention.proj, "bias"), (mlp.fc2, "bias")]
     linears = [slot for slot in linear_sources(attention, mlp) if slot not in unread]
@@ -217,7 +217,7 @@ def linear_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
 
 
 def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
-    """Returns weight and bias."""
+    """Returns weight and bias of a module, each a tensor or None."""
     if torch.compiler.is_compiling():
         return owner.weight, owner.bias
     own = owner.__dict__
@@ -228,11 +228,11 @@ def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
 
 
 def tensor_of(owner: nn.Module, name: str) -> Any:
-    """Returns an attribute without nn.Module's slow look-up; FSDP stores weights outside of _parameters."""
+    """Returns an attribute without nn.Module's slow look-up. FSDP stores weights in __dict__."""
     if torch.compiler.is_compiling():
         return getattr(owner, name)
     own = owner.__dict__
     if name in own:
         return own[name]
     parameters = own["_parameters"]
-    return parameters[name] if name in parameters else getattr(owner, name)  # it may have become a buffer
+    return parameters[name] if name in parameters else getattr(owner, name)  # may now be a buffer

@@ -1,7 +1,7 @@
-"""Decides if a module may be bypassed, i.e. if operators may use its parameters instead of calling its forward.
+"""Decides if a module may be bypassed: operators then use the parameters of the module instead of calling forward.
 
-Hooks, a forward set on the instance or the class, and parameters of a tensor subclass (torchao, DTensor) forbid it. A
-module is inspected when its block is read; `Watch` then checks in every forward that nothing changed.
+A module with hooks, a forward set on the instance or the class, or parameters of a tensor subclass (torchao, DTensor)
+must be called. Modules are inspected when a block is read; `Watch` then checks in every forward for changes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..errors import type_name
 Edge = tuple[nn.Module, str, nn.Module]  # parent, name, child
 PLAIN = (nn.Parameter, Tensor, type(None))  # other subclasses may override operators
 _RECORDERS = "transformers.utils.output_capturing"
-# Hooks that record these (key, index into the output) do not prevent fusion: layers are still called, and attention
-# returns no weights unless they are requested.
+# Hooks that record these outputs, given as (key, index), do not prevent fusion: fused layers are still called, and
+# attention returns weights only on request.
 _HARMLESS = (("hidden_states", 0), ("attentions", 1))
 _FORWARDS: dict[type, Any] = {}  # forward of each inspected class, as defined by its library
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """True if a module has hooks, other than those by which transformers records outputs."""
+    """True if a module has hooks other than those with which transformers records outputs."""
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     hooks = module._forward_hooks
@@ -34,7 +34,7 @@ def is_hooked(module: nn.Module) -> bool:
 def _only_records(hook: Any) -> bool:
     if getattr(hook, "__module__", None) != _RECORDERS or not hasattr(hook, "__code__"):
         return False
-    if torch.compiler.is_compiling():  # torch.compile cannot trace the rest; parts are read before it traces
+    if torch.compiler.is_compiling():  # torch.compile cannot trace the code below, which ran before tracing
         return True
     held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
     recorded = tuple(held[name].cell_contents for name in ("key", "index") if name in held)
@@ -42,9 +42,9 @@ def _only_records(hook: Any) -> bool:
 
 
 def forward_is_replaced(module: nn.Module) -> bool:
-    """True if the instance has another forward than its class.
+    """True if the instance has a forward other than that of its class.
 
-    transformers 4, and accelerate after removing its hooks, set the class's own forward on the instance.
+    transformers 4, and accelerate after removing hooks, set the forward of the class on the instance.
     """
     if "forward" not in module.__dict__:
         return False
@@ -54,13 +54,13 @@ def forward_is_replaced(module: nn.Module) -> bool:
 
 
 def _class_is_patched(cls: type) -> bool:
-    """True if the forward of a class was replaced, or that of the class from which it was fused."""
+    """True if the forward of `cls`, or of the class that `cls` fuses, was replaced."""
     classes = (each for each in (cls, getattr(cls, "original", None)) if isinstance(each, type))
     return any(map(_forward_is_foreign, classes))
 
 
 def _forward_is_foreign(cls: Any) -> bool:
-    """True if forward was not defined in its class when first seen, or changed since then."""
+    """True if the forward of `cls` was not defined in a class body when first seen, or changed since then."""
     forward = cls.forward
     if cls not in _FORWARDS:
         owner = next(base for base in cls.__mro__ if "forward" in vars(base))
@@ -121,11 +121,11 @@ def tensor_reasons(name: str, tensor: Tensor | None) -> list[str]:
 
 
 class Watch:
-    """Checks that a block did not change since it was read.
+    """Checks that a block did not change since its parts were read.
 
     Args:
         owner: The block.
-        edges: (parent, name, child) of every bypassed module, and of modules that cannot be bypassed.
+        edges: (parent, name, child) of every inspected module, also of modules that cannot be bypassed.
         values: (owner, attribute, value) of all other attributes that were read.
     Attributes:
         modules: The children of the edges.
@@ -162,7 +162,7 @@ class Watch:
             if cls.forward is not forward:
                 return False
         plain = nn.Parameter
-        # dictionaries, because nn.Module looks up attributes in Python
+        # read dictionaries: nn.Module.__getattr__ is slow
         for _, children, name, child, cls, own, parameters in self._plain:
             if children.get(name) is not child or child.__class__ is not cls:
                 return False
@@ -193,9 +193,9 @@ class Watch:
         return True
 
     def guard(self) -> None:
-        """Reads the same attributes in code that torch.compile traces and therefore guards.
+        """Reads the same attributes as `holds` in code that torch.compile traces and therefore guards.
 
-        It guards classes by itself, and hooks with `torch._dynamo.config.skip_nnmodule_hook_guards = False`.
+        torch.compile also guards classes, and hooks with `torch._dynamo.config.skip_nnmodule_hook_guards = False`.
         """
         for parent, _, name, child, *_ in self._plain:
             if parent._modules.get(name) is not child or is_touched(child):

@@ -1,4 +1,4 @@
-"""Reads the parts of a block from the paths that its library's file lists; collects all reasons against fusing it."""
+"""Reads the parts of a block by attribute paths, and collects all reasons why the block cannot be fused."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts,
 from .plain import Edge, Watch, tensor_reasons, touch_reasons
 
 ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
-LINEAR_CLASSES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)  # the latter in MultiheadAttention
+LINEAR_CLASSES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)  # the second in MultiheadAttention
 
 Classes = tuple[type, ...]
 Parts = TypeVar("Parts", AttentionParts, MlpParts)
 
 
 class Inspector:
-    """Inspects a module and the modules in it.
+    """Inspects a module and its submodules.
 
-    The forward of every module on the path to a part will be bypassed, so all of them are checked and watched. Hooks of
-    `owner` itself do not matter here.
+    The forward of every module on the path to a part will be bypassed, so all modules on these paths are checked and
+    watched. Hooks of `owner` itself do not prevent this.
     """
 
     def __init__(self, owner: nn.Module) -> None:
         self.owner = owner
-        self.reasons: list[str] = []  # why the block cannot be fused, found so far
-        self.notes: list[str] = []  # for the report if it can be fused
+        self.reasons: list[str] = []  # reasons found so far why the block cannot be fused
+        self.notes: list[str] = []  # for the report of a fused block
         self.edges: dict[str, Edge] = {}
         self.values: list[tuple[Any, str, object]] = []
 
@@ -103,7 +103,7 @@ class Inspector:
 class PartReader(Inspector):
     """Reads the parts of a block from one module.
 
-    `activation_classes` and `norm_classes` map dotted paths of classes to the operators' names; libraries add theirs.
+    `activation_classes` and `norm_classes` map dotted paths of classes to operator names; subclasses add entries.
     """
 
     activation_classes: ClassVar[dict[str, str]] = {
@@ -143,7 +143,7 @@ class PartReader(Inspector):
         return linear
 
     def activation(self, path: str) -> str:
-        """Returns the operators' name of an activation, which is a module, a function or a name."""
+        """Returns the name that operators use for an activation, which is a module, a function or a name."""
         activation = self.watch(path)
         name: str | None
         if type(activation) is nn.GELU:
@@ -182,7 +182,7 @@ class PartReader(Inspector):
         return drop_path
 
     def layer_scale(self, path: str | None) -> Slot | None:
-        """Returns the slot of the vector; None if the path does not exist, or leads to the number 1."""
+        """Returns the slot of the LayerScale vector; None if the path does not exist or the value is 1."""
         if path is None:
             return None
         scale = self.watch(path)
@@ -194,7 +194,7 @@ class PartReader(Inspector):
         return None
 
     def _joined(self, paths: tuple[str, ...], chunk: int | None = None) -> LinearParts:
-        """Concatenates linear layers with one input; of a MultiheadAttention, uses its in_proj."""
+        """Concatenates linear layers with the same input; for a MultiheadAttention, uses in_proj."""
         weights, biases = [], []
         for path in paths:
             holds_it = isinstance(self.at(path), nn.MultiheadAttention)
@@ -239,8 +239,8 @@ class Reader(PartReader):
         """Reads the second half of a block by the paths of its parts; returns None and adds `reasons` if not fusible.
 
         Args:
-            gate: Path of the gate's linear layer, if it is separate.
-            gate_chunk: Half of fc1 that is the gate, 0 or 1, if one layer packs both.
+            gate: Path of the gate's linear layer, if the gate is a separate layer.
+            gate_chunk: Half of fc1's outputs that is the gate, 0 or 1, if fc1 also computes the gate.
             inner_norm: Path of a possible norm before fc2.
             inside: Supported classes of modules that contain parts, by path.
             empty: Paths that must be absent or an Identity.
@@ -284,11 +284,11 @@ class Reader(PartReader):
 
         Args:
             module: The attention layer.
-            qkv: One linear layer, or three; or a MultiheadAttention, which holds the weights itself.
-            biases: Paths of the biases of qkv if they are not in the linear layers.
+            qkv: Paths of one linear layer, of three, or of a MultiheadAttention, which holds the weights itself.
+            biases: Paths of the biases of qkv if the linear layers have none.
             qk_norm: Paths of possible norms of q and k.
             qk_norm_over: See QkNormParts.
-            rates: Dropout probabilities that are plain attributes.
+            rates: Paths of dropout probabilities that are plain attributes.
             inside, empty: See `mlp`.
             num_heads, scale, rotates_halves: See AttentionParts.
         """
@@ -321,7 +321,7 @@ def read_block(
     read_attention: Callable[[Reader], AttentionParts | None] | None = None,
     reader: type[Reader] = Reader,
 ) -> BlockParts:
-    """Reads the parts of a block, each half separately, so that one can stay modules while the other is fused."""
+    """Reads the parts of a block, each half separately, so that one half can be fused without the other."""
     first, second = reader(block), reader(block)
     attention = None if read_attention is None else read_attention(first)
     mlp = read_mlp(second)

@@ -1,8 +1,8 @@
 """Passes LayerNorm statistics and e4m3 tokens from block to block if a library's own loop calls the blocks.
 
-Per thread, a block stores facts about the tensor that it returned. The next block uses them if its input is that
-tensor: the same object and memory, the same version counter, the same stream. Nothing is stored if changes have no
-version counter or the call will be repeated: in transforms, CUDA-graph capture and checkpointed forwards.
+Per thread, a block stores facts about the tensor that it returned. The next block uses the facts if its input is that
+tensor: the same object and memory, the same version counter, the same stream. Nothing is stored for tensors without
+version counter, or if the call will be repeated: in transforms, CUDA-graph capture and checkpointed forwards.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class TokenFacts(NamedTuple):
     Attributes:
         statistics: LayerNorm statistics as the operators return them, or None.
         x8: The tokens in e4m3, or None.
-        reader: The cached weights (`FrozenFp8`) that x8 was scaled for.
-        maker: The parts of the block that returned the tensor, if that runs in e4m3.
+        reader: The cached weights (`FrozenFp8`) of the block that x8 was scaled for.
+        maker: The parts of the block that returned the tensor, if this block runs in e4m3.
     """
 
     statistics: Tensor | None = None
@@ -38,7 +38,7 @@ NOTHING = TokenFacts()
 
 class _Last(threading.local):
     key: tuple[int, ...] | None = None  # identity and state of the last block's output
-    output: weakref.ref[Tensor] | None = None  # clears the key when the tensor is freed: another may then have its id
+    output: weakref.ref[Tensor] | None = None  # a callback clears the key when the tensor is freed: ids are reused
     facts = NOTHING
 
 
@@ -66,9 +66,9 @@ def recall(x: Tensor) -> TokenFacts:
 
 
 class VersionsCounted:
-    """Leaves inference mode, whose tensors have no version counter, and keeps gradients disabled.
+    """Leaves inference mode, in which tensors have no version counter, with gradients disabled.
 
-    `torch.inference_mode(False)` and `torch.no_grad()` take four times as long.
+    `torch.inference_mode(False)` with `torch.no_grad()` would take four times as long.
     """
 
     _guard: Any = None
@@ -85,7 +85,7 @@ class VersionsCounted:
 
 
 def _key(tensor: Tensor) -> tuple[int, ...] | None:
-    """Returns identity and state of a tensor; None if a change could not be detected."""
+    """Returns id, version, address and stream of a tensor; None if changes could not be detected."""
     if type(tensor) is not Tensor or tensor.is_inference() or tensor.is_meta or in_transform():
         return None
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:

@@ -1,8 +1,8 @@
 """The parts of a block for torch.compile: every module by its path from the block.
 
-`BlockParts` refer to modules of the block. A graph that reads both needs one Python guard per module to check that they
-are the same. So while torch.compile traces, parts are rebuilt from the block's own modules and an outline: names and
-numbers that are a constant of the graph.
+`BlockParts` refer to modules of the block. If a graph read modules from both the block and `BlockParts`, torch.compile
+would add one Python guard per module. So while torch.compile traces, parts are rebuilt from the block's modules and an
+outline: names and numbers that are a constant of the graph.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Outline = tuple[Node, Node, tuple[Path, ...], tuple[tuple[Path, str, Any], ...]]
 
 
 def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
-    """Returns names and numbers from which `built` rebuilds the parts; None if they refer to something else.
+    """Returns names and numbers from which `built` rebuilds the parts; None if parts contain any other object.
 
     Returns:
-        The halves; the path of every module that they depend on; and path, name and value of every attribute.
+        Both halves; the path of every watched module; and path, name and value of every watched attribute.
     """
     paths = {id(module): tuple(name.split(".")) if name else () for name, module in block.named_modules()}
     try:
@@ -60,7 +60,7 @@ def _literal(value: Any) -> Any:
 
 
 def built(block: Any, traced: Outline) -> BlockParts:
-    """Rebuilds the parts, and reads everything that they depend on, so that torch.compile guards it."""
+    """Rebuilds the parts, and reads all watched attributes, so that torch.compile guards these."""
     attention, mlp, modules, values = traced
     for path in modules:  # guards classes, and hooks if configured; parameters are guarded as inputs
         is_hooked(_at(block, path))
