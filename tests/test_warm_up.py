@@ -71,8 +71,12 @@ def test_what_cannot_be_warmed_up_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--batch-sizes", "1,x"], "--batch-sizes"), (["--batch-sizes", "1"], "must be used with --warm-up or --model")],
+    [
+        (["--warm-up", "vit_test", "--batch-sizes", "1,x"], "--batch-sizes"),
+        (["--warm-up", "vit_test", "--json"], "--json must not be used with --warm-up"),
+        (["--batch-sizes", "1"], "--batch-sizes must be used with --warm-up or --model, got 1"),
+    ],
 )
 def test_what_the_command_refuses(options: list[str], message: str, capsys: Any) -> None:
-    assert run("kernels", "--warm-up", "vit_test", *options) == 2
+    assert run("kernels", *options) == 2
     assert message in capsys.readouterr().err

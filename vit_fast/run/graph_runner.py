@@ -69,7 +69,8 @@ class GraphRunner:
         check_type("model", model, nn.Module)
         check_choice("fallback", fallback, get_args(Fallback))
         if (example is None) == (budgets is None):
-            raise ValueError(f"pass exactly one of example and budgets, got {'neither' if budgets is None else 'both'}")
+            given = "None for both" if budgets is None else f"an example and budgets={budgets!r}"
+            raise ValueError(f"exactly one of example and budgets must be given, got {given}")
         name, other = ("max_images", max_images) if budgets is None else ("batch_sizes", batch_sizes)
         if other is not None:
             mode = "an example" if budgets is None else "budgets"
