@@ -206,8 +206,8 @@ def test_what_a_call_may_not_ask_for() -> None:
 def test_what_a_runner_refuses() -> None:
     _, tower, plain = build("qwen2_vl")
     for arguments, message in (
-        ({}, "pass exactly one of example and budgets, got neither"),
-        ({"example": torch.zeros(1, 2), "budgets": (8,)}, "exactly one of example and budgets, got both"),
+        ({}, "exactly one of example and budgets must be given, got None for both"),
+        ({"example": torch.zeros(1, 2), "budgets": (8,)}, "exactly one of example and budgets must be given, got an example"),
         ({"budgets": (8,), "batch_sizes": (1,)}, "batch_sizes must not be given with budgets"),
         ({"example": torch.zeros(1, 2), "max_images": 4}, "max_images must not be given with an example, got 4"),
         ({"budgets": ()}, "budgets must be one or more positive integers"),
