@@ -134,11 +134,11 @@ class NormedLinear:
     Args:
         weight: [F, C].
         bias: [F]; None means zeros.
-        gamma, beta: Weight and bias of the LayerNorm [C]; None means ones, zeros.
+        gamma, beta: Weight and bias of the LayerNorm [C]; None means ones and zeros.
         rms: True for RMSNorm.
         gate, gate_bias: Weight and bias of the gate, like `weight` and `bias`; None means no gate.
-        rope_head: head_dim D if channels j and j + D/2 of q and k become adjacent; else 0. Only for the first of two
-            layers that are folded together.
+        rope_head: head_dim D if channels j and j + D/2 of q and k become adjacent; else 0. Must be 0 for the
+            second of two layers that are folded together.
     """
 
     weight: Tensor
