@@ -91,7 +91,7 @@ def gradient_names(s: BlockSettings) -> list[str]:
 def saved_names(s: BlockSettings) -> list[str]:
     """Returns the names of the tensors that the forward saves for the backward.
 
-    rows1, statistics1: Input of norm1 and statistics of this input, see `block.py`; rows2, statistics2: for norm2.
+    rows1, statistics1: Input of norm1 and its statistics, see `block.py`; rows2, statistics2: likewise for norm2.
     qkv, mixed, lse: Input [B, N, 3, H, D], output [B, N, H, D] and log-sum-exp [B, H, N] of the attention.
     before_norm: qkv before the norms of q and k.
     z: Output of fc1 [M, F]; with a gate [M, 2 F], in which columns of the gate and of fc1 alternate.

@@ -52,7 +52,7 @@ class Fp8Linear(NamedTuple):
             the bias is divided by the row scales.
         scale: Multiplier of the matmul's result [F]: row scales (e4m3) times LayerScale (proj, fc2); None if neither.
         weight_sum: After a LayerNorm, row sums of the weight that multiplies x, fp32 [F]; otherwise None.
-        operand_factor: Multiplier of the layer's input before rounding to e4m3, 1 / scale, fp32: [C] for qkv and fc1,
+        operand_factor: Multiplier of the layer's input before rounding to e4m3, 1 / s above, fp32: [C] for qkv and fc1,
             [1] for proj and fc2. None if the layer is not quantized.
     """
 
@@ -197,7 +197,7 @@ def fused_block_fp8(
 
     Args:
         x: [B, N, C]; fp16 or bf16.
-        x8: x times block.qkv.operand_factor in e4m3, from the previous block; None computes it.
+        x8: x times block.qkv.operand_factor in e4m3, from the previous block; computed if None.
         block: Result of `quantize_block` with dtype x.dtype and the same `norm`.
         next_factor: The qkv.operand_factor of the next block, fp32 [C], which multiplies the output. None if the next
             block reads half precision.
@@ -230,7 +230,7 @@ def fused_block_fp8(
 def _require_supported(
     x: Tensor, x8: Tensor | None, block: Fp8Block, next_factor: Tensor | None, norm: str, qk_norm: QkNorm | None
 ) -> None:
-    """Raises UnsupportedInputError for inputs that the operator misses, because a launch plan skips its checks."""
+    """Raises UnsupportedInputError for inputs that the operator would not reject when it replays a launch plan."""
     reasons, linears = [], block[:4]
     if torch.is_grad_enabled():
         of_norms = () if qk_norm is None else (*qk_norm.q[:2], *qk_norm.k[:2])

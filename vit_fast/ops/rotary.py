@@ -43,7 +43,7 @@ class QkTensors(NamedTuple):
 
 
 class QkSettings(NamedTuple):
-    """Kind of norm (or "none"), `eps` and `over` of `QkNorm`, and `layout` of `Rope`."""
+    """Kind (or "none") and epsilon of the q and k norms, `over` of `QkNorm`, and `layout` of `Rope`."""
 
     norm: str = "none"
     eps: float = 0.0
@@ -261,7 +261,7 @@ class QkvStep:
         """Converts `grad` in place from the gradient of the attention's input to that of the qkv matmul's output.
 
         Args:
-            grad: [B, N, 3, H, D], contiguous. The result has the channel order of the matmul's output.
+            grad: [B, N, 3, H, D], contiguous. The result has the channel order of the unfolded qkv weight.
             saved: Second result of `forward`.
         Returns:
             Sums for `norm_gradients`; None without norms.
