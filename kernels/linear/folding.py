@@ -198,7 +198,7 @@ def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear])
 
 
 def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[FoldedLinear]:
-    """Folds LayerNorms into the linear layers that follow, for x in `dtype`. Each launch folds up to two layers."""
+    """Folds LayerNorms into the linear layers that follow, for x in `dtype`. A kernel folds up to two layers."""
     folded = []
     dense = [linear.contiguous() for linear in linears]
     for linear in dense:

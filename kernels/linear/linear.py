@@ -113,7 +113,7 @@ class FoldedGradient:
     """Gradient dz of the output of a folded linear layer, as `activation_gradient` returns it.
 
     Args:
-        scaled: dz~ = rstd dz [M, F] in the dtype of z. In rows that are constant or normalized beforehand, dz~ = dz.
+        scaled: dz~ = rstd dz [M, F] in the dtype of z. For rows that are constant or normalized beforehand, dz.
         row_part: Partial sums of dz (z - c) over F, fp32 [M, parts].
         column_part: Partial sums of dz and of dz~ mean over M, fp32 [sums, 2, F].
     """

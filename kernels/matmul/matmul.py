@@ -66,7 +66,7 @@ def _matmul_kernel(
     b,  # [K, N], or [N, K] if B_IS_NK
     out,  # [M, N]; "partial": fp32 [splits, M, N]
     z,  # [M, N] or None. Pre-activation: "layer_norm" stores it, "activation_grad" reads it. "residual" stores acc
-    h,  # [M, N] or None. "activation_grad" stores h = act(z), or normalized h^; "layer_norm_grad", out in the dtype of a
+    h,  # [M, N] or None. "activation_grad" stores h = act(z), or normalized h^; "layer_norm_grad", out in dtype of a
     x,  # [M, N], "layer_norm_grad": input of the LayerNorm
     residual,  # [M, N] or None
     mean_ptr,  # fp32 [M] or None. Forward epilogues store it; gradient epilogues read it. None there: x is normalized

@@ -3,8 +3,8 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-`fused_block` calls torch's dispatcher once. One launch folds the norms into the weights of qkv and fc1, unless `fold`
-has already done so. In the backward (`block_backward.py`), one launch computes the matmuls of all weight gradients.
+`fused_block` calls torch's dispatcher once. One kernel folds the norms into the weights of qkv and fc1, unless `fold`
+has already done so. In the backward (`block_backward.py`), one kernel computes the matmuls of all weight gradients.
 Dropout is not supported. For drop path, run one half with residual=False, and compute x + drop_path(output).
 
 A block passes LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)] for M tokens, to the next block. The kernel
@@ -131,7 +131,7 @@ def fused_block(
     for number, tensor in enumerate((*tensors, *of_qk)):  # faster than a comprehension
         if tensor is None:
             continue
-        if tensor.device != device:  # raise before torch dispatches to one of the devices
+        if tensor.device != device:  # raise an error before torch dispatches to one of the devices
             require_supported(*_names_in_errors(tensors), x, dtype)
         flat.append(tensor)
         present.append(number)
@@ -202,7 +202,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         flat = _qkv(y, emitted, folded["qkv"], step.for_matmul(x.shape[-2]), saved, s)
         packed = flat.view(*x.shape[:-1], 3, s.heads, step.head_dim)
         mixed = _attend(packed, step, qk, saved, s)
-        # before fc1, a separate kernel normalizes fp32 tokens without statistics from this launch
+        # fp32 tokens are normalized by a separate kernel before fc1, which reads no statistics
         statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32
         base = rows if s.residual else None
         dtype = _branch_dtype(s.dtype, t.scale1) if base is None else base.dtype

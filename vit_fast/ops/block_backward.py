@@ -45,7 +45,7 @@ class BlockSettings(NamedTuple):
     next_statistics: bool
     saves: bool  # True to return the tensors that the backward needs
     matmul_dtype: Any  # such as "torch.float16"
-    present: Sequence[int] = ()  # for each tensor in the list: its index in `_NAMES`
+    present: Sequence[int] = ()  # index in `_NAMES` of each tensor in the operator's list
 
     @classmethod
     def read(cls, flat: Sequence[Any]) -> BlockSettings:
@@ -228,7 +228,7 @@ def _parameter_gradients(
     if hidden is not None:
         products.append(hidden.products(parts["fc2"]))
     of_folded, of_branches = parameter_gradients(products[:2], list(branches.values()))
-    if products[2:]:  # one launch supports at most two folded layers
+    if products[2:]:  # the kernel supports at most two folded layers
         of_folded += parameter_gradients(products[2:], [])[0]
     gradients: dict[str, Any] = {}
     for name, of in zip(linears, of_folded):

@@ -1,6 +1,6 @@
 """Registers operators with torch, each with a schema, implementation, fake, gradient and FLOP formula.
 
-`torch.library.custom_op` needs more host time per call. Here, autograd is one `torch.autograd.Function`, and a call
+`torch.library.custom_op` needs more host time per call. Here, autograd calls one `torch.autograd.Function`, and a call
 reaches the implementation directly unless a mode or a tensor subclass intercepts the call. The implementation runs
 through a launch plan (`kernels/plan.py`): later calls with the same signature replay the launches and skip all checks.
 
