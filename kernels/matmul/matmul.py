@@ -1,6 +1,6 @@
 """The matmul kernel: out = epilogue(A B), with the surrounding pointwise operations fused into the epilogue.
 
-The kernel is persistent: a program loops over output tiles, and accumulates each tile in fp32 over K. A, B are loaded
+The kernel is persistent: a program loops over output tiles, and accumulates each tile in fp32 over K. It loads A and B
 through TMA descriptors, or by pointers if the device or the layout does not support TMA. B may be [N, K], the layout of
 torch.nn.Linear's weight. `matmul_launch.py` launches the kernel, and `matmul_policy.py` chooses tile sizes.
 
@@ -69,7 +69,7 @@ def _matmul_kernel(
     h,  # [M, N] or None. "activation_grad" stores h = act(z), or normalized h^; "layer_norm_grad", out in dtype of a
     x,  # [M, N], "layer_norm_grad": input of the LayerNorm
     residual,  # [M, N] or None
-    mean_ptr,  # fp32 [M] or None. Forward epilogues store it; gradient epilogues read it. None there: x is normalized
+    mean_ptr,  # fp32 [M] or None. Forward epilogues store it, gradient epilogues read it (None if x is normalized)
     rstd_ptr,  # fp32 [M] or None, like mean_ptr; negative for a constant row (layer_norm.py)
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N]; None for RMSNorm
