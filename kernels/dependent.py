@@ -31,7 +31,7 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(pointer, row, first, last, rows, columns, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """Prefetches columns [first, last) of ROWS rows of a matrix [rows, columns] into L2, every STEP columns."""
+    """Prefetches ROWS rows of a matrix [rows, columns] into L2: one address per STEP columns in [first, last)."""
     if _INTERPRETED:
         return
     index = tl.minimum(row + tl.arange(0, ROWS), rows - 1)

@@ -129,7 +129,7 @@ listening = _Listening()
 
 
 def _cache(key: tuple[Any, ...], kernel: Any, compiled: Any) -> Ready | None:
-    if not isinstance(compiled, CompiledKernel):  # triton is still compiling, or a hook skipped it
+    if not isinstance(compiled, CompiledKernel):  # triton is still compiling, or a hook skipped the compilation
         return None
     if len(_ready) >= MAX_READY:
         _ready.clear()
@@ -146,7 +146,7 @@ def _specialization_of(value: Any) -> Any:
         return value.base.dtype, *value.block_shape
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    return kind if kind is float else (kind, value)  # True == 1 as a key, but not for triton
+    return kind if kind is float else (kind, value)  # as keys, True and 1 are equal; triton distinguishes them
 
 
 def is_watched(*kernels: Any) -> bool:

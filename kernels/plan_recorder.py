@@ -255,7 +255,7 @@ def _uses(steps: Sequence[Step], kind: type) -> dict[int, tuple[int, int]]:
 
 
 def _last_uses(steps: Sequence[Step], kept: set[int], inputs: int) -> list[tuple[int, ...]]:
-    """Returns per step the values that are last used there, for a replay to free; excludes inputs and `kept`."""
+    """Returns, for each step, the values that a replay frees after it. Inputs and values in `kept` are not freed."""
     last = {value: position for position, step in enumerate(steps) for value in step.uses()}
     return [
         tuple(value for value, at in last.items() if at == position and value >= inputs and value not in kept)

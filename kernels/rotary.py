@@ -252,7 +252,7 @@ class QkvSettings:
     """Norms and rotary positions of q and k.
 
     Args:
-        weights, biases: Of the norms of q and k, contiguous, [D], or [H D] if `wide`. None: weights 1, biases 0.
+        weights, biases: Parameters of the q and k norms, contiguous, [D], or [H D] if `wide`. None: ones and zeros.
         tables: cos and sin [B or 1, H or 1, N - prefix, D / 2] that satisfy `can_be_read`; None: no rotation.
         norm: "layer_norm", "rms_norm" or "none".
         wide: True if all heads of a token are normalized together.
@@ -272,7 +272,7 @@ class QkvSettings:
 
 
 def can_be_read(cos: Tensor, sin: Tensor) -> bool:
-    """True if tables [..., T, P] have equal strides, and the leading strides are multiples of the stride of T."""
+    """True if the tables [..., T, D / 2] have equal strides, and leading strides are multiples of the stride of T."""
     *outer, row, _ = cos.stride()
     whole = row > 0 and not any(step % row for step, size in zip(outer, cos.shape) if size > 1)
     return whole and cos.stride() == sin.stride()

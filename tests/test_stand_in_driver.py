@@ -223,12 +223,12 @@ def test_a_legal_launch_is_counted(planted: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plant", "rule"),
     [
-        ("stride", "tensor map: a stride is a multiple of 16 bytes"),
-        ("expanded", "tensor map: a stride is a multiple of 16 bytes, above 0"),
-        ("address", "tensor map: the address lies on 16 bytes"),
-        ("dimension", "tensor map: a dimension is 1..2^32"),
-        ("grid", "launch of planted_copy: the grid is"),
-        ("shared", "launch of planted_copy: the function was not allowed that much shared memory"),
+        ("stride", "tensor map: a stride must be a multiple of 16 bytes"),
+        ("expanded", "tensor map: a stride must be a multiple of 16 bytes, above 0"),
+        ("address", "tensor map: the address must be aligned to 16 bytes"),
+        ("dimension", "tensor map: a dimension must be 1..2^32"),
+        ("grid", "launch of planted_copy: the grid must be"),
+        ("shared", "launch of planted_copy: the shared memory exceeds the limit set for the function"),
         ("early", "launch of planted_store: programmatic dependent launch needs sm_90"),
     ],
 )

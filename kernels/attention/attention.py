@@ -29,7 +29,7 @@ def problem_of(
 ) -> Problem:  # fmt: skip
     """Returns the input of the launch policy for a call with these tensors.
 
-    For packed inputs, n_q and n_kv are the mean length, because a single long sequence determines the maximum.
+    For packed inputs, n_q and n_kv are the mean length. One long sequence would determine the maximum length.
     """
     batch, heads, n_q, head_dim = q.shape
     gpu = gpu_of(q.device)

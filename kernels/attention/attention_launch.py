@@ -110,7 +110,7 @@ def tiled_launch(
     """Returns the launch of an attention kernel. A program owns tiles of queries and loops over keys, or vice versa.
 
     Args:
-        own, streamed: Tensors [B, H, N, D] by argument name: of the tiles that a program owns, and of the loop.
+        own, streamed: Tensors [B, H, N, D] by argument name. A program owns tiles of `own`, and loops over `streamed`.
         block: Rows of an own tile.
         pieces: Rows of the streamed tiles a, b and c; 0 if absent.
         tiles: Programs per head. Ignored for packed inputs.

@@ -23,7 +23,7 @@ _KEYS_AT_ONCE = tl.constexpr(1024)
 
 @triton.jit
 def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
-    """Counts the sequences in `index`, if `inside` is True, whose first slot is at or before `slot`."""
+    """Counts the sequences `index` with `inside` True whose first slot is at or before `slot`."""
     first = tl.load(sequences + index, mask=inside, other=0) // BLOCK + index
     return tl.sum((inside & (first <= slot)).to(tl.int32), 0)
 
@@ -32,7 +32,7 @@ def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
 def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
     """Returns (start, begin, end, others_end) of a slot: first row of the tile, begin and end of the sequence.
 
-    `others_end` is the end of the streamed rows: `end`, or `begin` (no rows) after the last sequence.
+    `others_end` is where the program's loop over keys or queries ends: `end`, or `begin` after the last sequence.
     """
     stride = tl.cdiv(n_sequences + 1, _WAYS)
     index = tl.arange(0, _WAYS) * stride

@@ -62,7 +62,7 @@ class _Case:
             large = (self.tokens, self.head_dim, self.form) == (1024, 80, "packed")
             return self.access == "tma" and (large or (self.arch == "sm_90" and self.head_dim == 72))
         if self.arch == "sm_120" and self.access == "tma" and self.head_dim in (96, 128):
-            return self.element == "half"  # would spill with the tile sizes of sm_80
+            return self.element == "half"  # because these kernels would spill with the tile sizes of sm_80
         return (
             (self.tokens, self.head_dim) in _CORE_SHAPES
             and self.dtype == torch.bfloat16

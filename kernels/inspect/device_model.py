@@ -5,8 +5,8 @@
     rows = model_launches(launches, "sm_90")
 
 Matmuls are modeled as in `matmul_model.py`, but with epilogue instructions counted in SASS. The time of other kernels
-is estimated from instructions, waves and bytes; a loop without MMA counts as one iteration. No launch is faster than
-reading and writing its tensors once. `floor_us` is the longer of compute time and DRAM time, at sustained rates.
+is estimated from instructions, waves and bytes; a loop without MMA counts as one iteration. No estimate is below
+the DRAM time to read and write all tensors once. `floor_us` is the longer of compute and DRAM time, at sustained rates.
 """
 
 from __future__ import annotations

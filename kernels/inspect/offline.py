@@ -201,7 +201,7 @@ def problems(build: Build, stats: Stats, arch: str) -> list[str]:
         found.append(f"{stats.early_accesses} accesses to global memory before ACQBULK")
     if stats.shared_bytes > LIMITS[arch].shared_bytes_per_block:
         found.append(
-            f"{stats.shared_bytes} bytes of shared memory, {arch} has {LIMITS[arch].shared_bytes_per_block} a block"
+            f"{stats.shared_bytes} bytes of shared memory, {arch} has {LIMITS[arch].shared_bytes_per_block} per block"
         )
     if stats.ctas_per_sm < 1:
         found.append("does not fit on a multiprocessor")

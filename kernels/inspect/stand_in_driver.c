@@ -33,7 +33,7 @@ void stand_in_configure(int arch, int multiprocessors, int shared_per_block, int
 }
 
 static char violations[MAX_VIOLATIONS][TEXT];
-static _Thread_local char last_error[TEXT] = "refused by the stand-in driver";
+static _Thread_local char last_error[TEXT] = "rejected by the stand-in driver";
 
 /* The description of a violation; empty past the last one and past MAX_VIOLATIONS. */
 const char *stand_in_violation(int index) { return index >= 0 && index < MAX_VIOLATIONS ? violations[index] : ""; }
@@ -129,7 +129,7 @@ CUresult cuFuncSetAttribute(CUfunction handle, CUfunction_attribute attribute, i
     return CUDA_SUCCESS;
   if (value < 0 || value > device.shared_per_block) {
     char text[TEXT];
-    snprintf(text, TEXT, "%s: %d bytes of shared memory asked for, sm_%d has %d a block", function->name, value,
+    snprintf(text, TEXT, "%s: %d bytes of shared memory requested, sm_%d has %d per block", function->name, value,
              device.arch, device.shared_per_block);
     return refuse(CUDA_ERROR_INVALID_VALUE, text);
   }
@@ -153,13 +153,13 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction handle, void **par
   unsigned long threads = (unsigned long)c->blockDimX * c->blockDimY * c->blockDimZ;
   if (c->gridDimX < 1 || c->gridDimX > 2147483647u || c->gridDimY < 1 || c->gridDimY > 65535 || c->gridDimZ < 1 ||
       c->gridDimZ > 65535)
-    problem = "the grid is 1..2147483647 by 1..65535 by 1..65535";
+    problem = "the grid must be 1..2147483647 by 1..65535 by 1..65535";
   else if (threads < 1 || threads > MAX_THREADS || c->blockDimZ > 64)
-    problem = "a block has 1..1024 threads";
+    problem = "a block must have 1..1024 threads";
   else if (dependent && device.arch < 90)
     problem = "programmatic dependent launch needs sm_90 or newer";
   else if (c->sharedMemBytes > (unsigned)function->dynamic_shared)
-    problem = "the function was not allowed that much shared memory";
+    problem = "the shared memory exceeds the limit set for the function";
   long largest = stand_in_largest_shared;
   while (largest < (long)c->sharedMemBytes &&
          !atomic_compare_exchange_weak(&stand_in_largest_shared, &largest, (long)c->sharedMemBytes))
@@ -200,38 +200,38 @@ static unsigned swizzle_bytes(CUtensorMapSwizzle swizzle) {
   return swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64 : 128;
 }
 
-/* Returns the first rule that a map breaks, or NULL. Strides need not grow from dimension to dimension, as they do in
- * the example in cuda.h: in [B, H, N, D] views of packed qkv, N has a larger stride than H. */
+/* Returns the first rule that a map breaks, or NULL. Unlike in the example in cuda.h, strides need not grow
+ * from dimension to dimension: in [B, H, N, D] views of packed qkv, N has a larger stride than H. */
 static const char *broken_rule(const CUtensorMap *map, unsigned size, unsigned rank, const void *address,
                                const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
                                const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle) {
   if (device.arch < 90)
     return "tensor maps need sm_90 or newer";
   if ((size_t)map % 64 != 0)
-    return "the map itself lies on 64 bytes";
+    return "the map must be aligned to 64 bytes";
   if (size == 0)
-    return "the data type is one of the unpacked ones";
+    return "the data type must be unpacked";
   if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE)
-    return "the layout is not interleaved";
+    return "the layout must not be interleaved";
   if (rank < 1 || rank > 5)
-    return "the rank is 1..5";
+    return "the rank must be 1..5";
   if ((size_t)address == 0 || (size_t)address % 16 != 0)
-    return "the address lies on 16 bytes";
+    return "the address must be aligned to 16 bytes";
   for (unsigned i = 0; i < rank; i++) {
     if (dims[i] < 1 || dims[i] > 1ull << 32)
-      return "a dimension is 1..2^32";
+      return "a dimension must be 1..2^32";
     if (box[i] < 1 || box[i] > 256)
-      return "a side of the box is 1..256";
+      return "a side of the box must be 1..256";
     if (steps[i] < 1 || steps[i] > 8)
-      return "an element stride is 1..8";
+      return "an element stride must be 1..8";
   }
   for (unsigned i = 0; i + 1 < rank; i++)
     if (strides[i] == 0 || strides[i] % 16 != 0 || strides[i] >= 1ull << 40)
-      return "a stride is a multiple of 16 bytes, above 0 and below 2^40";
+      return "a stride must be a multiple of 16 bytes, above 0 and below 2^40";
   if (box[0] * size % 16 != 0)
-    return "the inner side of the box is a multiple of 16 bytes";
+    return "the inner side of the box must be a multiple of 16 bytes";
   if (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && box[0] * size > swizzle_bytes(swizzle))
-    return "the inner side of the box is within the swizzle";
+    return "the inner side of the box must not exceed the swizzle";
   return NULL;
 }
 
@@ -251,7 +251,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
     return CUDA_SUCCESS;
   }
   char text[TEXT];
-  int used = snprintf(text, TEXT, "tensor map: %s; address %p, %u bytes an element, swizzle %d", rule, address, size,
+  int used = snprintf(text, TEXT, "tensor map: %s; address %p, %u bytes per element, swizzle %d", rule, address, size,
                       (int)swizzle);
   for (unsigned i = 0; i < rank && i < 5; i++) {
     used += snprintf(text + used, TEXT - used, "; dim %llu box %u", (unsigned long long)dims[i], box[i]);

@@ -84,7 +84,7 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
 
     Args:
         arch: One of `SM_COUNTS`, e.g. "sm_90".
-        library: A libcuda.so.1 that contains `stand_in_driver.c`; None builds it.
+        library: A libcuda.so.1 that contains `stand_in_driver.c`; built if None.
     Raises:
         ValueError: the architecture is unknown.
         RuntimeError: CUDA or the interpreter is active, a driver is already loaded, or the stand-in cannot be built.

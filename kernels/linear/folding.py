@@ -134,11 +134,11 @@ class NormedLinear:
     Args:
         weight: [F, C].
         bias: [F]; None means zeros.
-        gamma, beta: Weight and bias of the LayerNorm [C]; None means ones, zeros.
+        gamma, beta: Weight and bias of the LayerNorm [C]; None means ones and zeros.
         rms: True for RMSNorm.
         gate, gate_bias: Weight and bias of the gate, like `weight` and `bias`; None means no gate.
-        rope_head: head_dim D if channels j and j + D/2 of q and k become adjacent; else 0. Only for the first of two
-            layers that are folded together.
+        rope_head: head_dim D if channels j and j + D/2 of q and k become adjacent; else 0. Must be 0 for the
+            second of two layers that are folded together.
     """
 
     weight: Tensor
@@ -198,7 +198,7 @@ def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear])
 
 
 def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[FoldedLinear]:
-    """Folds LayerNorms into the linear layers that follow, for x in `dtype`. Each launch folds up to two layers."""
+    """Folds LayerNorms into the linear layers that follow, for x in `dtype`. A kernel folds up to two layers."""
     folded = []
     dense = [linear.contiguous() for linear in linears]
     for linear in dense:

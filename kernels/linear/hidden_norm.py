@@ -3,12 +3,13 @@
 The norm is folded into the second layer, like the LayerNorm into the first layer (`folding.py`). The matmul that writes
 the hidden layer h [M, F] also writes LayerNorm statistics of h. The second matmul reads h itself and adds the residual.
 
-Let h^ = (h - mean) rstd and y = r + ls (h^ W''^T + c). With the gradients dy of y and g = (ls dy) W'' of h^:
+Let h^ = (h - mean) rstd, y' = h^ W''^T + c and y = r + ls y', with residual r and LayerScale ls. With the gradients dy
+of y and g = (ls dy) W'' of h^:
 
-    dh           = rstd (g - h^ along)
-    F along      = sum_f g h^ = sum_c ls dy (y' - c),       y' = h^ W''^T + c
+    dh    = rstd (g - h^ along)
+    along = sum_f(g h^) / F = sum_c(ls dy (y' - c)) / F
 
-For a LayerNorm, the mean of g over f is 0 except for rounding errors. `along` does not depend on g: the forward saves
+For a LayerNorm, the mean of g over f is 0 except for rounding errors. `along` is computed without g: the forward saves
 y' - c [M, C], and `_along_kernel` reads y' - c and dy, which are narrower than h. This kernel also sums dy over m for
 the gradients of beta and bias. The "activation_grad" matmul computes g and dh, and stores h^ in place of h. With h^,
 the formulas of `gradients.py` for normalized rows give the gradients of W, gamma, beta and bias.

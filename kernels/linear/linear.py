@@ -113,7 +113,7 @@ class FoldedGradient:
     """Gradient dz of the output of a folded linear layer, as `activation_gradient` returns it.
 
     Args:
-        scaled: dz~ = rstd dz [M, F] in the dtype of z; dz in rows that are constant or were normalized beforehand.
+        scaled: dz~ = rstd dz [M, F] in the dtype of z. For rows that are constant or normalized beforehand, dz.
         row_part: Partial sums of dz (z - c) over F, fp32 [M, parts].
         column_part: Partial sums of dz and of dz~ mean over M, fp32 [sums, 2, F].
     """
@@ -131,7 +131,7 @@ def activation_gradient(
 
     Args:
         grad: Gradient dy of fc2's output [M, C].
-        scaled: diag(ls) W2 [C, F].
+        scaled: diag(LayerScale) W2 [C, F].
         z: fc1's output [M, F], or [M, 2 F] if gated.
         hidden, along: If a norm follows h (`hidden_norm.py`): mean and rstd of h, fp32 [2, M], and `along`, fp32 [M].
             The second result is then h^, the normalized h.
@@ -167,7 +167,7 @@ def input_gradient(
 
 
 def product_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
-    """Returns dh = dy diag(ls) W [M, F] of a linear layer that does not follow an activation."""
+    """Returns dh = dy diag(LayerScale) W [M, F] of a linear layer that does not follow an activation."""
     return _product(grad, scaled.weight, scaled.factor)
 
 

@@ -263,7 +263,7 @@ def room_for(products: FoldedProducts | ResidualProducts) -> Any:
 
 
 def slots(folded: Sequence[Folded], residual: Sequence[Residual]) -> list[tuple[Any, str]]:
-    """Returns ((products, gradients) or (None, None), suffix of the argument names), in the order of the arguments."""
+    """Returns ((products, gradients), suffix of argument names) of four layers in order; (None, None) if absent."""
     pairs = [*zip_longest(folded, residual, fillvalue=(None, None)), ((None, None), (None, None))][:2]
     return [*zip((slot for pair in pairs for slot in pair), ("", "2", "3", "4"), strict=True)]
 

@@ -1,10 +1,10 @@
 """The matmul kernel: out = epilogue(A B), with the surrounding pointwise operations fused into the epilogue.
 
-The kernel is persistent: a program loops over output tiles, and accumulates each tile in fp32 over K. A, B are loaded
+The kernel is persistent: a program loops over output tiles, and accumulates each tile in fp32 over K. It loads A and B
 through TMA descriptors, or by pointers if the device or the layout does not support TMA. B may be [N, K], the layout of
 torch.nn.Linear's weight. `matmul_launch.py` launches the kernel, and `matmul_policy.py` chooses tile sizes.
 
-Epilogues, with acc = A B; the file of each family contains its formulas:
+Epilogues, with acc = A B; the named files contain the formulas:
 
 - `forward_epilogues.py`, after a LayerNorm that is folded into B: "layer_norm" (activation), "gated" (gated
   activation), "rotary" and "qk_norm" (q and k norms, rotary positions).
@@ -14,7 +14,7 @@ Epilogues, with acc = A B; the file of each family contains its formulas:
 
 Operands in e4m3 (`fp8.py`) have scales. Tensor cores of sm_90 accumulate e4m3 products in about 14 bits: each MMA over
 32 elements of K adds a relative error of up to 2^-13. For comparison, rounding an operand to e4m3 has a relative error
-of up to 2^-4. Adding partial sums in fp32 every 128 elements would need more registers than 128 x 256 tiles have.
+of up to 2^-4. Adding partial sums in fp32 every 128 elements would make 128 x 256 tiles run out of registers.
 
 Under autocast, the residual stream (out, x and residual of "residual" and "layer_norm_grad") is fp32, while A and B are
 half precision. For a folded RMSNorm, weight_sum is None and the mean is 0.
@@ -66,14 +66,14 @@ def _matmul_kernel(
     b,  # [K, N], or [N, K] if B_IS_NK
     out,  # [M, N]; "partial": fp32 [splits, M, N]
     z,  # [M, N] or None. Pre-activation: "layer_norm" stores it, "activation_grad" reads it. "residual" stores acc
-    h,  # [M, N] or None. "activation_grad": stores act(z), or h^; "layer_norm_grad": stores out in the dtype of a
+    h,  # [M, N] or None. "activation_grad" stores h = act(z), or normalized h^; "layer_norm_grad", out in dtype of a
     x,  # [M, N], "layer_norm_grad": input of the LayerNorm
     residual,  # [M, N] or None
-    mean_ptr,  # fp32 [M] or None: stored by forward epilogues, read by gradients (None: x was normalized before)
+    mean_ptr,  # fp32 [M] or None. Forward epilogues store it, gradient epilogues read it (None if x is normalized)
     rstd_ptr,  # fp32 [M] or None, like mean_ptr; negative for a constant row (layer_norm.py)
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N]; None for RMSNorm
-    scale_ptr,  # or None. "residual": [N]; "layer_norm": fp32 [N]; "activation_grad": fp32 [1], factor of acc
+    scale_ptr,  # Factor or None. Of acc: "layer_norm" fp32 [N], "activation_grad" fp32 [1]; acc + bias: "residual" [N]
     out8,  # [M, N] e4m3 or None: "residual" stores out * out_scale
     out_scale_ptr,  # or None. fp32 [N] for out8; fp32 [1] if "layer_norm" stores `out` in e4m3
     row_part_ptr,  # fp32 or None. Forward epilogues: LayerNorm statistics of A. Gradients: partial sums of rows,
@@ -96,7 +96,7 @@ def _matmul_kernel(
     # pointers even with TMA
     EARLY: tl.constexpr,
     PARTS: tl.constexpr,  # length of a row of row_part_ptr
-    OUT_PARTS: tl.constexpr,  # pieces per row of out_part_ptr
+    OUT_PARTS: tl.constexpr,  # pieces of LayerNorm statistics per row of out_part_ptr
     TIMES: tl.constexpr,  # pieces of a tile per piece of LayerNorm statistics (row_parts.py)
     WHOLE: tl.constexpr,  # all pieces of LayerNorm statistics have full width
     HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; in "qk_norm" also columns of a piece

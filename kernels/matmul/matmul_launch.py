@@ -60,7 +60,7 @@ class MatmulConfig:
 
     @property
     def piece(self) -> int:
-        """Columns of a piece, which the epilogue processes at a time."""
+        """Width of the pieces that the epilogue processes one after another, in columns."""
         return self.block_n // self.sub_tiles
 
     def tiles(self, M: int, N: int) -> int:
@@ -120,7 +120,7 @@ class Operands:
         row_part: LayerNorm statistics of `a` (`row_parts.py`) if a norm is folded into `b`; for "activation_grad" and
             "layer_norm_grad" partial sums of rows [M, parts].
         out_part: LayerNorm statistics of `out`, for the next norm.
-        hidden, along: For a norm of h after "activation_grad" or "gated_grad" (`hidden_norm.py`).
+        hidden, along: Inputs of "activation_grad" and "gated_grad" if a norm of h follows (`hidden_norm.py`).
         head_step: For "rotary" and "qk_norm"; N is then 3 H D.
         x, residual: Have the dtype of `out`, which is fp32 or the dtype of `a` and `b`.
     """
@@ -205,7 +205,7 @@ def matmul_launch(
     dependent = config.dependent and o.b_is_nk  # B is then a weight
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
-    # registers limit early loads: with e4m3, one piece of the residual; with fp32, no x
+    # early loads need registers: with e4m3, load one piece of the residual early; with fp32, do not load x early
     early = 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles
     if o.x is not None:
         early = int(o.x.element_size() == 2)

@@ -24,7 +24,7 @@ _LATENCY = 700  # cycles from issuing the loads of a tile of A and B to the arri
 ISSUE = 3.0  # instructions per cycle in an epilogue: 75 % of four schedulers
 DRAIN = 600  # cycles of exposed latency per epilogue: first loads and last stores
 OVERHEAD = 2500  # cycles from the end of a kernel to the arrival of the next kernel's first loads, in a CUDA graph
-# Instructions of a warp per tile outside the loop over K: a constant, and the number per element of a thread.
+# Instructions of a warp per tile outside the loop over K: a constant plus, per element of a thread, _INSTRUCTIONS.
 _TILE_INSTRUCTIONS = 250
 _INSTRUCTIONS = {
     "layer_norm": 7, "rotary": 18, "qk_norm": 29, "gated": 10, "residual": 2, "activation_grad": 35, "gated_grad": 54,

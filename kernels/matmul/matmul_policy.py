@@ -101,7 +101,7 @@ def choose_split(
     table: Sequence[MatmulConfig], sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int,
     partial: Sequence[MatmulConfig] = (), most: int = 1,
 ) -> tuple[MatmulConfig, int]:  # fmt: skip
-    """Returns the configuration and parts of K with the fewest predicted cycles; prefers fewer parts and larger tiles.
+    """Returns the configuration and parts of K with the fewest predicted cycles; on ties, fewer parts and larger tiles.
 
     Args:
         table: Configurations for one part.
@@ -199,7 +199,7 @@ def _table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig
         special = dict.fromkeys(("residual", "partial"), _HALF_BLACKWELL_RESIDUAL)
         special["layer_norm"] = _HALF_BLACKWELL_LAYER_NORM
         table = special.get(epilogue, _HALF_BLACKWELL_HEAVY if epilogue in _HEAVY else _HALF_BLACKWELL)
-    if epilogue == "partial" and blackwell and table[0].tma:  # 256 columns spill, 64 too without maxnreg
+    if epilogue == "partial" and blackwell and table[0].tma:  # 256 columns spill; 64 spill without maxnreg
         fitting = (config for config in table if config.block_n < 256)
         return tuple(replace(config, maxnreg=128) if config.block_n == 64 else config for config in fitting)
     # weight gradients split the sum over M to fill the multiprocessors, and need no small tiles
@@ -237,7 +237,7 @@ _TF32_HOPPER = (
 )
 _TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),)
 _TF32_BLACKWELL_HALVES = (replace(_TF32_BLACKWELL[0], sub_tiles=2),)
-# With several matmuls in one launch, ptxas uses 72 registers and spills without maxnreg.
+# With several matmuls in one launch, ptxas uses only 72 registers without maxnreg, and spills.
 _TF32_BLACKWELL_PRODUCTS = (replace(_TF32_BLACKWELL[0], maxnreg=128),)
 
 
@@ -292,7 +292,7 @@ def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ..
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
-    """Returns configurations without TMA. Values that differ between cases without a comment avoid spills."""
+    """Returns configurations without TMA. Unless a comment gives another reason, values are chosen to avoid spills."""
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
     if kind == "tf32" and blackwell:
         stages = 2 if epilogue == "layer_norm" else 3

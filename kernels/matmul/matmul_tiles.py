@@ -71,7 +71,7 @@ def store_tile(target, values, row, col, rows, columns, ROWS: tl.constexpr, COLS
 def rounded(value, DTYPE: tl.constexpr):
     """Rounds an fp32 tile to DTYPE.
 
-    Converts two numbers to bf16 per instruction; the compiler would use one instruction each if the tile is used again.
+    Converts two numbers to bf16 per instruction; the compiler converts only one if the tile is used again.
     """
     if _INTERPRETED or DTYPE != tl.bfloat16:
         return value.to(DTYPE)
@@ -87,7 +87,7 @@ def accumulate(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Returns the tile of A B at (row, col), fp32, summed over k_start .. k_stop: multiples of BLOCK_K, or K."""
+    """Returns the fp32 tile of A B at (row, col), summed over [k_start, k_stop), multiples of BLOCK_K (or K)."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(k_start, k_stop, BLOCK_K):
         if A_IS_KM:

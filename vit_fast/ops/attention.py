@@ -93,7 +93,7 @@ def attention_varlen(
         q, k, v: [total, H, D]; dtypes and strides as in `attention`.
         cu_seqlens: int32 [S + 1] on the device of q. Sequence i consists of tokens cu_seqlens[i] to
             cu_seqlens[i + 1] - 1. The first element is 0, and sequences may be empty. eager and sdpa raise an error if
-            values decrease or exceed `total`. triton does not read the values, which would synchronize.
+            values decrease or exceed `total`. triton does not check the values, to avoid a synchronization.
         max_seqlen: Length of the longest sequence. triton uses it only to select tile sizes.
         scale, backend: See `attention`.
     Returns:

@@ -1,7 +1,6 @@
 """The operators `vit_fast::attention` and `vit_fast::attention_backward`.
 
-Both accept q, k and v as three tensors or packed in one, as batches, with masked keys or as packed sequences. The first
-call imports Triton.
+Both accept q, k and v as three tensors or packed in one, as batches, with masked keys or as packed sequences.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def as_batch(packed: Tensor) -> Tensor:
 
 
 def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k, v [B, H, N, D] as views of `qkv` in `attention_forward`."""
+    """Returns q, k, v [B, H, N, D] as views of the argument `qkv` of `attention_forward`."""
     first = qkv[0]
     if len(qkv) == 1:
         q, k, v = (first if first.dim() == 5 else first[None]).transpose(1, 3).unbind(2)

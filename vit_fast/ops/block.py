@@ -3,15 +3,15 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-`fused_block` calls torch's dispatcher once. One launch folds the norms into the weights of qkv and fc1, unless `fold`
-has already done so. One launch of the backward (`block_backward.py`) computes the matmuls of all weight gradients.
-Dropout is not supported. Callers can apply drop path only to the output of a single half.
+`fused_block` calls torch's dispatcher once. One kernel folds the norms into the weights of qkv and fc1, unless `fold`
+has already done so. In the backward (`block_backward.py`), one kernel computes the matmuls of all weight gradients.
+Dropout is not supported. For drop path, run one half with residual=False, and compute x + drop_path(output).
 
-A block passes LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)], to the next block. The kernel that writes
-M tokens computes statistics per 64 columns; the next kernel combines them and adds epsilon (`kernels/row_parts.py`).
+A block passes LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)] for M tokens, to the next block. The kernel
+that writes the output computes statistics per 64 columns; the next kernel combines them (`kernels/row_parts.py`).
 
-The backward needs the input of each norm. fp32 tokens are saved normalized, in the dtype of the matmuls, with the
-reciprocal standard deviation (rstd), fp32 [1, M]; half-precision tokens unchanged, with mean and rstd, fp32 [2, M].
+The backward needs the input of each norm. fp32 inputs are saved normalized, in the dtype of the matmuls, with the
+reciprocal standard deviation (rstd), fp32 [1, M]. Half-precision inputs are saved as is, with mean and rstd [2, M].
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def fold(
 
     Args:
         dtype: The dtype of the matmuls.
-        rope_head: head_dim D makes channels j and j + D/2 of q and k adjacent, which does not change q k^T. Then pass
-            `fused_block` the result of `descriptions.interleave` as rope. 0 keeps the order of channels.
+        rope_head: If not 0, head_dim D: channels j and j + D/2 of q and k become adjacent, which does not change
+            q k^T. Then pass the result of `descriptions.interleave` to `fused_block` as `rope`.
     """
     from ..kernels.linear.folding import fold_linears
 
@@ -93,9 +93,9 @@ def fused_block(
 
     Args:
         x: [B, N, C], or [..., C] for the MLP half alone; fp32, fp16 or bf16.
-        statistics: LayerNorm statistics of x from the previous block; None computes them.
-        tensors: The parameters, in fp32 or the dtype of the matmuls (autocast's or x's); or the result of `fold`. A
-            half whose parameters are None is skipped.
+        statistics: LayerNorm statistics of x from the previous block; computed if None.
+        tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`); or the result of
+            `fold`. A half whose parameters are None is skipped.
         attention_scale: Multiplier of q k^T; None means D**-0.5.
         eps: For norm1 and norm2: added to the variance (RMSNorm: to the mean of x^2) before the square root.
         activation: A key of `reference.ACTIVATIONS`; with a gate, applied to the gate only.
@@ -105,14 +105,14 @@ def fused_block(
         residual: True adds x to the branch; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
     Returns:
-        The output, with x's shape, and its LayerNorm statistics or None. With residual, its dtype is fp32 if x is fp32,
-        else that of the matmuls; without residual, see `_branch_dtype` and `_mlp_dtype`. The statistics are None unless
-        next_statistics and residual are True and x is half precision.
+        The output, with x's shape, and the LayerNorm statistics of the output or None. With residual, the output is
+        fp32 if x is fp32, else in the dtype of the matmuls; without residual, see `_branch_dtype` and `_mlp_dtype`. The
+        statistics are None unless next_statistics and residual are True and x is half precision.
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
     dtype = matmul_dtype(x)
-    if x.dtype not in (torch.float32, dtype):  # fp32 x stays fp32, as additions and LayerNorm do under autocast
+    if x.dtype not in (torch.float32, dtype):  # do not cast fp32 x: under autocast, the residual stream is fp32
         x = x.to(dtype)
     emit_statistics = next_statistics and residual and x.dtype != torch.float32
     of_qk, qk, prefix, max_seqlen = _NO_QK, _NO_SETTINGS, 0, 0
@@ -131,7 +131,7 @@ def fused_block(
     for number, tensor in enumerate((*tensors, *of_qk)):  # faster than a comprehension
         if tensor is None:
             continue
-        if tensor.device != device:  # raise before torch dispatches to one of the devices
+        if tensor.device != device:  # raise an error before torch dispatches to one of the devices
             require_supported(*_names_in_errors(tensors), x, dtype)
         flat.append(tensor)
         present.append(number)
@@ -202,7 +202,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         flat = _qkv(y, emitted, folded["qkv"], step.for_matmul(x.shape[-2]), saved, s)
         packed = flat.view(*x.shape[:-1], 3, s.heads, step.head_dim)
         mixed = _attend(packed, step, qk, saved, s)
-        # a launch before fc1 normalizes fp32 tokens and needs no statistics
+        # fp32 tokens are normalized by a separate kernel before fc1, which reads no statistics
         statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32
         base = rows if s.residual else None
         dtype = _branch_dtype(s.dtype, t.scale1) if base is None else base.dtype
@@ -266,12 +266,12 @@ def _mlp(
 
 
 def _branch_dtype(dtype: torch.dtype, layer_scale: Tensor | None) -> torch.dtype:
-    """Returns the dtype of the attention branch: fp32 if LayerScale is fp32, because 1e-6 is subnormal in fp16."""
+    """Returns the dtype of the attention branch: fp32 if LayerScale is fp32. A scale of 1e-6 is subnormal in fp16."""
     return dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
 
 
 def _mlp_dtype(stream: torch.dtype, layer_scale: Tensor | None, s: BlockSettings) -> torch.dtype:
-    """Returns the dtype of the MLP output: that of x if x is added or LayerScale has it too, else the matmul dtype."""
+    """Returns `stream`, the dtype of x, if x is added or LayerScale has this dtype; else the dtype of the matmuls."""
     return stream if s.residual or (layer_scale is not None and layer_scale.dtype == stream) else s.dtype
 
 

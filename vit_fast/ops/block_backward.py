@@ -45,7 +45,7 @@ class BlockSettings(NamedTuple):
     next_statistics: bool
     saves: bool  # True to return the tensors that the backward needs
     matmul_dtype: Any  # such as "torch.float16"
-    present: Sequence[int] = ()  # for each tensor in the list: its index in `_NAMES`
+    present: Sequence[int] = ()  # index in `_NAMES` of each tensor in the operator's list
 
     @classmethod
     def read(cls, flat: Sequence[Any]) -> BlockSettings:
@@ -91,7 +91,7 @@ def gradient_names(s: BlockSettings) -> list[str]:
 def saved_names(s: BlockSettings) -> list[str]:
     """Returns the names of the tensors that the forward saves for the backward.
 
-    rows1, statistics1: Input of norm1 and statistics of this input, see `block.py`; rows2, statistics2: for norm2.
+    rows1, statistics1: Input of norm1 and its statistics, see `block.py`; rows2, statistics2: likewise for norm2.
     qkv, mixed, lse: Input [B, N, 3, H, D], output [B, N, H, D] and log-sum-exp [B, H, N] of the attention.
     before_norm: qkv before the norms of q and k.
     z: Output of fc1 [M, F]; with a gate [M, 2 F], in which columns of the gate and of fc1 alternate.
@@ -228,7 +228,7 @@ def _parameter_gradients(
     if hidden is not None:
         products.append(hidden.products(parts["fc2"]))
     of_folded, of_branches = parameter_gradients(products[:2], list(branches.values()))
-    if products[2:]:  # one launch supports at most two folded layers
+    if products[2:]:  # the kernel supports at most two folded layers
         of_folded += parameter_gradients(products[2:], [])[0]
     gradients: dict[str, Any] = {}
     for name, of in zip(linears, of_folded):

@@ -28,7 +28,7 @@ class QkNorm(NamedTuple):
     """The norms of q and k.
 
     Attributes:
-        q, k: Norms of equal kind and epsilon. Shape of weight and bias: [D] for `over` "head", [H D] for "width".
+        q, k: Norms of equal kind and epsilon. Weight and bias have shape [D] if `over` is "head", [H D] if "width".
         over: "head" normalizes each head, "width" all heads of a token together.
     """
 
@@ -69,8 +69,8 @@ class Keys(NamedTuple):
 class BlockTensors(NamedTuple):
     """The parameters of a block. Absent parameters are None; so are all parameters of an absent half.
 
-    `block.fold` folds norms and gate into the weights and biases of qkv, fc1 and fc2. It sets their sums, and sets the
-    fields of norms and gate to None.
+    `block.fold` folds norms and gate into weight and bias of qkv, fc1 and, after an inner norm, fc2. It sets `*_sum` of
+    these layers, and sets the fields of norms and gate to None.
     """
 
     norm1_weight: Tensor | None = None  # [C]
@@ -115,7 +115,7 @@ class BlockScales(NamedTuple):
 def interleave(rope: Rope, head_dim: int) -> Rope:
     """Converts positions of layout "half" for a folded qkv weight in which channel j + D/2 follows channel j.
 
-    Do not permute the parameters of the q and k norms.
+    The parameters of the q and k norms keep their order.
     """
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
     return Rope(cos, sin, rope.prefix, "interleaved_half")

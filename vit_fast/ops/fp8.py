@@ -50,9 +50,9 @@ class Fp8Linear(NamedTuple):
         weight: [F, K] in e4m3, or in half precision if it is not quantized.
         shift: For qkv and fc1, c of `kernels/linear/folding.py`, fp32 [F]. For proj and fc2, the bias or None; in e4m3,
             the bias is divided by the row scales.
-        scale: Multiplier of the matmul's result [F]: row scales (e4m3) times LayerScale (proj, fc2); None if neither.
+        scale: Multiplier of the matmul's result [F]: row scales (e4m3) times LayerScale (proj, fc2); None without both.
         weight_sum: After a LayerNorm, row sums of the weight that multiplies x, fp32 [F]; otherwise None.
-        operand_factor: Multiplier of the layer's input before rounding to e4m3, 1 / scale, fp32: [C] for qkv and fc1,
+        operand_factor: Multiplier of the layer's input before rounding to e4m3, 1 / s above, fp32: [C] for qkv and fc1,
             [1] for proj and fc2. None if the layer is not quantized.
     """
 
@@ -91,8 +91,8 @@ def quantize_block(
         scales: Scales of the layers' inputs. Scales and their reciprocals must be positive and finite.
         dtype: float16 or bfloat16, of the activations and of weights that are not quantized.
         norm: "layer_norm" or "rms_norm".
-        rope_head: head_dim D for rotary positions of layout "half" without a qk-norm over the width; the matmul can
-            then rotate q and k if all heads share the tables. Otherwise 0.
+        rope_head: head_dim D if rotary positions have layout "half" and no qk-norm is over the width; the matmul then
+            rotates q and k if all heads share the tables. Otherwise 0.
     Raises:
         ValueError: the shape, dtype, device or a value of a scale is invalid.
         UnsupportedInputError: FP8 cannot run this block; lists all reasons.
@@ -197,7 +197,7 @@ def fused_block_fp8(
 
     Args:
         x: [B, N, C]; fp16 or bf16.
-        x8: x times block.qkv.operand_factor in e4m3, from the previous block; None computes it.
+        x8: x times block.qkv.operand_factor in e4m3, from the previous block; computed if None.
         block: Result of `quantize_block` with dtype x.dtype and the same `norm`.
         next_factor: The qkv.operand_factor of the next block, fp32 [C], which multiplies the output. None if the next
             block reads half precision.
@@ -230,7 +230,7 @@ def fused_block_fp8(
 def _require_supported(
     x: Tensor, x8: Tensor | None, block: Fp8Block, next_factor: Tensor | None, norm: str, qk_norm: QkNorm | None
 ) -> None:
-    """Raises UnsupportedInputError for inputs that the operator misses, because a launch plan skips its checks."""
+    """Raises UnsupportedInputError for inputs that the operator would not reject when it replays a launch plan."""
     reasons, linears = [], block[:4]
     if torch.is_grad_enabled():
         of_norms = () if qk_norm is None else (*qk_norm.q[:2], *qk_norm.k[:2])
@@ -325,7 +325,7 @@ def _block_forward(x: Tensor, tensors: Sequence[Tensor | None], *settings: Any) 
 def _first_operand(
     rows: Tensor, x8: Tensor | None, statistics: Tensor | None, factor: Tensor | None, eps: float
 ) -> InputRows:
-    """Returns the input of the first matmul; one launch computes x8 and statistics unless they were passed in."""
+    """Returns the input of the first matmul; one kernel computes x8 and statistics unless they were passed in."""
     from ..kernels.layer_norm import new_statistics, row_statistics_launch
 
     x8 = None if x8 is None or factor is None else as_matrix(x8)

@@ -109,7 +109,7 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     """Rounds x / scale to the nearest e4m3 number, ties to even, in fp64; saturates at 448 and preserves NaN.
 
     e4m3 has four exponent bits and three mantissa bits. Numbers from 2^e to 2^(e + 1), e >= -6, have a spacing of
-    2^(e - 3), smaller numbers 2^-9. Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
+    2^(e - 3). Below 2^-6, the spacing is 2^-9. Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
     """
     value = (x.double() / scale.double()).clamp(-E4M3_MAX, E4M3_MAX)
     exponent = torch.frexp(value).exponent.clamp(min=-5)  # value < 2^exponent

@@ -1,6 +1,6 @@
 """Registers operators with torch, each with a schema, implementation, fake, gradient and FLOP formula.
 
-`torch.library.custom_op` needs more host time per call. Here, autograd is one `torch.autograd.Function`, and a call
+`torch.library.custom_op` needs more host time per call. Here, autograd calls one `torch.autograd.Function`, and a call
 reaches the implementation directly unless a mode or a tensor subclass intercepts the call. The implementation runs
 through a launch plan (`kernels/plan.py`): later calls with the same signature replay the launches and skip all checks.
 
@@ -72,7 +72,7 @@ def operator(
 
     Args:
         schema: Arguments and outputs in torch's notation.
-        function: The implementation. It must not change its arguments, and no output may share memory with one.
+        function: The implementation. It must not change its arguments, and no output may share memory with an argument.
         what: Name of the operator in error messages.
         fake: Returns empty outputs with the shapes, strides and dtypes of the real ones.
         flop: Returns the FLOP. Called with the arguments, with shapes in place of tensors.
@@ -150,7 +150,7 @@ def operator(
     library.impl(name, dispatch, "Autograd", with_keyset=True)
 
     class Transformed(torch.autograd.Function):
-        """The operator inside torch.func, which rejects custom operators or treats forward-mode tangents as zero."""
+        """The operator for torch.func, which otherwise rejects operators or treats forward-mode tangents as zero."""
 
         @staticmethod
         def forward(*flat: Any) -> Any:
@@ -238,7 +238,7 @@ def register_flop_formulas() -> None:
 
 
 def in_transform() -> bool:
-    """True inside grad, vjp, jvp or vmap of torch.func, or inside forward-mode AD; torch.compile guards both."""
+    """True inside grad, vjp, jvp or vmap of torch.func, or inside forward-mode AD; torch.compile guards on both."""
     return forward_ad._current_level >= 0 or _in_torch_func()
 
 

@@ -2,7 +2,7 @@
 
 Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` selects what runs norms and rotation:
 - The epilogue of the qkv matmul. For rotation, all heads must share the tables, and the channels of a pair must be
-  adjacent in the weight. For norms, head_dim must be 64 or 128 in half precision, and no backward may follow.
+  adjacent in the weight. For norms, the dtype must be half precision, head_dim 64 or 128, and no backward may follow.
 - Otherwise a separate kernel, in place if possible.
 """
 
@@ -43,7 +43,7 @@ class QkTensors(NamedTuple):
 
 
 class QkSettings(NamedTuple):
-    """Kind of norm (or "none"), `eps` and `over` of `QkNorm`, and `layout` of `Rope`."""
+    """Kind (or "none") and epsilon of the q and k norms, `over` of `QkNorm`, and `layout` of `Rope`."""
 
     norm: str = "none"
     eps: float = 0.0
@@ -227,7 +227,7 @@ class QkvStep:
         return self.head_dim if rotates else 0
 
     def for_matmul(self, tokens: int) -> HeadStep | None:
-        """Returns what the matmul's epilogue applies to images of `tokens` tokens; None if it applies nothing."""
+        """Returns norms and rotation of the matmul's epilogue, given the tokens per image; None without both."""
         if not self.in_matmul:
             return None
         from ..kernels.matmul.matmul_launch import HeadStep
@@ -261,7 +261,7 @@ class QkvStep:
         """Converts `grad` in place from the gradient of the attention's input to that of the qkv matmul's output.
 
         Args:
-            grad: [B, N, 3, H, D], contiguous. The result has the channel order of the matmul's output.
+            grad: [B, N, 3, H, D], contiguous. The result has the channel order of the unfolded qkv weight.
             saved: Second result of `forward`.
         Returns:
             Sums for `norm_gradients`; None without norms.
