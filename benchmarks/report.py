@@ -133,7 +133,7 @@ def remarks(record: Record) -> list[str]:
         if resolution == float("inf"):
             lines.append(f"{title}: cannot be ranked: no candidate was timed twice to measure the noise")
         elif resolution > UNRANKABLE:
-            lines.append(f"{title}: cannot be ranked: identical code differed by {resolution:.0%}; {QUIET_RUN}")
+            lines.append(f"{title}: cannot be ranked: repeated timings differed by {resolution:.0%}; {QUIET_RUN}")
         else:
             lines.append(f"{title}: resolution {resolution:.1%}; = marks differences below it")
         lines += [f"{title}: DEFECT: {label(row)} at {row['defect']}" for row in rows if row["defect"]]

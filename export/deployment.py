@@ -221,7 +221,7 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
     path = Path(path)
     card = path.with_suffix(".md")
     if card == path:
-        raise ValueError(f"path must be an ONNX file, got {path}, the name of its card")
+        raise ValueError(f"path must not end in .md, the suffix of the card, got {path}")
     info = inspect_onnx(path)
     try:
         text = _text(info, parts_of(path), license_name)

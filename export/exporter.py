@@ -143,8 +143,8 @@ def export_onnx(
     report.warnings = _warnings(report, options, vit)
     if options.is_eight_bit and verify and whole < LEAST_HELD_OUT:
         report.warnings.append(
-            f"the outputs were compared on {whole} image files and crops of them: pass {LEAST_HELD_OUT} or more that "
-            "were not used to calibrate (images, or a folder of more calibration images)"
+            f"the outputs were compared on {whole} image files and crops of them: pass {LEAST_HELD_OUT} or more "
+            "images that are not used for calibration, as `images` or in the folder of calibration images"
         )
     return report
 

@@ -34,9 +34,9 @@ Look up what `vit_fast.fuse` does with each class of timm and transformers that 
 - **partly**: `fuse` replaces some of these modules. The reasons for the others follow.
 - **skipped**: `fuse` replaces none of these modules. The reasons follow.
 - **token budgets**: `GraphRunner(tower, budgets=...)` captures the class for [images of any size](howto/towers.md).
-- **token budgets, one size**: the same, for any number of images of one size.
+- **token budgets, one size**: `GraphRunner` captures the class for any number of images of one size.
 
-`GraphRunner(model, example)` captures all other fused classes, unless they read a mask or sizes on the host.
+`GraphRunner(model, example)` captures all other fused classes, except those that read masks or image sizes on the host.
 
 Each timm class is tested with the named model, each transformers class with its default configuration. Of
 vision-language models, only the vision tower is tested. `make classes` writes this page.

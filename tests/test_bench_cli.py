@@ -239,7 +239,7 @@ def test_a_table_says_what_it_can_tell_apart(record: dict) -> None:
     (line,) = report.remarks(exact(record, resolution=0.031))
     assert line.startswith("vit_test, fp32, batch 2, 32x32: resolution 3.1%")
     (line,) = report.remarks(exact(record, resolution=0.34))
-    assert "cannot be ranked: identical code differed by 34%; to reduce noise" in line
+    assert "cannot be ranked: repeated timings differed by 34%; to reduce noise" in line
     above = exact(record)
     above["rows"][0].update(ceiling_share=None, defect="1.25x the matmul ceiling of this run")
     above["busy"] = ["reason"]

@@ -173,7 +173,7 @@ def test_an_installed_command_finds_modules_in_the_working_directory(tmp_path: P
         ("--models timm:test_vit --img-size 63", "timm:test_vit"),
         ("--models vit_test --img-size 1x2x3", "got 1x2x3"),
         ("--models vit_test --img-size ax2", "got ax2"),
-        ("--models vit_test --amp", "must be used with --train"),
+        ("--models vit_test --amp", "--amp requires --train"),
         ("--models vit_test --train --amp --dtypes bf16", "parameters stay in fp32"),
     ],
 )

@@ -47,7 +47,7 @@ from vit_fast.work import total, work
         ({"stem_channels": (64, 64), "img_size": 224}, ["img_size", "64 pixels", "stem stride 4"]),
         ({"stem_channels": (0,)}, ["stem_channels must be", "got 0"]),
         ({"pool_mlp_ratio": "4"}, ["pool_mlp_ratio must be", "got '4'", "finite number"]),
-        ({"pool_mlp_ratio": 4.0}, ["pool_mlp_ratio", "must be used with global_pool='map'", "got 'token'"]),
+        ({"pool_mlp_ratio": 4.0}, ["pool_mlp_ratio", "require global_pool='map'", "got 'token'"]),
         (
             {"pool_mlp_ratio": 0.0, "global_pool": "map"},
             ["pool_mlp_ratio times embed_dim must be at least 1", "pool_mlp_ratio=0.0"],
@@ -78,7 +78,7 @@ def test_an_invalid_field_is_named_with_its_value_and_what_must_hold(fields, wor
 
 
 def test_an_offset_of_positions_needs_coordinates_that_have_one():
-    with pytest.raises(ValueError, match="must be used with coordinates='index', got 'centred'"):
+    with pytest.raises(ValueError, match="require coordinates='index', got 'centred'"):
         RopeConfig(offset=1.0)
 
 

@@ -103,7 +103,7 @@ def test_folders_become_classes(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "--weights"),
-        (["--weights", "a", "--against", "b", "--data-config", "x"], "must be used with an ONNX file, got a and b"),
+        (["--weights", "a", "--against", "b", "--data-config", "x"], "data-config requires an ONNX file, got a and b"),
         (["--weights", "a", "--confusion", "."], "is a folder, must be a file name"),
     ],
 )

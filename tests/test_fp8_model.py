@@ -122,7 +122,7 @@ def test_a_model_in_fp8_is_copied_pickled_saved_and_loaded(tmp_path: Path) -> No
         loaded = vit_fast.load(path, backend="triton", device=DEVICE)
         assert not torch.equal(loaded(x), expected), "how it runs is not among the weights"
         report = vit_fast.fuse(loaded, precision="fp8")
-        assert "fc2 stays in bfloat16: set by the scales" in str(report) and torch.equal(loaded(x), expected)
+        assert "fc2 stays in bfloat16: saved with the scales" in str(report) and torch.equal(loaded(x), expected)
         shape = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 2}
         options = {"precision": "fp8", "device": DEVICE, "dtype": torch.bfloat16}
         made = vit_fast.create_model("vit_tiny_patch16_224", weights=path, **options, **shape)
@@ -191,7 +191,7 @@ def test_what_cannot_be_done_is_refused_with_all_reasons(monkeypatch: pytest.Mon
     ready, _ = calibrated("timm-vit")
     for given, options, message in (
         (model, {"precision": "int4"}, "precision must be one of None, 'fp8', got 'int4'"),
-        (model, {"keep": ()}, r"must be used with precision='fp8', got \(\)"),
+        (model, {"keep": ()}, "require precision='fp8', got precision=None"),
         (ready, {"precision": "fp8", "min_agreement": 2}, r"min_agreement must be in \(0, 1\], got 2"),
         (
             copy.deepcopy(ready),

@@ -207,7 +207,7 @@ def test_what_a_runner_refuses() -> None:
     _, tower, plain = build("qwen2_vl")
     for arguments, message in (
         ({}, "exactly one of example and budgets must be given, got None for both"),
-        ({"example": torch.zeros(1, 2), "budgets": (8,)}, "exactly one of .* must be given, got an example and "),
+        ({"example": torch.zeros(1, 2), "budgets": (8,)}, "one of example and budgets must be given, got an example"),
         ({"budgets": (8,), "batch_sizes": (1,)}, "batch_sizes must not be given with budgets"),
         ({"example": torch.zeros(1, 2), "max_images": 4}, "max_images must not be given with an example, got 4"),
         ({"budgets": ()}, "budgets must be one or more positive integers"),

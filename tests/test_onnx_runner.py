@@ -250,7 +250,7 @@ def test_predict_needs_nothing_but_the_file(exported: Any, capsys: pytest.Captur
     [
         (["absent.onnx"], "no such file"),
         (["absent.onnx", "--model", "vit_test"], "--model vit_test cannot be combined with an ONNX file"),
-        (["absent.safetensors", "--data-config", "x"], "--data-config must be used with an ONNX file"),
+        (["absent.safetensors", "--data-config", "x"], "--data-config requires an ONNX file"),
         (["plain.onnx", "--data-config", "list.json"], "--data-config must contain a JSON object"),
     ],
 )

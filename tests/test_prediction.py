@@ -222,7 +222,7 @@ def test_readers_that_always_die_end_in_one_line(
         patch.setattr(VisionTransformer, "forward_features", killing)
         assert run(*arguments, "--workers", "1") == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "a worker that reads images ended" in error and "twice between" in error
+    assert "a worker that reads images ended" in error and "for the second time between" in error
     assert str(folder / "12.png") in error and str(folder / "22.png") in error
     assert run(*arguments, "--workers", "0") == 0 and "12 of them from an earlier run" in capsys.readouterr().out
     _check(load(weights), folder, tmp_path / "out.parquet")

@@ -74,7 +74,7 @@ def test_what_cannot_be_warmed_up_is_refused() -> None:
     [
         (["--warm-up", "vit_test", "--batch-sizes", "1,x"], "--batch-sizes"),
         (["--warm-up", "vit_test", "--json"], "--json must not be used with --warm-up"),
-        (["--batch-sizes", "1"], "--batch-sizes must be used with --warm-up or --model, got 1"),
+        (["--batch-sizes", "1"], "--batch-sizes requires --warm-up or --model, got 1"),
     ],
 )
 def test_what_the_command_refuses(options: list[str], message: str, capsys: Any) -> None:

@@ -97,7 +97,7 @@ class RopeConfig:
         if self.reference_grid is not None:
             object.__setattr__(self, "reference_grid", pair("reference_grid", self.reference_grid))
         if self.coordinates == "centred" and (self.reference_grid is not None or self.offset):
-            raise ValueError("reference_grid and offset must be used with coordinates='index', got 'centred'")
+            raise ValueError("reference_grid and offset require coordinates='index', got 'centred'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,8 +344,7 @@ def _check_together(config: ViTConfig) -> None:
         )
     if config.global_pool != "map" and (config.pool_include_prefix or {heads, config.pool_mlp_ratio} != {None}):
         raise ValueError(
-            "pool_include_prefix, pool_heads and pool_mlp_ratio must be used with global_pool='map', got "
-            f"{config.global_pool!r}"
+            f"pool_include_prefix, pool_heads and pool_mlp_ratio require global_pool='map', got {config.global_pool!r}"
         )
     if config.fc_norm and not config.final_norm:
         raise ValueError("final_norm must be True for fc_norm=True, got False")

@@ -39,8 +39,8 @@ def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | Non
     elif len(names) != classes:
         strangers = ", ".join([repr(name) for name in names if name not in known][:5])
         raise ValueError(
-            f"{folder}: there must be {classes} subfolders, or their names must be names or indices of the model's "
-            f"classes, got {len(names)}, among them {strangers}"
+            f"{folder}: the names of the subfolders must be names or indices of the model's classes, or there must be "
+            f"{classes} subfolders, got {len(names)}, among them {strangers}"
         )
     return [(file, indices[label]) for file, label in images.files]
 

@@ -139,7 +139,7 @@ def _compute(
         except ReaderLostError as error:
             if missing[:1] == [lost_at]:
                 between = f"between {chunks[missing[0]][0]} and {chunks[missing[0]][-1]}"
-                raise PredictionError(f"{error}, twice {between}: re-run the command to resume") from None
+                raise PredictionError(f"{error}, for the second time {between}: re-run the command to resume") from None
             lost_at = missing[0] if missing else None
             lost.append(str(error))
     return taken, lost

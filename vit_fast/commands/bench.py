@@ -38,11 +38,11 @@ def bench(
     data: Annotated[
         str,
         typer.Option(
-            help="Memory that holds the images; host adds the copy to the GPU to the time.", metavar="device|host"
+            help="Memory of the images; with host, the time includes the copy to the GPU.", metavar="device|host"
         ),
     ] = "device",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also measure the time per layer and kernel, and print lower bounds.")
+        bool, typer.Option("--explain", help="Also measure the time per layer and kernel, and print its lower bound.")
     ] = False,
     cold: Annotated[
         bool, typer.Option("--cold", help="Also measure the time from process start to the first correct output.")

@@ -43,7 +43,7 @@ def evaluate(
         check_replaceable(confusion)
     requested = [weights] if against is None else [weights, against]
     if data_config is not None and not any(name.endswith(".onnx") for name in requested):
-        raise ValueError(f"--data-config must be used with an ONNX file, got {' and '.join(requested)}")
+        raise ValueError(f"--data-config requires an ONNX file, got {' and '.join(requested)}")
     given = None if classes is None else read_class_names(classes)
     names, evaluation = _evaluate(folder, weights, given, model, backend, data_config)
     other: Evaluation | None = None

@@ -62,7 +62,7 @@ def kernels(
         raise ValueError(f"{' and '.join(chosen)} cannot be used together")
     mode = chosen[0] if chosen else None
     if sizes is not None and mode not in ("--warm-up", "--model"):
-        raise ValueError(f"--batch-sizes must be used with --warm-up or --model, got {batch_sizes}")
+        raise ValueError(f"--batch-sizes requires --warm-up or --model, got {batch_sizes}")
     given = {"--arch": arch is not None, "--json": as_json, "--update-baseline": update_baseline}
     for option, is_given in given.items():
         if is_given and (mode in ("--warm-up", "--tune") or (mode and option == "--update-baseline")):

@@ -55,8 +55,8 @@ def optimize(
 ) -> None:
     """Find the fastest configuration of a model on this machine, verify it against fp64, and cache it.
 
-    The baseline of the speedup is the given model, or the eager backend for a name of `vit-fast models`. Press Ctrl-C
-    to stop the search and get the best result so far.
+    The speedup is relative to the given model, or to the eager backend if you pass a name of `vit-fast models`. Press
+    Ctrl-C to stop the search and get the best result so far.
     """
     from rich.console import Console
     from rich.markup import escape

@@ -56,14 +56,14 @@ def predict(
     if top_k < 1:
         raise ValueError(f"--top-k must be an integer >= 1, got {top_k}")
     if workers is not None and (out is None or workers < 0):
-        raise ValueError(f"--workers must be an integer >= 0 and used with --out, got {workers}")
+        raise ValueError(f"--workers requires --out and an integer >= 0, got {workers}")
     if engine != "local" and out is None:
-        raise ValueError(f"--engine {engine} must be used with --out")
+        raise ValueError(f"--engine {engine} requires --out")
     files = find_images(images)
     given = None if classes is None else read_class_names(classes)
     if out is not None:
         if weights.endswith(".onnx") or data_config is not None:
-            raise ValueError("--out must be used with weights, not with an ONNX file, which outputs no embeddings")
+            raise ValueError("--out requires PyTorch weights, because an ONNX file outputs no embeddings")
         here = "cpu" if engine == "ray" else device  # workers of the cluster copy the model to their device
         _to_parquet(open_classifier(weights, model, backend, here), files, out, given, workers, engine, device)
         return
@@ -125,7 +125,7 @@ def classify(
             raise ValueError(f"--model {model} cannot be combined with an ONNX file")
         return _classify_by_onnx(files, Path(weights), device, data_config)
     if data_config is not None:
-        raise ValueError(f"--data-config must be used with an ONNX file, got --weights {weights}")
+        raise ValueError(f"--data-config requires an ONNX file, got --weights {weights}")
     from ..apps.classifiers import open_classifier, rows
     from ..apps.data import ImageError
 

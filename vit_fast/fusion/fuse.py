@@ -105,7 +105,7 @@ def unfuse(model: nn.Module) -> None:
     fused = {name: module for name, module in model.named_modules() if isinstance(module, FusedModule)}
     wrapped = {name: type(module) for name, module in fused.items() if "original" not in vars(type(module))}
     if wrapped:
-        reasons = [f"{name} must have the class set by fuse, got {cls.__name__}" for name, cls in wrapped.items()]
+        reasons = [f"{name} is wrapped as {cls.__name__}: unfuse before fully_shard" for name, cls in wrapped.items()]
         raise UnsupportedInputError("unfuse", reasons)
     for module in fused.values():
         _restore_class(module)

@@ -37,7 +37,7 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
             return Finding([f"the patch embedding must be torch.nn.Conv2d, got {describe(module)}"])
         reasons = []
         if any(module.padding) if isinstance(module.padding, tuple) else module.padding != "valid":
-            reasons.append(f"padding must be 0, got {module.padding}: the model pads normalized images")
+            reasons.append(f"padding must be 0, got {module.padding}: zero padding is valid only for normalized images")
         if module.groups != 1:
             reasons.append(f"groups must be 1, got {module.groups}")
         return Finding(reasons, ["the model now takes images in 0..255, uint8 or floating, not normalized ones"])

@@ -277,7 +277,7 @@ def _check(
     if memory_limit is not None and memory_limit < 1:
         raise ValueError(f"memory_limit must be None or above 0 bytes, got {memory_limit}")
     if lossless and allow:
-        raise ValueError(f"allow must be used with lossless=False, got allow={sorted(allow)} with lossless=True")
+        raise ValueError(f"allow requires lossless=False, got allow={sorted(allow)} with lossless=True")
     for name in allow or ():
         if name not in PRECISIONS:
             raise ValueError(f"allow must consist of {', '.join(PRECISIONS)}, got {name!r}")

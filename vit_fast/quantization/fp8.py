@@ -38,7 +38,7 @@ def check_request(
 ) -> None:
     """Raises an error with all reasons if the model cannot run in e4m3. Nothing has been changed by then."""
     if precision is None:
-        raise ValueError(f"keep and min_agreement must be used with precision='fp8', got {keep!r} and {min_agreement}")
+        raise ValueError("keep and min_agreement require precision='fp8', got precision=None")
     check_choice("precision", precision, (None, "fp8"))
     reasons = unable_reasons(device_of(model), dtype_of(model))
     if backend not in ("auto", "triton"):
@@ -83,7 +83,7 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
         raise UnsupportedInputError(WHAT, without or [f"{name}: {why}" for name, why in left.items()])
     linears = {block.name: block.linears for block in blocks}
     if keep is None and min_agreement is None:
-        kept = {name: dict.fromkeys(own.names_kept(), "set by the scales") for name, own in scales.items() if own}
+        kept = {name: dict.fromkeys(own.names_kept(), "saved with the scales") for name, own in scales.items() if own}
         return Choice(linears, kept, left)
     asked = _kept_by_name(linears, () if keep is None else keep)
     kept = {name: dict.fromkeys(layers, "requested by keep") for name, layers in asked.items()}
@@ -124,7 +124,7 @@ def switch(model: nn.Module, choice: Choice | None) -> None:
                 continue
             parts = block.whole() if isinstance(block, FusedNormMlp) else None
             if parts is None:
-                raise UnsupportedInputError(WHAT, [f"{name} must be a block that the kernels run as one operator"])
+                raise UnsupportedInputError(WHAT, [f"the kernels cannot run {name} as one operator"])
             if own.qkv.device.type != "meta":
                 own.cached_of(parts)
     except BaseException:  # the caller restores attributes, but not the values of tensors

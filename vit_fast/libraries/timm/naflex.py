@@ -77,9 +77,9 @@ class NaFlexTower(PaddedTower):
             attn_mask, x = x.get("attn_mask", attn_mask), x["patches"]
         if not len(x):
             raise ValueError(f"patches must contain at least one image, got {list(x.shape)}")
-        reasons = [] if attn_mask is None else ["attn_mask must not be given"]
+        reasons = [] if attn_mask is None else ["attn_mask must be None"]
         if patch_coord is None or patch_valid is None:
-            reason = "patch_coord and patch_valid must be given: GraphRunner(model, example) takes images of one size"
+            reason = "patch_coord and patch_valid must be given: for images, use GraphRunner(model, example)"
             return Call([1] * len(x), [1] * len(x), (x,), (), [*reasons, reason])
         _, lengths, fits = read_grids((patch_coord * patch_valid[..., None]).amax(1) + 1, patch_valid)
         if not fits:

@@ -19,8 +19,8 @@ from ...ops.descriptions import is_padding, keys_of, names_keys
 
 SKIPPED = {
     "ResPostBlock": "it normalizes after the MLP, not before it",
-    "ParallelScalingBlock": "its attention and MLP share one linear",
-    "DiffParallelScalingBlock": "its attention and MLP share one linear",
+    "ParallelScalingBlock": "its attention and MLP share one linear layer",
+    "DiffParallelScalingBlock": "its attention and MLP share one linear layer",
     "ParallelThingsBlock": "it runs several branches in parallel",
     "EvaBlockPostNorm": "it normalizes after the MLP, not before it",
     "DiffAttention": "it subtracts two attention maps",
