@@ -12,6 +12,7 @@ import pytest
 import torch
 from fused_models import SUBJECTS, Subject
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import vit_fast
@@ -142,25 +143,85 @@ def _counted(model: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize(
-    ("queries", "keys", "score_bytes"), [(50, 50, 2**22), (50, 50, 1), (50, 50, 3 * 5000), (1, 65, 1)]
-)
+@pytest.mark.parametrize(("outputs", "score_bytes"), [(None, 2**22), (None, 1), (None, 3 * 10000), (1, 1)])
 def test_attention_by_batched_matmuls(
-    queries: int, keys: int, score_bytes: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
+    outputs: int | None, score_bytes: int, scale: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks the whole range in one step, one head at a time, and steps that do not divide the number of heads."""
-    if reasons := pack_reasons(torch.bfloat16):
+    if reasons := pack_reasons(dtype):
         pytest.skip(reasons[0])
-    monkeypatch.setattr(packed, "_is_amd", lambda: True)
     monkeypatch.setattr(packed, "SCORES", 0)
     monkeypatch.setattr(packed, "SCORE_BYTES", score_bytes)
-    q, k, v = (torch.randn(2, 4, n, 32).bfloat16() for n in (queries, keys, keys))
+    qkv = torch.randn(2, 50, 3, 4, 32).to(dtype)
+    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+    q = q[:, :, :outputs]
     alpha = 32**-0.5 if scale is None else scale
     eager = torch.softmax(q @ k.mT * alpha, -1) @ v
     exact = torch.softmax(q.double() @ k.double().mT * alpha, -1) @ v.double()
-    verdict = judge(packed._attend(q, k, v, scale), eager, exact, 2)
-    assert verdict.passed, verdict
+    for use_matmuls in (True, False):
+        found = packed._attend(qkv, scale, outputs, use_matmuls)
+        verdict = judge(found.view(2, -1, 4, 32).transpose(1, 2), eager, exact, 2)
+        assert verdict.passed, verdict
+
+
+def test_permission_of_onednn_is_valid_for_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN computes fp32 products only in a process of one thread, and nobody sees the setting afterwards."""
+    setting = torch.backends.mkldnn.matmul
+    monkeypatch.setattr(packed, "_is_exact", lambda: True)
+    monkeypatch.setattr(packed, "_is_amd", lambda: True)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    assert setting.fp32_precision == "none"
+    with pytest.raises(RuntimeError, match="broken"), packed._batched_matmuls(torch.float32) as allowed:
+        assert allowed and setting.fp32_precision == "bf16"
+        raise RuntimeError("broken")
+    assert setting.fp32_precision == "none"
+    torch.set_float32_matmul_precision("high")
+    try:
+        with packed._batched_matmuls(torch.float32) as allowed:
+            assert not allowed and setting.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = setting.fp32_precision = "none"
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    with packed._batched_matmuls(torch.float32) as allowed:
+        assert not allowed and setting.fp32_precision == "none"
+    monkeypatch.setattr(packed, "_is_amd", lambda: False)
+    with packed._batched_matmuls(torch.bfloat16) as allowed:
+        assert not allowed
+
+
+def test_products_rounded_to_bf16_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = torch.bmm
+    assert packed._is_exact.__wrapped__()
+    monkeypatch.setattr(
+        torch, "bmm", lambda x, y: product(x, y) if x.dtype is torch.double else product(x.bfloat16().float(), y)
+    )
+    assert not packed._is_exact.__wrapped__()
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "timm-eva02", "transformers-vit"])
+def test_images_in_groups_give_the_same_outputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = fused(SUBJECTS[name])
+    inputs = {key: torch.cat([value, value.flip(0), value[:1]]) for key, value in inputs.items()}
+    vit_fast.freeze(model)
+    groups: list[list[int]] = []
+    split = packed._split
+
+    def counted(*args: Any) -> tuple[Tensor, ...]:
+        parts = split(*args)
+        groups.append([len(part) for part in parts])
+        return parts
+
+    monkeypatch.setattr(packed, "_split", counted)
+    with torch.no_grad():
+        expected = pytree.tree_leaves(model(**inputs))
+        whole = len(groups)
+        monkeypatch.setattr(packed, "HIDDEN_BYTES", 1)
+        torch.testing.assert_close(pytree.tree_leaves(model(**inputs)), expected, rtol=1e-5, atol=1e-5)
+    assert all(len(group) == 1 for group in groups[:whole])
+    assert groups[whole:] and all(set(group) == {1} and len(group) > 2 for group in groups[whole:])
 
 
 @pytest.mark.parametrize("way", UNPACKED)

@@ -14,8 +14,11 @@ LayerNorm is not folded, because a LayerNorm without weight and bias is not fast
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,9 +45,11 @@ from .parts import (
 )
 
 SCORES = 2**16
-"""Number of attention scores of a block from which batched matmuls are faster than the flash kernel; see `_attend`."""
+"""Number of attention scores of a call from which batched matmuls are faster than the flash kernel; see `_attend`."""
 SCORE_BYTES = 2**22
 """Size of the scores that `_attend` computes at a time; 1 to 4 MB were equally fast, 45 MB took twice as long."""
+HIDDEN_BYTES = 2**20
+"""Largest size of a linear layer's output per thread; see `_split`. 1 to 2 MB were equally fast."""
 ROWS = 256
 """Number of tokens that weights are packed for. The layout supports any number; 5, 197 and 1,576 were measured."""
 
@@ -185,46 +190,94 @@ def run_packed(
         outputs: The last block computes only this many leading tokens; None means all. Requires keys=None.
     """
     steps = [packed.steps() for packed in blocks]  # in advance: between operators, threads sleep while Python runs
-    for left, step in zip(reversed(range(len(steps))), steps):
-        norm1, qkv_linear, heads, qk_norm, scale, proj, norm2, fc1, gate, inner_norm, fc2 = step
-        qkv = qkv_linear(_normalize(x, norm1))
-        qkv = qkv.view(*qkv.shape[:-1], 3, heads, -1)
-        if rope is not None or qk_norm is not None:
-            qkv = qk_norm_rope(qkv, qk_norm=qk_norm, rope=rope, backend="sdpa")
-        if keys is None:
-            q, k, v = qkv.transpose(1, 3).unbind(2)
-            if outputs is not None and left == 0:
-                q, x = q[:, :, :outputs], x[:, :outputs].contiguous()
-            mixed = _attend(q, k, v, scale).transpose(1, 2)
-        else:
-            mixed = attention_among(qkv, keys, scale=scale, backend="sdpa")
-        x = proj(mixed.flatten(-2), x)
-        normed = _normalize(x, norm2)
-        hidden = fc1(normed) if gate is None else gate(normed).mul_(fc1(normed))
-        if inner_norm is not None:
-            hidden = _normalize(hidden, inner_norm)
-        x = fc2(hidden, x)
-    return x
+    shared_rope = rope is None or rope.cos.ndim == 2
+    parts = _split(x, steps) if keys is None and shared_rope else (x,)
+    with _batched_matmuls(x.dtype) as use_matmuls:
+        for left, step in zip(reversed(range(len(steps))), steps):
+            tokens = None if left else outputs
+            parts = tuple(_run_block(part, step, rope, keys, tokens, use_matmuls) for part in parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Computes softmax(q k^T * scale) v for q [B, H, M, D] and k, v [B, H, N, D], without gradients.
+def _split(x: Tensor, steps: Sequence[Steps]) -> tuple[Tensor, ...]:
+    """Splits x [B, N, C] into groups of images for which no output of a linear layer exceeds `HIDDEN_BYTES`.
 
-    On AMD CPUs in bf16, batched matmuls of oneDNN take 0.4 to 0.6 of the time of torch's flash kernel, from `SCORES` on
-    (50 to 1,370 tokens on two cores of an EPYC with AVX-512). In fp32, both take about the same time.
+    malloc often returns larger buffers to the system, so that the next call causes page faults. They took a fifth of
+    the time of vit_tiny at batch 8 in bf16.
     """
-    B, H, M, D = q.shape
-    N = k.shape[2]
-    if q.dtype is not torch.bfloat16 or B * H * M * N < SCORES or not _is_amd():
-        return F.scaled_dot_product_attention(q, k, v, scale=scale)
-    q, k, v = (tensor.reshape(B * H, -1, D) for tensor in (q, k, v))
-    output, alpha = torch.empty_like(q), D**-0.5 if scale is None else scale
-    step = max(1, SCORE_BYTES // (2 * M * N))
+    width = max(max(step.qkv.shape[0], step.fc1.shape[0]) for step in steps)
+    images = max(1, HIDDEN_BYTES * torch.get_num_threads() // (x.shape[1] * width * x.element_size()))
+    return x.split(math.ceil(len(x) / math.ceil(len(x) / images)))
+
+
+def _run_block(
+    x: Tensor, step: Steps, rope: Rope | None, keys: Keys | None, outputs: int | None, use_matmuls: bool
+) -> Tensor:
+    norm1, qkv_linear, heads, qk_norm, scale, proj, norm2, fc1, gate, inner_norm, fc2 = step
+    qkv = qkv_linear(_normalize(x, norm1))
+    qkv = qkv.view(*qkv.shape[:-1], 3, heads, -1)
+    if rope is not None or qk_norm is not None:
+        qkv = qk_norm_rope(qkv, qk_norm=qk_norm, rope=rope, backend="sdpa")
+    if keys is None:
+        mixed = _attend(qkv, scale, outputs, use_matmuls)
+        x = x if outputs is None else x[:, :outputs].contiguous()
+    else:
+        mixed = attention_among(qkv, keys, scale=scale, backend="sdpa").flatten(-2)
+    x = proj(mixed, x)
+    normed = _normalize(x, norm2)
+    hidden = fc1(normed) if gate is None else gate(normed).mul_(fc1(normed))
+    if inner_norm is not None:
+        hidden = _normalize(hidden, inner_norm)
+    return fc2(hidden, x)
+
+
+def _attend(qkv: Tensor, scale: float | None, outputs: int | None, use_matmuls: bool) -> Tensor:
+    """Computes attention of the first `outputs` queries (None: all) of qkv [B, N, 3, H, D], as [B, M, H * D].
+
+    On AMD CPUs, batched matmuls of oneDNN take 0.4 to 0.7 of the time of torch's flash kernel, from `SCORES` on.
+    """
+    B, N, _, H, D = qkv.shape
+    M = N if outputs is None else outputs
+    if not use_matmuls or B * H * M * N < SCORES:
+        q, k, v = qkv.transpose(1, 3).unbind(2)
+        return F.scaled_dot_product_attention(q[:, :, :M], k, v, scale=scale).transpose(1, 2).flatten(-2)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).reshape(3, B * H, N, D).unbind()
+    output, alpha = torch.empty_like(q[:, :M]), D**-0.5 if scale is None else scale
+    step = max(1, SCORE_BYTES // (q.element_size() * M * N))
     for i in range(0, B * H, step):  # so that the scores [step, M, N] stay in the cache
         part = slice(i, i + step)
-        scores = torch.baddbmm(q.new_empty(1, 1, 1), q[part], k[part].transpose(1, 2), beta=0, alpha=alpha)
+        scores = torch.baddbmm(q.new_empty(1, 1, 1), q[part, :M], k[part].transpose(1, 2), beta=0, alpha=alpha)
         torch.bmm(torch.softmax(scores, -1, out=scores), v[part], out=output[part])
-    return output.view(B, H, M, D)
+    return output.view(B, H, M, D).transpose(1, 2).flatten(-2)
+
+
+@contextlib.contextmanager
+def _batched_matmuls(dtype: torch.dtype) -> Iterator[bool]:
+    """Yields True if `_attend` should use batched matmuls, and lets torch compute those in fp32 with oneDNN.
+
+    torch calls oneDNN for fp32 matmuls only if it may round to bf16. On CPUs without AMX, oneDNN does not use this
+    permission (`_is_exact` tests it). The setting belongs to the process, and other threads cannot call
+    torch.get_float32_matmul_precision() meanwhile, so it is changed only if Python runs one thread.
+    """
+    precision = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it at run time
+    if dtype is not torch.float32 or not _is_amd():
+        yield dtype is torch.bfloat16 and _is_amd()
+    elif threading.active_count() > 1 or precision.fp32_precision != "none":
+        yield False
+    else:
+        precision.fp32_precision = "bf16"
+        try:
+            yield _is_exact()
+        finally:
+            precision.fp32_precision = "none"
+
+
+@functools.cache
+def _is_exact() -> bool:
+    """Returns True if torch.bmm of fp32 matrices has the precision of fp32 at the current settings."""
+    x = torch.linspace(-1, 1, 2 * 64 * 64).view(2, 64, 64)
+    error = (torch.bmm(x, x).double() - torch.bmm(x.double(), x.double())).abs().max().item()
+    return error < 1e-3  # 3e-5 in fp32, 0.06 if the operands were rounded to bf16
 
 
 @functools.cache
