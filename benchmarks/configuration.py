@@ -15,7 +15,7 @@ import torch
 from vit_fast.apps.data import find_images, read_image, sample_image
 from vit_fast.config import Size
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.clock import Protocol
+from vit_fast.measure.clock import SETTLE_MS, Protocol
 from vit_fast.work import total
 
 from .candidates import FP32_ALONE, choose
@@ -255,7 +255,7 @@ COMPILING_S = {"none": 0.0, "default": 25.0, "freezing": 13.0, "reduce-overhead"
 # The same, if a candidate in this mode was compiled before in the group: most of its C++ kernels exist.
 COMPILING_NEXT_S = {"freezing": 7.0}
 # The shortest timing of a candidate.
-TIMED_S, ROUNDS = 1.5, 20
+TIMED_S, ROUNDS = 1.5, 10
 # Calls before a candidate is timed; time of the images and the fp64 reference of a group, in calls of one image.
 CALLS_BEFORE, REFERENCE_CALLS = 6, 50
 CEILINGS_S = 1.0
@@ -297,7 +297,10 @@ class Allocation:
         skipped: Sequence[str] | None = None,
     ) -> None:
         self._budget_s, self._calls = budget_s, {group: call_s(group, ceilings or {}) for group in groups}
-        self._timed = {group: max(TIMED_S, ROUNDS * call) for group, call in self._calls.items()}
+        # each timed call on a CPU follows untimed ones, at least one
+        self._timed = {
+            group: max(TIMED_S, ROUNDS * (call + max(call, SETTLE_MS / 1e3))) for group, call in self._calls.items()
+        }
         self._first: dict[tuple[str, str], Group] = {}
         self.skipped: list[str] = [] if skipped is None else list(skipped)
         self.planned: Planned = {group: [] for group in groups}

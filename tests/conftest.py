@@ -102,6 +102,14 @@ def _reproducible() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_untimed_calls() -> None:
+    """Timings in tests need not be fair; the test of these calls sets SETTLE_MS itself."""
+    from vit_fast.measure import clock
+
+    clock.SETTLE_MS = 0.0
+
+
 if os.environ.get("PYTEST_XDIST_WORKER"):
     torch.set_num_threads(1)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from bench_support import samples_of
 
 from vit_fast.benchmarks import machine
 from vit_fast.benchmarks.candidates import parse_candidate
@@ -61,14 +62,37 @@ def test_candidates_take_turns_in_a_new_order_each_round() -> None:
 
 def test_a_measurement_lasts_for_repeats_or_seconds_but_never_below_the_least() -> None:
     protocol = Protocol(repeats=50, seconds=0.2, least_repeats=7)
-    assert protocol.share_of([1e-3] * 50) == 1
-    assert protocol.share_of([1.0] * 49) < 1
-    assert protocol.share_of([100.0] * 7) == 1
-    assert protocol.share_of([1000.0] * 6) < 1
+    assert protocol.share_of(samples_of([1e-3] * 50)) == 1
+    assert protocol.share_of(samples_of([1.0] * 49)) < 1
+    assert protocol.share_of(samples_of([100.0] * 7)) == 1
+    assert protocol.share_of(samples_of([1000.0] * 6)) < 1
     with pytest.raises(ValueError, match="repeats must be"):
         Protocol(repeats=0)
     with pytest.raises(ValueError, match="seconds must be"):
         Protocol(seconds=-1)
+
+
+def test_untimed_calls_outlast_the_threads_of_the_previous_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a simulated CPU, a call is twice as slow for 35 ms after the end of another candidate's call."""
+    now_ms, ended_ms, last = 0.0, -1e9, ""
+
+    def run(name: str, ms: float) -> None:
+        nonlocal now_ms, ended_ms, last
+        if name != last:
+            ended_ms, last = now_ms, name
+        now_ms += 2 * ms if now_ms < ended_ms + 35 else ms
+
+    monkeypatch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(now_ms * 1e6))
+    calls = {name: (lambda _, name=name, ms=ms: run(name, ms)) for name, ms in (("a", 10.0), ("b", 7.0))}
+    assert time_interleaved(calls, CPU, SIX)["a"].ms == 20
+    monkeypatch.setattr(clock, "SETTLE_MS", 40.0)
+    timings = time_interleaved(calls, CPU, SIX)
+    assert (timings["a"].ms, timings["b"].ms) == (10, 7)
+    before = now_ms
+    time_interleaved({"a": calls["a"]}, CPU, SIX)
+    assert now_ms - before <= (SIX.warmup_repeats + SIX.repeats + 4) * 10  # none for a call alone
+    short = Protocol(repeats=1000, seconds=0.5, least_repeats=1, warmup_repeats=1)
+    assert sum(map(len, (timing.samples_ms for timing in time_interleaved(calls, CPU, short).values()))) < 40
 
 
 def test_a_listener_can_end_the_measurement_and_an_exception_goes_through() -> None:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from bench_support import QUICK, build
+from bench_support import QUICK, build, samples_of
 
 from vit_fast.apps.data import sample_image
 from vit_fast.benchmarks import configuration, machine, preparation, rendering, report, runner
@@ -196,7 +196,8 @@ def test_seconds_last_as_long_as_said_and_are_not_cut_short() -> None:
     plan = make_configuration(candidates=["sdpa"], batch_sizes=[1], seconds=0.2, **VIT_TEST)
     assert plan.time_budget_s == math.inf and make_configuration(**plan.request).to_dict() == plan.to_dict()
     assert "--seconds 0.2" in report.command({"configuration": plan.to_dict()})
-    assert plan.protocol.share_of([0.05] * 1000) < 1 == plan.protocol.share_of([0.05] * 4000)
+    share_of = plan.protocol.share_of
+    assert share_of(samples_of([0.05] * 1000)) < 1 == share_of(samples_of([0.05] * 4000))
     for refused in (-1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="seconds must be a number of seconds >= 0"):
             make_configuration(seconds=refused, **VIT_TEST)

@@ -5,7 +5,7 @@
 
 On CUDA, device events around each call measure it (device_clock.py), and the host's time to queue it is recorded. On a
 CPU, it is the host's monotonic clock. The calls are interleaved, so that clock drift, heat and other processes affect
-all of them.
+all of them. On a CPU, untimed calls precede each timed one (see SETTLE_MS), as in a program that runs only this call.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ Call = Callable[[int], object]
 
 # Larger than the last-level cache of most processors.
 CPU_CACHE_BYTES = 64 * 2**20
+# Duration of the untimed calls. After a call, threads of torch spin for about 10 ms, those of ONNX Runtime for 35: the
+# next call would run on the other cores. An idle wait instead would time a call whose own threads sleep.
+SETTLE_MS = 40.0
 
 
 @dataclass(frozen=True)
 class Protocol:
     """The length of a measurement.
 
-    A call is timed `repeats` times, or for `seconds` and at least `least_repeats` times. Before, it is called up to
-    `warmup_repeats` times or for `warmup_seconds`, at least once.
+    A call is timed `repeats` times, or for `seconds`, including untimed calls, and at least `least_repeats` times.
+    Before, it is called up to `warmup_repeats` times or for `warmup_seconds`, at least once.
 
     Attributes:
         launch: On CUDA, "counted" includes the host's time to launch the call, as in a latency-bound program; "hidden"
@@ -66,13 +69,13 @@ class Protocol:
         """Returns a protocol that times each call for these seconds; None returns this one."""
         return self if seconds is None else dataclasses.replace(self, repeats=sys.maxsize, seconds=seconds)
 
-    def share_of(self, samples_ms: Sequence[float]) -> float:
+    def share_of(self, samples: Samples) -> float:
         """Returns the progress of a measurement from 0 to 1."""
-        count, seconds = len(samples_ms), sum(samples_ms) / 1e3
+        count, seconds = len(samples), (sum(samples) + samples.untimed_ms) / 1e3
         in_time = min(count / self.least_repeats, seconds / self.seconds if self.seconds else 1.0)
         return min(max(count / self.repeats, in_time), 1.0)
 
-    def is_satisfied(self, samples: Mapping[str, Sequence[float]]) -> bool:
+    def is_satisfied(self, samples: Mapping[str, Samples]) -> bool:
         """True if every measurement is long enough."""
         return all(self.share_of(taken) == 1 for taken in samples.values())
 
@@ -109,10 +112,15 @@ def percentile(samples: Sequence[float], share: float) -> float:
 
 
 class Samples(list[float]):
-    """The durations of one call so far, in ms."""
+    """The durations of one call so far, in ms.
 
-    def __init__(self, call: Call, device: torch.device, protocol: Protocol) -> None:
+    Attributes:
+        untimed_ms: The duration of the untimed calls on a CPU.
+    """
+
+    def __init__(self, call: Call, device: torch.device, protocol: Protocol, *, alone: bool = False) -> None:
         super().__init__()
+        self.untimed_ms, self._settle_ms = 0.0, 0.0 if alone else SETTLE_MS
         self._clock: DeviceClock | None = None
         if device.type == "cuda":
             self._clock = DeviceClock(open_queue(device), call, hide=protocol.launch == "hidden")
@@ -123,9 +131,16 @@ class Samples(list[float]):
         if self._clock is not None:
             self.append(self._clock(number))
             return
+        untimed_ms = 0.0
+        while untimed_ms < self._settle_ms:
+            untimed_ms += self._run(number)
+        self.untimed_ms += untimed_ms
+        self.append(self._run(number))
+
+    def _run(self, number: int) -> float:
         start = time.perf_counter_ns()
         self._call(number)
-        self.append((time.perf_counter_ns() - start) / 1e6)
+        return (time.perf_counter_ns() - start) / 1e6
 
     def timing(self) -> Timing:
         """Summarizes at least one sample."""
@@ -152,7 +167,7 @@ def time_interleaved(
     with open_queue(device).current() if device.type == "cuda" else contextlib.nullcontext():
         for call in calls.values():
             _warm_up(call, device, protocol)
-        samples = {name: Samples(call, device, protocol) for name, call in calls.items()}
+        samples = {name: Samples(call, device, protocol, alone=len(calls) == 1) for name, call in calls.items()}
         names = list(calls)
         number = 0
         while names:
