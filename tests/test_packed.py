@@ -166,27 +166,26 @@ def test_attention_by_batched_matmuls(
         assert verdict.passed, verdict
 
 
-def test_permission_of_onednn_is_valid_for_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN computes fp32 products only in a process of one thread, and nobody sees the setting afterwards."""
-    setting = torch.backends.mkldnn.matmul
+@pytest.mark.parametrize("before", ["none", "ieee"])
+def test_permission_of_onednn_is_valid_for_one_call(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN computes fp32 products only if no other thread works, and the setting is restored."""
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it at run time
+    monkeypatch.setattr(settings, "fp32_precision", before)
     monkeypatch.setattr(packed, "_is_exact", lambda: True)
     monkeypatch.setattr(packed, "_is_amd", lambda: True)
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
-    assert setting.fp32_precision == "none"
+    this, watcher, worker = threading.current_thread(), threading.Thread(daemon=True), threading.Thread(daemon=False)
+    monkeypatch.setattr(threading, "enumerate", lambda: [this, watcher])
     with pytest.raises(RuntimeError, match="broken"), packed._batched_matmuls(torch.float32) as allowed:
-        assert allowed and setting.fp32_precision == "bf16"
+        assert allowed and settings.fp32_precision == "bf16"
         raise RuntimeError("broken")
-    assert setting.fp32_precision == "none"
-    torch.set_float32_matmul_precision("high")
-    try:
-        with packed._batched_matmuls(torch.float32) as allowed:
-            assert not allowed and setting.fp32_precision == "tf32"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cuda.matmul.fp32_precision = setting.fp32_precision = "none"
-    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    assert settings.fp32_precision == before
+    monkeypatch.setattr(threading, "enumerate", lambda: [this, watcher, worker])
     with packed._batched_matmuls(torch.float32) as allowed:
-        assert not allowed and setting.fp32_precision == "none"
+        assert not allowed and settings.fp32_precision == before
+    monkeypatch.setattr(threading, "enumerate", lambda: [this])
+    settings.fp32_precision = "tf32"
+    with packed._batched_matmuls(torch.float32) as allowed:
+        assert not allowed and settings.fp32_precision == "tf32"
     monkeypatch.setattr(packed, "_is_amd", lambda: False)
     with packed._batched_matmuls(torch.bfloat16) as allowed:
         assert not allowed

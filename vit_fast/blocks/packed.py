@@ -257,19 +257,25 @@ def _batched_matmuls(dtype: torch.dtype) -> Iterator[bool]:
 
     torch calls oneDNN for fp32 matmuls only if it may round to bf16. On CPUs without AMX, oneDNN does not use this
     permission (`_is_exact` tests it). The setting belongs to the process, and other threads cannot call
-    torch.get_float32_matmul_precision() meanwhile, so it is changed only if Python runs one thread.
+    torch.get_float32_matmul_precision() meanwhile, so it is changed only if all other threads are daemons.
     """
-    precision = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it at run time
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it at run time
+    before = settings.fp32_precision
     if dtype is not torch.float32 or not _is_amd():
         yield dtype is torch.bfloat16 and _is_amd()
-    elif threading.active_count() > 1 or precision.fp32_precision != "none":
+    elif before not in ("none", "ieee") or not _is_only_worker():
         yield False
     else:
-        precision.fp32_precision = "bf16"
+        settings.fp32_precision = "bf16"
         try:
             yield _is_exact()
         finally:
-            precision.fp32_precision = "none"
+            settings.fp32_precision = before
+
+
+def _is_only_worker() -> bool:
+    this = threading.current_thread()
+    return all(thread is this or thread.daemon for thread in threading.enumerate())
 
 
 @functools.cache
