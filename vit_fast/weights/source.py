@@ -1,35 +1,40 @@
-"""DOC"""
+"""Source: a state dict of any library with metadata, read from a state dict, a file, a folder or the Hugging Face Hub.
+
+Files in the local Hub cache are used without network access.
+"""
 
 from __future__ import annotations
+
 import hashlib
 import json
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-import numpy as np
-import torch
-from torch import Tensor, nn
-from ..config import DataConfig, ViTConfig
-from ..errors import VitFastError, type_name
-from ..libraries.interface.image_model import Facts
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from ..errors import type_name
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..config import DataConfig, ViTConfig
+from ..errors import VitFastError, type_name
+from ..libraries.interface.image_model import Facts
 from ..libraries.known import CONFIGURATIONS
 from ..libraries.transformers import hf_config
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 METADATA_KEY = "vit_fast"
-_WRAPPERS = ("model", "state_dict", "model_state_dict")
 WEIGHT_FILES = (
     "model.safetensors",
     "pytorch_model.bin",
     "open_clip_model.safetensors",
     "open_clip_pytorch_model.bin",
 )
+
+_WRAPPERS = ("model", "state_dict", "model_state_dict")
 _HUB_PREFIXES = ("hf-hub:", "hf_hub:", "hf://")
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
 _Fetch = Callable[[str], Path | None]
