@@ -1,22 +1,23 @@
-"""DOC"""
+"""Compiles a model before it serves calls: `compile` with torch.compile, `warm_up` the Triton kernels of a model."""
 
 from __future__ import annotations
-import weakref
-from collections.abc import Callable
-from typing import Any, Literal, get_args
-import torch
-from torch import Tensor, nn
-from ..arguments import check_choice
-from ..blocks.frozen import Frozen
-from ..errors import check_type
-from ..fusion.freezing import frozen_of
+
 import contextlib
 import copy
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from ..arguments import check_batch_sizes
+
+from ..arguments import check_batch_sizes, check_choice
+from ..blocks.frozen import Frozen
+from ..errors import check_type
+from ..fusion.freezing import frozen_of
 from ..libraries.known import IMAGE_MODELS
 from ..ops.backends import compile_launches, nothing_to_compile_reasons
 
