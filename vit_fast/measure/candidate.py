@@ -1,22 +1,26 @@
-"""DOC"""
+"""Candidates: ways to run a model, which can be built, checked and timed.
+
+Before a candidate is timed, its outputs are compared with fp64, by the rule of vit_fast.accuracy.
+"""
 
 from __future__ import annotations
+
 import dataclasses
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from ..accuracy import FORWARD_FACTOR, Measure, allowed_error, error_of, size_of
 from ..errors import UnsupportedInputError
 from ..ops.backends import triton_unavailable_reasons
 from ..version import installed
-from collections.abc import Sequence
-from torch import Tensor
-from ..accuracy import FORWARD_FACTOR, Measure, allowed_error, error_of, size_of
 
 Engine = Literal["torch", "compile", "reduce-overhead", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
 # Modes of torch.compile; "freezing" treats weights as constants, "none" does not compile.
