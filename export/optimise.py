@@ -1,37 +1,44 @@
-"""DOC"""
+"""Optimizes a graph for its target: replaces attention placeholders, and uses ONNX Runtime's fused operators.
+
+A placeholder is one node for attention, softmax(scale * q k^T) v. It is replaced by the nodes that are fastest on the
+target. torch's exporter writes two kinds of placeholders, because of our custom_translation_table: Packed for attention
+of packed projections [B, N, q | k | v], and Sdpa for every other scaled_dot_product_attention.
+"""
 
 from __future__ import annotations
+
+import math
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
+
 import numpy as np
 import onnx
 import onnx_ir as ir
-from .exported_blocks import exported_attention
-from .graphs import MICROSOFT, Writer, replace
-import math
-from collections import Counter
-from functools import partial
-from typing import Any
 import onnx_ir.passes.common as common_passes
 from onnxscript.rewriter import pattern, rewrite
 from onnxscript.rewriter.ort_fusions.bias_gelu import fuse_bias_gelu
 from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_layer_normalization
 from onnxscript.rewriter.rules.common import no_op_transpose_rule, transpose_transpose_rule
+
 from vit_fast.libraries.interface.image_model import ImageModel
-from . import attention_nodes
-from .graphs import MICROSOFT
+
+from .exported_blocks import exported_attention
+from .graphs import MICROSOFT, Writer, replace
 from .options import ATTENTION_OPSET, ExportOptions
 from .report import Fusion
 
 DOMAIN = "vit_fast.placeholder"
 PACKED, SDPA = "Packed", "Sdpa"
+SKIP_NORM, BIAS_GELU, LAYER_NORM = "SkipLayerNormalization", "BiasGelu", "LayerNormalization"
+
 Form = Literal["plain", "attention", "attention_4d", "multi_head_attention"]
 """Nodes that replace a placeholder.
 
 plain: MatMul, Softmax, MatMul. attention: ONNX's Attention (opset 23) on [B, N, C]; attention_4d: on [B, H, N, D].
 multi_head_attention: com.microsoft's MultiHeadAttention on [B, N, C].
 """
-SKIP_NORM, BIAS_GELU, LAYER_NORM = "SkipLayerNormalization", "BiasGelu", "LayerNormalization"
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -165,12 +172,12 @@ def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
     Returns:
         The fusions of the target: how many were made, and how many were possible.
     """
-    form: attention_nodes.Form = "attention_4d" if options.target == "tensorrt" else "attention"
+    form: Form = "attention_4d" if options.target == "tensorrt" else "attention"
     if options.targets_ort:
         form = "multi_head_attention"
     elif options.opset < ATTENTION_OPSET:
         form = "plain"
-    sites, packed = attention_nodes.lower_attention(model, form)
+    sites, packed = lower_attention(model, form)
     common_passes.RemoveUnusedNodesPass()(model)
     # remove pairs of inverse transposes, which libraries use around attention
     rewrite(model, [transpose_transpose_rule, no_op_transpose_rule])
@@ -185,7 +192,7 @@ def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
     if options.targets_ort:
         fusions += _fuse_for_ort(model, vit, options)
         model.opset_imports[MICROSOFT] = 1
-    model.opset_imports.pop(attention_nodes.DOMAIN, None)
+    model.opset_imports.pop(DOMAIN, None)
     common_passes.RemoveUnusedNodesPass()(model)
     counts = count_nodes(model)
     norms = counts[LAYER_NORM] + counts[SKIP_NORM]
@@ -225,8 +232,6 @@ def _halved_last(op: Any, x: Any) -> Any:
 
 
 _near = partial(pattern.Constant, rel_tol=2e-3)  # the default does not match constants in fp16
-
-
 _ERF_GELUS = [
     pattern.RewriteRule(each, lambda op, x: op.Gelu(x, _domain=MICROSOFT)) for each in (_halved, _halved_last)
 ]
