@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, allowed_error, error_of, size_of
-from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.check import MEASURES, Reference, Verdict, errors_of, judge, same_class
+from vit_fast.measure.candidate import MEASURES, Candidate, Reference, Verdict, errors_of, judge, same_class
 
 from .candidates import define
 from .models import Task

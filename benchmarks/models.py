@@ -137,7 +137,7 @@ def resolve(given: str) -> Callable[[Size | None], list[Model]]:
         return lambda size: [_given(given, function, size or (224, 224), DataConfig())]
     is_onnx = given.endswith(".onnx")
     if is_onnx or "/" in given or "." in given or Path(given).is_dir():  # not in names of our variants
-        from vit_fast.weights.hub import hub_id
+        from vit_fast.weights.source import hub_id
 
         if not Path(given).exists() and (is_onnx or hub_id(given) is None):
             raise ValueError(f"{given}: no such file")

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.libraries.interface.image_model import ImageModel, Output
 
-from . import attention_nodes
 from .exported_blocks import exportable_copy
+from .optimise import translation_table
 from .options import ExportOptions
 
 INPUT, BATCH = "images", "batch"
@@ -44,7 +44,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
     """Captures a model, for fp16 and bf16 a copy in that dtype, as an ONNX graph.
 
     The input is "images" [batch, in_chans, height, width] fp32; the output is named options.output. Each attention is
-    one placeholder node (see attention_nodes.py).
+    one placeholder node (see optimise.py).
 
     Raises:
         UnsupportedInputError: an operator cannot be exported; names its module.
@@ -79,7 +79,7 @@ def _to_onnx(exported: Any, options: ExportOptions) -> ir.Model:
     try:
         program = torch.onnx.export(
             exported, dynamo=True, opset_version=options.opset, input_names=[INPUT], output_names=[options.output],
-            custom_translation_table=attention_nodes.translation_table(), verbose=False,
+            custom_translation_table=translation_table(), verbose=False,
         )  # fmt: skip
     except Exception as error:
         raise UnsupportedInputError("export to ONNX", _untranslatable(exported, error)) from error

@@ -16,8 +16,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from vit_fast.quantization.ranges import Range
-from vit_fast.quantization.schemes import Scheme
+from vit_fast.quantization.schemes import Range, Scheme
 
 from .graphs import MICROSOFT, Writer, constant_of, replace
 

@@ -1,6 +1,6 @@
 """Encoder blocks for export: they run from BlockParts, with q, k and v as one linear layer, whatever the library.
 
-Attention is one operator on the packed projections, which `attention_nodes.py` lowers for the target.
+Attention is one operator on the packed projections, which `optimise.py` lowers for the target.
 """
 
 from __future__ import annotations

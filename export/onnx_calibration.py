@@ -24,8 +24,15 @@ import onnx_ir as ir
 
 from vit_fast.errors import VitFastError
 from vit_fast.files import file_aside
-from vit_fast.quantization.ranges import Observation, Observer, Range, power_of_two, smoothing_scale
-from vit_fast.quantization.schemes import Scheme, first_near_best
+from vit_fast.quantization.schemes import (
+    Observation,
+    Observer,
+    Range,
+    Scheme,
+    first_near_best,
+    power_of_two,
+    smoothing_scale,
+)
 
 from .eight_bit import Product, is_probability
 from .graphs import Writer, constant_of, run_graph

@@ -15,8 +15,7 @@ import onnx_ir as ir
 
 from vit_fast.apps.data import CALIBRATION_IMAGES, as_inputs, read_images
 from vit_fast.errors import UnsupportedInputError, VitFastError
-from vit_fast.quantization.ranges import Range
-from vit_fast.quantization.schemes import Scheme, fewest_kept
+from vit_fast.quantization.schemes import Range, Scheme, fewest_kept
 
 from .eight_bit import Product, attention_products, linears, quantise_dynamically, quantise_products
 from .graphs import run_graph, save

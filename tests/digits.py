@@ -54,7 +54,7 @@ def _kept(massive: float) -> Path:
     """Returns the path of the cached weights for these settings."""
     package = Path(vit_fast.__file__).parent
     sources = [Path(__file__), *(package / name for name in ("model.py", "layers.py", "positions.py")),
-               *(package / "apps" / name for name in ("training.py", "trainer.py", "train_config.py"))]  # fmt: skip
+               *(package / "apps" / name for name in ("training.py", "trainer.py"))]  # fmt: skip
     key = hashlib.sha256(torch.__version__.encode() + b"".join(path.read_bytes() for path in sources))
     return Path(__file__).parents[1] / "build" / "digits" / f"{key.hexdigest()[:16]}-{massive:g}.pth"
 

@@ -20,9 +20,8 @@ import vit_fast
 from vit_fast.blocks.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
 from vit_fast.fusion import calibration
 from vit_fast.fusion.fuse import sharing_copy
-from vit_fast.quantization import ranges
-from vit_fast.quantization.fp8_agreement import IMAGES
-from vit_fast.quantization.fp8_emulation import emulate
+from vit_fast.quantization import schemes
+from vit_fast.quantization.fp8_emulation import IMAGES, emulate
 
 LIBRARIES = [
     "ours", "timm-vit", "timm-qk-norm", "timm-dinov3", "timm-gated", "timm-dinov3-gated", "transformers-vit",
@@ -148,7 +147,7 @@ def test_a_range_is_selected_by_the_error_of_the_layer() -> None:
     shape = 64, model.blocks[0].mlp.fc2.in_features
     tokens = np.random.default_rng(0).normal(size=shape).astype(np.float32) * 1e-4
     tokens[0, 3] = 100.0
-    seen = ranges.Observation(tokens.min(0), tokens.max(0), tokens)
+    seen = schemes.Observation(tokens.min(0), tokens.max(0), tokens)
     scale, read = calibration._choose(block, "fc2", seen)
     with torch.no_grad():
         model.blocks[0].mlp.fc2.weight[:, 3] = 0
@@ -158,13 +157,13 @@ def test_a_range_is_selected_by_the_error_of_the_layer() -> None:
 
 
 def test_the_sample_of_tokens_has_an_end_and_keeps_the_furthest() -> None:
-    observer = ranges.Observer(np.random.default_rng(0))
+    observer = schemes.Observer(np.random.default_rng(0))
     for number in range(400):
         rows = np.random.default_rng(number).normal(size=(20, 4)).astype(np.float32)
         rows[0, 1] = number
         assert observer.add(rows)
     seen = observer.seen()
-    assert len(seen.tokens) <= ranges.MAX_TOKENS and seen.high[1] == seen.tokens.max() == 399
+    assert len(seen.tokens) <= schemes.MAX_TOKENS and seen.high[1] == seen.tokens.max() == 399
     assert (seen.tokens[:, 1] > 300).sum() == 99, "those of the last hundred images"
 
 

@@ -28,8 +28,7 @@ from vit_fast.export.options import ExportOptions
 from vit_fast.export.quantise import QuantisationError, quantise_file, scheme_of
 from vit_fast.export.report import loss_of
 from vit_fast.libraries.known import recognise
-from vit_fast.quantization.ranges import Observation, Range
-from vit_fast.quantization.schemes import Scheme, fewest_kept
+from vit_fast.quantization.schemes import Observation, Range, Scheme, fewest_kept
 
 LAYOUTS = [
     ("int8", "generic"), ("int8", "ort-cpu"), ("int8", "tensorrt"), ("int8-dynamic", "ort-cpu"), ("fp8", "tensorrt"),

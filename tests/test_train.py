@@ -23,8 +23,7 @@ from train_support import settings, small_model
 from vit_fast import create_model, load, save
 from vit_fast.apps.data import ImageError, ImageFolder, ReaderLostError, load_images, sample_image
 from vit_fast.apps.datasets import PreparedImages, open_data
-from vit_fast.apps.train_config import config_for
-from vit_fast.apps.trainer import Measure
+from vit_fast.apps.trainer import Measure, config_for
 from vit_fast.apps.training import TrainConfig, Trainer, TrainingError, train
 from vit_fast.weights import WeightsError
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import vit_fast
 from vit_fast import DataConfig, create_model, load, load_weights, save
 from vit_fast.weights import WeightsError
-from vit_fast.weights.hub import open_source
+from vit_fast.weights.source import open_source
 
 
 def _state() -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from vit_fast import DataConfig, create_model, load_weights
 from vit_fast.libraries.transformers.hf_config import data_config_from_processor
 from vit_fast.weights import WeightsError
-from vit_fast.weights.hub import hub_id, open_source
+from vit_fast.weights.source import hub_id, open_source
 
 SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 2}
 MEAN = [0.5, 0.4, 0.3]

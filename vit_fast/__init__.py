@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from .model import VisionTransformer
     from .run.budgets import budgets_for
     from .run.graph_runner import GraphRunner
-    from .run.runtime import compile
-    from .run.warmup import WarmUp, warm_up
+    from .run.runtime import WarmUp, compile, warm_up
     from .variants import list_models
     from .weights import load, load_weights, save
     from .weights.factory import create_model
@@ -44,7 +43,7 @@ _LAZY = {
     "ViTConfig": ".config",
     "VisionTransformer": ".model",
     "VitFastError": ".errors",
-    "WarmUp": ".run.warmup",
+    "WarmUp": ".run.runtime",
     "budgets_for": ".run.budgets",
     "calibrate": ".fusion.calibration",
     "compile": ".run.runtime",
@@ -60,7 +59,7 @@ _LAZY = {
     "set_backend": ".fusion.fuse",
     "unfreeze": ".fusion.freezing",
     "unfuse": ".fusion.fuse",
-    "warm_up": ".run.warmup",
+    "warm_up": ".run.runtime",
 }
 
 _LAZY_PACKAGES = ("config", "errors", "export", "figures", "model", "ops", "variants")

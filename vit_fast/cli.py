@@ -13,7 +13,7 @@ from .errors import VitFastError
 from .version import __version__
 
 COMMANDS = {
-    "info": "info", "models": "info", "bench": "bench", "compare": "records", "report": "records", "verify": "verify",
+    "info": "info", "models": "info", "bench": "bench", "compare": "bench", "report": "bench", "verify": "info",
     "kernels": "kernels", "predict": "predict", "train": "train", "evaluate": "evaluate", "export": "export",
     "optimize": "optimize", "cache": "optimize", "show": "show", "hf-kernel": "export",
 }  # fmt: skip

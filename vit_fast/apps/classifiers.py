@@ -17,7 +17,7 @@ from ..errors import VitFastError
 from ..model import VisionTransformer
 from ..weights import load
 from ..weights.factory import create_model
-from ..weights.hub import open_source
+from ..weights.source import open_source
 from .data import ImageError, batches_of, make_transform, read_image
 
 BATCH_SIZE = 32

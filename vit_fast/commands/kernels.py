@@ -113,7 +113,7 @@ def _warm_up(name: str, sizes: list[int]) -> None:
     import torch
 
     from .. import create_model
-    from ..run.warmup import warm_up
+    from ..run.runtime import warm_up
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = create_model(name, backend="triton").to(device, torch.bfloat16)

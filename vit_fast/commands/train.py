@@ -15,8 +15,7 @@ import typer
 from .words import Backend, Side, model_name
 
 if TYPE_CHECKING:
-    from ..apps.train_config import TrainConfig
-    from ..apps.trainer import Measure
+    from ..apps.trainer import Measure, TrainConfig
 
 TRAINED, HELD_OUT, INK, FAINT = "#94a3b8", "#0f766e", "#1e293b", "#64748b"
 
@@ -67,7 +66,7 @@ def train(
     """Train or fine-tune a model on labeled images. Prints loss and accuracy after each epoch, and plots them."""
     from ..apps.datasets import open_data
     from ..apps.processes import joined
-    from ..apps.train_config import config_for
+    from ..apps.trainer import config_for
     from ..apps.training import train as run
 
     config = config_for(model, {"epochs": epochs, "batch_size": batch_size, "lr": lr}, settings or ())
@@ -114,8 +113,7 @@ def _print_epoch(row: dict[str, Any], epochs: int) -> None:
 
 
 def _print_result(out: Path, rows: list[dict[str, Any]], config: TrainConfig) -> None:
-    from ..apps.checkpoints import WEIGHTS
-    from ..apps.training import kept_row
+    from ..apps.training import WEIGHTS, kept_row
     from ..files import file_aside
 
     row = kept_row(rows, config)

@@ -16,10 +16,8 @@ from ..blocks.fused import device_of
 from ..errors import UnsupportedInputError, check_type, type_name
 from ..ops import reference
 from ..ops.descriptions import BlockScales, Norm
-from ..quantization.fp8_agreement import IMAGES, as_taken
-from ..quantization.fp8_emulation import EmulatedBlock, emulate
-from ..quantization.ranges import Observation, Observer, power_of_two, smoothing_scale
-from ..quantization.schemes import Scheme, first_near_best
+from ..quantization.fp8_emulation import IMAGES, EmulatedBlock, as_taken, emulate
+from ..quantization.schemes import Observation, Observer, Scheme, first_near_best, power_of_two, smoothing_scale
 from .fuse import sharing_copy
 
 BATCH = 16

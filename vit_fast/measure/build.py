@@ -19,7 +19,7 @@ from ..fusion.freezing import freeze
 from ..fusion.fuse import fuse
 from ..libraries.known import recognise
 from ..ops.backends import fp8_reasons
-from ..quantization.fp8_agreement import as_taken, logits_of
+from ..quantization.fp8_emulation import as_taken, logits_of
 from ..run.graph_runner import GraphRunner
 from .candidate import DTYPES, Candidate
 from .optimized import (

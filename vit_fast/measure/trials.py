@@ -18,8 +18,7 @@ from ..accuracy import allowed_error, error_of, size_of
 from ..errors import UnsupportedInputError
 from ..fusion.fuse import unfuse
 from .build import build
-from .candidate import AS_FILE, ORIGINAL, Candidate, variations
-from .check import Reference, errors_of, judge, same_class
+from .candidate import AS_FILE, ORIGINAL, Candidate, Reference, errors_of, judge, same_class, variations
 from .clock import Protocol, Samples, free_memory, peak_memory_of_call, synchronise
 from .compare import format_number
 from .limits import at_most, describe_error, is_out_of_memory

@@ -16,8 +16,7 @@ from ..blocks.fused import FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import ModuleReport
 from ..errors import UnsupportedInputError
 from ..ops.backends import fp8_reasons
-from .fp8_agreement import IMAGES, as_taken, find_kept
-from .fp8_emulation import emulate
+from .fp8_emulation import IMAGES, as_taken, emulate, find_kept
 
 WHAT = "fuse with precision='fp8'"
 

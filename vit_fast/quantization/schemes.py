@@ -1,7 +1,14 @@
-"""8-bit number formats, for the kernels and for ONNX files: scale, rounding, and selection of a range.
+"""8-bit number formats, for the kernels and for ONNX files: observed ranges, scale, rounding, and their selection.
 
 int8, uint8        x ~ s (x_q - z), z = 0 for int8; weights are int8 with one scale per output channel
 e4m3               x ~ s x_q, s = max |.| / 448, one scale per tensor
+
+Ranges come from calibration images: "largest" covers every element, "percentile" clips the largest ones, and "mean
+square" minimizes |x - Q(x)|^2. The caller selects the range with the smallest error of the products that read the
+activation.
+
+Smoothing moves the scale of large channels from an activation into the weights that read it: x W = (x / s) (s W).
+Source: SmoothQuant, arxiv.org/abs/2211.10438, alpha = 0.5.
 """
 
 from __future__ import annotations
@@ -14,12 +21,116 @@ import numpy as np
 import torch
 
 from ..ops.reference import E4M3_MAX
-from .ranges import Observation, Range, candidate_ranges
 
 T = TypeVar("T")
 
+PERCENTILES = (99.99, 99.9)
+TOKENS_BY_CHANCE, TOKENS_LARGEST = 8, 4
+"""Tokens sampled per image: random ones, and the largest, because only few tokens contain massive activations."""
+MAX_TOKENS = 1536
+"""Largest sample of tokens per activation. Of a larger one, the largest third and as many random tokens remain."""
+SHRINK = np.linspace(0.2, 1.0, 17)
+"""Ranges that "mean square" tries, relative to the largest."""
 NEAR = 1.02
 """Candidates within this factor of the smallest loss count as equal; the first of them is selected."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One activation over all calibration images.
+
+    Attributes:
+        low: Smallest element of each channel [C].
+        high: Largest.
+        tokens: A sample [T, C].
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    tokens: np.ndarray
+
+    @property
+    def peak(self) -> np.ndarray:
+        """Largest magnitude of each channel [C]."""
+        return np.maximum(-self.low, self.high)
+
+    def divided(self, scale: np.ndarray) -> Observation:
+        """Returns the observation with each channel divided by `scale` [C] > 0."""
+        return Observation(self.low / scale, self.high / scale, self.tokens / scale)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The range of one activation, and how it was chosen."""
+
+    low: float
+    high: float
+    method: str
+
+
+class Observer:
+    """Observes one activation, image by image; `generator` samples the tokens."""
+
+    def __init__(self, generator: np.random.Generator) -> None:
+        self._generator = generator
+        self._low: np.ndarray | None = None
+        self._high: np.ndarray | None = None
+        self._tokens: list[np.ndarray] = []
+
+    def add(self, rows: np.ndarray) -> bool:
+        """Adds the tokens of an image, fp32 [N, C]; returns False if an element is infinite or NaN."""
+        if not np.isfinite(rows).all():
+            return False
+        low, high = rows.min(axis=0), rows.max(axis=0)
+        self._low = low if self._low is None else np.minimum(self._low, low)
+        self._high = high if self._high is None else np.maximum(self._high, high)
+        self._tokens.append(self._sample(rows, TOKENS_LARGEST, TOKENS_BY_CHANCE))
+        if sum(map(len, self._tokens)) > MAX_TOKENS:
+            self._tokens = [self._sample(np.concatenate(self._tokens), MAX_TOKENS // 3, MAX_TOKENS // 3)]
+        return True
+
+    def seen(self) -> Observation:
+        """Returns the observation of all images so far, at least one."""
+        assert self._low is not None and self._high is not None
+        return Observation(self._low, self._high, np.concatenate(self._tokens))
+
+    def _sample(self, rows: np.ndarray, largest: int, by_chance: int) -> np.ndarray:
+        furthest = np.argsort(np.abs(rows).max(axis=1))[-largest:]
+        chance = self._generator.choice(len(rows), min(by_chance, len(rows)), replace=False)
+        return rows[np.union1d(furthest, chance)]
+
+
+def candidate_ranges(seen: Observation, rounded: Callable[[np.ndarray, Range], np.ndarray]) -> list[Range]:
+    """Returns ranges to try for an activation; each contains zero. `rounded` quantizes to a range and back."""
+    low, high = min(float(seen.low.min()), 0.0), max(float(seen.high.max()), 0.0)
+    candidates = [Range(low, high, "largest")]
+    for percent in PERCENTILES:
+        lower, upper = np.percentile(seen.tokens, (100 - percent, percent))
+        candidates.append(Range(min(float(lower), 0.0), max(float(upper), 0.0), f"percentile {percent}"))
+    shrunk = [Range(low * part, high * part, "mean square") for part in SHRINK]
+    errors = [np.square(seen.tokens - rounded(seen.tokens, limits)).sum() for limits in shrunk]
+    return [*candidates, shrunk[int(np.argmin(errors))]]
+
+
+def smoothing_scale(peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns s_j = sqrt(max |x_j| / max |W_j|); 1 for a channel in which x or W is zero.
+
+    Because of the square root, x / s and s W do not change if a factor is moved from x to W.
+
+    Args:
+        peak: Largest magnitude of each channel [C].
+        weights: Weights that read the activation [C, F].
+    """
+    largest = np.max([np.abs(weight.astype(np.float64)).max(axis=1) for weight in weights], axis=0)
+    alive = (peak > 0) & (largest > 0)
+    scale: np.ndarray = np.ones_like(largest)
+    scale[alive] = np.sqrt(peak[alive].astype(np.float64) / largest[alive])
+    return scale
+
+
+def power_of_two(scale: np.ndarray) -> np.ndarray:
+    """Returns the nearest powers of two; dividing by them is exact."""
+    return np.exp2(np.rint(np.log2(scale)))
 
 
 @dataclass(frozen=True)

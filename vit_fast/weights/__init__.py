@@ -1,4 +1,4 @@
-"""Weights: read files, folders and the Hub (source, hub), load and save them (load), build models (factory)."""
+"""Weights: read files, folders and the Hub (source), load and save them (load), build models (factory)."""
 
 from .load import WeightsReport, load, load_weights, overrides_from, save
 from .source import WeightsError

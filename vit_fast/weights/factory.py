@@ -14,9 +14,8 @@ from ..errors import check_type
 from ..fusion.fuse import fuse, set_backend
 from ..model import VisionTransformer
 from ..variants import get_variant
-from .hub import open_source
 from .load import load_weights, overrides_from
-from .source import Source
+from .source import Source, open_source
 
 
 def create_model(

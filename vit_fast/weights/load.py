@@ -27,8 +27,7 @@ from ..libraries.interface.rename import Converted
 from ..model import VisionTransformer
 from ..positions import resample_pos_embed
 from ..version import __version__
-from .hub import open_source
-from .source import METADATA_KEY, Source, WeightsError
+from .source import METADATA_KEY, Source, WeightsError, open_source
 
 _HEADS = ("head.", "head_dist.")
 _LISTED = 12  # names in a list before "and N more"
