@@ -28,17 +28,19 @@ from .parts import (
     AttentionParts,
     BlockParts,
     MlpParts,
+    Outline,
     block_tensors,
+    built,
     drops,
     drops_path,
     frozen_sources,
+    outline,
     scale_of,
     tensor_of,
     tensors_of,
 )
 from .plain import is_touched
 from .token_facts import NOTHING, TokenFacts, VersionsCounted, recall, remember
-from .traced_parts import Outline, built, outline
 
 
 def parts_of(block: Any) -> BlockParts:

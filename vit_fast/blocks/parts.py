@@ -2,20 +2,29 @@
 
 A file per library in `vit_fast/libraries/` reads the blocks with a reader (`reading.py`). Parts refer to modules and
 attribute names, never to tensors, because a Parameter may be replaced at any time.
+
+If a graph of torch.compile read modules from both the block and `BlockParts`, torch.compile would add one Python guard
+per module. So while it traces, `built` rebuilds the parts from the block's modules and their `outline`: names and
+numbers that are a constant of the graph.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..ops.descriptions import BlockTensors, Norm, QkNorm
-from .plain import Watch
+from .plain import Watch, forward_is_replaced, is_hooked
 
 Slot = tuple[Any, str]  # a module and the name of one of its attributes
+Path = tuple[str, ...]
+Node = tuple[str, Any]  # kind and content
+Outline = tuple[Node, Node, tuple[Path, ...], tuple[tuple[Path, str, Any], ...]]
+
+_LITERALS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,3 +245,71 @@ def tensor_of(owner: nn.Module, name: str) -> Any:
         return own[name]
     parameters = own["_parameters"]
     return parameters[name] if name in parameters else getattr(owner, name)  # may now be a buffer
+
+
+_CLASSES = {cls.__name__: cls for cls in (AttentionParts, LinearParts, MlpParts, NormParts, QkNormParts)}
+
+
+def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
+    """Returns names and numbers from which `built` rebuilds the parts; None if parts contain any other object.
+
+    Returns:
+        Both halves; the path of every watched module; and path, name and value of every watched attribute.
+    """
+    paths = {id(module): tuple(name.split(".")) if name else () for name, module in block.named_modules()}
+    try:
+        values = tuple(
+            (paths[id(owner)], name, _literal(value))
+            for owner, name, value in parts.watch.values
+            if type(owner) is not nn.Identity  # an Identity has no values; its class is guarded
+        )
+        modules = tuple(paths[id(module)] for module in parts.watch.modules)
+        return _node(parts.attention, paths), _node(parts.mlp, paths), modules, values
+    except LookupError:  # an object that is neither a module of the block, nor parts, nor a literal
+        return None
+
+
+def _node(value: Any, paths: dict[int, Path]) -> Node:
+    if isinstance(value, nn.Module):
+        return "module", paths[id(value)]
+    if type(value) is tuple:
+        return "tuple", tuple(_node(each, paths) for each in value)
+    if type(value).__name__ in _CLASSES:
+        inner = (getattr(value, field.name) for field in fields(value))
+        return type(value).__name__, tuple(_node(each, paths) for each in inner)
+    return "value", _literal(value)
+
+
+def _literal(value: Any) -> Any:
+    if type(value) not in _LITERALS:
+        raise LookupError
+    return value
+
+
+def built(block: Any, traced: Outline) -> BlockParts:
+    """Rebuilds the parts, and reads all watched attributes, so that torch.compile guards these."""
+    attention, mlp, modules, values = traced
+    for path in modules:  # guards classes, and hooks if configured; parameters are guarded as inputs
+        is_hooked(_at(block, path))
+        forward_is_replaced(_at(block, path))
+    for path, name, value in values:
+        if getattr(_at(block, path), name, None) != value:
+            break
+    parts: BlockParts = block.vit_fast_parts
+    return BlockParts(_built(block, attention), _built(block, mlp), (), (), parts.watch, parts.frozen, parts.fp8)
+
+
+def _built(block: Any, node: Node) -> Any:
+    kind, content = node
+    if kind == "module":
+        return _at(block, content)
+    if kind == "value":
+        return content
+    inner = [_built(block, each) for each in content]
+    return tuple(inner) if kind == "tuple" else _CLASSES[kind](*inner)
+
+
+def _at(block: Any, path: Path) -> Any:
+    for name in path:
+        block = getattr(block, name)
+    return block
