@@ -166,11 +166,22 @@ def test_attention_by_batched_matmuls(
         assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("before", ["none", "ieee"])
-def test_permission_of_onednn_is_valid_for_one_call(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN computes fp32 products only if no other thread works, and the setting is restored."""
+@pytest.fixture
+def matmul_settings() -> Iterator[Any]:
+    """torch's settings of oneDNN's matmuls, restored after the test; monkeypatch cannot restore them."""
     settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it at run time
-    monkeypatch.setattr(settings, "fp32_precision", before)
+    before = settings.fp32_precision
+    yield settings
+    settings.fp32_precision = before
+
+
+@pytest.mark.parametrize("before", ["none", "ieee"])
+def test_permission_of_onednn_is_valid_for_one_call(
+    before: str, matmul_settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN computes fp32 products only if no other thread works, and the setting is restored."""
+    settings = matmul_settings
+    settings.fp32_precision = before
     monkeypatch.setattr(packed, "_is_exact", lambda: True)
     monkeypatch.setattr(packed, "_is_amd", lambda: True)
     this, watcher, worker = threading.current_thread(), threading.Thread(daemon=True), threading.Thread(daemon=False)
