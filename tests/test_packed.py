@@ -143,72 +143,27 @@ def _counted(model: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize(("outputs", "score_bytes"), [(None, 2**22), (None, 1), (None, 3 * 10000), (1, 1)])
 def test_attention_by_batched_matmuls(
-    outputs: int | None, score_bytes: int, scale: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    outputs: int | None, score_bytes: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks the whole range in one step, one head at a time, and steps that do not divide the number of heads."""
-    if reasons := pack_reasons(dtype):
+    if reasons := pack_reasons(torch.bfloat16):
         pytest.skip(reasons[0])
     monkeypatch.setattr(packed, "SCORES", 0)
     monkeypatch.setattr(packed, "SCORE_BYTES", score_bytes)
-    qkv = torch.randn(2, 50, 3, 4, 32).to(dtype)
+    qkv = torch.randn(2, 50, 3, 4, 32).bfloat16()
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
     q = q[:, :, :outputs]
     alpha = 32**-0.5 if scale is None else scale
     eager = torch.softmax(q @ k.mT * alpha, -1) @ v
     exact = torch.softmax(q.double() @ k.double().mT * alpha, -1) @ v.double()
-    for use_matmuls in (True, False):
-        found = packed._attend(qkv, scale, outputs, use_matmuls)
+    for is_amd in (True, False):
+        monkeypatch.setattr(packed, "_is_amd", lambda is_amd=is_amd: is_amd)
+        found = packed._attend(qkv, scale, outputs)
         verdict = judge(found.view(2, -1, 4, 32).transpose(1, 2), eager, exact, 2)
         assert verdict.passed, verdict
-
-
-@pytest.fixture
-def matmul_settings() -> Iterator[Any]:
-    """torch's settings of oneDNN's matmuls, restored after the test; monkeypatch cannot restore them."""
-    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it at run time
-    before = settings.fp32_precision
-    yield settings
-    settings.fp32_precision = before
-
-
-@pytest.mark.parametrize("before", ["none", "ieee"])
-def test_permission_of_onednn_is_valid_for_one_call(
-    before: str, matmul_settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """oneDNN computes fp32 products only if no other thread works, and the setting is restored."""
-    settings = matmul_settings
-    settings.fp32_precision = before
-    monkeypatch.setattr(packed, "_is_exact", lambda: True)
-    monkeypatch.setattr(packed, "_is_amd", lambda: True)
-    this, watcher, worker = threading.current_thread(), threading.Thread(daemon=True), threading.Thread(daemon=False)
-    monkeypatch.setattr(threading, "enumerate", lambda: [this, watcher])
-    with pytest.raises(RuntimeError, match="broken"), packed._batched_matmuls(torch.float32) as allowed:
-        assert allowed and settings.fp32_precision == "bf16"
-        raise RuntimeError("broken")
-    assert settings.fp32_precision == before
-    monkeypatch.setattr(threading, "enumerate", lambda: [this, watcher, worker])
-    with packed._batched_matmuls(torch.float32) as allowed:
-        assert not allowed and settings.fp32_precision == before
-    monkeypatch.setattr(threading, "enumerate", lambda: [this])
-    settings.fp32_precision = "tf32"
-    with packed._batched_matmuls(torch.float32) as allowed:
-        assert not allowed and settings.fp32_precision == "tf32"
-    monkeypatch.setattr(packed, "_is_amd", lambda: False)
-    with packed._batched_matmuls(torch.bfloat16) as allowed:
-        assert not allowed
-
-
-def test_products_rounded_to_bf16_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = torch.bmm
-    assert packed._is_exact.__wrapped__()
-    monkeypatch.setattr(
-        torch, "bmm", lambda x, y: product(x, y) if x.dtype is torch.double else product(x.bfloat16().float(), y)
-    )
-    assert not packed._is_exact.__wrapped__()
 
 
 @pytest.mark.parametrize("name", ["timm-vit", "timm-eva02", "transformers-vit"])

@@ -14,11 +14,9 @@ LayerNorm is not folded, because a LayerNorm without weight and bias is not fast
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -192,10 +190,8 @@ def run_packed(
     steps = [packed.steps() for packed in blocks]  # in advance: between operators, threads sleep while Python runs
     shared_rope = rope is None or rope.cos.ndim == 2
     parts = _split(x, steps) if keys is None and shared_rope else (x,)
-    with _batched_matmuls(x.dtype) as use_matmuls:
-        for left, step in zip(reversed(range(len(steps))), steps):
-            tokens = None if left else outputs
-            parts = tuple(_run_block(part, step, rope, keys, tokens, use_matmuls) for part in parts)
+    for left, step in zip(reversed(range(len(steps))), steps):
+        parts = tuple(_run_block(part, step, rope, keys, None if left else outputs) for part in parts)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -210,16 +206,14 @@ def _split(x: Tensor, steps: Sequence[Steps]) -> tuple[Tensor, ...]:
     return x.split(math.ceil(len(x) / math.ceil(len(x) / images)))
 
 
-def _run_block(
-    x: Tensor, step: Steps, rope: Rope | None, keys: Keys | None, outputs: int | None, use_matmuls: bool
-) -> Tensor:
+def _run_block(x: Tensor, step: Steps, rope: Rope | None, keys: Keys | None, outputs: int | None) -> Tensor:
     norm1, qkv_linear, heads, qk_norm, scale, proj, norm2, fc1, gate, inner_norm, fc2 = step
     qkv = qkv_linear(_normalize(x, norm1))
     qkv = qkv.view(*qkv.shape[:-1], 3, heads, -1)
     if rope is not None or qk_norm is not None:
         qkv = qk_norm_rope(qkv, qk_norm=qk_norm, rope=rope, backend="sdpa")
     if keys is None:
-        mixed = _attend(qkv, scale, outputs, use_matmuls)
+        mixed = _attend(qkv, scale, outputs)
         x = x if outputs is None else x[:, :outputs].contiguous()
     else:
         mixed = attention_among(qkv, keys, scale=scale, backend="sdpa").flatten(-2)
@@ -231,14 +225,15 @@ def _run_block(
     return fc2(hidden, x)
 
 
-def _attend(qkv: Tensor, scale: float | None, outputs: int | None, use_matmuls: bool) -> Tensor:
+def _attend(qkv: Tensor, scale: float | None, outputs: int | None) -> Tensor:
     """Computes attention of the first `outputs` queries (None: all) of qkv [B, N, 3, H, D], as [B, M, H * D].
 
-    On AMD CPUs, batched matmuls of oneDNN take 0.4 to 0.7 of the time of torch's flash kernel, from `SCORES` on.
+    On AMD CPUs in bf16, batched matmuls of oneDNN take 0.4 to 0.6 of the time of torch's flash kernel, from `SCORES` on
+    (50 to 1,370 tokens on two cores of an EPYC with AVX-512). torch does not use oneDNN for batched fp32 matmuls.
     """
     B, N, _, H, D = qkv.shape
     M = N if outputs is None else outputs
-    if not use_matmuls or B * H * M * N < SCORES:
+    if qkv.dtype is not torch.bfloat16 or B * H * M * N < SCORES or not _is_amd():
         q, k, v = qkv.transpose(1, 3).unbind(2)
         return F.scaled_dot_product_attention(q[:, :, :M], k, v, scale=scale).transpose(1, 2).flatten(-2)
     q, k, v = qkv.permute(2, 0, 3, 1, 4).reshape(3, B * H, N, D).unbind()
@@ -249,41 +244,6 @@ def _attend(qkv: Tensor, scale: float | None, outputs: int | None, use_matmuls: 
         scores = torch.baddbmm(q.new_empty(1, 1, 1), q[part, :M], k[part].transpose(1, 2), beta=0, alpha=alpha)
         torch.bmm(torch.softmax(scores, -1, out=scores), v[part], out=output[part])
     return output.view(B, H, M, D).transpose(1, 2).flatten(-2)
-
-
-@contextlib.contextmanager
-def _batched_matmuls(dtype: torch.dtype) -> Iterator[bool]:
-    """Yields True if `_attend` should use batched matmuls, and lets torch compute those in fp32 with oneDNN.
-
-    torch calls oneDNN for fp32 matmuls only if it may round to bf16. On CPUs without AMX, oneDNN does not use this
-    permission (`_is_exact` tests it). The setting belongs to the process, and other threads cannot call
-    torch.get_float32_matmul_precision() meanwhile, so it is changed only if all other threads are daemons.
-    """
-    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it at run time
-    before = settings.fp32_precision
-    if dtype is not torch.float32 or not _is_amd():
-        yield dtype is torch.bfloat16 and _is_amd()
-    elif before not in ("none", "ieee") or not _is_only_worker():
-        yield False
-    else:
-        settings.fp32_precision = "bf16"
-        try:
-            yield _is_exact()
-        finally:
-            settings.fp32_precision = before
-
-
-def _is_only_worker() -> bool:
-    this = threading.current_thread()
-    return all(thread is this or thread.daemon for thread in threading.enumerate())
-
-
-@functools.cache
-def _is_exact() -> bool:
-    """Returns True if torch.bmm of fp32 matrices has the precision of fp32 at the current settings."""
-    x = torch.linspace(-1, 1, 2 * 64 * 64).view(2, 64, 64)
-    error = (torch.bmm(x, x).double() - torch.bmm(x.double(), x.double())).abs().max().item()
-    return error < 1e-3  # 3e-5 in fp32, 0.06 if the operands were rounded to bf16
 
 
 @functools.cache
