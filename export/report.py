@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 SURE = 0.1
 """The model counts as sure of an image if it prefers its class to the file's by this probability."""
 FLIPS = 0.01
-"""Allowed share of images whose class changes although the model is sure of it; with fewer than 100 images, none may."""
+"""Allowed share of images whose class changes although the model is sure of it; none of fewer than 100 may."""
 RMS = 0.05
 """Allowed root mean square error of the logits, in standard deviations of the logits."""
-EIGHT_BIT_BUDGET = (
-    f"rms error <= {RMS:g}, the model is sure of another class on at most {FLIPS:.0%} of the images"
-)
+EIGHT_BIT_BUDGET = f"rms error <= {RMS:g}, the model is sure of another class on at most {FLIPS:.0%} of the images"
 POINTS = 0.006
 """Allowed loss of accuracy relative to the model. One more misclassified image is always allowed."""
 LEAST_PROBABILITY = 1e-30
