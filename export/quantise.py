@@ -80,7 +80,7 @@ def quantise(
         if not kept:
             raise QuantisationError(
                 f"{options.precision}: with {most} of {len(products)} MatMuls in float, {losses[-1].line()}; "
-                f"must be {EIGHT_BIT_BUDGET}"
+                f"must be within {MARGIN:.0%} of: {EIGHT_BIT_BUDGET}"
             )
     names, methods = tuple(product.name for product in kept), Counter(one.method for one in ranges.values())
     return made, Quantised(len(products) - len(kept), names, dict(methods))

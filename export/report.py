@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 SURE = 0.1
 """The model counts as sure of an image if it prefers its class to the file's by this probability."""
 FLIPS = 0.01
-"""Allowed share of images of which the model is sure and whose class changes; with fewer than 100 images, none may."""
+"""Allowed share of images whose class changes although the model is sure of it; none of fewer than 100 may."""
 RMS = 0.05
 """Allowed root mean square error of the logits, in standard deviations of the logits."""
-EIGHT_BIT_BUDGET = (
-    f"rms error <= {RMS:g}, another class on at most {FLIPS:.0%} of the images that the model was sure of"
-)
+EIGHT_BIT_BUDGET = f"rms error <= {RMS:g}, the model is sure of another class on at most {FLIPS:.0%} of the images"
 POINTS = 0.006
 """Allowed loss of accuracy relative to the model. One more misclassified image is always allowed."""
 LEAST_PROBABILITY = 1e-30
@@ -88,7 +86,7 @@ class Loss:
 
     def line(self) -> str:
         same = "" if self.top1_agreement is None else f"top-1 agreement {self.top1_agreement:.1%}, "
-        sure = f"changed on {self.flips} of {self.images} images that the model was sure of, " if self.flips else ""
+        sure = f"the model is sure of another class on {self.flips} of {self.images} images, " if self.flips else ""
         return f"max error {self.max_error:.1e}, {same}{sure}rms error {self.rms_error:.1e}"
 
 

@@ -41,7 +41,7 @@ def to_e4m3(value):
 
 @triton.jit
 def divided(value, scale_ptr):
-    """Multiplies fp32 `value` by a reciprocal scale, fp32 [1], and rounds to e4m3. None returns `value`."""
+    """Multiplies fp32 `value` by a reciprocal scale, fp32 [1], and rounds to e4m3. Without a scale, returns `value`."""
     if scale_ptr is None:
         return value
     else:

@@ -12,7 +12,7 @@ Two special cases (W'', s, c and z: see `folding.py`):
   max(rstd, 0), so z = c, as LayerNorm defines. The backward multiplies by |rstd|, except in the weight gradient, where
   |rstd| would amplify cancellation errors (`gradient_epilogues.py`).
 
-For RMSNorm, the stored statistics are the same, but they are combined to mean = 0 and rstd = 1 / sqrt(mean(x^2) + eps).
+For RMSNorm, the stored statistics are the same, but combine into rstd = 1 / sqrt(mean(x^2) + eps) and mean = 0.
 A row of zeros counts as constant.
 
 Source: LayerNorm, arXiv 1607.06450; RMSNorm, arXiv 1910.07467.
@@ -31,7 +31,7 @@ from .fp8 import divided_columns
 from .launch import Launch, ceil_div
 from .row_parts import PIECE, row_parts
 
-# A row counts as constant if std <= 1e-6 |mean|. In any other fp16 or bf16 row, std >= 2^-11 |mean| / sqrt(C).
+# A row counts as constant if std <= 1e-6 |mean|. In any other fp16 or bf16 row, std >= 2^-12 |mean| / sqrt(C).
 _CONSTANT_ROW = tl.constexpr(1e-6)
 _MAX_CHUNK = 2048
 _PIECE = tl.constexpr(PIECE)

@@ -14,7 +14,7 @@ TABLE_PATH = Path(__file__).with_name("attention_table.json")
 MAX_ROW_KEYS = 256
 MIN_BLOCK = 16
 _SMALL_AMPERE = ("sm_86", "sm_89")  # without maxnreg, ptxas gives some kernels too few registers
-SHORT = 64  # tokens; for sequences up to this length (windows of Qwen2.5-VL), larger tiles would be mostly empty
+SHORT = 64  # tokens; for sequences up to this length (windows of Qwen2.5-VL), larger tiles would be at least half empty
 # (largest chunk, maximum number of chunks) of the row kernel; the first pair is the default. Each pair covers
 # MAX_ROW_KEYS keys, because a tuned entry applies to all lengths up to MAX_ROW_KEYS.
 ROW_CHUNKS = ((128, 3), (128, 2), (256, 1))
@@ -31,7 +31,7 @@ class ForwardConfig:
         chunks: Maximum number of chunks of the row kernel, 1 to 3. In three chunks, 197 keys are (128, 64, 16).
         tiles: Maximum number of query tiles per program of the row kernel.
         tma: Use TMA descriptors if the layout allows.
-        dependent: Start before the previous kernel has ended (dependent.py).
+        dependent: Use programmatic dependent launch (dependent.py).
     """
 
     scheme: str
@@ -182,7 +182,7 @@ def dkdv_config(problem: Problem) -> BackwardConfig:
 def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
     """Adapts the configuration of a long fixed sequence to packed and masked inputs.
 
-    Reduces tiles for short sequences, and for kernels whose last tile, which has full size and a mask, would spill.
+    Reduces tiles for short sequences, and for kernels whose masked full-size tiles would spill.
     """
     width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
     if problem.n_q <= SHORT or (blackwell and width == 128):

@@ -52,7 +52,7 @@ class SmallImages:
     def __init__(self, pixels: Pixels, labels: Pixels, class_names: tuple[str, ...], *, mirrored: bool) -> None:
         if pixels.ndim not in (3, 4) or labels.ndim != 1 or len(pixels) != len(labels) or not pixels.size:
             shapes = f"{list(pixels.shape)} and {list(labels.shape)}"
-            raise ImageError(f"images and labels must have equal lengths of at least 1, got shapes {shapes}")
+            raise ImageError(f"images and labels must be [n, H, W] or [n, H, W, 3], and [n], with n >= 1, got {shapes}")
         if not 0 <= labels.min() <= labels.max() < len(class_names):
             raise ImageError(
                 f"labels must be between 0 and {len(class_names) - 1}, got {labels.min()} to {labels.max()}"

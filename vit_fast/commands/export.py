@@ -45,7 +45,7 @@ def export(
     validation: Annotated[
         Path | None,
         typer.Option(
-            help="Labeled images, one subfolder per class: fail if the accuracy drops by over 0.6 percentage points."
+            help="Labeled images, one subfolder per class: fail if over 0.6 % more are misclassified, at least two."
         ),
     ] = None,
     classes: ClassNames = None,

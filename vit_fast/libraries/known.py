@@ -73,7 +73,7 @@ def recognise(model: nn.Module) -> ImageModel:
     if found is None:
         raise UnsupportedInputError(
             f"export of a {type(model).__module__}.{type(model).__qualname__}",
-            ["model must be a VisionTransformer of vit_fast, timm, transformers or torchvision"],
+            ["model must be a ViT of vit_fast, timm, transformers or torchvision"],
         )
     if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
         if next(model.parameters()).device.type == "meta":

@@ -57,8 +57,8 @@ def fold(
 
     Args:
         dtype: The dtype of the matmuls.
-        rope_head: If not 0, head_dim D: channels j and j + D/2 of q and k become adjacent, which does not change
-            q k^T. Then pass the result of `descriptions.interleave` to `fused_block` as `rope`.
+        rope_head: 0, or head_dim D to make channels j and j + D/2 of q and k adjacent, which does not change
+            q k^T. In this case, pass the result of `descriptions.interleave` to `fused_block` as `rope`.
     """
     from ..kernels.linear.folding import fold_linears
 
@@ -177,7 +177,7 @@ def _checked_max_seqlen(x: Tensor, keys: Keys) -> int:
 
 
 def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Runs a block on x [B, N, C], or its second half on x [..., C].
+    """Runs a block or one half on x [B, N, C]; the MLP half also on x [..., C].
 
     Args:
         tensors: The tensors of `BlockTensors` and `QkTensors` that are present.

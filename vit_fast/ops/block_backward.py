@@ -266,7 +266,7 @@ class _InnerNorm:
         return along
 
     def products(self, part: Tensor) -> FoldedProducts:
-        """Returns the inputs of `parameter_gradients`. `part`: dy^T h^ for the normalized input h^ of fc2."""
+        """Returns the inputs of `parameter_gradients`. `part`: dy^T n for the normalized input n of fc2."""
         from ..kernels.linear.weight_gradients import FoldedProducts
 
         assert self.sums is not None, "call `along` before `products`"

@@ -1,9 +1,9 @@
 """A pre-norm encoder block with linear layers in e4m3 as one operator for inference: `vit_fast::block_fp8`.
 
-`quantize_block` prepares the parameters with scales from a calibration (`vit_fast.calibrate`), `fused_block_fp8` runs
-them, and `reference.fp8_block` is the reference.
+`quantize_block` quantizes the parameters with scales from `vit_fast.calibrate`, `fused_block_fp8` runs the block, and
+`reference.fp8_block` is the reference.
 
-A block takes five launches, as in half precision. A kernel that writes the residual stream x also writes LayerNorm
+Without qk-norm, a block takes five launches. A kernel that writes the residual stream x also writes LayerNorm
 statistics and x8: x / s in e4m3, with s from `BlockScales`. LayerNorms are folded into the weights. With W8 and the row
 scales `scale` from `reference.fp8_weight`, qkv and fc1 compute
 
@@ -48,9 +48,10 @@ class Fp8Linear(NamedTuple):
 
     Attributes:
         weight: [F, K] in e4m3, or in half precision if it is not quantized.
-        shift: For qkv and fc1, c of `kernels/linear/folding.py`, fp32 [F]. For proj and fc2, the bias or None; in e4m3,
-            the bias is divided by the row scales.
-        scale: Multiplier of the matmul's result [F]: row scales (e4m3) times LayerScale (proj, fc2); None without both.
+        shift: For qkv and fc1, c of `kernels/linear/folding.py`, fp32 [F]. For proj and fc2, the bias or None; if
+            the layer is quantized, the bias is divided by the row scales.
+        scale: Multiplier of the matmul's result [F]: row scales, if quantized, times LayerScale, for proj
+            and fc2; None if there is neither.
         weight_sum: After a LayerNorm, row sums of the weight that multiplies x, fp32 [F]; otherwise None.
         operand_factor: Multiplier of the layer's input before rounding to e4m3, 1 / s above, fp32: [C] for qkv and fc1,
             [1] for proj and fc2. None if the layer is not quantized.
@@ -91,8 +92,8 @@ def quantize_block(
         scales: Scales of the layers' inputs. Scales and their reciprocals must be positive and finite.
         dtype: float16 or bfloat16, of the activations and of weights that are not quantized.
         norm: "layer_norm" or "rms_norm".
-        rope_head: head_dim D if rotary positions have layout "half" and no qk-norm is over the width; the matmul then
-            rotates q and k if all heads share the tables. Otherwise 0.
+        rope_head: head_dim D for rotary positions of layout "half" without qk-norm over the width, otherwise 0.
+            Without any qk-norm, the matmul then rotates q and k if all heads share the tables.
     Raises:
         ValueError: the shape, dtype, device or a value of a scale is invalid.
         UnsupportedInputError: FP8 cannot run this block; lists all reasons.

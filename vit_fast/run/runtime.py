@@ -146,7 +146,7 @@ def warm_up(
         example = _example(model)
     check_type("example", example, Tensor)
     if example.dim() < 2 or example.shape[0] < 1:
-        raise ValueError(f"example must have shape [any, channels, height, width], got {tuple(example.shape)}")
+        raise ValueError(f"example must have shape [B >= 1, channels, height, width], got {tuple(example.shape)}")
     start = time.perf_counter()
     if reasons := nothing_to_compile_reasons(example.device):  # this runs a kernel: call it before recording launches
         return WarmUp(0, 0, time.perf_counter() - start, reasons)
