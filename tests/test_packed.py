@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fused_models import SUBJECTS, Subject
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -143,27 +145,76 @@ def _counted(model: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize(("outputs", "score_bytes"), [(None, 2**22), (None, 1), (None, 3 * 10000), (1, 1)])
-def test_attention_by_batched_matmuls(
-    outputs: int | None, score_bytes: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("outputs", "scale"), [(None, None), (None, 0.3), (1, 0.3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attention_by_onednn_graph(
+    dtype: torch.dtype, outputs: int | None, scale: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the whole range in one step, one head at a time, and steps that do not divide the number of heads."""
-    if reasons := pack_reasons(torch.bfloat16):
+    if reasons := pack_reasons(dtype):
         pytest.skip(reasons[0])
-    monkeypatch.setattr(packed, "SCORES", 0)
-    monkeypatch.setattr(packed, "SCORE_BYTES", score_bytes)
-    qkv = torch.randn(2, 50, 3, 4, 32).bfloat16()
+    qkv = torch.randn(2, 50, 3, 4, 32).to(dtype)
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
     q = q[:, :, :outputs]
     alpha = 32**-0.5 if scale is None else scale
     eager = torch.softmax(q @ k.mT * alpha, -1) @ v
     exact = torch.softmax(q.double() @ k.double().mT * alpha, -1) @ v.double()
-    for is_amd in (True, False):
-        monkeypatch.setattr(packed, "_is_amd", lambda is_amd=is_amd: is_amd)
-        found = packed._attend(qkv, scale, outputs)
-        verdict = judge(found.view(2, -1, 4, 32).transpose(1, 2), eager, exact, 2)
-        assert verdict.passed, verdict
+    for flash in (True, False):
+        monkeypatch.setattr(packed, "mkl_is_faster", lambda flash=flash: flash)
+        for strided in (qkv, qkv.movedim(2, 0).contiguous().movedim(0, 2)):
+            found = packed._attend(strided, scale, outputs)
+            verdict = judge(found.view(2, -1, 4, 32).transpose(1, 2), eager, exact, 2)
+            assert verdict.passed, verdict
+
+
+def _graph_of(qkv: Tensor, threads: int = 1) -> Callable[[Tensor], Tensor] | None:
+    return packed._attention_graph(qkv.shape, qkv.stride(), qkv.dtype, 0.125, threads)
+
+
+def test_onednn_graph_is_used_by_our_function_only() -> None:
+    """Checks that attention becomes one operator of oneDNN, and that other TorchScript functions stay as they were."""
+    qkv = torch.randn(1, 53, 3, 2, 64)
+    graph = _graph_of(qkv)
+    assert graph is not None
+    graph(qkv)
+    assert "oneDNNFusionGroup" in str(torch.jit.last_executed_optimized_graph())
+    assert not torch.jit.onednn_fusion_enabled()
+    users = torch.jit.CompilationUnit("def f(x):\n    return torch.softmax(torch.matmul(x, x), -1)\n").f
+    for _ in range(3):
+        users(torch.randn(8, 8))
+    assert "oneDNNFusionGroup" not in str(torch.jit.last_executed_optimized_graph())
+
+
+def test_flash_attention_replaces_a_missing_onednn_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(enabled: bool) -> None:
+        raise RuntimeError("oneDNN Graph is not available")
+
+    monkeypatch.setattr(packed, "mkl_is_faster", lambda: False)
+    qkv = torch.randn(1, 51, 3, 2, 64)
+    monkeypatch.setattr(torch.jit, "enable_onednn_fusion", lambda enabled: None)
+    assert _graph_of(qkv, threads=101) is None  # TorchScript runs the function, but does not fuse it
+    monkeypatch.setattr(torch.jit, "enable_onednn_fusion", fail)
+    assert _graph_of(qkv, threads=102) is None
+    packed._attention_graph.cache_clear()
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    expected = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+    assert torch.equal(packed._attend(qkv, None, None), expected)
+    packed._attention_graph.cache_clear()
+
+
+def test_onednn_graph_serves_several_threads() -> None:
+    def run(image: int) -> float:
+        errors = []
+        for tokens in (40 + image, 97, 97, 97):
+            qkv = torch.randn(2, tokens, 3, 2, 64, generator=torch.Generator().manual_seed(image))
+            graph = _graph_of(qkv)
+            assert graph is not None
+            q, k, v = qkv.transpose(1, 3).unbind(2)
+            expected = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+            errors += [(graph(qkv) - expected).abs().max().item() for _ in range(5)]
+        return max(errors)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert max(pool.map(run, range(8))) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["timm-vit", "timm-eva02", "transformers-vit"])

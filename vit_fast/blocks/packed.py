@@ -9,13 +9,15 @@ torch.compile uses for frozen models. oneDNN and MKL can pack a layer. The faste
   oneDNN, because no other implementation of GELU is fast on these CPUs.
 - fp32 on other CPUs (EPYC with AVX-512): oneDNN, 2.2 times as fast as MKL, which uses AVX-512 only on CPUs from Intel.
 
-LayerNorm is not folded, because a LayerNorm without weight and bias is not faster on a CPU.
+Attention runs in oneDNN Graph on CPUs that are not from Intel; see `_attend`. LayerNorm is not folded, because a
+LayerNorm without weight and bias is not faster on a CPU.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,10 +44,10 @@ from .parts import (
     tensors_of,
 )
 
-SCORES = 2**16
-"""Number of attention scores of a call from which batched matmuls are faster than the flash kernel; see `_attend`."""
-SCORE_BYTES = 2**22
-"""Size of the scores that `_attend` computes at a time; 1 to 4 MB were equally fast, 45 MB took twice as long."""
+GRAPH_TOKENS = 32
+"""Number of tokens from which oneDNN Graph computes attention: 17 tokens were slower than with flash, 37 faster."""
+GRAPHS = 64
+"""Number of shapes for which attention compiled by oneDNN Graph is cached."""
 HIDDEN_BYTES = 2**20
 """Largest size of a linear layer's output per thread; see `_split`. 1 to 2 MB were equally fast."""
 ROWS = 256
@@ -228,27 +230,52 @@ def _run_block(x: Tensor, step: Steps, rope: Rope | None, keys: Keys | None, out
 def _attend(qkv: Tensor, scale: float | None, outputs: int | None) -> Tensor:
     """Computes attention of the first `outputs` queries (None: all) of qkv [B, N, 3, H, D], as [B, M, H * D].
 
-    On AMD CPUs in bf16, batched matmuls of oneDNN take 0.4 to 0.6 of the time of torch's flash kernel, from `SCORES` on
-    (50 to 1,370 tokens on two cores of an EPYC with AVX-512). torch does not use oneDNN for batched fp32 matmuls.
+    On two cores of an EPYC with AVX-512, oneDNN Graph takes half the time of torch's flash kernel in fp32, and a third
+    in bf16 (50 to 1,370 tokens). On CPUs from Intel, it was not measured.
     """
-    B, N, _, H, D = qkv.shape
-    M = N if outputs is None else outputs
-    if qkv.dtype is not torch.bfloat16 or B * H * M * N < SCORES or not _is_amd():
-        q, k, v = qkv.transpose(1, 3).unbind(2)
-        return F.scaled_dot_product_attention(q[:, :, :M], k, v, scale=scale).transpose(1, 2).flatten(-2)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).reshape(3, B * H, N, D).unbind()
-    output, alpha = torch.empty_like(q[:, :M]), D**-0.5 if scale is None else scale
-    step = max(1, SCORE_BYTES // (q.element_size() * M * N))
-    for i in range(0, B * H, step):  # so that the scores [step, M, N] stay in the cache
-        part = slice(i, i + step)
-        scores = torch.baddbmm(q.new_empty(1, 1, 1), q[part, :M], k[part].transpose(1, 2), beta=0, alpha=alpha)
-        torch.bmm(torch.softmax(scores, -1, out=scores), v[part], out=output[part])
-    return output.view(B, H, M, D).transpose(1, 2).flatten(-2)
+    if outputs is None and qkv.shape[1] >= GRAPH_TOKENS and qkv.dtype is not torch.float16 and not mkl_is_faster():
+        scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+        graph = _attention_graph(qkv.shape, qkv.stride(), qkv.dtype, scale, torch.get_num_threads())
+        if graph is not None:
+            return graph(qkv)
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    return F.scaled_dot_product_attention(q[:, :, :outputs], k, v, scale=scale).transpose(1, 2).flatten(-2)
 
 
-@functools.cache
-def _is_amd() -> bool:
-    return "AMD" in cpu_name()
+_ATTENTION = """
+def attention(qkv):
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    scores = torch.matmul(q, k.transpose(-1, -2)) * {scale!r}
+    return torch.matmul(torch.softmax(scores, -1), v).transpose(1, 2).flatten(-2)
+"""
+_FUSION = threading.Lock()
+
+
+@functools.lru_cache(maxsize=GRAPHS)
+def _attention_graph(
+    shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, scale: float, threads: int
+) -> Callable[[Tensor], Tensor] | None:
+    """Compiles attention of qkv [B, N, 3, H, D] with oneDNN Graph; returns None if oneDNN Graph does not support it.
+
+    torch offers oneDNN Graph only in TorchScript, as a setting of the process. The setting is on only in here.
+
+    Args:
+        threads: Number of threads of torch, among which oneDNN divides the work when it compiles.
+    """
+    try:
+        attention: Callable[[Tensor], Tensor] = torch.jit.CompilationUnit(_ATTENTION.format(scale=scale)).attention
+        with _FUSION, torch.inference_mode():
+            was_enabled = torch.jit.onednn_fusion_enabled()
+            torch.jit.enable_onednn_fusion(True)
+            try:
+                for _ in range(2):  # the first call records shapes, the second compiles
+                    attention(torch.empty_strided(shape, stride, dtype=dtype).zero_())
+                graph, *_ = str(torch.jit.last_executed_optimized_graph()).split("with prim::")
+            finally:
+                torch.jit.enable_onednn_fusion(was_enabled)
+    except (AttributeError, RuntimeError):  # torch was built without oneDNN Graph
+        return None
+    return attention if "aten::softmax" not in graph else None
 
 
 def _normalize(x: Tensor, norm: Norm) -> Tensor:
