@@ -179,7 +179,7 @@ def eager_losses() -> torch.Tensor:
 @pytest.mark.parametrize(
     "other", [{"backend": "sdpa"}, {"grad_checkpointing": True}, {"dtype": "bf16"}, {"accumulation": 4}]
 )
-def test_32_steps_take_the_same_losses_as_eager(other: dict[str, object], eager_losses: torch.Tensor) -> None:
+def test_losses_of_32_steps_match_eager(other: dict[str, object], eager_losses: torch.Tensor) -> None:
     assert eager_losses[-1] < 0.5 * eager_losses[0]
     difference = (_losses_of_32_steps(**other) - eager_losses).abs()
     if other.get("dtype") == "bf16":  # the loss jumps from step 10 on; rounding decides when, by torch's version
@@ -330,7 +330,7 @@ def test_tensorboard_gets_every_row(folder: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("steps", [4, pytest.param(50, marks=pytest.mark.slow(minutes=True))])
-def test_the_kernels_take_the_same_losses_as_eager(steps: int) -> None:
+def test_losses_of_the_kernels_match_eager(steps: int) -> None:
     """Under the interpreter where there is no GPU: a block of one head, five tokens."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     images, labels = torch.randn(4, 3, 16, 16), torch.arange(4) % 2
