@@ -291,7 +291,7 @@ def test_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     for options, code in ((["--set", "mixup=0.2"], 0), ([], 2), *((options, 2) for options in wrong)):
         assert run(*arguments, "--img-size", "16", "--validation", str(folder), *options) == code
     captured = capsys.readouterr()
-    assert "epoch 1/1: loss" in captured.out and "test accuracy: " in captured.out
+    assert "epoch 1/1: loss" in captured.out and "validation accuracy: " in captured.out
     assert captured.err.count("\n") == 1 + len(wrong)
     assert torch.load(tmp_path / "out" / "checkpoint.pth", weights_only=True)["config"]["mixup"] == 0.2
     assert load(tmp_path / "out" / "model.safetensors").config.image_hw == (16, 16)
@@ -306,7 +306,7 @@ def test_the_tutorials_model_trains_by_its_own_recipe(tmp_path: Path, capsys: An
     assert model.pos_embed is None
     assert run("train", "--model", "vit_mnist", "--epochs", "1", "--out", str(tmp_path / "out")) == 0
     captured = capsys.readouterr()
-    assert "test loss: " in captured.out
+    assert "validation loss: " in captured.out
     assert "epoch 1/1  loss " in captured.err and "images/s" in captured.err
     state = torch.load(tmp_path / "out" / "checkpoint.pth", weights_only=True)
     recipe = {"epochs": 1, "batch_size": 128, "lr": 5e-3, "weight_decay": 0.0, "schedule": "constant", "augment": False}
