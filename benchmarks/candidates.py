@@ -128,7 +128,7 @@ def make(candidate: Candidate, task: Task) -> Function:
     return block
 
 
-def define(task: Task) -> nn.Module:
+def build_reference(task: Task) -> nn.Module:
     """Builds the reference of a task: our eager model or operator, or the given model itself."""
     given = task.model.kind == "given"
     made = build_given(AS_FILE, task) if given else make(CANDIDATES["eager"], task)
@@ -217,7 +217,7 @@ def _build_optimized(candidate: Candidate, task: Task) -> nn.Module:
     from vit_fast.measure import cache
     from vit_fast.measure.build import build as build_candidate
 
-    module = define(task)
+    module = build_reference(task)
     example = _images(task, task.batch_size)
     found = cache.find(module, example, candidate.precision)
     if found is None:
@@ -232,9 +232,9 @@ def build_file(candidate: Candidate, task: Task, *, io_binding: bool = True) -> 
     """Opens the export of the task's model, or the given ONNX file, in the candidate's runtime."""
     fp32, on_cpu = task.dtype == torch.float32, task.device.type == "cpu"
     in_openvino, bf16 = candidate.engine == "openvino", task.dtype == torch.bfloat16
-    given = task.model.onnx is not None
+    given, found = task.model.onnx is not None, f"{task.dtype} on {task.device}"
     checks = (
-        (in_openvino and not (on_cpu and (fp32 or bf16)), "it needs a CPU, and fp32 or bf16"),
+        (in_openvino and not (on_cpu and (fp32 or bf16)), f"it must run on the CPU in fp32 or bf16, got {found}"),
         (bf16 and on_cpu and not in_openvino, "it has no bf16 kernels for CPUs"),
         (candidate.engine == "tensorrt" and on_cpu, "it needs a GPU"),
         (candidate.precision == "int8" and not fp32, f"the dtype must be fp32 for int8, got {task.dtype}"),
@@ -284,7 +284,8 @@ def _exportable(task: Task) -> nn.Module:
 
 def _export_by(export: Callable[[Candidate, Task, Path], None], candidate: Candidate, task: Task) -> Function:
     if task.dtype != torch.float32 or task.model.onnx is not None:
-        raise UnsupportedInputError(candidate.base, ["the model must be in fp32, and must not be an ONNX file"])
+        found = f"{task.model.name} in {task.dtype}"
+        raise UnsupportedInputError(candidate.base, [f"it must be a model in fp32 and no ONNX file, got {found}"])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         export(candidate, task, path)
@@ -307,10 +308,14 @@ def _by_timm(candidate: Candidate, task: Task, path: Path) -> None:
 
 
 def _build_torchao(candidate: Candidate, task: Task) -> nn.Module:
-    """Quantizes our model with torchao, with dynamic activations by row."""
+    """Quantizes our model with torchao: dynamic activation quantization, per row in fp8."""
     fp8 = candidate.precision == "fp8"
-    if fp8 and (task.dtype != torch.bfloat16 or not task.whole):
-        raise UnsupportedInputError(candidate.base, ["the model must be bf16, and not a single block or operator"])
+    checks = (
+        (task.dtype != torch.bfloat16, f"the model must be in bf16, got {task.dtype}"),
+        (not task.whole, f"the model must not be a single block or operator, got {task.model.name}"),
+    )
+    if fp8 and (reasons := [reason for fails, reason in checks if fails]):
+        raise UnsupportedInputError(candidate.base, reasons)
     from torchao import quantization as ao
 
     model, int8 = build(CANDIDATES["sdpa"], task), ao.Int8DynamicActivationInt8WeightConfig
@@ -367,9 +372,9 @@ def _all() -> Iterator[Candidate]:
     yield named("timm-onnx", "ONNX Runtime, timm's model exported by timm", by_timm, **fields)
 
     ao = lossy | {"packages": ("torchao",), "peer": True}
-    summary = "sdpa with torchao's int8 weights and dynamic activations"
+    summary = "sdpa with torchao's int8 weights and dynamic activation quantization"
     yield named("torchao-int8", summary, _build_torchao, **ao, precision="int8", build_s=9.0)
-    summary = "sdpa with torchao's float8 weights and dynamic activations by row"
+    summary = "sdpa with torchao's float8 weights and dynamic activation quantization, per row"
     yield named("torchao-fp8", summary, _build_torchao, **ao, precision="fp8")
     for base, summary, packages in (
         ("flex", "FlexAttention, compiled", ()),

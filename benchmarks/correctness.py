@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, allowed_error, error_of, size_of
 from vit_fast.measure.candidate import MEASURES, Candidate, Reference, Verdict, errors_of, judge, same_class
 
-from .candidates import define
+from .candidates import build_reference
 from .models import Task
 
 MAX_CHECKED_IMAGES = 8
@@ -129,7 +129,7 @@ def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
         return _expected(task, rows, outputs, {m: ONNX_TOLERANCE * size_of(outputs, m) for m in MEASURES})
     weights = None if task.weights is None else {name: tensor.double() for name, tensor in task.weights.items()}
     exact_task = dataclasses.replace(task, weights=weights, dtype=torch.float64, amp=False)
-    exact_model, eager_model = define(exact_task), define(task)
+    exact_model, eager_model = build_reference(exact_task), build_reference(task)
     chosen = images[rows]
     noise = torch.randn((MAX_CHECKED_IMAGES, *images.shape[1:]), generator=torch.Generator().manual_seed(0))
     if task.training:

@@ -3,9 +3,9 @@
     python -m vit_fast.benchmarks.gpu_check --out DIR [--parts attention,models]
     python -m vit_fast.benchmarks.gpu_check --dry-run
 
-Needs torch, triton, numpy, pillow and pytest; libraries that are not installed are named. The jobs, tests and run
-configurations of `vit-fast bench`, run in a fixed order, the most important ones first. Each has a time limit and is
-skipped if less time is left. A job that fails, hangs or loses the GPU does not affect the others: its process is
+Needs torch, triton, numpy, pillow and pytest; libraries that are not installed are named. The jobs are tests
+and run configurations of `vit-fast bench`, in a fixed order, the most important ones first. Each has a time limit and
+is skipped if less time is left. A job that fails, hangs or loses the GPU does not affect the others: its process is
 ended, and its rows stay in the journal. Compiled kernels are shared between the jobs. DIR/summary.json is written after
 each job; DIR/JOB contains its record, and `vit-fast report DIR/*/` shows them. Results of other parts in DIR stay
 if they are of the same device and commit.
@@ -46,7 +46,7 @@ from .runner import run
 TOTAL_SECONDS = 480
 ROOT = Path(__file__).resolve().parent.parent
 NO_TIME, NOT_MEASURED = "no time left", "not measured: "
-SPARE_S = 5.0  # of a job's limit, for what it has begun when its own time budget ends
+SPARE_S = 5.0  # part of a job's limit, reserved to finish what runs when its time budget ends
 PROTOCOL = Protocol(repeats=50, seconds=0.3, least_repeats=10, warmup_repeats=3, warmup_seconds=0.1)
 Found = dict[str, Any]
 
@@ -85,7 +85,7 @@ class Worker:
         try:
             found, sound = self._pool.submit(_outcome, perform, job, folder).result(job.limit_s)
         except TimeoutError:
-            problem = f"more than {job.limit_s:.0f} s"
+            problem = f"timed out after {job.limit_s:.0f} s"
         except BrokenProcessPool:
             problem = "the process died; see log.txt"
         else:
@@ -147,7 +147,7 @@ def run_tests(arguments: Sequence[str], seconds: float) -> Found:
         output, outcome = done.stdout, f"failed: exit status {done.returncode}" if done.returncode else "passed"
     except subprocess.TimeoutExpired as ended:
         output = ended.stdout.decode(errors="replace") if ended.stdout else ""
-        outcome = f"failed: more than {seconds:.0f} s"
+        outcome = f"failed: timed out after {seconds:.0f} s"
     print(output, flush=True)
     lines = [line for line in output.splitlines() if "%]" in line]
     counts = {word.lower(): sum(word in line for line in lines) for word in ("PASSED", "FAILED", "SKIPPED")}
@@ -193,14 +193,14 @@ def bench(
     return Job(part, name, limit_s, request | {"dtypes": ["bf16"], "train": train})
 
 
-# A part of the interpreter's tests: all of them would spend the time on compiling.
+# Some of the tests that usually run in Triton's interpreter; compiling all of them would take too long.
 _FIRST = "nan_stays or test_row_counts[197-torch.bfloat16]"
 _ATTENTION_TESTS = "every_forward_path or every_layout or far_below or nan_stays or (every_shape and torch.float16)"
 _MLP_TESTS = (
     "(row_counts and not float32) or (activations and bfloat16)"
-    " or absent_parameters or layouts or handed_in or no_rows or nan_stays"
+    " or absent_parameters or layouts or passed_statistics or no_rows or nan_stays"
     " or (model_against_fp64 and bfloat16)"
-    " or kernels_round or (a_block_is_its_definition and bfloat16) or what_a_block_hands_on or kernels_take_the_same"
+    " or kernels_round or (a_block_matches_the_reference and bf16) or passed_to_the_next_block or losses_of_the_kernels"
 )
 _MLP_FILES = (
     *(f"tests/test_mlp_{name}.py" for name in ("kernels", "operator", "block")), "tests/test_fp8_block.py",
@@ -281,16 +281,16 @@ def _record(jobs: Sequence[Job], out: Path) -> int:
     path = out / "summary.json"
     machine = describe("cuda" if torch.cuda.is_available() else "cpu")
     record: dict[str, Any] = {"machine": machine, "total_seconds": TOTAL_SECONDS}
-    names, kept = {job.name for job in jobs}, []
+    names, saved = {job.name for job in jobs}, []
     with contextlib.suppress(OSError, ValueError, LookupError):
         before = json.loads(path.read_text())
         if all(before["machine"].get(name) == machine.get(name) for name in ("device", "commit")):
-            kept = [row for row in before["rows"] if row["name"] not in names]
+            saved = [row for row in before["rows"] if row["name"] not in names]
     worker = Worker(out)
 
     def note(found: list[Found], running: str | None) -> None:
         with file_aside(path) as aside:
-            aside.write_text(json.dumps(record | {"running": running, "rows": [*kept, *found]}, indent=1) + "\n")
+            aside.write_text(json.dumps(record | {"running": running, "rows": [*saved, *found]}, indent=1) + "\n")
         print(f"{running} ..." if running else _line(found[-1]), flush=True)
 
     try:

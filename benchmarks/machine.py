@@ -168,7 +168,7 @@ def output(command: list[str]) -> str | None:
         return None
 
 
-# Shares of CPU time while candidates are timed: of other processes, and withheld by the cgroup's quota.
+# A run is busy above these shares of CPU time: used by other processes; throttled by the cgroup's quota.
 BUSY_SHARE, THROTTLED_SHARE = 0.10, 0.01
 # Bits of NVML's clock event reasons for heat or power delivery, not for the power cap or an idle device.
 GPU_SLOWDOWNS = 0x8 | 0x20 | 0x40 | 0x80

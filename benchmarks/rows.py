@@ -92,7 +92,7 @@ class Group:
         }  # fmt: skip
 
     def least(self) -> dict[str, Work]:
-        """Returns the least work of a call by part; that of a training step is three times that of inference."""
+        """Returns a lower bound on the work of a call, by part. A training step of a model counts three times."""
         return {} if self.model.parts is None else self.model.parts(self.batch_size, self.training)
 
     @property
@@ -143,8 +143,8 @@ def make_control(group: Group, candidate: str, timing: Timing, again: Timing, co
 def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row]) -> None:
     """Adds shares of the ceiling, and ratios to the fastest peer with verdicts.
 
-    The peer is the fastest one of the group in its dtype. A share above 1 is a defect of the ceiling or of the formula
-    and is reported as such.
+    The peer is the group's fastest one in full precision, or in lower precision if there is no other. A share above 1
+    is a defect of the ceiling or of the formula and is reported as such.
     """
     for row in measured(rows):
         reached = ceilings.get("matmul_TFLOP_per_s", {})
@@ -220,9 +220,9 @@ def compare_records(first: Record, second: Record) -> dict[str, Any]:
         row, other = rows.get(key), others.get(key)
         name = "{model} {dtype} batch {batch} {candidate}".format(**(row or other or {}))
         if row is None or other is None:
-            unpaired.append(f"{name}: only in the {'second' if row is None else 'first'}")
+            unpaired.append(f"{name}: only in the {'second' if row is None else 'first'} record")
         elif row["status"] != "measured" or other["status"] != "measured":
-            unpaired.append(f"{name}: {row['status']} in the first, {other['status']} in the second")
+            unpaired.append(f"{name}: {row['status']} in the first record, {other['status']} in the second")
         else:
             sides = (row, first["controls"]), (other, second["controls"])
             resolution = max(drift, *(resolution_of(*side, between_runs=True) for side in sides))
@@ -254,9 +254,9 @@ def _key(row: Row) -> tuple[Any, ...]:
 def _warnings(first: Record, second: Record, drift: float, pairs: list[dict[str, Any]]) -> list[str]:
     warnings = []
     for name, record in (("first", first), ("second", second)):
-        warnings += [f"the {name} is BUSY: {reason}" for reason in record["busy"]]
+        warnings += [f"the {name} record was measured on a busy machine: {reason}" for reason in record["busy"]]
         if not record["rows"]:
-            warnings.append(f"the {name} has no rows")
+            warnings.append(f"the {name} record has no rows")
     for field in ("device", "threads", "packages", "float32_matmul_precision"):
         one, other = first["machine"][field], second["machine"][field]
         if one != other:

@@ -1,6 +1,6 @@
 """Encoder blocks for export: they run from BlockParts, with q, k and v as one linear layer, whatever the library.
 
-Attention is one operator on the packed projections, which `optimise.py` lowers for the target.
+Attention is one operator on packed qkv, which `optimise.py` lowers for the target.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vit_fast.ops.descriptions import Keys, Rope
 
 @library.custom_op("vit_fast::exported_attention", mutates_args=())
 def exported_attention(qkv: Tensor, heads: int, scale: float) -> Tensor:
-    """Attention of packed projections, [B, N, 3 * H * D] -> [B, N, H * D]; the exporter writes it as one node."""
+    """Attention of packed qkv, [B, N, 3 * H * D] -> [B, N, H * D]; the exporter writes it as one node."""
     packed = qkv.unflatten(-1, (3, heads, -1))
     return attention_qkvpacked(packed, scale=scale, backend="sdpa").flatten(2)
 
@@ -53,7 +53,7 @@ class ExportedBlock(nn.Module):
                 self.qkv.register_buffer(name, None if tensor is None else tensor.detach().contiguous())
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
-        """Maps [B, N, C] to [B, N, C], with rotary positions if the model has them."""
+        """Maps [B, N, C] to [B, N, C], with rotary embeddings if the model has them."""
         attention, mlp = self._attention, self._mlp
         weight, bias = attention.qkv.tensors() if self.qkv is None else tensors_of(self.qkv)
         qkv = F.linear(reference.normalise(x, attention.norm.now()), weight, bias)

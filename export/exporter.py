@@ -73,7 +73,7 @@ def export_onnx(
         images: Image files and folders to verify with; None means a sample image of matplotlib, and for
             8-bit precisions the images of `calibration` that were not used to calibrate, if any.
         validation: Folder of labeled images, one subfolder per class: measures the accuracy of model and file, and
-            rejects a file that loses more than 0.6 percentage points.
+            rejects a file that loses more than 0.6 percentage points and more than one image.
         data_config: Preprocessing, if the model has none.
         class_names: Names of the outputs, if the model has none.
         source: Origin of the weights, for the metadata.

@@ -2,7 +2,7 @@
 
 A placeholder is one node for attention, softmax(scale * q k^T) v. It is replaced by the nodes that are fastest on the
 target. torch's exporter writes two kinds of placeholders, because of our custom_translation_table: Packed for attention
-of packed projections [B, N, q | k | v], and Sdpa for every other scaled_dot_product_attention.
+of packed qkv [B, N, q | k | v], and Sdpa for every other scaled_dot_product_attention.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""qk-norm and rotary positions on packed qkv [B, N, 3, H, D], forward and backward, for any even D.
+"""qk-norm and rotary embeddings on packed qkv [B, N, 3, H, D], forward and backward, for any even D.
 
 Let n be a normalized head (or all heads of a token), w and b the weight and bias of the norm, and y = n w + b. Each
 pair of channels (y_1, y_2) is rotated by an angle that depends on the pair and the token:
@@ -249,7 +249,7 @@ def _qk_norm_rope_grad_kernel(
 
 @dataclass(frozen=True)
 class QkvSettings:
-    """Norms and rotary positions of q and k.
+    """Norms and rotary embeddings of q and k.
 
     Args:
         weights, biases: Parameters of the q and k norms, contiguous, [D], or [H D] if `wide`. None: ones and zeros.

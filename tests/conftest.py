@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tiers.keep(config, items, {item for item in tiers.left_out(items) if not tiers.takes_minutes(item)})
     elif KERNEL_ARCH is None and not config.getoption("--slow"):  # emulator/plugin.py chooses its own
         tiers.keep(config, items, set(items) - tiers.left_out(items))
-    no_gpu = pytest.mark.skip(reason="needs a CUDA device of capability 8.0 or newer")
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device of capability 8.0 or higher")
     not_executed = pytest.mark.skip(reason="needs the PTX emulator: make test-execute")
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:

@@ -225,7 +225,7 @@ def of_depth(depth: int) -> dict[str, Subject]:
 
 
 def rotary_of_depth(depth: int) -> dict[str, Subject]:
-    """Returns a model of this depth with rotary positions of each library that has one."""
+    """Returns a model of this depth with rotary embeddings of each library that has one."""
     ours = functools.partial(plain_vit, "vit_small_patch16_dinov3", depth)
     theirs = functools.partial(transformers_subject, "DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2)
     return {

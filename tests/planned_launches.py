@@ -147,7 +147,7 @@ def block_cases() -> Iterator[Call]:
 
 
 def modern_cases() -> Iterator[Call]:
-    """Blocks of rotary positions, of qk-norm, of RMSNorms and a gate; of padded and of packed images."""
+    """Blocks of rotary embeddings, of qk-norm, of RMSNorms and a gate; of padded and of packed images."""
     C, F = 64, 128
     table, vector = zeros(16, 32, dtype=FP32), zeros(64)
     t = BlockTensors(

@@ -206,7 +206,7 @@ def test_compare_pairs_rows_and_tells_difference_from_noise(record: dict, tmp_pa
     for pair in told["pairs"]:
         low, high = pair["interval"]
         assert low <= pair["ratio"] <= high < low * 1.01
-    assert told["unpaired"] == ["vit_test fp32 batch 2 new: only in the second"]
+    assert told["unpaired"] == ["vit_test fp32 batch 2 new: only in the second record"]
     assert len(told["warnings"]) == 1
     assert "threads" in told["warnings"][0]
 
@@ -224,9 +224,9 @@ def slower_with_its_machine(record: dict) -> dict:
 @pytest.mark.parametrize(
     ("change", "verdicts", "warning"),
     [
-        (busy, {"cannot be ranked"}, "the second is BUSY: other processes used 80%"),
+        (busy, {"cannot be ranked"}, "the second record was measured on a busy machine: other processes used 80%"),
         (slower_with_its_machine, {"no difference"}, "differ by 8.0%"),
-        (lambda record: exact(record) | {"rows": []}, set(), "the second has no rows"),
+        (lambda record: exact(record) | {"rows": []}, set(), "the second record has no rows"),
     ],
 )
 def test_compare_ranks_no_difference_of_the_machine(change, verdicts, warning, record, tmp_path, capsys) -> None:

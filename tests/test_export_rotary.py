@@ -1,4 +1,4 @@
-"""ONNX of models with rotary positions: sizes stay open, the positions are computed in the graph."""
+"""ONNX of models with rotary embeddings: sizes stay open, the positions are computed in the graph."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_block_is_its_definition(form: str) -> None:
+def test_a_block_matches_the_reference(form: str) -> None:
     settings = dict(FORMS[form])
     dtype, x = settings.pop("dtype", torch.bfloat16), an_input(settings.get("dtype", torch.bfloat16))
     if settings.pop("constant", False):
@@ -234,7 +234,7 @@ def test_a_nan_stays_in_its_image() -> None:
 
 
 @pytest.mark.parametrize("kept", [{}, {"fc2": None}], ids=str)
-def test_what_a_block_hands_on_is_what_the_next_would_make(kept: dict[str, None]) -> None:
+def test_outputs_passed_to_the_next_block_match_its_own(kept: dict[str, None]) -> None:
     x, tensors, scales = a_block(**kept)
     assert scales.qkv is not None
     y, y8, statistics = run(x, tensors, scales, scales.qkv)
@@ -338,4 +338,4 @@ def test_devices_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("vit_fast.kernels.device.gpu_of", lambda device, arch=arch: Gpu(arch, 100))
         reasons = fp8_reasons(torch.device(DEVICE))
         assert (reasons == []) == accepted
-        assert accepted or f"compute capability 8.9 or newer, got 8.{arch[-1]}" in reasons[0]
+        assert accepted or f"compute capability 8.9 or higher, got 8.{arch[-1]}" in reasons[0]

@@ -99,7 +99,7 @@ def test_it_compiles_pickles_and_may_be_given_again() -> None:
         (((0.5,) * 3, (0.5, 0.5, 0.0)), "with std > 0"),
         ((0.5, 0.5), "one number per channel"),
         ("imagenet", "one number per channel"),
-        (((0.5,), (0.5,)), "normalize must have one number per input channel, 3, got 1"),
+        (((0.5,), (0.5,)), "normalize must have 3 numbers, one per input channel, got 1"),
     ],
 )
 def test_normalisations_that_do_not_fit_change_nothing(normalize: object, message: str) -> None:

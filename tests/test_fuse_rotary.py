@@ -1,4 +1,4 @@
-"""Fused blocks with rotary positions: other image sizes, augmented or learned positions, grouped heads."""
+"""Fused blocks with rotary embeddings: other image sizes, augmented or learned positions, grouped heads."""
 
 from __future__ import annotations
 

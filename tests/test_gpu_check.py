@@ -33,7 +33,7 @@ def test_a_job_that_raises_dies_or_hangs_leaves_the_others(tmp_path: Path, monke
     assert [row["outcome"] for row in found] == [
         "measured", "failed: ValueError: no such kernel", "measured",
         "failed: the process died; see log.txt; rows saved: 0", "measured",
-        "failed: more than 5 s; rows saved: 3", "measured",
+        "failed: timed out after 5 s; rows saved: 3", "measured",
     ]  # fmt: skip
     assert found[0]["pid"] == found[2]["pid"] and len({found[place]["pid"] for place in (2, 4, 6)}) == 3
     assert "printed by a job" in (tmp_path / "log.txt").read_text()

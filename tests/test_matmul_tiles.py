@@ -125,7 +125,7 @@ def test_no_descriptors_before_hopper() -> None:
 @pytest.mark.parametrize("arch", offline.ARCHS)
 @pytest.mark.parametrize("tma", [True, False])
 def test_a_piece_of_a_tile_can_be_a_head_of_each_size(arch: str, tma: bool) -> None:
-    pieces = {config.piece for config in matmul_policy.config_table(arch, "half", "qk_norm", tma)}
+    pieces = {config.sub_tile_width for config in matmul_policy.config_table(arch, "half", "qk_norm", tma)}
     assert pieces == set(matmul_policy.NORMED_HEADS)
 
 

@@ -26,7 +26,7 @@ def case() -> Case:
 @pytest.mark.each_value
 @pytest.mark.parametrize("width", [32, 100, 1100])
 @pytest.mark.parametrize("rows", ["usual", "constant", "far from 0", "pieces apart"])
-def test_statistics_handed_in_give_the_same_result(rows: str, width: int) -> None:
+def test_passed_statistics_give_the_same_result(rows: str, width: int) -> None:
     """Tests one piece, a shorter last piece, and more pieces than are combined at once."""
     x, weight = torch.randn(18, width, device=DEVICE), torch.randn(48, width, device=DEVICE) * width**-0.5
     second = torch.randn(width, 48, device=DEVICE).bfloat16() * 48**-0.5

@@ -1,4 +1,4 @@
-"""Whole blocks with rotary positions, qk-norm, RMSNorm and gates by one operator, against the eager formula in fp64."""
+"""Whole blocks with rotary embeddings, qk-norm, RMSNorm and gates by one operator, against eager in fp64."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_what_a_runtime_cannot_run_is_refused_before_it_is_exported(monkeypatch:
     for name, dtype, reason in (
         ("onnxruntime", BF16, "no bf16 kernels for CPUs"),
         ("onnxruntime-int8", torch.float16, "must be fp32 for int8"),
-        ("openvino", torch.float16, "it needs a CPU, and fp32 or bf16"),
+        ("openvino", torch.float16, "must run on the CPU in fp32 or bf16, got torch.float16"),
     ):
         with pytest.raises(UnsupportedInputError, match=reason):
             make(get_candidate(name), make_task("vit_test", dtype))

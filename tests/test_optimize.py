@@ -258,9 +258,7 @@ def test_a_choice_has_one_name_and_comes_back_from_a_file() -> None:
             Candidate.from_dict(foreign)  # type: ignore[arg-type]  # what a file may hold
     with pytest.raises(ValueError, match="must consist of engine"):
         Candidate.from_dict({"colour": "red"})
-    assert (
-        Candidate().plainness == 0 < Candidate(attention="sdpa", mlp="sdpa").plainness < Candidate("compile").plainness
-    )
+    assert Candidate().changes == 0 < Candidate(attention="sdpa", mlp="sdpa").changes < Candidate("compile").changes
 
 
 def test_a_cpu_tries_frozen_blocks_in_every_dtype() -> None:

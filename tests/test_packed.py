@@ -25,7 +25,7 @@ from vit_fast.blocks.packed import PackedLinear, pack_reasons
 
 pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))
 
-# One of each kind of block: plain, LayerScale, QuickGELU, GELU's tanh form, qk-norm, rotary positions with separate
+# One of each kind of block: plain, LayerScale, QuickGELU, GELU's tanh form, qk-norm, rotary embeddings with separate
 # biases, norms inside, SwiGLU with RMSNorm, separate q, k and v, packed sequences, ours.
 FAST = (
     "timm-vit", "timm-dinov2-registers", "timm-clip-quickgelu", "timm-siglip", "timm-qk-norm", "timm-eva02",

@@ -1,4 +1,4 @@
-"""The formula of qk-norm and rotary positions, against what timm and transformers do to q and k."""
+"""The formula of qk-norm and rotary embeddings, against what timm and transformers do to q and k."""
 
 from __future__ import annotations
 

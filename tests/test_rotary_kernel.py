@@ -1,4 +1,4 @@
-"""The kernel of qk-norm and rotary positions, forward and backward, against the eager definition in fp64."""
+"""The kernel of qk-norm and rotary embeddings, forward and backward, against the eager definition in fp64."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_block_in_fp8_is_five_launches(arch: str, environment: dict[str, str])
     reasons = counts.pop("reasons")
     assert violations == []
     if arch == "sm_86":
-        assert "compute capability 8.9 or newer, got 8.6" in reasons[0]
+        assert "compute capability 8.9 or higher, got 8.6" in reasons[0]
         assert counts == {}
     else:
         assert reasons == []

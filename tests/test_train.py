@@ -179,7 +179,7 @@ def eager_losses() -> torch.Tensor:
 @pytest.mark.parametrize(
     "other", [{"backend": "sdpa"}, {"grad_checkpointing": True}, {"dtype": "bf16"}, {"accumulation": 4}]
 )
-def test_32_steps_take_the_same_losses_as_eager(other: dict[str, object], eager_losses: torch.Tensor) -> None:
+def test_losses_of_32_steps_match_eager(other: dict[str, object], eager_losses: torch.Tensor) -> None:
     assert eager_losses[-1] < 0.5 * eager_losses[0]
     difference = (_losses_of_32_steps(**other) - eager_losses).abs()
     if other.get("dtype") == "bf16":  # the loss jumps from step 10 on; rounding decides when, by torch's version
@@ -291,7 +291,7 @@ def test_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     for options, code in ((["--set", "mixup=0.2"], 0), ([], 2), *((options, 2) for options in wrong)):
         assert run(*arguments, "--img-size", "16", "--validation", str(folder), *options) == code
     captured = capsys.readouterr()
-    assert "epoch 1/1: loss" in captured.out and "test accuracy: " in captured.out
+    assert "epoch 1/1: loss" in captured.out and "validation accuracy: " in captured.out
     assert captured.err.count("\n") == 1 + len(wrong)
     assert torch.load(tmp_path / "out" / "checkpoint.pth", weights_only=True)["config"]["mixup"] == 0.2
     assert load(tmp_path / "out" / "model.safetensors").config.image_hw == (16, 16)
@@ -306,7 +306,7 @@ def test_the_tutorials_model_trains_by_its_own_recipe(tmp_path: Path, capsys: An
     assert model.pos_embed is None
     assert run("train", "--model", "vit_mnist", "--epochs", "1", "--out", str(tmp_path / "out")) == 0
     captured = capsys.readouterr()
-    assert "test loss: " in captured.out
+    assert "validation loss: " in captured.out
     assert "epoch 1/1  loss " in captured.err and "images/s" in captured.err
     state = torch.load(tmp_path / "out" / "checkpoint.pth", weights_only=True)
     recipe = {"epochs": 1, "batch_size": 128, "lr": 5e-3, "weight_decay": 0.0, "schedule": "constant", "augment": False}
@@ -330,7 +330,7 @@ def test_tensorboard_gets_every_row(folder: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("steps", [4, pytest.param(50, marks=pytest.mark.slow(minutes=True))])
-def test_the_kernels_take_the_same_losses_as_eager(steps: int) -> None:
+def test_losses_of_the_kernels_match_eager(steps: int) -> None:
     """Under the interpreter where there is no GPU: a block of one head, five tokens."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     images, labels = torch.randn(4, 3, 16, 16), torch.arange(4) % 2

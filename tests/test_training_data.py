@@ -109,7 +109,7 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path, monkeypatch: pyte
     for content, message in (
         (whole[:-1], "cannot read it as MNIST"),
         (b"not an IDX file", "cannot read it as MNIST"),
-        (whole[:7] + b"\2" + whole[8:-1], "equal lengths"),
+        (whole[:7] + b"\2" + whole[8:-1], "n >= 1, got .3, 28, 28. and .2."),
         (whole[:-1] + b"\x0a", "labels must be between 0 and 9"),
     ):
         labels.write_bytes(content)

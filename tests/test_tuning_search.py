@@ -21,7 +21,7 @@ class Simulated:
 
     name: str
     ms: float
-    plainness: int = 1
+    changes: int = 1
     seconds: float = 1.0
     trouble: str | None = None
     leads_to: tuple[Simulated, ...] = ()
@@ -47,7 +47,7 @@ class Machine:
 
     def prepare(self, candidate: Simulated, seconds: float) -> None:
         takes = math.inf if candidate.trouble == "hangs" else candidate.seconds * candidate.slower
-        if takes > seconds and candidate.plainness:
+        if takes > seconds and candidate.changes:
             self.now += seconds
             raise OutOfTime(f"more than {seconds:g} s")
         self.now += takes
@@ -84,7 +84,7 @@ def machines(few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("machines", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
-ORIGINAL = Simulated("given", 100.0, plainness=0)
+ORIGINAL = Simulated("given", 100.0, changes=0)
 
 
 def names(found: Found) -> dict[str, str | None]:
@@ -99,7 +99,7 @@ def random_field(seed: int) -> list[Simulated]:
     troubles = generator.sample(range(len(field)), 3)
     for place, trouble in zip(troubles, ("incorrect", "memory", generator.choice(["hangs", None]))):
         old = field[place]
-        field[place] = Simulated(old.name, old.ms / 2, old.plainness, old.seconds, trouble)  # it would win
+        field[place] = Simulated(old.name, old.ms / 2, old.changes, old.seconds, trouble)  # it would win
     # what hangs comes late, as what is known to take long does
     return sorted(field, key=lambda candidate: candidate.trouble == "hangs")
 
@@ -130,7 +130,7 @@ def test_what_was_given_is_never_beaten_by_something_slower(machines: int) -> No
 
 @machines(5, 20)
 def test_ties_go_to_the_plainer(machines: int) -> None:
-    field = [Simulated("elaborate", 50.0, plainness=5), Simulated("plain", 50.2, plainness=1)]
+    field = [Simulated("elaborate", 50.0, changes=5), Simulated("plain", 50.2, changes=1)]
     for seed in range(machines):
         found = search(Machine(seed, noise=0.02), ORIGINAL, field, budget_s=60)
         assert found.chosen.name == "plain"
@@ -148,7 +148,7 @@ def test_a_small_difference_is_found_on_a_quiet_machine() -> None:
 
 
 def test_variations_of_the_best_are_tried() -> None:
-    leads = (Simulated("two threads", 40.0, plainness=3), Simulated("channels last", 70.0, plainness=3))
+    leads = (Simulated("two threads", 40.0, changes=3), Simulated("channels last", 70.0, changes=3))
     field = [Simulated("slow", 90.0, leads_to=(Simulated("never", 1.0),)), Simulated("fast", 60.0, leads_to=leads)]
     found = search(Machine(noise=0.01), ORIGINAL, field, budget_s=120)
     assert found.chosen.name == "two threads"

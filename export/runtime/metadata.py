@@ -231,7 +231,7 @@ class Signature:
 
 
 def read_signature(info: OnnxInfo) -> Signature:
-    """Returns the signature of a file; raises ModelFileError if its only input is not images."""
+    """Returns the signature of a file; raises ModelFileError unless images are its only input."""
     path = Path(info.path)
     if len(info.inputs) != 1:
         names = ", ".join(entry["name"] for entry in info.inputs)

@@ -1,4 +1,4 @@
-"""OnnxRunner: runs an exported Vision Transformer in ONNX Runtime, and never falls back to another provider."""
+"""OnnxRunner: runs an exported ViT in ONNX Runtime, and never replaces a provider that was requested by name."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class OnnxRunner:
         return result
 
     def prepare(self, image: Image.Image) -> np.ndarray:
-        """Returns an image as fp32 [channels, H, W], preprocessed by data_config; as uint8 if the file preprocesses."""
+        """Returns an image: preprocessed fp32 [channels, H, W], or uint8 [H, W, channels] if the file preprocesses."""
         from PIL import Image
 
         check_type("images", image, Image.Image)

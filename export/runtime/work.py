@@ -1,8 +1,8 @@
 """Lower bound on the work of an ONNX file: operations, and elements read and written, from inferred shapes.
 
-Counts matrix products, convolutions and attention: 2 operations per multiply-add, and each operand and output once. A
-bias belongs to its product. Attention scores and other operators are not counted. The counts equal those of
-torch's FLOP counter for the original model.
+Counts matmuls, convolutions and attention: 2 operations per multiply-add, and each operand and output once. A bias
+counts as an operand of its matmul or convolution. The elements of attention scores are not counted, nor are other
+operators. The operations equal those of torch's FLOP counter for the original model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vit_fast.work import Work, total
 
 from .model_files import read_proto
 
-# Operators with a product: positions of its two operands.
+# Matmuls and convolutions: positions of their two operands.
 _PRODUCTS = {
     "MatMul": (0, 1), "FusedMatMul": (0, 1), "MatMulInteger": (0, 1), "MatMulIntegerToFloat": (0, 1),
     "DynamicQuantizeMatMul": (0, 1), "QLinearMatMul": (0, 3), "Gemm": (0, 1), "FusedGemm": (0, 1), "QGemm": (0, 3),
@@ -30,13 +30,13 @@ _ATTENTION = ("MultiHeadAttention", "Attention")
 _BIAS = {"Conv": 2, "FusedConv": 2, "QLinearConv": 8, "Gemm": 2, "FusedGemm": 2, "QGemm": 6}
 _BIAS_BEHIND = {"Add": (0, 1), "BiasGelu": (1,), "FastGelu": (1,), "SkipLayerNormalization": (4,)}
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Cast", "QuantizeLinear", "DequantizeLinear")
-# Operators of other domains that compute no product.
+# Operators of other domains that compute no matmul.
 _WITHOUT = (
     "SkipLayerNormalization", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "BiasGelu",
     "FastGelu", "Gelu", "QuickGelu", "BiasAdd", "BiasSoftmax", "QuantizeLinear", "DequantizeLinear", "QLinearAdd",
     "QLinearMul", "QLinearSoftmax", "QLinearSigmoid", "QLinearConcat", "RotaryEmbedding",
 )  # fmt: skip
-# ONNX operators that compute other products or run subgraphs.
+# ONNX operators that compute other matmuls or convolutions, or run subgraphs.
 _OTHERS = ("Einsum", "ConvTranspose", "DeformConv", "RNN", "GRU", "LSTM", "If", "Loop", "Scan", "SequenceMap")
 _NARROW = {
     TensorProto.INT8: "int8", TensorProto.UINT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8", TensorProto.FLOAT16: "fp16",
@@ -149,7 +149,7 @@ class _Graph:
             flop = 2 * rows * math.prod(key) + 4 * rows * query[1] * width
             return Work(flop, math.prod(query) + math.prod(key) + bias + 3 * rows * width + 4 * rows * width)
         if len(query) == 5 or len([name for name in node.input[:3] if name]) < 3:
-            raise UncountedError(f"{node.op_type} of packed operands: no formula for its operations")
+            raise UncountedError(f"{node.op_type} of packed qkv: no formula for its operations")
         operands = sum(math.prod(self._shape(name)) for name in node.input[:3])
         return Work(2 * key[-2] * (math.prod(query) + math.prod(out)), operands + math.prod(out))
 

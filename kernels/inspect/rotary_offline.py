@@ -1,4 +1,4 @@
-"""Builds of the kernels of qk-norm and rotary positions, for the static checks.
+"""Builds of the kernels of qk-norm and rotary embeddings, for the static checks.
 
 Shapes: DINOv3-B (head_dim 64, 5 prefix tokens), head_dim 72 with one table per image, RMSNorm over head_dim 128, and
 InternViT-6B (RMSNorm over all 25 heads of head_dim 128).

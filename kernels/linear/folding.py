@@ -15,7 +15,7 @@ One kernel folds both linear layers of a block that follow LayerNorms (qkv and f
 
 - Gated layers act(g) u: row 2j of W'' is row j of the weight of g, row 2j + 1 is row j of the weight of u. So each
   output tile of the matmul contains g and u.
-- q and k, if rotary positions rotate channels j and j + D/2: these channels become adjacent. q k^T does not depend on
+- q and k, if rotary embeddings rotate channels j and j + D/2: these channels become adjacent. q k^T does not depend on
   the order of channels.
 
 Source: vit-fast's own derivation, checked in fp64 by the tests.

@@ -1,6 +1,6 @@
 """Linear layers fused with the neighboring operations of a block: forward and backward as sequences of launches.
 
-Forward: `layer_norm_linear` (LayerNorm, linear, activation; in training `layer_norm_linear_keeping`), and
+Forward: `layer_norm_linear` (LayerNorm, linear, activation; in training `layer_norm_linear_saving`), and
 `linear_residual` (linear, LayerScale, residual).
 Backward: `product_gradient` and `layer_norm_linear_gradient` for attention, `activation_gradient` and `input_gradient`
 for the MLP, then `weight_products.py` and `vector_gradients.py`. All tensors must be contiguous.
@@ -32,7 +32,7 @@ def layer_norm_linear(
 
     Args:
         gated: Return act(g) u [M, F / 2], where g and u are interleaved columns of z (`folding.py`).
-        head_step: Norms and rotary positions of q and k.
+        head_step: Norms and rotary embeddings of q and k.
         out_part: Output: LayerNorm statistics of the result (`row_parts.py`).
         dtype: Dtype of the result; None means the dtype of `rows.source`.
         out_scale: Reciprocal scale of a result in e4m3, fp32 [1].
@@ -55,7 +55,7 @@ def layer_norm_linear(
     return out
 
 
-def layer_norm_linear_keeping(
+def layer_norm_linear_saving(
     rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
     head_step: HeadStep | None = None, out_part: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, RowStatistics]:  # fmt: skip

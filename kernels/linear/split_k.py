@@ -3,7 +3,8 @@
     out = [residual +] [scale] (sum over parts + bias), with LayerNorm statistics if a LayerNorm follows
 
 With small batches, a matmul has too few tiles to fill a GPU. So several programs compute each tile, over parts of K.
-The parts are added in order, so results are deterministic. A program adds ROWS rows of one piece (`row_parts.py`).
+The parts are added in order, so results are deterministic. Each program sums the parts for ROWS rows and one piece of
+64 columns (`row_parts.py`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def finish_residual_launch(
     row_part: Tensor | None, out8: Tensor | None = None, out_scale: Tensor | None = None,
     dependent: bool = False,
 ) -> Launch:  # fmt: skip
-    """Returns the launch of `_finish_residual_kernel`, which describes the tensors."""
+    """Returns the launch of `_finish_residual_kernel`; its comments describe the tensors."""
     splits, M, C = part.shape
     args = {
         "part_ptr": part, "bias_ptr": bias, "scale_ptr": scale, "residual_ptr": residual, "out_ptr": out,

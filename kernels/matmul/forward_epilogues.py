@@ -2,7 +2,7 @@
 
     z = rstd (acc scale - mean weight_sum) + bias
     "layer_norm":        out = act(z)
-    "rotary", "qk_norm": out = z, with norms and rotary positions of the heads of q and k (`rotary.py`)
+    "rotary", "qk_norm": out = z, with norms and rotary embeddings of the heads of q and k (`rotary.py`)
     "gated":             out = act(g) u, half as wide; columns 2j and 2j + 1 of z are g and u (`folding.py`)
     "residual":          out = [residual +] [scale] (acc + bias)
 
@@ -12,7 +12,7 @@ weights. In "residual", `scale` also contains LayerScale, and `bias` is divided 
 Norms of q and k read the unrounded fp32 values of a whole head. The two channels of a rotary pair are adjacent columns,
 because `folding.py` permutes the rows of the weight.
 
-`where` is (row, column, M, N) of a piece of a tile, SHAPE is (rows, columns, TMA, dtype of the stored values).
+`where` is (row, column, M, N) of a sub-tile, SHAPE is (rows, columns, TMA, dtype of the stored values).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _rotated_columns(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr
 
 @triton.jit
 def finished_heads(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
-    """Returns a piece [ROWS, COLS] of qkv after the norms and rotary positions of q and k.
+    """Returns a sub-tile [ROWS, COLS] of qkv after the norms and rotary embeddings of q and k.
 
     heads: (q_weight, k_weight, q_bias, k_bias, eps, cos, sin, tokens, prefix, image_rows) of `_matmul_kernel`.
     HEADS: (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP) of `_matmul_kernel`.

@@ -7,7 +7,7 @@ torch.nn.Linear's weight. `matmul_launch.py` launches the kernel, and `matmul_po
 Epilogues, with acc = A B; the named files contain the formulas:
 
 - `forward_epilogues.py`, after a LayerNorm that is folded into B: "layer_norm" (activation), "gated" (gated
-  activation), "rotary" and "qk_norm" (q and k norms, rotary positions).
+  activation), "rotary" and "qk_norm" (q and k norms, rotary embeddings).
 - `forward_epilogues.py`, before a residual: "residual" (bias, LayerScale, residual, statistics for the next LayerNorm).
 - `gradient_epilogues.py`: "activation_grad" and "gated_grad" (backward of the activation), "layer_norm_grad".
 - "partial", for split-K: out[split] = acc over one of `splits` parts of K, in fp32. `split_k.py` sums the parts.
@@ -19,7 +19,7 @@ of up to 2^-4. Adding partial sums in fp32 every 128 elements would make 128 x 2
 Under autocast, the residual stream (out, x and residual of "residual" and "layer_norm_grad") is fp32, while A and B are
 half precision. For a folded RMSNorm, weight_sum is None and the mean is 0.
 
-The epilogue processes a wide tile in SUB_TILES pieces along N, which needs fewer registers. Every sum has a fixed
+The epilogue processes a wide tile in SUB_TILES sub-tiles along N, which needs fewer registers. Every sum has a fixed
 order, without atomics, so results are deterministic.
 
 Source of the order of tiles: triton's matmul tutorial.
@@ -40,7 +40,7 @@ from .gradient_epilogues import (
     layer_norm_grad_epilogue,
     layer_norm_row_factors,
 )
-from .matmul_tiles import accumulate, cut, load_pieces, store_tile, tile_position
+from .matmul_tiles import accumulate, cut, load_sub_tiles, store_tile, tile_position
 
 
 @triton.jit
@@ -66,14 +66,16 @@ def _matmul_kernel(
     b,  # [K, N], or [N, K] if B_IS_NK
     out,  # [M, N]; "partial": fp32 [splits, M, N]
     z,  # [M, N] or None. Pre-activation: "layer_norm" stores it, "activation_grad" reads it. "residual" stores acc
-    h,  # [M, N] or None. "activation_grad" stores h = act(z), or normalized h^; "layer_norm_grad", out in dtype of a
+    h,  # [M, N] or None. "activation_grad" stores act(z), normalized (h^) if a norm follows; "layer_norm_grad" stores
+    # out in the dtype of a
     x,  # [M, N], "layer_norm_grad": input of the LayerNorm
     residual,  # [M, N] or None
     mean_ptr,  # fp32 [M] or None. Forward epilogues store it, gradient epilogues read it (None if x is normalized)
     rstd_ptr,  # fp32 [M] or None, like mean_ptr; negative for a constant row (layer_norm.py)
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N]; None for RMSNorm
-    scale_ptr,  # Factor or None. Of acc: "layer_norm" fp32 [N], "activation_grad" fp32 [1]; acc + bias: "residual" [N]
+    scale_ptr,  # None or a factor. "layer_norm": acc * fp32 [N]; "activation_grad": acc * fp32 [1];
+    # "residual": (acc + bias) * [N]
     out8,  # [M, N] e4m3 or None: "residual" stores out * out_scale
     out_scale_ptr,  # or None. fp32 [N] for out8; fp32 [1] if "layer_norm" stores `out` in e4m3
     row_part_ptr,  # fp32 or None. Forward epilogues: LayerNorm statistics of A. Gradients: partial sums of rows,
@@ -92,14 +94,14 @@ def _matmul_kernel(
     B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr,
-    # "residual": number of pieces of the residual that are loaded ahead. Gradients: if not 0, x, z and residual are
+    # "residual": number of sub-tiles of the residual that are loaded ahead. Gradients: if not 0, x, z and residual are
     # pointers even with TMA
     EARLY: tl.constexpr,
     PARTS: tl.constexpr,  # length of a row of row_part_ptr
     OUT_PARTS: tl.constexpr,  # pieces of LayerNorm statistics per row of out_part_ptr
-    TIMES: tl.constexpr,  # pieces of a tile per piece of LayerNorm statistics (row_parts.py)
+    TIMES: tl.constexpr,  # sub-tiles per piece of LayerNorm statistics (row_parts.py)
     WHOLE: tl.constexpr,  # all pieces of LayerNorm statistics have full width
-    HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; in "qk_norm" also columns of a piece
+    HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; in "qk_norm" also columns of a sub-tile
     NORM: tl.constexpr,  # of q and k: "layer_norm", "rms_norm" or "none"
     HALVES: tl.constexpr,  # in weight and bias of the norms, a pair has channels j and j + HEAD / 2
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of the tables: rows, pairs
@@ -117,7 +119,7 @@ def _matmul_kernel(
     FOLDED: tl.constexpr = EPILOGUE == "layer_norm" or EPILOGUE == "gated" or OF_HEADS
     BEFORE_ACTIVATION: tl.constexpr = EPILOGUE == "activation_grad" or EPILOGUE == "gated_grad"
     COLS: tl.constexpr = BLOCK_N // SUB_TILES
-    WIDTH: tl.constexpr = COLS // 2 if EPILOGUE == "gated" else COLS  # columns that a piece stores
+    WIDTH: tl.constexpr = COLS // 2 if EPILOGUE == "gated" else COLS  # columns that a sub-tile stores
     SHAPE: tl.constexpr = (BLOCK_M, COLS, TMA, DTYPE)
     HEADS: tl.constexpr = (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP)
     heads = (q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, qk_eps, cos_ptr, sin_ptr, tokens, prefix, image_rows)
@@ -152,34 +154,34 @@ def _matmul_kernel(
             factors = layer_norm_row_factors(mean_ptr, rstd_ptr, row_part_ptr, row, M, N, BLOCK_M, PARTS)
 
         if EPILOGUE == "residual" and residual is not None:
-            added = load_pieces(residual, row, col, M, N, BLOCK_M, COLS, EARLY)
+            added = load_sub_tiles(residual, row, col, M, N, BLOCK_M, COLS, EARLY)
         if EPILOGUE != "partial":
-            pieces = cut(acc, BLOCK_M, BLOCK_N, SUB_TILES)
+            sub_tiles = cut(acc, BLOCK_M, BLOCK_N, SUB_TILES)
             for i in tl.static_range(SUB_TILES):
                 where = (row, col + i * COLS, M, N)
                 if FOLDED:
                     value = layer_norm_epilogue(
-                        pieces[i], out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, factors, heads, where,
+                        sub_tiles[i], out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, factors, heads, where,
                         SHAPE, HEADS, ACTIVATION, EPILOGUE == "gated",
                     )  # fmt: skip
                 elif EPILOGUE == "residual":
                     addend = added[i] if residual is not None else None
                     if residual is not None and i + EARLY < SUB_TILES:
                         later = col + (i + EARLY) * COLS
-                        added = added + load_pieces(residual, row, later, M, N, BLOCK_M, COLS, 1)
-                    piece = pieces[i]
+                        added = added + load_sub_tiles(residual, row, later, M, N, BLOCK_M, COLS, 1)
+                    sub_tile = sub_tiles[i]
                     if row_part_ptr is not None:
-                        piece = normed(piece, weight_sum_ptr, None, factors, where, COLS)
-                    value = residual_epilogue(piece, out, z, addend, bias_ptr, scale_ptr, where, SHAPE)
+                        sub_tile = normed(sub_tile, weight_sum_ptr, None, factors, where, COLS)
+                    value = residual_epilogue(sub_tile, out, z, addend, bias_ptr, scale_ptr, where, SHAPE)
                 elif BEFORE_ACTIVATION:
                     activation_grad_epilogue(
-                        pieces[i], out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, hidden_ptr, along_ptr,
-                        factors, where, SHAPE, ACTIVATION, EPILOGUE == "gated_grad", PARTS, EARLY,
+                        sub_tiles[i], out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, hidden_ptr,
+                        along_ptr, factors, where, SHAPE, ACTIVATION, EPILOGUE == "gated_grad", PARTS, EARLY,
                     )  # fmt: skip
                 else:
                     tl.static_assert(EPILOGUE == "layer_norm_grad", "unknown epilogue")
-                    layer_norm_grad_epilogue(pieces[i], out, h, x, residual, factors, where, SHAPE, EARLY)
-                if out_part_ptr is not None:  # statistics of the stored values, merged over TIMES pieces
+                    layer_norm_grad_epilogue(sub_tiles[i], out, h, x, residual, factors, where, SHAPE, EARLY)
+                if out_part_ptr is not None:  # statistics of the stored values, merged over TIMES sub-tiles
                     width = N // 2 if EPILOGUE == "gated" else N
                     start = col // 2 if EPILOGUE == "gated" else col
                     found = piece_statistics(value.to(tl.float32), start + i * WIDTH, width, WIDTH, WHOLE)

@@ -59,8 +59,8 @@ class MatmulConfig:
     dependent: bool = False
 
     @property
-    def piece(self) -> int:
-        """Width of the pieces that the epilogue processes one after another, in columns."""
+    def sub_tile_width(self) -> int:
+        """Width of the sub-tiles that the epilogue processes one after another, in columns."""
         return self.block_n // self.sub_tiles
 
     def tiles(self, M: int, N: int) -> int:
@@ -68,7 +68,7 @@ class MatmulConfig:
 
     def row_parts(self, N: int) -> int:
         """Returns the last dimension of `row_part` in "activation_grad"."""
-        return ceil_div(N, self.piece)
+        return ceil_div(N, self.sub_tile_width)
 
     def column_parts(self, M: int) -> int:
         """Returns the first dimension of `column_part`."""
@@ -77,7 +77,7 @@ class MatmulConfig:
 
 @dataclass(frozen=True)
 class HeadStep:
-    """Norms and rotary positions of q and k in the epilogue of a qkv matmul.
+    """Norms and rotary embeddings of q and k in the epilogue of a qkv matmul.
 
     Args:
         settings: Norms over each head; tables [B or 1, 1, T, D / 2] for which `rotary.can_be_read` is True.
@@ -205,7 +205,7 @@ def matmul_launch(
     dependent = config.dependent and o.b_is_nk  # B is then a weight
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
-    # early loads need registers: with e4m3, load one piece of the residual early; with fp32, do not load x early
+    # early loads need registers: with e4m3, load one sub-tile of the residual early; with fp32, do not load x early
     early = 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles
     if o.x is not None:
         early = int(o.x.element_size() == 2)
@@ -213,17 +213,18 @@ def matmul_launch(
     if reads_z:  # the widest tiles with gelu_tanh have no registers for early loads
         early = int(o.a.element_size() == 2 and not (activation == "gelu_tanh" and cols == 256))
 
-    def piece(name: str) -> Any:
-        return tiled(getattr(o, name), rows, int(config.piece * _WIDER.get((epilogue, name), 1)), config.tma)
+    def by_sub_tiles(name: str) -> Any:
+        width = int(config.sub_tile_width * _WIDER.get((epilogue, name), 1))
+        return tiled(getattr(o, name), rows, width, config.tma)
 
     args = {
         "a": tiled(o.a, rows, depth, config.tma),
         "b": tiled(o.b, *((cols, depth) if o.b_is_nk else (depth, cols)), config.tma),
-        "out": o.out if epilogue == "partial" else piece("out"),
-        "z": o.z if reads_z and early else piece("z"), "h": piece("h"), "x": o.x if early else piece("x"),
-        "residual": o.residual if early else piece("residual"),
+        "out": o.out if epilogue == "partial" else by_sub_tiles("out"),
+        "z": o.z if reads_z and early else by_sub_tiles("z"), "h": by_sub_tiles("h"),
+        "x": o.x if early else by_sub_tiles("x"), "residual": o.residual if early else by_sub_tiles("residual"),
         "mean_ptr": o.mean, "rstd_ptr": o.rstd,
-        "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale, "out8": piece("out8"),
+        "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale, "out8": by_sub_tiles("out8"),
         "out_scale_ptr": o.out_scale, "row_part_ptr": o.row_part, "column_part_ptr": o.column_part,
         "out_part_ptr": o.out_part, "hidden_ptr": o.hidden, "along_ptr": o.along,
         "M": M, "N": N, "K": K, "eps": o.eps,
@@ -238,7 +239,7 @@ def matmul_launch(
         "EARLY": early,
         "PARTS": 0 if o.row_part is None else o.row_part.shape[-1],
         "OUT_PARTS": 0 if o.out_part is None else o.out_part.shape[-1],
-        "TIMES": 1 if o.out_part is None else _pieces_of_statistics(config, epilogue),
+        "TIMES": 1 if o.out_part is None else _sub_tiles_per_piece(config, epilogue),
         "WHOLE": o.out_part is not None and o.out.shape[-1] % PIECE == 0,
         **head_constants,
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
@@ -251,12 +252,12 @@ def matmul_launch(
     )  # fmt: skip
 
 
-def _pieces_of_statistics(config: MatmulConfig, epilogue: str) -> int:
-    """Returns the number of pieces of a tile per piece of LayerNorm statistics (`row_parts.py`)."""
-    width = int(config.piece * _WIDER.get((epilogue, "out"), 1))
+def _sub_tiles_per_piece(config: MatmulConfig, epilogue: str) -> int:
+    """Returns the number of sub-tiles per piece of LayerNorm statistics (`row_parts.py`)."""
+    width = int(config.sub_tile_width * _WIDER.get((epilogue, "out"), 1))
     if PIECE % width or config.sub_tiles % (PIECE // width):
         raise ValueError(
             f"tiles of epilogue {epilogue!r} must store whole pieces of {PIECE} columns for LayerNorm statistics, "
-            f"got {config.block_n} columns in {config.sub_tiles} pieces"
+            f"got {config.block_n} columns in {config.sub_tiles} sub-tiles"
         )
     return PIECE // width

@@ -90,9 +90,9 @@ def _best_key(operands: Operands, epilogue: str, activation: str = "identity", m
 @lru_cache(4096)
 def _best(
     gpu: Gpu, kind: str, epilogue: str, instructions: int, tma: bool, sizes: tuple[int, int, int], itemsize: int,
-    most: int, narrowest: int, largest: int, piece: int,
+    most: int, narrowest: int, largest: int, width: int,
 ) -> tuple[MatmulConfig, int]:  # fmt: skip
-    table = [c for c in config_table(gpu.arch, kind, epilogue, tma) if _meets(c, narrowest, largest, piece)]
+    table = [c for c in config_table(gpu.arch, kind, epilogue, tma) if _meets(c, narrowest, largest, width)]
     partial = config_table(gpu.arch, kind, "partial", tma) if most > 1 else ()
     return choose_split(table, sizes, itemsize, gpu, instructions, partial, most)
 
@@ -119,10 +119,10 @@ def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
 
 
 def _requirements(operands: Operands, epilogue: str) -> tuple[int, int, int]:
-    """Returns (narrowest, largest, piece): minimum columns and maximum elements of a tile, and columns of a piece.
+    """Returns (narrowest, largest, width): minimum columns and maximum elements of a tile, and columns of a sub-tile.
 
     A tile that stores LayerNorm statistics must contain whole pieces of statistics. With a norm of the hidden layer,
-    tiles larger than 128 x 128 spill. In "qk_norm", a piece is a head; for other epilogues, 0 means any width.
+    tiles larger than 128 x 128 spill. In "qk_norm", a sub-tile is a head; for other epilogues, 0 means any width.
     """
     narrowest = 0 if operands.out_part is None else 2 * PIECE if epilogue == "gated" else PIECE
     behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
@@ -130,9 +130,9 @@ def _requirements(operands: Operands, epilogue: str) -> tuple[int, int, int]:
     return narrowest, 128 * 128 if behind else 2**31, head
 
 
-def _meets(config: MatmulConfig, narrowest: int, largest: int, piece: int) -> bool:
+def _meets(config: MatmulConfig, narrowest: int, largest: int, width: int) -> bool:
     fits = config.block_n >= narrowest and config.block_m * config.block_n <= largest
-    return fits and piece in (0, config.piece)
+    return fits and width in (0, config.sub_tile_width)
 
 
 def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:
@@ -261,7 +261,7 @@ _FP8 = (
 
 
 def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Returns the configurations of "rotary", with pieces that are whole heads of 64 or 128 channels.
+    """Returns the configurations of "rotary", with sub-tiles that are whole heads of 64 or 128 channels.
 
     Heads of 128 channels spill in tiles of 128 x 256, and in tiles of 128 x 128 with 4 warps.
     """

@@ -109,14 +109,14 @@ def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def cut(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
-    """Cuts a tile along N into a tuple of 1, 2 or 4 pieces."""
-    if PIECES == 1:
+def cut(tile, ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr):
+    """Cuts a tile along N into a tuple of 1, 2 or 4 sub-tiles."""
+    if COUNT == 1:
         return (tile,)
-    elif PIECES == 2:
+    elif COUNT == 2:
         return halves(tile, ROWS, COLS)
     else:
-        tl.static_assert(PIECES == 4, "a tile is cut into 1, 2 or 4 pieces")
+        tl.static_assert(COUNT == 4, "a tile is cut into 1, 2 or 4 sub-tiles")
         left, right = halves(tile, ROWS, COLS)
         first, second = halves(left, ROWS, COLS // 2)
         third, fourth = halves(right, ROWS, COLS // 2)
@@ -124,13 +124,13 @@ def cut(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
 
 
 @triton.jit
-def load_pieces(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
-    """Loads PIECES adjacent pieces by pointers; all loads are in flight at once."""
-    pieces = ()
-    for i in tl.static_range(PIECES):
-        piece = load_tile(source, row, col + i * COLS, rows, columns, ROWS, COLS, False)
-        pieces = pieces + (piece,)  # type: ignore[assignment]  # triton's tuple, whose length grows
-    return pieces
+def load_sub_tiles(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr):
+    """Loads COUNT adjacent sub-tiles by pointers; all loads are in flight at once."""
+    sub_tiles = ()
+    for i in tl.static_range(COUNT):
+        sub_tile = load_tile(source, row, col + i * COLS, rows, columns, ROWS, COLS, False)
+        sub_tiles = sub_tiles + (sub_tile,)  # type: ignore[assignment]  # triton's tuple, whose length grows
+    return sub_tiles
 
 
 @triton.jit

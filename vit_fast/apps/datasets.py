@@ -68,7 +68,7 @@ class SmallImages:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training and held-out images of the same classes.
+    """Training and validation images of the same classes.
 
     Raises:
         ValueError: the classes differ.

@@ -28,7 +28,7 @@ NAMESPACES = ("vit_fast::", "torch.ops.vit_fast", 'Library("vit_fast"')  # the o
 INIT = '''"""Fused attention and LayerNorm + MLP for Vision Transformers, in Triton, with gradients.
 
 Needs torch 2.11 and triton 3.6 or newer. backend="triton" requires the kernels; "auto" selects them on a CUDA device of
-compute capability 8.0 or newer.
+compute capability 8.0 or higher.
 """
 
 from .errors import UnsupportedInputError

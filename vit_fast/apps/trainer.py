@@ -51,7 +51,7 @@ class TrainConfig:
         ema_decay: Decay of the exponential moving average of the weights, at most (1 + step) / (10 + step). The
             averaged weights are evaluated and saved.
         accumulation: Number of gradient accumulation steps into which a batch is split, to reduce memory.
-        patience: Stops after this number of epochs without a better held-out accuracy, and saves the weights of the
+        patience: Stops after this number of epochs without a better validation accuracy, and saves the weights of the
             best epoch.
         dtype: Autocast dtype of the forward pass; "fp32" means no autocast.
         grad_checkpointing: Recomputes blocks in the backward pass instead of storing their activations.
@@ -201,7 +201,7 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self, batches: Iterable[tuple[Tensor, Tensor]], own: int) -> Measure:
-        """Measures loss and accuracy on held-out images, with the averaged weights if ema_decay is set.
+        """Measures loss and accuracy on validation images, with the averaged weights if ema_decay is set.
 
         Args:
             batches: Images and labels; the same number of batches in each process.

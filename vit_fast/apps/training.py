@@ -73,7 +73,7 @@ def train(
         on_epoch: Called with each new row of the log.
     Returns:
         One row per epoch: epoch, loss and train_accuracy (running means over the epoch), lr at its end, and
-        held_out_loss and accuracy, which are None without held-out images.
+        held_out_loss and accuracy, which are None without validation images.
     Raises:
         ImageError: an image cannot be read.
         TrainingError: out contains another run, or the loss is not finite.
@@ -87,7 +87,7 @@ def train(
         raise ValueError("global_pool must not be '', which gives logits per token: use a model that pools")
     check_integer("workers", workers, 0)
     if config.patience and data.held_out is None:
-        raise ValueError(f"patience must be 0 without held-out images, got {config.patience}")
+        raise ValueError(f"patience must be 0 without validation images, got {config.patience}")
     if config.batch_size % (processes.world * config.accumulation):
         parts = f"the number of processes times accumulation, {processes.world} x {config.accumulation}"
         raise ValueError(f"batch_size must be a multiple of {parts}, got {config.batch_size}")
@@ -122,7 +122,7 @@ def train(
             "accuracy": None if held_out is None else held_out.correct / held_out.seen,
         }
         rows.append(row)
-        write_run(out, trainer, rows, about, best=kept_row(rows, config) is row)
+        write_run(out, trainer, rows, about, best=saved_row(rows, config) is row)
         on_epoch(row)
     whole = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, read_file(out / WEIGHTS).tensors, options=whole)  # type: ignore[arg-type]  # tensors are values
@@ -130,7 +130,7 @@ def train(
     return rows
 
 
-def kept_row(rows: list[Row], config: TrainConfig) -> Row:
+def saved_row(rows: list[Row], config: TrainConfig) -> Row:
     """Returns the row of the epoch whose weights are saved: the last one, or with patience the best one."""
     return rows[_best(rows) if config.patience else -1]
 

@@ -176,7 +176,7 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
 def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None]:
     """Returns the parameters of a block, folded if the block is frozen for this dtype and needs no gradients.
 
-    Also returns the rotary positions, in the channel order of q and k of these parameters.
+    Also returns the rotary embeddings, in the channel order of q and k of these parameters.
     """
     attention: Any = parts.attention
     mlp: Any = parts.mlp

@@ -100,7 +100,7 @@ class AttentionParts:
     """The attention half, x + drop_path(layer_scale * proj(attention(qkv(norm(x))))).
 
     Attributes:
-        rotates_halves: True if the rotary positions, which each call passes, have the layout "half" (`Rope`).
+        rotates_halves: True if the rotary embeddings, which each call passes, have the layout "half" (`Rope`).
     """
 
     module: Any  # the attention layer

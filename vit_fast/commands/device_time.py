@@ -30,7 +30,9 @@ _COLUMNS = {
 
 
 def model_block(name: str, batch: int, arch: str) -> dict[str, Any]:
-    """Returns a row per launch of a frozen block in bf16 and the sums in microseconds; in `training`, those of a step.
+    """Returns a row per launch of a frozen block in bf16, and the sums in microseconds.
+
+    The key "training" contains the same for forward and backward.
 
     Raises:
         ValueError: the model or the architecture is unknown.

@@ -45,7 +45,8 @@ def export(
     validation: Annotated[
         Path | None,
         typer.Option(
-            help="Labeled images, one subfolder per class: fail if over 0.6 % more are misclassified, at least two."
+            help="Labeled images, one subfolder per class: fail if accuracy drops by more than 0.6 percentage points "
+            "and more than one image."
         ),
     ] = None,
     classes: ClassNames = None,

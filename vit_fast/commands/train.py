@@ -17,7 +17,7 @@ from .words import Backend, Side, model_name
 if TYPE_CHECKING:
     from ..apps.trainer import Measure, TrainConfig
 
-TRAINED, HELD_OUT, INK, FAINT = "#94a3b8", "#0f766e", "#1e293b", "#64748b"
+TRAINED, VALIDATED, INK, FAINT = "#94a3b8", "#0f766e", "#1e293b", "#64748b"
 
 
 def train(
@@ -74,11 +74,11 @@ def train(
         first = processes.rank == 0
         with (
             _progress(first, config.epochs) as on_step,
-            _tensorboard_rows(out if first and tensorboard else None) as keep,
+            _tensorboard_rows(out if first and tensorboard else None) as write,
         ):
 
             def on_epoch(row: dict[str, Any]) -> None:
-                keep(row)
+                write(row)
                 if first:
                     _print_epoch(row, config.epochs)
 
@@ -108,18 +108,18 @@ def _model(
 
 
 def _print_epoch(row: dict[str, Any], epochs: int) -> None:
-    held_out = "" if row["accuracy"] is None else f", accuracy {row['accuracy']:.2%}"
-    typer.echo(f"epoch {row['epoch'] + 1}/{epochs}: loss {row['loss']:.4f}{held_out}")
+    validated = "" if row["accuracy"] is None else f", validation accuracy {row['accuracy']:.2%}"
+    typer.echo(f"epoch {row['epoch'] + 1}/{epochs}: loss {row['loss']:.4f}{validated}")
 
 
 def _print_result(out: Path, rows: list[dict[str, Any]], config: TrainConfig) -> None:
-    from ..apps.training import WEIGHTS, kept_row
+    from ..apps.training import WEIGHTS, saved_row
     from ..files import file_aside
 
-    row = kept_row(rows, config)
+    row = saved_row(rows, config)
     if row["accuracy"] is not None:
-        typer.echo(f"test loss: {row['held_out_loss']:.2f}")
-        typer.echo(f"test accuracy: {row['accuracy']:.2%}")
+        typer.echo(f"validation loss: {row['held_out_loss']:.2f}")
+        typer.echo(f"validation accuracy: {row['accuracy']:.2%}")
     with file_aside(out / "curve.png") as curve:
         curve.write_bytes(_draw_curve(rows))
     typer.echo(f"wrote {out / WEIGHTS}, {out / 'curve.png'}")
@@ -153,7 +153,7 @@ def _progress(shown: bool, epochs: int) -> Iterator[Callable[[int, int, int, Mea
 
 
 def _draw_curve(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Plots loss and accuracy per epoch for training and held-out images; returns a PNG."""
+    """Plots loss and accuracy per epoch for training and validation images; returns a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -174,7 +174,7 @@ def _draw_curve(rows: Sequence[dict[str, Any]]) -> bytes:
         axes.grid(axis="y", color=FAINT, alpha=0.2)
         axes.set_xlabel("epoch", fontsize=9, color=FAINT)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        for field, color, name in zip(fields, (TRAINED, HELD_OUT), ("training", "held out"), strict=True):
+        for field, color, name in zip(fields, (TRAINED, VALIDATED), ("training", "validation"), strict=True):
             if rows[-1][field] is not None:
                 values = [scale * row[field] for row in rows]
                 marker = "o" if len(rows) == 1 else None
@@ -204,9 +204,9 @@ def _tensorboard_rows(out: Path | None) -> Iterator[Callable[[dict[str, Any]], N
     writer: Any = SummaryWriter(str(out / "tensorboard"))
     with writer:
 
-        def keep(row: dict[str, Any]) -> None:
+        def write(row: dict[str, Any]) -> None:
             for name, value in row.items():
                 if name != "epoch" and value is not None:
                     writer.add_scalar(name, value, row["epoch"])
 
-        yield keep
+        yield write

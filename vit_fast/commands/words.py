@@ -101,7 +101,7 @@ def open_model(
     import torch
 
     from ..apps.data import as_pixels, read_image
-    from ..benchmarks.candidates import define
+    from ..benchmarks.candidates import build_reference
     from ..benchmarks.configuration import make_configuration
     from ..benchmarks.models import MAX_VIEWS, Task
     from ..benchmarks.preparation import image_views, random_weights
@@ -122,7 +122,7 @@ def open_model(
     else:
         weights = model.weights if model.config is None or model.weights else random_weights(model.config)
         task = Task(model, weights, torch.float32, on, batch)
-        module = define(task)
+        module = build_reference(task)
     count = max(batch, min(MAX_VIEWS, batch * (1 + OTHER_BATCHES)))
     if model.onnx is None:
         views = image_views(paths, model, count)

@@ -31,8 +31,8 @@ class LinearCalibration:
 
     Attributes:
         name: The layer's name in the model; the first name if several layers have the same input.
-        method: Method that gave the range of the input: "largest", "percentile ..." or "mean square".
-        smoothed: True if large channels of the input were moved into the weight.
+        method: Method that gave the range of the input: "largest", "percentile ..." or "mean squared error".
+        smoothed: True if SmoothQuant moved the scale of large input channels into the weight.
         error: Relative root mean square error of the layer's output in e4m3.
     """
 
@@ -67,8 +67,8 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
     """Finds the scales that `fuse(model, precision="fp8")` needs, and stores them in the model.
 
     Runs the model once on the images and observes the input of each linear layer, in all blocks that the kernels run
-    as a whole. Tries ranges by largest magnitude, percentiles and mean square, with and without moving large channels
-    into the weight (SmoothQuant). Selects the range with the smallest error of the layer's output.
+    as a whole. Tries ranges by largest magnitude, percentiles and mean squared error, with and without SmoothQuant.
+    Selects the range with the smallest error of the layer's output.
 
     The scales are buffers of the blocks (`blocks.0.vit_fast_fp8.qkv` and so on). They are saved and loaded with the
     weights, and valid for these weights only. `vit_fast.unfuse` removes them. Calibrating again replaces them; the

@@ -59,9 +59,9 @@ def fuse(
         normalize: (mean, std) of images in 0..1, one number per channel. The patch embedding then takes images in
             0..255, uint8 or floating, and normalizes them inside its convolution.
         precision: None means the model's precision. "fp8" runs the linear layers of blocks in e4m3, and attention in
-            half precision, for inference on GPUs of compute capability 8.9 or newer. The model must be in fp16 or bf16,
-            and calibrated by `vit_fast.calibrate`. Training mode and gradients raise an error. Original forwards and
-            packed sequences run in half precision. Call fuse with None to restore the model's precision.
+            half precision, for inference on GPUs of compute capability 8.9 or higher. The model must be in fp16 or
+            bf16, and calibrated by `vit_fast.calibrate`. Training mode and gradients raise an error. Original forwards
+            and packed sequences run in half precision. Call fuse with None to restore the model's precision.
         keep: With "fp8", names or patterns of linear layers that stay in half precision, e.g. `("*.mlp.fc2",)`. If
             neither keep nor min_agreement is given, the previous choice applies, which is saved with the scales.
         min_agreement: With "fp8", the required top-1 agreement on the calibration images, in (0, 1]. The most sensitive
@@ -168,8 +168,8 @@ class _Walk:
         """Adds the rows of a module and all modules inside it; returns True if there are any.
 
         Args:
-            inside_unknown: True if an enclosing module is skipped or looks fusable. Modules inside it then get no row
-                for their class name alone.
+            inside_unknown: True if an enclosing module is skipped or looks fusable. Modules inside it get no row if
+                only their class name looks fusable.
         """
         if module in self._has_row:
             return self._has_row[module]
@@ -266,7 +266,7 @@ class _Walk:
         finding = FusedPatchConv.examine(conv)
         reasons = list(finding.reasons)
         if conv.in_channels != len(mean):
-            reasons.append(f"normalize must have one number per input channel, {conv.in_channels}, got {len(mean)}")
+            reasons.append(f"normalize must have {conv.in_channels} numbers, one per input channel, got {len(mean)}")
         if reasons:
             raise ValueError(f"{CANNOT_NORMALIZE}: {'; '.join(reasons)}")
         self.rows.append(_row(name, conv, FusedPatchConv.kind, notes=finding.notes))

@@ -46,7 +46,7 @@ _PREFIX = re.compile(r"(.*/)?embedding/kernel")
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """Converts Google's names to timm's: transposes kernels to [out, in], flattens heads, and splits scanned blocks."""
+    """Converts Google's names to timm's: transposes kernels to [out, in], flattens heads, and unstacks blocks."""
     prefix = next(m[1] or "" for m in map(_PREFIX.fullmatch, sorted(state, key=len)) if m)
     tensors: dict[str, Tensor] = {}
     source_of: dict[str, str] = {}
@@ -64,7 +64,7 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
 
 
 def _unstack(name: str, array: Tensor) -> list[tuple[str, Tensor]]:
-    """Splits an array that stacks a parameter of all blocks, as in files of scanned models."""
+    """Splits an array that stacks a parameter of all blocks, as in files of models that use flax's nn.scan."""
     stacked = "Transformer/encoderblock/"
     if not name.startswith(stacked):
         return [(name, array)]

@@ -62,11 +62,12 @@ class Candidate:
         threads: CPU threads; None means torch's number.
         split: Images per call of the model, which splits a batch; None does not split it.
         base, summary: Name and description of a candidate of the benchmark.
-        builder: Builds this candidate for a benchmarks.models.Task: a function of images, an nn.Module if it can be
-            compiled. Raises UnsupportedInputError with all reasons.
+        builder: Builds this candidate for a benchmarks.models.Task. Returns a function of images: an nn.Module if
+            compilable. Raises UnsupportedInputError with all reasons.
         packages: Packages that must be installed, besides torch.
         peer: True for another project's implementation. Ratios are relative to the fastest peer.
-        compilable, trainable: True if torch.compile accepts it, and if it can run training steps.
+        compilable: True if torch.compile accepts it.
+        trainable: True if it can run training steps.
         fullgraph: True to compile it without graph breaks.
         context: Context manager of each call.
         tolerance: Largest allowed error as a share of the largest output, for lower precision; None means the rule of
@@ -100,7 +101,7 @@ class Candidate:
         return self.attention if part.startswith("attention") else self.mlp
 
     @property
-    def plainness(self) -> int:
+    def changes(self) -> int:
         """The number of changes to the model; a compiler or another runtime counts twice."""
         one_fuse = self.attention is not None and self.mlp is not None
         return len(self.to_dict()) + (self.engine != "torch") - one_fuse
@@ -185,7 +186,7 @@ ORIGINAL, AS_FILE = Candidate(), Candidate("onnxruntime")
 
 
 def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
-    """Returns the first candidates on a device, also in the allowed precisions: lossy ones and cheap ones first."""
+    """Returns the initial candidates on a device, also in the allowed precisions; slow full-precision ones last."""
     on_cuda = device.type == "cuda"
     backends = ("triton", "sdpa") if on_cuda and not triton_unavailable_reasons(device) else ("sdpa",)
     parts = [(name, name) for name in backends] + list(itertools.permutations(backends, 2))
@@ -212,12 +213,12 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Can
     for candidate in _runtimes(device):
         fewer: Precision = "bf16" if candidate.engine == "openvino" else smaller
         found += [candidate, *([dataclasses.replace(candidate, precision=fewer)] if fewer in allowed else [])]
-    # if loss is allowed, it gains most: slow lossless candidates come last
+    # lower precision, if allowed, gains most, so slow full-precision candidates come last
     return sorted(found, key=lambda c: (c.seconds > 1 and c.precision is None, c.seconds, c.precision is None))
 
 
 def candidates_of_file(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
-    """Returns the first candidates for an ONNX file; the original runs in ONNX Runtime."""
+    """Returns the initial candidates for an ONNX file; the original runs in ONNX Runtime."""
     found = [candidate for candidate in _runtimes(device) if candidate != AS_FILE]
     if device.type == "cpu":
         found += [Candidate("onnxruntime", precision="int8")] * ("int8" in allowed)
@@ -318,7 +319,7 @@ def errors_of(leaf: Tensor, exact: Tensor) -> dict[Measure, float]:
 
 
 def same_class(one: Tensor, other: Tensor) -> Tensor:
-    """Compares images [B]: the same largest logit or, of other outputs, nearly the same direction."""
+    """Returns a bool per image: equal argmax of logits, or for other outputs a cosine similarity >= SAME_DIRECTION."""
     one, other = one.float(), other.to(one.device).float()
     if one.dim() == 2 and one.shape[1] > 1:
         return one.argmax(1) == other.argmax(1)

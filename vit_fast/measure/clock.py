@@ -3,8 +3,8 @@
     timings = time_interleaved({"eager": call_eager, "sdpa": call_sdpa}, device)
     timings["sdpa"].ms, timings["sdpa"].ms_p20, timings["sdpa"].ms_p80
 
-On CUDA, device events around each call measure it (device_clock.py), and the host's time to queue it is recorded. On a
-CPU, it is the host's monotonic clock. The calls are interleaved, so that clock drift, heat and other processes affect
+On CUDA, events around each call measure it (device_clock.py), and the host's time to enqueue it is recorded. On a CPU,
+the host's monotonic clock measures it. The calls are interleaved, so that clock drift, heat and other processes affect
 all of them. On a CPU, untimed calls precede each timed one (see SETTLE_MS), as in a program that runs only this call.
 """
 
@@ -33,8 +33,8 @@ Call = Callable[[int], object]
 
 # Larger than the last-level cache of most processors.
 CPU_CACHE_BYTES = 64 * 2**20
-# Duration of the untimed calls. After a call, threads of torch spin for about 10 ms, those of ONNX Runtime for 35: the
-# next call would run on the other cores. An idle wait instead would time a call whose own threads sleep.
+# Duration of the untimed calls. After a call, threads of torch spin for about 10 ms, those of ONNX Runtime for 35. So
+# the next call would share the cores with them. After an idle wait, the timed call would first wake its own threads.
 SETTLE_MS = 40.0
 
 
@@ -42,8 +42,8 @@ SETTLE_MS = 40.0
 class Protocol:
     """The length of a measurement.
 
-    A call is timed `repeats` times, or for `seconds`, including untimed calls, and at least `least_repeats` times.
-    Before, it is called up to `warmup_repeats` times or for `warmup_seconds`, at least once.
+    A call is timed until it has `repeats` samples, or `least_repeats` samples and `seconds` (with untimed calls),
+    whichever is first. Before, it is called up to `warmup_repeats` times or for `warmup_seconds`, at least once.
 
     Attributes:
         launch: On CUDA, "counted" includes the host's time to launch the call, as in a latency-bound program; "hidden"
@@ -84,8 +84,8 @@ class Protocol:
 class Timing:
     """The durations of one call in milliseconds: median, percentiles, and all calls in the order of their rounds.
 
-    `host_ms` is the median of the host's time to queue a call, None on a CPU. `host_bound`: launches were to be hidden
-    but could not be, so ms includes host time.
+    `host_ms` is the median of the host's time to enqueue a call, None on a CPU. `host_bound`: launches were to be
+    hidden but could not be, so ms includes host time.
     """
 
     ms: float
@@ -234,13 +234,13 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
 
 
 def free_memory(device: torch.device) -> None:
-    """Frees the memory of objects that nothing refers to."""
+    """Runs Python's garbage collector, and empties the cache of the CUDA allocator."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-# Messages of its start and stop, and about memory that was allocated before it started.
+# Messages of torch's profiler at start and stop, and about memory allocated before.
 _CHATTER = (b"USDT:", b"before the profiling started")
 
 
@@ -248,15 +248,15 @@ _CHATTER = (b"USDT:", b"before the profiling started")
 def without_profiler_chatter() -> Iterator[None]:
     """Removes the lines that torch's profiler writes about itself from stderr."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    saved = os.dup(2)
     with tempfile.TemporaryFile() as written:
         os.dup2(written.fileno(), 2)
         try:
             yield
         finally:
             sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(saved, 2)
+            os.close(saved)
             written.seek(0)
             for line in written:
                 if not any(sign in line for sign in _CHATTER):

@@ -27,7 +27,8 @@ def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, 
     Args:
         base_ms, other_ms: Durations in ms in the order of measurement.
         paired: True if samples with the same index are from the same round. For share 0.5, the result is then the
-            median of the ratios per round, in which machine drift cancels. Other quantiles are divided.
+            median of the ratios per round, in which machine drift cancels. For another share, the result is
+            the ratio of the two quantiles.
         share: The quantile that is compared, from 0 to 1; 0.5 is the median.
     """
     return float(_ratios(np.asarray(base_ms)[None], np.asarray(other_ms)[None], paired, share)[0])
@@ -77,7 +78,7 @@ def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: floa
 
 
 def verdict(found: float, interval: Sequence[float], resolution: float) -> str:
-    """Returns FASTER, SLOWER, SAME or UNKNOWN: resolution over 10 %, or an interval around 1 that is too wide."""
+    """Returns FASTER, SLOWER or SAME; UNKNOWN if the resolution exceeds 10 % or an interval around 1 is too wide."""
     if resolution > UNRANKABLE:
         return UNKNOWN
     low, high = interval
@@ -101,5 +102,5 @@ def compare_rows(
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Rounds to `digits` significant digits (0.012, 4.56), and values from 10^(digits - 1) to integers (1,235)."""
+    """Rounds to `digits` significant digits (0.012, 4.56), and values >= 10^(digits - 1) to integers (1,235)."""
     return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

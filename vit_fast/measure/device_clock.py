@@ -100,7 +100,7 @@ class Instant:
 
 
 class DeviceClock:
-    """Times one call, a function of the round's number, by device events.
+    """Times one call, a function of the round's number, by CUDA events.
 
     `hide` hides the host's time and empties the cache first, so that only device time counts. Otherwise the call starts
     on an idle device, so that the host's time to launch it counts.
@@ -113,7 +113,7 @@ class DeviceClock:
         self._sleep_ms: float | None = None
 
     def __call__(self, number: int) -> float:
-        """Returns the duration in ms, and appends the host's time to queue the call to host_ms."""
+        """Returns the duration in ms, and appends the host's time to enqueue the call to host_ms."""
         if self.hide and not self.host_bound:
             if self._sleep_ms is None:
                 host_ms = statistics.median(self._run(number, None)[1] for _ in range(_PROBES))

@@ -20,7 +20,7 @@ from ..apps.data import find_images, sample_image
 from ..errors import UnsupportedInputError
 from ..libraries.known import recognise
 from .candidate import Candidate
-from .optimized import Function, in_pieces, of_images, only_images, tensors_in
+from .optimized import Function, arguments, in_pieces, of_images, only_images, tensors_in
 
 OPSET, BF16_OPSET = 20, 22
 Run = Callable[[Tensor], Tensor]
@@ -70,7 +70,7 @@ def open_reference(path: Path, image_hw: Size | None) -> Run:
 def session(
     candidate: Candidate, model: nn.Module, example: Any, output: Any, image_files: Sequence[str | Path]
 ) -> Function:
-    """Exports a model, and returns a function with the model's interface that a runtime computes.
+    """Exports a model; returns a function with the model's signature that runs the file in a runtime.
 
     Raises UnsupportedInputError if the model cannot be exported, or has several inputs or outputs.
     """
@@ -78,9 +78,12 @@ def session(
     leaves, spec = pytree.tree_flatten(output)
     reasons = []
     if images is None:
-        reasons.append("the model must take one tensor")
+        args, kwargs = arguments(example)
+        found = ", ".join(type(value).__name__ for value in (*args, *kwargs.values()))
+        reasons.append(f"the model must take one tensor, got {found or 'nothing'}")
     if len(tensors_in(output)) != 1 or len(leaves) != 1:
-        reasons.append("the model must return one tensor, alone or in a structure")
+        found = f"{len(tensors_in(output))} tensors among {len(leaves)} values"
+        reasons.append(f"the model must return one tensor, alone or in a structure, got {found}")
     if images is None or reasons:
         raise UnsupportedInputError(candidate.name, reasons)
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +103,7 @@ def session(
 def write_onnx(
     candidate: Candidate, model: nn.Module, path: Path, images: Tensor, image_files: Sequence[str | Path]
 ) -> None:
-    """Exports a model in the candidate's precision for its runtime; copies a file."""
+    """Exports a model in the candidate's precision; copies an ONNX file, or quantizes it to int8."""
     calibration = find_images(image_files or [sample_image()]) if candidate.precision == "int8" else None
     on_ort: Any = "ort-cuda" if images.device.type == "cuda" else "ort-cpu"
     if isinstance(model, OnnxFile):
@@ -162,7 +165,7 @@ def _digest(path: Path) -> str:
 
 
 class _Openvino:
-    """Runs an ONNX file in OpenVINO on the CPU; `precision` is that of the matrix products of a file in fp32."""
+    """Runs an ONNX file in OpenVINO on the CPU; `precision` is that of the matmuls of a file in fp32."""
 
     def __init__(self, path: Path, threads: int | None, precision: str) -> None:
         import openvino

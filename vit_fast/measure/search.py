@@ -90,7 +90,7 @@ def search(
     Args:
         bench: Prepares, times and releases candidates, and has the clock; see trials.Trials.
         original: The candidate that the others are compared to. It is prepared first, and its errors are raised.
-        candidates: In the order in which to try them; hashable, with their number of changes as `plainness`.
+        candidates: In the order in which to try them; hashable, with their number of `changes`.
         budget_s: Seconds. A candidate or a round that does not fit is not started.
     """
     return _Search(bench, original, budget_s, SHARE[objective]).run(candidates)
@@ -249,7 +249,7 @@ class _Search:
         resolution = self._resolution()
         needed = 1 + (resolution or 0.0)
         equals = [trial for trial in self.running if trial is best or self._lead(best, trial) <= needed]
-        for trial in sorted(equals, key=lambda trial: trial.candidate.plainness):
+        for trial in sorted(equals, key=lambda trial: trial.candidate.changes):
             if trial is self.original or self._lead(trial, self.original) > needed:
                 chosen = trial
                 break

@@ -55,8 +55,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
     if dtype == torch.float32 and not torch.is_autocast_enabled("cuda") and not _tf32_is_allowed():
         return (
             "triton computes fp32 in TF32, which is disabled: convert the model to bf16, allow TF32 "
-            "(torch.set_float32_matmul_precision('high')), or, if the model runs under torch.autocast, select "
-            "the backend inside it",
+            "(torch.set_float32_matmul_precision('high')), or call vit_fast.fuse under torch.autocast",
         )
     return ()
 
@@ -87,7 +86,7 @@ def _capability_reasons(device: torch.device) -> tuple[str, ...]:
     if (major, minor) >= FP8_CAPABILITY:
         return ()
     least = ".".join(map(str, FP8_CAPABILITY))
-    return (f"FP8 needs compute capability {least} or newer, got {major}.{minor} of {device}",)
+    return (f"FP8 needs compute capability {least} or higher, got {major}.{minor} on {device}",)
 
 
 def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -127,8 +126,8 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
             reasons.append(
-                f"the GPU must have compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or newer, got "
-                f"{capability[0]}.{capability[1]} of {torch.cuda.get_device_name(device)}"
+                f"the GPU must have compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or higher, got "
+                f"{capability[0]}.{capability[1]} on {torch.cuda.get_device_name(device)}"
             )
     elif device.type == "cpu":
         from ..kernels.device import has_stand_in

@@ -202,7 +202,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         flat = _qkv(y, emitted, folded["qkv"], step.for_matmul(x.shape[-2]), saved, s)
         packed = flat.view(*x.shape[:-1], 3, s.heads, step.head_dim)
         mixed = _attend(packed, step, qk, saved, s)
-        # fp32 tokens are normalized by a separate kernel before fc1, which reads no statistics
+        # before fc1, a separate kernel normalizes fp32 tokens and reads no statistics
         statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32
         base = rows if s.residual else None
         dtype = _branch_dtype(s.dtype, t.scale1) if base is None else base.dtype
@@ -223,7 +223,7 @@ def _qkv(
     norm_input = layer_norm.input_rows(rows, s.eps1, statistics, s.dtype, qkv.weight_sum is None)
     if not s.saves:
         return linear.layer_norm_linear(norm_input, qkv, head_step=head_step)
-    flat, _, normed = linear.layer_norm_linear_keeping(norm_input, qkv, head_step=head_step)
+    flat, _, normed = linear.layer_norm_linear_saving(norm_input, qkv, head_step=head_step)
     saved |= {"rows1": normed.source, "statistics1": normed.statistics}
     return flat
 
@@ -249,7 +249,7 @@ def _mlp(
     if inner is not None and s.dtype != torch.float32:
         part = layer_norm.new_statistics(rows.shape[0], t.fc2_weight.shape[1], rows.device)
     if s.saves:
-        h, z, normed = linear.layer_norm_linear_keeping(norm_input, fc1, s.activation, gated, out_part=part)
+        h, z, normed = linear.layer_norm_linear_saving(norm_input, fc1, s.activation, gated, out_part=part)
         saved |= {"rows2": normed.source, "statistics2": normed.statistics, "z": z}
     else:
         h = linear.layer_norm_linear(norm_input, fc1, s.activation, gated, out_part=part)
@@ -266,7 +266,7 @@ def _mlp(
 
 
 def _branch_dtype(dtype: torch.dtype, layer_scale: Tensor | None) -> torch.dtype:
-    """Returns the dtype of the attention branch: fp32 if LayerScale is fp32. A scale of 1e-6 is subnormal in fp16."""
+    """Returns the dtype of the attention branch: fp32 if LayerScale is fp32, because 1e-6 is subnormal in fp16."""
     return dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
 
 

@@ -103,7 +103,7 @@ def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
 
 
 def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> Rope:
-    """Checks the rotary positions and returns them with tables [B or 1, H or 1, T, D/2].
+    """Checks the rotary embeddings and returns them with tables [B or 1, H or 1, T, D/2].
 
     Args:
         shape: Shape of qkv, [B, N, 3, H, D].

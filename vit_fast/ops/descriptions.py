@@ -1,4 +1,4 @@
-"""Named tuples that group arguments of the operators: norms, rotary positions, keys, blocks."""
+"""Named tuples that group arguments of the operators: norms, rotary embeddings, keys, blocks."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Fp8Block(NamedTuple):
     Attributes:
         qkv, proj, fc1, fc2: The linear layers with folded norms and LayerScales. Rows of fc1 and of the gate alternate.
         rope_head: head_dim D if rows of channels j and j + D/2 of q and k are adjacent, so that the matmul can apply
-            rotary positions; otherwise 0.
+            rotary embeddings; otherwise 0.
     """
 
     qkv: Fp8Linear
@@ -92,7 +92,7 @@ def quantize_block(
         scales: Scales of the layers' inputs. Scales and their reciprocals must be positive and finite.
         dtype: float16 or bfloat16, of the activations and of weights that are not quantized.
         norm: "layer_norm" or "rms_norm".
-        rope_head: head_dim D for rotary positions of layout "half" without qk-norm over the width, otherwise 0.
+        rope_head: head_dim D for rotary embeddings of layout "half" without qk-norm over the width, otherwise 0.
             Without any qk-norm, the matmul then rotates q and k if all heads share the tables.
     Raises:
         ValueError: the shape, dtype, device or a value of a scale is invalid.

@@ -67,7 +67,7 @@ def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tens
     if rope is not None:
         cos, sin = (table.transpose(1, 2).unsqueeze(2) for table in (rope.cos, rope.sin))
         rotated = rotate(qk[:, rope.prefix :], cos, sin, rope.layout)
-        none = isinstance(rope.prefix, int) and rope.prefix == 0  # comparing a symbolic prefix would fix its value
+        none = isinstance(rope.prefix, int) and rope.prefix == 0  # comparing a symbolic prefix would specialize it
         qk = rotated if none else torch.cat((qk[:, : rope.prefix], rotated), 1)
     return torch.cat((qk, v), 2)
 
@@ -120,8 +120,9 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
 def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantizes the weight of a linear layer to e4m3, with one scale per row.
 
-    Unlike in half precision, the mean of a row is not subtracted. Large ViTs multiply very large channels of the
-    residual stream by small weights; subtracting the mean would enlarge these weights and their rounding errors.
+    Unlike the half-precision fold (`folding.py`), this does not center the rows of the weight. Large ViTs multiply
+    very large channels of the residual stream by small weights. Centering would enlarge these weights and their
+    rounding errors.
 
     Args:
         weight: [F, K].
@@ -129,7 +130,8 @@ def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None)
         norm_weight: gamma [K] of the norm before the layer, folded into the weight; None means ones.
     Returns:
         e4m3 values as fp64 [F, K], and row scales, fp32 [F]; value * row scale is the rounded weight. The largest
-        magnitude in a row is 448. A row with a scale below 2^-100 becomes zeros: fp32 could not represent bias / scale.
+        magnitude in a row is 448. A row with a scale below 2^-100 becomes zeros, with scale 1, so that fp32 can
+        represent bias / row scale.
     """
     folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
     folded = folded * scale.double()

@@ -1,4 +1,4 @@
-"""qk-norm and rotary positions, between the qkv matmul and attention.
+"""qk-norm and rotary embeddings, between the qkv matmul and attention.
 
 Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` selects what runs norms and rotation:
 - The epilogue of the qkv matmul. For rotation, all heads must share the tables, and the channels of a pair must be
@@ -67,7 +67,7 @@ def qk_norm_rope(
     Raises:
         ValueError: shapes do not match, or a name in qk_norm or rope is unknown.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
-    Source: arXiv 2104.09864 (rotary positions), 2302.05442 (qk-norm).
+    Source: arXiv 2104.09864 (rotary embeddings), 2302.05442 (qk-norm).
     """
     check_tensors(qkv=qkv)
     if qkv.dim() not in (4, 5) or qkv.shape[-3] != 3:
@@ -217,7 +217,7 @@ class QkvStep:
 
     @property
     def is_empty(self) -> bool:
-        """True if there are neither norms nor rotary positions."""
+        """True if there are neither norms nor rotary embeddings."""
         return self.settings.tables is None and self.settings.norm == "none"
 
     @property

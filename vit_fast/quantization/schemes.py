@@ -4,8 +4,8 @@ int8, uint8        x ~ s (x_q - z), z = 0 for int8; weights are int8 with one sc
 e4m3               x ~ s x_q, s = max |.| / 448, one scale per tensor
 
 Ranges come from calibration images: "largest" covers every element, "percentile" clips the largest ones, and "mean
-square" minimizes |x - Q(x)|^2. The caller selects the range with the smallest error of the products that read the
-activation.
+squared error" minimizes |x - Q(x)|^2. The caller selects the range with the smallest error of the matmuls that read
+the activation.
 
 Smoothing moves the scale of large channels from an activation into the weights that read it: x W = (x / s) (s W).
 Source: SmoothQuant, arxiv.org/abs/2211.10438, alpha = 0.5.
@@ -30,7 +30,7 @@ TOKENS_BY_CHANCE, TOKENS_LARGEST = 8, 4
 MAX_TOKENS = 1536
 """Largest sample of tokens per activation. Of a larger one, the largest third and as many random tokens remain."""
 SHRINK = np.linspace(0.2, 1.0, 17)
-"""Ranges that "mean square" tries, relative to the largest."""
+"""Ranges that "mean squared error" tries, relative to the largest."""
 NEAR = 1.02
 """Candidates within this factor of the smallest loss count as equal; the first of them is selected."""
 
@@ -107,7 +107,7 @@ def candidate_ranges(seen: Observation, rounded: Callable[[np.ndarray, Range], n
     for percent in PERCENTILES:
         lower, upper = np.percentile(seen.tokens, (100 - percent, percent))
         candidates.append(Range(min(float(lower), 0.0), max(float(upper), 0.0), f"percentile {percent}"))
-    shrunk = [Range(low * part, high * part, "mean square") for part in SHRINK]
+    shrunk = [Range(low * part, high * part, "mean squared error") for part in SHRINK]
     errors = [np.square(seen.tokens - rounded(seen.tokens, limits)).sum() for limits in shrunk]
     return [*candidates, shrunk[int(np.argmin(errors))]]
 

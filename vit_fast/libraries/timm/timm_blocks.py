@@ -107,7 +107,7 @@ class RotaryAttentionMixin(AttentionLayer):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Maps [B, N, C] to [B, N, dim_out]; see `rope_of` for the rotary positions."""
+        """Maps [B, N, C] to [B, N, dim_out]; see `rope_of` for the rotary embeddings."""
         if self.needs_original_forward(attn_mask, is_causal):
             return self.run_original(x, attn_mask, is_causal, rope=rope)
         return self.project_out(self.mix(self._packed(x), attn_mask, self.rope_of(rope)), x)

@@ -178,7 +178,7 @@ class TimmModel(TimmInterface):
         if (rope := getattr(model, "rope", None)) is not None:
             config = rope_config(rope)
             if config is None:
-                reason = f"its rotary positions ({type(rope).__name__}) are computed for one size only"
+                reason = f"its rotary embeddings ({type(rope).__name__}) are computed for one size only"
                 raise UnsupportedInputError(f"dynamic_size with timm's {type(model).__name__}", [reason])
             rope.get_embed = functools.partial(_positions_in_graph, config, rope)
             undo.callback(delattr, rope, "get_embed")
@@ -195,7 +195,7 @@ class TimmModel(TimmInterface):
 
 
 def rope_config(rope: Any) -> RopeConfig | None:
-    """Describes timm's module of rotary positions; returns None if RopeConfig cannot represent it."""
+    """Describes timm's module of rotary embeddings; returns None if RopeConfig cannot represent it."""
     kind = type(rope).__name__
     if kind not in ("RotaryEmbeddingDinoV3", "RotaryEmbeddingCat"):
         return None

@@ -97,7 +97,7 @@ CLASSES: dict[str, type[FusedModule]] = {
 
 # Reasons against fusing other classes, by a pattern of their names
 SKIPPED = {
-    ".*Rope.*Attention.*|.*Attention.*Rope.*": "rotary positions",
+    ".*Rope.*Attention.*|.*Attention.*Rope.*": "rotary embeddings",
     "BeitSdpaSelfAttention": "it adds a relative position bias",
 }
 

@@ -116,7 +116,7 @@ class FusedSelfAttention(FusedModule):
         return output, None
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope | None:
-        """Returns the rotary positions among the arguments of a call; None if there are none."""
+        """Returns the rotary embeddings among the arguments of a call; None if there are none."""
         return None
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
