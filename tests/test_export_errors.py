@@ -76,7 +76,7 @@ def test_all_conflicts_are_listed_at_once(model: nn.Module, tmp_path: Path) -> N
 
 def test_models_that_cannot_be_exported(tmp_path: Path) -> None:
     for bad, options, message in (
-        (nn.Linear(3, 3), {}, "model must be a VisionTransformer"),
+        (nn.Linear(3, 3), {}, "model must be a ViT"),
         (ours().to("meta"), {}, "meta device"),
         (transformers_siglip2(), {}, r"Siglip2VisionModel(.|\n)*pixel_attention_mask"),
         (ours(num_classes=0), {"output": "probabilities"}, "no classification head"),
