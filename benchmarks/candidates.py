@@ -251,7 +251,8 @@ def _open(candidate: Candidate, path: Path, task: Task, io_binding: bool = True)
     from vit_fast.measure.runtimes import open_file
 
     run = open_file(candidate, path, _images(task, task.batch_size), task.model.image_hw, io_binding=io_binding)
-    return lambda images: run(images.float()).to(task.dtype)
+    as_given = candidate.engine == "openvino"
+    return lambda images: run(images if as_given else images.float()).to(task.dtype)
 
 
 # The exported files of this run with their weights: one file serves all batch sizes.

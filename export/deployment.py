@@ -156,7 +156,7 @@ class _Name(str):
 def _tensor(value: dict[str, Any], dynamic: bool, info: OnnxInfo) -> dict[str, Any]:
     if value["dtype"] not in DATA_TYPES:
         known = ", ".join(DATA_TYPES)
-        raise ModelFileError(f"{info.path}: {value['name']} must be one of {known}, got {value['dtype']}")
+        raise ModelFileError(f"{info.path}: the dtype of {value['name']} must be one of {known}, got {value['dtype']}")
     dims = value["shape"][1:] if dynamic else value["shape"]
     return {
         "name": value["name"],

@@ -14,7 +14,7 @@ from command_line import run
 from vit_fast.benchmarks import records, rendering, rows
 from vit_fast.measure import compare
 
-COMMITTED = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "cpu-2core" / "record.json"
+COMMITTED = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "cpu-2core-batch-1" / "record.json"
 Path_ = tuple[str | int, ...]
 
 

@@ -26,7 +26,7 @@ from vit_fast.export import OnnxRunner, export_onnx
 from vit_fast.measure import cache, candidate, deployable
 from vit_fast.measure.build import build
 from vit_fast.measure.candidate import AS_FILE, Candidate, candidates_of_file
-from vit_fast.measure.runtimes import OnnxFile
+from vit_fast.measure.runtimes import OnnxFile, open_file
 from vit_fast.measure.search import Refused
 from vit_fast.measure.trials import Expected, Trials
 
@@ -192,6 +192,22 @@ def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatc
         assert asked == {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1, "device": "CPU"}
         trials.prepare(fewer, 60)
         assert asked["INFERENCE_PRECISION_HINT"] == "bf16"
+
+
+def test_openvino_takes_images_in_bf16(files: Path, images) -> None:
+    pytest.importorskip("openvino")
+    path, rounded = files / "plain.onnx", images.bfloat16()
+    exact = open_file(Candidate("openvino"), path, images, None)(rounded.float())
+    try:
+        run = open_file(Candidate("openvino", precision="bf16"), path, rounded, None)
+    except UnsupportedInputError as error:
+        pytest.skip(str(error))
+    expected = open_file(Candidate("openvino", precision="bf16"), path, images, None)(rounded.float())
+    for given in (rounded, rounded.contiguous(memory_format=torch.channels_last)):
+        found = run(given)
+        assert found.dtype == torch.float32
+        # the error of images in fp32, doubled because OpenVINO converts them elsewhere in the graph
+        assert (found - exact).abs().max() <= 2 * (expected - exact).abs().max()
 
 
 def test_the_answer_for_a_file_names_what_is_in_it(files: Path, images) -> None:

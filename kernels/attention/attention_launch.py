@@ -112,7 +112,7 @@ def tiled_launch(
     Args:
         own, streamed: Tensors [B, H, N, D] by argument name. A program owns tiles of `own`, and loops over `streamed`.
         block: Rows of an own tile.
-        pieces: Rows of the streamed tiles a, b and c; 0 if absent.
+        pieces: Rows of the streamed tiles, up to three sizes; 0 if absent.
         tiles: Programs per head. Ignored for packed inputs.
         args, constants: Further arguments of the kernel.
     """

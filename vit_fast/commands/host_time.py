@@ -200,7 +200,7 @@ def _without_gradient(call: Call) -> Call:
 
 
 def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
-    """Returns calls of the operators with the tensors of a block. They pass on LayerNorm statistics."""
+    """Returns calls of the operators with a block's tensors. Both halves pass on LayerNorm statistics."""
     attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
     absent: Any = (None,) * 7
     first = partial(

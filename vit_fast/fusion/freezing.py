@@ -20,9 +20,9 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
 
     On a CPU (backend sdpa), packs the linear layers with oneDNN, or with MKL for fp32 on CPUs from Intel, folds
     LayerScale in, and applies activation and residual in place. This needs memory for a second copy of the weights of
-    all linear layers in the blocks. On other CPUs than Intel's, oneDNN Graph computes attention and compiles it in the
-    first forward of each input shape, which takes a few milliseconds. Under autocast, torch.compile, torch.export, tracing and torch.func, a forward runs
-    the original modules.
+    all linear layers in the blocks. On CPUs of other vendors than Intel, oneDNN Graph computes attention. It compiles
+    attention in the first forward of each input shape, which takes 5 to 100 ms. Under autocast, torch.compile,
+    torch.export, tracing and torch.func, a forward runs the original modules.
 
     A forward in another dtype, in training mode, or with gradients uses the original weights.
 

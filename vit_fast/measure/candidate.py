@@ -23,7 +23,7 @@ from ..ops.backends import triton_unavailable_reasons
 from ..version import installed
 
 Engine = Literal["torch", "compile", "reduce-overhead", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
-# Modes of torch.compile; "freezing" treats weights as constants, "none" does not compile.
+# Modes of torch.compile; "freezing" is Inductor's option (weights as constants), "none" does not compile.
 CompileMode = Literal["none", "default", "freezing", "reduce-overhead", "max-autotune"]
 COMPILE_MODES: tuple[CompileMode, ...] = get_args(CompileMode)
 Precision = Literal["bf16", "fp16", "int8", "fp8"]

@@ -225,8 +225,8 @@ class Trials:
                 raise OutOfTime(str(error)) from None
             raise Refused(_in_words(error)) from None
         self.took[candidate] = time.perf_counter() - start
-        one = lambda number: call(optimized, self.example)  # noqa: E731
-        self.prepared[candidate] = optimized, Samples(one, self.device, Protocol())
+        samples = Samples(lambda number: call(optimized, self.example), self.device, Protocol())
+        self.prepared[candidate] = optimized, samples
 
     def _build_and_check(self, candidate: Candidate) -> tuple[Optimized, Checked]:
         start = time.perf_counter()

@@ -69,7 +69,7 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str
         qkv: Packed projections [B, N, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
         scale, backend: See `attention`, which also lists the errors.
     Returns:
-        [B, N, H, D] in qkv.dtype, the input of the proj linear layer; contiguous with triton.
+        [B, N, H, D] in `attention`'s dtype, the input of proj; contiguous with triton.
     """
     check_tensors(qkv=qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
@@ -132,7 +132,7 @@ def attention_varlen_qkvpacked(
         qkv: Packed projections [total, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
         cu_seqlens, max_seqlen, scale, backend: See `attention_varlen`, which also lists the errors.
     Returns:
-        [total, H, D] in qkv.dtype, the input of the proj linear layer; contiguous.
+        [total, H, D] in `attention`'s dtype, the input of proj; contiguous.
     """
     check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     if qkv.dim() != 4 or qkv.shape[1] != 3:

@@ -1,4 +1,4 @@
-"""`vit_fast::block_backward`, the backward of a block or one of its halves, and the settings of both operators."""
+"""`vit_fast::block_backward`, the backward of `vit_fast::block`, and the settings of both operators."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def saved_names(s: BlockSettings) -> list[str]:
     qkv, mixed, lse: Input [B, N, 3, H, D], output [B, N, H, D] and log-sum-exp [B, H, N] of the attention.
     before_norm: qkv before the norms of q and k.
     z: Output of fc1 [M, F]; with a gate [M, 2 F], in which columns of the gate and of fc1 alternate.
-    branch, hidden: The fields of `HiddenRows` in `kernels/linear/hidden_norm.py`, for a norm before fc2.
+    branch, hidden: branch and statistics of `HiddenRows` (`hidden_norm.py`), for a norm before fc2.
     """
     names = []
     if _QKV in s.present:
@@ -186,7 +186,7 @@ def _mlp_gradient(
     stream: Tensor, norm_input: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
     s: BlockSettings, inner: _InnerNorm | None, rounded: bool,
 ) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x (a pair), of fc1's output and of fc2's output, and the input of fc2; all [M, *].
+    """Returns the gradients of x (a pair), fc1's output and the MLP's output, and the input of fc2; all [M, *].
 
     Args:
         stream: The gradient of the output [M, C].

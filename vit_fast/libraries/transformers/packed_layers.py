@@ -1,6 +1,6 @@
 """Fused layers and towers of transformers for images of any size, and those of Llama 4.
 
-- Qwen's towers and copies of them pass cu_seqlens, of images or of windows, to each layer.
+- Qwen's towers, and models with their code, pass cu_seqlens of images or of windows to each layer.
 - Pixtral packs the images of a batch and creates a block mask. Its fused tower also passes the lengths to its layers.
 - SigLIP 2 (NaFlex) pads. Its fused tower creates a padding mask that layers recognize by its strides.
 """
@@ -105,7 +105,7 @@ class FusedAttentionWithLengths(FusedRotarySelfAttention):
 class FusedTower(FusedModule):
     """A whole model of transformers.
 
-    Its class has the module and name of the original, by which transformers finds recorded outputs and weight names.
+    Its class has the `__module__` and `__name__` of the original, by which transformers finds outputs and weight names.
     """
 
     passes_for_original = True
