@@ -49,7 +49,7 @@ GRAPH_TOKENS = 32
 GRAPHS = 64
 """Number of shapes for which attention compiled by oneDNN Graph is cached."""
 HIDDEN_BYTES = 2**21
-"""Largest size of a linear layer's output per thread; see `_split`. 1 MB and 4 MB were 4 % slower."""
+"""Largest size of a linear layer's output per thread; see `_split`. 1 MB was 4 to 5 % slower, 4 MB up to 8 %."""
 ROWS = 256
 """Number of tokens that weights are packed for. The layout supports any number; 5, 197 and 1,576 were measured."""
 
