@@ -254,12 +254,11 @@ def test_fp8_is_accurate_with_sums_of_14_bits(emulator: Emulator, monkeypatch: p
     """Sums of 14 bits, as sm_90 adds products of 8-bit floats, at ViT-S' sizes."""
     monkeypatch.setattr(test_fp8_block, "WIDTH", 384)
     monkeypatch.setattr(test_fp8_block, "HIDDEN", 1536)
-    monkeypatch.setattr(test_fp8_block, "HEADS", 6)
     x = test_fp8_block.an_input()
     tensors, scales = test_fp8_block.parameters(BF16), test_fp8_block.some_scales(x)
     emulator.shorten_fp8_sums(14)
     try:
-        y, _, _ = test_fp8_block.run(x, tensors, scales)
+        y, _, _ = test_fp8_block.run(x, tensors, scales, heads=6)
     finally:
         emulator.shorten_fp8_sums(0)
     eager, exact = (
