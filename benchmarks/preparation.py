@@ -124,7 +124,7 @@ def _build_and_check(candidate: Candidate, group: Group, problem: Problem) -> tu
         allowed_error=verdict.allowed_error,
         agreement=agreement,
         build_s=round(build_s, 3),
-        first_call_s=round(first_call_s, 3),
+        first_call_s=round(first_call_s, 6),
     )
     if not verdict.passed:
         return None, row

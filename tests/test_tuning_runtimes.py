@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -192,6 +193,28 @@ def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatc
         assert asked == {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1, "device": "CPU"}
         trials.prepare(fewer, 60)
         assert asked["INFERENCE_PRECISION_HINT"] == "bf16"
+
+
+@pytest.mark.slow
+def test_signals_are_handled_after_openvino_models_are_deleted(files: Path) -> None:
+    """In a process of its own, which a signal would crash."""
+    pytest.importorskip("openvino")
+    code = f"""if True:
+        import signal, torch
+        from pathlib import Path
+        from vit_fast.measure.candidate import Candidate
+        from vit_fast.measure.runtimes import open_file
+
+        images = torch.zeros(2, 3, 32, 32)
+        path = Path({str(files / "plain.onnx")!r})
+        first, second = (open_file(Candidate("openvino"), path, images, None) for _ in range(2))
+        del first
+        del second
+        signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
+        signal.raise_signal(signal.SIGUSR1)
+    """
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "handled\n"), ended.stderr
 
 
 def test_openvino_takes_images_in_bf16(files: Path, images) -> None:

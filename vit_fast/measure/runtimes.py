@@ -167,6 +167,18 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
+def _core() -> Any:
+    """Returns the only openvino.Core of the process.
+
+    Each Core installs a stack for signal handlers, and restores the previous stack when it is deleted. With several
+    Cores, that stack may be freed already; the next signal with a Python handler then crashes the process.
+    """
+    import openvino
+
+    return openvino.Core()
+
+
 class _Openvino:
     """Runs an ONNX file in OpenVINO on the CPU.
 
@@ -179,7 +191,7 @@ class _Openvino:
     def __init__(self, path: Path, threads: int | None, precision: str, images_in_bf16: bool) -> None:
         import openvino
 
-        core, hint = openvino.Core(), {"fp32": "f32", "bf16": "bf16"}[precision]
+        core, hint = _core(), {"fp32": "f32", "bf16": "bf16"}[precision]
         if precision == "bf16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
             raise UnsupportedInputError("openvino", ["this CPU has no bf16 matmuls: use fp32"])
         model = core.read_model(path)
