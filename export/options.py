@@ -96,7 +96,7 @@ class ExportOptions:
     @property
     def budget(self) -> str:
         """The largest allowed error, in words."""
-        return EIGHT_BIT_BUDGET if self.is_eight_bit else f"max <= {BUDGETS[self.precision]:g}"
+        return EIGHT_BIT_BUDGET if self.is_eight_bit else f"max error <= {BUDGETS[self.precision]:g}"
 
 
 def opset_for(precision: str) -> int:

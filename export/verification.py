@@ -72,8 +72,8 @@ def verify_file(
         same = "" if worst.top1_agreement is None else f", top-1 agreement {worst.top1_agreement:.1%}"
         raise VerificationError(
             f"{options.precision} file differs from eager at batch {worst.batch}, size {worst.image_hw}: "
-            f"max error {worst.max_error:.2e}, rms error {worst.rms_error:.2e}{same}, another class on {worst.flips} "
-            f"of {worst.images} images that the model was sure of; must be {options.budget}"
+            f"max error {worst.max_error:.2e}, rms error {worst.rms_error:.2e}{same}, the model is sure of "
+            f"another class on {worst.flips} of {worst.images} images; allowed: {options.budget}"
         )
     return checks, f"eager {'fp32' if large else 'fp64'}, {session.get_providers()[0]}"
 
@@ -193,7 +193,7 @@ def check_labelled(folder: Path, vit: ImageModel, options: ExportOptions) -> lis
     if options.output == "features" or not vit.num_classes:
         raise UnsupportedInputError("validation", ["the file must output classes, got features"])
     if vit.data_config is None:
-        raise UnsupportedInputError("validation", [f"{vit.name} has no data_config: pass one"])
+        raise UnsupportedInputError("validation", [f"{vit.name} has no data_config: pass data_config to export_onnx"])
     return labelled_images(folder, vit.num_classes, vit.class_names)
 
 
@@ -219,7 +219,8 @@ def measure_accuracy(
     accuracy = Accuracy(len(files), of_model.top1, of_file.top1)
     if not accuracy.acceptable:
         raise VerificationError(
-            f"{options.precision} file must lose at most {POINTS:.1%} of the images, or one, got {accuracy.line()}"
+            f"top-1 accuracy of the {options.precision} file must be at most {POINTS:.1%} or one image lower, "
+            f"got {accuracy.line()}"
         )
     return accuracy
 

@@ -13,7 +13,7 @@ from mlp_support import DEVICE, make_case
 from torch import Tensor
 
 import vit_fast
-from vit_fast.ops import layer_norm_mlp
+from vit_fast.ops import attention_varlen, layer_norm_mlp
 
 HALF = [torch.bfloat16, torch.float16]
 every_half = pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -100,3 +100,12 @@ def test_rows_of_any_size(size: float, dtype: torch.dtype) -> None:
     exact, usual = results(torch.float64, False), results(torch.float32, False)
     for name, value in results(torch.float32, True).items():
         assert_within(value, usual[name], exact[name], 2 if name == "y" else 3, name)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "triton"])
+@pytest.mark.parametrize("ends", [(0, 3, 5), (0, 0)], ids=["tokens after the last sequence", "no sequence"])
+def test_packed_attention_has_autocasts_dtype(ends: tuple[int, ...], backend: str) -> None:
+    q = torch.randn(7, 2, 16, device=DEVICE)
+    bounds = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert attention_varlen(q, q, q, bounds, 3, backend=backend).dtype == torch.bfloat16

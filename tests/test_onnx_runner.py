@@ -62,7 +62,7 @@ def test_pixels(exported: Any, model: Any) -> None:
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-12)
     for file in ("pixels", "plain"):
         assert OnnxRunner(exported(file), "cpu").probabilities([]).shape == (0, 10)
-        with pytest.raises(TypeError, match="images must be"):
+        with pytest.raises(TypeError, match="image must be"):
             OnnxRunner(exported(file), "cpu").probabilities([sample_image()])
     with pytest.raises(ValueError, match=r"dtype must be uint8, got float32"):
         runner(np.zeros((1, 32, 32, 3), np.float32))

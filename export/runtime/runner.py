@@ -128,7 +128,8 @@ class OnnxRunner:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises an error for pickle and copy.deepcopy: a session cannot leave its process."""
-        raise UnsupportedInputError("copying an OnnxRunner", [f"open the file again: OnnxRunner({str(self.path)!r})"])
+        reason = f"ONNX Runtime cannot copy a session; open the file again: OnnxRunner({str(self.path)!r})"
+        raise UnsupportedInputError("pickling or copying an OnnxRunner", [reason])
 
     def probabilities(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Returns class probabilities [B, classes] of images; see `prepare` for the preprocessing.
@@ -152,7 +153,7 @@ class OnnxRunner:
         """Returns an image: preprocessed fp32 [channels, H, W], or uint8 [H, W, channels] if the file preprocesses."""
         from PIL import Image
 
-        check_type("images", image, Image.Image)
+        check_type("image", image, Image.Image)
         if self.takes_pixels:
             pixels = np.asarray(image.convert("L" if self.in_chans == 1 else "RGB"), np.uint8)
             return pixels.reshape(image.height, image.width, self.in_chans)
@@ -186,7 +187,7 @@ def _class_names(info: OnnxInfo, signature: Signature, names: Sequence[str] | No
     if names is not None:
         check_type("class_names", names, list, tuple)
         if classes is not None and len(names) != classes:
-            raise ValueError(f"class_names must have {classes} names, one per output of the file, got {len(names)}")
+            raise ValueError(f"class_names must have {classes} names, one per class of the file, got {len(names)}")
         return tuple(names)
     if known and classes is not None and len(known) != classes and info.output != "features":
         raise ModelFileError(f"{info.path}: its metadata is damaged: {len(known)} class names for {classes} outputs")
@@ -261,7 +262,8 @@ class _Execution:
         images = images.contiguous()
         signature = self.signature
         if signature.output_tail is None:
-            reason = "the file must contain shape and floating dtype of the output: pass io_binding=False"
+            remedy = "pass io_binding=False and cuda_graph=False"
+            reason = f"the file must state the shape and a floating dtype of its output: {remedy}"
             raise UnsupportedInputError("IO binding", [reason])
         dtype = getattr(torch, str(signature.output_dtype))
         output = torch.empty((len(images), *signature.output_tail), dtype=dtype, device=images.device)

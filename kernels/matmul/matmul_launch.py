@@ -67,7 +67,7 @@ class MatmulConfig:
         return ceil_div(M, self.block_m) * ceil_div(N, self.block_n)
 
     def row_parts(self, N: int) -> int:
-        """Returns the last dimension of `row_part` in "activation_grad"."""
+        """Returns the number of partial sums per row that "activation_grad" and "gated_grad" store."""
         return ceil_div(N, self.sub_tile_width)
 
     def column_parts(self, M: int) -> int:
@@ -117,12 +117,13 @@ class Operands:
     """Tensors of a matmul; the parameters of `_matmul_kernel` describe their use by each epilogue.
 
     Args:
-        row_part: LayerNorm statistics of `a` (`row_parts.py`) if a norm is folded into `b`; for "activation_grad" and
-            "layer_norm_grad" partial sums of rows [M, parts].
+        row_part: LayerNorm statistics of `a` (`row_parts.py`) if a norm is folded into `b`; for "activation_grad",
+            "gated_grad" and "layer_norm_grad", partial sums of rows [M, parts].
         out_part: LayerNorm statistics of `out`, for the next norm.
         hidden, along: Inputs of "activation_grad" and "gated_grad" if a norm of h follows (`hidden_norm.py`).
         head_step: For "rotary" and "qk_norm"; N is then 3 H D.
-        x, residual: Have the dtype of `out`, which is fp32 or the dtype of `a` and `b`.
+        residual: Has the dtype of `out`: fp32, the dtype of `a` and `b`, or half precision if these are e4m3.
+        x: Has the dtype of `out`, or that of `a` if x is normalized.
     """
 
     a: Tensor

@@ -11,8 +11,8 @@ import triton.language as tl
 from ..launch import is_interpreted
 
 _INTERPRETED = tl.constexpr(is_interpreted())
-# Columns that a thread reads at once where fp32 and half precision are mixed. With 8 columns (16 bytes of half
-# precision), each 16-byte load of fp32 would use only half of every 32-byte sector.
+# Columns that a thread reads at once where fp32 and half precision are mixed. With 8 columns, a thread would read the
+# fp32 values in two loads of 16 bytes, each of which uses only half of every 32-byte sector.
 READ_AT_ONCE = tl.constexpr(4)
 
 
@@ -71,7 +71,8 @@ def store_tile(target, values, row, col, rows, columns, ROWS: tl.constexpr, COLS
 def rounded(value, DTYPE: tl.constexpr):
     """Rounds an fp32 tile to DTYPE.
 
-    Converts two numbers to bf16 per instruction; the compiler converts only one if the tile is used again.
+    For bf16, PTX converts two values per instruction. The compiler would convert one value per instruction if the fp32
+    tile is used again.
     """
     if _INTERPRETED or DTYPE != tl.bfloat16:
         return value.to(DTYPE)
@@ -87,7 +88,10 @@ def accumulate(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Returns the fp32 tile of A B at (row, col), summed over [k_start, k_stop), multiples of BLOCK_K (or K)."""
+    """Returns the fp32 tile of A B at (row, col), summed over k in [k_start, k_stop).
+
+    Both bounds are multiples of BLOCK_K; k_stop may also be K.
+    """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(k_start, k_stop, BLOCK_K):
         if A_IS_KM:
@@ -142,7 +146,10 @@ def load_rows(pointer, row, M, ROWS: tl.constexpr):
 
 @triton.jit
 def sum_row_parts(pointer, row, M, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns the sums of ROWS rows of [M, PARTS]; reduces along the first axis, like `combine_statistics`."""
+    """Returns the sum of each of ROWS rows of [M, PARTS].
+
+    Loads transposed tiles and reduces their first axis, like `combine_statistics`.
+    """
     step = tl.arange(0, ROWS)
     base = pointer + tl.cast(row, tl.int64) * PARTS
     total = tl.zeros((ROWS,), tl.float32)

@@ -34,7 +34,7 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all classes and disagreements.")] = False,
 ) -> None:
-    """Measure top-1, top-5 and per-class accuracy of one or two models on labeled images."""
+    """Measure top-1, top-5 and per-class accuracy of a model on labeled images, or compare it with a second model."""
     from ..apps.classifiers import read_class_names
     from ..apps.evaluation import draw_confusion
     from ..files import check_replaceable, file_aside

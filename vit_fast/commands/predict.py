@@ -31,8 +31,8 @@ def predict(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Write label, probabilities and embedding of each image to this Parquet file. Re-run the command to "
-            "resume an interrupted run."
+            help="Write predicted class, probabilities and embedding of each image to this Parquet file. Re-run the "
+            "command to resume an interrupted run."
         ),
     ] = None,
     engine: Annotated[

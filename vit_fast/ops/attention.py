@@ -36,7 +36,7 @@ def attention(
         key_mask: bool [B, N_kv], False for padding. The output of an image is 0 if its mask is all False.
         backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of q).
     Returns:
-        [B, H, N_q, D] in q.dtype; triton accumulates in fp32. Under autocast, sdpa and triton return autocast's dtype.
+        [B, H, N_q, D] in q.dtype; triton accumulates in fp32. Under autocast, the output has autocast's dtype.
     Raises:
         ValueError: shapes, dtypes or devices do not match.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
@@ -69,7 +69,7 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str
         qkv: Packed projections [B, N, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
         scale, backend: See `attention`, which also lists the errors.
     Returns:
-        [B, N, H, D] in `attention`'s dtype, the input of proj; contiguous with triton.
+        [B, N, H, D], in the dtype that `attention` returns; contiguous with triton.
     """
     check_tensors(qkv=qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
@@ -132,7 +132,7 @@ def attention_varlen_qkvpacked(
         qkv: Packed projections [total, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
         cu_seqlens, max_seqlen, scale, backend: See `attention_varlen`, which also lists the errors.
     Returns:
-        [total, H, D] in `attention`'s dtype, the input of proj; contiguous.
+        [total, H, D], in the dtype that `attention` returns; contiguous.
     """
     check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     if qkv.dim() != 4 or qkv.shape[1] != 3:
@@ -179,7 +179,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replaces torch.nn.functional.scaled_dot_product_attention, with the same signature and results.
+    """Drop-in replacement for torch.nn.functional.scaled_dot_product_attention, with the same signature and results.
 
     The Triton kernel runs calls without a mask or with a boolean padding mask, equal for all queries and heads. A mask
     is recognized by sizes and strides; its values are not read. torch's function runs all other calls, for example
@@ -259,7 +259,7 @@ def _varlen_by_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: 
         start = end
     if start < q.shape[0] or not outputs:
         everything = torch.ones((), dtype=torch.bool, device=q.device)
-        outputs.append(q[start:].masked_fill(everything, 0))  # 0 even if q contains NaN
+        outputs.append(q[start:].masked_fill(everything, 0).to(matmul_dtype(q)))  # 0 even if q contains NaN
     return torch.cat(outputs)
 
 

@@ -38,7 +38,8 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, sca
         for start, end in itertools.pairwise(bounds)
     ]
     everything = torch.ones((), dtype=torch.bool, device=q.device)
-    mixed.append(q[:, :, bounds[-1] :].masked_fill(everything, 0))  # 0 even if q contains NaN; the gradient is 0
+    rest = q[:, :, bounds[-1] :].masked_fill(everything, 0)  # 0 even if q contains NaN; the gradient is 0
+    mixed.append(rest.to(mixed[0].dtype) if mixed else rest)
     return torch.cat(mixed, dim=2)[0].transpose(0, 1)
 
 

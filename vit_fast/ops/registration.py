@@ -75,7 +75,7 @@ def operator(
         function: The implementation. It must not change its arguments, and no output may share memory with an argument.
         what: Name of the operator in error messages.
         fake: Returns empty outputs with the shapes, strides and dtypes of the real ones.
-        flop: Returns the FLOP. Called with the arguments, with shapes in place of tensors.
+        flop: Returns the number of FLOPs. Called with the arguments, with shapes in place of tensors.
         gradient: The derivative. None means that differentiation raises an error, as for backward operators.
         cached: Position, in the flattened arguments, of the weight whose address is a key of `CACHED`. Every
             call first updates the cached weights if the parameters changed, also in a compiled graph.
@@ -268,7 +268,7 @@ def is_exporting() -> bool:
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype of matmuls of x: the autocast dtype if autocast is enabled, else that of x."""
+    """Returns the dtype of matmuls of x: the autocast dtype if autocast is enabled and x is not fp64, else x.dtype."""
     device_type = x.device.type
     if x.dtype == torch.float64 or device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return x.dtype  # torch has no autocast state for meta
