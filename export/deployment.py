@@ -269,7 +269,7 @@ def _text(info: OnnxInfo, files: list[Path], license_name: str | None) -> str:
 def _checks(facts: dict[str, Any]) -> list[str]:
     verification, lines = facts.get("verification"), []
     if isinstance(verification, dict):
-        lines.append(f"Compared with {verification['reference']}; must be {verification['budget']}.")
+        lines.append(f"Compared with {verification['reference']}; allowed: {verification['budget']}.")
         lines += ["", "| images | size | max error | rms error | top-1 agreement |", "|---|---|---|---|---|"]
         for check in verification["checks"]:
             same = "" if check["top1_agreement"] is None else f"{check['top1_agreement']:.1%}"

@@ -170,7 +170,7 @@ def _session(path: Path, options: ExportOptions) -> Any:
         return open_session(path, **settings)
     except ModelFileError as error:
         if options.precision == "bf16":
-            reasons = [str(error), "pass verify=False, or export on a machine with CUDA"]
+            reasons = [str(error), "pass verify=False, or install onnxruntime-gpu on a machine with CUDA"]
             raise UnsupportedInputError("verification of a bf16 file", reasons) from error
         raise VerificationError(str(error)) from error
 
