@@ -219,8 +219,8 @@ def measure_accuracy(
     accuracy = Accuracy(len(files), of_model.top1, of_file.top1)
     if not accuracy.acceptable:
         raise VerificationError(
-            f"top-1 accuracy of the {options.precision} file must be at most {POINTS:.1%} or one image lower, "
-            f"got {accuracy.line()}"
+            f"top-1 accuracy of the {options.precision} file must be at most {POINTS:.1%} or one image "
+            f"below the model's, got {accuracy.line()}"
         )
     return accuracy
 
