@@ -164,6 +164,11 @@ def is_watched(*kernels: Any) -> bool:
     )
 
 
+def pointers(suffix: str, source: Any, **fields: str) -> dict[str, Any]:
+    """Returns the arguments `name`, `suffix` and _ptr, from fields of `source` by name; None if there is no source."""
+    return {f"{name}{suffix}_ptr": getattr(source, field, None) for name, field in fields.items()}
+
+
 def ceil_div(a: int, b: int) -> int:
     """Returns a / b, rounded up; triton's `cdiv` takes microseconds on the host."""
     return -(-a // b)

@@ -154,6 +154,40 @@ def row_statistics_launch(
     return Launch(_row_statistics_kernel, (programs,), args, constants, num_warps=4, device=x.device)
 
 
+@triton.jit
+def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
+    """Loads columns of a vector [C] in fp32; returns DEFAULT if `pointer` is None."""
+    if pointer is None:
+        return tl.full(cols.shape, DEFAULT, tl.float32)
+    else:
+        return tl.load(pointer + cols, mask=cols < C, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_chunk(pointer, start, cols, mask):
+    """Loads columns `cols` of rows that begin at the offsets `start` [ROWS, 1], in fp32."""
+    return tl.load(pointer + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_chunk(pointer, value, start, cols, mask):
+    tl.store(pointer + start + cols[None, :], value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _row_sums(x_ptr, start, inside, mean, C, POWER: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Returns the sum of (x - mean)^POWER over each row [ROWS]; `mean` may be None."""
+    total = tl.zeros((ROWS,), tl.float32)
+    for first in tl.range(0, C, BLOCK_C):
+        cols = first + tl.arange(0, BLOCK_C)
+        mask = inside[:, None] & (cols < C)[None, :]
+        x = load_chunk(x_ptr, start, cols, mask)
+        if mean is not None:
+            x = tl.where(mask, x - mean[:, None], 0.0)
+        total += tl.sum(x * x if POWER == 2 else x, 1)
+    return total
+
+
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["rstd_ptr"])
 def _normalise_kernel(
     x_ptr,  # [M, C] fp32
@@ -167,39 +201,20 @@ def _normalise_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < M
     start = rows.to(tl.int64)[:, None] * C
-    total = tl.zeros((ROWS,), tl.float32)
     mean = tl.zeros((ROWS,), tl.float32)
     if not RMS:
-        for first in tl.range(0, C, BLOCK_C):
-            cols = first + tl.arange(0, BLOCK_C)
-            mask = inside[:, None] & (cols < C)[None, :]
-            total += tl.sum(tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0), 1)
-        mean = total / C
+        mean = _row_sums(x_ptr, start, inside, None, C, 1, ROWS, BLOCK_C) / C
         # correct the rounding error of the mean, so that a constant row is normalized to exactly 0
-        left = tl.zeros((ROWS,), tl.float32)
-        for first in tl.range(0, C, BLOCK_C):
-            cols = first + tl.arange(0, BLOCK_C)
-            mask = inside[:, None] & (cols < C)[None, :]
-            x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0)
-            left += tl.sum(tl.where(mask, x - mean[:, None], 0.0), 1)
-        mean += left / C
-    squares = tl.zeros((ROWS,), tl.float32)
-    for first in tl.range(0, C, BLOCK_C):
-        cols = first + tl.arange(0, BLOCK_C)
-        mask = inside[:, None] & (cols < C)[None, :]
-        x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0)
-        deviation = tl.where(mask, x - mean[:, None], 0.0)
-        squares += tl.sum(deviation * deviation, 1)
-    rstd = tl.math.rsqrt(squares / C + eps)
+        mean += _row_sums(x_ptr, start, inside, mean, C, 1, ROWS, BLOCK_C) / C
+    rstd = tl.math.rsqrt(_row_sums(x_ptr, start, inside, mean, C, 2, ROWS, BLOCK_C) / C + eps)
     tl.store(rstd_ptr + rows, rstd, mask=inside)
     if mean_ptr is not None:
         tl.store(mean_ptr + rows, mean, mask=inside)
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
         mask = inside[:, None] & (cols < C)[None, :]
-        x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0)
-        normalised = (x - mean[:, None]) * rstd[:, None]
-        tl.store(normalised_ptr + start + cols[None, :], normalised.to(normalised_ptr.dtype.element_ty), mask=mask)
+        normalised = (load_chunk(x_ptr, start, cols, mask) - mean[:, None]) * rstd[:, None]
+        store_chunk(normalised_ptr, normalised, start, cols, mask)
 
 
 def chunk(width: int) -> tuple[int, int]:
@@ -219,19 +234,14 @@ def normalise_launch(
     return Launch(_normalise_kernel, (ceil_div(M, rows),), args, constants, num_warps=4, device=x.device)
 
 
-def is_normalised(statistics: Tensor) -> bool:
-    """True if `RowStatistics.statistics` is [1, M], i.e. rstd only, because x was normalized beforehand."""
-    return statistics.shape[0] == 1
-
-
 @dataclass(frozen=True)
 class InputRows:
-    """Input x of a folded linear layer, with its statistics.
+    """Input x [M, C] of a folded linear layer, with its statistics.
 
     Args:
-        source: Operand of the matmul, [M, C]: x, or (x - mean) rstd in the dtype of the matmul if x is fp32.
-        statistics: LayerNorm statistics of x, fp32 [M, 2, parts] (`row_parts.py`). If `source` is normalized: rstd,
-            fp32 [1, M].
+        source: Operand of the matmul: x, or (x - mean) rstd in the dtype of the matmul if x is fp32.
+        statistics: Partial LayerNorm statistics of x, fp32 [M, 2, parts] (`row_parts.py`). If `source` is normalized:
+            rstd, fp32 [1, M].
         eps: Epsilon of the LayerNorm.
     """
 
@@ -247,7 +257,7 @@ class InputRows:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Input x of a folded linear layer, with mean and rstd for the backward.
+    """Input x [M, C] of a folded linear layer, with mean and rstd for the backward.
 
     Args:
         source: As in `InputRows`.
@@ -260,16 +270,15 @@ class RowStatistics:
 
     @property
     def mean(self) -> Tensor | None:
-        """Means of the rows, fp32 [M]; None if `source` is normalized."""
-        return None if is_normalised(self.statistics) else self.statistics[0]
-
-    @property
-    def input_dtype(self) -> torch.dtype:
-        return torch.float32 if is_normalised(self.statistics) else self.source.dtype
+        return self.statistics[0] if self.statistics.shape[0] == 2 else None
 
     @property
     def rstd(self) -> Tensor:
         return self.statistics[-1]
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        return self.source.dtype if self.statistics.shape[0] == 2 else torch.float32
 
 
 def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
@@ -277,14 +286,9 @@ def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
 
 
 def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> InputRows:
-    """Returns the `InputRows` of x. If x is fp32, normalizes x to `dtype`; else computes statistics if `part` is None.
+    """Returns the `InputRows` of x [M, C], contiguous, for a matmul in `dtype`.
 
-    Args:
-        x: [M, C], contiguous.
-        eps: Epsilon of the LayerNorm.
-        part: Statistics of half-precision x (`row_parts.py`), or None.
-        dtype: Dtype of the matmul.
-        rms: True for RMSNorm.
+    Normalizes fp32 x to `dtype`. For half-precision x, computes the partial statistics if `part` is None.
     """
     M, C = x.shape
     if x.dtype == torch.float32:

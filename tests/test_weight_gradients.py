@@ -16,8 +16,7 @@ from vit_fast.kernels.launch import Launch
 from vit_fast.kernels.layer_norm import RowStatistics
 from vit_fast.kernels.linear import gradients, weight_products
 from vit_fast.kernels.linear.folding import NormedLinear
-from vit_fast.kernels.linear.vector_gradients import parameter_gradients
-from vit_fast.kernels.linear.weight_gradients import FoldedProducts, ResidualProducts
+from vit_fast.kernels.linear.weight_gradients import FoldedProducts, ResidualProducts, parameter_gradients
 from vit_fast.kernels.linear.weight_products import weight_products_launch
 from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, fits_tma
 from vit_fast.kernels.matmul.matmul_policy import products_config

@@ -21,8 +21,7 @@ from ..linear.gradients import layer_norm_grad_launch, new_column_sums
 from ..linear.hidden_norm import along_launch
 from ..linear.scaled_weights import ScaledWeight, scaled_weights_launch
 from ..linear.split_k import finish_residual_launch
-from ..linear.vector_gradients import vector_grad_launch
-from ..linear.weight_gradients import FoldedProducts, ResidualProducts, room_for, weight_grad_launch
+from ..linear.weight_gradients import FoldedProducts, ResidualProducts, room_for, vector_grad_launch, weight_grad_launch
 from ..linear.weight_products import weight_products_launch
 from ..matmul.matmul_launch import EPILOGUES, HeadStep, MatmulConfig, Operands, matmul_launch
 from ..matmul.matmul_policy import NORMED_HEADS, config_table, is_usable

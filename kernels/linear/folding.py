@@ -24,7 +24,7 @@ Source: vit-fast's own derivation, checked in fp64 by the tests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,17 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, ceil_div
-from ..layer_norm import chunk
-
-
-@triton.jit
-def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
-    """Loads columns of a vector [C] in fp32; returns DEFAULT if `pointer` is None."""
-    if pointer is None:
-        return tl.full(cols.shape, DEFAULT, tl.float32)
-    else:
-        return tl.load(pointer + cols, mask=cols < C, other=0.0).to(tl.float32)
+from ..launch import Launch, ceil_div, pointers
+from ..layer_norm import chunk, load_chunk, load_columns, store_chunk
 
 
 @triton.jit
@@ -76,8 +67,7 @@ def _fold_rows(
         shift += tl.load(row_pointers(bias_ptr, gate_bias_ptr, rows, 1, F, HEAD), mask=inside, other=0.0).to(tl.float32)
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
-        mask = inside[:, None] & (cols < C)[None, :]
-        weight = tl.load(source + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        weight = load_chunk(source, 0, cols, inside[:, None] & (cols < C)[None, :])
         total += tl.sum(weight * load_columns(gamma_ptr, cols, C, 1.0)[None, :], 1)
         shift += tl.sum(weight * load_columns(beta_ptr, cols, C, 0.0)[None, :], 1)
     mean = total / C
@@ -87,10 +77,9 @@ def _fold_rows(
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
         mask = inside[:, None] & (cols < C)[None, :]
-        weight = tl.load(source + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        centred = tl.where(mask, weight * load_columns(gamma_ptr, cols, C, 1.0)[None, :] - mean[:, None], 0.0)
-        folded = centred.to(folded_ptr.dtype.element_ty)
-        tl.store(folded_ptr + start + cols[None, :], folded, mask=mask)
+        scaled = load_chunk(source, 0, cols, mask) * load_columns(gamma_ptr, cols, C, 1.0)[None, :]
+        folded = tl.where(mask, scaled - mean[:, None], 0.0).to(folded_ptr.dtype.element_ty)
+        store_chunk(folded_ptr, folded, start, cols, mask)
         left += tl.sum(folded.to(tl.float32), 1)
     if sum_ptr is not None:
         tl.store(sum_ptr + rows, left, mask=inside)
@@ -132,13 +121,12 @@ class NormedLinear:
     """A linear layer and the LayerNorm before it.
 
     Args:
-        weight: [F, C].
-        bias: [F]; None means zeros.
+        weight, bias: [F, C] and [F].
         gamma, beta: Weight and bias of the LayerNorm [C]; None means ones and zeros.
         rms: True for RMSNorm.
         gate, gate_bias: Weight and bias of the gate, like `weight` and `bias`; None means no gate.
-        rope_head: head_dim D if channels j and j + D/2 of q and k become adjacent; else 0. Must be 0 for the
-            second of two layers that are folded together.
+        rope_head: head_dim D if channels j and j + D/2 of q and k become adjacent; else 0. Only the first of two layers
+            that are folded together may set it.
     """
 
     weight: Tensor
@@ -156,9 +144,8 @@ class NormedLinear:
         return self.weight.shape[0] * (1 if self.gate is None else 2)
 
     def contiguous(self) -> NormedLinear:
-        tensors = (self.bias, self.gamma, self.beta, self.gate, self.gate_bias)
-        bias, gamma, beta, gate, gate_bias = (tensor if tensor is None else tensor.contiguous() for tensor in tensors)
-        return NormedLinear(self.weight.contiguous(), bias, gamma, beta, self.rms, gate, gate_bias, self.rope_head)
+        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -182,16 +169,11 @@ def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear])
     """Returns the launch that folds one or two contiguous linear layers into `folded`."""
     args: dict[str, Any] = {}
     block, rows = chunk(max(linear.weight.shape[1] for linear in linears))
-    for index, suffix in enumerate(("", "2")):
-        linear, into = (linears[index], folded[index]) if index < len(linears) else (None, None)
-        F, C = (linear.rows, linear.weight.shape[1]) if linear else (0, 0)
-        args |= {
-            f"weight{suffix}_ptr": linear and linear.weight, f"gamma{suffix}_ptr": linear and linear.gamma,
-            f"beta{suffix}_ptr": linear and linear.beta, f"bias{suffix}_ptr": linear and linear.bias,
-            f"gate{suffix}_ptr": linear and linear.gate, f"gate_bias{suffix}_ptr": linear and linear.gate_bias,
-            f"folded{suffix}_ptr": into and into.weight, f"sum{suffix}_ptr": into and into.weight_sum,
-            f"shift{suffix}_ptr": into and into.shift, f"F{suffix}": F, f"C{suffix}": C,
-        }  # fmt: skip
+    for suffix, linear, into in zip(("", "2"), [*linears, None], [*folded, None]):
+        args |= pointers(suffix, linear, weight="weight", gamma="gamma", beta="beta", bias="bias", gate="gate")
+        args |= pointers(suffix, linear, gate_bias="gate_bias")
+        args |= pointers(suffix, into, folded="weight", sum="weight_sum", shift="shift")
+        args |= {f"F{suffix}": linear.rows if linear else 0, f"C{suffix}": linear.weight.shape[1] if linear else 0}
     programs = sum(ceil_div(linear.rows, rows) for linear in linears)
     constants = {"HEAD": linears[0].rope_head, "ROWS": rows, "BLOCK_C": block}
     return Launch(_fold_kernel, (programs,), args, constants, num_warps=4, device=linears[0].weight.device)

@@ -38,9 +38,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launch, ceil_div
-from ..layer_norm import RowStatistics, chunk
+from ..layer_norm import RowStatistics, chunk, load_chunk, load_columns, store_chunk
 from ..matmul.matmul_tiles import READ_AT_ONCE, tile_mask, tile_offsets
-from .folding import load_columns
 
 SUM_ROWS = 256  # rows per partial sum
 _SUM_ROWS = tl.constexpr(SUM_ROWS)
@@ -147,11 +146,10 @@ def _layer_norm_grad_kernel(
         for first in tl.range(0, C, BLOCK_C):
             cols = first + tl.arange(0, BLOCK_C)
             mask = inside[:, None] & (cols < C)[None, :]
-            grad = tl.load(grad_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-            grad *= load_columns(gamma_ptr, cols, C, 1.0)[None, :]
-            source = tl.load(source_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            grad = load_chunk(grad_ptr, start, cols, mask) * load_columns(gamma_ptr, cols, C, 1.0)[None, :]
+            normalised = (load_chunk(source_ptr, start, cols, mask) - shift[:, None]) * scale[:, None]
             total += tl.sum(grad, 1)
-            along += tl.sum(grad * ((source - shift[:, None]) * scale[:, None]), 1)
+            along += tl.sum(grad * normalised, 1)
         total /= C
         if RMS:
             total = tl.zeros((ROWS,), tl.float32)
@@ -159,27 +157,22 @@ def _layer_norm_grad_kernel(
         for first in tl.range(0, C, BLOCK_C):
             cols = first + tl.arange(0, BLOCK_C)
             mask = inside[:, None] & (cols < C)[None, :]
-            grad = tl.load(grad_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-            grad *= load_columns(gamma_ptr, cols, C, 1.0)[None, :]
-            source = tl.load(source_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-            normalised = (source - shift[:, None]) * scale[:, None]
+            grad = load_chunk(grad_ptr, start, cols, mask) * load_columns(gamma_ptr, cols, C, 1.0)[None, :]
+            normalised = (load_chunk(source_ptr, start, cols, mask) - shift[:, None]) * scale[:, None]
             if mean_ptr is not None:
-                stored = normalised.to(normalised_ptr.dtype.element_ty)
-                tl.store(normalised_ptr + start + cols[None, :], stored, mask=mask)
+                store_chunk(normalised_ptr, normalised, start, cols, mask)
             # tl.fma rounds the product; the compiler would fuse a multiplication with the addition below
             dx = tl.fma(tl.abs(rstd)[:, None], grad - total[:, None] - normalised * along[:, None], 0.0)
             dx = dx.to(out_ptr.dtype.element_ty)
             if residual_ptr is not None:  # add rounded values, as autograd adds the gradients of two branches
-                added = tl.load(residual_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-                dx = (dx.to(tl.float32) + added).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + start + cols[None, :], dx, mask=mask)
+                dx = dx.to(tl.float32) + load_chunk(residual_ptr, start, cols, mask)
+            store_chunk(out_ptr, dx, start, cols, mask)
 
 
 def layer_norm_grad_launch(
     grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, out: Tensor,
     normalised: Tensor | None, summed: Tensor, sum_part: Tensor, rms: bool = False,
 ) -> Launch:  # fmt: skip
-    """Returns the launch of `_layer_norm_grad_kernel`, which describes the tensors."""
     (M, C), F = grad.shape, summed.shape[1]
     block, count = chunk(C)
     args = {

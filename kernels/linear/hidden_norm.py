@@ -27,21 +27,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launch, ceil_div
-from ..layer_norm import chunk, normalise_launch
-from ..matmul.matmul_launch import Operands, matmul_launch
-from ..matmul.matmul_policy import matmul_config
-from .folding import FoldedLinear, load_columns
+from ..layer_norm import chunk, load_chunk, load_columns, normalise_launch
+from ..matmul.matmul_launch import Operands
+from .folding import FoldedLinear
 from .gradients import column_sum_programs, column_sum_tiles, new_column_sums, store_column_sums
+from .linear import run_matmul
 
 
 @dataclass(frozen=True)
 class HiddenLinear:
-    """The second linear layer of an MLP, with the preceding norm folded in.
-
-    Args:
-        folded: W'' [C, F], c [C] and s [C]; no s for RMSNorm.
-        eps: Epsilon of the norm.
-    """
+    """The second linear layer of an MLP, with the preceding norm folded in, and the epsilon of the norm."""
 
     folded: FoldedLinear
     eps: float
@@ -49,11 +44,9 @@ class HiddenLinear:
 
 @dataclass(frozen=True)
 class HiddenRows:
-    """Tensors that the forward saves for the backward.
+    """Tensors that the forward saves: y' - c [M, C] in the dtype of the result; mean and rstd of h, fp32 [2, M].
 
-    Args:
-        branch: y' - c [M, C], in the dtype of the result.
-        statistics: Mean and rstd of h, fp32 [2, M]. In half precision, rstd is negative for a constant row.
+    In half precision, rstd is negative for a constant row.
     """
 
     branch: Tensor
@@ -67,8 +60,7 @@ def hidden_linear_residual(
     """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and tensors for the backward if `keep`.
 
     Args:
-        h: [M, F].
-        part: LayerNorm statistics of h (`row_parts.py`); None for fp32 h, which an extra kernel normalizes.
+        part: LayerNorm statistics of h [M, F]; None for fp32 h, which an extra kernel normalizes.
         out_part: Output: LayerNorm statistics of the result.
     """
     folded, M, C = second.folded, h.shape[0], second.folded.weight.shape[0]
@@ -87,7 +79,7 @@ def hidden_linear_residual(
         weight_sum=None if part is None else folded.weight_sum, row_part=part, eps=second.eps,
         mean=statistics[0] if made else None, rstd=statistics[1] if made else None, out_part=out_part,
     )  # fmt: skip
-    matmul_launch(operands, epilogue="residual", config=matmul_config(operands, "residual")).run()
+    run_matmul(operands, "residual")
     return out, None if branch is None else HiddenRows(branch, statistics)
 
 
@@ -113,17 +105,14 @@ def _along_kernel(
         for first in tl.range(0, C, BLOCK_C):
             cols = first + tl.arange(0, BLOCK_C)
             mask = inside[:, None] & (cols < C)[None, :]
-            grad = tl.load(grad_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-            grad *= load_columns(scale_ptr, cols, C, 1.0)[None, :]
-            branch = tl.load(branch_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-            total += tl.sum(grad * branch, 1)
+            grad = load_chunk(grad_ptr, start, cols, mask) * load_columns(scale_ptr, cols, C, 1.0)[None, :]
+            total += tl.sum(grad * load_chunk(branch_ptr, start, cols, mask), 1)
         tl.store(along_ptr + rows, total / F, mask=inside)
 
 
 def along_launch(
     grad: Tensor, branch: Tensor, scale: Tensor | None, width: int, along: Tensor, sum_part: Tensor
 ) -> Launch:
-    """Returns the launch of `_along_kernel`, which describes the tensors; `width` is F."""
     M, C = grad.shape
     block, count = chunk(C)
     args = {

@@ -1,9 +1,8 @@
 """Linear layers fused with the neighboring operations of a block: forward and backward as sequences of launches.
 
-Forward: `layer_norm_linear` (LayerNorm, linear, activation; in training `layer_norm_linear_saving`), and
-`linear_residual` (linear, LayerScale, residual).
+Forward: `layer_norm_linear` (LayerNorm, linear, activation) and `linear_residual` (linear, LayerScale, residual).
 Backward: `product_gradient` and `layer_norm_linear_gradient` for attention, `activation_gradient` and `input_gradient`
-for the MLP, then `weight_products.py` and `vector_gradients.py`. All tensors must be contiguous.
+for the MLP, then `weight_products.py` and `weight_gradients.py`. All tensors must be contiguous.
 """
 
 from __future__ import annotations
@@ -23,15 +22,19 @@ from .scaled_weights import ScaledWeight
 from .split_k import finish_residual_launch
 
 
+def run_matmul(operands: Operands, epilogue: str, activation: str = "identity") -> None:
+    config = matmul_config(operands, epilogue, activation)
+    matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
+
+
 def layer_norm_linear(
     rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
     head_step: HeadStep | None = None, out_part: Tensor | None = None, dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None, z: Tensor | None = None, statistics: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns act(LayerNorm(x) W^T + b) [M, F].
+    """Returns act(LayerNorm(x) W^T + b) [M, F], or act(g) u [M, F / 2] if gated; g and u alternate (`folding.py`).
 
     Args:
-        gated: Return act(g) u [M, F / 2], where g and u are interleaved columns of z (`folding.py`).
         head_step: Norms and rotary embeddings of q and k.
         out_part: Output: LayerNorm statistics of the result (`row_parts.py`).
         dtype: Dtype of the result; None means the dtype of `rows.source`.
@@ -47,9 +50,7 @@ def layer_norm_linear(
         bias=folded.shift, weight_sum=folded.weight_sum, scale=folded.scale, out_scale=out_scale,
         head_step=head_step, out_part=out_part if gated else None,
     )  # fmt: skip
-    epilogue = "gated" if gated else "layer_norm" if head_step is None else head_step.epilogue
-    config = matmul_config(operands, epilogue, activation)
-    matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
+    run_matmul(operands, "gated" if gated else head_step.epilogue if head_step else "layer_norm", activation)
     if out_part is not None and not gated:  # the epilogue would spill with activation and statistics
         row_statistics_launch(out, out_part).run()
     return out
@@ -96,8 +97,7 @@ def linear_residual(
     return out, row_part
 
 
-def _run_residual(operands: Operands) -> None:
-    o = operands
+def _run_residual(o: Operands) -> None:
     config, splits = residual_config(o)
     if splits == 1:
         matmul_launch(o, epilogue="residual", config=config).run()
@@ -136,12 +136,11 @@ def activation_gradient(
         hidden, along: If a norm follows h (`hidden_norm.py`): mean and rstd of h, fp32 [2, M], and `along`, fp32 [M].
             The second result is then h^, the normalized h.
     """
-    weight = scaled.weight
-    (M, width), F = z.shape, weight.shape[1]
+    (M, width), F = z.shape, scaled.weight.shape[1]
     out, h = torch.empty_like(z), z.new_empty((M, F))
     epilogue = "gated_grad" if gated else "activation_grad"
     operands = Operands(
-        grad, weight, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift, scale=scaled.factor,
+        grad, scaled.weight, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift, scale=scaled.factor,
         hidden=hidden, along=along,
     )  # fmt: skip
     config = matmul_config(operands, epilogue)
@@ -162,19 +161,14 @@ def input_gradient(
         gradient.scaled, folded.weight, out, x=rows.source, residual=residual, mean=rows.mean,
         rstd=rows.rstd, row_part=gradient.row_part, h=narrow,
     )  # fmt: skip
-    matmul_launch(operands, epilogue="layer_norm_grad", config=matmul_config(operands, "layer_norm_grad")).run()
+    run_matmul(operands, "layer_norm_grad")
     return out, out if narrow is None else narrow
 
 
 def product_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
     """Returns dh = dy diag(LayerScale) W [M, F] of a linear layer that does not follow an activation."""
-    return _product(grad, scaled.weight, scaled.factor)
-
-
-def _product(a: Tensor, b: Tensor, scale: Tensor | None = None) -> Tensor:
-    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    operands = Operands(a, b, out, scale=scale)
-    matmul_launch(operands, epilogue="residual", config=matmul_config(operands, "residual")).run()
+    out = torch.empty(grad.shape[0], scaled.weight.shape[1], dtype=grad.dtype, device=grad.device)
+    run_matmul(Operands(grad, scaled.weight, out, scale=scaled.factor), "residual")
     return out
 
 
@@ -188,5 +182,5 @@ def layer_norm_linear_gradient(
         weight: The weight of `linear` [F, C] in the dtype of grad.
         residual: [M, C], in the dtype of x.
     """
-    product = _product(grad, weight)
+    product = product_gradient(grad, ScaledWeight(weight, None))
     return layer_norm_gradient(product, linear.gamma, rows, residual, grad, linear.rms)

@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, ceil_div
-from ..layer_norm import chunk
-from .folding import load_columns
+from ..launch import Launch, ceil_div, pointers
+from ..layer_norm import chunk, load_chunk, load_columns, store_chunk
 
 _AT_ONCE = 3  # maximum number of weights per launch
 
@@ -53,9 +52,8 @@ def _scale_rows(
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
         mask = inside[:, None] & (cols < C)[None, :]
-        weight = tl.load(weight_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        scaled = (weight * scale[:, None]).to(scaled_ptr.dtype.element_ty)
-        tl.store(scaled_ptr + start + cols[None, :], scaled, mask=mask)
+        scaled = load_chunk(weight_ptr, start, cols, mask) * scale[:, None]
+        store_chunk(scaled_ptr, scaled, start, cols, mask)
 
 
 @triton.jit
@@ -83,12 +81,7 @@ def _scaled_weights_kernel(
 
 @dataclass(frozen=True)
 class ScaledWeight:
-    """diag(ls) W as an operand of a matmul.
-
-    Args:
-        weight: W~ [F, C].
-        factor: f repeated, fp32 [C]; None if f is 1.
-    """
+    """diag(ls) W as an operand of a matmul: W~ [F, C], and f repeated, fp32 [C], or None if f is 1."""
 
     weight: Tensor
     factor: Tensor | None
@@ -98,13 +91,11 @@ def scaled_weights_launch(pairs: Sequence[tuple[Tensor, Tensor | None]], into: S
     """Returns the launch that scales up to three contiguous weights and writes them to `into`."""
     args: dict[str, Any] = {}
     block, rows = chunk(max(weight.shape[1] for weight, _ in pairs))
-    for index, suffix in enumerate(("", "2", "3")):
-        (weight, scale), made = (pairs[index], into[index]) if index < len(pairs) else ((None, None), None)
+    empty = [(None, None)] * _AT_ONCE
+    for suffix, (weight, scale), made in zip(("", "2", "3"), [*pairs, *empty], [*into, *[None] * _AT_ONCE]):
         F, C = (0, 0) if weight is None else weight.shape
-        args |= {
-            f"weight{suffix}_ptr": weight, f"scale{suffix}_ptr": scale, f"factor{suffix}_ptr": made and made.factor,
-            f"scaled{suffix}_ptr": made and made.weight, f"F{suffix}": F, f"C{suffix}": C,
-        }  # fmt: skip
+        args |= pointers(suffix, made, factor="factor", scaled="weight")
+        args |= {f"weight{suffix}_ptr": weight, f"scale{suffix}_ptr": scale, f"F{suffix}": F, f"C{suffix}": C}
     programs = sum(ceil_div(weight.shape[0], rows) for weight, _ in pairs)
     constants = {"ROWS": rows, "BLOCK_C": block}
     return Launch(_scaled_weights_kernel, (programs,), args, constants, num_warps=4, device=pairs[0][0].device)
@@ -122,10 +113,9 @@ def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.d
         factored = scale is not None and dtype == torch.float16
         factor = dense.new_empty(dense.shape[1], dtype=torch.float32) if factored else None
         made.append(ScaledWeight(torch.empty_like(dense, dtype=dtype), factor))
-        todo.append(((dense, None if scale is None else scale.contiguous()), made[-1]))
+        todo.append(((dense, scale if scale is None else scale.contiguous()), made[-1]))
     for first in range(0, len(todo), _AT_ONCE):
-        sources, into = zip(*todo[first : first + _AT_ONCE])
-        scaled_weights_launch(sources, into).run()
+        scaled_weights_launch(*zip(*todo[first : first + _AT_ONCE])).run()
     return made
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 from ..dependent import wait_for_previous
 from ..fp8 import divided_columns
 from ..launch import Launch, ceil_div
-from ..layer_norm import piece_statistics, store_statistics
+from ..layer_norm import load_columns, piece_statistics, store_statistics
 from ..matmul.matmul_tiles import READ_AT_ONCE
 from ..row_parts import PIECE, row_parts
-from .folding import load_columns
 
 _ROWS = 16  # rows per program; few, because M is small
 _REGISTERS = 40  # 32 (full occupancy) would spill on blackwell, and the grid is too small for full occupancy
@@ -67,7 +66,6 @@ def finish_residual_launch(
     row_part: Tensor | None, out8: Tensor | None = None, out_scale: Tensor | None = None,
     dependent: bool = False,
 ) -> Launch:  # fmt: skip
-    """Returns the launch of `_finish_residual_kernel`; its comments describe the tensors."""
     splits, M, C = part.shape
     args = {
         "part_ptr": part, "bias_ptr": bias, "scale_ptr": scale, "residual_ptr": residual, "out_ptr": out,

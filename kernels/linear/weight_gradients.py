@@ -1,7 +1,8 @@
-"""Weight gradients of the linear layers of a block, computed in one launch from the matmuls of `weight_products.py`.
+"""Gradients of the parameters of a block, from the matmuls of `weight_products.py`, in two launches.
 
-The kernel handles up to two linear layers after LayerNorms ("folded") and up to two before residuals. The formulas are
-in `gradients.py`. The kernel also writes partial sums of the gradients of vectors for `vector_gradients.py`.
+The kernels handle up to two linear layers after LayerNorms ("folded") and up to two before residuals; formulas:
+`gradients.py`. The first kernel computes gradients of weights, and of biases after LayerNorms. The second kernel
+computes those of the other vectors (gamma, beta, biases before residuals, LayerScales) from partial sums of the first.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, ceil_div
+from ..launch import Launch, ceil_div, pointers
+from ..layer_norm import load_columns
 from ..matmul.matmul_tiles import READ_AT_ONCE, tile_mask, tile_offsets
-from .folding import NormedLinear, load_columns, row_pointers
+from .folding import NormedLinear, row_pointers
 from .gradients import (
     add_column_parts,
     column_sum_programs,
@@ -28,7 +30,9 @@ from .gradients import (
     sum_rows,
 )
 
-ROWS, COLS = 32, 128  # tile size
+ROWS, COLS = 32, 128  # tile of a weight
+_VECTOR_COLS = 32  # columns per program of the second kernel
+_REGISTERS = 64  # of the second kernel: 32 (full occupancy) would spill, and its grid is too small for full occupancy
 
 
 @triton.jit
@@ -103,7 +107,7 @@ def _tiles(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _residual_tiles(grad_part_ptr, C, F, M, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Returns the number of programs of `_residual_tile`: tiles of the weight, then tiles of column sums of dy."""
+    """Returns the number of tiles of the weight and, unless `grad_part_ptr` is None, of column sums of dy."""
     tiles = _tiles(C, F, ROWS, COLS)
     if grad_part_ptr is not None:
         tiles += column_sum_programs(M, C)
@@ -171,6 +175,81 @@ def _weight_grad_kernel(
             )  # fmt: skip
 
 
+@triton.jit
+def _affine_columns(
+    vector_part_ptr, gamma_grad_ptr, beta_grad_ptr, col, F, C, WEIGHT_ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    cols = col + tl.arange(0, COLS)
+    parts = tl.cdiv(F, WEIGHT_ROWS)
+    if gamma_grad_ptr is not None:
+        total = sum_rows(add_column_parts(vector_part_ptr, parts, 2 * C, col, C, COLS))
+        tl.store(gamma_grad_ptr + cols, total.to(gamma_grad_ptr.dtype.element_ty), mask=cols < C)
+    if beta_grad_ptr is not None:
+        total = sum_rows(add_column_parts(vector_part_ptr + C, parts, 2 * C, col, C, COLS))
+        tl.store(beta_grad_ptr + cols, total.to(beta_grad_ptr.dtype.element_ty), mask=cols < C)
+
+
+@triton.jit
+def _branch_columns(
+    grad_part_ptr, scale_part_ptr, bias_ptr, scale_ptr, bias_grad_ptr, scale_grad_ptr, col, F, C, sums,
+    WEIGHT_COLS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    cols = col + tl.arange(0, COLS)
+    total = tl.zeros((COLS,), tl.float32)
+    if grad_part_ptr is not None:
+        total = sum_rows(add_column_parts(grad_part_ptr, sums, C, col, C, COLS))
+    if bias_grad_ptr is not None:
+        bias_grad = total * load_columns(scale_ptr, cols, C, 1.0)
+        tl.store(bias_grad_ptr + cols, bias_grad.to(bias_grad_ptr.dtype.element_ty), mask=cols < C)
+    if scale_grad_ptr is not None:
+        scale_grad = sum_rows(add_column_parts(scale_part_ptr, tl.cdiv(F, WEIGHT_COLS), C, col, C, COLS))
+        scale_grad += total * load_columns(bias_ptr, cols, C, 0.0)
+        tl.store(scale_grad_ptr + cols, scale_grad.to(scale_grad_ptr.dtype.element_ty), mask=cols < C)
+
+
+@triton.jit(do_not_specialize=["sums"])
+def _vector_grad_kernel(
+    # LayerNorm before a linear layer, or None:
+    vector_part_ptr,  # fp32 [F / WEIGHT_ROWS, 2, C]
+    gamma_grad_ptr,  # output: [C] or None
+    beta_grad_ptr,  # output: [C] or None
+    F, C,
+    # linear layer before a residual, or None:
+    grad_part2_ptr,  # fp32 [sums, C2], or None
+    scale_part2_ptr,  # fp32 [F2 / WEIGHT_COLS, C2], or None
+    bias2_ptr,  # [C2] or None
+    scale2_ptr,  # [C2] or None
+    bias_grad2_ptr,  # output: [C2] or None
+    scale_grad2_ptr,  # output: [C2] or None
+    F2, C2,
+    # a second LayerNorm and a second linear layer, or None:
+    vector_part3_ptr, gamma_grad3_ptr, beta_grad3_ptr, F3, C3,
+    grad_part4_ptr, scale_part4_ptr, bias4_ptr, scale4_ptr, bias_grad4_ptr, scale_grad4_ptr, F4, C4,
+    sums,
+    WEIGHT_ROWS: tl.constexpr, WEIGHT_COLS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    first = tl.cdiv(C, COLS)
+    second = first + tl.cdiv(C2, COLS)
+    third = second + tl.cdiv(C3, COLS)
+    if program < first:
+        _affine_columns(vector_part_ptr, gamma_grad_ptr, beta_grad_ptr, program * COLS, F, C, WEIGHT_ROWS, COLS)
+    elif program < second:
+        _branch_columns(
+            grad_part2_ptr, scale_part2_ptr, bias2_ptr, scale2_ptr, bias_grad2_ptr, scale_grad2_ptr,
+            (program - first) * COLS, F2, C2, sums, WEIGHT_COLS, COLS,
+        )  # fmt: skip
+    elif program < third:
+        _affine_columns(
+            vector_part3_ptr, gamma_grad3_ptr, beta_grad3_ptr, (program - second) * COLS, F3, C3, WEIGHT_ROWS, COLS
+        )
+    else:
+        _branch_columns(
+            grad_part4_ptr, scale_part4_ptr, bias4_ptr, scale4_ptr, bias_grad4_ptr, scale_grad4_ptr,
+            (program - third) * COLS, F4, C4, sums, WEIGHT_COLS, COLS,
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class FoldedProducts:
     """Inputs of the gradients of a linear layer after a LayerNorm.
@@ -188,117 +267,129 @@ class FoldedProducts:
 
 @dataclass(frozen=True)
 class ResidualProducts:
-    """Inputs of the gradients of a linear layer before a residual.
+    """Inputs of the gradients of a linear layer before a residual: parts of V = dy^T h, dy, and the parameters."""
 
-    Args:
-        part: Parts of V = dy^T h, fp32 [splits, C, F].
-        grad: dy [M, C], contiguous.
-        weight, bias, scale: Weight [C, F], bias [C] and LayerScale [C] of the layer, contiguous.
-    """
-
-    part: Tensor
-    grad: Tensor
+    part: Tensor  # fp32 [splits, C, F]
+    grad: Tensor  # [M, C], contiguous like the parameters
     weight: Tensor
     bias: Tensor | None
     scale: Tensor | None
 
 
 @dataclass(frozen=True)
-class FoldedGradients:
-    """Gradients of a linear layer and the preceding LayerNorm, in the parameters' dtypes; None for absent parameters.
-
-    Args:
-        vector_part: Parts of dgamma and dbeta, fp32 [F / 32, 2, C].
-    """
+class Gradients:
+    """Gradients of parameters in their dtypes, None if absent; and the partial sums of `_weight_grad_kernel`."""
 
     weight: Tensor
-    gamma: Tensor | None
-    beta: Tensor | None
-    bias: Tensor | None
-    gate: Tensor | None
-    gate_bias: Tensor | None
-    vector_part: Tensor
+    bias: Tensor | None = None
+    gamma: Tensor | None = None
+    beta: Tensor | None = None
+    gate: Tensor | None = None
+    gate_bias: Tensor | None = None
+    scale: Tensor | None = None
+    vector_part: Tensor | None = None
+    grad_part: Tensor | None = None
+    scale_part: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class ResidualGradients:
-    """Gradients of a linear layer and the following LayerScale, in the parameters' dtypes; None for absent parameters.
-
-    Args:
-        grad_part: Partial sums of dy over M, fp32 [M / 256, C]; None without a bias.
-        scale_part: Partial sums of V W over F, fp32 [F / 128, C]; None without a LayerScale.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    scale: Tensor | None
-    grad_part: Tensor | None
-    scale_part: Tensor | None
+Folded = tuple[FoldedProducts, Gradients]
+Residual = tuple[ResidualProducts, Gradients]
 
 
-Folded = tuple[FoldedProducts, FoldedGradients]
-Residual = tuple[ResidualProducts, ResidualGradients]
-
-
-def room_for(products: FoldedProducts | ResidualProducts) -> Any:
+def room_for(products: FoldedProducts | ResidualProducts) -> Gradients:
     """Allocates the gradients of the parameters of the layer."""
-
-    def like(tensor: Tensor | None) -> Any:
-        return None if tensor is None else torch.empty_like(tensor)
-
-    def parts(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=products.part.device)
-
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": products.part.device}
+    _, rows, cols = products.part.shape
+    layer: Any = products
+    names, made = ["bias", "scale"], {}
     if isinstance(products, FoldedProducts):
-        linear, (_, F, C) = products.linear, products.part.shape
-        gamma, beta, bias = like(linear.gamma), like(linear.beta), like(linear.bias)
-        gate, gate_bias = like(linear.gate), like(linear.gate_bias)
-        return FoldedGradients(like(linear.weight), gamma, beta, bias, gate, gate_bias, parts(ceil_div(F, ROWS), 2, C))
-    C, F = products.weight.shape
-    return ResidualGradients(
-        like(products.weight), like(products.bias), like(products.scale),
-        None if products.bias is None else new_column_sums(products.grad),
-        None if products.scale is None else parts(ceil_div(F, COLS), C),
-    )  # fmt: skip
+        layer, names = products.linear, ["bias", "gamma", "beta", "gate", "gate_bias"]
+        made["vector_part"] = torch.empty(ceil_div(rows, ROWS), 2, cols, **fp32)
+    else:
+        if products.bias is not None:
+            made["grad_part"] = new_column_sums(products.grad)
+        if products.scale is not None:
+            made["scale_part"] = torch.empty(ceil_div(cols, COLS), rows, **fp32)
+    made |= {name: torch.empty_like(getattr(layer, name)) for name in names if getattr(layer, name) is not None}
+    return Gradients(torch.empty_like(layer.weight), **made)
 
 
-def slots(folded: Sequence[Folded], residual: Sequence[Residual]) -> list[tuple[Any, str]]:
-    """Returns ((products, gradients), suffix of argument names) of four layers in order; (None, None) if absent."""
+def _slots(folded: Sequence[Folded], residual: Sequence[Residual]) -> list[tuple[str, Any, Any]]:
+    """Returns (suffix of argument names, products, gradients) of the four layers in order; None if absent."""
     pairs = [*zip_longest(folded, residual, fillvalue=(None, None)), ((None, None), (None, None))][:2]
-    return [*zip((slot for pair in pairs for slot in pair), ("", "2", "3", "4"), strict=True)]
+    return [(suffix, *slot) for suffix, slot in zip(("", "2", "3", "4"), (slot for pair in pairs for slot in pair))]
 
 
 def weight_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -> Launch:
-    """Returns the launch of `_weight_grad_kernel`, which describes the tensors."""
     args: dict[str, Any] = {}
-    programs, M = 0, 0
-    for index, ((products, found), suffix) in enumerate(slots(folded, residual)):
-        rows, cols = (0, 0) if products is None else products.part.shape[1:]
-        splits = 0 if products is None else products.part.shape[0]
+    programs = M = 0
+    for suffix, products, found in _slots(folded, residual):
+        splits, rows, cols = (0, 0, 0) if products is None else products.part.shape
         programs += ceil_div(rows, ROWS) * ceil_div(cols, COLS)
-        if index % 2 == 0:
-            linear, sums = products and products.linear, products and products.column_part
+        args |= pointers(suffix, products, part="part") | {f"splits{suffix}": splits}
+        if suffix in ("", "3"):
+            sums: Any = getattr(products, "column_part", None)
             split = sums is not None and sums.dim() == 3
-            names = {
-                "part": products and products.part, "sum": sums[:, 0] if split else sums,
-                "shift": sums[:, 1] if split else None, "weight": linear and linear.weight,
-                "gate": linear and linear.gate, "gamma": linear and linear.gamma, "beta": linear and linear.beta,
-                "out": found and found.weight, "gate_out": found and found.gate, "bias_grad": found and found.bias,
-                "gate_bias_grad": found and found.gate_bias, "vector_part": found and found.vector_part,
+            args |= {
+                f"sum{suffix}_ptr": sums[:, 0] if split else sums, f"shift{suffix}_ptr": sums[:, 1] if split else None,
+                f"sums{suffix}": 0 if sums is None else sums.shape[0], f"F{suffix}": rows, f"C{suffix}": cols,
             }  # fmt: skip
-            args |= {f"F{suffix}": rows, f"C{suffix}": cols, f"sums{suffix}": 0 if sums is None else sums.shape[0]}
+            linear = getattr(products, "linear", None)
+            args |= pointers(suffix, linear, weight="weight", gate="gate", gamma="gamma", beta="beta")
+            args |= pointers(
+                suffix, found, out="weight", gate_out="gate", bias_grad="bias", gate_bias_grad="gate_bias",
+                vector_part="vector_part",
+            )  # fmt: skip
         else:
-            names = {
-                "part": products and products.part, "weight": products and products.weight,
-                "scale": products and products.scale, "out": found and found.weight,
-                "scale_part": found and found.scale_part, "grad": products and products.grad,
-                "grad_part": found and found.grad_part,
-            }  # fmt: skip
+            args |= pointers(suffix, products, weight="weight", scale="scale", grad="grad")
+            args |= pointers(suffix, found, out="weight", scale_part="scale_part", grad_part="grad_part")
             args |= {f"F{suffix}": cols, f"C{suffix}": rows}
             if found is not None and found.grad_part is not None:
                 M = products.grad.shape[0]
                 programs += column_sum_tiles(products.grad)
-        args |= {f"{name}{suffix}_ptr": value for name, value in names.items()} | {f"splits{suffix}": splits}
     constants = {"ROWS": ROWS, "COLS": COLS}
     device = (folded or residual)[0][0].part.device
     return Launch(_weight_grad_kernel, (programs,), args | {"M": M}, constants, num_warps=4, device=device)
+
+
+def vector_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -> Launch:
+    """Returns the launch of `_vector_grad_kernel`; the grid is empty if there are no vectors."""
+    args: dict[str, Any] = {}
+    programs = sums = 0
+    for suffix, products, found in _slots(folded, residual):
+        after_norm = suffix in ("", "3")
+        vectors = (found.gamma, found.beta) if found and after_norm else (found.bias, found.scale) if found else ()
+        F = C = 0
+        if all(vector is None for vector in vectors):
+            products = found = None
+        elif after_norm:
+            _, F, C = products.part.shape
+        else:
+            C, F = found.weight.shape
+            sums = sums if found.grad_part is None else found.grad_part.shape[0]
+        if after_norm:
+            args |= pointers(suffix, found, vector_part="vector_part", gamma_grad="gamma", beta_grad="beta")
+        else:
+            args |= pointers(suffix, products, bias="bias", scale="scale")
+            args |= pointers(
+                suffix, found, grad_part="grad_part", scale_part="scale_part", bias_grad="bias", scale_grad="scale"
+            )
+        programs += ceil_div(C, _VECTOR_COLS)
+        args |= {f"F{suffix}": F, f"C{suffix}": C}
+    constants = {"WEIGHT_ROWS": ROWS, "WEIGHT_COLS": COLS, "COLS": _VECTOR_COLS}
+    device = (folded or residual)[0][0].part.device
+    return Launch(
+        _vector_grad_kernel, (programs,), args | {"sums": sums}, constants,
+        num_warps=4, maxnreg=_REGISTERS, device=device,
+    )  # fmt: skip
+
+
+def parameter_gradients(
+    folded: Sequence[FoldedProducts], residual: Sequence[ResidualProducts]
+) -> tuple[list[Gradients], list[Gradients]]:
+    """Returns the gradients of up to two linear layers after LayerNorms and two before residuals, with equal M."""
+    first = [(products, room_for(products)) for products in folded]
+    second = [(products, room_for(products)) for products in residual]
+    weight_grad_launch(first, second).run()
+    vector_grad_launch(first, second).run()
+    return [found for _, found in first], [found for _, found in second]

@@ -214,8 +214,7 @@ def _parameter_gradients(
     pairs: dict[str, tuple[Tensor, Tensor]], hidden: _InnerNorm | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the gradients of linear layers, norms and LayerScales by their names in `BlockTensors`."""
-    from ..kernels.linear.vector_gradients import parameter_gradients
-    from ..kernels.linear.weight_gradients import FoldedProducts, ResidualProducts
+    from ..kernels.linear.weight_gradients import FoldedProducts, ResidualProducts, parameter_gradients
 
     products = [FoldedProducts(parts[name], sums[name], layer) for name, layer in linears.items()]
     branches = {}

@@ -17,14 +17,14 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _product_gradient(grad_output: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
-    from ..kernels.linear import linear, scaled_weights, vector_gradients, weight_products
-    from ..kernels.linear.weight_gradients import ResidualProducts
+    from ..kernels.linear import linear, scaled_weights, weight_products
+    from ..kernels.linear.weight_gradients import ResidualProducts, parameter_gradients
 
     grad, rows = grad_output.flatten(0, -2).contiguous(), x.flatten(0, -2)
     (scaled,) = scaled_weights.scaled_weights([(weight, None)], x.dtype)
     (part,) = weight_products.weight_products((grad, rows))
     products = [ResidualProducts(part, grad, weight, None, None)]
-    _, (gradients,) = vector_gradients.parameter_gradients([], products)
+    _, (gradients,) = parameter_gradients([], products)
     return [linear.product_gradient(grad, scaled).view(x.shape), gradients.weight]
 
 
