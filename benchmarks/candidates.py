@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion.fuse import fuse, set_backend
-from vit_fast.libraries.interface.peers import take_weights
+from vit_fast.libraries.interface.weight_names import take_weights
 from vit_fast.libraries.known import PEERS
 from vit_fast.libraries.timm import timm_model
 from vit_fast.libraries.transformers import hf_model

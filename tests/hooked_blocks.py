@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.blocks.fused import FusedModule
 from vit_fast.libraries import known
-from vit_fast.libraries.transformers import encoder_layer, families, packed_layers
+from vit_fast.libraries.transformers import encoder_layer, families
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Undo = Callable[[], object]
@@ -68,9 +68,9 @@ def _call_of(mixin: type[FusedModule], layer: nn.Module) -> Call:
         angles = torch.randn(tokens, half).repeat(1, 2)
         return {"position_embeddings": (angles.cos(), angles.sin())}
 
-    if issubclass(mixin, packed_layers.FusedPackedLayer):
+    if issubclass(mixin, encoder_layer.FusedPackedLayer):
         return (torch.randn(7, width),), {"cu_seqlens": torch.tensor([0, 4, 7], dtype=torch.int32), **rotary(7)}
-    if issubclass(mixin, packed_layers.FusedLlama4Layer):
+    if issubclass(mixin, encoder_layer.FusedLlama4Layer):
         freqs = torch.polar(torch.ones(5, 1, half), torch.randn(5, 1, half))
         return (), {"hidden_state": torch.randn(2, 5, width), "freqs_ci": freqs}
     takes = inspect.signature(type(attention).forward).parameters

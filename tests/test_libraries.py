@@ -10,7 +10,7 @@ from torch import nn
 
 from vit_fast import UnsupportedInputError, VisionTransformer, ViTConfig
 from vit_fast.libraries import torchvision
-from vit_fast.libraries.interface.peers import take_weights
+from vit_fast.libraries.interface.weight_names import take_weights
 from vit_fast.libraries.known import PEERS
 from vit_fast.libraries.timm import timm_model
 from vit_fast.libraries.transformers import hf_config, hf_model

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import vit_fast
 from vit_fast.blocks.block import run_packed_blocks
 from vit_fast.blocks.packed import pack_reasons
-from vit_fast.libraries.timm import timm_classifier
+from vit_fast.libraries.timm import timm_towers
 
 pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))
 
@@ -80,8 +80,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 def test_unfrozen_blocks_change_no_bit(
     settings: dict[str, Any], change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, runs, run = build(**settings), [], timm_classifier._run_block
-    monkeypatch.setattr(timm_classifier, "_run_block", lambda *args: (runs.append(args), run(*args))[1])
+    model, runs, run = build(**settings), [], timm_towers._run_block
+    monkeypatch.setattr(timm_towers, "_run_block", lambda *args: (runs.append(args), run(*args))[1])
     plain = copy.deepcopy(model)
     vit_fast.fuse(model, "sdpa")
     with torch.no_grad():

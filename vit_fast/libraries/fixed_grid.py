@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ..blocks.fused import FusedModule
 from ..config import Size
-from .interface.image_model import Head, ImageModel, comes_from, pair
-from .interface.peers import raise_unsupported
+from .interface.image_model import Head, ImageModel, comes_from, pair, raise_unsupported
 from .transformers.graph_towers import embed_patches, grid_layout, patchify, resizing_weights, version_reasons
 
 QWEN = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..config import ViTConfig
-from .interface.rename import Converted, Rule, parts, rename
+from .interface.weight_names import Converted, Rule, parts, rename
 
 NAME = "Google JAX"
 SIGNATURE = r"(^|/)embedding/kernel$"

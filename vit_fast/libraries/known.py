@@ -17,8 +17,8 @@ from ..errors import UnsupportedInputError
 from . import fixed_grid, google, openai, ours, torch_nn, torchvision
 from .interface.image_model import ImageModel
 from .interface.packed_tower import PackedTower
-from .interface.rename import Converted, strip_wrappers
-from .timm import naflex, timm_blocks, timm_classifier, timm_model
+from .interface.weight_names import Converted
+from .timm import timm_blocks, timm_model, timm_towers
 from .transformers import families, graph_towers, hf_config, hf_model
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -27,10 +27,10 @@ NAMED_WEIGHTS = (google, torchvision, hf_model, openai, timm_model)
 CONFIGURATIONS = (timm_model, hf_config)
 PEERS = (timm_model, hf_model, torchvision)
 IMAGE_MODELS = (ours, fixed_grid, timm_model, hf_model, torchvision)
-TOWERS = (graph_towers, naflex)
+TOWERS = (graph_towers, timm_towers)
 FUSABLE = {
     "vit_fast": (ours,),
-    "timm": (timm_blocks, timm_classifier, naflex),
+    "timm": (timm_blocks, timm_towers),
     "transformers": (families,),
     "torchvision": (torchvision,),
     "torch": (torch_nn,),
@@ -41,15 +41,10 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
-    """Converts a state dict to timm's names.
-
-    Args:
-        state: Parameters under the names of a supported library, optionally with the prefix `module.` or `_orig_mod.`.
-        config: Config of the target model, which decides whether the class token has a position.
-    Returns:
-        The converted state dict with the renamed and ignored names; None if no library recognizes the names.
-    """
-    state = strip_wrappers(state)
+    """Converts a state dict of any library to timm's names for a model of this config; None for unknown names."""
+    for prefix in ("module.", "_orig_mod."):  # added by DataParallel and torch.compile
+        if all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     for library in NAMED_WEIGHTS:
         if any(re.search(library.SIGNATURE, name) for name in state):
             return library.convert(state, config)
@@ -57,15 +52,12 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
 
 
 def known_names() -> str:
-    """Returns the names of all libraries whose weights can be loaded, for messages."""
     return ", ".join(library.NAME for library in NAMED_WEIGHTS)
 
 
 def recognise(model: nn.Module) -> ImageModel:
-    """Describes a model for export.
+    """Describes a model for export, in evaluation mode, in fp32 on the CPU; copies it if it has to change for that.
 
-    Returns:
-        The model in evaluation mode, in fp32 on the CPU, and its facts. It is copied if it has to change for that.
     Raises:
         UnsupportedInputError: its library is not supported, or it is not an image model.
     """

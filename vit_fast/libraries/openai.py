@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..config import ViTConfig
-from .interface.rename import Converted, Rule, rename
+from .interface.weight_names import Converted, Rule, rename
 
 NAME = "OpenAI CLIP"
 SIGNATURE = r"^visual\.conv1\.weight$"

@@ -15,9 +15,8 @@ from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.reading import Reader
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from .interface.image_model import Head, ImageModel, comes_from
-from .interface.peers import config_reasons, plain_vit_reasons, raise_unsupported
-from .interface.rename import Converted, Rule, rename
+from .interface.image_model import Head, ImageModel, comes_from, raise_unsupported
+from .interface.weight_names import Converted, Rule, config_reasons, plain_vit_reasons, rename
 from .torch_nn import MultiheadAttentionMixin
 
 NAME = "torchvision"

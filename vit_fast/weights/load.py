@@ -23,7 +23,7 @@ from ..errors import check_type
 from ..files import file_aside
 from ..fusion.fuse import set_backend
 from ..libraries import known
-from ..libraries.interface.rename import Converted
+from ..libraries.interface.weight_names import Converted
 from ..model import VisionTransformer
 from ..positions import resample_pos_embed
 from ..version import __version__

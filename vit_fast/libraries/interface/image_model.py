@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config import DataConfig, Size, ViTConfig
+from ...errors import UnsupportedInputError
 
 Output = Literal["logits", "probabilities", "features"]
 Head = Literal["logits", "features"]
@@ -22,37 +23,21 @@ Head = Literal["logits", "features"]
 
 @dataclass(kw_only=True)
 class ImageModel(abc.ABC):
-    """A model with the facts that export needs; each library has a subclass.
-
-    Attributes:
-        model: The module.
-        library: "vit-fast", "timm", "transformers" or "torchvision".
-        name: Name of the model if it stores one, otherwise its class.
-        image_hw: Height and width of its images.
-        in_chans: Channels of its images.
-        patch_hw: Height and width of the image region that one token covers.
-        depth: Number of encoder blocks.
-        attentions: Number of attention layers, including pooling heads.
-        num_classes: Outputs of the head; 0 if there is none.
-        data_config: Preprocessing; None if unknown.
-        class_names: Names of the outputs; None if unknown.
-        config: The model's configuration as plain data.
-        takes_bytes: True if `fuse` folded the normalization into the model, which then takes pixels from 0 to 255.
-    """
+    """A model with the facts that export needs; each library has a subclass."""
 
     model: nn.Module
-    library: str
-    name: str
+    library: str  # "vit-fast", "timm", "transformers" or "torchvision"
+    name: str  # of the model if it stores one, otherwise of its class
     image_hw: Size
     in_chans: int
-    patch_hw: Size
-    depth: int
-    attentions: int
-    num_classes: int
-    data_config: DataConfig | None = None
-    class_names: tuple[str, ...] | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    takes_bytes: bool = False
+    patch_hw: Size  # of the image region that one token covers
+    depth: int  # encoder blocks
+    attentions: int  # attention layers, including pooling heads
+    num_classes: int  # 0 if there is no head
+    data_config: DataConfig | None = None  # None if unknown
+    class_names: tuple[str, ...] | None = None  # None if unknown
+    config: dict[str, Any] = field(default_factory=dict)  # of the library, as plain data
+    takes_bytes: bool = False  # `fuse` folded the normalization into the model, which takes pixels from 0 to 255
 
     @abc.abstractmethod
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
@@ -98,19 +83,12 @@ class ImageModel(abc.ABC):
 
 @dataclass(kw_only=True)
 class Facts:
-    """Contents of the configuration files beside weights; None if unknown.
-
-    Attributes:
-        config: Config of the model.
-        data_config: Preprocessing.
-        class_names: Names of the head's outputs.
-        notes: Notes for the report.
-    """
+    """Contents of the configuration files beside weights; None if unknown."""
 
     config: ViTConfig | None = None
     data_config: DataConfig | None = None
-    class_names: tuple[str, ...] | None = None
-    notes: list[str] = field(default_factory=list)
+    class_names: tuple[str, ...] | None = None  # of the head's outputs
+    notes: list[str] = field(default_factory=list)  # for the report
 
 
 class TimmInterface(ImageModel):
@@ -136,6 +114,12 @@ def required_input_reasons(model: nn.Module) -> list[str]:
     packed = {"grid_thw", "spatial_shapes"} & set(names)
     advice = ": give GraphRunner budgets; to export, use vit_fast.FixedGrid" if packed else ""
     return [f"its forward must require only images, but also requires {' and '.join(names)}{advice}"]
+
+
+def raise_unsupported(what: str, reasons: list[str]) -> None:
+    """Raises UnsupportedInputError with all reasons, if there are any."""
+    if reasons:
+        raise UnsupportedInputError(what, reasons)
 
 
 def comes_from(package: str, model: nn.Module, class_name: str | None = None) -> bool:

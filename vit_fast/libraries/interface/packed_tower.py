@@ -28,30 +28,20 @@ Part = tuple[Sequence[int], int, Any]  # images that ran together, the size of t
 
 @dataclass
 class Call:
-    """A call of a tower, read on the host.
+    """A call of a tower, read on the host."""
 
-    Attributes:
-        lengths: Tokens of each image.
-        sequences: Attention sequences of each image: 1, or the frames of a video.
-        inputs: The call's inputs, as the other methods of the PackedTower need them.
-        options: Keyword arguments that change the outputs.
-        reasons: Reasons why the call cannot be packed.
-    """
-
-    lengths: Sequence[int]
-    sequences: Sequence[int]
-    inputs: Any
-    options: Options = ()
-    reasons: Sequence[str] = ()
+    lengths: Sequence[int]  # tokens of each image
+    sequences: Sequence[int]  # attention sequences of each image: 1, or the frames of a video
+    inputs: Any  # as the other methods of the PackedTower need them
+    options: Options = ()  # keyword arguments that change the outputs
+    reasons: Sequence[str] = ()  # why the call cannot be packed
 
 
 class PackedTower(abc.ABC):
     """Packs the calls of a vision tower. Each family has a subclass.
 
-    Args:
-        tower: The module; not copied.
-        shapes: By name of each input with tokens, the shape of one token.
-        like: A tensor with the dtype and device of these inputs; None for a parameter.
+    `shapes` contains the shape of one token of each input. `like` is a tensor with the dtype and device of these
+    inputs, by default a parameter.
     """
 
     axis = 0  # token axis of the outputs
@@ -65,11 +55,7 @@ class PackedTower(abc.ABC):
 
     @abc.abstractmethod
     def read(self, *args: Any, **kwargs: Any) -> Call:
-        """Reads a call, with the tower's own arguments.
-
-        Raises:
-            ValueError: the inputs contradict each other, or contain no image.
-        """
+        """Reads a call, with the tower's arguments; raises ValueError for contradicting inputs or no image."""
 
     @abc.abstractmethod
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
@@ -103,7 +89,6 @@ class PackedTower(abc.ABC):
             buffers[name].copy_(pinned, non_blocking=True)
 
     def buffer_length(self, budget: int, sequences: int) -> int:
-        """Returns the length of the token buffers."""
         return budget
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +119,6 @@ class PackedTower(abc.ABC):
         return copied.split(rows, self.axis) if len(rows) > 1 else [copied]
 
     def tokens_per_row(self, leaf: Tensor, budget: int) -> int:
-        """Returns the number of tokens per row of an output."""
         return budget // leaf.shape[self.axis]
 
     def options_of(self, kwargs: dict[str, Any]) -> tuple[Options, list[str]]:
@@ -155,14 +139,7 @@ class PackedTower(abc.ABC):
 
 
 class ImageTower(PackedTower):
-    """A tower for batches of images of one size.
-
-    Args:
-        tower: The module.
-        shape: Shape of an image, [channels, height, width].
-        tokens: Number of tokens of an image.
-        like: A tensor with the dtype and device of the images.
-    """
+    """A tower for batches of images [channels, height, width] of one size, with `tokens` tokens each."""
 
     needs_fused = False
 

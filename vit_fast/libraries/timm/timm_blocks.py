@@ -67,8 +67,18 @@ class AttentionLayer(FusedModule):
         children = self._modules
         return children["attn_drop"], children["q_norm"], children["k_norm"]
 
-    def run_original(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rest: Any) -> Tensor:
-        return super().forward(x, attn_mask=additive(attn_mask, x.dtype), **_causal(is_causal), **rest)
+    def compute(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rope: Any) -> Tensor:
+        """Maps [B, N, C] to [B, N, dim_out]."""
+        if self.needs_original_forward(attn_mask, is_causal):
+            return super().forward(x, attn_mask=additive(attn_mask, x.dtype), **_causal(is_causal), **rope)
+        return self.project_out(self.mix(self.packed(x), attn_mask, self.rope_of(*rope.values())), x)
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Projects [B, N, C] to [B, N, 3, H, D]."""
+        return self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+
+    def rope_of(self, *rope: Any) -> Rope | None:
+        return None
 
     def mix(self, qkv: Tensor, attn_mask: Tensor | None, rope: Rope | None = None) -> Tensor:
         """Normalizes and rotates q and k of qkv [B, N, 3, H, D], and computes attention -> [B, N, H, D]."""
@@ -93,12 +103,9 @@ class AttentionMixin(AttentionLayer):
     """timm's Attention with a fused operator between its linear layers."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Maps [B, N, C] to [B, N, dim_out]."""
         if self.vit_fast_backend == "sdpa" and self.fused_attn and attn_mask is None and not is_causal:
             return super().forward(x)
-        if self.needs_original_forward(attn_mask, is_causal):
-            return self.run_original(x, attn_mask, is_causal)
-        return self.project_out(self.mix(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), attn_mask), x)
+        return self.compute(x, attn_mask, is_causal)
 
 
 class RotaryAttentionMixin(AttentionLayer):
@@ -107,19 +114,16 @@ class RotaryAttentionMixin(AttentionLayer):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Maps [B, N, C] to [B, N, dim_out]; see `rope_of` for the rotary embeddings."""
-        if self.needs_original_forward(attn_mask, is_causal):
-            return self.run_original(x, attn_mask, is_causal, rope=rope)
-        return self.project_out(self.mix(self._packed(x), attn_mask, self.rope_of(rope)), x)
+        return self.compute(x, attn_mask, is_causal, rope=rope)
 
-    def rope_of(self, rope: Tensor | Rope | None) -> Rope | None:
+    def rope_of(self, rope: Tensor | Rope | None = None) -> Rope | None:
         """Converts timm's joint sines and cosines: [N - prefix, 2 D], [H, N - prefix, 2 D], or [B, 1 or H, ...]."""
         if rope is None or isinstance(rope, Rope):
             return rope
         sin, cos = (rope[None] if rope.dim() == 3 else rope).chunk(2, -1)
         return Rope(cos, sin, self.num_prefix_tokens, "half" if getattr(self, "rotate_half", False) else "interleaved")
 
-    def _packed(self, x: Tensor) -> Tensor:
+    def packed(self, x: Tensor) -> Tensor:
         """Projects [B, N, C] to [B, N, 3, H, D]; repeats the heads of k and v if there are fewer."""
         if self.qkv is None:
             projected = (linear(x) for linear in (self.q_proj, self.k_proj, self.v_proj))
@@ -151,10 +155,31 @@ class TimmReader(Reader):
     }
 
 
-class BlockMixin(FusedNormMlp):
-    """timm's Block, fused as a whole or by its parts."""
+class BlockLayer(FusedNormMlp):
+    """An encoder block of timm, fused as a whole or by its parts."""
 
     reader = TimmReader
+
+    def compute(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rope: Any) -> Tensor:
+        options = rope | ({} if attn_mask is None else {"attn_mask": attn_mask}) | _causal(is_causal)
+        parts = self.ready()
+        if parts is None:
+            return super().forward(x, **options)
+
+        def attend(x: Tensor) -> Tensor:
+            return x + self.drop_path1(self.scaled(self.attn(self.norm1(x), **options)))
+
+        tables = None if parts.attention is None else parts.attention.module.rope_of(*rope.values())
+        ordinary = not is_causal and not (tables and learns(tables)) and (attn_mask is None or names_keys(attn_mask))
+        return self.run_as_block(parts, x, attend, ordinary, tables, keys_of(attn_mask, x) if ordinary else None)
+
+    def scaled(self, branch: Tensor) -> Tensor:
+        """Multiplies the output of the attention layer by LayerScale."""
+        raise NotImplementedError
+
+
+class BlockMixin(BlockLayer):
+    """timm's Block."""
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
@@ -165,22 +190,14 @@ class BlockMixin(FusedNormMlp):
         return read_mlp(block, "norm2", {"ls2": _scales()}, layer_scale="ls2.gamma", drop_path="drop_path2")
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        options = {"attn_mask": attn_mask} | _causal(is_causal)
-        parts = self.ready()
-        if parts is None:
-            return super().forward(x, **options)
+        return self.compute(x, attn_mask, is_causal)
 
-        def attend(x: Tensor) -> Tensor:
-            return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), **options)))
-
-        ordinary = not is_causal and (attn_mask is None or names_keys(attn_mask))
-        return self.run_as_block(parts, x, attend, ordinary, keys=keys_of(attn_mask, x) if ordinary else None)
+    def scaled(self, branch: Tensor) -> Tensor:
+        return self.ls1(branch)
 
 
-class EvaBlockMixin(FusedNormMlp):
-    """timm's EvaBlock, fused like Block; and DeepseekVitBlock, which has no LayerScale."""
-
-    reader = TimmReader
+class EvaBlockMixin(BlockLayer):
+    """timm's EvaBlock, and DeepseekVitBlock, which has no LayerScale."""
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
@@ -204,19 +221,11 @@ class EvaBlockMixin(FusedNormMlp):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        options = {"rope": rope} | _causal(is_causal) | ({} if attn_mask is None else {"attn_mask": attn_mask})
-        parts = self.ready()
-        if parts is None:
-            return super().forward(x, **options)
+        return self.compute(x, attn_mask, is_causal, rope=rope)
 
-        def attend(x: Tensor) -> Tensor:
-            branch = self.attn(self.norm1(x), **options)
-            scale = getattr(self, "gamma_1", None)
-            return x + self.drop_path1(branch if scale is None else scale * branch)
-
-        tables = None if parts.attention is None else parts.attention.module.rope_of(rope)
-        ordinary = not is_causal and not (tables and learns(tables)) and (attn_mask is None or names_keys(attn_mask))
-        return self.run_as_block(parts, x, attend, ordinary, tables, keys_of(attn_mask, x) if ordinary else None)
+    def scaled(self, branch: Tensor) -> Tensor:
+        scale = getattr(self, "gamma_1", None)
+        return branch if scale is None else scale * branch
 
 
 class AttentionPoolLatentMixin(FusedNormMlp):

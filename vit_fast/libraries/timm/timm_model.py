@@ -19,9 +19,8 @@ from ...config import DataConfig, RopeConfig, Size, ViTConfig
 from ...errors import UnsupportedInputError
 from ...positions import rope_of
 from ...variants import get_variant
-from ..interface.image_model import Facts, ImageModel, TimmInterface, comes_from, pair, switch
-from ..interface.peers import config_reasons, raise_unsupported
-from ..interface.rename import Converted, Rule, parts, rename, with_key_biases
+from ..interface.image_model import Facts, ImageModel, TimmInterface, comes_from, pair, raise_unsupported, switch
+from ..interface.weight_names import Converted, Rule, config_reasons, parts, rename, with_key_biases
 
 NAME = "timm"
 PEER = "timm's VisionTransformer"

@@ -1,10 +1,14 @@
-"""Fused encoder layers of transformers, described by the names of their parts."""
+"""Fused encoder layers of transformers, whose parts are found by their names.
+
+A layer computes x + after(attention(norm(x))), then norm and MLP. Modules and Parameters named in AFTER follow the
+attention layer, in this order.
+"""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,6 +20,7 @@ from .self_attention import (
     DROPOUT_RATES,
     OUTPUT_DROPOUT,
     QK_NORMS,
+    FusedPackedAttention,
     FusedRotarySelfAttention,
     FusedSelfAttention,
     TransformersReader,
@@ -25,35 +30,15 @@ from .self_attention import (
     scale_name,
 )
 
-
-@dataclass(frozen=True)
-class Layer:
-    """Attribute names in an encoder layer: x + after(attention(norm(x))), then norm and MLP.
-
-    Attributes:
-        norms: The two norms.
-        attention: The attention layer.
-        after: Modules to call and Parameters to multiply after the attention layer, in order.
-        mlp: The MLP.
-        dropouts: Dropout modules, which the layer calls after attention and after the MLP.
-        drop_path: The DropPath module, which it also calls twice.
-        layer_scales: The LayerScale Parameters of the two halves, or dotted paths to them.
-        scale_modules: Modules that contain these Parameters.
-    """
-
-    norms: tuple[str, str]
-    attention: str = "attention"
-    after: tuple[str, ...] = ()
-    mlp: str = "mlp"
-    dropouts: tuple[str, ...] = ()
-    drop_path: str | None = None
-    layer_scales: tuple[str | None, str | None] = (None, None)
-    scale_modules: tuple[str, ...] = ()
-
-
-# fc1, activation and fc2 of an MLP, and the gate if it has one; names with a dot are paths from the layer
-MLPS: tuple[tuple[str, ...], ...] = (
-    ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),  # transformers 4
+# Possible names of the parts of a layer; the first existing one applies
+NORMS = ("layernorm_before", "norm1", "layer_norm1", "rms_norm1", "attention_norm", "input_layernorm")
+MLP_NORMS = ("layernorm_after", "norm2", "layer_norm2", "rms_norm2", "ffn_norm", "post_attention_layernorm")
+ATTENTIONS = ("attention", "self_attn", "attn")
+MLPS = ("mlp", "ffn", "feed_forward")
+AFTER = ("dropout", "lambda_1", "layer_scale1", "drop_path")
+MLP_DROPOUTS = ("dropout", "output.dropout", "mlp.dropout1", "mlp.dropout2")
+# fc1, activation and fc2 of an MLP, and the gate if it has one
+LINEARS: tuple[tuple[str, ...], ...] = (
     ("fc1", "activation_fn", "fc2"),
     ("fc1", "activation", "fc2"),
     ("fc1", "act", "fc2"),
@@ -61,6 +46,22 @@ MLPS: tuple[tuple[str, ...], ...] = (
     ("up_proj", "act_fn", "down_proj", "gate_proj"),
     ("up_proj", "act_fn", "down_proj"),
 )
+SPLIT_MLP = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")  # transformers 4
+
+
+def _first(block: Reader, names: Iterable[str]) -> str:
+    """Returns the first path that exists in a block; if there is none, the last one, for the report."""
+    for name in names:
+        if block.at(name) is not None:
+            break
+    return name
+
+
+def _residual(block: Reader, half: int) -> dict[str, Any]:
+    """Returns the paths of LayerScale and DropPath of a half of the layer."""
+    names = (f"layer_scale{half}.lambda1", f"lambda_{half}")
+    layer_scale = next((name for name in names if block.at(name) is not None), None)
+    return {"layer_scale": layer_scale, "drop_path": None if block.at("drop_path") is None else "drop_path"}
 
 
 class FusedLayer(FusedNormMlp):
@@ -70,15 +71,17 @@ class FusedLayer(FusedNormMlp):
     """
 
     reader = TransformersReader
-    layer_spec: ClassVar[Layer]
     vit_fast_returns_tuple: bool
     vit_fast_arguments: tuple[str, ...]
+    vit_fast_first_half: tuple[str, str, tuple[str, ...]]  # names of norm and attention layer, and of what follows
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        layer, known = cls.layer_spec, container_classes_beside(cls.original)
-        name, module = layer.attention, block.watch(layer.attention)
-        inside, dropouts = dict.fromkeys(layer.scale_modules[:1], known), layer.dropouts
+        known = container_classes_beside(cls.original)
+        name = _first(block, ATTENTIONS)
+        module = block.watch(name)
+        inside = {"layer_scale1": known} if block.at("layer_scale1") is not None else {}
+        dropouts = ("dropout",) if block.at("dropout") is not None else ()
         names = projections_of(module)
         out = names and names[3] and f"{name}.{names[3]}"
         block.require_absent("relative_position_bias")
@@ -97,7 +100,7 @@ class FusedLayer(FusedNormMlp):
         rate = next(rate for rate in DROPOUT_RATES if hasattr(module, rate))
         return block.attention(
             name,
-            layer.norms[0],
+            _first(block, NORMS),
             qkv,
             out,
             inside=inside,
@@ -109,34 +112,30 @@ class FusedLayer(FusedNormMlp):
             num_heads=linears[0].out_features // type(module).head_width(module),
             scale=block.value(f"{name}.{scale_name(module)}"),
             rotates_halves=isinstance(module, FusedRotarySelfAttention),
-            layer_scale=layer.layer_scales[0],
-            drop_path=layer.drop_path,
+            **_residual(block, 1),
         )
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
-        layer, known = cls.layer_spec, container_classes_beside(cls.original)
-        inside: tuple[str, ...] = (layer.mlp,)
-        dropouts = layer.dropouts
-        candidates = ([name if "." in name else f"{layer.mlp}.{name}" for name in names] for names in MLPS)
+        mlp = _first(block, MLPS)
+        inside: tuple[str, ...] = (mlp,)
+        candidates = [[f"{mlp}.{name}" for name in names] for names in LINEARS]
+        if block.at("intermediate") is not None:
+            inside, candidates = ("intermediate", "output"), [list(SPLIT_MLP)]
         paths = next((paths for paths in candidates if all(block.at(path) is not None for path in paths)), None)
         if paths is None:
-            mlp = describe(block.watch(layer.mlp))
-            block.reasons.append(f"its MLP must have two or three linear layers with known names, got {mlp}")
+            got = describe(block.watch(mlp))
+            block.reasons.append(f"its MLP must have two or three linear layers with known names, got {got}")
             return None
-        fc1, activation, fc2, *gate = paths
-        if fc1.startswith("intermediate."):  # transformers 4: the two linear layers are in two modules
-            inside, dropouts = ("intermediate", "output"), tuple(f"output.{name}" for name in dropouts)
+        if block.at("layer_scale2") is not None:
+            inside += ("layer_scale2",)
         return block.mlp(
-            layer.norms[1],
-            fc1,
-            activation,
-            fc2,
-            gate=gate[0] if gate else None,
-            inside=dict.fromkeys((*inside, *layer.scale_modules[1:]), known),
-            dropouts=dropouts,
-            layer_scale=layer.layer_scales[1],
-            drop_path=layer.drop_path,
+            _first(block, MLP_NORMS),
+            *paths[:3],
+            gate=paths[3] if len(paths) > 3 else None,
+            inside=dict.fromkeys(inside, container_classes_beside(cls.original)),
+            dropouts=[name for name in MLP_DROPOUTS if block.at(name) is not None],
+            **_residual(block, 2),
         )
 
     def set_up(self) -> None:
@@ -144,20 +143,23 @@ class FusedLayer(FusedNormMlp):
         self.vit_fast_arguments = names[2:]
         # layers with this parameter return tuples, to which they can append attention weights
         self.vit_fast_returns_tuple = "output_attentions" in names
+        block, after = self.reader(self), tuple(name for name in AFTER if hasattr(self, name))
+        self.vit_fast_first_half = _first(block, NORMS), _first(block, ATTENTIONS), after
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         """Maps [B, N, C] to [B, N, C], in a tuple if this version of transformers expects one."""
-        parts, layer = self.ready(), type(self).layer_spec
+        parts = self.ready()
+        norm, attention, after = self.vit_fast_first_half
         named = self.named(args, kwargs)
         # hooks on the attention layer would get arguments by keyword that transformers passes by position
-        hooked = parts is not None and parts.attention is None and is_touched(getattr(self, layer.attention))
+        hooked = parts is not None and parts.attention is None and is_touched(getattr(self, attention))
         if parts is None or hooked or is_set(named.get("output_attentions")):
             return super().forward(hidden_states, *args, **kwargs)
 
         def attend(x: Tensor) -> Tensor:
-            branch = self.attend(getattr(self, layer.norms[0])(x), **named)
-            for name in layer.after:
-                part = getattr(self, name, None)
+            branch = self.attend(getattr(self, norm)(x), **named)
+            for name in after:
+                part = getattr(self, name)
                 if isinstance(part, nn.Module):
                     branch = part(branch)
                 elif part is not None:
@@ -165,9 +167,9 @@ class FusedLayer(FusedNormMlp):
             return branch + x
 
         rope = keys = None
-        attention = None if parts.attention is None else parts.attention.module
-        if ordinary := attention is not None and not attention.needs_original_forward((), named):
-            rope, keys = attention.rope_of(hidden_states, named), attention.keys_of(hidden_states, named)
+        module = None if parts.attention is None else parts.attention.module
+        if ordinary := module is not None and not module.needs_original_forward((), named):
+            rope, keys = module.rope_of(hidden_states, named), module.keys_of(hidden_states, named)
         output = self.run_as_block(parts, hidden_states, attend, ordinary, rope, keys)
         return (output,) if self.vit_fast_returns_tuple else output
 
@@ -176,12 +178,12 @@ class FusedLayer(FusedNormMlp):
         return {**dict(zip(self.vit_fast_arguments, args, strict=False)), **kwargs}
 
     def attend(self, normed: Tensor, **kwargs: Any) -> Tensor:
-        result = getattr(self, type(self).layer_spec.attention)(normed, **kwargs)
+        result = getattr(self, self.vit_fast_first_half[1])(normed, **kwargs)
         output: Tensor = result[0] if isinstance(result, tuple) else result
         return output
 
 
-class FusedBeitLayer(FusedLayer):
+class FusedLayerWithBias(FusedLayer):
     """BEiT's layer, which computes the position bias of its attention; in transformers 4, the attention does that."""
 
     def attend(self, normed: Tensor, **kwargs: Any) -> Tensor:
@@ -212,35 +214,23 @@ class FusedVitPoseLayer(FusedLayer):
         return {name: value for name, value in super().named(args, kwargs).items() if name != "dataset_index"}
 
 
-def layer_of(layer: Layer, base: type[FusedLayer] = FusedLayer) -> type[FusedLayer]:
-    """Returns the fused class of an encoder layer whose parts have these names."""
-    return type(base.__name__, (base,), {"layer_spec": layer, "__doc__": base.__doc__})
+class FusedPackedLayer(FusedLayer):
+    """Qwen's layer, for packed tokens [total, C]."""
+
+    @classmethod
+    def read_attention(cls, block: Reader) -> AttentionParts | None:
+        module = block.watch("attn")
+        if not fused_class(module, FusedPackedAttention):
+            block.reasons.append(f"attn must be fused, got {describe(module)}")
+            return None
+        scale = block.value("attn.scaling")
+        return block.attention(
+            "attn", "norm1", ("attn.qkv",), "attn.proj", num_heads=module.num_heads, scale=scale, rotates_halves=True
+        )
 
 
-VIT_NORMS = ("layernorm_before", "layernorm_after")
-VIT = layer_of(Layer(VIT_NORMS, after=("dropout",), dropouts=("dropout",)))
-PIXIO = layer_of(Layer(VIT_NORMS, after=("dropout", "drop_path"), dropouts=("dropout",), drop_path="drop_path"))
-VITPOSE = layer_of(Layer(VIT_NORMS), FusedVitPoseLayer)
-INTERNVL = layer_of(Layer(VIT_NORMS, after=("lambda_1",), dropouts=("dropout",), layer_scales=("lambda_1", "lambda_2")))
-BEIT = layer_of(
-    Layer(
-        VIT_NORMS,
-        after=("dropout", "lambda_1", "drop_path"),
-        dropouts=("dropout",),
-        drop_path="drop_path",
-        layer_scales=("lambda_1", "lambda_2"),
-    ),
-    FusedBeitLayer,
-)
-DINOV2 = layer_of(
-    Layer(
-        ("norm1", "norm2"),
-        after=("layer_scale1", "drop_path"),
-        drop_path="drop_path",
-        layer_scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
-        scale_modules=("layer_scale1", "layer_scale2"),
-    )
-)
-AIMV2 = layer_of(Layer(("rms_norm1", "rms_norm2"), mlp="ffn"))
-CLIP = layer_of(Layer(("layer_norm1", "layer_norm2"), "self_attn"))
-JANUS = layer_of(Layer(("layer_norm1", "layer_norm2"), "self_attn", dropouts=("mlp.dropout1", "mlp.dropout2")))
+class FusedLlama4Layer(FusedLayer):
+    """Llama 4's layer, whose input is named hidden_state."""
+
+    def forward(self, hidden_state: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # HF's name
+        return super().forward(hidden_state, *args, **kwargs)

@@ -1,66 +1,73 @@
-"""The fused classes of all model families of transformers. To fuse another family, add a row to one of the tables."""
+"""The fused classes of all model families of transformers. To fuse another family, add a row to one of the tables.
+
+Images of any size reach the layers in three ways:
+
+- Qwen's towers, and models with their code, pass cu_seqlens of images or of windows to each layer.
+- Pixtral packs the images of a batch and creates a block mask. Its fused tower also passes the lengths to its layers.
+- SigLIP 2 (NaFlex) pads. Its fused tower creates a padding mask that layers recognize by its strides.
+"""
 
 from __future__ import annotations
 
 import inspect
+import itertools
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ...blocks.fused import Forms, FusedModule
-from .encoder_layer import AIMV2, BEIT, CLIP, DINOV2, INTERNVL, JANUS, PIXIO, VIT, VITPOSE, FusedLayer
-from .packed_layers import (
-    LLAMA4,
-    PIXTRAL,
-    QWEN,
+from ...blocks.fused import Finding, Forms, FusedModule
+from ...ops.descriptions import Keys
+from ...ops.registration import is_exporting
+from .encoder_layer import FusedLayer, FusedLayerWithBias, FusedLlama4Layer, FusedPackedLayer, FusedVitPoseLayer
+from .self_attention import (
+    KEYS,
+    FusedAttentionPoolingHead,
     FusedAttentionWithLengths,
     FusedLlama4Attention,
     FusedPackedAttention,
-    FusedPaddedTower,
-    FusedTowerWithLengths,
-)
-from .self_attention import (
-    FusedAttentionPoolingHead,
     FusedPoolingHead,
     FusedRotarySelfAttention,
     FusedSelfAttention,
 )
 
-# Encoder layer by family, with the prefix of the family's class names: CLIPEncoderLayer, CLIPAttention
-LAYERS: dict[str, tuple[type[FusedLayer], str]] = {
-    "aimv2": (AIMV2, "Aimv2Encoder"),
-    "altclip": (CLIP, "AltCLIPEncoder"),
-    "beit": (BEIT, "Beit"),
-    "chinese_clip": (CLIP, "ChineseCLIPVision"),
-    "clip": (CLIP, "CLIPEncoder"),
-    "clipseg": (CLIP, "CLIPSegEncoder"),
-    "deit": (VIT, "DeiT"),
-    "dinov2": (DINOV2, "Dinov2"),
-    "dinov2_with_registers": (DINOV2, "Dinov2WithRegisters"),
-    "dinov3_vit": (DINOV2, "DINOv3ViT"),
-    "dpt": (VIT, "DPTViT"),
-    "eomt": (DINOV2, "Eomt"),
-    "eomt_dinov3": (DINOV2, "EomtDinov3"),
-    "ijepa": (VIT, "IJepa"),
-    "internvl": (INTERNVL, "InternVLVision"),
-    "janus": (JANUS, "JanusVisionEncoder"),
-    "kosmos2": (CLIP, "Kosmos2VisionEncoder"),
-    "metaclip_2": (CLIP, "MetaClip2Encoder"),
-    "ovis2": (AIMV2, "Ovis2VisionEncoder"),
-    "owlv2": (CLIP, "Owlv2Encoder"),
-    "owlvit": (CLIP, "OwlViTEncoder"),
-    "pixio": (PIXIO, "Pixio"),
-    "radio": (DINOV2, "Radio"),
-    "siglip": (CLIP, "SiglipEncoder"),
-    "siglip2": (CLIP, "Siglip2Encoder"),
-    "tipsv2": (DINOV2, "Tipsv2Vision"),
-    "unlimited_ocr": (CLIP, "UnlimitedOcrEncoder"),
-    "vit": (VIT, "ViT"),
-    "vit_mae": (VIT, "ViTMAE"),
-    "vit_msn": (VIT, "ViTMSN"),
-    "vitpose_backbone": (VITPOSE, "VitPoseBackbone"),
-    "vivit": (VIT, "Vivit"),
-    "yolos": (VIT, "Yolos"),
+# Families with an encoder layer, and the prefix of their class names: CLIPEncoderLayer, CLIPAttention
+LAYERS = {
+    "aimv2": "Aimv2Encoder",
+    "altclip": "AltCLIPEncoder",
+    "beit": "Beit",
+    "chinese_clip": "ChineseCLIPVision",
+    "clip": "CLIPEncoder",
+    "clipseg": "CLIPSegEncoder",
+    "deit": "DeiT",
+    "dinov2": "Dinov2",
+    "dinov2_with_registers": "Dinov2WithRegisters",
+    "dinov3_vit": "DINOv3ViT",
+    "dpt": "DPTViT",
+    "eomt": "Eomt",
+    "eomt_dinov3": "EomtDinov3",
+    "ijepa": "IJepa",
+    "internvl": "InternVLVision",
+    "janus": "JanusVisionEncoder",
+    "kosmos2": "Kosmos2VisionEncoder",
+    "metaclip_2": "MetaClip2Encoder",
+    "ovis2": "Ovis2VisionEncoder",
+    "owlv2": "Owlv2Encoder",
+    "owlvit": "OwlViTEncoder",
+    "pixio": "Pixio",
+    "radio": "Radio",
+    "siglip": "SiglipEncoder",
+    "siglip2": "Siglip2Encoder",
+    "tipsv2": "Tipsv2Vision",
+    "unlimited_ocr": "UnlimitedOcrEncoder",
+    "vit": "ViT",
+    "vit_mae": "ViTMAE",
+    "vit_msn": "ViTMSN",
+    "vitpose_backbone": "VitPoseBackbone",
+    "vivit": "Vivit",
+    "yolos": "Yolos",
 }
+OTHER_LAYERS = {"beit": FusedLayerWithBias, "vitpose_backbone": FusedVitPoseLayer}  # instead of FusedLayer
 ROTARY = {"dinov3_vit", "eomt_dinov3"}  # families whose layers get cosines and sines
 
 # Families with Qwen's layer and attention, and rotary layout "half"; the prefix of their class names
@@ -77,21 +84,91 @@ LIKE_QWEN = {
     "qwen4_exp": "Qwen4ExpVision",
 }
 
+
+class FusedTower(FusedModule):
+    """A whole model of transformers.
+
+    Its class has the `__module__` and `__name__` of the original, by which transformers finds outputs and weight names.
+    """
+
+    passes_for_original = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies by the original class, because pickle looks up classes by name."""
+        if "original" not in vars(type(self)):  # fully_shard has changed its class
+            return super().__reduce_ex__(protocol)
+        return _new_tower, (type(self).original,), self.__dict__
+
+    def _get_name(self) -> str:
+        return f"Fused{type(self).__qualname__}"
+
+
+def _new_tower(original: type[nn.Module]) -> nn.Module:
+    form: Any = FORMS.of(original)
+    tower: nn.Module = form.__new__(form)
+    return tower
+
+
+class FusedTowerWithLengths(FusedTower):
+    """Pixtral's tower, which passes the lengths of the packed images to its layers."""
+
+    kind = "lengths of packed images"
+    host_reads = "it reads the sizes of its images on the host to pack them"
+
+    def forward(self, pixel_values: Tensor, image_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Maps images [B, 3, H, W], with the (height, width) of each in pixels, to tokens [1, total, C]."""
+        if not is_exporting():
+            if image_sizes is not None:
+                image_sizes = [(int(height), int(width)) for height, width in image_sizes]
+            sizes = image_sizes or [tuple(pixel_values.shape[2:])] * pixel_values.shape[0]
+            lengths = [(height // self.patch_size) * (width // self.patch_size) for height, width in sizes]
+            bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=pixel_values.device)
+            kwargs = {**kwargs, KEYS: Keys(bounds, max(lengths, default=0))}
+        return super().forward(pixel_values, image_sizes, *args, **kwargs)
+
+
+class FusedPaddedTower(FusedTower):
+    """SigLIP 2's tower. Its layers get a padding mask that they recognize by its strides.
+
+    For a mask [B, N], transformers would create a mask of queries and keys and synchronize with the device to detect
+    padding. It does not change a four-dimensional mask.
+    """
+
+    kind = "padding mask"
+
+    @classmethod
+    def examine(cls, module: Any) -> Finding:
+        if hasattr(module, "use_head"):
+            return Finding()
+        return Finding(notes=["before transformers 5.6, padded images run the original attention"])
+
+    def forward(self, pixel_values: Tensor, pixel_attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs patches [B, N, P] with a mask [B, N]."""
+        fits = isinstance(pixel_attention_mask, Tensor) and pixel_attention_mask.shape == pixel_values.shape[:2]
+        # before 5.6 the head is in an inner tower, which does not support four-dimensional masks
+        supported = hasattr(self, "use_head") and (not self.use_head or isinstance(self.head, FusedPoolingHead))
+        supported = supported and self.config._attn_implementation in ("sdpa", "vit_fast")
+        if fits and supported and not is_exporting():
+            batch, tokens = pixel_values.shape[:2]
+            pixel_attention_mask = pixel_attention_mask.bool()[:, None, None, :].expand(batch, 1, tokens, tokens)
+        return super().forward(pixel_values, pixel_attention_mask, *args, **kwargs)
+
+
 # Classes with other names, by family and class
 CLASSES: dict[str, type[FusedModule]] = {
-    "idefics2.Idefics2EncoderLayer": CLIP,
+    "idefics2.Idefics2EncoderLayer": FusedLayer,
     "idefics2.Idefics2VisionAttention": FusedSelfAttention,
-    "idefics3.Idefics3EncoderLayer": CLIP,
+    "idefics3.Idefics3EncoderLayer": FusedLayer,
     "idefics3.Idefics3VisionAttention": FusedSelfAttention,
     "llama4.Llama4VisionAttention": FusedLlama4Attention,
-    "llama4.Llama4VisionEncoderLayer": LLAMA4,
+    "llama4.Llama4VisionEncoderLayer": FusedLlama4Layer,
     "pixtral.PixtralAttention": FusedAttentionWithLengths,
-    "pixtral.PixtralAttentionLayer": PIXTRAL,
+    "pixtral.PixtralAttentionLayer": FusedLayer,
     "pixtral.PixtralVisionModel": FusedTowerWithLengths,
-    "qwen2_vl.Qwen2VLVisionBlock": QWEN,
+    "qwen2_vl.Qwen2VLVisionBlock": FusedPackedLayer,
     "qwen2_vl.VisionAttention": FusedPackedAttention,
     "siglip2.Siglip2VisionModel": FusedPaddedTower,
-    "smolvlm.SmolVLMEncoderLayer": CLIP,
+    "smolvlm.SmolVLMEncoderLayer": FusedLayer,
     "smolvlm.SmolVLMVisionAttention": FusedSelfAttention,
 }
 
@@ -104,18 +181,18 @@ SKIPPED = {
 
 def _mixins() -> dict[str, type[FusedModule]]:
     found = dict(CLASSES)
-    for family, (layer, prefix) in LAYERS.items():
+    for family, prefix in LAYERS.items():
         short = "DPT" if family == "dpt" else prefix.removesuffix("Encoder")  # DPTViTLayer holds DPTSelfAttention
         attention = FusedRotarySelfAttention if family in ROTARY else FusedSelfAttention
         found |= {
-            f"{family}.{prefix}Layer": layer,
+            f"{family}.{prefix}Layer": OTHER_LAYERS.get(family, FusedLayer),
             f"{family}.{short}Attention": attention,
             f"{family}.{short}SelfAttention": attention,
             f"{family}.{short}MultiheadAttentionPoolingHead": FusedPoolingHead,
             f"{family}.{short}AttentionPoolingHead": FusedAttentionPoolingHead,
         }
     for family, prefix in LIKE_QWEN.items():
-        found |= {f"{family}.{prefix}Block": QWEN, f"{family}.{prefix}Attention": FusedPackedAttention}
+        found |= {f"{family}.{prefix}Block": FusedPackedLayer, f"{family}.{prefix}Attention": FusedPackedAttention}
     split = [(path.split("."), mixin) for path, mixin in found.items()]
     return {f"transformers.models.{family}.modeling_{family}.{name}": mixin for (family, name), mixin in split}
 

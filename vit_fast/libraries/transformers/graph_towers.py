@@ -14,11 +14,10 @@ from torch import Tensor
 
 from ...config import Size
 from ...ops.descriptions import Keys
-from ..interface.image_model import comes_from, pair
+from ..interface.image_model import comes_from, pair, raise_unsupported
 from ..interface.packed_tower import Call, ImageTower, PackedTower, PaddedTower, pad_to, read_grids
-from ..interface.peers import raise_unsupported
 from .families import LIKE_QWEN
-from .packed_layers import KEYS
+from .self_attention import KEYS
 
 
 class GridTower(PackedTower):

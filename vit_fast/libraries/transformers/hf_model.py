@@ -15,9 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import ViTConfig
-from ..interface.image_model import Head, ImageModel, comes_from, pair, required_input_reasons, switch
-from ..interface.peers import plain_vit_reasons, raise_unsupported
-from ..interface.rename import Converted, Rule, parts, rename, with_key_biases
+from ..interface.image_model import (
+    Head,
+    ImageModel,
+    comes_from,
+    pair,
+    raise_unsupported,
+    required_input_reasons,
+    switch,
+)
+from ..interface.weight_names import Converted, Rule, parts, plain_vit_reasons, rename, with_key_biases
 from .hf_config import ACTIVATIONS
 
 NAME = "transformers"

@@ -1,4 +1,4 @@
-"""Fused attention layers of transformers: self-attention, and the pooling heads of SigLIP and AIMv2."""
+"""Fused attention layers of transformers: self-attention in its variants, and the pooling heads of SigLIP and AIMv2."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ...ops import Rope, attention, qk_norm_rope
 from ...ops.attention import attention_among
 from ...ops.descriptions import Keys, is_padding, keys_of, names_keys
 
+KEYS = "vit_fast_keys"  # keyword argument by which a packed tower passes the lengths of its images to its layers
 # Endings of the names of modules that only group the parts of an attention layer or MLP
 CONTAINERS = ("Attention", "MLP", "VisionMlp", "FFN", "Intermediate", "Output", "LayerScale")
 # Keyword arguments that models of transformers 4.53 to 5.23 pass to attention layers and that do not change the result
@@ -41,13 +42,9 @@ def is_set(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def changes_attention(kwargs: dict[str, Any]) -> bool:
-    """Returns True if a keyword argument may change attention."""
-    return any(name not in NEUTRAL and is_set(value) for name, value in kwargs.items())
-
-
-def without(kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name not in names}
+def changes_attention(kwargs: dict[str, Any], known: tuple[str, ...] = ()) -> bool:
+    """Returns True if a keyword argument, except for the known ones, may change attention."""
+    return any(name not in NEUTRAL and name not in known and is_set(value) for name, value in kwargs.items())
 
 
 def projections_of(module: nn.Module) -> Any:
@@ -78,6 +75,8 @@ class FusedSelfAttention(FusedModule):
     """
 
     kind = "attention"
+    uses: ClassVar[tuple[str, ...]] = ()  # keyword arguments that every call must have
+    ignores: ClassVar[tuple[str, ...]] = ()  # further keyword arguments that the fused forward allows
     vit_fast_names: tuple[str, str, str, str | None]
 
     @property
@@ -105,12 +104,11 @@ class FusedSelfAttention(FusedModule):
     def set_up(self) -> None:
         self.vit_fast_names = projections_of(self)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Maps [B, N, C] to [B, N, C], and returns None as weights."""
         if self.needs_original_forward(args, kwargs):
             return super().forward(hidden_states, *args, **kwargs)
-        rope, keys = self.rope_of(hidden_states, kwargs), self.keys_of(hidden_states, kwargs)
-        output = self.attend(hidden_states, rope, keys)
+        output = self.attend(hidden_states, self.rope_of(hidden_states, kwargs), self.keys_of(hidden_states, kwargs))
         for name in (self.vit_fast_names[3], OUTPUT_DROPOUT):
             output = getattr(self, name)(output) if name and hasattr(self, name) else output
         return output, None
@@ -124,12 +122,14 @@ class FusedSelfAttention(FusedModule):
         return keys_of(kwargs.get("attention_mask"), hidden_states)
 
     def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        known = self.uses + self.ignores
         if names_keys(kwargs.get("attention_mask")):
-            kwargs = without(kwargs, "attention_mask")
+            known += ("attention_mask",)
         children: Any = self._modules
         return bool(
             any(map(is_set, args))
-            or changes_attention(kwargs)
+            or any(kwargs.get(name) is None for name in self.uses)
+            or changes_attention(kwargs, known)
             or self.config._attn_implementation == "eager"
             or any(name in children and is_touched(children[name]) for name in QK_NORMS)
             or (self.training and _dropout(self))
@@ -152,15 +152,75 @@ class FusedSelfAttention(FusedModule):
 
 
 class FusedRotarySelfAttention(FusedSelfAttention):
-    """Fused self-attention whose caller passes cosines and sines. Prefix tokens are not rotated."""
+    """Self-attention whose caller passes cosines and sines. Prefix tokens are not rotated."""
 
-    def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        rest = without(kwargs, "position_embeddings")
-        return kwargs.get("position_embeddings") is None or super().needs_original_forward(args, rest)
+    uses: ClassVar[tuple[str, ...]] = ("position_embeddings",)
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
         cos, sin = kwargs["position_embeddings"]
         return Rope(cos, sin, prefix=hidden_states.shape[1] - cos.shape[-2], layout="half")
+
+
+class FusedPackedAttention(FusedRotarySelfAttention):
+    """Qwen's attention of packed tokens [total, C], with one linear layer for q, k and v, and cu_seqlens.
+
+    transformers reads the lengths on the host to split the tokens; this class does not.
+    """
+
+    uses = ("position_embeddings", "cu_seqlens")
+    ignores = ("max_seqlen",)
+
+    @classmethod
+    def examine(cls, module: Any) -> Finding:
+        return Finding(eager_reasons(module))
+
+    def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
+        cos, sin = kwargs["position_embeddings"]
+        return Rope(cos, sin, layout="half")
+
+    def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys:
+        # cu_seqlens is int64 while traced. The maximum length only selects tiles, so the total is enough.
+        return Keys(kwargs["cu_seqlens"].to(torch.int32), hidden_states.shape[0])
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Maps [total, C] to [total, C]."""
+        if self.needs_original_forward(args, kwargs):
+            return super(FusedSelfAttention, self).forward(hidden_states, *args, **kwargs)
+        qkv, backend = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)), self.vit_fast_backend
+        qkv = qk_norm_rope(qkv, rope=self.rope_of(hidden_states, kwargs), backend=backend)
+        mixed = attention_among(qkv, self.keys_of(hidden_states, kwargs), scale=self.vit_fast_scale, backend=backend)
+        return self.proj(mixed.flatten(1))
+
+
+class FusedAttentionWithLengths(FusedRotarySelfAttention):
+    """Pixtral's attention of packed tokens [1, total, C]; the fused tower passes their lengths beside the mask."""
+
+    ignores = (KEYS, "attention_mask")
+
+    def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        masked = is_set(kwargs.get("attention_mask")) and kwargs.get(KEYS) is None
+        return masked or super().needs_original_forward(args, kwargs)
+
+    def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
+        return kwargs.get(KEYS)
+
+
+class FusedLlama4Attention(FusedSelfAttention):
+    """Llama 4's attention, whose positions are complex numbers, and which ignores masks."""
+
+    uses = ("freqs_ci",)
+    ignores = ("attention_mask",)
+
+    def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        # real after model.half(), which drops the imaginary part
+        return super().needs_original_forward(args, kwargs) or not kwargs["freqs_ci"].is_complex()
+
+    def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
+        rotations = kwargs["freqs_ci"].reshape(hidden_states.shape[1], -1)
+        return Rope(rotations.real.contiguous(), rotations.imag.contiguous(), layout="interleaved")
+
+    def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
+        return None
 
 
 def _dropout(module: nn.Module) -> float:

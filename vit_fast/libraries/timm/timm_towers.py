@@ -1,0 +1,263 @@
+"""Fused models of timm: VisionTransformer and NaFlexVit, and NaFlexVit packed for CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from ...blocks.block import run_blocks, run_packed_blocks
+from ...blocks.fused import Forms, FusedContainer, FusedModule
+from ...blocks.packed import is_plain_call
+from ...blocks.parts import BlockParts, block_tensors, drops, drops_path
+from ...blocks.plain import is_touched
+from ...layers import ACTIVATIONS
+from ...ops.descriptions import BlockTensors, Keys
+from ...ops.registration import is_exporting
+from ..interface.image_model import comes_from
+from ..interface.packed_tower import Call, PaddedTower, read_grids
+from .timm_blocks import AttentionLayer, AttentionPoolLatentMixin, BlockMixin
+
+_METHODS = ("forward_features", "forward_head", "pool")  # which a user may have replaced
+
+
+class VisionTransformerMixin(FusedContainer):
+    """timm's VisionTransformer. If its head reads only the first token, its last block computes only that token.
+
+    This applies to calls without gradients, of a model that is frozen for the CPU or compiled with backend sdpa.
+    `forward_features` and hooked or wrapped parts still get all tokens.
+    """
+
+    @classmethod
+    def fits(cls, module: Any, blocks: Collection[nn.Module]) -> bool:
+        return len(module.blocks) > 0 and all(block in blocks for block in module.blocks)
+
+    def forward(self, x: Tensor, *masks: Any, **options: Any) -> Tensor:
+        tower: Any = self  # also a VisionTransformer
+        if masks or options or not self._reads_one_token():
+            timms: Any = super()
+            output: Tensor = timms.forward(x, *masks, **options)
+        else:
+            tokens = tower.norm_pre(tower.patch_drop(tower._pos_embed(tower.patch_embed(x))))
+            output = tower.forward_head(tower.norm(_run_for_one_token(tower.blocks, tokens)))
+        return output
+
+    def _reads_one_token(self) -> bool:
+        tower: Any = self
+        if torch.is_grad_enabled() or tower.training or tower.global_pool != "token" or tower.attn_pool is not None:
+            return False
+        blocks, cls = tower.blocks, type(tower)
+        if not isinstance(blocks, nn.Sequential) or not len(blocks) or is_exporting():
+            return False
+        for name in _METHODS:
+            if name in self.__dict__ or getattr(cls, name).__module__ != cls.original.__module__:
+                return False
+        return not any(part._forward_hooks or is_touched(part) for part in (blocks, tower.norm))
+
+
+def _run_for_one_token(blocks: Any, x: Tensor) -> Tensor:
+    """Runs blocks on [B, N, C]; returns the first token [B, 1, C], or all if the last block needs its own forward."""
+    *others, last = blocks
+    if not torch.compiler.is_compiling():
+        output = run_packed_blocks(blocks, x, outputs=1)
+        return _run_all_tokens(blocks, x) if output is None else output
+    supported = isinstance(last, BlockMixin) and last.vit_fast_backend == "sdpa" and not last.training
+    if not supported or last._forward_hooks or is_touched(last):
+        return blocks(x)
+    parts = last.ready()
+    if parts is None or parts.attention is None or parts.fp8 is not None:
+        return blocks(x)
+    return _first_token(last, run_blocks(others, x))
+
+
+def _run_all_tokens(blocks: nn.Sequential, x: Tensor) -> Tensor:
+    """Runs blocks in a call without gradients, [B, N, C] -> [B, N, C], bitwise as timm does.
+
+    On a CPU, skips the calls of their modules if nothing observes these, which take 6 % of a small model's time.
+    """
+    plain = is_plain_call(x) and not (_has_any_global_hook() or blocks._forward_hooks or is_touched(blocks))
+    ready = [_as_timm_computes(block) for block in blocks] if plain else [None]
+    if None in ready:
+        output: Tensor = blocks(x)
+        return output
+    for parts in ready:
+        x = _run_block(parts, x)
+    return x
+
+
+def _as_timm_computes(block: Any) -> BlockParts | None:
+    """Returns the parts of a block that `_run_block` computes bitwise as timm does; None for other blocks."""
+    if not isinstance(block, BlockMixin) or block.vit_fast_backend != "sdpa" or block._forward_hooks:
+        return None
+    parts = None if is_touched(block) else block.ready()
+    if parts is None or parts.attention is None or parts.mlp is None or parts.fp8 is not None:
+        return None
+    attention, mlp = parts.attention, parts.mlp
+    norms = {type(norm.module).__name__ for norm in (attention.norm, mlp.norm)}
+    others = attention.qk_norm, mlp.gate, mlp.inner_norm
+    if norms != {"LayerNorm"} or others != (None, None, None) or not attention.module.__dict__.get("fused_attn"):
+        return None
+    dropping = drops(attention.dropouts) or drops_path(attention.drop_path) or drops_path(mlp.drop_path)
+    return None if dropping else parts
+
+
+def _run_block(parts: Any, x: Tensor) -> Tensor:
+    t = block_tensors(parts.attention, parts.mlp)
+    x = _added(_attend(t, parts.attention, x), t.scale1, x)
+    return _added(_run_mlp(t, parts.mlp, x), t.scale2, x)
+
+
+# Separate functions release large tensors early. Otherwise, a batch of eight in fp32 takes 14 % longer.
+def _attend(t: BlockTensors, parts: Any, x: Tensor) -> Tensor:
+    normed = torch.layer_norm(x, x.shape[-1:], t.norm1_weight, t.norm1_bias, parts.norm.eps, False)
+    qkv = F.linear(normed, t.qkv_weight, t.qkv_bias)
+    q, k, v = qkv.view(*qkv.shape[:-1], 3, parts.num_heads, -1).transpose(1, 3).unbind(2)
+    return F.linear(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), t.proj_weight, t.proj_bias)
+
+
+def _run_mlp(t: BlockTensors, parts: Any, x: Tensor) -> Tensor:
+    normed = torch.layer_norm(x, x.shape[-1:], t.norm2_weight, t.norm2_bias, parts.norm.eps, False)
+    return F.linear(ACTIVATIONS[parts.activation](F.linear(normed, t.fc1_weight, t.fc1_bias)), t.fc2_weight, t.fc2_bias)
+
+
+def _added(branch: Tensor, scale: Tensor | None, x: Tensor) -> Tensor:
+    branch = branch if scale is None else branch * scale
+    return branch.add_(x) if branch.dtype is x.dtype else x + branch
+
+
+def _first_token(block: Any, x: Tensor) -> Tensor:
+    """Runs a block [B, N, C] -> [B, 1, C] for the first token, which attends to all tokens."""
+    attn = block.attn
+    normed = block.norm1(x)
+    weight, bias, width = attn.qkv.weight, attn.qkv.bias, attn.qkv.weight.shape[0] // 3
+    biases = (None, None) if bias is None else (bias[:width], bias[width:])
+    q = F.linear(normed[:, :1], weight[:width], biases[0]).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)
+    kv = F.linear(normed, weight[width:], biases[1]).unflatten(-1, (2, attn.num_heads, -1))
+    k, v = kv.transpose(1, 3).unbind(2)
+    q, k = attn.q_norm(q), attn.k_norm(k)
+    mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    x = x[:, :1] + block.drop_path1(block.ls1(attn.project_out(mixed, normed[:, :1])))
+    out: Tensor = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+    return out
+
+
+# --- NaFlexVit: patches padded to one length, with coordinates and a mask ---------------------------------------
+
+
+class NaFlexVitMixin(FusedModule):
+    """timm's NaFlexVit. Its layers get a padding mask that they recognize by its strides.
+
+    timm masks pairs of queries and keys, this class only keys. Padding tokens therefore attend to the tokens of their
+    image. Other tokens do not change, because no token attends to padding, and pooling skips it.
+    """
+
+    kind = "padding mask"
+
+    def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> dict[str, Any]:
+        """Returns tokens and further inputs of the blocks. Unless a mask is given, adds one of the valid patches."""
+        use_keys = attn_mask is None and patch_valid is not None and not is_exporting() and self._layers_are_fused()
+        timms: Any = super()
+        embeds: dict[str, Any] = timms._forward_embeds(x, patch_coord, patch_valid, False if use_keys else attn_mask)
+        if use_keys:  # after timm's patch dropout, which selects the valid patches in training
+            embeds["attn_mask"] = padding_mask(embeds["patch_valid"], self.num_prefix_tokens)
+        return embeds
+
+    def _pool(self, x: Tensor, pool_type: str | None = None, patch_valid: Tensor | None = None) -> Any:
+        """Pools tokens [B, prefix + N, C] to [B, C]."""
+        if patch_valid is None or not isinstance(self.attn_pool, AttentionPoolLatentMixin) or is_exporting():
+            timms: Any = super()
+            return timms._pool(x, pool_type, patch_valid)
+        prefix = self.num_prefix_tokens if self.pool_include_prefix else 0
+        return self.attn_pool(x[:, self.num_prefix_tokens - prefix :], attn_mask=padding_mask(patch_valid, prefix))
+
+    def _layers_are_fused(self) -> bool:
+        """Returns True if all attention layers are fused; timm's own may add a mask to the scores."""
+        return all(isinstance(block.attn, AttentionLayer) for block in self.blocks)
+
+
+def padding_mask(valid: Tensor, prefix: int) -> Tensor:
+    """Returns the mask [B, 1, 1, prefix + N] for valid patches [B, N] behind prefix tokens, which are always valid."""
+    there = torch.cat([valid.new_ones((valid.shape[0], prefix), dtype=torch.bool), valid.bool()], 1)
+    return there[:, None, None]
+
+
+class NaFlexTower(PaddedTower):
+    """Packs the calls of a NaFlexVit. timm's own code computes its positions, outside of the graph."""
+
+    def __init__(self, tower: Any) -> None:
+        shapes: dict[str, tuple[int, ...]] = {"tokens": (tower.embed_dim,)}
+        if (rope := tower.rope) is not None:
+            depth, heads = (rope.depth, rope.num_heads) if tower.rope_is_mixed else (1, 1)
+            shapes["rope"] = (depth, heads, 2 * rope.dim // heads)
+        super().__init__(tower, shapes)
+        self.prefix = tower.num_prefix_tokens
+
+    def read(
+        self,
+        x: Tensor | dict[str, Tensor],
+        patch_coord: Tensor | None = None,
+        patch_valid: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Call:
+        """Reads patches [B, N, P], coordinates [B, N, 2] and a mask [B, N], or a dictionary of them."""
+        if isinstance(x, dict):
+            patch_coord, patch_valid = x.get("patch_coord", patch_coord), x.get("patch_valid", patch_valid)
+            attn_mask, x = x.get("attn_mask", attn_mask), x["patches"]
+        if not len(x):
+            raise ValueError(f"patches must contain at least one image, got {list(x.shape)}")
+        reasons = [] if attn_mask is None else ["attn_mask must be None"]
+        if patch_coord is None or patch_valid is None:
+            reason = "patch_coord and patch_valid must be given: for images, use GraphRunner(model, example)"
+            return Call([1] * len(x), [1] * len(x), (x,), (), [*reasons, reason])
+        _, lengths, fits = read_grids((patch_coord * patch_valid[..., None]).amax(1) + 1, patch_valid)
+        if not fits:
+            reasons.append("patch_valid must be true for exactly the first height * width patches of each image")
+        lengths = [self.prefix + length for length in lengths]
+        return Call(lengths, [1] * len(x), (x, patch_coord, patch_valid), (), reasons)
+
+    def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
+        inputs = (given if len(images) == len(given) else given[list(images)] for given in call.inputs)
+        embeds = self.tower._forward_embeds(*inputs, attn_mask=False)  # False: without a mask
+        found = {"tokens": embeds["patches"]}
+        if "rope" in self.shapes:
+            ropes = embeds["rope_embeds"]
+            tables = torch.stack(list(ropes) if self.tower.rope_is_mixed else [ropes])
+            tables = tables.permute(1, 3, 0, 2, 4)  # [B, N, depth, heads, sin and cos]
+            unrotated = tables.new_zeros((len(images), self.prefix, *tables.shape[2:]))  # prefix tokens: sin 0, cos 1
+            unrotated.chunk(2, -1)[1].fill_(1)
+            found["rope"] = torch.cat([unrotated, tables], 1)
+        lengths = [call.lengths[image] for image in images]
+        return {name: [one[:length] for one, length in zip(padded, lengths)] for name, padded in found.items()}
+
+    def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
+        x = buffers["tokens"][None]
+        keys = Keys(buffers["cu_seqlens"], x.shape[1])
+        for index, block in enumerate(self.tower.blocks):
+            extra = {}
+            if "rope" in buffers:
+                table = buffers["rope"][:, index if self.tower.rope_is_mixed else 0]
+                extra["rope"] = block.attn.rope_of(table.transpose(0, 1))._replace(prefix=0)
+            x = block(x, attn_mask=keys, **extra)
+        return self.tower.norm(x)
+
+    def finish(self, call: Call, outputs: Any) -> Any:
+        return self.tower.forward_head(outputs, patch_valid=call.inputs[2])
+
+
+def packed_tower(tower: nn.Module) -> NaFlexTower | None:
+    """Returns the PackedTower of a NaFlexVit; None for other models."""
+    return NaFlexTower(tower) if comes_from("timm", tower, "NaFlexVit") else None
+
+
+FORMS = Forms(
+    globals(),
+    {
+        "timm.models.vision_transformer.VisionTransformer": VisionTransformerMixin,
+        "timm.models.naflexvit.NaFlexVit": NaFlexVitMixin,
+    },
+)
+__getattr__ = FORMS.named
