@@ -25,9 +25,8 @@ from vit_fast.apps.data import make_transform, random_crop, read_image
 from vit_fast.config import ViTConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import clock
-from vit_fast.measure.candidate import Candidate
+from vit_fast.measure.candidate import Candidate, at_most, describe_error, is_out_of_memory
 from vit_fast.measure.clock import Call, cold_copies, synchronise
-from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 from vit_fast.model import VisionTransformer
 
 from .candidates import make

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vit_fast.measure.candidate import COMPILE_MODES
-from vit_fast.measure.compare import SAME, UNKNOWN, format_number
+from vit_fast.measure.clock import SAME, UNKNOWN, format_number
 
 from . import report
 from .candidates import CANDIDATES, DEFAULT_NAMES

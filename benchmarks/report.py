@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vit_fast.measure.compare import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE, format_number
+from vit_fast.measure.clock import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE, format_number
 from vit_fast.work import Work
 
 from .records import read_record

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from vit_fast.measure import compare
+from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Timing, percentile
 from vit_fast.work import Work, total
@@ -136,7 +136,7 @@ def add_timing(row: Row, timing: Timing, group: Group) -> None:
 
 def make_control(group: Group, candidate: str, timing: Timing, again: Timing, conditions: dict[str, Any]) -> Row:
     """Makes the control of a group, a call that was timed under two names, with the machine's state."""
-    found = compare.control(timing.samples_ms, again.samples_ms)
+    found = clock.control(timing.samples_ms, again.samples_ms)
     return group.about(candidate) | found | {"ms": [timing.ms, again.ms], "conditions": conditions}
 
 
@@ -164,7 +164,7 @@ def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row
         if row is best:
             row["ratio_to_best_peer"] = 1.0
             continue
-        found = compare.compare_rows(best, row, resolution_of(row, controls), paired=best["batch"] == row["batch"])
+        found = clock.compare_rows(best, row, resolution_of(row, controls), paired=best["batch"] == row["batch"])
         row.update(ratio_to_best_peer=found["ratio"], ratio_interval=found["interval"], verdict=found["verdict"])
 
 
@@ -232,9 +232,9 @@ def compare_records(first: Record, second: Record) -> dict[str, Any]:
 
 def _pair(row: Row, other: Row, resolution: float) -> dict[str, Any]:
     rates = [row["images_per_s"], other["images_per_s"]]
-    found: dict[str, Any] = {"ratio": rates[1] / rates[0], "interval": None, "verdict": compare.UNKNOWN}
+    found: dict[str, Any] = {"ratio": rates[1] / rates[0], "interval": None, "verdict": clock.UNKNOWN}
     if row["samples_ms"] and other["samples_ms"]:
-        found = compare.compare_rows(row, other, resolution, paired=False)
+        found = clock.compare_rows(row, other, resolution, paired=False)
     told = {"images_per_s": rates, "resolution": resolution if resolution != float("inf") else None}
     return {field: row[field] for field in KEY_FIELDS} | told | found
 
@@ -268,6 +268,6 @@ def _warnings(first: Record, second: Record, drift: float, pairs: list[dict[str,
         warnings.append("images differ")
     if drift > 0.01:
         warnings.append(f"the ceilings of the machine differ by {drift:.1%}: smaller differences cannot be measured")
-    if any(pair["verdict"] == compare.UNKNOWN for pair in pairs):
-        warnings.append(f"some pairs cannot be ranked; {compare.QUIET_RUN}")
+    if any(pair["verdict"] == clock.UNKNOWN for pair in pairs):
+        warnings.append(f"some pairs cannot be ranked; {clock.QUIET_RUN}")
     return warnings

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from vit_fast.measure import clock, compare
-from vit_fast.measure.candidate import Candidate
+from vit_fast.measure import clock
+from vit_fast.measure.candidate import Candidate, at_most, describe_error, is_out_of_memory
 from vit_fast.measure.clock import Call, Samples, Timing, percentile, time_interleaved
-from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 from vit_fast.version import __version__
 
 from . import preparation
@@ -100,7 +99,7 @@ class Watch:
         late = now_s >= self._start_s + SHARE_OF_ALL * (self._end_s - self._start_s)
         if number % ROUNDS_BETWEEN or not (self._allocated and (long_enough or late)):
             return self._remaining
-        if compare.control(self._samples[self.best], self._samples[AGAIN])["resolution"] <= compare.UNRANKABLE:
+        if clock.control(self._samples[self.best], self._samples[AGAIN])["resolution"] <= clock.UNRANKABLE:
             return () if long_enough or narrowed else self._remaining
         sides = [[name for name in self._peers if self._peers[name] is peer] for peer in set(self._peers.values())]
         fastest = [min(names, key=lambda name: percentile(self._samples[name], 0.5)) for names in sides]

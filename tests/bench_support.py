@@ -16,7 +16,7 @@ from vit_fast.benchmarks.configuration import Configuration, make_configuration
 from vit_fast.benchmarks.models import Task, resolve
 from vit_fast.benchmarks.preparation import weights_of
 from vit_fast.benchmarks.rows import SPEED_FIELDS
-from vit_fast.measure import compare
+from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol, Samples
 
@@ -28,7 +28,7 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     patch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     patch.setattr(runner, "release_memory", lambda *_, **__: None)
-    patch.setattr(compare, "RESAMPLES", 200)
+    patch.setattr(clock, "RESAMPLES", 200)
 
 
 def samples_of(milliseconds: list[float]) -> Samples:

@@ -144,9 +144,9 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """`optimize` tries only what is built in no time."""
-    from vit_fast.measure import candidate
+    from vit_fast.measure import trials
 
-    every = candidate.candidates
+    every = trials.candidates
     module = "vit_fast.measure.optimization.candidates"
     monkeypatch.setattr(module, lambda *how: [choice for choice in every(*how) if choice.engine == "torch"])
 

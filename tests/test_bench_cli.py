@@ -17,7 +17,7 @@ from rich.console import Console
 
 from vit_fast.benchmarks import records, rendering, report, runner
 from vit_fast.commands.words import table
-from vit_fast.measure.limits import patient_interrupt
+from vit_fast.measure.candidate import patient_interrupt
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 

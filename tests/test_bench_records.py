@@ -12,7 +12,7 @@ import pytest
 from command_line import run
 
 from vit_fast.benchmarks import records, rendering, rows
-from vit_fast.measure import compare
+from vit_fast.measure import clock
 
 COMMITTED = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "cpu-2core-batch-1" / "record.json"
 Path_ = tuple[str | int, ...]
@@ -42,7 +42,7 @@ BAD = [None, -1, "x", [1, 2], "removed"]
 @pytest.mark.parametrize("sampled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_any_value_of_another_kind_is_refused_or_does_no_harm(sampled, record, tmp_path, monkeypatch):
     """Puts one bad value at every fourth place; with --slow every bad value at each."""
-    monkeypatch.setattr(compare, "RESAMPLES", 10)
+    monkeypatch.setattr(clock, "RESAMPLES", 10)
     path, refused = tmp_path / "record.json", 0
     cases = [(at, bad) for at in paths(record) for bad in BAD]
     for at, bad in cases[:: 4 * len(BAD) + 1] if sampled else cases:

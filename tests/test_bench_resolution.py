@@ -10,7 +10,7 @@ import torch
 
 from vit_fast.benchmarks import machine as machine_state
 from vit_fast.benchmarks.machine import Conditions
-from vit_fast.measure import compare
+from vit_fast.measure import clock
 from vit_fast.measure.clock import Protocol, time_interleaved
 
 CPU = torch.device("cpu")
@@ -60,11 +60,11 @@ def noisy() -> list[Samples]:
 
 
 def verdict(samples: Samples, base: str, other: str) -> str:
-    within = compare.control(samples["first"], samples["again"])["resolution"]
+    within = clock.control(samples["first"], samples["again"])["resolution"]
     rows = {
         name: {"samples_ms": taken, "images_per_s": 1 / np.median(taken), "batch": 1} for name, taken in samples.items()
     }
-    return str(compare.compare_rows(rows[base], rows[other], within, paired=True)["verdict"])
+    return str(clock.compare_rows(rows[base], rows[other], within, paired=True)["verdict"])
 
 
 def test_identical_candidates_are_never_told_apart_on_noisy_machines(noisy: list[Samples]) -> None:
@@ -73,37 +73,37 @@ def test_identical_candidates_are_never_told_apart_on_noisy_machines(noisy: list
 
 def test_noise_that_moves_medians_does_not_hide_a_large_difference(noisy: list[Samples]) -> None:
     """Each turn is its own yardstick: on machines whose medians of identical code differ by half, 30 % are found."""
-    intervals = [compare.ratio_interval(samples["first"], samples["again"], paired=False) for samples in noisy]
+    intervals = [clock.ratio_interval(samples["first"], samples["again"], paired=False) for samples in noisy]
     assert max(high for _, high in intervals) > 1.1
     assert [verdict(samples, "longer", "a") for samples in noisy].count("faster") >= 19
 
 
 def test_between_runs_nothing_cancels(noisy: list[Samples]) -> None:
     """Two runs are compared by their medians, however well the rounds within each run agree."""
-    controls = [compare.control(samples["first"], samples["again"]) for samples in noisy]
+    controls = [clock.control(samples["first"], samples["again"]) for samples in noisy]
     assert all(found["between_runs"] >= found["resolution"] for found in controls)
-    assert max(found["resolution"] for found in controls) < compare.UNRANKABLE
-    assert sum(found["between_runs"] > compare.UNRANKABLE for found in controls) > 5
+    assert max(found["resolution"] for found in controls) < clock.UNRANKABLE
+    assert sum(found["between_runs"] > clock.UNRANKABLE for found in controls) > 5
 
 
 def test_a_noise_that_hits_one_call_and_not_its_neighbour_ranks_nothing() -> None:
     """Nothing cancels there: the control says how much, and the verdict nothing."""
     random = np.random.default_rng(0)
     first, again, a, b = (10 * np.exp(random.normal(0, 0.5, 50)) for _ in range(4))
-    within = compare.control(first, again)["resolution"]
-    assert within > compare.UNRANKABLE
+    within = clock.control(first, again)["resolution"]
+    assert within > clock.UNRANKABLE
     assert verdict({"first": first, "again": again, "a": a, "b": b}, "a", "b") == "cannot be ranked"
 
 
 def test_a_ratio_is_of_turns_only_where_they_were_shared() -> None:
     slow_then_fast, other = [20.0, 20.0, 20.0, 10.0, 10.0], [10.0, 10.0, 10.0, 5.0, 5.0]
-    assert compare.ratio(slow_then_fast, other[::-1], paired=False) == pytest.approx(2.0)
-    assert compare.ratio(slow_then_fast, other, paired=True) == pytest.approx(2.0)
-    assert compare.ratio([10.0, 30.0, 20.0], [10.0, 10.0, 10.0], paired=True) == pytest.approx(2.0)
-    assert compare.ratio([10.0, 12.0, 30.0], [10.0, 6.0, 6.0], paired=True) == pytest.approx(2.0)  # medians: also 2
-    assert compare.ratio([10.0, 12.0, 30.0], [5.0, 12.0, 10.0], paired=True) == pytest.approx(2.0)  # medians: 1.2
-    assert compare.ratio([10.0, 12.0, 30.0], [5.0, 12.0, 10.0], paired=False) == pytest.approx(1.2)
-    assert compare.ratio([1.0, 2.0, 8.0], [1.0, 1.0, 2.0], paired=True, share=1.0) == pytest.approx(4.0)
+    assert clock.ratio(slow_then_fast, other[::-1], paired=False) == pytest.approx(2.0)
+    assert clock.ratio(slow_then_fast, other, paired=True) == pytest.approx(2.0)
+    assert clock.ratio([10.0, 30.0, 20.0], [10.0, 10.0, 10.0], paired=True) == pytest.approx(2.0)
+    assert clock.ratio([10.0, 12.0, 30.0], [10.0, 6.0, 6.0], paired=True) == pytest.approx(2.0)  # medians: also 2
+    assert clock.ratio([10.0, 12.0, 30.0], [5.0, 12.0, 10.0], paired=True) == pytest.approx(2.0)  # medians: 1.2
+    assert clock.ratio([10.0, 12.0, 30.0], [5.0, 12.0, 10.0], paired=False) == pytest.approx(1.2)
+    assert clock.ratio([1.0, 2.0, 8.0], [1.0, 1.0, 2.0], paired=True, share=1.0) == pytest.approx(4.0)
 
 
 def test_a_quiet_machine_finds_five_per_cent_and_the_duration() -> None:
@@ -112,19 +112,19 @@ def test_a_quiet_machine_finds_five_per_cent_and_the_duration() -> None:
     assert [verdict(samples, "longer", "a") for samples in quiet].count("faster") >= 19
     assert [verdict(samples, "a", "longer") for samples in quiet].count("slower") >= 19
     assert np.median(quiet[0]["a"]) == pytest.approx(10.0, rel=0.01)
-    low, high = compare.ratio_interval(quiet[0]["thrice"], quiet[0]["a"], paired=True)
+    low, high = clock.ratio_interval(quiet[0]["thrice"], quiet[0]["a"], paired=True)
     assert low < 3.0 < high < low * 1.02
 
 
 def test_the_resolution_is_the_far_end_of_what_identical_code_did() -> None:
-    found = compare.control([10.0] * 10, [12.0] * 10)
+    found = clock.control([10.0] * 10, [12.0] * 10)
     assert found["ratio"] == pytest.approx(10 / 12) and found["resolution"] == pytest.approx(0.2)
-    assert compare.verdict(1.19, (1.1, 1.3), 0.2) == "cannot be ranked"
-    assert compare.verdict(1.05, (1.02, 1.08), 0.06) == "no difference"
-    assert compare.verdict(1.05, (0.99, 1.1), 0.01) == "no difference"
-    assert compare.verdict(1.05, (0.99, 1.3), 0.01) == compare.verdict(1.0, (0.7, 1.05), 0.01) == "cannot be ranked"
-    assert compare.verdict(1.05, (1.02, 1.08), 0.04) == "faster"
-    assert compare.verdict(0.95, (0.93, 0.97), 0.04) == "slower"
+    assert clock.verdict(1.19, (1.1, 1.3), 0.2) == "cannot be ranked"
+    assert clock.verdict(1.05, (1.02, 1.08), 0.06) == "no difference"
+    assert clock.verdict(1.05, (0.99, 1.1), 0.01) == "no difference"
+    assert clock.verdict(1.05, (0.99, 1.3), 0.01) == clock.verdict(1.0, (0.7, 1.05), 0.01) == "cannot be ranked"
+    assert clock.verdict(1.05, (1.02, 1.08), 0.04) == "faster"
+    assert clock.verdict(0.95, (0.93, 0.97), 0.04) == "slower"
 
 
 def test_what_others_take_is_told_from_what_we_take(monkeypatch: pytest.MonkeyPatch) -> None:

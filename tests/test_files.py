@@ -17,14 +17,13 @@ RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "cpu-2core"
 FULL_DISK = """
 import contextlib, io, resource, signal
 from pathlib import Path
-from types import SimpleNamespace
 import torch
 from vit_fast import create_model, save
 from vit_fast.cli import main
 from vit_fast.export import export_onnx
 from vit_fast.export.onnx_calibration import Calibration
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.deployable import _write_program
+from vit_fast.measure.optimization import _write_program
 from vit_fast.files import folder_aside
 
 def command(*arguments):
@@ -35,8 +34,7 @@ def command(*arguments):
 
 def program():
     with folder_aside(Path("new/program")) as aside:
-        result = SimpleNamespace(candidate=Candidate(attention="sdpa"))
-        _write_program(torch.nn.Linear(4, 4), result, torch.zeros(1, 4), aside / "model.pt2")
+        _write_program(torch.nn.Linear(4, 4), Candidate(attention="sdpa"), torch.zeros(1, 4), aside / "model.pt2")
 
 writers = {
     "new/m.safetensors": lambda: save(create_model("vit_test"), "new/m.safetensors"),

@@ -16,7 +16,7 @@ from command_line import run
 import vit_fast
 from vit_fast.benchmarks import runner
 from vit_fast.commands.words import open_model
-from vit_fast.measure import cache, candidate, deployable
+from vit_fast.measure import cache, optimization, trials
 from vit_fast.measure.candidate import Candidate
 from vit_fast.weights.source import weights_digest
 
@@ -79,7 +79,7 @@ def test_export_writes_what_runs_elsewhere(choice: Candidate, only, tmp_path: Pa
     folder = tmp_path / "deployed"
     allow = ["--allow", "bf16", "--min-agreement", "0"] if choice.precision else []
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "600", *allow, "--export", str(folder)) == 0
-    described = json.loads((folder / deployable.FIGURES).read_text())
+    described = json.loads((folder / optimization.FIGURES).read_text())
     assert Candidate.from_dict(described["candidate"]) == choice
     opened = open_model("vit_test", 2, ())
     expected = opened.module(opened.example)
@@ -124,8 +124,8 @@ def test_bad_words(arguments: tuple[str, ...], message: str, capsys: pytest.Capt
 
 
 def test_candidates_are_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidate, "installed", lambda name: None)
-    engines = {choice.engine for choice in candidate.candidates(torch.device("cpu"), ["bf16", "int8"])}
+    monkeypatch.setattr(trials, "installed", lambda name: None)
+    engines = {choice.engine for choice in trials.candidates(torch.device("cpu"), ["bf16", "int8"])}
     assert engines == {"torch", "compile"}
 
 

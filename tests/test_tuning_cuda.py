@@ -7,7 +7,6 @@ import dataclasses
 import io
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from graph_tapes import Tape, install
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.measure import deployable
+from vit_fast.measure import optimization
 from vit_fast.measure.build import build
 from vit_fast.measure.cache import CachedResult
 from vit_fast.measure.candidate import Candidate
@@ -165,10 +164,8 @@ def test_what_is_compiled_is_exported_as_a_package(model, images, engine, tmp_pa
         package_path.write(b"a package")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", pack)
-    found: Any = SimpleNamespace(
-        candidate=Candidate(engine, precision="bf16"), cached=CachedResult({}, Candidate(engine), {})
-    )
-    written = deployable.write(found, model, images, tmp_path / "deployed", ())
+    found = CachedResult({}, Candidate(engine, precision="bf16"), {})
+    written = optimization.deploy(found, model, images, tmp_path / "deployed", ())
     assert [path.name for path in written] == ["model.pt2", "optimize.json"]
     output = packed[0].module()(images.bfloat16())
     torch.testing.assert_close(output.float(), model(images), atol=0.3, rtol=0.1)

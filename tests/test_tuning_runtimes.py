@@ -24,12 +24,12 @@ import vit_fast
 from vit_fast.commands.words import open_model
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, export_onnx
-from vit_fast.measure import cache, candidate, deployable
+from vit_fast.measure import cache, optimization, trials
 from vit_fast.measure.build import build
-from vit_fast.measure.candidate import AS_FILE, Candidate, candidates_of_file
+from vit_fast.measure.candidate import AS_FILE, Candidate
 from vit_fast.measure.runtimes import OnnxFile, open_file
 from vit_fast.measure.search import Refused
-from vit_fast.measure.trials import Expected, Trials
+from vit_fast.measure.trials import Expected, Trials, candidates_of_file
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -119,8 +119,8 @@ def test_a_file_is_optimized_kept_saved_and_exported(files: Path, images, tmp_pa
     assert vit_fast.load_optimized(tmp_path / "fast.json", files / "beside.onnx").candidate == found.candidate
     with pytest.raises(ValueError, match="another"):
         vit_fast.load_optimized(tmp_path / "fast.json", files / "plain.onnx")
-    written = deployable.write(found, OnnxFile(files / "beside.onnx"), images, tmp_path / "deployed", ())
-    assert {path.name for path in written} == {"model.onnx", "beside.onnx.data", deployable.FIGURES}
+    written = optimization.deploy(found.cached, OnnxFile(files / "beside.onnx"), images, tmp_path / "deployed", ())
+    assert {path.name for path in written} == {"model.onnx", "beside.onnx.data", optimization.FIGURES}
     output = OnnxRunner(tmp_path / "deployed" / "model.onnx", "cpu")(images)
     torch.testing.assert_close(output, found.model(images))
 
@@ -172,26 +172,24 @@ def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatc
             infer = lambda given, share_inputs: [np.asarray(runner(given[0]))]  # noqa: E731  # as openvino has it
             return types.SimpleNamespace(create_infer_request=lambda: types.SimpleNamespace(infer=infer))
 
-    if not candidate.installed("openvino"):
+    if not trials.installed("openvino"):
         fake = types.ModuleType("openvino")
         fake.Core = Core  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "openvino", fake)
-        known = candidate.installed
-        monkeypatch.setattr(candidate, "installed", lambda name: "1" if name == "openvino" else known(name))
+        known = trials.installed
+        monkeypatch.setattr(trials, "installed", lambda name: "1" if name == "openvino" else known(name))
     cpu = torch.device("cpu")
-    assert Candidate("openvino") in candidates_of_file(cpu, ()) and Candidate("openvino") in candidate.candidates(
-        cpu, ()
-    )
+    assert Candidate("openvino") in candidates_of_file(cpu, ()) and Candidate("openvino") in trials.candidates(cpu, ())
     file = OnnxFile(files / "plain.onnx")
-    trials = Trials(file, images)
+    tried = Trials(file, images)
     choice = Candidate("openvino", threads=1, split=3)
-    trials.prepare(choice, 60)
-    torch.testing.assert_close(trials.prepared[choice][0](images), file(images), atol=1e-5, rtol=1e-5)
+    tried.prepare(choice, 60)
+    torch.testing.assert_close(tried.prepared[choice][0](images), file(images), atol=1e-5, rtol=1e-5)
     fewer = Candidate("openvino", precision="bf16")
-    assert fewer in candidates_of_file(cpu, ["bf16"]) and fewer in candidate.candidates(cpu, ["bf16"])
+    assert fewer in candidates_of_file(cpu, ["bf16"]) and fewer in trials.candidates(cpu, ["bf16"])
     if asked:
         assert asked == {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1, "device": "CPU"}
-        trials.prepare(fewer, 60)
+        tried.prepare(fewer, 60)
         assert asked["INFERENCE_PRECISION_HINT"] == "bf16"
 
 

@@ -94,7 +94,7 @@ def bench(
     from ..benchmarks.rendering import files
     from ..benchmarks.report import closing
     from ..benchmarks.runner import run
-    from ..measure.limits import patient_interrupt
+    from ..measure.candidate import patient_interrupt
 
     console = wide_console(stderr=as_json)
     if list_candidates:
@@ -235,7 +235,7 @@ def compare(
         typer.echo(json.dumps(comparison, indent=2))
         return
 
-    from ..measure.compare import format_number
+    from ..measure.clock import format_number
     from .words import table, wide_console
 
     rows = []

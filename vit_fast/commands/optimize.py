@@ -62,7 +62,7 @@ def optimize(
     from rich.markup import escape
 
     from ..files import check_new_folder, check_replaceable
-    from ..measure import deployable
+    from ..measure.optimization import deploy
     from ..measure.optimization import optimize as run
 
     if export is not None:
@@ -92,7 +92,7 @@ def optimize(
         result.save(save)
         console.print(f"wrote {save}", soft_wrap=True, highlight=False, markup=False)
     if export is not None:
-        for path in deployable.write(result, opened.module, opened.example, export, opened.image_files):
+        for path in deploy(result.cached, opened.module, opened.example, export, opened.image_files):
             console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)
     if as_json:
         rows = [_plain(row) for row in result.table]
@@ -107,7 +107,7 @@ def _plain(row: Any) -> dict[str, Any]:
 def _table(result: Optimization) -> Table:
     from rich.markup import escape
 
-    from ..measure.compare import format_number
+    from ..measure.clock import format_number
 
     titles = (
         "candidate", "ms", "images/s", "speedup", "max error", "agreement", "peak MiB", "first call s", "status",

@@ -1,9 +1,12 @@
-"""Builds a candidate: a function of the model's inputs."""
+"""Builds a candidate for a model: an `Optimized`, which takes the model's inputs."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..apps.data import CALIBRATION_IMAGES, as_inputs
 from ..apps.data import read_images as read
+from ..blocks.plain import is_hooked
 from ..errors import UnsupportedInputError
 from ..fusion.calibration import calibrate
 from ..fusion.freezing import freeze
@@ -21,19 +25,110 @@ from ..libraries.known import recognise
 from ..ops.backends import fp8_reasons
 from ..quantization.fp8_emulation import as_taken, logits_of
 from ..run.graph_runner import GraphRunner
-from .candidate import DTYPES, Candidate
-from .optimized import (
-    Function,
-    Optimized,
-    hook_reasons,
-    in_pieces,
-    of_images,
-    only_images,
-    tensors_in,
-    with_inputs,
-    with_threads,
-)
-from .runtimes import OnnxFile, session
+from .candidate import DTYPES, ORIGINAL, Candidate
+from .runtimes import OnnxFile, open_file, write_onnx
+
+Function = Callable[..., Any]
+
+
+class Optimized(nn.Module):
+    """An independent, read-only copy of a model for inference, run as a candidate.
+
+    It takes the same inputs and returns outputs of the same dtypes. Its modules and methods are hidden, `parameters()`,
+    `buffers()` and `state_dict()` return copies, and setting, loading, converting, moving or training raises an error.
+    Change the original model and optimize it again.
+
+    `original` must not change, `function` takes its inputs, and `output_dtypes` are of its floating outputs.
+    """
+
+    def __init__(
+        self, original: nn.Module, candidate: Candidate, function: Function, *, output_dtypes: tuple[torch.dtype, ...]
+    ) -> None:
+        super().__init__()
+        self.candidate = candidate
+        self.training = False
+        # past nn.Module, which would register them as children
+        self.__dict__.update(_original=original, _function=function, _output_dtypes=output_dtypes)
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the output of the model; raises UnsupportedInputError in training mode."""
+        if self.training:
+            raise self._refusal("is in training mode: call eval(), and train the original model")
+        output = self._function(*args, **kwargs)
+        if self.candidate == ORIGINAL:
+            return output
+        dtypes = iter(self._output_dtypes)
+        return map_floating(lambda value: value.to(next(dtypes, value.dtype)), output)
+
+    def _refusal(self, reason: str) -> UnsupportedInputError:
+        return UnsupportedInputError(f"a model optimized as {self.candidate.name!r}", [reason])
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Optimized:
+        """Raises UnsupportedInputError if .to(), .half() or the like would convert or move the weights."""
+        for tensor in (*self._original.parameters(), *self._original.buffers()):
+            probe = fn(tensor.new_empty(0))
+            if probe.dtype != tensor.dtype or probe.device != tensor.device:
+                reason = f"cannot be converted to {probe.dtype} on {probe.device}"
+                raise self._refusal(f"{reason}: convert or move the original model, and optimize that again")
+        return self
+
+    def train(self, mode: bool = True) -> Optimized:
+        """Sets the mode; a call in training mode raises an error."""
+        self.training = mode
+        return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Returns copies of the parameters; torch raises an error if they are changed."""
+        return ((name, _copy_of(value)) for name, value in self._original.named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return ((name, _copy_of(value)) for name, value in self._original.named_buffers(*args, **kwargs))
+
+    def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
+        """Returns a copy of the model's state_dict."""
+        own = self._original.state_dict(*args, **kwargs)
+        own.update({name: value.clone() for name, value in own.items() if isinstance(value, Tensor)})
+        if destination is None:
+            return own
+        destination.update(own)  # called for a submodule
+        return destination
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises UnsupportedInputError."""
+        raise self._refusal("is read-only: load the weights into the original model, and optimize that again")
+
+    _load_from_state_dict = load_state_dict  # called for a submodule
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in self.__dict__ or hasattr(type(self), name)
+        if not own and hasattr(self.__dict__.get("_original"), name):
+            raise self._refusal(f"is read-only: set {name} of the original model, and optimize that again")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_original" not in self.__dict__:  # while it is unpickled
+            raise AttributeError(name)
+        with contextlib.suppress(AttributeError):
+            return super().__getattr__(name)
+        value = getattr(self._original, name)
+        if callable(value):
+            optimized = f"a model optimized as {self.candidate.name!r}"
+            raise AttributeError(f"{optimized} does not expose {name}: use the original model")
+        return _copy_of(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
+        twin = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():  # these two are immutable
+            twin.__dict__[name] = value if name in ("_original", "_function") else copy.deepcopy(value, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles the result; raises an error if a session, a graph or compiled code of this process runs it."""
+        if self.candidate.engine != "torch" or not isinstance(self._function, nn.Module):
+            reason = "cannot be pickled: write result.save(path), and call vit_fast.load_optimized(path, model) there"
+            raise self._refusal(reason)
+        return super().__reduce_ex__(protocol)
 
 
 def build(
@@ -54,17 +149,18 @@ def build(
     Raises:
         UnsupportedInputError: the candidate is not available for this model or here; all reasons.
     """
-    dtypes = tuple(leaf.dtype for leaf in tensors_in(output) if leaf.is_floating_point())
-    if candidate != Candidate() and (reasons := hook_reasons(model)):
-        raise UnsupportedInputError(candidate.name, reasons)
+    hooked = [name or "the model" for name, module in model.named_modules() if is_hooked(module)]
+    if candidate != ORIGINAL and hooked:
+        raise UnsupportedInputError(candidate.name, [f"{', '.join(hooked[:3])} has hooks, which would not run"])
     if candidate.runs_file:  # the runtime splits batches and sets threads itself
-        function = session(candidate, model, example, output, image_files)
-        return Optimized(model, candidate, function, output_dtypes=dtypes)
-    function = _module(candidate, model, example, image_files, min_agreement)
-    if candidate.split is not None:
-        function = in_pieces(function, candidate.split)
-    if candidate.threads is not None:
-        function = with_threads(function, candidate.threads)
+        function = _session(candidate, model, example, output, image_files)
+    else:
+        function = _module(candidate, model, example, image_files, min_agreement)
+        if candidate.split is not None:
+            function = _in_pieces(function, candidate.split)
+        if candidate.threads is not None:
+            function = _with_threads(function, candidate.threads)
+    dtypes = tuple(leaf.dtype for leaf in tensors_in(output) if leaf.is_floating_point())
     return Optimized(model, candidate, function, output_dtypes=dtypes)
 
 
@@ -78,8 +174,10 @@ def changed_copy(
     """
     if candidate.precision == "fp8" and (reasons := fp8_reasons(tensors_in(example)[0].device)):
         raise UnsupportedInputError(candidate.name, reasons)
-    shared = candidate.precision is None and not candidate.channels_last
-    work = sharing_copy(model) if shared else copy.deepcopy(model).eval()
+    shared: dict[int, Any] = {}
+    if candidate.precision is None and not candidate.channels_last:
+        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    work = copy.deepcopy(model, shared).eval()
     if candidate.precision is not None:
         work = work.to(DTYPES[candidate.precision])
     if candidate.precision == "fp8":
@@ -88,7 +186,7 @@ def changed_copy(
         with torch.no_grad():
             classifies = logits_of(work(as_taken(work, batches[0]))) is not None
         fuse(work, precision="fp8", min_agreement=min_agreement if classifies and min_agreement else None)
-    elif candidate.backend_of("attention") or candidate.backend_of("norm + MLP"):
+    elif candidate.attention or candidate.mlp:
         _fuse_parts(work, candidate)
     if candidate.channels_last:
         work.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
@@ -130,14 +228,15 @@ def _fuse_parts(work: nn.Module, candidate: Candidate) -> None:
 def _module(
     candidate: Candidate, model: nn.Module, example: Any, image_files: Sequence[str | Path], min_agreement: float
 ) -> Function:
-    if candidate == Candidate():
+    if candidate == ORIGINAL:
         return model
     if isinstance(model, OnnxFile):
         raise UnsupportedInputError(candidate.name, ["an ONNX file needs ONNX Runtime or OpenVINO"])
     work = changed_copy(candidate, model, example, image_files, min_agreement)
     function: Function = candidate.compiled(work, fullgraph=False)  # models of other libraries may have graph breaks
     if candidate.compile_mode in ("reduce-overhead", "max-autotune"):
-        function = _with_own_outputs(function)
+        compiled = function  # the next replay of its CUDA graphs overwrites the outputs
+        function = lambda *args, **kwargs: pytree.tree_map_only(Tensor, torch.clone, compiled(*args, **kwargs))  # noqa: E731
     dtype = None if candidate.precision is None else DTYPES[candidate.precision]
     if candidate.graphs:
         images = only_images(example)
@@ -145,23 +244,137 @@ def _module(
             raise UnsupportedInputError(candidate.name, ["CUDA graphs need a model that takes one tensor"])
         size = candidate.split or len(images)
         runner = GraphRunner(work, images if dtype is None else images.to(dtype), (size,))
-        function = of_images(runner, model, example, f"a model optimized as {candidate.name!r}")
-    if dtype is not None or candidate.channels_last:
-        function = with_inputs(function, lambda value: _as(value, dtype, candidate.channels_last))
-    return function
+        function = _of_images(runner, model, example, candidate)
+
+    def converted(value: Tensor) -> Tensor:
+        last = candidate.channels_last and value.dim() == 4
+        return value.to(dtype or value.dtype, memory_format=torch.channels_last if last else torch.preserve_format)
+
+    return with_inputs(function, converted) if dtype is not None or candidate.channels_last else function
 
 
-def _with_own_outputs(function: Function) -> Function:
-    """Copies the outputs, which the next replay of a CUDA graph overwrites."""
-    return lambda *args, **kwargs: pytree.tree_map_only(Tensor, torch.clone, function(*args, **kwargs))
+def _session(
+    candidate: Candidate, model: nn.Module, example: Any, output: Any, image_files: Sequence[str | Path]
+) -> Function:
+    """Exports a model; returns a function with the model's signature that runs the file in a runtime."""
+    images = only_images(example)
+    leaves, spec = pytree.tree_flatten(output)
+    reasons = []
+    if images is None:
+        args, kwargs = arguments(example)
+        found = ", ".join(type(value).__name__ for value in (*args, *kwargs.values()))
+        reasons.append(f"the model must take one tensor, got {found or 'nothing'}")
+    if len(tensors_in(output)) != 1 or len(leaves) != 1:
+        found = f"{len(tensors_in(output))} tensors among {len(leaves)} values"
+        reasons.append(f"the model must return one tensor, alone or in a structure, got {found}")
+    if images is None or reasons:
+        raise UnsupportedInputError(candidate.name, reasons)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        write_onnx(candidate, model, path, images, image_files)
+        run: Function = open_file(candidate, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
+    if candidate.engine == "openvino":
+        run = _in_pieces(run, candidate.split or len(images))
+    # inputs and outputs of our exports are fp32
+    as_given = isinstance(model, OnnxFile) or (candidate.engine == "openvino" and images.dtype == torch.bfloat16)
+
+    def computed(images: Tensor) -> Any:
+        given = images if as_given or not images.is_floating_point() else images.float()
+        return pytree.tree_unflatten([run(given)], spec)
+
+    return _of_images(computed, model, example, candidate)
 
 
-def _as(value: Tensor, dtype: torch.dtype | None, channels_last: bool) -> Tensor:
-    last = torch.channels_last if channels_last and value.dim() == 4 else torch.preserve_format
-    return value.to(dtype=dtype or value.dtype, memory_format=last)
+def _copy_of(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor.detach().clone()
 
 
-def sharing_copy(model: nn.Module) -> nn.Module:
-    """Returns a copy that shares parameters and buffers."""
-    kept: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, kept).eval()
+def _in_pieces(function: Function, size: int) -> Function:
+    """Splits the batch into calls of `size` images; every output's first axis is the batch."""
+
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        batch = next((leaf.shape[0] for leaf in tensors_in((args, kwargs)) if leaf.dim()), 0)
+        if batch <= size:
+            return function(*args, **kwargs)
+        pieces = []
+        for start in range(0, batch, size):
+
+            def part(value: Tensor, start: int = start) -> Tensor:
+                return value[start : start + size] if value.dim() and value.shape[0] == batch else value
+
+            some, named = pytree.tree_map_only(Tensor, part, (args, kwargs))
+            pieces.append(function(*some, **named))
+        return pytree.tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *pieces)
+
+    return cut
+
+
+def _with_threads(function: Function, count: int) -> Function:
+    """Sets torch's number of threads during each call."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_num_threads(before)
+
+    return run
+
+
+def map_floating(convert: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """Converts the floating-point tensors in a nested structure."""
+    return pytree.tree_map_only(Tensor, lambda value: convert(value) if value.is_floating_point() else value, values)
+
+
+def with_inputs(function: Function, convert: Callable[[Tensor], Tensor]) -> Function:
+    """Converts floating inputs before each call."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        some, named = map_floating(convert, (args, kwargs))
+        return function(*some, **named)
+
+    return run
+
+
+def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns an example as positional and keyword arguments."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
+def call(function: Function, example: Any) -> Any:
+    args, kwargs = arguments(example)
+    return function(*args, **kwargs)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns the tensors in an example or an output."""
+    value = dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def only_images(example: Any) -> Tensor | None:
+    """Returns the tensor of an example that contains nothing else, or None."""
+    args, kwargs = arguments(example)
+    values = [*args, *kwargs.values()]
+    return values[0] if len(values) == 1 and isinstance(values[0], Tensor) else None
+
+
+def _of_images(function: Callable[[Tensor], Any], model: nn.Module, example: Any, candidate: Candidate) -> Function:
+    """Makes a function of images callable as the model is: by position, or by the name of its argument or example."""
+    names = {*arguments(example)[1], *list(inspect.signature(model.forward).parameters)[:1]}
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *(kwargs[name] for name in names & kwargs.keys())]
+        others = [name for name, value in kwargs.items() if name not in names and value is not None]
+        if len(given) != 1 or others or not isinstance(given[0], Tensor):
+            called = ", ".join([type(value).__name__ for value in given] + others) or "nothing"
+            what = f"a model optimized as {candidate.name!r}"
+            raise UnsupportedInputError(what, [f"it must be called with one tensor of images, got {called}"])
+        return function(given[0])
+
+    return computed

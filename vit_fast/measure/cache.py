@@ -23,8 +23,8 @@ from torch import nn
 from ..files import file_aside
 from ..version import __version__, cpu_name, installed
 from ..weights.source import weights_digest
+from .build import tensors_in
 from .candidate import Candidate
-from .optimized import tensors_in
 
 FORMAT = 2
 # Names of fields in format 1.
@@ -70,6 +70,10 @@ class CachedResult:
             raise ValueError(f"must have {', '.join((*KEY, *FIGURES))}, lacks {', '.join(lacking)}")
         return cls(parts["key"], Candidate.from_dict(parts["candidate"]), parts["figures"])
 
+    def write(self, path: Path) -> None:
+        with file_aside(path) as aside:
+            aside.write_text(json.dumps(self.to_dict(), indent=1))
+
 
 def folder() -> Path:
     """Returns the folder of cached results; raises OSError if the user has no home."""
@@ -79,12 +83,6 @@ def folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vit_fast" / "answers"
     except RuntimeError as error:
         raise OSError(f"{error} Set VIT_FAST_CACHE to a folder for cached results") from None
-
-
-def _paths() -> list[Path]:
-    with contextlib.suppress(OSError):
-        return [path for path in folder().glob("*.json") if path.is_file()]
-    return []
 
 
 def key_of(model: nn.Module, example: Any, request: dict[str, Any]) -> dict[str, Any]:
@@ -137,18 +135,14 @@ def find(model: nn.Module, example: Any, precision: str | None) -> CachedResult 
 
 def look_up(key: dict[str, Any]) -> CachedResult | None:
     """Returns the cached result with this key, or None."""
-    name = _name(key)
-    path = next((path for path in _paths() if path.name == name), None)
+    path = next((path for path in _paths() if path.name == _name(key)), None)
     result = None if path is None else _read(path)
     return result if result is not None and result.key == key else None
 
 
-def store(result: CachedResult) -> Path:
+def store(result: CachedResult) -> None:
     """Writes a result to the cache, and replaces one with the same key; raises OSError if that fails."""
-    path = folder() / _name(result.key)
-    with file_aside(path) as aside:
-        aside.write_text(json.dumps(result.to_dict(), indent=1))
-    return path
+    result.write(folder() / _name(result.key))
 
 
 def all_results() -> Iterator[tuple[Path, CachedResult]]:
@@ -158,8 +152,7 @@ def all_results() -> Iterator[tuple[Path, CachedResult]]:
         with contextlib.suppress(FileNotFoundError):  # another process removed it just now
             written.append((path.stat().st_mtime_ns, path))
     for _, path in sorted(written, reverse=True):
-        result = _read(path)
-        if result is not None:
+        if (result := _read(path)) is not None:
             yield path, result
 
 
@@ -169,6 +162,12 @@ def clear() -> int:
     for path in paths:
         path.unlink(missing_ok=True)
     return len(paths)
+
+
+def _paths() -> list[Path]:
+    with contextlib.suppress(OSError):
+        return [path for path in folder().glob("*.json") if path.is_file()]
+    return []
 
 
 def _name(key: dict[str, Any]) -> str:

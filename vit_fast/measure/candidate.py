@@ -1,17 +1,23 @@
-"""Candidates: ways to run a model, which can be built, checked and timed.
+"""Candidates: ways to run a model, which can be built, checked and timed, and the limits of doing so.
 
 Before a candidate is timed, its outputs are compared with fp64, by the rule of vit_fast.accuracy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
-import itertools
 import os
-from collections.abc import Callable, Collection, Sequence
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,8 +25,6 @@ from torch import Tensor, nn
 
 from ..accuracy import FORWARD_FACTOR, Measure, allowed_error, error_of, size_of
 from ..errors import UnsupportedInputError
-from ..ops.backends import triton_unavailable_reasons
-from ..version import installed
 
 Engine = Literal["torch", "compile", "reduce-overhead", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
 # Modes of torch.compile; "freezing" is Inductor's option (weights as constants), "none" does not compile.
@@ -30,11 +34,6 @@ Precision = Literal["bf16", "fp16", "int8", "fp8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 # Dtypes of the model; with fp8, of everything except the operands of the linear layers.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-# Estimated seconds to prepare the first candidate of an engine.
-_SECONDS: dict[Engine, float] = {
-    "torch": 0.5, "compile": 25.0, "reduce-overhead": 30.0, "max-autotune": 120.0, "onnxruntime": 15.0,
-    "openvino": 15.0, "tensorrt": 60.0,
-}  # fmt: skip
 # Runtimes that load a file.
 RUNTIMES: dict[str, str] = {
     "onnxruntime": "ONNX Runtime", "tensorrt": "ONNX Runtime with TensorRT", "openvino": "OpenVINO",
@@ -58,7 +57,6 @@ class Candidate:
         attention, mlp: Backends of `vit_fast.fuse` for attention, and for LayerNorm + MLP; None does not fuse them.
         precision: Number format of the computation, if it is lower than the model's.
         frozen: True to prepare weights once, by `vit_fast.freeze` or by torch.compile's freezing.
-        graphs: True to replay CUDA graphs.
         threads: CPU threads; None means torch's number.
         split: Images per call of the model, which splits a batch; None does not split it.
         base, summary: Name and description of a candidate of the benchmark.
@@ -66,8 +64,7 @@ class Candidate:
             compilable. Raises UnsupportedInputError with all reasons.
         packages: Packages that must be installed, besides torch.
         peer: True for another project's implementation. Ratios are relative to the fastest peer.
-        compilable: True if torch.compile accepts it.
-        trainable: True if it can run training steps.
+        compilable, trainable: True if torch.compile accepts it, and if it can run training steps.
         fullgraph: True to compile it without graph breaks.
         context: Context manager of each call.
         tolerance: Largest allowed error as a share of the largest output, for lower precision; None means the rule of
@@ -107,13 +104,7 @@ class Candidate:
         return len(self.to_dict()) + (self.engine != "torch") - one_fuse
 
     @property
-    def seconds(self) -> float:
-        """The estimated seconds to prepare it."""
-        return _SECONDS[self.engine]
-
-    @property
     def compile_mode(self) -> CompileMode:
-        """The mode of torch.compile."""
         if self.engine == "reduce-overhead" or self.engine == "max-autotune":
             return "freezing" if self.frozen else self.engine
         return "none" if self.engine != "compile" else "freezing" if self.frozen else "default"
@@ -134,20 +125,18 @@ class Candidate:
         mode = self.compile_mode
         if self.base:
             return self.base + {"none": "", "default": "+compile"}.get(mode, f"+compile:{mode}")
-        words = []
-        if self.attention is not None or self.mlp is not None:
-            parts = {"attention": self.attention, "MLP": self.mlp}
-            named = [f"{part} {backend}" for part, backend in parts.items() if backend is not None]
-            words.append(f"fused {self.attention}" if self.attention == self.mlp else ", ".join(named))
-        if mode != "none":
-            words.append("torch.compile" if self.engine == "compile" else f"torch.compile {self.engine}")
-        words += [RUNTIMES[self.engine]] if self.runs_file else []
-        words += [self.precision] if self.precision else []
-        words += [word for word in ("frozen", "graphs") if getattr(self, word)]
-        words += ["channels last"] if self.channels_last else []
-        words += [f"{self.threads} threads"] if self.threads else []
-        words += [f"split into {self.split}"] if self.split else []
-        return ", ".join(words) or "original"
+        words = [
+            "" if self.attention != self.mlp or self.mlp is None else f"fused {self.mlp}",
+            "" if self.attention in (None, self.mlp) else f"attention {self.attention}",
+            "" if self.mlp in (None, self.attention) else f"MLP {self.mlp}",
+            "" if mode == "none" else "torch.compile" if self.engine == "compile" else f"torch.compile {self.engine}",
+            RUNTIMES.get(self.engine, ""),
+            self.precision or "",
+            *(word.replace("_", " ") for word in ("frozen", "graphs", "channels_last") if getattr(self, word)),
+            f"{self.threads} threads" if self.threads else "",
+            f"split into {self.split}" if self.split else "",
+        ]
+        return ", ".join(filter(None, words)) or "original"
 
     def missing_packages(self) -> list[str]:
         return [package for package in self.packages if importlib.util.find_spec(package) is None]
@@ -167,8 +156,7 @@ class Candidate:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration: fields that differ from the default, as plain data."""
-        defaults = Candidate()
-        return {name: value for name in CONFIGURATION if (value := getattr(self, name)) != getattr(defaults, name)}
+        return {name: value for name in CONFIGURATION if (value := getattr(self, name)) != getattr(ORIGINAL, name)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Candidate:
@@ -176,73 +164,13 @@ class Candidate:
         for name, value in data.items():
             if name not in CONFIGURATION or not isinstance(value, str | bool | int):
                 raise ValueError(f"a candidate must consist of {', '.join(CONFIGURATION)}, got {name}={value!r}")
-        for name, known in (("engine", tuple(_SECONDS)), ("precision", PRECISIONS)):
+        for name, known in (("engine", get_args(Engine)), ("precision", PRECISIONS)):
             if name in data and data[name] not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {data[name]!r}")
         return cls(**data)
 
 
 ORIGINAL, AS_FILE = Candidate(), Candidate("onnxruntime")
-
-
-def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
-    """Returns the initial candidates on a device, also in the allowed precisions; slow full-precision ones last."""
-    on_cuda = device.type == "cuda"
-    backends = ("triton", "sdpa") if on_cuda and not triton_unavailable_reasons(device) else ("sdpa",)
-    parts = [(name, name) for name in backends] + list(itertools.permutations(backends, 2))
-    found: list[Candidate] = []
-    precisions: tuple[Precision | None, ...] = (None, "bf16", "fp16")
-    for precision in precisions:
-        if precision is not None and (precision not in allowed or (precision == "fp16" and not on_cuda)):
-            continue
-        for attention, mlp in parts:
-            fused = Candidate(attention=attention, mlp=mlp, precision=precision)
-            graphed = dataclasses.replace(fused, graphs=True, frozen=attention == mlp == "triton")
-            frozen = dataclasses.replace(fused, frozen=True)
-            found += [fused, graphed] if on_cuda else [frozen, fused]
-        compiled = Candidate("compile", precision=precision)
-        # on a CPU, freezing packs weights for its matmuls; on CUDA, our kernels are part of the compiled graph
-        other: dict[str, Any] = {"attention": backends[0], "mlp": backends[0], "frozen": not on_cuda}
-        found += [dataclasses.replace(compiled, **other), compiled]
-        found += [] if on_cuda else [dataclasses.replace(compiled, frozen=True)]  # for a model that cannot be fused
-        found += [dataclasses.replace(compiled, engine="max-autotune", **other)] if on_cuda else []
-    if "fp8" in allowed:  # if it is unavailable, the table says why
-        eight_bit = Candidate(attention="triton", mlp="triton", precision="fp8")
-        found += [eight_bit, *([dataclasses.replace(eight_bit, graphs=True)] if on_cuda else [])]
-    smaller: Precision = "fp16" if on_cuda else "int8"
-    for candidate in _runtimes(device):
-        fewer: Precision = "bf16" if candidate.engine == "openvino" else smaller
-        found += [candidate, *([dataclasses.replace(candidate, precision=fewer)] if fewer in allowed else [])]
-    # lower precision, if allowed, gains most, so slow full-precision candidates come last
-    return sorted(found, key=lambda c: (c.seconds > 1 and c.precision is None, c.seconds, c.precision is None))
-
-
-def candidates_of_file(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
-    """Returns the initial candidates for an ONNX file; the original runs in ONNX Runtime."""
-    found = [candidate for candidate in _runtimes(device) if candidate != AS_FILE]
-    if device.type == "cpu":
-        found += [Candidate("onnxruntime", precision="int8")] * ("int8" in allowed)
-        found += [Candidate("openvino", precision="bf16")] * (Candidate("openvino") in found and "bf16" in allowed)
-    return found
-
-
-def _runtimes(device: torch.device) -> list[Candidate]:
-    on_ort = installed("onnxruntime") or installed("onnxruntime-gpu")
-    if device.type == "cuda":
-        return [AS_FILE, Candidate("onnxruntime", graphs=True), Candidate("tensorrt")] if on_ort else []
-    return [*([AS_FILE] if on_ort else []), *([Candidate("openvino")] if installed("openvino") else [])]
-
-
-def variations(candidate: Candidate, device: torch.device, batch: int) -> list[Candidate]:
-    """Returns variations of a candidate with one change each."""
-    pieces = [size for size in (batch // 2, batch // 4, 1) if 0 < size < batch]
-    changes: list[dict[str, Any]] = [{"split": size} for size in dict.fromkeys(pieces)]
-    if candidate.engine == "torch":
-        changes.append({"channels_last": True})
-    if device.type == "cpu":
-        used, there = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-        changes += [{"threads": count} for count in dict.fromkeys((used // 2, there)) if count not in (0, used)]
-    return [dataclasses.replace(candidate, **change) for change in changes]
 
 
 @dataclass(frozen=True)
@@ -258,19 +186,6 @@ class Reference:
     dtypes: Sequence[torch.dtype]
     shapes: Sequence[tuple[int, ...]]
     rows: Sequence[int]
-
-    def errors(self, leaves: Sequence[Tensor]) -> list[dict[Measure, float]]:
-        return [
-            errors_of(leaf if leaf.shape == exact.shape else leaf[[*self.rows]], exact)
-            for leaf, exact in zip(leaves, self.exact, strict=True)
-        ]
-
-    def limits(self, factor: float, tolerance: float | None) -> list[dict[Measure, float]]:
-        """Returns the largest allowed errors, by the accuracy rule or as a share of the largest output."""
-        if tolerance is not None:
-            return [{"largest": tolerance * size_of(exact)} for exact in self.exact]
-        each = zip(self.exact, self.eager_errors, self.dtypes, strict=True)
-        return [{m: allowed_error(eager[m], exact, dtype, factor, m) for m in MEASURES} for exact, eager, dtype in each]
 
 
 @dataclass(frozen=True)
@@ -295,8 +210,13 @@ def judge(
     `factor` is FORWARD_FACTOR or GRADIENT_FACTOR. `tolerance` is the largest error as a share of the largest output,
     for lower precision; None means the accuracy rule.
     """
-    limits = reference.limits(factor, tolerance)
-    limit = max(each["largest"] for each in limits)
+    limits: list[dict[Measure, float]] = [{"largest": (tolerance or 0) * size_of(exact)} for exact in reference.exact]
+    if tolerance is None:
+        each = zip(reference.exact, reference.eager_errors, reference.dtypes, strict=True)
+        limits = [
+            {m: allowed_error(eager[m], exact, dtype, factor, m) for m in MEASURES} for exact, eager, dtype in each
+        ]
+    limit = max(allowed["largest"] for allowed in limits)
     found = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
     if found != [*reference.shapes]:
         ours, theirs = (one[0] if len(one) == 1 else one for one in (found, [*reference.shapes]))
@@ -304,13 +224,16 @@ def judge(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not all(bool(leaf.isfinite().all()) for leaf in tensors):
         return Verdict(float("inf"), limit, "the output contains NaN or infinity")
-    errors = reference.errors(tensors)
-    worst = max(each["largest"] for each in errors)
-    for each, allowed in zip(errors, limits, strict=True):
+    errors = [
+        errors_of(leaf if leaf.shape == exact.shape else leaf[[*reference.rows]], exact)
+        for leaf, exact in zip(tensors, reference.exact, strict=True)
+    ]
+    worst = max(error["largest"] for error in errors)
+    for error, allowed in zip(errors, limits, strict=True):
         for measure, most in allowed.items():
-            if each[measure] > most:
+            if error[measure] > most:
                 name = "error" if measure == "largest" else "root mean square error"
-                return Verdict(worst, limit, f"the {name} must be at most {most:.3g}, got {each[measure]:.3g}")
+                return Verdict(worst, limit, f"the {name} must be at most {most:.3g}, got {error[measure]:.3g}")
     return Verdict(worst, limit, None)
 
 
@@ -325,3 +248,130 @@ def same_class(one: Tensor, other: Tensor) -> Tensor:
         return one.argmax(1) == other.argmax(1)
     rows = [value.flatten(1) if value.dim() > 1 else value.reshape(-1, 1) for value in (one, other)]
     return torch.cosine_similarity(rows[0], rows[1]) >= SAME_DIRECTION
+
+
+# Limits. The alarm repeats after this time, because a weakref callback, a `__del__` or a handler may swallow its error.
+# It is also the time for cleanup while an error unwinds.
+REPEAT_S = 2.0
+COMPILERS = ("g++", "c++", "clang++", "cc1plus", "clang", "as", "ld", "ptxas")
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[Callable[[], None]]:
+    """Raises TimeoutError in a block after `seconds`, and ends the compilers that were started in the block.
+
+    An alarm of the caller is delayed until the block ends. Code that never returns to Python is not interrupted, nor is
+    code outside the main thread.
+
+    Yields:
+        A function that restarts the limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    expired = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal expired
+        expired = True
+        raise TimeoutError(f"more than {seconds:g} s")
+
+    def again() -> None:
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), REPEAT_S)
+
+    (left, every), start = signal.setitimer(signal.ITIMER_REAL, 0), time.monotonic()
+    outer, children = signal.signal(signal.SIGALRM, end), _descendants()
+    again()
+    try:
+        yield again
+    except Exception as error:
+        if not expired:
+            raise
+        raise TimeoutError(f"more than {seconds:g} s") from error  # also if a compiler wrapped it
+    finally:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:  # an alarm may arrive here, too
+            signal.signal(signal.SIGALRM, outer)
+            if expired:
+                _end_compilers(children)
+            if left:
+                signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), every)
+
+
+def _descendants(pid: int | str = "self") -> set[int]:
+    found: set[int] = set()
+    with contextlib.suppress(OSError):  # it has ended
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            found.update(map(int, path.read_text().split()))
+    return found.union(*map(_descendants, found))
+
+
+def _end_compilers(before: set[int]) -> None:
+    """Ends the compilers that were started since, and Inductor's workers: they would disturb the next timing."""
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    if inductor is not None:
+        pool = inductor.AsyncCompile.pool
+        if pool.cache_info().currsize:
+            pool().shutdown(wait=False, cancel_futures=True)
+            pool.cache_clear()
+        for processes in inductor._pool_set:
+            if (worker := getattr(processes, "process", None)) is not None:
+                worker.kill()  # its own workers end with it
+        inductor.after_fork()  # the next compilation starts others
+    for pid in _descendants() - before:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() in COMPILERS:
+                os.kill(pid, signal.SIGKILL)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """True if memory ran out, also if a compiler or a runtime wrapped the exception."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        text = str(error)
+        if any(sign in text for sign in ("can't allocate memory", "CUDA out of memory", "CUDA error: out of memory")):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def describe_error(error: Exception) -> str:
+    """Returns an exception in one line of at most 500 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+
+
+@contextlib.contextmanager
+def patient_interrupt(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
+    """Raises KeyboardInterrupt at the first of these signals and ignores the second, so that results are still written.
+
+    The third one raises again, in case a library swallowed the first. The caller's own handler runs before that. Does
+    nothing outside the main thread, nor for a signal that this process ignores.
+
+    Yields:
+        A function that raises KeyboardInterrupt again, if other code has swallowed it.
+    """
+    pressed = 0
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed += 1
+        own = before[signal.Signals(number)]
+        if callable(own) and own is not signal.default_int_handler:
+            own(number, frame)
+        if pressed != 2:
+            raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    heard = [which for which in signals if is_main and signal.getsignal(which) not in (signal.SIG_IGN, None)]
+    before = {which: signal.signal(which, handle) for which in heard}
+    try:
+        yield check
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)

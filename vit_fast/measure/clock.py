@@ -1,4 +1,4 @@
-"""The clock: times several calls interleaved, after warm-up, on inputs that are not in the last-level cache.
+"""Times calls interleaved, after warm-up, on inputs that are not in the last-level cache; compares the timings.
 
     timings = time_interleaved({"eager": call_eager, "sdpa": call_sdpa}, device)
     timings["sdpa"].ms, timings["sdpa"].ms_p20, timings["sdpa"].ms_p80
@@ -6,6 +6,10 @@
 On CUDA, events around each call measure it (device_clock.py), and the host's time to enqueue it is recorded. On a CPU,
 the host's monotonic clock measures it. The calls are interleaved, so that clock drift, heat and other processes affect
 all of them. On a CPU, untimed calls precede each timed one (see SETTLE_MS), as in a program that runs only this call.
+
+As an A/A control, one candidate is timed twice, interleaved in the same rounds. The resolution (noise floor) is the
+largest deviation from 1 that the ratio of the two, or its confidence interval, reaches. A candidate is faster or slower
+only if its interval excludes 1 and its ratio differs from 1 by more than the resolution.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,6 +40,11 @@ CPU_CACHE_BYTES = 64 * 2**20
 # Duration of the untimed calls. After a call, threads of torch spin for about 10 ms, those of ONNX Runtime for 35. So
 # the next call would share the cores with them. After an idle wait, the timed call would first wake its own threads.
 SETTLE_MS = 40.0
+RESAMPLES, CONFIDENCE = 1000, 0.99
+# Candidates are not ranked if the resolution exceeds this.
+UNRANKABLE = 0.10
+SAME, FASTER, SLOWER, UNKNOWN = "no difference", "faster", "slower", "cannot be ranked"
+QUIET_RUN = "to reduce noise, stop other processes, fix the clocks, or pin the run to unused cores (taskset -c)"
 
 
 @dataclass(frozen=True)
@@ -57,17 +66,13 @@ class Protocol:
     warmup_seconds: float = 0.5
     launch: Literal["counted", "hidden"] = "counted"
 
-    def __post_init__(self) -> None:
-        for name in ("repeats", "least_repeats", "warmup_repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {getattr(self, name)}")
-        for name in ("seconds", "warmup_seconds"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number of seconds >= 0, got {getattr(self, name)}")
-
     def lasting(self, seconds: float | None) -> Protocol:
         """Returns a protocol that times each call for these seconds; None returns this one."""
-        return self if seconds is None else dataclasses.replace(self, repeats=sys.maxsize, seconds=seconds)
+        if seconds is None:
+            return self
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"seconds must be a number of seconds >= 0, got {seconds}")
+        return dataclasses.replace(self, repeats=sys.maxsize, seconds=seconds)
 
     def share_of(self, samples: Samples) -> float:
         """Returns the progress of a measurement from 0 to 1."""
@@ -76,7 +81,6 @@ class Protocol:
         return min(max(count / self.repeats, in_time), 1.0)
 
     def is_satisfied(self, samples: Mapping[str, Samples]) -> bool:
-        """True if every measurement is long enough."""
         return all(self.share_of(taken) == 1 for taken in samples.values())
 
 
@@ -100,23 +104,17 @@ class Timing:
     def from_samples(
         cls, samples_ms: Sequence[float], host_ms: Sequence[float] = (), host_bound: bool = False
     ) -> Timing:
-        """Summarizes at least one sample."""
         p20, median, p80 = (percentile(samples_ms, share) for share in (0.2, 0.5, 0.8))
         host = percentile(host_ms, 0.5) if host_ms else None
         return cls(median, p20, p80, len(samples_ms), host, host_bound, tuple(samples_ms))
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """Returns a quantile of the samples, with linear interpolation."""
     return float(np.quantile(samples, share))
 
 
 class Samples(list[float]):
-    """The durations of one call so far, in ms.
-
-    Attributes:
-        untimed_ms: The duration of the untimed calls on a CPU.
-    """
+    """The durations of one call so far, in ms; `untimed_ms` is the duration of the untimed calls on a CPU."""
 
     def __init__(self, call: Call, device: torch.device, protocol: Protocol, *, alone: bool = False) -> None:
         super().__init__()
@@ -166,7 +164,12 @@ def time_interleaved(
     protocol = Protocol() if protocol is None else protocol
     with open_queue(device).current() if device.type == "cuda" else contextlib.nullcontext():
         for call in calls.values():
-            _warm_up(call, device, protocol)
+            end = time.perf_counter() + protocol.warmup_seconds
+            for number in range(protocol.warmup_repeats):
+                call(number)
+                synchronise(device)
+                if time.perf_counter() >= end:
+                    break
         samples = {name: Samples(call, device, protocol, alone=len(calls) == 1) for name, call in calls.items()}
         names = list(calls)
         number = 0
@@ -189,17 +192,7 @@ def time_call(call: Call, device: torch.device | str, protocol: Protocol | None 
     return time_interleaved({"call": call}, device, protocol)["call"]
 
 
-def _warm_up(call: Call, device: torch.device, protocol: Protocol) -> None:
-    end = time.perf_counter() + protocol.warmup_seconds
-    for number in range(protocol.warmup_repeats):
-        call(number)
-        synchronise(device)
-        if time.perf_counter() >= end:
-            break
-
-
 def synchronise(device: torch.device) -> None:
-    """Waits until the device has finished all queued work."""
     if device.type == "cuda":
         open_queue(device).synchronise()
 
@@ -212,10 +205,7 @@ def cold_copies(nbytes: int, device: torch.device | str) -> int:
 
 
 def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int:
-    """Returns the peak of the bytes that one call allocates.
-
-    On CUDA, the caching allocator reports it. On a CPU, torch's profiler does, without allocations of other libraries.
-    """
+    """Returns the peak of the bytes that one call allocates; on a CPU without allocations of other libraries."""
     if device.type == "cuda":
         synchronise(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -223,10 +213,8 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
         call()
         synchronise(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
-    with (
-        without_profiler_chatter(),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
-    ):
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with without_profiler_chatter(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         call()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
@@ -234,22 +222,18 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
 
 
 def free_memory(device: torch.device) -> None:
-    """Runs Python's garbage collector, and empties the cache of the CUDA allocator."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-# Messages of torch's profiler at start and stop, and about memory allocated before.
-_CHATTER = (b"USDT:", b"before the profiling started")
-
-
 @contextlib.contextmanager
 def without_profiler_chatter() -> Iterator[None]:
     """Removes the lines that torch's profiler writes about itself from stderr."""
-    sys.stderr.flush()
+    chatter = b"USDT:", b"before the profiling started"
     saved = os.dup(2)
     with tempfile.TemporaryFile() as written:
+        sys.stderr.flush()
         os.dup2(written.fileno(), 2)
         try:
             yield
@@ -259,5 +243,90 @@ def without_profiler_chatter() -> Iterator[None]:
             os.close(saved)
             written.seek(0)
             for line in written:
-                if not any(sign in line for sign in _CHATTER):
+                if not any(sign in line for sign in chatter):
                     os.write(2, line)
+
+
+def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5) -> float:
+    """Returns the speedup of `other` over `base`: base time / other time.
+
+    Args:
+        base_ms, other_ms: Durations in ms in the order of measurement.
+        paired: True if samples with the same index are from the same round. For share 0.5, the result is then the
+            median of the ratios per round, in which machine drift cancels. For another share, the result is
+            the ratio of the two quantiles.
+        share: The quantile that is compared, from 0 to 1; 0.5 is the median.
+    """
+    return float(_ratios(np.asarray(base_ms)[None], np.asarray(other_ms)[None], paired, share)[0])
+
+
+def ratio_interval(
+    base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5
+) -> tuple[float, float]:
+    """Returns the 99 % confidence interval of `ratio` with the same arguments.
+
+    Uses a circular block bootstrap, because consecutive samples are correlated (bursts, drift).
+    """
+    generator = np.random.default_rng(0)
+    base, other = np.asarray(base_ms), np.asarray(other_ms)
+    rows = _blocks(len(base), generator)
+    others = rows if paired and len(base) == len(other) else _blocks(len(other), generator)
+    ratios = _ratios(base[rows], other[others], paired, share)
+    low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def _ratios(base: np.ndarray, other: np.ndarray, paired: bool, share: float) -> np.ndarray:
+    """Returns one `ratio` per row of base and other, two arrays [rows, count]."""
+    if paired and share == 0.5 and base.shape == other.shape:
+        return np.median(base / other, axis=1)
+    return np.quantile(base, share, axis=1) / np.quantile(other, share, axis=1)
+
+
+def _blocks(count: int, generator: np.random.Generator) -> np.ndarray:
+    """Returns sample indices [RESAMPLES, count]: random circular blocks of about sqrt(count) consecutive samples."""
+    length = max(1, round(math.sqrt(count)))
+    starts = generator.integers(0, count, (RESAMPLES, math.ceil(count / length), 1))
+    return ((starts + np.arange(length)) % count).reshape(RESAMPLES, -1)[:, :count]
+
+
+def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: float = 0.5) -> dict[str, Any]:
+    """Compares two timings of identical code in the same rounds.
+
+    Returns `resolution` for ratios within these rounds and `between_runs` for ratios to another run (0.02 means 2 %).
+    """
+    low, high = ratio_interval(first_ms, again_ms, paired=True, share=share)
+    found = ratio(first_ms, again_ms, paired=True, share=share)
+    apart = ratio_interval(first_ms, again_ms, paired=False, share=share)
+    within = max(high, 1 / low, found, 1 / found) - 1
+    between = max(within, apart[1] - 1, 1 / apart[0] - 1)
+    return {"ratio": found, "interval": [low, high], "resolution": within, "between_runs": between}
+
+
+def verdict(found: float, interval: Sequence[float], resolution: float) -> str:
+    """Returns FASTER, SLOWER or SAME; UNKNOWN if the resolution exceeds 10 % or an interval around 1 is too wide."""
+    low, high = interval
+    if resolution > UNRANKABLE:
+        return UNKNOWN
+    if low <= 1 <= high:
+        return UNKNOWN if max(high, 1 / low) > 1 + UNRANKABLE else SAME
+    if max(found, 1 / found) - 1 <= resolution:
+        return SAME
+    return FASTER if found > 1 else SLOWER
+
+
+def compare_rows(
+    base: Mapping[str, Any], other: Mapping[str, Any], resolution: float, *, paired: bool
+) -> dict[str, Any]:
+    """Returns the throughput ratio of row `other` to row `base`, its interval and verdict; see `ratio` for `paired`."""
+    scale = other["batch"] / base["batch"]
+    count = min(len(base["samples_ms"]), len(other["samples_ms"])) if paired else None
+    samples = base["samples_ms"][:count], other["samples_ms"][:count]
+    interval = [scale * end for end in ratio_interval(*samples, paired=paired)]
+    found = scale * ratio(*samples, paired=paired)
+    return {"ratio": found, "interval": interval, "verdict": verdict(found, interval, resolution)}
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """Rounds to `digits` significant digits (0.012, 4.56), and values >= 10^(digits - 1) to integers (1,235)."""
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

@@ -13,40 +13,17 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-MIN_FLUSH_BYTES = 256 * 2**20
 # The sleep in units of the host's time, and an additional constant.
 MARGIN, SLACK_MS = 1.5, 0.05
 # Each attempt sleeps twice as long as the one before: enough for a delay of the host, never for a call that waits.
 ATTEMPTS = 4
-_PROBES = 3
-_SHORT_CYCLES, _LONG_CYCLES = 200_000, 4_000_000
-
-
-class Event(Protocol):
-    """A point in the device's queue; see torch.cuda.Event."""
-
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end: Any, /) -> float: ...
-
-
-def calibrate(queue: CudaQueue) -> float:
-    """Measures the cycles of `sleep` per millisecond: the largest of a few slopes from a short to a long sleep."""
-
-    def milliseconds(cycles: int) -> float:
-        start = queue.mark()
-        queue.sleep(cycles)
-        end = queue.mark()
-        end.synchronize()
-        return start.elapsed_time(end)
-
-    milliseconds(_LONG_CYCLES)  # wakes a device whose clocks are low
-    slopes = [milliseconds(_LONG_CYCLES) - milliseconds(_SHORT_CYCLES) for _ in range(_PROBES)]
-    return (_LONG_CYCLES - _SHORT_CYCLES) / max(min(slopes), 1e-3)
+PROBES = 3
+SHORT_CYCLES, LONG_CYCLES = 200_000, 4_000_000
+MIN_FLUSH_BYTES = 256 * 2**20
 
 
 class CudaQueue:
@@ -55,7 +32,20 @@ class CudaQueue:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    cycles_per_ms = functools.cached_property[float](calibrate)
+    @functools.cached_property
+    def cycles_per_ms(self) -> float:
+        """The cycles of `sleep` per millisecond: the largest of a few slopes from a short to a long sleep."""
+
+        def milliseconds(cycles: int) -> float:
+            start = self.mark()
+            self.sleep(cycles)
+            end = self.mark()
+            end.synchronize()
+            return float(start.elapsed_time(end))
+
+        milliseconds(LONG_CYCLES)  # wakes a device whose clocks are low
+        slopes = [milliseconds(LONG_CYCLES) - milliseconds(SHORT_CYCLES) for _ in range(PROBES)]
+        return (LONG_CYCLES - SHORT_CYCLES) / max(min(slopes), 1e-3)
 
     def current(self) -> AbstractContextManager[object]:
         """Makes this the current device."""
@@ -64,8 +54,8 @@ class CudaQueue:
     def now_ms(self) -> float:
         return time.perf_counter_ns() / 1e6
 
-    def mark(self) -> Event:
-        """Records an event."""
+    def mark(self) -> Any:
+        """Records an event, a torch.cuda.Event."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -82,10 +72,7 @@ class CudaQueue:
         torch.cuda.synchronize(self.device)
 
 
-@functools.cache
-def open_queue(device: torch.device) -> CudaQueue:
-    """Returns the queue of a CUDA device, calibrated once per process."""
-    return CudaQueue(device)
+open_queue = functools.cache(CudaQueue)  # calibrated once per process and device
 
 
 class Instant:
@@ -96,7 +83,7 @@ class Instant:
 
     def __sub__(self, earlier: Instant) -> float:
         self.event.synchronize()
-        return earlier.event.elapsed_time(self.event) / 1e3
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
 class DeviceClock:
@@ -116,7 +103,7 @@ class DeviceClock:
         """Returns the duration in ms, and appends the host's time to enqueue the call to host_ms."""
         if self.hide and not self.host_bound:
             if self._sleep_ms is None:
-                host_ms = statistics.median(self._run(number, None)[1] for _ in range(_PROBES))
+                host_ms = statistics.median(self._run(number, None)[1] for _ in range(PROBES))
                 self._sleep_ms = MARGIN * host_ms + SLACK_MS
             for _ in range(ATTEMPTS):
                 device_ms, host_ms, hidden = self._run(number, self._sleep_ms)

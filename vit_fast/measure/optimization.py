@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import json
 import signal
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,22 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from ..apps.data import find_images
-from ..arguments import check_choice
+from ..arguments import check_choice, check_number
 from ..errors import UnsupportedInputError, check_type
-from ..files import file_aside
-from . import cache, compare
+from ..files import check_new_folder, folder_aside
+from . import cache
+from .build import Optimized, arguments, changed_copy, map_floating, only_images
 from .cache import CachedResult
-from .candidate import ORIGINAL, PRECISIONS, Candidate, Precision, candidates, candidates_of_file
-from .clock import percentile
-from .compare import format_number
-from .limits import describe_error, patient_interrupt
-from .optimized import Optimized, first_batch, only_images
-from .runtimes import OnnxFile
-from .search import SHARE, Found, Objective, Refused, Trial, paired, search
-from .trials import Checked, Trials, device_of_example
+from .candidate import DTYPES, ORIGINAL, PRECISIONS, Candidate, Precision, describe_error, patient_interrupt
+from .clock import format_number, percentile, ratio, ratio_interval
+from .runtimes import OnnxFile, write_onnx
+from .search import SHARE, Found, Objective, Refused, paired, search
+from .trials import Checked, Trials, candidates, candidates_of_file, device_of_example, first_batch
 
 REBUILDING_S = 1800.0  # time limit to build a cached candidate
 COMPILE_ALONE = [Candidate(engine, frozen=frozen) for engine in ("compile", "max-autotune") for frozen in (False, True)]
+FIGURES = "optimize.json"
 
 
 @dataclass(frozen=True)
@@ -68,25 +68,45 @@ class Optimization:
 
     Attributes:
         model: An independent, read-only copy of the model, run by the candidate; see docs/howto/optimize.md.
-        candidate: The fastest candidate.
         table: All candidates, the original first; empty for a cached result.
-        speedup: Speed relative to the original.
-        speedup_over_compile: Speed relative to the best of torch.compile alone; None if that was not tried.
-        resolution: The smallest difference that could be measured, as a share; None if it was not measured.
-        objective: "throughput" or "latency".
-        from_cache: True for a cached result, which was built and checked again.
         cached: The stored form of the result.
     """
 
     model: Optimized
-    candidate: Candidate
     table: tuple[Row, ...]
-    speedup: float
-    speedup_over_compile: float | None
-    resolution: float | None
-    objective: str
-    from_cache: bool
     cached: CachedResult
+
+    @property
+    def candidate(self) -> Candidate:
+        """The fastest candidate."""
+        return self.cached.candidate
+
+    @property
+    def speedup(self) -> float:
+        """Speed relative to the original."""
+        return float(self.cached.figures["speedup"])
+
+    @property
+    def speedup_over_compile(self) -> float | None:
+        """Speed relative to the best of torch.compile alone; None if that was not tried."""
+        found: float | None = self.cached.figures["speedup_over_compile"]
+        return found
+
+    @property
+    def resolution(self) -> float | None:
+        """The smallest difference that could be measured, as a share; None if it was not measured."""
+        found: float | None = self.cached.figures["resolution"]
+        return found
+
+    @property
+    def objective(self) -> str:
+        """The criterion, "throughput" or "latency"."""
+        return str(self.cached.key["request"]["objective"])
+
+    @property
+    def from_cache(self) -> bool:
+        """True for a cached result, which was built and checked again."""
+        return not self.table
 
     def __str__(self) -> str:
         figures = self.cached.figures
@@ -111,8 +131,7 @@ class Optimization:
 
     def save(self, path: str | Path) -> None:
         """Writes the candidate and its figures, without weights, for `load_optimized`; may raise OSError."""
-        with file_aside(Path(path)) as aside:
-            aside.write_text(json.dumps(self.cached.to_dict(), indent=1))
+        self.cached.write(Path(path))
 
 
 def optimize(
@@ -190,7 +209,7 @@ def optimize(
         if cached is not None and cached.suffices(budget_s):
             with contextlib.suppress(Refused):  # it is not available any more: search
                 trials.prepare(cached.candidate, REBUILDING_S)
-                return _of(cached, trials)
+                return Optimization(trials.prepared[cached.candidate][0], (), cached)
         first = (candidates_of_file if isinstance(model, OnnxFile) else candidates)(device, allowed)
         found = search(trials, ORIGINAL, first, budget_s=budget_s, objective=latency_or_throughput)
         return _result(found, trials, key, latency_or_throughput, budget_s)
@@ -262,20 +281,16 @@ def _check(
     budget_s: float, lossless: bool, min_agreement: float, objective: str, memory_limit: int | None,
     allow: Collection[Precision] | None,
 ) -> frozenset[Precision]:  # fmt: skip
-    numbers = {"budget_s": budget_s, "min_agreement": min_agreement, "memory_limit": memory_limit}
-    for name, value in numbers.items():
-        if not isinstance(value, int | float) and (name, value) != ("memory_limit", None):
-            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    check_number("budget_s", budget_s, positive=True)
+    check_number("min_agreement", min_agreement)
+    if memory_limit is not None:
+        check_number("memory_limit", memory_limit, positive=True)
+    check_choice("latency_or_throughput", objective, tuple(SHARE))
+    check_type("allow", allow, Collection, type(None))
     if isinstance(allow, str):
         raise TypeError(f"allow must be a collection such as ({allow!r},), got {allow!r}")
-    check_type("allow", allow, Collection, type(None))
-    if not budget_s > 0:
-        raise ValueError(f"budget_s must be above 0, got {budget_s}")
     if not 0 <= min_agreement <= 1:
         raise ValueError(f"min_agreement must be between 0 and 1, got {min_agreement}")
-    check_choice("latency_or_throughput", objective, tuple(SHARE))
-    if memory_limit is not None and memory_limit < 1:
-        raise ValueError(f"memory_limit must be None or above 0 bytes, got {memory_limit}")
     if lossless and allow:
         raise ValueError(f"allow requires lossless=False, got allow={sorted(allow)} with lossless=True")
     for name in allow or ():
@@ -284,25 +299,14 @@ def _check(
     return frozenset() if lossless else frozenset(PRECISIONS if allow is None else allow)
 
 
-def _of(result: CachedResult, trials: Trials, table: tuple[Row, ...] = ()) -> Optimization:
-    """Returns the prepared candidate of a result with its figures; without a table, the result is a cached one."""
-    figures = result.figures
-    return Optimization(
-        trials.prepared[result.candidate][0], result.candidate, table, figures["speedup"],
-        figures["speedup_over_compile"], figures["resolution"], result.key["request"]["objective"], not table, result,
-    )  # fmt: skip
-
-
 def _result(found: Found, trials: Trials, key: dict[str, Any], objective: Objective, budget_s: float) -> Optimization:
-    original, share = found.trials[0], SHARE[objective]
-    rows = tuple(_row(trial, original, trials, share) for trial in found.trials)
+    rows = tuple(_rows(found, trials, SHARE[objective]))
     chosen = next(row for row in rows if row.candidate == found.chosen)
     compiled = [row.speedup for row in rows if row.speedup is not None and row.candidate in COMPILE_ALONE]
     speedup = chosen.speedup or 1.0
-    over_compile = speedup / max(compiled) if compiled and found.chosen not in COMPILE_ALONE else None
     figures = {
         "speedup": speedup,
-        "speedup_over_compile": over_compile,
+        "speedup_over_compile": speedup / max(compiled) if compiled and found.chosen not in COMPILE_ALONE else None,
         "resolution": found.resolution,
         "ms": chosen.ms,
         "images_per_s": chosen.images_per_s,
@@ -318,19 +322,67 @@ def _result(found: Found, trials: Trials, key: dict[str, Any], objective: Object
             cache.store(result)
         except OSError as error:  # the result is valid all the same
             warnings.warn(f"the result is not cached: {error}", stacklevel=3)
-    return _of(result, trials, rows)
+    return Optimization(trials.prepared[found.chosen][0], rows, result)
 
 
-def _row(trial: Trial, original: Trial, trials: Trials, share: float) -> Row:
+def _rows(found: Found, trials: Trials, share: float) -> Iterator[Row]:
     batch = first_batch(trials.example)
-    ms = ratio = rate = interval = None
-    if trial.samples_ms:
-        ms = percentile(trial.samples_ms, share)
-        before, after = paired(original.samples_ms, trial.samples_ms)
-        ratio = compare.ratio(before, after, paired=True, share=share)
-        low, high = compare.ratio_interval(before, after, paired=True, share=share)
-        interval = (low, high)
-        base = batch * 1e3 / percentile(before, share)
-        rate = (base * low, base * high)
-    checked = trials.checked.get(trial.candidate)
-    return Row(trial.candidate, ms, ms and batch * 1e3 / ms, rate, ratio, interval, checked, trial.reason)
+    for trial in found.trials:
+        ms = rate = rates = speedup = interval = None
+        if trial.samples_ms:
+            before, after = paired(found.trials[0].samples_ms, trial.samples_ms)
+            low, high = ratio_interval(before, after, paired=True, share=share)
+            base = batch * 1e3 / percentile(before, share)
+            ms = percentile(trial.samples_ms, share)
+            rate, rates = batch * 1e3 / ms, (base * low, base * high)
+            speedup, interval = ratio(before, after, paired=True, share=share), (low, high)
+        checked = trials.checked.get(trial.candidate)
+        yield Row(trial.candidate, ms, rate, rates, speedup, interval, checked, trial.reason)
+
+
+def deploy(
+    result: CachedResult, model: nn.Module, example: Any, folder: Path, image_files: Sequence[Path] = ()
+) -> list[Path]:
+    """Writes a folder with the chosen candidate and its figures, optimize.json; returns the files.
+
+    A candidate of ONNX Runtime or OpenVINO becomes model.onnx, one of torch.compile an AOTInductor package model.pt2
+    for `torch._inductor.aoti_load_package`, any other an exported program model.pt2 for `torch.export.load` (after
+    `import vit_fast`, which registers the operators). Inputs must be in the candidate's precision. The caller sets
+    threads, CUDA graphs and the splitting of batches, see optimize.json.
+
+    Raises:
+        OSError: the folder exists or cannot be written.
+        UnsupportedInputError: the model cannot be exported.
+    """
+    check_new_folder(folder)
+    candidate, images = result.candidate, only_images(example)
+    with folder_aside(folder) as aside:
+        if (candidate.runs_file or isinstance(model, OnnxFile)) and images is not None:
+            path = aside / "model.onnx"
+            write_onnx(candidate, model, path, images, image_files)
+        else:
+            path = aside / "model.pt2"
+            _write_program(changed_copy(candidate, model, example, image_files), candidate, example, path)
+        described = result.to_dict() | {"name": candidate.name, "file": path.name}
+        (aside / FIGURES).write_text(json.dumps(described, indent=1) + "\n")
+        names = sorted(part.name for part in aside.iterdir())
+    return [folder / name for name in names]
+
+
+def _write_program(work: nn.Module, candidate: Candidate, example: Any, path: Path) -> None:
+    args, kwargs = arguments(example)
+    if candidate.precision is not None:
+        dtype = DTYPES[candidate.precision]
+        args, kwargs = map_floating(lambda value: value.to(dtype), (args, kwargs))
+    try:
+        with torch.no_grad():
+            program = torch.export.export(work, args, kwargs)
+    except Exception as error:  # of many types
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedInputError(f"export of {candidate.name!r}", [f"torch.export: {reason}"]) from None
+    package = io.BytesIO()  # torch aborts the process if it cannot write a file
+    if candidate.engine == "torch":
+        torch.export.save(program, package)
+    else:
+        torch._inductor.aoti_compile_and_package(program, package_path=package)
+    path.write_bytes(package.getbuffer())

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from vit_fast.config import Size
 
@@ -21,7 +20,6 @@ from ..apps.data import find_images, sample_image
 from ..errors import UnsupportedInputError
 from ..libraries.known import recognise
 from .candidate import Candidate
-from .optimized import Function, arguments, in_pieces, of_images, only_images, tensors_in
 
 OPSET, BF16_OPSET = 20, 22
 Run = Callable[[Tensor], Tensor]
@@ -47,7 +45,10 @@ class OnnxFile(nn.Module):
         self.device = torch.device(device)
         threads = torch.get_num_threads() if self.device.type == "cpu" else None
         self.runner = OnnxRunner(self.path, str(self.device), threads=threads, image_hw=image_hw)
-        self._digest = _digest(self.path)
+        digest = hashlib.sha256()
+        for part in parts_of(self.path):
+            digest.update(part.read_bytes())
+        self._digest = digest.hexdigest()[:16]
         self.eval()
 
     def get_extra_state(self) -> str:
@@ -66,41 +67,6 @@ def open_reference(path: Path, image_hw: Size | None) -> Run:
 
     runner = OnnxRunner(path, "cpu", image_hw=image_hw, optimise=False)
     return lambda images: torch.as_tensor(runner(images.cpu()))
-
-
-def session(
-    candidate: Candidate, model: nn.Module, example: Any, output: Any, image_files: Sequence[str | Path]
-) -> Function:
-    """Exports a model; returns a function with the model's signature that runs the file in a runtime.
-
-    Raises UnsupportedInputError if the model cannot be exported, or has several inputs or outputs.
-    """
-    images = only_images(example)
-    leaves, spec = pytree.tree_flatten(output)
-    reasons = []
-    if images is None:
-        args, kwargs = arguments(example)
-        found = ", ".join(type(value).__name__ for value in (*args, *kwargs.values()))
-        reasons.append(f"the model must take one tensor, got {found or 'nothing'}")
-    if len(tensors_in(output)) != 1 or len(leaves) != 1:
-        found = f"{len(tensors_in(output))} tensors among {len(leaves)} values"
-        reasons.append(f"the model must return one tensor, alone or in a structure, got {found}")
-    if images is None or reasons:
-        raise UnsupportedInputError(candidate.name, reasons)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        write_onnx(candidate, model, path, images, image_files)
-        run = open_file(candidate, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
-    if candidate.engine == "openvino":
-        run = in_pieces(run, candidate.split or len(images))
-    # inputs and outputs of our exports are fp32
-    as_given = isinstance(model, OnnxFile) or (candidate.engine == "openvino" and images.dtype == torch.bfloat16)
-
-    def computed(images: Tensor) -> Any:
-        given = images if as_given or not images.is_floating_point() else images.float()
-        return pytree.tree_unflatten([run(given)], spec)
-
-    return of_images(computed, model, example, f"a model optimized as {candidate.name!r}")
 
 
 def write_onnx(
@@ -140,10 +106,7 @@ def write_onnx(
 def open_file(
     candidate: Candidate, path: Path, images: Tensor, image_hw: Size | None, *, io_binding: bool = True
 ) -> Run:
-    """Loads a file into the candidate's runtime; the file may be removed afterwards.
-
-    `images` is an example; `image_hw` is height and width, if they are dynamic in the file.
-    """
+    """Loads a file, which may be removed afterwards, for images like these; `image_hw` is needed if it is dynamic."""
     on_cpu = images.device.type == "cpu"
     threads = (candidate.threads or torch.get_num_threads()) if on_cpu else None
     if candidate.engine == "openvino":
@@ -156,15 +119,6 @@ def open_file(
     where = f"tensorrt:{images.device.index or 0}" if candidate.engine == "tensorrt" else str(images.device)
     options: dict[str, Any] = {"image_hw": image_hw, "cuda_graph": candidate.graphs, "io_binding": io_binding}
     return OnnxRunner(path, where, threads=threads, max_batch=candidate.split or len(images), **options)
-
-
-def _digest(path: Path) -> str:
-    from vit_fast.export.runtime.model_files import parts_of
-
-    digest = hashlib.sha256()
-    for part in parts_of(path):
-        digest.update(part.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 @functools.cache

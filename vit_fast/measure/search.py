@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .clock import percentile
-from .compare import control, format_number, ratio_interval
+from .clock import control, format_number, percentile, ratio_interval
 
 Objective = Literal["throughput", "latency"]
 # The quantile of the durations that each objective compares.
@@ -34,8 +33,6 @@ SCOUTING_CALLS, FIRST_ROUNDS = 3, 4
 ENOUGH_ROUNDS, MOST_ROUNDS, FINE = 60, 240, 0.02
 # The most candidates whose variations are tried.
 MOST_VARIED = 8
-# A candidate is cheap if preparing it takes at most QUICK times as long as preparing the original.
-QUICK = 4
 FAR_BEHIND, BEHIND = 1.5, 1.05
 # Shares of the budget after which no candidate, and no variation, is prepared.
 SCOUTING_SHARE, VARYING_SHARE = 0.6, 0.75
@@ -51,7 +48,7 @@ class OutOfTime(Refused):
 
 @dataclass
 class Trial:
-    """The outcome of a candidate: its samples (the last ones of all trials are of the same rounds), and its status."""
+    """A candidate with its samples (the last ones of all trials are of the same rounds), and why it was not chosen."""
 
     candidate: Any
     samples_ms: list[float] = field(default_factory=list)
@@ -93,41 +90,29 @@ def search(
         candidates: In the order in which to try them; hashable, with their number of `changes`.
         budget_s: Seconds. A candidate or a round that does not fit is not started.
     """
-    return _Search(bench, original, budget_s, SHARE[objective]).run(candidates)
+    found = _Search(bench, original, budget_s, SHARE[objective])
+    found.prepare(found.original, budget_s)
+    interrupted = False
+    try:
+        found.scout(candidates, SCOUTING_SHARE)
+        found.vary()
+        found.halve()
+    except KeyboardInterrupt:
+        interrupted = True
+    return found.conclude(interrupted)
 
 
 class _Search:
     def __init__(self, bench: Any, original: Any, budget_s: float, share: float) -> None:
         self.bench, self.budget_s, self.share = bench, budget_s, share
-        self.original: Trial = Trial(original)
+        self.original = self.leader = Trial(original)
         self.trials = [self.original]
-        self.leader = self.original
         self.again: list[float] = []  # samples of the leader under its second name
         self.running: list[Trial] = []  # prepared and not dropped
         self.rounds = 0
         self.untried, self.lacking_s = 0, 0.0  # untried candidates, and the seconds that are missing
 
-    def run(self, candidates: Sequence[Any]) -> Found:
-        interrupted = False
-        self._prepare(self.original, self.budget_s)
-        try:
-            self._scout(candidates, SCOUTING_SHARE)
-            self._vary()
-            self._halve()
-        except KeyboardInterrupt:
-            interrupted = True
-        return self._verdict(interrupted)
-
-    def _cost(self, trial: Trial) -> float:
-        return percentile(trial.samples_ms, self.share)
-
-    def _best(self) -> Trial:
-        return min((trial for trial in self.running if trial.samples_ms), key=self._cost, default=self.original)
-
-    def _left_s(self, share: float = 1.0) -> float:
-        return self.budget_s * share - self.bench.elapsed_s()
-
-    def _prepare(self, trial: Trial, seconds: float) -> None:
+    def prepare(self, trial: Trial, seconds: float) -> None:
         self.bench.prepare(trial.candidate, seconds)
         self.running.append(trial)
         for number in range(SCOUTING_CALLS):
@@ -135,72 +120,40 @@ class _Search:
             if self._left_s() < trial.samples_ms[-1] / 1e3:
                 return
 
-    def _drop(self, trial: Trial, reason: str) -> None:
-        trial.reason = reason
-        if trial in self.running:
-            self.running.remove(trial)
-            self.bench.release(trial.candidate)
-
-    def _scout(self, candidates: Sequence[Any], share: float) -> None:
-        known = {trial.candidate for trial in self.trials}
+    def scout(self, candidates: Sequence[Any], share: float) -> None:
         for candidate in candidates:
-            if candidate in known:
+            if any(candidate == trial.candidate for trial in self.trials):
                 continue
-            known.add(candidate)
             trial = Trial(candidate)
             self.trials.append(trial)
             needed, left = self.bench.seconds(candidate), self._left_s(share)
-            if needed > left:
-                trial.reason = f"skipped: needs about {format_number(needed, 2)} s, budget exceeded"
-                self._lack(needed)
-                continue
             try:
-                self._prepare(trial, left)
+                if needed > left:
+                    raise OutOfTime(f"skipped: needs about {format_number(needed, 2)} s, budget exceeded")
+                self.prepare(trial, left)
             except Refused as error:
-                if isinstance(error, OutOfTime):
-                    self._lack(left)  # besides the time that it has taken
                 self._drop(trial, str(error))
+                if isinstance(error, OutOfTime):  # what it needs, or its limit besides the time that it has taken
+                    self.untried, self.lacking_s = self.untried + 1, self.lacking_s + max(needed, left)
                 continue
             self._drop_far_behind()
 
-    def _lack(self, seconds: float) -> None:
-        self.untried, self.lacking_s = self.untried + 1, self.lacking_s + seconds
-
-    def _vary(self) -> None:
-        """Varies the fastest again and again; while it is the original, also the next cheap candidate."""
+    def vary(self) -> None:
+        """Varies the fastest again and again."""
         varied: list[Trial] = []
-        for _ in range(MOST_VARIED):
-            best, original_s = self._best(), self.bench.seconds(self.original.candidate)
-            chosen = [best]
-            if best is self.original:
-                others = (trial for trial in self.running if trial is not best and trial.samples_ms)
-                quick = [trial for trial in others if self.bench.seconds(trial.candidate) <= QUICK * original_s]
-                chosen += [min(quick, key=self._cost)] if quick else []
-            chosen = [trial for trial in chosen if trial not in varied]
-            if not chosen:
-                return
+        while (best := self._best()) not in varied and len(varied) < MOST_VARIED:
             if self._left_s(VARYING_SHARE) <= 0:
-                self.lacking_s += self.bench.seconds(chosen[0].candidate)  # for one variation, at least
+                self.lacking_s += self.bench.seconds(best.candidate)  # for one variation, at least
                 return
-            for trial in chosen:
-                varied.append(trial)
-                self._scout(self.bench.variations(trial.candidate), VARYING_SHARE)
+            varied.append(best)
+            self.scout(self.bench.variations(best.candidate), VARYING_SHARE)
 
-    def _drop_far_behind(self) -> None:
-        """Drops by the shortest call, which other load affects least. The second stays, in case the first fails."""
-        first, *rest = sorted(self.running, key=lambda trial: min(trial.samples_ms))
-        quickest = min(first.samples_ms)
-        for trial in [trial for trial in rest if trial is not self.original][first is not self.original :]:
-            if min(trial.samples_ms) > FAR_BEHIND * quickest:
-                self._drop(trial, f"{min(trial.samples_ms) / quickest:.1f}x slower than the fastest")
-
-    def _halve(self) -> None:
+    def halve(self) -> None:
         rounds = FIRST_ROUNDS
         self.bench.compare([trial.candidate for trial in self.running])
         while self.rounds < ENOUGH_ROUNDS or (self.rounds < MOST_ROUNDS and (self._resolution() or FINE) >= FINE):
-            if (leader := self._best()) is not self.leader or leader not in self.running:
-                self.leader = leader
-                self.again.clear()
+            if (leader := self._best()) is not self.leader:
+                self.leader, self.again = leader, []
             for _ in range(rounds):
                 round_s = sum(trial.samples_ms[-1] for trial in (*self.running, self.leader)) / 1e3
                 if self._left_s() < round_s:
@@ -211,22 +164,60 @@ class _Search:
             self._drop_the_slower()
             rounds = min(2 * rounds, ENOUGH_ROUNDS // 2)
 
+    def conclude(self, interrupted: bool) -> Found:
+        best, chosen, resolution = self._best(), self.original, self._resolution()
+        needed = 1 + (resolution or 0.0)
+        equals = [trial for trial in self.running if trial is best or self._lead(best, trial) <= needed]
+        for trial in sorted(equals, key=lambda trial: trial.candidate.changes):
+            if trial is self.original or self._lead(trial, self.original) > needed:
+                chosen = trial
+                break
+        for trial in self.trials:
+            if trial is not chosen and trial in self.running and trial.samples_ms:
+                behind = self._cost(trial) / self._cost(chosen)
+                trial.reason = f"{behind:.2f}x slower" if behind > needed else "equally fast, but less simple"
+            elif trial is not chosen and trial.reason is None:
+                trial.reason = "interrupted"
+        # the last candidate has to fit into the share of scouting
+        finish_s = (self.bench.elapsed_s() + self.lacking_s) / SCOUTING_SHARE if self.lacking_s else None
+        tried = len(self.trials) - self.untried
+        return Found(chosen.candidate, tuple(self.trials), resolution, interrupted, tried, finish_s)
+
+    def _cost(self, trial: Trial) -> float:
+        return percentile(trial.samples_ms, self.share)
+
+    def _best(self) -> Trial:
+        return min((trial for trial in self.running if trial.samples_ms), key=self._cost, default=self.original)
+
+    def _left_s(self, share: float = 1.0) -> float:
+        return self.budget_s * share - float(self.bench.elapsed_s())
+
+    def _drop(self, trial: Trial, reason: str) -> None:
+        trial.reason = reason
+        if trial in self.running:
+            self.running.remove(trial)
+            self.bench.release(trial.candidate)
+
+    def _drop_far_behind(self) -> None:
+        """Drops by the shortest call, which other load affects least. The second stays, in case the first fails."""
+        first, *rest = sorted(self.running, key=lambda trial: min(trial.samples_ms))
+        quickest = min(first.samples_ms)
+        for trial in [trial for trial in rest if trial is not self.original][first is not self.original :]:
+            if min(trial.samples_ms) > FAR_BEHIND * quickest:
+                self._drop(trial, f"{min(trial.samples_ms) / quickest:.1f}x slower than the fastest")
+
     def _round(self) -> None:
         """Times each candidate once, and the leader twice, in random order."""
-        turns: list[Trial | None] = [*self.running, None]
+        turns = [(trial, trial.samples_ms) for trial in self.running] + [(self.leader, self.again)]
         random.Random(self.rounds).shuffle(turns)
-        for trial in turns:
-            timed = self.leader if trial is None else trial
-            if timed not in self.running:
-                continue
-            try:
-                ms = self.bench.call_ms(timed.candidate, self.rounds)
-            except Refused as error:
-                if timed is self.original:
-                    raise
-                self._drop(timed, str(error))
-                continue
-            (self.again if trial is None else timed.samples_ms).append(ms)
+        for trial, samples in turns:
+            if trial in self.running:
+                try:
+                    samples.append(self.bench.call_ms(trial.candidate, self.rounds))
+                except Refused as error:
+                    if trial is self.original:
+                        raise
+                    self._drop(trial, str(error))
         self.rounds += 1
 
     def _drop_the_slower(self) -> None:
@@ -241,34 +232,13 @@ class _Search:
         """Returns the difference between the leader's two names; None if there are too few samples."""
         if len(self.again) < FIRST_ROUNDS:
             return None
-        found: float = control(*paired(self.leader.samples_ms, self.again), share=self.share)["resolution"]
-        return found
-
-    def _verdict(self, interrupted: bool) -> Found:
-        best, chosen = self._best(), self.original
-        resolution = self._resolution()
-        needed = 1 + (resolution or 0.0)
-        equals = [trial for trial in self.running if trial is best or self._lead(best, trial) <= needed]
-        for trial in sorted(equals, key=lambda trial: trial.candidate.changes):
-            if trial is self.original or self._lead(trial, self.original) > needed:
-                chosen = trial
-                break
-        for trial in self.running:
-            if trial is not chosen:
-                behind = self._cost(trial) / self._cost(chosen) if trial.samples_ms else float("inf")
-                trial.reason = f"{behind:.2f}x slower" if behind > needed else "equally fast, but less simple"
-        for trial in self.trials:
-            if trial is not chosen and trial.reason is None:
-                trial.reason = "interrupted"
-        # the last candidate has to fit into the share of scouting
-        finish_s = (self.bench.elapsed_s() + self.lacking_s) / SCOUTING_SHARE if self.lacking_s else None
-        tried = len(self.trials) - self.untried
-        return Found(chosen.candidate, tuple(self.trials), resolution, interrupted, tried, finish_s)
+        return float(control(*paired(self.leader.samples_ms, self.again), share=self.share)["resolution"])
 
     def _lead(self, one: Trial, other: Trial) -> float:
-        if not one.samples_ms or not other.samples_ms:
-            return 0.0
+        """Returns the lower end of the interval of the speedup of `one` over `other`."""
         first, second = paired(other.samples_ms, one.samples_ms)
+        if not first:
+            return 0.0
         if len(first) < FIRST_ROUNDS:  # too few for an interval: the slowest of one, the fastest of the other
             return min(first) / max(second)
         return ratio_interval(first, second, paired=True, share=self.share)[0]

@@ -1,11 +1,14 @@
-"""Builds, checks and times the candidates of `optimize`."""
+"""Candidates of `optimize` for a model: enumerates, builds, checks and times them."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import itertools
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,21 +20,93 @@ from torch.utils import _pytree as pytree
 from ..accuracy import allowed_error, error_of, size_of
 from ..errors import UnsupportedInputError
 from ..fusion.fuse import unfuse
-from .build import build
-from .candidate import AS_FILE, ORIGINAL, Candidate, Reference, errors_of, judge, same_class, variations
-from .clock import Protocol, Samples, free_memory, peak_memory_of_call, synchronise
-from .compare import format_number
-from .limits import at_most, describe_error, is_out_of_memory
-from .optimized import Optimized, call, first_batch, tensors_in, version_of, with_inputs
+from ..ops.backends import triton_unavailable_reasons
+from ..version import installed
+from .build import Optimized, build, call, tensors_in, with_inputs
+from .candidate import (
+    AS_FILE,
+    ORIGINAL,
+    Candidate,
+    Precision,
+    Reference,
+    at_most,
+    describe_error,
+    errors_of,
+    is_out_of_memory,
+    judge,
+    same_class,
+)  # fmt: skip
+from .clock import Protocol, Samples, format_number, free_memory, peak_memory_of_call, synchronise
 from .runtimes import OnnxFile, open_reference
 from .search import OutOfTime, Refused
 
-# Estimated seconds that a runtime needs to open an ONNX file.
+# Estimated seconds to prepare the first candidate of an engine, and to open an ONNX file.
+ENGINE_S = {
+    "torch": 0.5, "compile": 25.0, "reduce-overhead": 30.0, "max-autotune": 120.0, "onnxruntime": 15.0,
+    "openvino": 15.0, "tensorrt": 60.0,
+}  # fmt: skip
 OPENING_S = 1.0
 # Maximum number of images in the fp64 reference, if each output depends only on its own image.
 MOST_IN_FP64 = 8
 # Assumed rounding error of an fp32 ONNX file, relative to its outputs. Such a file cannot run in fp64.
 FILE_ROUNDING = 2e-5
+
+
+def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
+    """Returns the initial candidates on a device, also in the allowed precisions; slow full-precision ones last."""
+    on_cuda = device.type == "cuda"
+    backends = ("triton", "sdpa") if on_cuda and not triton_unavailable_reasons(device) else ("sdpa",)
+    found: list[Candidate] = []
+    precisions: tuple[Precision | None, ...] = (None, "bf16", "fp16") if on_cuda else (None, "bf16")
+    for precision in (each for each in precisions if each is None or each in allowed):
+        for attention, mlp in [(name, name) for name in backends] + list(itertools.permutations(backends, 2)):
+            fused = Candidate(attention=attention, mlp=mlp, precision=precision)
+            graphed = dataclasses.replace(fused, graphs=True, frozen=attention == mlp == "triton")
+            frozen = dataclasses.replace(fused, frozen=True)
+            found += [fused, graphed] if on_cuda else [frozen, fused]
+        compiled = Candidate("compile", precision=precision)
+        # on a CPU, freezing packs weights for its matmuls; on CUDA, our kernels are part of the compiled graph
+        other: dict[str, Any] = {"attention": backends[0], "mlp": backends[0], "frozen": not on_cuda}
+        found += [dataclasses.replace(compiled, **other), compiled]
+        found += [] if on_cuda else [dataclasses.replace(compiled, frozen=True)]  # for a model that cannot be fused
+        found += [dataclasses.replace(compiled, engine="max-autotune", **other)] if on_cuda else []
+    if "fp8" in allowed:  # if it is unavailable, the table says why
+        eight_bit = Candidate(attention="triton", mlp="triton", precision="fp8")
+        found += [eight_bit, *([dataclasses.replace(eight_bit, graphs=True)] if on_cuda else [])]
+    smaller: Precision = "fp16" if on_cuda else "int8"
+    for candidate in _runtimes(device):
+        fewer: Precision = "bf16" if candidate.engine == "openvino" else smaller
+        found += [candidate, *([dataclasses.replace(candidate, precision=fewer)] if fewer in allowed else [])]
+    # lower precision, if allowed, gains most, so slow full-precision candidates come last
+    return sorted(found, key=lambda c: (c.engine != "torch" and not c.precision, ENGINE_S[c.engine], not c.precision))
+
+
+def candidates_of_file(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
+    """Returns the initial candidates for an ONNX file; the original runs in ONNX Runtime."""
+    found = [candidate for candidate in _runtimes(device) if candidate != AS_FILE]
+    if device.type == "cpu":
+        found += [Candidate("onnxruntime", precision="int8")] * ("int8" in allowed)
+        found += [Candidate("openvino", precision="bf16")] * (Candidate("openvino") in found and "bf16" in allowed)
+    return found
+
+
+def _runtimes(device: torch.device) -> list[Candidate]:
+    on_ort = installed("onnxruntime") or installed("onnxruntime-gpu")
+    if device.type == "cuda":
+        return [AS_FILE, Candidate("onnxruntime", graphs=True), Candidate("tensorrt")] if on_ort else []
+    return [*([AS_FILE] if on_ort else []), *([Candidate("openvino")] if installed("openvino") else [])]
+
+
+def variations(candidate: Candidate, device: torch.device, batch: int) -> list[Candidate]:
+    """Returns variations of a candidate with one change each."""
+    pieces = [size for size in (batch // 2, batch // 4, 1) if 0 < size < batch]
+    changes: list[dict[str, Any]] = [{"split": size} for size in dict.fromkeys(pieces)]
+    if candidate.engine == "torch":
+        changes.append({"channels_last": True})
+    if device.type == "cpu":
+        used, there = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+        changes += [{"threads": count} for count in dict.fromkeys((used // 2, there)) if count not in (0, used)]
+    return [dataclasses.replace(candidate, **change) for change in changes]
 
 
 class Expected:
@@ -62,10 +137,10 @@ class Expected:
         exact_model, rounding = _exact(model)
         few = min(MOST_IN_FP64, batch)
 
-        def cut(value: Any) -> Any:
-            return value[:few] if isinstance(value, Tensor) and value.dim() and value.shape[0] == batch else value
+        def cut(value: Tensor) -> Tensor:
+            return value[:few] if value.dim() and value.shape[0] == batch else value
 
-        some = pytree.tree_map(cut, example)
+        some = pytree.tree_map_only(Tensor, cut, example)
         exact, checked = leaves_of(call(exact_model, some)), [cut(leaf) for leaf in outputs]
         if few < batch and not _are_alike(checked, exact, leaves_of(call(model, some))):
             exact, checked = leaves_of(call(exact_model, example)), outputs
@@ -80,12 +155,11 @@ class Expected:
         self, function: Callable[..., Any], candidate: Candidate, min_agreement: float = 0.99
     ) -> tuple[float, float | None, float]:
         """Returns largest error, allowed error (None at lower precision) and agreement; raises Refused on failure."""
-        is_original = candidate == ORIGINAL
+        is_original, lossy = candidate == ORIGINAL, candidate.precision is not None
         outputs = [self.output] if is_original else [call(function, batch) for batch in self.batches]
-        found = self.outputs if is_original else [leaves_of(output) for output in outputs]
         if type(outputs[0]) is not type(self.output):
             raise Refused(f"the output must be {type(self.output).__name__}, got {type(outputs[0]).__name__}")
-        lossy = candidate.precision is not None
+        found = [leaves_of(output) for output in outputs]
         verdict = judge(found[0], self.reference, tolerance=float("inf") if lossy else None)
         if verdict.reason is not None:
             raise Refused(verdict.reason)
@@ -109,14 +183,24 @@ def leaves_of(output: Any) -> list[Tensor]:
     return [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
 
 
+def first_batch(example: Any) -> int:
+    """Returns the batch size of an example: the first axis of its first tensor."""
+    return int(tensors_in(example)[0].shape[0])
+
+
 def _untouched(model: nn.Module, example: Any) -> Any:
+    """Returns the model's output; if the model writes into its tensors, restores those that are not parameters."""
+
+    def versions() -> dict[str, list[int]]:  # torch does not count writes to inference tensors
+        return {name: [0 if one.is_inference() else one._version for one in all_] for name, all_ in watched.items()}
+
     watched: dict[str, tuple[Tensor, ...]] = {"its input": tuple(tensors_in(example))}
     watched |= {name: (buffer,) for name, buffer in model.named_buffers()}
     kept = {name: [tensor.clone() for tensor in tensors] for name, tensors in watched.items()}
     watched["its parameters"] = tuple(model.parameters())  # not copied above, because they can be large
-    before = {name: [*map(version_of, tensors)] for name, tensors in watched.items()}
+    before = versions()
     output = call(model, example)
-    written = [name for name, tensors in watched.items() if [*map(version_of, tensors)] != before[name]]
+    written = [name for name, version in versions().items() if version != before[name]]
     for name in written:
         for tensor, value in zip(watched[name], kept.get(name, ())):
             tensor.copy_(value)
@@ -150,7 +234,7 @@ class Checked:
     Attributes:
         allowed: The allowed error; None for a candidate of lower precision.
         agreement: Fraction of images with the model's top-1 class or, without logits [B, classes], with a cosine
-            similarity of at least `check.SAME_DIRECTION`.
+            similarity of at least SAME_DIRECTION.
         first_call_s: Seconds for building the candidate and its first call, including compilation.
         peak_bytes: Peak memory that a call allocates, plus memory that building the candidate added (its weights).
     """
@@ -170,7 +254,7 @@ class Trials:
         min_agreement, memory_limit: See optimize.
         start: Value of time.perf_counter at the start of the search; None means now.
         tell: Called with the name of each step and the seconds since the start.
-        check_interrupt: Called before each build and timed call; see limits.patient_interrupt.
+        check_interrupt: Called before each build and timed call; see patient_interrupt.
     """
 
     def __init__(
@@ -203,9 +287,9 @@ class Trials:
             took.append(OPENING_S)
         if took:
             return max(took)
-        slow = [seconds / other.seconds for other, seconds in self.took.items() if other.engine == candidate.engine]
+        same = [seconds for other, seconds in self.took.items() if other.engine == candidate.engine]
         checks_s = self.took.get(ORIGINAL, 0.0) if candidate.engine != ORIGINAL.engine else 0.0
-        return checks_s + candidate.seconds * max([1.0, *slow])
+        return checks_s + max([ENGINE_S[candidate.engine], *same])
 
     def prepare(self, candidate: Candidate, seconds: float) -> None:
         """Builds and checks a candidate; raises Refused, or OutOfTime after `seconds`."""
@@ -229,8 +313,7 @@ class Trials:
         self.prepared[candidate] = optimized, samples
 
     def _build_and_check(self, candidate: Candidate) -> tuple[Optimized, Checked]:
-        start = time.perf_counter()
-        before = _own_bytes(self.device)
+        start, before = time.perf_counter(), _own_bytes(self.device)
         what = self.model, self.example, self.expected.output, self.image_files
         optimized = build(candidate, *what, self.min_agreement)
         call(optimized, self.example)
