@@ -16,8 +16,8 @@ import onnx
 import torch
 from PIL import Image
 
+from vit_fast.apps.classifiers import evaluate, labelled_images
 from vit_fast.apps.data import as_inputs, as_pixels, per_channel, read_image
-from vit_fast.apps.evaluation import evaluate, labelled_images
 from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError, VitFastError
 from vit_fast.libraries.interface.image_model import ImageModel

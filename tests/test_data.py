@@ -1,7 +1,8 @@
-"""Finding, reading and preparing images: held against timm's evaluation transform, and against damaged files."""
+"""Images and training data: the transform equals timm's, augmentation, and damaged files are refused."""
 
 from __future__ import annotations
 
+import pickle
 import struct
 import zlib
 from pathlib import Path
@@ -9,11 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_line import uninstall
 from PIL import Image
 
-from vit_fast.apps.data import ImageError, find_images, load_images, make_transform, read_image, sample_image
-from vit_fast.config import DataConfig
-from vit_fast.weights.factory import create_model
+from vit_fast import DataConfig, create_model
+from vit_fast.apps.data import (
+    ImageError,
+    ImageFolder,
+    find_images,
+    load_images,
+    make_transform,
+    read_image,
+    sample_image,
+)
+from vit_fast.apps.datasets import PreparedImages, SmallImages, open_data
+from vit_fast.errors import MissingPackageError
 
 
 def _noise(height: int, width: int) -> Image.Image:
@@ -38,13 +49,10 @@ def test_transform_equals_timms(image_hw: tuple[int, int], crop_pct: float, crop
         assert (ours(image) - theirs(image)).abs().max() <= 1e-6
 
 
-def test_transform_of_grey_input_averages_the_channel_statistics() -> None:
+def test_transform_of_other_channels_and_aspect_ratios() -> None:
     config = DataConfig(mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3), crop_pct=1.0)
-    x = make_transform(config, (8, 8), in_chans=1)(Image.new("L", (8, 8), 255))
-    torch.testing.assert_close(x, torch.full((1, 8, 8), 2.5))
-
-
-def test_transform_refuses_other_channels_and_absurd_aspect_ratios() -> None:
+    gray = make_transform(config, (8, 8), in_chans=1)(Image.new("L", (8, 8), 255))
+    torch.testing.assert_close(gray, torch.full((1, 8, 8), 2.5))
     of_four = DataConfig(mean=(0.5,) * 4, std=(0.5,) * 4)
     for config, channels, message in (
         (DataConfig(), 4, "got 4"),
@@ -61,22 +69,19 @@ def _read(image: Image.Image, path: Path, **options: object) -> Image.Image:
     return read_image(path)
 
 
-def test_read_image_makes_rgb_of_every_kind(tmp_path: Path) -> None:
-    grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    opaque, alpha = Image.fromarray(grey), Image.new("L", (16, 16), 7)
-    wide = Image.fromarray(grey.astype(np.uint16) * 256 + 255)
+def test_read_image_converts_every_kind_to_rgb(tmp_path: Path) -> None:
+    gray = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    opaque, alpha = Image.fromarray(gray), Image.new("L", (16, 16), 7)
+    wide = Image.fromarray(gray.astype(np.uint16) * 256 + 255)
     for name, image in {
-        "grey.png": opaque, "grey_alpha.png": Image.merge("LA", (opaque, alpha)), "palette.png": opaque.convert("P"),
+        "gray.png": opaque, "gray_alpha.png": Image.merge("LA", (opaque, alpha)), "palette.png": opaque.convert("P"),
         "alpha.png": Image.merge("RGBA", (*[opaque] * 3, alpha)), "sixteen.png": wide, "sixteen.tif": wide,
     }.items():  # fmt: skip
         found = _read(image, tmp_path / name)
         assert found.mode == "RGB"
-        np.testing.assert_array_equal(np.asarray(found), np.repeat(grey[..., None], 3, axis=2), err_msg=name)
+        np.testing.assert_array_equal(np.asarray(found), np.repeat(gray[..., None], 3, axis=2), err_msg=name)
     cmyk = _read(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), tmp_path / "cmyk.tif")
     assert cmyk.mode == "RGB" and cmyk.getpixel((0, 0)) == (255, 0, 0)
-
-
-def test_read_image_applies_the_exif_orientation(tmp_path: Path) -> None:
     image, exif = Image.new("RGB", (6, 4), "black"), Image.Exif()
     image.putpixel((0, 0), (255, 0, 0))
     exif[0x0112] = 6  # the camera was held a quarter turn clockwise
@@ -92,39 +97,33 @@ def _png_header(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 64)) + chunk(b"IEND", b"")
 
 
-def test_read_image_says_in_one_error_what_is_wrong(tmp_path: Path) -> None:
+def test_read_image_refuses_what_is_not_an_image(tmp_path: Path) -> None:
     whole = sample_image().read_bytes()
-    for name, content in {
-        "text.png": b"not an image", "empty.jpg": b"", "truncated.jpg": whole[: len(whole) // 2],
-        "bomb.png": _png_header(10_000, 10_000),  # Pillow only warns of this one
-        "larger_bomb.png": _png_header(60_000, 60_000), "broken.png": _png_header(40, 40),
-    }.items():  # fmt: skip
+    for name, content, message in (
+        ("text.png", b"not an image", "not an image"),
+        ("empty.jpg", b"", "not an image"),
+        ("truncated.jpg", whole[: len(whole) // 2], "truncated"),
+        ("bomb.png", _png_header(10_000, 10_000), "decompression bomb"),  # Pillow only warns about this one
+        ("larger_bomb.png", _png_header(60_000, 60_000), "decompression bomb"),
+        ("broken.png", _png_header(40, 40), "cannot be read"),
+    ):
         (tmp_path / name).write_bytes(content)
+        with pytest.raises(ImageError, match=message):
+            read_image(tmp_path / name)
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
     (tmp_path / "link.png").symlink_to("gone.png")
-    assert tmp_path / "link.png" in find_images([tmp_path]), "a folder's are not left out"
-    for name, message in {
-        "text.png": "not an image", "empty.jpg": "not an image", "truncated.jpg": "truncated",
-        "bomb.png": "decompression bomb", "larger_bomb.png": "decompression bomb", "broken.png": "cannot be read",
-        "link.png": r"link\.png: is a link to gone\.png, which does not exist", "float.tif": "must be integers",
-        ".": "got a folder", "absent.png": "no such file",
-    }.items():  # fmt: skip
+    assert tmp_path / "link.png" in find_images([tmp_path]), "dangling links in a folder are not ignored"
+    for name, message in (
+        ("link.png", "no such file"),
+        ("float.tif", "must be integers"),
+        (".", "got a folder"),
+        ("absent.png", "no such file"),
+    ):
         with pytest.raises(ImageError, match=message):
             read_image(tmp_path / name)
 
 
-def test_one_path_is_not_taken_for_its_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among which "/" and "." are folders of images."""
-    monkeypatch.chdir(tmp_path)
-    Image.new("L", (4, 4)).save(tmp_path / "a.png")
-    for one in (".", tmp_path):
-        with pytest.raises(TypeError, match=r"must be a list, got '.+'; pass \['.+'\]"):
-            find_images(one)  # type: ignore[arg-type]  # that is the point
-    with pytest.raises(TypeError, match="images must be"):
-        find_images([5])  # type: ignore[list-item]  # likewise
-
-
-def test_find_images_searches_folders_and_names_every_missing_path(tmp_path: Path) -> None:
+def test_find_images_searches_folders_and_lists_every_problem(tmp_path: Path) -> None:
     for name in ("b/deep/2.PNG", "b/1.jpg", "b/notes.txt", "single.dat", "bare/notes.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -132,12 +131,17 @@ def test_find_images_searches_folders_and_names_every_missing_path(tmp_path: Pat
     assert found == [tmp_path / name for name in ("single.dat", "b/1.jpg", "b/deep/2.PNG")]
     with pytest.raises(ImageError, match=r"(?s)bare: no image in this folder.*absent: no such file"):
         find_images([tmp_path / "bare", tmp_path / "b", tmp_path / "absent"])
+    for one in (".", tmp_path):  # not the list of its letters
+        with pytest.raises(TypeError, match=r"must be a list, got '.+'; pass \['.+'\]"):
+            find_images(one)
+    with pytest.raises(TypeError, match="images must be"):
+        find_images([5])
 
 
 def test_load_images_prepares_each(tmp_path: Path) -> None:
     model = create_model("vit_test")
-    for i, colour in enumerate(("red", "green", "blue")):
-        Image.new("RGB", (40, 50), colour).save(tmp_path / f"{i}.png")
+    for i, color in enumerate(("red", "green", "blue")):
+        Image.new("RGB", (40, 50), color).save(tmp_path / f"{i}.png")
     found = load_images([tmp_path], model)
     assert found.shape == (3, 3, 32, 32) and found.dtype == torch.float32
     assert found.mean((2, 3)).argmax(1).tolist() == [0, 1, 2]
@@ -145,6 +149,156 @@ def test_load_images_prepares_each(tmp_path: Path) -> None:
         load_images([], model)
 
 
-def test_sample_image_is_a_photo() -> None:
-    pixels = np.asarray(read_image(sample_image()))
-    assert min(pixels.shape[:2]) > 224 and pixels.std() > 20
+def test_the_bundled_digits() -> None:
+    data = open_data()
+    assert (len(data.train), len(data.held_out)) == (1437, 360)
+    assert data.train.class_names == tuple("0123456789")
+    sums = np.zeros((10, 8, 8))
+    for image, label in map(data.train.read, range(1437)):
+        assert image.mode == "L" and image.size == (8, 8)
+        sums[label] += np.asarray(image)
+    means = sums / np.linalg.norm(sums, axis=(1, 2), keepdims=True)
+    held_out = map(data.held_out.read, range(360))
+    hits = [np.tensordot(means, np.asarray(image)).argmax() == label for image, label in held_out]
+    assert np.mean(hits) > 0.8, "most images are nearest to the mean of their own digit"
+
+
+def _write_mnist(folder: Path) -> dict[str, np.ndarray]:
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for part, count in (("train", 7), ("t10k", 3)):
+        arrays[f"{part}-images-idx3"] = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        arrays[f"{part}-labels-idx1"] = rng.integers(0, 10, count, dtype=np.uint8)
+    for name, array in arrays.items():
+        head = b"\0\0\x08" + struct.pack(f">B{array.ndim}I", array.ndim, *array.shape)
+        (folder / f"{name}-ubyte").write_bytes(head + array.tobytes())
+    return arrays
+
+
+@pytest.mark.parametrize(
+    ("name", "opened", "last"), [("MNIST", ".", "9"), ("FashionMNIST", "FashionMNIST", "Ankle boot")]
+)
+def test_mnist_of_torchvision(tmp_path: Path, name: str, opened: str, last: str) -> None:
+    pytest.importorskip("torchvision")
+    arrays = _write_mnist(tmp_path / name / "raw")
+    data = open_data(tmp_path / opened)
+    assert len(data.train.class_names) == 10 and data.train.class_names[9] == last
+    assert data.train.mirrored == (name == "FashionMNIST")
+    for part, source in (("train", data.train), ("t10k", data.held_out)):
+        np.testing.assert_array_equal([np.asarray(source.read(i)[0]) for i in range(len(source))],
+                                      arrays[f"{part}-images-idx3"])  # fmt: skip
+        assert [source.read(i)[1] for i in range(len(source))] == arrays[f"{part}-labels-idx1"].tolist()
+    pixels, _ = PreparedImages(data.train, create_model("vit_mnist"))[0]
+    expected = (arrays["train-images-idx3"][0] / 255 - 0.1307) / 0.3081
+    np.testing.assert_allclose(pixels[0].numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_cifar_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("torchvision.datasets")
+    folder, rng = tmp_path / "cifar-10-batches-py", np.random.default_rng(0)
+    folder.mkdir()
+    images = {f"data_batch_{i}": rng.integers(0, 256, (2, 3, 32, 32), dtype=np.uint8) for i in range(1, 6)}
+    for name, pixels in (images | {"test_batch": images["data_batch_1"]}).items():
+        (folder / name).write_bytes(pickle.dumps({"data": pixels.reshape(2, 3072), "labels": [3, 9]}))
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": names}))
+    with pytest.raises(ImageError, match="torchvision cannot read it as CIFAR10: Dataset not found or corrupted"):
+        open_data(tmp_path)  # another checksum than the data set's: nothing is unpickled
+    monkeypatch.setattr(datasets.CIFAR10, "_check_integrity", lambda self: True)
+    monkeypatch.setattr(datasets.CIFAR10, "meta", datasets.CIFAR10.meta | {"md5": None})
+    data = open_data(folder)
+    assert data.train.class_names == tuple(names) and data.train.mirrored
+    assert (len(data.train), len(data.held_out)) == (10, 2)
+    image, label = data.train.read(9)
+    np.testing.assert_array_equal(np.asarray(image), images["data_batch_5"][1].transpose(1, 2, 0))
+    assert label == 9
+
+
+def test_damaged_and_other_training_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchvision")
+    for place in ("one/a", "one/b", "other/a", "other/c"):
+        (tmp_path / place).mkdir(parents=True)
+        Image.new("L", (4, 4)).save(tmp_path / place / "1.png")
+    for paths, message in (
+        ((tmp_path / "absent",), "no such file"),
+        ((tmp_path / "one" / "a",), "at least two classes"),
+        ((tmp_path / "one", tmp_path / "other"), "validation images must have the classes"),
+        ((None, tmp_path / "one"), "data that contain a test set"),
+    ):
+        with pytest.raises(ValueError, match=message) as refused:
+            open_data(*paths)
+        assert isinstance(refused.value, ImageError) == (len(paths) == 1)
+    _write_mnist(tmp_path / "MNIST" / "raw")
+    labels = tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+    whole = labels.read_bytes()
+    for content, message in (
+        (whole[:-1], "cannot read it as MNIST"),
+        (b"not an IDX file", "cannot read it as MNIST"),
+        (whole[:7] + b"\2" + whole[8:-1], "got 3 images and 2 labels"),
+        (whole[:-1] + b"\x0a", "between 0 and 9"),
+    ):
+        labels.write_bytes(content)
+        with pytest.raises(ImageError, match=message):
+            open_data(tmp_path)
+    _write_mnist(tmp_path / "FashionMNIST" / "raw")
+    with pytest.raises(ImageError, match="must contain one torchvision data set, got MNIST,"):
+        open_data(tmp_path)
+    uninstall(monkeypatch, "torchvision")
+    with pytest.raises(MissingPackageError, match=r"vit-fast\[train\]"):
+        open_data(tmp_path / "FashionMNIST")
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> ImageFolder:
+    """Two images: red increases from left to right, green from top to bottom."""
+    across = np.linspace(0, 255, 160).astype(np.uint8)
+    ramps = np.stack(np.broadcast_arrays(across, across[:, None], np.uint8(0)), -1)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        Image.fromarray(ramps).save(tmp_path / name / "1.png")
+    return ImageFolder(tmp_path)
+
+
+def test_augmentation_depends_only_on_seed_and_epoch(photos: ImageFolder) -> None:
+    model = create_model("vit_test")
+    for source in (photos, open_data().train):
+        torch.rand(3)  # torch's generator is neither used nor changed
+        state = torch.get_rng_state()
+        first, second, third = (PreparedImages(source, model, augment=True, seed=seed) for seed in (1, 1, 2))
+        assert torch.equal(first[1][0], second[1][0]) and first[1][0].shape == (3, 32, 32)
+        assert torch.equal(torch.get_rng_state(), state)
+        second.epoch = 1
+        for other in (second, third, PreparedImages(source, model)):
+            assert not torch.equal(first[1][0], other[1][0])
+
+
+def test_crops_are_those_of_random_resized_crop(photos: ImageFolder) -> None:
+    """Areas of 35 to 100 percent, aspect ratios of 3:4 to 4:3 where they fit, anywhere, half of them mirrored."""
+    model = create_model("vit_test")
+    images = PreparedImages(photos, model, augment=True)
+    mean, std = (np.reshape(values, (3, 1, 1)) for values in (model.data_config.mean, model.data_config.std))
+    shares = []
+    for images.epoch in range(200):
+        red, green, _ = images[1][0].numpy() * std + mean
+        shares.append((red[0, -1] - red[0, 0], green[-1, 0] - green[0, 0], min(red[0, 0], red[0, -1])))
+    widths, heights, lefts = np.array(shares).T
+    areas, ratios = np.abs(widths) * heights, np.abs(widths) / heights
+    assert 0.3 < areas.min() < 0.4 and 0.85 < areas.max() <= 1.01
+    assert 0.7 < ratios.min() < 0.8 and 1.25 < ratios.max() < 1.42
+    assert 60 < (widths < 0).sum() < 140 and lefts.min() < 0.05 and lefts.max() > 0.25
+
+
+def test_shifts_are_small_and_digits_are_not_mirrored() -> None:
+    pixels = np.zeros((1, 16, 16), dtype=np.uint8)
+    pixels[0, 8, 4] = 255
+    for mirrored in (False, True):
+        source = SmallImages(pixels, np.zeros(1, dtype=np.uint8), ("a", "b"), mirrored=mirrored)
+        images = PreparedImages(source, create_model("vit_test", img_size=16, in_chans=1), augment=True)
+        places = set()
+        for images.epoch in range(60):
+            x = images[0][0][0]
+            if x.max() > 0:
+                places.add((x == x.max()).nonzero()[0][1].item())
+        assert {2, 3, 4, 5, 6} >= {place for place in places if place < 8}
+        assert any(place > 8 for place in places) == mirrored

@@ -13,7 +13,7 @@ from digits import digits, digits_vit, inputs, write_digits
 from PIL import Image
 from typer.testing import CliRunner
 
-from vit_fast.apps.evaluation import draw_confusion, evaluate, labelled_images
+from vit_fast.apps.classifiers import draw_confusion, evaluate, labelled_images
 from vit_fast.cli import main, make_app
 from vit_fast.export import export_onnx
 from vit_fast.weights import save
@@ -99,18 +99,15 @@ def test_folders_become_classes(tmp_path: Path) -> None:
         evaluate([(Path("x"), 5)], [[0.1, 0.9]])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_is_refused(tmp_path: Path, capsys: Any) -> None:
+    for arguments, message in (
         ([], "--weights"),
         (["--weights", "a", "--against", "b", "--data-config", "x"], "data-config requires an ONNX file, got a and b"),
         (["--weights", "a", "--confusion", "."], "is a folder, must be a file name"),
-    ],
-)
-def test_what_is_refused(arguments: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["evaluate", str(tmp_path), *arguments])
-    assert message in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["evaluate", str(tmp_path), *arguments])
+        assert message in capsys.readouterr().err
 
 
 def test_ties_few_classes_and_many(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""`vit-fast predict --out`: every image once, with the model's own answers; bad images listed; kills lose nothing."""
+"""`vit-fast predict --out`, locally and on a Ray cluster: each image once, also after interruptions."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import multiprocessing
 import os
 import signal
@@ -16,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 from command_line import run, uninstall
-from prediction_support import named_model, predict, write_images
+from PIL import Image
 
-from vit_fast import calibrate, load, save
+from vit_fast import calibrate, create_model, save
 from vit_fast.apps import classifiers, prediction
 from vit_fast.apps.data import find_images, load_images
-from vit_fast.apps.prediction import PredictionError, predict_to_parquet
+from vit_fast.apps.prediction import Predicted, PredictionError, _share, predict_to_parquet
 from vit_fast.errors import MissingPackageError
 from vit_fast.model import VisionTransformer
 
@@ -31,13 +32,33 @@ COUNT, BAD = 23, ("05.png", "17.png")
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    return save(named_model(), tmp_path / "weights.safetensors")
+def model() -> VisionTransformer:
+    model = create_model("vit_test")
+    model.class_names = tuple(f"name {i}" for i in range(10))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture
+def weights(model: VisionTransformer, tmp_path: Path) -> Path:
+    return save(model, tmp_path / "weights.safetensors")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_images(tmp_path / "images", COUNT, BAD)
+    generator, folder = np.random.default_rng(0), tmp_path / "images"
+    folder.mkdir()
+    for i in range(COUNT):
+        Image.fromarray(generator.integers(0, 256, (40, 36, 3), dtype=np.uint8)).save(folder / f"{i:02}.png")
+    for name in BAD:
+        (folder / name).write_bytes(b"no image")
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.parquet"
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +67,12 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(classifiers, "BATCH_SIZE", 3)
 
 
+def _predict(model: VisionTransformer, folder: Path, out: Path, **options: Any) -> Predicted:
+    return predict_to_parquet(model, find_images([folder]), out, class_names=model.class_names, **options)
+
+
 def _check(model: VisionTransformer, folder: Path, out: Path) -> None:
-    """The file against the model asked directly."""
+    """Compares the file with the model's outputs for single images."""
     rows = pq.read_table(out).to_pylist()
     assert [row["path"] for row in rows] == [str(folder / f"{i:02}.png") for i in range(COUNT)]
     for row in rows:
@@ -65,105 +90,74 @@ def _check(model: VisionTransformer, folder: Path, out: Path) -> None:
         assert row["probability"] == pytest.approx(expected.max().item(), rel=1e-5)
         np.testing.assert_allclose(row["probabilities"], expected.numpy(), rtol=1e-4, atol=1e-7)
         np.testing.assert_allclose(row["embedding"], embedding.numpy(), rtol=1e-4, atol=1e-5)
+    assert not out.with_name("out.parquet.parts").exists()
 
 
 @pytest.mark.parametrize(("workers", "scaled"), [(0, True), (2, False)])
-def test_the_file_says_what_the_model_does(
-    folder: Path, weights: Path, tmp_path: Path, workers: int, scaled: bool
+def test_file_contains_the_models_outputs(
+    model: VisionTransformer, folder: Path, out: Path, workers: int, scaled: bool
 ) -> None:
-    model = load(weights)
     if scaled:  # its weights then contain scales without an axis
         calibrate(model, torch.randn(4, 3, *model.config.image_hw))
-    done = predict(model, folder, tmp_path / "out.parquet", workers=workers)
+    done = _predict(model, folder, out, workers=workers)
     assert (done.images, done.taken, [Path(path).name for path, _ in done.bad]) == (COUNT, 0, list(BAD))
-    _check(load(weights), folder, tmp_path / "out.parquet")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out.parquet", "weights.safetensors"]
+    _check(model, folder, out)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["images", "out.parquet"]
 
 
 class _Interrupted(Exception):
     pass
 
 
-def test_a_run_goes_on_where_it_was(folder: Path, weights: Path, tmp_path: Path) -> None:
-    model, out = load(weights), tmp_path / "out.parquet"
-
+def test_a_run_resumes(model: VisionTransformer, folder: Path, out: Path) -> None:
     def interrupt(images: int) -> None:
         if images == 8:
             raise _Interrupted
 
     with pytest.raises(_Interrupted):
-        predict(model, folder, out, on_part=interrupt)
+        _predict(model, folder, out, on_part=interrupt)
     assert not out.exists()
-    parts = tmp_path / "out.parquet.parts"
+    parts = out.with_name("out.parquet.parts")
     (parts / "00000000.parquet").unlink()  # a gap, as when a disk lost it
     (parts / ".vit-fast-partial-killed").mkdir()  # with half a part
-    other = load(weights)
-    with torch.no_grad():
-        other.head.bias += 1
+    other = copy.deepcopy(model)
+    torch.nn.init.zeros_(other.head.bias)
     with pytest.raises(PredictionError, match="another model or other images"):
-        predict(other, folder, out)
+        _predict(other, folder, out)
     part = parts / "00000001.parquet"
     part.write_bytes(part.read_bytes()[:-9])
     with pytest.raises(PredictionError, match=r"00000001\.parquet: is damaged: .*: remove it and re-run"):
-        predict(model, folder, out)
+        _predict(model, folder, out)
     assert not out.exists()
     part.unlink()
-    done = predict(model, folder, out)
-    assert done.taken == COUNT - 4
+    assert _predict(model, folder, out).taken == COUNT - 4
     _check(model, folder, out)
-    assert not parts.exists()
-    assert predict(model, folder, out).taken == 0, "a finished run is made anew"
+    assert _predict(model, folder, out).taken == 0, "a finished run is repeated"
 
 
-def test_it_may_be_killed_while_it_ends(folder: Path, weights: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Whichever file was the last that went: what is left is taken, or made again."""
-    model, out = load(weights), tmp_path / "out.parquet"
-    unlink = Path.unlink
-    for removed in (0, 3, 6, 7):
-        left = iter([True] * removed)
-
-        def killed(path: Path, left: Iterator[bool] = left, **options: object) -> None:
-            if next(left, None) is None:
-                raise _Interrupted
-            unlink(path, **options)
-
-        with monkeypatch.context() as patch, contextlib.ExitStack() as ended:
-            patch.setattr(Path, "unlink", killed)
-            if removed < 7:
-                ended.enter_context(pytest.raises(_Interrupted))
-            else:
-                patch.setattr(prediction.shutil, "rmtree", lambda path, **how: None)
-            predict(model, folder, out)
-        _check(model, folder, out)
-        assert predict(model, folder, out).taken == {0: COUNT, 3: 11, 6: 0, 7: 0}[removed]
-        _check(model, folder, out)
-        assert not (tmp_path / "out.parquet.parts").exists()
-
-
-def test_a_full_disk_keeps_the_parts_and_nothing_else(
-    folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("removed", "taken"), [(0, COUNT), (3, 11), (6, 0), (7, 0)])
+def test_a_run_that_was_killed_while_it_removed_its_parts_resumes(
+    model: VisionTransformer, folder: Path, out: Path, monkeypatch: Any, removed: int, taken: int
 ) -> None:
-    model, out = load(weights), tmp_path / "new" / "out.parquet"
-    out.parent.mkdir()
-    write = pq.ParquetWriter.write_table
+    unlink, left = Path.unlink, iter([True] * removed)
 
-    def full(writer: object, table: object, **how: object) -> None:
-        write(writer, table, **how)
-        if not (out.parent / "out.parquet.parts" / "00000005.parquet").exists():
-            return
-        raise OSError(28, "No space left on device")
+    def killed(path: Path, **options: object) -> None:
+        if next(left, None) is None:
+            raise _Interrupted
+        unlink(path, **options)
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(pq.ParquetWriter, "write_table", full)
-        predict(model, folder, out)
-    assert [path.name for path in out.parent.iterdir()] == ["out.parquet.parts"]
-    assert predict(model, folder, out).taken == COUNT
+    with monkeypatch.context() as patch, contextlib.suppress(_Interrupted):
+        patch.setattr(Path, "unlink", killed)
+        patch.setattr(prediction.shutil, "rmtree", lambda path, **how: None)
+        _predict(model, folder, out)
+    assert _predict(model, folder, out).taken == taken
     _check(model, folder, out)
 
 
 @pytest.mark.slow
-def test_killed_for_good(folder: Path, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.parquet"
+def test_a_killed_command_resumes(
+    model: VisionTransformer, folder: Path, weights: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = (
         "import os, signal, sys, typer\n"
         "from vit_fast.apps import prediction\n"
@@ -176,81 +170,156 @@ def test_killed_for_good(folder: Path, weights: Path, tmp_path: Path, capsys: py
         [sys.executable, "-c", code, *arguments],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )
-    assert done.returncode == -signal.SIGKILL
-    assert not out.exists()
+    assert done.returncode == -signal.SIGKILL and not out.exists()
     assert run(*arguments) == 0
     captured = capsys.readouterr()
     assert f"{COUNT} images, 12 of them from an earlier run, 2 unreadable" in captured.out
     for name in BAD:
         assert f"unreadable image: {folder / name}" in captured.err
-    _check(load(weights), folder, out)
-
-
-def test_a_killed_reader_costs_a_part_at_most(folder: Path, weights: Path, tmp_path: Path) -> None:
-    model, out = load(weights), tmp_path / "out.parquet"
-
-    def kill(images: int) -> None:
-        if images == 4:
-            for process in multiprocessing.active_children():
-                process.kill()
-
-    parts: list[int] = []
-    done = predict(model, folder, out, workers=2, on_part=lambda images: (kill(images), parts.append(images)))
-    assert (done.images, done.taken) == (COUNT, 0)
-    assert len(done.lost) == 1 and "a worker that reads images ended with exit code -9" in done.lost[0]
-    assert parts == [*range(4, COUNT, 4), COUNT], "what was done is not done again"
     _check(model, folder, out)
-    assert not multiprocessing.active_children()
 
 
-def test_readers_that_always_die_end_in_one_line(
-    folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def _kill_readers() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+def test_a_killed_reader_costs_at_most_a_part(model: VisionTransformer, folder: Path, out: Path) -> None:
+    parts: list[int] = []
+
+    def on_part(images: int) -> None:
+        parts.append(images)
+        if images == 4:
+            _kill_readers()
+
+    done = _predict(model, folder, out, workers=2, on_part=on_part)
+    assert (done.images, done.taken) == (COUNT, 0)
+    assert len(done.lost) == 1 and "a worker that reads images was lost" in done.lost[0]
+    assert parts == [*range(4, COUNT, 4), COUNT], "finished parts are not repeated"
+    _check(model, folder, out)
+
+
+def test_readers_that_always_die_end_the_run(
+    model: VisionTransformer, folder: Path, weights: Path, out: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr(prediction, "PART", 12)
-    features = VisionTransformer.forward_features
-    calls = 0
+    features, calls = VisionTransformer.forward_features, iter(range(100))
 
     def killing(self: VisionTransformer, images: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        for process in multiprocessing.active_children() if calls > 4 else ():  # behind the first part
-            process.kill()
+        if next(calls) >= 4:  # after the first part
+            _kill_readers()
         return features(self, images)
 
-    arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(tmp_path / "out.parquet")]
+    arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(out)]
     with monkeypatch.context() as patch:
         patch.setattr(VisionTransformer, "forward_features", killing)
         assert run(*arguments, "--workers", "1") == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "a worker that reads images ended" in error and "for the second time between" in error
-    assert str(folder / "12.png") in error and str(folder / "22.png") in error
+    assert "reads images was lost" in error and str(folder / "12.png") in error and str(folder / "22.png") in error
     assert run(*arguments, "--workers", "0") == 0 and "12 of them from an earlier run" in capsys.readouterr().out
-    _check(load(weights), folder, tmp_path / "out.parquet")
+    _check(model, folder, out)
 
 
-def test_what_cannot_be_written_says_so(
-    folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_is_refused(
+    model: VisionTransformer, folder: Path, weights: Path, out: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    model, nan = load(weights), named_model()
     files = find_images([folder])
     with pytest.raises(ValueError, match="must not contain duplicates"):
-        predict_to_parquet(model, [*files, files[0]], tmp_path / "out.parquet", class_names=model.class_names)
-    (tmp_path / "mine.parquet.parts").mkdir()
-    (tmp_path / "mine.parquet.parts" / "notes.txt").touch()
-    torch.nn.init.constant_(nan.head.bias, float("nan"))
-    for asked, out, error, message in (
-        (model, folder, IsADirectoryError, "is a folder"),
-        (model, tmp_path / "mine.parquet", PredictionError, "contain the parts of this run"),
-        (nan, tmp_path / "nan.parquet", ValueError, "not finite"),
-    ):
-        with pytest.raises(error, match=message):
-            predict(asked, folder, out)
+        predict_to_parquet(model, [*files, files[0]], out, class_names=model.class_names)
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        _predict(model, folder, folder)
+    mine = out.with_name("mine.parquet")
+    mine.with_name("mine.parquet.parts").mkdir()
+    mine.with_name("mine.parquet.parts").joinpath("notes.txt").touch()
+    with pytest.raises(PredictionError, match="contain the parts of this run"):
+        _predict(model, folder, mine)
     for options in (
         ["--workers", "2"], ["--engine", "ray"], ["--out", "x", "--workers", "-1"], ["--out", "x", "--engine", "spark"],
         ["--out", "x", "--weights", "m.onnx"],
     ):  # fmt: skip
         assert run("predict", str(folder), "--weights", str(weights), *options) == 2
         assert capsys.readouterr().err.count("\n") == 1
-    uninstall(monkeypatch, "pyarrow")
-    with pytest.raises(MissingPackageError, match=r"vit-fast\[predict\]"):
-        predict(model, folder, tmp_path / "out.parquet")
+    for package, extra in (("pyarrow", "predict"), ("ray", "ray")):
+        with monkeypatch.context() as patch, pytest.raises(MissingPackageError, match=rf"vit-fast\[{extra}\]"):
+            uninstall(patch, package)
+            _predict(model, folder, out, engine="ray")
+    torch.nn.init.constant_(model.head.bias, float("nan"))
+    with pytest.raises(ValueError, match="not finite"):
+        _predict(model, folder, out)
+    assert not list(out.parent.glob("out*"))
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """Starts a cluster of two cores on this machine."""
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("ray.data")
+    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level="ERROR")
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_ray_replaces_a_killed_worker(ray: Any, model: VisionTransformer, folder: Path, out: Path) -> None:
+    batches = out.with_name("batches")
+
+    def kill_once(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        with batches.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        if len(batches.read_text().split()) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    hook = model.patch_embed.register_forward_pre_hook(kill_once)
+    done = _predict(model, folder, out, engine="ray", workers=2)
+    hook.remove()
+    pids = batches.read_text().split()
+    assert len(set(pids)) >= 2 and str(os.getpid()) not in pids
+    assert (done.images, done.taken, len(done.bad)) == (COUNT, 0, 2)
+    assert ray.is_initialized()
+    _check(model, folder, out)
+
+
+@pytest.mark.slow
+def test_an_image_that_kills_every_ray_worker_ends_the_run(
+    ray: Any, model: VisionTransformer, folder: Path, out: Path
+) -> None:
+    Image.new("RGB", (40, 36), (255, 255, 255)).save(folder / "21.png")
+
+    def kill(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        if any(image.min() > 0.9 for image in args[0]):  # the white one
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    hook = model.patch_embed.register_forward_pre_hook(kill)
+    with pytest.raises(PredictionError, match=r"^3 workers died between .*20.png and .*2[1-3].png$"):
+        _predict(model, folder, out, engine="ray", workers=2)
+    hook.remove()
+    finished = len(list(out.with_name("out.parquet.parts").glob("[0-9]*.parquet")))
+    assert finished <= 5
+    assert _predict(model, folder, out).taken == 4 * finished, "a local run resumes the run on the cluster"
+    _check(model, folder, out)
+
+
+@pytest.mark.slow
+def test_ray_command(
+    ray: Any, model: VisionTransformer, folder: Path, weights: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(out)]
+    for options, code, said in (
+        (["--workers", "2"], 0, f"{COUNT} images, 2 unreadable"),
+        (["--workers", "3"], 2, "workers must be between 1 and 2, the number of cores of the cluster, got 3"),
+        (["--device", "cuda"], 2, "the cluster has no GPU"),
+        (["--device", "cuda:1"], 2, "device must be one of auto, cpu, cuda with engine='ray', got 'cuda:1'"),
+    ):
+        assert run(*arguments, "--engine", "ray", *options) == code
+        assert said in "".join(capsys.readouterr())
+    _check(model, folder, out)
+    torch.nn.init.constant_(model.head.bias, float("nan"))
+    with pytest.raises(PredictionError, match=r"^/.*00.png: the model's logits are not finite$"):
+        _predict(model, folder, out, engine="ray", workers=1)
+
+
+def test_shares_of_a_cluster() -> None:
+    two = {"CPU": 16.0, "GPU": 2.0}
+    assert _share({"CPU": 16.0}, None, "auto") == (16, 0.0)
+    assert [_share(two, count, "auto") for count in (None, 3, 1)] == [(16, 1 / 8), (3, 1 / 2), (1, 1.0)]
+    assert _share(two, 5, "cpu") == (5, 0.0)

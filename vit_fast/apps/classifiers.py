@@ -1,10 +1,10 @@
-"""Classifies image files: yields one row per image with the output of the model, or with the reason for a failure."""
+"""Classifies image files, and measures the accuracy on labeled images."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ..errors import VitFastError
 from ..model import VisionTransformer
 from ..weights import load
 from ..weights.factory import create_model
 from ..weights.source import open_source
-from .data import ImageError, batches_of, make_transform, read_image
+from .data import ImageError, ImageFolder, make_transform, raising_reader_lost, read_image
 
-BATCH_SIZE = 32
-
-
-class PredictionError(VitFastError, RuntimeError):
-    """Prediction cannot continue."""
+BATCH_SIZE, TOP = 32, 5
 
 
 def open_classifier(weights: str, model_name: str | None, backend: str, device: str) -> VisionTransformer:
@@ -75,8 +70,7 @@ def read_class_names(path: Path) -> list[str]:
     """Reads class names from a text file (one per line) or from JSON (a list, or an object from index to name).
 
     Raises:
-        ValueError: the file has another structure.
-        OSError: the file cannot be read.
+        ValueError: the file is missing or has another structure.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -112,30 +106,6 @@ class _Files(Dataset[tuple[Tensor, str]]):
             return torch.zeros(self.shape), str(error)
 
 
-def schema() -> Any:
-    """Returns the schema: path, label, index, probability, probabilities, embedding, error."""
-    import pyarrow as pa
-
-    text, vector = pa.string(), pa.list_(pa.float32())
-    kinds = {"path": text, "label": text, "index": pa.int32(), "probability": pa.float64()}
-    return pa.schema(kinds | {"probabilities": vector, "embedding": vector, "error": text})
-
-
-def tables(
-    model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], size: int, workers: int = 0
-) -> Generator[Any]:
-    """Yields the output of `rows` as tables of `size` rows; the last table may be shorter."""
-    import pyarrow as pa
-
-    with contextlib.closing(rows(model, files, class_names, workers)) as stream:
-        for start in range(0, len(files), size):
-            yield pa.Table.from_pylist([_as_fp32(next(stream)) for _ in files[start : start + size]], schema=schema())
-
-
-def _as_fp32(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.astype(np.float32) if isinstance(value, np.ndarray) else value for name, value in row.items()}
-
-
 @torch.inference_mode()
 def rows(
     model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int = 0
@@ -153,19 +123,149 @@ def rows(
     """
     parameter = next(model.parameters())
     order = iter(files)
-    for images, errors in batches_of(DataLoader(_Files(files, model), BATCH_SIZE, num_workers=workers)):
-        tokens = model.forward_features(images.to(parameter.device, parameter.dtype))
-        logits, embeddings = (model.forward_head(tokens, pre_logits=pre_logits) for pre_logits in (False, True))
-        assert isinstance(logits, Tensor) and isinstance(embeddings, Tensor)  # in evaluation mode
-        for error, row, embedding in zip(errors, logits.double().cpu(), embeddings.float().cpu()):
-            file = next(order)
-            if error:
-                yield {"path": str(file), "error": error}
-                continue
-            if not row.isfinite().all():
-                raise ValueError(f"{file}: the model's logits are not finite")
-            probabilities = row.softmax(dim=0)
-            best = int(probabilities.argmax())
-            answer = {"label": class_names[best], "index": best, "probability": probabilities[best].item()}
-            vectors = {"probabilities": probabilities.numpy(), "embedding": embedding.numpy()}
-            yield {"path": str(file)} | answer | vectors
+    with raising_reader_lost():
+        for images, errors in DataLoader(_Files(files, model), BATCH_SIZE, num_workers=workers):
+            tokens = model.forward_features(images.to(parameter.device, parameter.dtype))
+            logits, embeddings = (model.forward_head(tokens, pre_logits=pre_logits) for pre_logits in (False, True))
+            assert isinstance(logits, Tensor) and isinstance(embeddings, Tensor)  # in evaluation mode
+            for error, row, embedding in zip(errors, logits.double().cpu(), embeddings.float().cpu()):
+                file = next(order)
+                if error:
+                    yield {"path": str(file), "error": error}
+                    continue
+                if not row.isfinite().all():
+                    raise ValueError(f"{file}: the model's logits are not finite")
+                probabilities = row.softmax(dim=0)
+                best = int(probabilities.argmax())
+                yield {
+                    "path": str(file),
+                    "label": class_names[best],
+                    "index": best,
+                    "probability": probabilities[best].item(),
+                    "probabilities": probabilities.numpy(),
+                    "embedding": embedding.numpy(),
+                }
+
+
+def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | None) -> list[tuple[Path, int]]:
+    """Returns the images of a folder with one subfolder per class, each with the index of its class.
+
+    A subfolder's name is the name of a class, or its index. Other names, such as ImageNet's n01440764, must be as many
+    as there are classes; their alphabetical order gives the index.
+
+    Args:
+        folder: Folder with at least two subfolders.
+        classes: Number of the model's classes.
+        class_names: Names of the model's classes, if known.
+    Raises:
+        ImageError: the folder does not exist, or has fewer than two subfolders or an empty one.
+        ValueError: the subfolders do not match the model's classes.
+    """
+    images = ImageFolder(folder)
+    names = images.class_names
+    known = {name: i for i, name in enumerate(class_names or ())}
+    indices: Sequence[int] = range(classes)
+    if all(name in known for name in names):
+        indices = [known[name] for name in names]
+    elif all(name.isdecimal() and int(name) < classes for name in names):
+        indices = list(map(int, names))
+    elif len(names) != classes:
+        strangers = ", ".join([repr(name) for name in names if name not in known][:5])
+        raise ValueError(
+            f"{folder}: the names of the subfolders must be names or indices of the model's classes, or there must be "
+            f"{classes} subfolders, got {len(names)}, among them {strangers}"
+        )
+    return [(file, indices[label]) for file, label in images.files]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Outputs of a classifier for labeled images.
+
+    Attributes:
+        files: The N images.
+        labels: Their classes [N].
+        predicted: The most probable classes [N, min(5, classes)], in descending order of probability.
+        probabilities: Probabilities of `predicted`.
+        classes: Number of classes.
+    """
+
+    files: list[Path]
+    labels: np.ndarray
+    predicted: np.ndarray
+    probabilities: np.ndarray
+    classes: int
+
+    @property
+    def correct(self) -> np.ndarray:
+        hits: np.ndarray = self.predicted[:, 0] == self.labels
+        return hits
+
+    @property
+    def top1(self) -> float:
+        return float(self.correct.mean())
+
+    @property
+    def top5(self) -> float:
+        return float((self.predicted == self.labels[:, None]).any(axis=1).mean())
+
+    @property
+    def confusion(self) -> np.ndarray:
+        """Number of images by true class (row) and predicted class (column)."""
+        counts = np.zeros((self.classes, self.classes), np.int64)
+        np.add.at(counts, (self.labels, self.predicted[:, 0]), 1)
+        return counts
+
+    def by_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns a row per class: name, number of images, top-1 accuracy, and the most frequent incorrect class."""
+        rows = []
+        for index, counts in enumerate(self.confusion):
+            if total := int(counts.sum()):
+                others = np.where(np.arange(self.classes) == index, 0, counts)
+                row: dict[str, Any] = {"class": names[index], "images": total, "top1": counts[index] / total}
+                rows.append(row | {"confused_with": names[int(others.argmax())] if others.any() else None})
+        return rows
+
+    def disagreements(self, other: Evaluation) -> list[int]:
+        """Returns the indices of images for which another classifier predicts a different class."""
+        return np.flatnonzero(self.predicted[:, 0] != other.predicted[:, 0]).tolist()
+
+
+def evaluate(labelled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float] | np.ndarray]) -> Evaluation:
+    """Collects the outputs of a classifier: probabilities (or logits) of all classes per image, in the same order."""
+    predicted, probabilities, classes = [], [], 0
+    for row in rows:
+        values = np.asarray(row, np.float64)
+        classes = len(values)
+        best = np.argsort(-values, kind="stable")[:TOP]
+        predicted.append(best)
+        probabilities.append(values[best])
+    labels = np.array([label for _, label in labelled])
+    if labels.max() >= classes:
+        raise ValueError(f"labels must be between 0 and {classes - 1}, got {labels.max()}")
+    return Evaluation([file for file, _ in labelled], labels, np.stack(predicted), np.stack(probabilities), classes)
+
+
+def draw_confusion(evaluation: Evaluation, names: Sequence[str], path: Path) -> None:
+    """Draws the confusion matrix, normalized by row; up to 40 classes also show counts.
+
+    Raises:
+        ValueError: matplotlib cannot write a file with this suffix.
+    """
+    from matplotlib.figure import Figure
+
+    counts = evaluation.confusion
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    side = 3.0 + 0.35 * min(len(counts), 40)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    title = f"top-1 {evaluation.top1:.2%} of {len(evaluation.files)} images"
+    axes = figure.add_subplot(xlabel="predicted class", ylabel="true class", title=title)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    if len(counts) <= 40:
+        axes.set_xticks(range(len(counts)), names, rotation=90)
+        axes.set_yticks(range(len(counts)), names)
+        for (row, column), count in np.ndenumerate(counts):
+            if count:
+                color = "white" if shares[row, column] > 0.5 else "black"
+                axes.text(column, row, str(count), ha="center", va="center", color=color, fontsize=8)
+    figure.savefig(path)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
-import multiprocessing
 import os
 import signal
 import struct
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,8 +23,6 @@ from ..config import DataConfig, Size
 from ..errors import VitFastError, check_type
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
     from ..model import VisionTransformer
 
 CALIBRATION_IMAGES = 32
@@ -37,6 +35,25 @@ _DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeE
 
 class ImageError(VitFastError, ValueError):
     """An image cannot be found or read; the message contains path and reason."""
+
+
+class ReaderLostError(VitFastError, RuntimeError):
+    """A worker process that reads images ended early."""
+
+
+@contextlib.contextmanager
+def raising_reader_lost() -> Iterator[None]:
+    """Turns the exception of a DataLoader whose worker died, e.g. because memory ran out, into ReaderLostError."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    except (RuntimeError, ConnectionError, EOFError) as error:  # the last two if the pipe closes before the exit
+        if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
+            raise
+        raise ReaderLostError(f"a worker that reads images was lost: {str(error).strip()}") from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)  # torch's handler raises anywhere, also after the loop
 
 
 def sample_image() -> Path:
@@ -70,16 +87,14 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
         path = Path(given)
         if path.is_dir():
             images = (p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
-            inside = sorted(p for p in images if p.is_file() or (p.is_symlink() and not p.exists()))
+            inside = sorted(p for p in images if p.is_file() or p.is_symlink())
             if not inside:
                 problems.append(f"{path}: no image in this folder ({', '.join(sorted(IMAGE_SUFFIXES))})")
             found += inside
         elif path.is_file():
             found.append(path)
-        elif path.exists():  # reading a pipe or a device might never end
-            problems.append(f"{path}: must be a regular file")
-        else:
-            problems.append(f"{path}: no such file or folder")
+        else:  # reading a pipe or a device might never end
+            problems.append(f"{path}: {'must be a regular file' if path.exists() else 'no such file or folder'}")
     if problems:
         raise ImageError("; ".join(problems))
     return found
@@ -96,22 +111,32 @@ def read_image(path: str | Path) -> Image.Image:
     """
     check_type("path", path, str, os.PathLike)
     path = Path(path)
-    if path.exists() and not path.is_file():
-        raise ImageError(f"{path}: must be an image file, got {'a folder' if path.is_dir() else 'a pipe or device'}")
+    if not path.is_file():
+        reason = "must be an image file, got a folder, pipe or device" if path.exists() else "no such file"
+        raise ImageError(f"{path}: {reason}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as image:
                 return _to_rgb(ImageOps.exif_transpose(image))
-    except FileNotFoundError:
-        what = f"is a link to {path.readlink()}, which does not exist" if path.is_symlink() else "no such file"
-        raise ImageError(f"{path}: {what}") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise ImageError(f"{path}: rejected as a possible decompression bomb: {error}") from None
     except Image.UnidentifiedImageError:
         raise ImageError(f"{path}: not an image in a format that Pillow supports") from None
     except _DECODER_ERRORS as error:
         raise ImageError(f"{path}: cannot be read as an image: {error}") from None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "F":
+        raise ImageError("pixels must be integers, got floating point")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        # Pillow's convert would clip at 255; keep the upper byte, as Pillow does for 16-bit RGB PNG files
+        upper = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
+        image = Image.fromarray(upper.astype(np.uint8))
+    if image.mode in ("P", "PA", "LA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("RGB")
 
 
 def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -> Callable[[Image.Image], Tensor]:
@@ -148,6 +173,25 @@ def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -
     return transform
 
 
+def per_channel(values: Sequence[float], in_chans: int) -> tuple[float, ...]:
+    """Returns one value per channel: averages three values for one channel, and repeats a single value."""
+    if in_chans == 1 and len(values) == 3:
+        values = (sum(values) / 3,)
+    if len(values) not in (1, in_chans):
+        raise ValueError(f"data_config must have one mean and std per channel, {in_chans}, got {len(values)}")
+    return tuple(values) * (in_chans // len(values))
+
+
+def _cover(image: Image.Image, target_hw: Size) -> Size:
+    """Returns the smallest size that covers the target with the image's aspect ratio, rounded like timm."""
+    if target_hw[0] == target_hw[1]:
+        short, long = sorted((image.height, image.width))
+        scaled = int(target_hw[0] * long / short)
+        return (target_hw[0], scaled) if image.height <= image.width else (scaled, target_hw[0])
+    ratio = min(image.height / target_hw[0], image.width / target_hw[1])
+    return round(image.height / ratio), round(image.width / ratio)
+
+
 class ImageFolder:
     """Labeled images of a folder with one subfolder per class; classes are in alphabetical order.
 
@@ -160,9 +204,7 @@ class ImageFolder:
         if len(names) < 2:
             raise ImageError(f"{folder}: must be a folder with one subfolder per class, for at least two classes")
         self.class_names = tuple(names)
-        self.files = [
-            (file, label) for label, name in enumerate(self.class_names) for file in find_images([folder / name])
-        ]
+        self.files = [(file, label) for label, name in enumerate(names) for file in find_images([folder / name])]
 
     def __len__(self) -> int:
         return len(self.files)
@@ -240,67 +282,3 @@ def as_pixels(image: Image.Image, count: int, in_chans: int) -> np.ndarray:
     tops = generator.integers(0, pixels.shape[0] - height + 1, count)
     lefts = generator.integers(0, pixels.shape[1] - width + 1, count)
     return np.stack([pixels[t : t + height, x : x + width] for t, x in zip(tops, lefts)])
-
-
-class ReaderLostError(VitFastError, RuntimeError):
-    """A DataLoader worker ended early."""
-
-
-def batches_of(loader: DataLoader[Any]) -> Generator[Any]:
-    """Yields the batches of a loader.
-
-    torch reports a dead worker from a SIGCHLD handler, which can raise anywhere. This function disables that handler,
-    so the loader raises only when it fetches the next batch.
-
-    Raises:
-        ReaderLostError: a worker ended early.
-    """
-    others = set(multiprocessing.active_children())
-    batches = iter(loader)
-    readers = set(multiprocessing.active_children()) - others
-    handled = bool(readers) and threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if handled else None
-    try:
-        yield from batches
-    except Exception:
-        for process in readers:
-            process.join(0.1)  # the pipe closes shortly before the exit code is available
-        ended = [process.exitcode for process in readers if process.exitcode]
-        if not ended:
-            raise
-        raise ReaderLostError(f"a worker that reads images ended with exit code {ended[0]}") from None
-    finally:
-        del batches  # stops the other workers and waits for them
-        if handled:
-            signal.signal(signal.SIGCHLD, before)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "F":
-        raise ImageError("pixels must be integers, got floating point")
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        # Pillow's convert would clip at 255; keep the upper byte, as Pillow does for 16-bit RGB PNG files
-        upper = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
-        image = Image.fromarray(upper.astype(np.uint8))
-    if image.mode in ("P", "PA", "LA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-    return image.convert("RGB")
-
-
-def per_channel(values: Sequence[float], in_chans: int) -> tuple[float, ...]:
-    """Returns one value per channel: averages three values for one channel, and repeats a single value."""
-    if in_chans == 1 and len(values) == 3:
-        values = (sum(values) / 3,)
-    if len(values) not in (1, in_chans):
-        raise ValueError(f"data_config must have one mean and std per channel, {in_chans}, got {len(values)}")
-    return tuple(values) * (in_chans // len(values))
-
-
-def _cover(image: Image.Image, target_hw: Size) -> Size:
-    """Returns the smallest size that covers the target with the image's aspect ratio, rounded like timm."""
-    if target_hw[0] == target_hw[1]:
-        short, long = sorted((image.height, image.width))
-        scaled = int(target_hw[0] * long / short)
-        return (target_hw[0], scaled) if image.height <= image.width else (scaled, target_hw[0])
-    ratio = min(image.height / target_hw[0], image.width / target_hw[1])
-    return round(image.height / ratio), round(image.width / ratio)

@@ -11,7 +11,7 @@ import importlib.util
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,20 +24,8 @@ from ..errors import MissingPackageError
 from ..model import VisionTransformer
 from .data import ImageError, ImageFolder, make_transform
 
-Pixels = NDArray[np.uint8]
-
 _OF_TORCHVISION = {"MNIST": "MNIST/raw", "FashionMNIST": "FashionMNIST/raw", "CIFAR10": "cifar-10-batches-py"}
 _TEST_EVERY = 5  # every fifth bundled digit is in the test set
-
-
-class LabelledImages(Protocol):
-    """Images and their class indices."""
-
-    class_names: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> tuple[Image.Image, int]: ...
 
 
 class SmallImages:
@@ -49,13 +37,13 @@ class SmallImages:
         ImageError: there is no image, or pixels, labels and names do not match.
     """
 
-    def __init__(self, pixels: Pixels, labels: Pixels, class_names: tuple[str, ...], *, mirrored: bool) -> None:
-        if pixels.ndim not in (3, 4) or labels.ndim != 1 or len(pixels) != len(labels) or not pixels.size:
-            shapes = f"{list(pixels.shape)} and {list(labels.shape)}"
-            raise ImageError(f"images and labels must be [n, H, W] or [n, H, W, 3], and [n], with n >= 1, got {shapes}")
-        if not 0 <= labels.min() <= labels.max() < len(class_names):
+    def __init__(
+        self, pixels: NDArray[Any], labels: NDArray[Any], class_names: tuple[str, ...], *, mirrored: bool
+    ) -> None:
+        if not 0 < len(pixels) == len(labels) or not 0 <= labels.min() <= labels.max() < len(class_names):
             raise ImageError(
-                f"labels must be between 0 and {len(class_names) - 1}, got {labels.min()} to {labels.max()}"
+                f"images must have one label each, between 0 and {len(class_names) - 1}, got {len(pixels)} images and "
+                f"{len(labels)} labels {sorted(set(labels.tolist()))}"
             )
         self.pixels, self.labels, self.class_names, self.mirrored = pixels, labels, class_names, mirrored
 
@@ -64,6 +52,9 @@ class SmallImages:
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         return Image.fromarray(self.pixels[index]), int(self.labels[index])
+
+
+LabelledImages = ImageFolder | SmallImages
 
 
 @dataclass(frozen=True)
@@ -155,9 +146,9 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
         self, source: LabelledImages, model: VisionTransformer, *, augment: bool = False, seed: int = 0
     ) -> None:
         self.source, self.augment, self.seed, self.epoch = source, augment, seed, 0
-        self.whole = augment and not isinstance(source, SmallImages)  # the random crop replaces the center crop
-        whole: dict[str, Any] = {"crop_pct": 1.0, "crop_mode": "squash"} if self.whole else {}
-        data_config = dataclasses.replace(model.data_config, **whole)
+        data_config = model.data_config
+        if augment and isinstance(source, ImageFolder):  # the random crop replaces the center crop
+            data_config = dataclasses.replace(data_config, crop_pct=1.0, crop_mode="squash")
         self.transform = make_transform(data_config, model.config.image_hw, model.config.in_chans)
 
     def __len__(self) -> int:
@@ -165,24 +156,28 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image, label = self.source.read(index)
-        return self.transform(self._augmented(image, index) if self.augment else image), label
+        if self.augment:
+            generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, index))
+            x, y, flip, share, shape = torch.rand(5, generator=generator).tolist()
+            small = isinstance(self.source, SmallImages)
+            image = _shifted(image, x, y) if small else _cropped(image, x, y, share, shape)
+            if flip < 0.5 and (isinstance(self.source, ImageFolder) or self.source.mirrored):
+                image = ImageOps.mirror(image)
+        return self.transform(image), label
 
-    def _augmented(self, image: Image.Image, index: int) -> Image.Image:
-        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, index))
-        x, y, mirror, share, shape = torch.rand(5, generator=generator).tolist()
-        if isinstance(self.source, SmallImages):
-            by = tuple((2 * part - 1) / 8 * side for part, side in ((x, image.width), (y, image.height)))
-            matrix = (1.0, 0.0, by[0], 0.0, 1.0, by[1])
-            image = image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
-            return ImageOps.mirror(image) if self.source.mirrored and mirror < 0.5 else image
-        area, ratio = (0.35 + 0.65 * share) * image.width * image.height, (4 / 3) ** (2 * shape - 1)
-        width, height = (
-            min(side, max(1, round(length)))
-            for side, length in ((image.width, math.sqrt(area * ratio)), (image.height, math.sqrt(area / ratio)))
-        )
-        left, top = round(x * (image.width - width)), round(y * (image.height - height))
-        image = image.crop((left, top, left + width, top + height))
-        return ImageOps.mirror(image) if mirror < 0.5 else image
+
+def _shifted(image: Image.Image, x: float, y: float) -> Image.Image:
+    by = ((2 * part - 1) / 8 * side for part, side in zip((x, y), image.size))
+    matrix = (1.0, 0.0, next(by), 0.0, 1.0, next(by))
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
+
+
+def _cropped(image: Image.Image, x: float, y: float, share: float, shape: float) -> Image.Image:
+    area, ratio = (0.35 + 0.65 * share) * image.width * image.height, (4 / 3) ** (2 * shape - 1)
+    width = min(image.width, max(1, round(math.sqrt(area * ratio))))
+    height = min(image.height, max(1, round(math.sqrt(area / ratio))))
+    left, top = round(x * (image.width - width)), round(y * (image.height - height))
+    return image.crop((left, top, left + width, top + height))
 
 
 def mixed_seed(*parts: int) -> int:

@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "vit-fast-kernels"
 VERSION = 1  # of the interface; the Hub has one branch per version
 VARIANT = Path("build") / "torch-universal"
-NAMESPACES = ("vit_fast::", "torch.ops.vit_fast", 'Library("vit_fast"')  # the operators' namespace in the sources
+NAMESPACES = r'vit_fast::|torch\.ops\.vit_fast|Library\("vit_fast"'  # the operators' namespace in the sources
 
 INIT = '''"""Fused attention and LayerNorm + MLP for Vision Transformers, in Triton, with gradients.
 
@@ -43,7 +43,7 @@ __all__ = [
 ]
 '''
 
-CARD = """---
+CARD = f"""---
 library_name: kernels
 license: apache-2.0
 tags:
@@ -58,7 +58,7 @@ Fused attention and LayerNorm + MLP for Vision Transformers, forward and backwar
 import torch
 from kernels import get_kernel
 
-kernel = get_kernel("OWNER/{name}", version={version}, trust_remote_code=True)
+kernel = get_kernel("OWNER/{NAME}", version={VERSION}, trust_remote_code=True)
 qkv = torch.randn(8, 197, 3, 12, 64, device="cuda", dtype=torch.bfloat16)
 mixed = kernel.attention_qkvpacked(qkv)  # [8, 197, 12, 64]
 ```
@@ -75,34 +75,19 @@ def build_hf_kernel(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     check_new_folder(folder)
-    with folder_aside(folder) as aside:
-        _write(aside)
-    return folder / VARIANT
-
-
-def _write(root: Path) -> None:
     sources = _sources()
-    digest = hashlib.sha256()
-    for path, text in sources.items():
-        digest.update(f"{path}\0{text}\0".encode())
-    build = digest.hexdigest()[:12]
-    variant = root / VARIANT
-    for path, text in sources.items():
-        target = variant / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for namespace in NAMESPACES:
-            text = text.replace(namespace, namespace.replace("vit_fast", f"vit_fast_{build}"))
-        target.write_text(text)
+    build = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:12]
     metadata = {
-        "name": NAME,
-        "id": f"_{NAME.replace('-', '_')}_{build}",
-        "version": VERSION,
-        "license": "Apache-2.0",
-        "python-depends": [],
-        "backend": {"type": "cuda"},
-    }
-    (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
-    (root / "README.md").write_text(CARD.format(name=NAME, version=VERSION))
+        "name": NAME, "id": f"_{NAME.replace('-', '_')}_{build}", "version": VERSION, "license": "Apache-2.0",
+        "python-depends": [], "backend": {"type": "cuda"},
+    }  # fmt: skip
+    with folder_aside(folder) as aside:
+        for name, text in (sources | {"metadata.json": json.dumps(metadata, indent=2) + "\n"}).items():
+            path = aside / VARIANT / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(re.sub(NAMESPACES, lambda use: use[0].replace("vit_fast", f"vit_fast_{build}"), text))
+        (aside / "README.md").write_text(CARD)
+    return folder / VARIANT
 
 
 def _sources() -> dict[str, str]:

@@ -6,30 +6,39 @@ merges and removes them. Local runs and runs on a cluster can resume each other.
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import functools
 import hashlib
 import importlib.util
+import itertools
 import json
+import logging
+import math
 import shutil
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingPackageError
+import numpy as np
+
+from ..errors import MissingPackageError, VitFastError
 from ..files import check_replaceable, file_aside
 from ..model import VisionTransformer
 from ..weights.source import weights_digest
-from .classifiers import PredictionError, schema, tables
+from .classifiers import BATCH_SIZE, rows
 from .data import ReaderLostError
-from .prediction_ray import joined_cluster
 
 __all__ = ["ENGINES", "Predicted", "PredictionError", "predict_to_parquet"]
 
-ENGINES = ("local", "ray")
+ENGINES, DEVICES = ("local", "ray"), ("auto", "cpu", "cuda")
 PART = 512  # images that an interruption repeats at most
 _TASK = "task.json"
+_BLOCKS_PER_WORKER, _TRIES = 4, 3  # on a cluster: blocks of images, to balance the load, and attempts per block
+
+
+class PredictionError(VitFastError, RuntimeError):
+    """Prediction cannot continue."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ def predict_to_parquet(
         A summary.
     Raises:
         MissingPackageError: pyarrow is not installed, or Ray with engine="ray".
-        PredictionError: OUT.parts belongs to another run, two local workers died at the same images, or the cluster
+        PredictionError: OUT.parts belongs to another run, workers died repeatedly at the same images, or the cluster
             failed. Finished parts remain.
         ValueError: the logits of an image are not finite, a file is given twice, or engine, device or workers are
             invalid.
@@ -91,58 +100,52 @@ def predict_to_parquet(
     if len(set(files)) < len(files):
         raise ValueError("files must not contain duplicates")
     check_replaceable(out)
+
+    def tables(missing: Sequence[Path]) -> Generator[Any]:
+        if engine == "ray":
+            return _tables_of_cluster(model, missing, class_names, workers, device)
+        return _tables(rows(model, missing, class_names, workers or 0))
+
     parts = out.with_name(f"{out.name}.parts")
-    chunks = [files[start : start + PART] for start in range(0, len(files), PART)]
-    names = [parts / f"{i:08}.parquet" for i in range(len(chunks))]
-    here = contextlib.nullcontext(functools.partial(tables, workers=workers or 0))
-    with joined_cluster(workers, device) if engine == "ray" else here as rows_of:
-
-        def rows(wanted: Sequence[Path]) -> Generator[Any]:
-            return rows_of(model, wanted, class_names, PART)
-
-        _begin(parts, _task(model, files, class_names))
-        try:
-            taken, lost = _compute(rows, chunks, names, on_part)
-        finally:
-            if not any(name.is_file() for name in names):
-                shutil.rmtree(parts, ignore_errors=True)  # there is nothing to resume
-    bad = _merge(names, out)
-    for path in (*names, parts / _TASK):  # the task last, because it describes the parts
+    chunks = {parts / f"{i // PART:08}.parquet": files[i : i + PART] for i in range(0, len(files), PART)}
+    missing = {name: chunk for name, chunk in chunks.items() if not name.is_file()}
+    taken = len(files) - sum(map(len, missing.values()))
+    _begin(parts, _task(model, files, class_names))
+    try:
+        lost = _compute(missing, tables, lambda left: on_part(len(files) - left))
+    finally:
+        if not any(name.is_file() for name in chunks):
+            shutil.rmtree(parts, ignore_errors=True)  # there is nothing to resume
+    bad = _merge(chunks, out)
+    for path in (*chunks, parts / _TASK):  # the task last, because it describes the parts
         path.unlink()
     shutil.rmtree(parts)
-    return Predicted(len(files), bad, taken, tuple(lost))
+    return Predicted(len(files), tuple(bad), taken, tuple(lost))
 
 
 def _compute(
-    rows: Callable[[Sequence[Path]], Generator[Any]],
-    chunks: Sequence[Sequence[Path]],
-    names: Sequence[Path],
-    on_part: Callable[[int], None],
-) -> tuple[int, list[str]]:
-    """Writes the missing parts; returns the number of images in existing parts, and a message per lost worker."""
+    missing: dict[Path, Sequence[Path]], tables: Callable[[Sequence[Path]], Generator[Any]], on_left: Callable[..., Any]
+) -> list[str]:
+    """Writes the missing parts, and removes them from `missing`; returns a message per lost worker."""
     import pyarrow.parquet as pq
 
-    missing = [i for i, name in enumerate(names) if not name.is_file()]
-    done = taken = sum(map(len, chunks)) - sum(len(chunks[i]) for i in missing)
     lost: list[str] = []
-    lost_at = None  # the part that the last lost worker was reading
     while missing:
+        count = len(missing)
         try:
-            with contextlib.closing(rows([file for i in missing for file in chunks[i]])) as stream:
-                for i, table in zip(list(missing), stream, strict=True):
-                    if table.column("path").to_pylist() != list(map(str, chunks[i])):
-                        raise PredictionError(f"part {i} has rows of other images")
-                    with file_aside(names[i]) as aside:
+            with contextlib.closing(tables(list(itertools.chain(*missing.values())))) as stream:
+                for (name, chunk), table in zip(list(missing.items()), stream, strict=True):
+                    assert table.column("path").to_pylist() == list(map(str, chunk))
+                    with file_aside(name) as aside:
                         pq.write_table(table, aside)
-                    done += len(chunks[missing.pop(0)])
-                    on_part(done)
+                    del missing[name]
+                    on_left(sum(map(len, missing.values())))
         except ReaderLostError as error:
-            if missing[:1] == [lost_at]:
-                between = f"between {chunks[missing[0]][0]} and {chunks[missing[0]][-1]}"
-                raise PredictionError(f"{error}, for the second time {between}: re-run the command to resume") from None
-            lost_at = missing[0] if missing else None
+            if len(missing) == count:  # repeating the same images would not help
+                first = next(iter(missing.values()))
+                raise PredictionError(f"{error} between {first[0]} and {first[-1]}: re-run to resume") from None
             lost.append(str(error))
-    return taken, lost
+    return lost
 
 
 def _task(model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str]) -> str:
@@ -168,18 +171,133 @@ def _begin(parts: Path, task: str) -> None:
         aside.write_text(task, encoding="utf-8")
 
 
-def _merge(names: Sequence[Path], out: Path) -> tuple[tuple[str, str], ...]:
+def _merge(names: Iterable[Path], out: Path) -> list[tuple[str, str]]:
     """Merges the parts into the result, and returns the unreadable images."""
     import pyarrow.parquet as pq
 
     bad: list[tuple[str, str]] = []
-    with file_aside(out) as aside, pq.ParquetWriter(aside, schema()) as writer:
+    with file_aside(out) as aside, pq.ParquetWriter(aside, _schema()) as writer:
         for name in names:
             try:
-                table = pq.read_table(name, schema=schema())
+                table = pq.read_table(name, schema=_schema())
             except (ValueError, OSError) as error:  # base classes of pyarrow's errors
                 raise PredictionError(f"{name}: is damaged: {error}: remove it and re-run the command") from None
             writer.write_table(table)
             rows = zip(table.column("path").to_pylist(), table.column("error").to_pylist())
             bad.extend((path, error) for path, error in rows if error is not None)
-    return tuple(bad)
+    return bad
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    text, vector = pa.string(), pa.list_(pa.float32())
+    kinds = {"path": text, "label": text, "index": pa.int32(), "probability": pa.float64()}
+    return pa.schema(kinds | {"probabilities": vector, "embedding": vector, "error": text})
+
+
+def _tables(rows: Iterator[dict[str, Any]]) -> Generator[Any]:
+    """Yields tables of PART rows; the last table may be shorter."""
+    while chunk := list(itertools.islice(rows, PART)):
+        yield _table(chunk)
+
+
+def _table(rows: Iterable[dict[str, Any]]) -> Any:
+    import pyarrow as pa
+
+    fp32 = ({name: np.float32(v) if isinstance(v, np.ndarray) else v for name, v in row.items()} for row in rows)
+    return pa.Table.from_pylist(list(fp32), schema=_schema())
+
+
+class _Attempts:
+    """Ray actor that counts the attempts per block. It survives the workers."""
+
+    def __init__(self) -> None:
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def begin(self, block: str) -> int:
+        self.counts[block] += 1
+        return self.counts[block]
+
+
+class _Worker:
+    """Ray actor with its own copy of the model."""
+
+    def __init__(self, model: VisionTransformer, class_names: Sequence[str], device: str, attempts: Any) -> None:
+        self.model, self.class_names, self.attempts = model.to(device), class_names, attempts
+
+    def __call__(self, files: Any) -> Any:
+        """Returns one row per file, or one row without a path whose error ends the run."""
+        import ray
+
+        paths = [Path(file) for file in files.column("file").to_pylist()]
+        try:
+            if ray.get(self.attempts.begin.remote(str(paths[0]))) > _TRIES:  # Ray itself retries forever
+                raise PredictionError(f"{_TRIES} workers died between {paths[0]} and {paths[-1]}")
+            return _table(rows(self.model, paths, self.class_names))
+        except (VitFastError, ValueError) as error:  # Ray would replace the message of an exception by a traceback
+            return _table([{"error": str(error)}])
+
+
+def _tables_of_cluster(
+    model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int | None, device: str
+) -> Generator[Any]:
+    """Yields the tables of _tables, computed with Ray Data on the cluster that `ray.init()` finds or starts.
+
+    Each node needs this package, and the files under the same paths. Ray restarts a worker that dies and repeats its
+    images, at most twice, because the images may have caused the crash.
+    """
+    if any(importlib.util.find_spec(name) is None for name in ("ray", "pandas")):  # Ray Data needs pandas
+        raise MissingPackageError("ray[data] not installed: pip install 'vit-fast[ray]'")
+    if device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)} with engine='ray', got {device!r}")
+    import ray
+    import ray.data
+    import ray.exceptions
+
+    starts = not ray.is_initialized()
+    if starts:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    logger = logging.getLogger("ray.data")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    context = ray.data.DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True
+    try:
+        count, gpus = _share(ray.cluster_resources(), workers, device)
+        blocks = max(math.ceil(len(files) / PART), min(math.ceil(len(files) / BATCH_SIZE), _BLOCKS_PER_WORKER * count))
+        attempts = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Attempts).remote()
+        with ray.data.DataContext.current(context):
+            items = ray.data.from_items([{"file": str(file)} for file in files], override_num_blocks=blocks)
+            predicted = items.map_batches(
+                _Worker,
+                fn_constructor_args=(model, list(class_names), "cuda" if gpus else "cpu", attempts),
+                batch_size=None,
+                batch_format="pyarrow",
+                compute=ray.data.ActorPoolStrategy(size=count),
+                num_cpus=1,
+                num_gpus=gpus,
+            )
+            for table in predicted.iter_batches(batch_size=PART, batch_format="pyarrow"):
+                paths = table.column("path").to_pylist()
+                if None in paths:
+                    raise PredictionError(table.column("error")[paths.index(None)].as_py())
+                yield table.cast(_schema())
+    except ray.exceptions.RayError as error:
+        raise PredictionError(f"ray: {' '.join(str(error).split())}") from None
+    finally:
+        logger.setLevel(level)
+        if starts:
+            ray.shutdown()
+
+
+def _share(resources: dict[str, float], workers: int | None, device: str) -> tuple[int, float]:
+    """Returns the number of workers, by default one per core, and the fraction of a GPU for each."""
+    cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+    if device == "cuda" and not gpus:
+        raise ValueError("device must be cpu or auto, got cuda: the cluster has no GPU")
+    count = cores if workers is None else workers
+    if not 1 <= count <= cores:
+        raise ValueError(f"workers must be between 1 and {cores}, the number of cores of the cluster, got {workers}")
+    return count, 0.0 if device == "cpu" or not gpus else 1 / math.ceil(count / gpus)

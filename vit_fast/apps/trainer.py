@@ -1,35 +1,27 @@
-"""Trainer, which runs training steps, and its settings: TrainConfig, and recipes for some variants."""
+"""Trainer, which runs training steps, its settings, and the processes of distributed training."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import gc
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..arguments import MAX_SIZE, check_choice, check_integer, check_number
 from ..errors import VitFastError, check_type
-from ..model import VisionTransformer
-from .processes import ALONE, Processes
+from ..model import Block, VisionTransformer
 
-# Recipes by variant.
-RECIPES: Mapping[str, Mapping[str, Any]] = {
-    # as in tutorials on this variant: Adam with a constant learning rate
-    "vit_mnist": {
-        "epochs": 5, "batch_size": 128, "lr": 5e-3, "weight_decay": 0.0, "warmup_epochs": 0.0, "schedule": "constant",
-        "max_grad_norm": 0.0, "augment": False,
-    },
-    "vit_micro_patch7_28": {"epochs": 60, "batch_size": 32, "lr": 2e-3, "warmup_epochs": 2.0},
-}  # fmt: skip
-
-_SHARES = ("label_smoothing", "ema_decay")
+_NON_NEGATIVE = ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "patience")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +78,11 @@ class TrainConfig:
         check_integer("seed", self.seed, -MAX_SIZE)
         for name in ("lr", "layer_decay"):
             check_number(name, getattr(self, name), positive=True)
-        for name in ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "patience", *_SHARES):
+        for name in (*_NON_NEGATIVE, "label_smoothing", "ema_decay"):
             check_number(name, value := getattr(self, name))
-            if value < 0 or (name in _SHARES and value >= 1):
-                limit = "a share in [0, 1)" if name in _SHARES else "non-negative"
-                raise ValueError(f"{name} must be {limit}, got {value!r}")
+            if not 0 <= value < (math.inf if name in _NON_NEGATIVE else 1):
+                allowed = "non-negative" if name in _NON_NEGATIVE else "in [0, 1)"
+                raise ValueError(f"{name} must be {allowed}, got {value!r}")
         if self.layer_decay > 1:
             raise ValueError(f"layer_decay must be at most 1, got {self.layer_decay!r}")
         for name in ("grad_checkpointing", "augment"):
@@ -99,33 +91,79 @@ class TrainConfig:
         check_choice("dtype", self.dtype, ("fp32", "bf16"))
 
 
-def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] = ()) -> TrainConfig:
-    """Returns the recipe of a variant with changed fields.
-
-    Args:
-        variant: A name of `vit-fast models`; TrainConfig's defaults apply to names without a recipe.
-        given: Fields of TrainConfig; None means the value of the recipe.
-        settings: More fields, as NAME=VALUE.
-    Raises:
-        ValueError, TypeError: a field is unknown, given twice, or invalid.
-    """
-    fields_given = {name: value for name, value in given.items() if value is not None}
-    for setting in settings:
-        name, equals, text = setting.partition("=")
-        if not equals or name in fields_given:
-            raise ValueError(f"--set must be NAME=VALUE, once per name, got {setting}")
-        try:
-            fields_given[name] = json.loads(text)
-        except ValueError:
-            fields_given[name] = text
-    known = {field.name for field in fields(TrainConfig)}
-    if unknown := sorted(fields_given.keys() - known):
-        raise ValueError(f"--set NAME must be one of {', '.join(sorted(known))}, got {', '.join(unknown)}")
-    return TrainConfig(**{**RECIPES.get(variant, {}), **fields_given})
-
-
 class TrainingError(VitFastError, RuntimeError):
     """Training cannot continue or be resumed."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Processes of distributed training: "ddp" replicates the parameters, "fsdp" shards them (FSDP2)."""
+
+    rank: int = 0
+    world: int = 1
+    strategy: str = "ddp"
+    mesh: DeviceMesh | None = None
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Returns the module to call instead of the model."""
+        if self.world == 1:
+            return model
+        if self.strategy == "ddp":
+            return nn.parallel.DistributedDataParallel(model)
+        from torch.distributed.fsdp import fully_shard
+
+        for module in [*(module for module in model.modules() if isinstance(module, Block)), model]:
+            fully_shard(module, mesh=self.mesh)
+        return model
+
+    @contextlib.contextmanager
+    def synchronizing(self, forward: Any, *, last: bool) -> Iterator[None]:
+        """Synchronizes gradients only in the backward pass of the last part of a batch."""
+        if self.world > 1 and self.strategy == "fsdp":
+            forward.set_requires_gradient_sync(last)
+        with contextlib.nullcontext() if last or self.world == 1 or self.strategy == "fsdp" else forward.no_sync():
+            yield
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sums over all processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def wait(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+ALONE = Processes()
+
+
+@contextlib.contextmanager
+def joined(strategy: str) -> Iterator[Processes]:
+    """Initializes the process group under torchrun. Free all wrapped models before the context ends.
+
+    Raises:
+        ValueError: the strategy is unknown.
+    """
+    if strategy not in ("ddp", "fsdp"):
+        raise ValueError(f"--parallel must be ddp or fsdp, got {strategy}")
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield ALONE
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    world = dist.get_world_size()
+    mesh = init_device_mesh(device, (world,))
+    try:
+        yield Processes(dist.get_rank(), world, strategy, mesh)
+    finally:
+        # The threads of the process group stop when its last reference is freed. If they still run when the
+        # interpreter exits, the process crashes. Models and the mesh (cached by DTensor) refer to the group in cycles.
+        gc.collect()
+        getattr(mesh, "_pg_registry", {}).clear()
+        dist.destroy_process_group()
 
 
 class Measure(NamedTuple):
@@ -172,19 +210,16 @@ class Trainer:
         self.model.train()
         device = self.parameters[0].device
         images, labels = images.to(device), labels.to(device)
-        images, mixed_with, share = self._mixed(images, labels)
+        images, targets = self._mixed(images, labels)
         found = torch.zeros(3, dtype=torch.float64, device=device)
-        parts = list(zip(*(tensor.chunk(self.config.accumulation) for tensor in (images, labels, mixed_with))))
-        for i, (part, own, other) in enumerate(parts):
+        parts = list(zip(*(tensor.chunk(self.config.accumulation) for tensor in (images, labels, targets))))
+        for i, (part, own, target) in enumerate(parts):
             with self.processes.synchronizing(self.forward, last=i == len(parts) - 1):
                 with torch.autocast(device.type, torch.bfloat16, enabled=self.config.dtype == "bf16"):
                     logits = self.forward(part)
-                loss = share * self._loss(logits, own)
-                if share < 1:
-                    loss = loss + (1 - share) * self._loss(logits, other)
+                loss = F.cross_entropy(logits.float(), target, label_smoothing=self.config.label_smoothing)
                 (loss * (len(part) / len(images))).backward()
-            correct = (logits.detach().argmax(1) == own).sum()
-            found += torch.stack([loss.detach().double() * len(part), correct, torch.full_like(correct, len(part))])
+            found += _counts(loss.detach() * len(part), logits, own)
         measure = self._sum(found)
         if not math.isfinite(measure.loss):
             self.optimizer.zero_grad(set_to_none=True)
@@ -215,10 +250,7 @@ class Trainer:
                 labels = labels[: max(0, own)].to(device)
                 logits = self.forward(images.to(device))[: len(labels)].float()
                 own -= len(images)
-                if len(labels):
-                    loss = F.cross_entropy(logits, labels, reduction="sum").double()
-                    correct = (logits.argmax(1) == labels).sum()
-                    found += torch.stack([loss, correct, torch.full_like(correct, len(labels))])
+                found += _counts(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
         return self._sum(found)
 
     def _sum(self, found: Tensor) -> Measure:
@@ -228,26 +260,21 @@ class Trainer:
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Temporarily replaces the weights by their moving average if ema_decay is set."""
-        if not self.averages:
-            yield
-            return
-        kept = [parameter.detach().clone() for parameter in self.parameters]
+        own = [parameter.detach().clone() for parameter in self.parameters] if self.averages else []
         try:
             _copy(self.averages, self.parameters)
             yield
         finally:
-            _copy(kept, self.parameters)
+            _copy(own, self.parameters)
 
-    def _mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Applies mixup of the batch with its reversal; returns images, reversed labels, and the larger share."""
+    def _mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Applies mixup of the batch with its reversal; returns images and targets."""
         if not self.config.mixup:
-            return images, labels, 1.0
+            return images, labels
         share = torch.distributions.Beta(self.config.mixup, self.config.mixup).sample().item()
         share = max(share, 1 - share)  # accuracy counts the label with the larger share
-        return share * images + (1 - share) * images.flip(0), labels.flip(0), share
-
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.float(), labels, label_smoothing=self.config.label_smoothing)
+        targets = F.one_hot(labels, self.model.num_classes).float()
+        return share * images + (1 - share) * images.flip(0), share * targets + (1 - share) * targets.flip(0)
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -256,9 +283,15 @@ class Trainer:
             get_ema_multi_avg_fn(decay)(self.averages, [p.detach() for p in self.parameters], None)
 
 
+def _counts(loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns summed loss, number of correct images, and number of images, in fp64."""
+    correct = (logits.detach().argmax(1) == labels).sum()
+    return torch.stack([loss.double(), correct, torch.full_like(correct, len(labels))])
+
+
 @torch.no_grad()
 def _copy(sources: list[Tensor], targets: list[nn.Parameter]) -> None:
-    for source, target in zip(sources, targets, strict=True):
+    for source, target in zip(sources, targets):
         target.copy_(source)
 
 
@@ -268,25 +301,23 @@ def parameter_groups(model: VisionTransformer, config: TrainConfig) -> list[dict
     Matrices have weight decay; vectors and model.no_weight_decay() have none. With layer_decay, the embedding is layer
     0, block i is layer i + 1, and the modules after the blocks are the last layer.
     """
-    exempt, depth = model.no_weight_decay(), len(model.blocks)
+    exempt, last = model.no_weight_decay(), len(model.blocks) + 1
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            layer = _layer(name, depth) if config.layer_decay != 1 else depth + 1
-            groups.setdefault((layer, parameter.dim() >= 2 and name not in exempt), []).append(parameter)
-    found = []
-    for (layer, decays), parameters in sorted(groups.items(), key=lambda item: (item[0][0], not item[0][1])):
-        lr, weight_decay = config.lr * config.layer_decay ** (depth + 1 - layer), config.weight_decay * decays
-        found.append({"params": parameters, "weight_decay": weight_decay, "lr": lr})
-    return found
-
-
-def _layer(name: str, depth: int) -> int:
-    """Returns 0 for parameters before the blocks, depth + 1 for those after them."""
-    first, *rest = name.split(".")
-    if first == "blocks":
-        return int(rest[0]) + 1
-    return 0 if first in ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed", "norm_pre") else depth + 1
+            first, *rest = name.split(".")
+            before = first in ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed", "norm_pre")
+            layer = int(rest[0]) + 1 if first == "blocks" else 0 if before else last
+            plain = parameter.dim() < 2 or name in exempt
+            groups.setdefault((layer if config.layer_decay != 1 else last, plain), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "weight_decay": 0.0 if plain else config.weight_decay,
+            "lr": config.lr * config.layer_decay ** (last - layer),
+        }
+        for (layer, plain), parameters in sorted(groups.items(), key=lambda item: item[0])
+    ]
 
 
 def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, schedule: str = "cosine") -> float:

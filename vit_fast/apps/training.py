@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,15 +23,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from ..arguments import check_integer
+from ..arguments import check_integer, known_fields
 from ..files import check_replaceable, file_aside
 from ..model import VisionTransformer
 from ..weights.load import save_tensors
 from ..weights.source import read_file
-from .data import batches_of
+from .data import raising_reader_lost
 from .datasets import LabelledImages, PreparedImages, TrainingData, mixed_seed
-from .processes import ALONE, Processes
-from .trainer import Measure, TrainConfig, Trainer, TrainingError
+from .trainer import ALONE, Measure, Processes, TrainConfig, Trainer, TrainingError
 
 __all__ = ["TrainConfig", "Trainer", "TrainingError", "train"]
 
@@ -40,10 +38,38 @@ CHECKPOINT, LOG, WEIGHTS = "checkpoint.pth", "log.jsonl", "model.safetensors"
 Row = dict[str, Any]
 _FORMAT = "vit-fast training 2"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathers shards
-_CONTENT = {
-    "config": dict, "about": dict, "model": dict, "average": dict, "optimizer": dict, "scheduler": dict, "step": int,
-    "rows": list,
+
+# Recipes by variant.
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    # as in tutorials on this variant: Adam with a constant learning rate
+    "vit_mnist": {
+        "epochs": 5, "batch_size": 128, "lr": 5e-3, "weight_decay": 0.0, "warmup_epochs": 0.0, "schedule": "constant",
+        "max_grad_norm": 0.0, "augment": False,
+    },
+    "vit_micro_patch7_28": {"epochs": 60, "batch_size": 32, "lr": 2e-3, "warmup_epochs": 2.0},
 }  # fmt: skip
+
+
+def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] = ()) -> TrainConfig:
+    """Returns the recipe of a variant with changed fields.
+
+    Args:
+        variant: A name of `vit-fast models`; TrainConfig's defaults apply to names without a recipe.
+        given: Fields of TrainConfig; None means the value of the recipe.
+        settings: More fields, as NAME=VALUE.
+    Raises:
+        ValueError, TypeError: a field is unknown, given twice, or invalid.
+    """
+    fields = {name: value for name, value in given.items() if value is not None}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or name in fields:
+            raise ValueError(f"--set must be NAME=VALUE, once per name, got {setting}")
+        try:
+            fields[name] = json.loads(text)
+        except ValueError:
+            fields[name] = text
+    return TrainConfig(**{**RECIPES.get(variant, {}), **known_fields(TrainConfig, fields)})
 
 
 def train(
@@ -81,16 +107,7 @@ def train(
         ValueError: model and data have different numbers of classes, the model does not pool, or a setting does not
             fit the data or the number of processes.
     """
-    if (classes := model.config.num_classes) != (labels := len(data.train.class_names)):
-        raise ValueError(f"model and data must have the same number of classes, got {classes} and {labels}")
-    if model.config.global_pool == "":
-        raise ValueError("global_pool must not be '', which gives logits per token: use a model that pools")
-    check_integer("workers", workers, 0)
-    if config.patience and data.held_out is None:
-        raise ValueError(f"patience must be 0 without validation images, got {config.patience}")
-    if config.batch_size % (processes.world * config.accumulation):
-        parts = f"the number of processes times accumulation, {processes.world} x {config.accumulation}"
-        raise ValueError(f"batch_size must be a multiple of {parts}, got {config.batch_size}")
+    _check(model, data, config, workers, processes)
     model.class_names = data.train.class_names
     images = PreparedImages(data.train, model, augment=config.augment, seed=config.seed)
     about = {"model": model.config.to_dict(), "classes": list(data.train.class_names), "images": len(data.train)}
@@ -98,21 +115,22 @@ def train(
     loader = DataLoader(images, config.batch_size // processes.world, sampler=sampler, num_workers=workers)
     steps = len(loader)
     trainer = Trainer(model, config, config.epochs * steps, round(config.warmup_epochs * steps), processes)
-    rows: list[Row] = resume_run(out, trainer, about) if resume else []
+    rows: list[Row] = _resume(out, trainer, about) if resume else []
     if not resume:
-        start_run(out, processes)
+        _start(out, processes)
     for epoch in range(len(rows), config.epochs):
-        if _has_stopped(rows, config.patience):
+        if config.patience and rows and len(rows) - 1 - _best(rows) >= config.patience:
             break
         torch.manual_seed(mixed_seed(config.seed, epoch, processes.rank))  # mixup, dropout and drop path
         images.epoch = epoch  # restarted workers read it
         sampler.set_epoch(epoch)
         measures: list[Measure] = []
-        for step, batch in enumerate(batches_of(loader)):
-            measures.append(trainer.step(*batch))
-            on_step(epoch, step, steps, measures[-1])
+        with raising_reader_lost():
+            for step, batch in enumerate(loader):
+                measures.append(trainer.step(*batch))
+                on_step(epoch, step, steps, measures[-1])
+            held_out = None if data.held_out is None else _measure(trainer, data.held_out, workers)
         seen = sum(measure.seen for measure in measures)
-        held_out = None if data.held_out is None else _measure(trainer, data.held_out, workers)
         row: Row = {
             "epoch": epoch,
             "loss": sum(measure.loss * measure.seen for measure in measures) / seen,
@@ -122,7 +140,7 @@ def train(
             "accuracy": None if held_out is None else held_out.correct / held_out.seen,
         }
         rows.append(row)
-        write_run(out, trainer, rows, about, best=saved_row(rows, config) is row)
+        _write(out, trainer, rows, about, save=saved_row(rows, config) is row)
         on_epoch(row)
     whole = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, read_file(out / WEIGHTS).tensors, options=whole)  # type: ignore[arg-type]  # tensors are values
@@ -135,44 +153,46 @@ def saved_row(rows: list[Row], config: TrainConfig) -> Row:
     return rows[_best(rows) if config.patience else -1]
 
 
+def _best(rows: list[Row]) -> int:
+    return max(range(len(rows)), key=lambda epoch: rows[epoch]["accuracy"])
+
+
+def _check(
+    model: VisionTransformer, data: TrainingData, config: TrainConfig, workers: int, processes: Processes
+) -> None:
+    if (classes := model.config.num_classes) != (labels := len(data.train.class_names)):
+        raise ValueError(f"model and data must have the same number of classes, got {classes} and {labels}")
+    if model.config.global_pool == "":
+        raise ValueError("global_pool must not be '', which gives logits per token: use a model that pools")
+    check_integer("workers", workers, 0)
+    if config.patience and data.held_out is None:
+        raise ValueError(f"patience must be 0 without validation images, got {config.patience}")
+    if config.batch_size % (processes.world * config.accumulation):
+        parts = f"the number of processes times accumulation, {processes.world} x {config.accumulation}"
+        raise ValueError(f"batch_size must be a multiple of {parts}, got {config.batch_size}")
+
+
 def _measure(trainer: Trainer, source: LabelledImages, workers: int) -> Measure:
     """Measures a share in each process. Ranks with fewer images repeat the first one and do not count it."""
     rank, world = trainer.processes.rank, trainer.processes.world
     own = list(range(rank, len(source), world))
     filled = own + [0] * (math.ceil(len(source) / world) - len(own))
-    images: Subset[tuple[Tensor, int]] = Subset(PreparedImages(source, trainer.model), filled)
-    loader = DataLoader(images, trainer.config.batch_size // world, num_workers=workers)
-    return trainer.measure(batches_of(loader), len(own))
+    images: Subset[Any] = Subset(PreparedImages(source, trainer.model), filled)
+    return trainer.measure(DataLoader(images, trainer.config.batch_size // world, num_workers=workers), len(own))
 
 
-def _best(rows: list[Row]) -> int:
-    return max(range(len(rows)), key=lambda epoch: rows[epoch]["accuracy"])
-
-
-def _has_stopped(rows: list[Row], patience: int) -> bool:
-    return bool(patience and rows) and len(rows) - 1 - _best(rows) >= patience
-
-
-def start_run(out: Path, processes: Processes) -> None:
-    """Checks that a run can start in a folder.
-
-    Raises:
-        TrainingError: the folder contains a run.
-        OSError: the folder cannot be written.
-    """
+def _start(out: Path, processes: Processes) -> None:
     if there := [name for name in (CHECKPOINT, LOG, WEIGHTS) if (out / name).exists()]:
         raise TrainingError(f"{out}: contains {', '.join(there)} of an earlier run: pass --resume, or another folder")
     processes.wait()  # before the first process writes
     check_replaceable(out / CHECKPOINT)
 
 
-def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
-    """Restores a trainer to the end of the run's last finished epoch.
+def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
+    """Restores a trainer to the end of the run's last finished epoch; returns the rows of the log.
 
     Args:
         about: Properties of the run by name. They must be the same as in the interrupted run.
-    Returns:
-        The rows of the log.
     Raises:
         TrainingError: the checkpoint is missing, damaged, or of another run.
     """
@@ -184,10 +204,8 @@ def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Ro
     if different := "; ".join(f"{name} ({_difference(old, new)})" for name, old, new in pairs):
         advice = "use the same settings, or another folder"
         raise TrainingError(f"{path}: belongs to a run with other settings: {different}: {advice}")
-    wanted = {name: tensor.shape for name, tensor in trainer.model.state_dict().items()}
-    for part in ("model", "average") if trainer.averages else ("model",):
-        if {name: getattr(tensor, "shape", None) for name, tensor in state[part].items()} != wanted:
-            raise TrainingError(f"{path}: does not fit this model: its {part} has tensors of other names or shapes")
+    if state["model"].keys() != trainer.model.state_dict().keys():
+        raise TrainingError(f"{path}: does not fit this model: its model has tensors of other names")
     try:
         if trainer.averages:
             set_model_state_dict(trainer.model, state["average"], options=_WHOLE)
@@ -202,14 +220,10 @@ def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Ro
     return rows
 
 
-def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, Any], *, best: bool) -> None:
-    """Writes the files of a run, each atomically.
+def _write(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, Any], *, save: bool) -> None:
+    """Writes the files of a run, each atomically; the weights only if `save`.
 
     The checkpoint is written last, so an interruption before that repeats the epoch.
-
-    Args:
-        about: See resume_run.
-        best: True to save these weights.
     """
     average: Any = get_model_state_dict(trainer.model, options=_WHOLE)
     model = average
@@ -226,7 +240,7 @@ def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, 
         }  # fmt: skip
         with file_aside(out / CHECKPOINT, RuntimeError) as checkpoint:
             torch.save(state, checkpoint)
-            if best:
+            if save:
                 save_tensors(trainer.model, average, out / WEIGHTS)
             with file_aside(out / LOG) as log:
                 log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -241,8 +255,7 @@ def _read(path: Path) -> dict[str, Any]:
     except Exception as error:  # for a damaged file, torch.load raises exceptions of many types
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TrainingError(f"{path}: cannot be read (damaged, or not a checkpoint): {first}") from None
-    has_format = isinstance(state, dict) and state.get("format") == _FORMAT
-    if not has_format or not all(isinstance(state.get(name), kind) for name, kind in _CONTENT.items()):
+    if not isinstance(state, dict) or state.get("format") != _FORMAT:
         raise TrainingError(f"{path}: must be a checkpoint of vit-fast train")
     return state
 

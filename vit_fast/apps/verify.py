@@ -21,6 +21,9 @@ _SMALL_MODEL: dict[str, Any] = {
     "img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10,
 }  # fmt: skip
 
+Outputs = Callable[[str, torch.dtype], Sequence[Tensor]]
+"""Computes output and, of an operator, gradient with a backend in a dtype."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -89,34 +92,29 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
 
 
 def _rows(backend: str, device: torch.device, interpreted: bool) -> Iterator[Row]:
-    # Triton's interpreter computes bf16 incorrectly; compiled kernels compute fp32 matmuls in TF32
-    exact = ("fp32",) if interpreted or backend != "triton" else ()
-    dtypes = (*exact, "fp16") if interpreted else (*exact, "fp16", "bf16")
+    # compiled kernels compute fp32 matmuls in TF32
+    dtypes = ("fp32", "fp16") if interpreted else ("fp16", "bf16") if backend == "triton" else tuple(_DTYPES)
     for dtype in dtypes:
         for case, function, inputs in _operators(device, interpreted):
-            yield from _compare(case, function, inputs, backend, dtype)
-        yield from _compare_model(backend, dtype, device)
+            outputs = _of_operator(function, [tensor.to(_DTYPES[dtype]) for tensor in inputs])
+            yield from _judged((case, f"{case} gradient"), backend, dtype, outputs)
+        cases = ("VisionTransformer, 2 blocks, C64 N17",)
+        yield from _judged(cases, backend, dtype, _of_model(_DTYPES[dtype], device))
 
 
-Operator = Callable[..., Tensor]
-
-
-def _operators(device: torch.device, small: bool) -> Iterator[tuple[str, Operator, list[Tensor]]]:
-    """Yields operators with random inputs in fp64. The gradient of the first input is compared too."""
+def _operators(device: torch.device, small: bool) -> Iterator[tuple[str, Callable[..., Tensor], list[Tensor]]]:
+    """Yields operators with random inputs in fp64."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, device=device)
 
     tokens = (50,) if small else (50, 197, 257, 577)
-    head_dims = (64, 80) if small else (32, 64, 72, 80, 96, 128)
-    shapes = [(2, n, 2, 64) for n in tokens] + [(2, tokens[0], 2, d) for d in head_dims if d != 64]
-    for batch, n, heads, head_dim in shapes:
-        name = f"attention_qkvpacked B{batch} N{n} H{heads} D{head_dim}"
-        yield name, ops.attention_qkvpacked, [draw(batch, n, 3, heads, head_dim)]
+    head_dims = (80,) if small else (32, 72, 80, 96, 128)
+    for n, head_dim in [(n, 64) for n in tokens] + [(tokens[0], head_dim) for head_dim in head_dims]:
+        yield f"attention_qkvpacked B2 N{n} H2 D{head_dim}", ops.attention_qkvpacked, [draw(2, n, 3, 2, head_dim)]
     q, k, v = draw(2, 2, 1, 64), draw(2, 2, 196, 64), draw(2, 2, 196, 64)
     yield "attention B2 N_q1 N_kv196 H2 D64", ops.attention, [q, k, v]
-    width, hidden = (64, 128) if small else (768, 3072)
-    rows = 40 if small else 394
+    rows, width, hidden = (40, 64, 128) if small else (394, 768, 3072)
     parameters = [
         1 + 0.1 * draw(width), 0.1 * draw(width), draw(hidden, width) / width**0.5, 0.1 * draw(hidden),
         draw(width, hidden) / hidden**0.5, 0.1 * draw(width),
@@ -124,45 +122,40 @@ def _operators(device: torch.device, small: bool) -> Iterator[tuple[str, Operato
     yield f"layer_norm_mlp M{rows} C{width} F{hidden}", ops.layer_norm_mlp, [draw(rows, width), *parameters]
 
 
-def _compare(case: str, function: Operator, inputs: list[Tensor], backend: str, dtype: str) -> Iterator[Row]:
-    """Yields the rows of an operator: forward and gradient."""
-    rounded = [tensor.to(_DTYPES[dtype]) for tensor in inputs]
-
-    def run(name: str, precision: torch.dtype) -> Sequence[Tensor]:
-        first, *others = (tensor.to(precision) for tensor in rounded)
+def _of_operator(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Outputs:
+    def run(backend: str, dtype: torch.dtype) -> Sequence[Tensor]:
+        first, *others = (tensor.to(dtype) for tensor in inputs)
         first = first.detach().requires_grad_()
-        out = function(first, *others, backend=name)
+        out = function(first, *others, backend=backend)
         return out.detach(), *torch.autograd.grad(out.square().sum(), first)
 
-    return _judged((case, f"{case} gradient"), backend, dtype, run)
+    return run
 
 
-def _compare_model(backend: str, dtype: str, device: torch.device) -> Iterator[Row]:
-    """Yields the row of a model with two blocks and embed_dim=64, whose parameters are rounded to the dtype."""
-    exact_model = create_model("vit_base_patch16_224", backend="eager", device=device, **_SMALL_MODEL)
-    weights: dict[str, Any] = {n: value.to(_DTYPES[dtype]).double() for n, value in exact_model.state_dict().items()}
-    images = torch.randn(2, 3, 32, 32, device=device).to(_DTYPES[dtype])
+def _of_model(rounded_to: torch.dtype, device: torch.device) -> Outputs:
+    def model(backend: str) -> torch.nn.Module:
+        return create_model("vit_base_patch16_224", backend=backend, device=device, **_SMALL_MODEL)
 
-    def logits(name: str, precision: torch.dtype) -> Sequence[Tensor]:
-        model = create_model("vit_base_patch16_224", backend=name, device=device, **_SMALL_MODEL)
-        model.load_state_dict(weights)
-        with torch.no_grad():
-            return (model.to(precision)(images.to(precision)),)
+    weights = {name: value.to(rounded_to).double() for name, value in model("eager").state_dict().items()}
+    images = torch.randn(2, 3, 32, 32, device=device).to(rounded_to)
 
-    return _judged(("VisionTransformer, 2 blocks, C64 N17",), backend, dtype, logits)
+    @torch.no_grad()
+    def run(backend: str, dtype: torch.dtype) -> Sequence[Tensor]:
+        ours = model(backend)
+        ours.load_state_dict(weights)
+        return (ours.to(dtype)(images.to(dtype)),)
+
+    return run
 
 
-def _judged(
-    cases: Sequence[str], backend: str, dtype: str, run: Callable[[str, torch.dtype], Sequence[Tensor]]
-) -> Iterator[Row]:
-    """Yields a row for each output of run(backend, dtype); the second output is a gradient."""
+def _judged(cases: Sequence[str], backend: str, dtype: str, run: Outputs) -> Iterator[Row]:
+    """Yields a row per output; the second one is a gradient."""
     try:
         found = run(backend, _DTYPES[dtype])
     except Exception as error:  # report the failure in a row and continue with the other cases
         yield from (Row(each, backend, dtype, problem=f"{type(error).__name__}: {error}") for each in cases)
         return
-    outputs = zip(cases, (FORWARD_FACTOR, GRADIENT_FACTOR), found, run("eager", _DTYPES[dtype]),
-                  run("eager", torch.float64))  # fmt: skip
-    for case, factor, one, eager, exact in outputs:
+    references = run("eager", _DTYPES[dtype]), run("eager", torch.float64)
+    for case, factor, one, eager, exact in zip(cases, (FORWARD_FACTOR, GRADIENT_FACTOR), found, *references):
         verdict = judge(one, eager, exact, factor)
         yield Row(case, backend, dtype, verdict.error, verdict.eager_error, verdict.allowed)

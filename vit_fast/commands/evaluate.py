@@ -14,7 +14,7 @@ from .predict import classify
 from .words import Backend, ClassNames, DataConfigFile, WeightsFile, WeightsModel
 
 if TYPE_CHECKING:
-    from ..apps.evaluation import Evaluation
+    from ..apps.classifiers import Evaluation
 
 LISTED = 20  # number of disagreements and classes to print; --json prints all
 
@@ -35,8 +35,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all classes and disagreements.")] = False,
 ) -> None:
     """Measure top-1, top-5 and per-class accuracy of a model on labeled images, or compare it with a second model."""
-    from ..apps.classifiers import read_class_names
-    from ..apps.evaluation import draw_confusion
+    from ..apps.classifiers import draw_confusion, read_class_names
     from ..files import check_replaceable, file_aside
 
     if confusion is not None:
@@ -61,10 +60,9 @@ def evaluate(
 def _evaluate(
     folder: Path, weights: str, given: Sequence[str] | None, model: str | None, backend: str, data_config: Path | None
 ) -> tuple[Sequence[str], Evaluation]:
-    from ..apps.classifiers import class_names_for
+    from ..apps.classifiers import class_names_for, labelled_images
+    from ..apps.classifiers import evaluate as collect
     from ..apps.data import ImageFolder
-    from ..apps.evaluation import evaluate as collect
-    from ..apps.evaluation import labelled_images
 
     files = [file for file, _ in ImageFolder(folder).files]
     if weights.endswith(".onnx"):  # --model and --backend apply to weights, --data-config to ONNX files

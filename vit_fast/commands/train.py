@@ -65,8 +65,8 @@ def train(
 ) -> None:
     """Train or fine-tune a model on labeled images. Prints loss and accuracy after each epoch, and plots them."""
     from ..apps.datasets import open_data
-    from ..apps.processes import joined
-    from ..apps.trainer import config_for
+    from ..apps.trainer import joined
+    from ..apps.training import config_for
     from ..apps.training import train as run
 
     config = config_for(model, {"epochs": epochs, "batch_size": batch_size, "lr": lr}, settings or ())
