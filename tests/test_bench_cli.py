@@ -16,7 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 from vit_fast.benchmarks import records, rendering, report, runner
-from vit_fast.commands.words import table
+from vit_fast.cli import table
 from vit_fast.measure.candidate import patient_interrupt
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast import figures
-from vit_fast.commands.show import FIGURES
+from vit_fast.commands.optimize import FIGURES
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.figures.activations import Activations, components, patch_filters, position_embedding
 

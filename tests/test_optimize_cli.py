@@ -15,7 +15,7 @@ from command_line import run
 
 import vit_fast
 from vit_fast.benchmarks import runner
-from vit_fast.commands.words import open_model
+from vit_fast.commands.optimize import open_model
 from vit_fast.measure import cache, optimization, trials
 from vit_fast.measure.candidate import Candidate
 from vit_fast.weights.source import weights_digest

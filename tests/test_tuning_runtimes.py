@@ -21,7 +21,7 @@ from fused_models import assert_within
 from torch import nn
 
 import vit_fast
-from vit_fast.commands.words import open_model
+from vit_fast.commands.optimize import open_model
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, export_onnx
 from vit_fast.measure import cache, optimization, trials

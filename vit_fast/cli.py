@@ -1,34 +1,65 @@
-"""The `vit-fast` command. Imports only the module of the given command, and prints errors as one line."""
+"""The `vit-fast` command, and options and tables of several commands.
+
+Imports only the module of the given command, and prints errors as one line.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import sys
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .errors import VitFastError
 from .version import __version__
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
 COMMANDS = {
     "info": "info", "models": "info", "bench": "bench", "compare": "bench", "report": "bench", "verify": "info",
-    "kernels": "kernels", "predict": "predict", "train": "train", "evaluate": "evaluate", "export": "export",
-    "optimize": "optimize", "cache": "optimize", "show": "show", "hf-kernel": "export",
+    "kernels": "kernels", "predict": "predict", "train": "train", "evaluate": "predict", "export": "export",
+    "optimize": "optimize", "cache": "optimize", "show": "optimize", "hf-kernel": "export",
 }  # fmt: skip
 """Maps each command to its module, which contains a function with the command's name."""
 
 USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
+FULL_WIDTH = 160  # line width if the output is not a terminal
+
+
+def option(help_text: str, *names: str, **settings: Any) -> Any:
+    """Declares an option; a flag needs its name, otherwise it also gets the name --no-FLAG."""
+    return typer.Option(*names, help=help_text, **settings)
+
+
+def argument(help_text: str, **settings: Any) -> Any:
+    return typer.Argument(help=help_text, **settings)
+
+
+AsJson = Annotated[bool, option("Print JSON, and everything else to stderr.", "--json")]
+Backend = Annotated[str, option("auto, eager, sdpa or triton.")]
+ClassNames = Annotated[
+    Path | None, option("File with class names: one per line, or JSON (a list, or an index-to-name object).")
+]
+DataConfigFile = Annotated[
+    Path | None,
+    option("JSON file with mean, std, crop_pct, interpolation and img_size of an ONNX file without this metadata."),
+]
+Device = Annotated[str, option("auto, cpu, cuda or cuda:N.")]
+ImageSize = Annotated[str | None, option("Image size in pixels (default: the model's).", metavar="N|HxW")]
+Side = Annotated[int | None, option("Height and width in pixels (default: the model's).")]
+WeightsFile = Annotated[str, option("A weights file, a folder, a Hugging Face Hub id, or FILE.onnx.")]
+WeightsModel = Annotated[str | None, option("Name of the model, if the weights contain no config.")]
 
 
 def make_app(wanted: str = "") -> typer.Typer:
     """Builds the typer application with the command `wanted`, or with all commands if it is unknown."""
-    app = typer.Typer(
-        name="vit-fast",
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-    )
+    app = typer.Typer(name="vit-fast", no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_before_every_command)
     for name in [wanted] if wanted in COMMANDS else COMMANDS:
         module = importlib.import_module(f".commands.{COMMANDS[name]}", __package__)
@@ -47,7 +78,7 @@ def _print_version(wanted: bool) -> None:
 
 def _before_every_command(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool, option("Show the version and exit.", "--version", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Speed up, export and measure Vision Transformers."""
@@ -64,14 +95,51 @@ def main(args: list[str] | None = None) -> None:
     except USER_ERRORS as error:
         if traceback_wanted:
             raise
-        sys.stderr.write(f"vit-fast: error: {_one_line(error)}\n")
+        message = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, OSError) and error.filename and error.strerror:  # without "[Errno 2]"
+            message = f"{error.filename}: {error.strerror}"
+        sys.stderr.write(f"vit-fast: error: {message}\n")
         sys.exit(2)
 
 
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.filename and error.strerror:  # without "[Errno 2]"
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+def split_words(value: str | None, separator: str = ",") -> list[str] | None:
+    return None if value is None else [part.strip() for part in value.split(separator) if part.strip()]
+
+
+def integers(name: str, value: str | None, separator: str = ",") -> list[int] | None:
+    parts = split_words(value, separator)
+    try:
+        return None if parts is None else [int(part) for part in parts]
+    except ValueError:
+        raise ValueError(f"{name} must be integers, separated by {separator!r}, got {value}") from None
+
+
+def model_name(name: str) -> str:
+    """Adds "./" to the name of an existing file or folder, so that create_model opens it as weights."""
+    return f"./{name}" if "/" not in name and Path(name).exists() else name
+
+
+def wide_console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    if not console.is_terminal:
+        console.width = FULL_WIDTH
+    return console
+
+
+def table(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]] = (), *, texts: int = 1) -> Table:
+    """Builds a table whose first `texts` columns contain text and the others numbers; escapes rich markup."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    made = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(titles):
+        made.add_column(escape(name), justify="left" if place < texts else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*map(escape, row))
+    return made
 
 
 if __name__ == "__main__":

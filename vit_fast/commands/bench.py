@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import AsJson, integers, split_words, table, wide_console
+from ..cli import AsJson, Device, argument, integers, option, split_words, table, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,65 +23,50 @@ if TYPE_CHECKING:
 
 def bench(
     images: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Image files or folders (default: matplotlib's sample image)."),
+        list[Path] | None, argument("Image files or folders (default: matplotlib's sample image).")
     ] = None,
     models: Annotated[
         str | None,
-        typer.Option(
-            help="Models, separated by commas: names or patterns of `vit-fast models`, timm:NAME, hf:FOLDER, a weights "
+        option(
+            "Models, separated by commas: names or patterns of `vit-fast models`, timm:NAME, hf:FOLDER, a weights "
             "file, FILE.onnx, or package.module:function that returns an nn.Module.",
             metavar="A,B",
         ),
     ] = None,
     img_size: Annotated[
-        str | None, typer.Option(help="Image sizes in pixels (default: the model's).", metavar="N|HxW,...")
+        str | None, option("Image sizes in pixels (default: the model's).", metavar="N|HxW,...")
     ] = None,
-    train: Annotated[bool, typer.Option("--train", help="Measure training steps: forward, backward, AdamW.")] = False,
-    amp: Annotated[bool, typer.Option("--amp", help="With --train: run the forward under bf16 autocast.")] = False,
+    train: Annotated[bool, option("Measure training steps: forward, backward, AdamW.", "--train")] = False,
+    amp: Annotated[bool, option("With --train: run the forward under bf16 autocast.", "--amp")] = False,
     data: Annotated[
-        str,
-        typer.Option(
-            help="Memory of the images; with host, the time includes the copy to the GPU.", metavar="device|host"
-        ),
+        str, option("Memory of the images; with host, include the copy to the GPU.", metavar="device|host")
     ] = "device",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also measure the time per layer and kernel, and print its lower bound.")
+        bool, option("Also measure the time per layer and kernel, and print its lower bound.", "--explain")
     ] = False,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Also measure the time from process start to the first correct output.")
+        bool, option("Also measure the time from process start to the first correct output.", "--cold")
     ] = False,
-    latency: Annotated[
-        bool, typer.Option("--latency", help="Measure latency: p50, p90 and p99 of one image per call.")
-    ] = False,
+    latency: Annotated[bool, option("Measure latency: p50, p90 and p99 of one image per call.", "--latency")] = False,
     batch_sizes: Annotated[
         str | None,
-        typer.Option(help="Batch sizes; best doubles the batch size while throughput increases.", metavar="1,8|best"),
+        option("Batch sizes; best doubles the batch size while throughput increases.", metavar="1,8|best"),
     ] = None,
-    dtypes: Annotated[
-        str | None, typer.Option(help="Dtypes: fp32, tf32 (GPU only), fp16, bf16.", metavar="A,B")
-    ] = None,
+    dtypes: Annotated[str | None, option("Dtypes: fp32, tf32 (GPU only), fp16, bf16.", metavar="A,B")] = None,
     candidates: Annotated[
-        str | None, typer.Option(help="Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")
+        str | None, option("Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
     out: Annotated[
-        Path | None, typer.Option(help="New or empty folder, in which to write record, table, plot and HTML report.")
+        Path | None, option("New or empty folder, in which to write record, table, plot and HTML report.")
     ] = None,
     time_budget: Annotated[
-        float | None,
-        typer.Option(help="Skip candidates that do not fit into this time; 0 means no limit.", metavar="SECONDS"),
+        float | None, option("Skip candidates that do not fit into this time; 0 means no limit.", metavar="SECONDS")
     ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="Measure each candidate for this many seconds.", metavar="SECONDS")
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Resume the interrupted run in this folder.", metavar="FOLDER")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the record as JSON, and everything else to stderr.")
-    ] = False,
-    list_candidates: Annotated[bool, typer.Option("--list-candidates", help="List the candidates and exit.")] = False,
+    seconds: Annotated[float | None, option("Measure each candidate for this many seconds.", metavar="SECONDS")] = None,
+    resume: Annotated[Path | None, option("Resume the interrupted run in this folder.", metavar="FOLDER")] = None,
+    as_json: AsJson = False,
+    list_candidates: Annotated[bool, option("List the candidates and exit.", "--list-candidates")] = False,
 ) -> None:
     """Measure images per second of models in several libraries, and compare their outputs with an fp64 reference.
 
@@ -187,16 +172,9 @@ class _Progress:
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-        self._console = console
-        self._progress = Progress(
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
-            TextColumn("remaining:"),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=console,
-            transient=True,
-        )
+        columns = BarColumn(24), TimeElapsedColumn(), TextColumn("remaining:"), TimeRemainingColumn()
+        text = TextColumn("{task.description}", markup=False)
+        self._progress = Progress(*columns, text, console=console, transient=True)
         self._task = self._progress.add_task("preparing", total=None)
 
     def __enter__(self) -> _Progress:
@@ -211,8 +189,8 @@ class _Progress:
 
     def now(self, what: str) -> None:
         self._progress.update(self._task, description=what)
-        if not self._console.is_terminal:
-            self._console.print(f"... {what}", markup=False, highlight=False, soft_wrap=True)
+        if not self._progress.console.is_terminal:
+            self.say(f"... {what}")
 
     def done(self, steps: float) -> None:
         self._progress.advance(self._task, steps)
@@ -222,22 +200,19 @@ class _Progress:
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(help="Baseline: a record.json or its folder.")],
-    second: Annotated[Path, typer.Argument(help="Record to compare with the baseline.")],
+    first: Annotated[Path, argument("Baseline: a record.json or its folder.")],
+    second: Annotated[Path, argument("Record to compare with the baseline.")],
     as_json: AsJson = False,
 ) -> None:
     """Compare two records of `bench`: print ratio, confidence interval and verdict of each pair of rows."""
     from ..benchmarks.records import read_record
     from ..benchmarks.rows import compare_records
+    from ..measure.clock import format_number
 
     comparison = compare_records(read_record(first), read_record(second))
     if as_json:
         typer.echo(json.dumps(comparison, indent=2))
         return
-
-    from ..measure.clock import format_number
-    from .words import table, wide_console
-
     rows = []
     for pair in comparison["pairs"]:
         rates = map(format_number, pair["images_per_s"])
@@ -255,10 +230,9 @@ def compare(
 
 def report(
     records: Annotated[
-        list[Path],
-        typer.Argument(help="Records, or their folders: of `bench`, `make gpu-check` or `kernels --host --json`."),
+        list[Path], argument("Records, or their folders: of `bench`, `make gpu-check` or `kernels --host --json`.")
     ],
-    out: Annotated[Path, typer.Option(help="Output file.")] = Path("report.html"),
+    out: Annotated[Path, option("Output file.")] = Path("report.html"),
 ) -> None:
     """Write an HTML page with sortable tables of records. The page needs no network."""
     from ..benchmarks.records import read_any

@@ -8,59 +8,42 @@ from typing import Annotated, Any
 
 import typer
 
-from .words import AsJson, ClassNames, Side, model_name
+from ..cli import AsJson, ClassNames, Side, argument, model_name, option
 
 
 def export(
     model: Annotated[
-        str | None,
-        typer.Argument(help="One of `vit-fast models`, a weights file of vit-fast, or a Hugging Face Hub id."),
+        str | None, argument("One of `vit-fast models`, a weights file of vit-fast, or a Hugging Face Hub id.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The .onnx file to write.")] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="A weights file or a Hugging Face Hub id (default: random weights).")
-    ] = None,
-    target: Annotated[
-        str, typer.Option(help="Runtime to optimize for: generic, ort-cpu, ort-cuda or tensorrt.")
-    ] = "generic",
-    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, int8-dynamic or fp8.")] = "fp32",
+    out: Annotated[Path | None, option("The .onnx file to write.", "--out", "-o")] = None,
+    weights: Annotated[str | None, option("A weights file or a Hugging Face Hub id (default: random weights).")] = None,
+    target: Annotated[str, option("Runtime to optimize for: generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
+    precision: Annotated[str, option("fp32, fp16, bf16, int8, int8-dynamic or fp8.")] = "fp32",
     calibrate: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Image files or folders for int8 and fp8: up to 32 for calibration, up to 64 others for checks."
-        ),
+        option("Image files or folders for int8 and fp8: up to 32 for calibration, up to 64 others for checks."),
     ] = None,
     preprocess: Annotated[
         bool,
-        typer.Option(
-            "--preprocess", help="Include resizing and normalization: the file takes uint8 images of any size."
-        ),
+        option("Include resizing and normalization: the file takes uint8 images of any size.", "--preprocess"),
     ] = False,
-    returns: Annotated[
-        str, typer.Option(help="Output of the file: logits, probabilities, or features (pooled).")
-    ] = "logits",
-    dynamic_size: Annotated[
-        bool, typer.Option("--dynamic-size", help="Make height and width of the input dynamic.")
-    ] = False,
+    returns: Annotated[str, option("Output of the file: logits, probabilities, or features (pooled).")] = "logits",
+    dynamic_size: Annotated[bool, option("Make height and width of the input dynamic.", "--dynamic-size")] = False,
     validation: Annotated[
         Path | None,
-        typer.Option(
-            help="Labeled images, one subfolder per class: fail if accuracy drops by more than 0.6 percentage points "
-            "and more than one image."
+        option(
+            "Labeled images, one subfolder per class: fail if accuracy drops by more than 0.6 percentage points and "
+            "more than one image."
         ),
     ] = None,
     classes: ClassNames = None,
     img_size: Side = None,
-    verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Compare the file's output with the model's.")
-    ] = True,
+    verify: Annotated[bool, option("Compare the file's output with the model's.", "--verify/--no-verify")] = True,
     triton_repository: Annotated[
-        Path | None, typer.Option(help="Also add the file to this model repository of NVIDIA Triton Inference Server.")
+        Path | None, option("Also add the file to this model repository of NVIDIA Triton Inference Server.")
     ] = None,
-    card: Annotated[
-        bool, typer.Option("--card", help="Also write a model card: source, precision, checks and hashes.")
-    ] = False,
-    inspect: Annotated[Path | None, typer.Option(help="Print the metadata of an ONNX file and exit.")] = None,
+    card: Annotated[bool, option("Also write a model card: source, precision, checks and hashes.", "--card")] = False,
+    inspect: Annotated[Path | None, option("Print the metadata of an ONNX file and exit.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Export a model to ONNX, and verify that the file's output matches the model's."""
@@ -90,19 +73,18 @@ def export(
     names = None if classes is None else read_class_names(classes)
     has_weights = weights is not None or "/" in model  # a Hub id or a path has weights
     overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
+    options: dict[str, Any] = {"precision": precision, "target": target, "output": returns}  # checked by export_onnx
     report = export_onnx(
         create_model(model, weights=weights, backend="sdpa", **overrides),
         out,
         dynamic_size=dynamic_size,
-        precision=precision,  # type: ignore[arg-type]  # checked by export_onnx
         preprocess=preprocess,
-        target=target,  # type: ignore[arg-type]  # checked by export_onnx
-        output=returns,  # type: ignore[arg-type]  # checked by export_onnx
         calibration=calibrate or None,
         validation=validation,
         class_names=names,
         source=model if has_weights and weights is None else f"{model}, {weights or 'random weights'}",
         verify=verify,
+        **options,
     )
     if not has_weights:
         report.warnings.append("the weights are random: pass --weights")
@@ -115,19 +97,19 @@ def export(
 
 
 def _show(result: Any, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(result.to_dict(), indent=2, default=str))
-        return
     from rich.console import Console
 
-    Console().print(result.to_table())
+    if as_json:
+        typer.echo(json.dumps(result.to_dict(), indent=2, default=str))
+    else:
+        Console().print(result.to_table())
 
 
-def hf_kernel(folder: Annotated[Path, typer.Argument(help="New or empty folder to write.")]) -> None:
+def hf_kernel(folder: Annotated[Path, argument("New or empty folder to write.")]) -> None:
     """Write the operators as a Hugging Face Hub kernel, ready to upload."""
     from ..apps.hub_kernel import NAME, build_hf_kernel
 
     variant = build_hf_kernel(folder)
-    files = sum(1 for path in variant.rglob("*") if path.is_file())
+    files = sum(path.is_file() for path in variant.rglob("*"))
     typer.echo(f"wrote {variant} ({NAME}, {files} files)")
     typer.echo(f"To load it, call kernels.get_local_kernel(pathlib.Path({str(folder)!r})).")

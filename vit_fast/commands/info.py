@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
-from .words import AsJson
+from ..cli import AsJson, argument, option, table, wide_console
 
 PACKAGES = (
     "torch", "triton", "timm", "transformers", "torchvision", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime",
@@ -20,44 +21,35 @@ PACKAGES = (
 
 def info(as_json: AsJson = False) -> None:
     """Show versions, devices and available backends."""
-    facts = collect()
+    import torch
+
+    from ..version import __version__, installed
+
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    facts: dict[str, Any] = {
+        "vit_fast": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: installed(name) for name in PACKAGES},
+        "devices": [{"device": str(device), "description": _describe(device)} for device in devices],
+        "backends": [row for device in devices for row in _backend_rows(device)],
+    }
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
-
-    from .words import table, wide_console
-
     console = wide_console()
     console.print(f"vit-fast {facts['vit_fast']} | Python {facts['python']} | {facts['platform']}")
     packages = [(name, version or "not installed") for name, version in facts["packages"].items()]
-    devices = [(row["device"], row["description"]) for row in facts["devices"]]
     backends = [
         (row["backend"], row["device"], "yes" if row["available"] else "no", "; ".join(row["reasons"]))
         for row in facts["backends"]
     ]
     console.print(table("packages", ("package", "version"), packages, texts=2))
-    console.print(table("devices", ("device", "description"), devices, texts=2))
+    console.print(table("devices", ("device", "description"), [[*row.values()] for row in facts["devices"]], texts=2))
     console.print(table("backends", ("backend", "device", "available", "notes"), backends, texts=4))
 
 
-def collect() -> dict[str, Any]:
-    """Returns everything that `vit-fast info` prints."""
-    import torch
-
-    from ..version import __version__, installed
-
-    return {
-        "vit_fast": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: installed(name) for name in PACKAGES},
-        "devices": [{"device": str(device), "description": describe_device(device)} for device in _devices(torch)],
-        "backends": [row for device in _devices(torch) for row in _backend_rows(device)],
-    }
-
-
-def describe_device(device: Any) -> str:
-    """Describes a device: name, compute capability, SMs, memory and CUDA version; for a CPU, name and threads."""
+def _describe(device: Any) -> str:
     import torch
 
     from ..version import cpu_name
@@ -69,10 +61,6 @@ def describe_device(device: Any) -> str:
         f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
         f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     )
-
-
-def _devices(torch: Any) -> list[Any]:
-    return [torch.device("cpu")] + [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
 
 def _backend_rows(device: Any) -> list[dict[str, Any]]:
@@ -95,7 +83,7 @@ def _backend_rows(device: Any) -> list[dict[str, Any]]:
 
 
 def models(
-    pattern: Annotated[str, typer.Argument(help="Names to list, as a shell-style pattern such as 'vit_base_*'.")] = "*",
+    pattern: Annotated[str, argument("Names to list, as a shell-style pattern such as 'vit_base_*'.")] = "*",
     as_json: AsJson = False,
 ) -> None:
     """List models with parameter count, GFLOPs per image (2 FLOPs per multiply-add), tokens and input size."""
@@ -103,41 +91,26 @@ def models(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-
-    from .words import table, wide_console
-
-    cells = [
-        (
-            row["model"],
-            f"{row['parameters'] / 1e6:.1f}",
-            f"{row['gflop_per_image']:.1f}",
-            str(row["tokens"]),
-            str(row["embed_dim"]),
-            str(row["depth"]),
-            str(row["num_heads"]),
-            "x".join(map(str, row["img_size"])),
-        )
-        for row in rows
-    ]
     titles = ("model", "Mparams", "GFLOP", "tokens", "embed_dim", "depth", "heads", "img_size")
+    shown: dict[str, Callable[[Any], str]] = {
+        "parameters": lambda count: f"{count / 1e6:.1f}",
+        "gflop_per_image": lambda gflop: f"{gflop:.1f}",
+        "img_size": lambda size: "x".join(map(str, size)),
+    }
+    cells = [[shown.get(name, str)(value) for name, value in row.items()] for row in rows]
     wide_console().print(table(f"{len(rows)} models", titles, cells))
 
 
 def model_rows(pattern: str) -> list[dict[str, Any]]:
-    """Returns a dictionary per matching model; counts parameters on the meta device.
-
-    Raises:
-        ValueError: no model matches; the message lists similar names.
-    """
+    """Returns a dictionary per matching model; raises ValueError with similar names if none matches."""
     import torch
 
     from ..model import VisionTransformer
     from ..variants import get_variant, list_models
     from ..work import total, work
 
-    names = list_models(pattern) or [pattern] * (get_variant(pattern) is not None)
     rows = []
-    for name in names:
+    for name in list_models(pattern) or [pattern]:
         config = get_variant(name).config
         with torch.device("meta"):
             model = VisionTransformer(config)
@@ -157,9 +130,7 @@ def model_rows(pattern: str) -> list[dict[str, Any]]:
 
 
 def verify(
-    backend: Annotated[
-        str, typer.Option(help="Backends to check, separated by commas: triton, sdpa, auto.")
-    ] = "triton",
+    backend: Annotated[str, option("Backends to check, separated by commas: triton, sdpa, auto.")] = "triton",
     as_json: AsJson = False,
 ) -> None:
     """Compare the operators and a small model with the fp64 reference.
@@ -182,13 +153,9 @@ def verify(
         if result.interpreted:
             typer.echo("No GPU found: using Triton's interpreter, with small shapes and without bf16.")
         for row in result.rows:
-            verdict = "pass" if row.passed else "FAIL"
-            head = f"{verdict}  {row.backend:6s} {row.dtype}  {row.case:52s}"
-            if row.problem is not None:
-                typer.echo(f"{head} {row.problem}")
-            else:
-                ratio = "eager is exact" if row.ratio is None else f"{row.ratio:.2f}x eager's error"
-                typer.echo(f"{head} error {row.error:.1e} ({ratio})")
+            ratio = "eager is exact" if row.ratio is None else f"{row.ratio:.2f}x eager's error"
+            found = row.problem or f"error {row.error:.1e} ({ratio})"
+            typer.echo(f"{'pass' if row.passed else 'FAIL'}  {row.backend:6s} {row.dtype}  {row.case:52s} {found}")
         typer.echo(f"{sum(row.passed for row in result.rows)} of {len(result.rows)} passed on {result.device}")
     if not result.passed:
         raise typer.Exit(1)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .words import AsJson, integers
+from ..cli import AsJson, integers
 
 
 def kernels(

@@ -1,57 +1,63 @@
-"""`vit-fast optimize`: finds the fastest configuration of a model; `vit-fast cache`: lists cached results."""
+"""`vit-fast optimize`: finds the fastest configuration of a model; `vit-fast cache`: lists cached results.
+
+`vit-fast show` draws figures of a model's attention, features and filters.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import AsJson, integers, open_model, table, wide_console
+from ..cli import AsJson, Device, ImageSize, argument, integers, option, split_words, table, wide_console
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import Tensor, nn
 
+    from ..benchmarks.models import Model
     from ..measure.optimization import Optimization
+
+OTHER_BATCHES = 3  # to measure agreement
+FIGURES = ("patches", "filters", "positions", "attention", "rollout", "attention_distance", "features")
 
 
 def optimize(
     model: Annotated[
         str,
-        typer.Argument(
-            help="One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, FILE.onnx, or "
-            "package.module:function that returns an nn.Module."
+        argument(
+            "One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, FILE.onnx, or package.module:function "
+            "that returns an nn.Module."
         ),
     ],
-    batch: Annotated[int, typer.Option(help="Images per call.", min=1)] = 1,
-    img_size: Annotated[
-        str | None, typer.Option(help="Image size in pixels (default: the model's).", metavar="N|HxW")
-    ] = None,
-    allow: Annotated[
-        str | None, typer.Option(help="Also try lower precision: bf16, fp16, int8, fp8.", metavar="A,B")
-    ] = None,
+    batch: Annotated[int, option("Images per call.", min=1)] = 1,
+    img_size: ImageSize = None,
+    allow: Annotated[str | None, option("Also try lower precision: bf16, fp16, int8, fp8.", metavar="A,B")] = None,
     min_agreement: Annotated[
-        float, typer.Option(help="With --allow: required top-1 agreement with the model.", min=0, max=1)
+        float, option("With --allow: required top-1 agreement with the model.", min=0, max=1)
     ] = 0.99,
     images: Annotated[
         list[Path] | None,
-        typer.Option(help="Image files or folders for check and calibration (default: matplotlib's sample image)."),
+        option("Image files or folders for check and calibration (default: matplotlib's sample image)."),
     ] = None,
     budget: Annotated[
-        float, typer.Option(help="Time limit of the search in seconds, including builds, exports and checks.", min=1)
+        float, option("Time limit of the search in seconds, including builds, exports and checks.", min=1)
     ] = 100,
-    latency: Annotated[bool, typer.Option("--latency", help="Minimize p90 latency instead of median latency.")] = False,
+    latency: Annotated[bool, option("Minimize p90 latency instead of median latency.", "--latency")] = False,
     memory_limit: Annotated[
         float | None,
-        typer.Option(help="Skip candidates that need more than this many MiB in addition to the model.", min=0.001),
+        option("Skip candidates that need more than this many MiB in addition to the model.", min=0.001),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    save: Annotated[Path | None, typer.Option(help="Save the result for vit_fast.load_optimized.")] = None,
+    device: Device = "auto",
+    save: Annotated[Path | None, option("Save the result for vit_fast.load_optimized.")] = None,
     export: Annotated[
-        Path | None, typer.Option(help="New or empty folder for the result: an ONNX file or a PyTorch package.")
+        Path | None, option("New or empty folder for the result: an ONNX file or a PyTorch package.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and everything else to stderr.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the fastest configuration of a model on this machine, verify it against fp64, and cache it.
 
@@ -77,7 +83,7 @@ def optimize(
             opened.example,
             budget_s=budget,
             lossless=allow is None,
-            allow=None if allow is None else [name.strip() for name in allow.split(",")],  # type: ignore[misc]  # checked
+            allow=split_words(allow),  # type: ignore[arg-type]  # checked by run
             min_agreement=min_agreement,
             calibration=opened.image_files,
             images=opened.others,
@@ -87,13 +93,14 @@ def optimize(
         )
     if result.table:
         console.print(_table(result))
-    console.print(f"{opened.model.name}, batch {batch}: {result}", soft_wrap=True, highlight=False, markup=False)
+    plain: dict[str, Any] = {"soft_wrap": True, "highlight": False, "markup": False}
+    console.print(f"{opened.model.name}, batch {batch}: {result}", **plain)
     if save is not None:
         result.save(save)
-        console.print(f"wrote {save}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"wrote {save}", **plain)
     if export is not None:
         for path in deploy(result.cached, opened.module, opened.example, export, opened.image_files):
-            console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)
+            console.print(f"wrote {path}", **plain)
     if as_json:
         rows = [_plain(row) for row in result.table]
         typer.echo(json.dumps(result.cached.to_dict() | {"name": result.candidate.name, "table": rows}, indent=2))
@@ -122,15 +129,13 @@ def _table(result: Optimization) -> Table:
         if (found := row.checked) is not None:
             peak = f"{found.peak_bytes / 2**20:.0f}"
             checked = [f"{found.error:.1e}", f"{found.agreement:.1%}", peak, f"{found.first_call_s:.1f}"]
-        chosen = row.candidate == result.candidate
         cells = map(escape, (row.candidate.name, *timed, *checked, row.reason or "selected"))
-        made.add_row(*cells, style="bold" if chosen else None)
+        made.add_row(*cells, style=None if row.reason else "bold")
     return made
 
 
 def cache(
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all cached results.")] = False,
-    as_json: AsJson = False,
+    clear: Annotated[bool, option("Remove all cached results.", "--clear")] = False, as_json: AsJson = False
 ) -> None:
     """List or remove the cached results of `optimize`."""
     from ..measure import cache
@@ -150,3 +155,108 @@ def cache(
             f"{path.stem}  {key['request']['objective']}, {shapes}, model {key['model']}, {key['machine']['device']}: "
             f"{result.candidate.name}, speedup {result.figures['speedup']:.2f}"
         )
+
+
+def show(
+    model: Annotated[
+        str,
+        argument(
+            "One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, or package.module:function that returns "
+            "an nn.Module."
+        ),
+    ],
+    image: Annotated[Path | None, argument("An image file (default: matplotlib's sample image).")] = None,
+    figures: Annotated[str, option(f"Some of {', '.join(FIGURES)}.", metavar="A,B")] = ",".join(FIGURES),
+    blocks: Annotated[
+        str, option("Blocks of the attention figure; negative indices count from the end.", metavar="0,-1")
+    ] = "0,-1",
+    img_size: ImageSize = None,
+    out: Annotated[Path, option("Folder for the files FIGURE.png.")] = Path("figures"),
+) -> None:
+    """Draw patches, filters, positions, attention and features of a model as PNG files.
+
+    Skips figures that do not apply to the model and prints the reason.
+    """
+    from .. import figures as drawn
+    from ..errors import UnsupportedInputError
+    from ..files import check_replaceable, file_aside
+
+    check_replaceable(out / "figure.png")
+    wanted = split_words(figures) or []
+    for name in wanted:
+        if name not in FIGURES:
+            raise ValueError(f"--figures must be among {', '.join(FIGURES)}, got {name}")
+    options = {"attention": {"blocks": integers("--blocks", blocks)}}
+    opened = open_model(model, 1, [] if image is None else [image], "cpu", integers("--img-size", img_size, "x"))
+    prepared = drawn.open_image(
+        opened.module, image or opened.image_files[0], data_config=opened.model.data, image_hw=opened.model.image_hw,
+        in_chans=opened.model.in_chans,
+    )  # fmt: skip
+    made = {}
+    for name in wanted:
+        try:
+            inputs = [opened.module] if name == "filters" else [opened.module, prepared]
+            made[name] = getattr(drawn, name)(*inputs, **options.get(name, {}))
+        except UnsupportedInputError as error:
+            typer.echo(f"skipped {name}: {'; '.join(error.reasons)}", err=True)
+    for name, figure in made.items():
+        path = out / f"{name}.png"
+        with file_aside(path) as aside:
+            figure.savefig(aside)
+        typer.echo(f"wrote {path}")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model in fp32 on its device, with an example batch, other batches, and the image files."""
+
+    model: Model
+    module: nn.Module
+    example: Tensor
+    others: list[Tensor]
+    image_files: tuple[Path, ...]
+
+
+def open_model(
+    name: str, batch: int, images: Sequence[Path], device: str = "auto", img_size: Sequence[int] | None = None
+) -> Opened:
+    """Opens a model and images with the same arguments as `vit-fast bench`; see make_configuration.
+
+    Raises:
+        ValueError: an argument is unknown, out of range or unreadable, or the name matches several models.
+    """
+    import numpy as np
+    import torch
+
+    from ..apps.data import as_pixels, read_image
+    from ..benchmarks.candidates import build_reference
+    from ..benchmarks.configuration import make_configuration
+    from ..benchmarks.models import MAX_VIEWS, Task
+    from ..benchmarks.preparation import image_views, random_weights
+    from ..measure.runtimes import OnnxFile
+
+    configuration = make_configuration(
+        images, models=[name], batch_sizes=[batch], dtypes=["fp32"], img_size=img_size, device=device
+    )
+    on, paths = configuration.device, configuration.images
+    if len(configuration.models) > 1:
+        names = ", ".join(model.name for model in configuration.models)
+        raise ValueError(f"the name must match one model, got {name!r}, which matches {names}")
+    (model,) = configuration.models
+    if model.onnx is not None:
+        module: Any = OnnxFile(model.onnx, on, img_size if img_size is None else model.image_hw)
+    elif model.kind not in ("ours", "given"):
+        raise ValueError(f"the model must not be a single block or operator, got {name}")
+    else:
+        weights = model.weights if model.config is None or model.weights else random_weights(model.config)
+        module = build_reference(Task(model, weights, torch.float32, on, batch))
+    count = max(batch, min(MAX_VIEWS, batch * (1 + OTHER_BATCHES)))
+    if model.onnx is None:
+        views = image_views(paths, model, count)
+    elif module.runner.takes_pixels:
+        views = torch.from_numpy(as_pixels(read_image(paths[0]), count, module.runner.in_chans))
+    else:
+        one = torch.from_numpy(module.runner.example(1, np.random.default_rng(0)))
+        views = image_views(paths, model, count).to(one.dtype)
+    batches = [part for part in views.to(on).split(batch) if len(part) == batch]
+    return Opened(model, module, batches[0], batches[1:], paths)

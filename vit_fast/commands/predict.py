@@ -1,52 +1,52 @@
-"""`vit-fast predict`: prints the most probable classes of images."""
+"""`vit-fast predict`: prints the most probable classes of images; `vit-fast evaluate`: measures the accuracy."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import AsJson, Backend, ClassNames, DataConfigFile, WeightsFile, WeightsModel
+from ..cli import AsJson, Backend, ClassNames, DataConfigFile, Device, WeightsFile, WeightsModel, argument, option
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..apps.classifiers import Evaluation
     from ..model import VisionTransformer
 
 BATCH_SIZE = 16
+LISTED = 20  # number of disagreements and classes to print; --json prints all
 
 
 def predict(
-    images: Annotated[list[Path], typer.Argument(help="Image files or folders.", metavar="IMAGE...")],
+    images: Annotated[list[Path], argument("Image files or folders.", metavar="IMAGE...")],
     weights: WeightsFile,
     model: WeightsModel = None,
     classes: ClassNames = None,
-    top_k: Annotated[int, typer.Option("--top-k", help="Number of classes per image.")] = 5,
+    top_k: Annotated[int, option("Number of classes per image.", "--top-k")] = 5,
     backend: Backend = "auto",
     data_config: DataConfigFile = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Write predicted class, probabilities and embedding of each image to this Parquet file. Re-run the "
-            "command to resume an interrupted run."
+        option(
+            "Write predicted class, probabilities and embedding of each image to this Parquet file. Re-run the command "
+            "to resume an interrupted run."
         ),
     ] = None,
-    engine: Annotated[
-        str,
-        typer.Option(help="With --out: local, or ray for a Ray cluster (RAY_ADDRESS)."),
-    ] = "local",
+    engine: Annotated[str, option("With --out: local, or ray for a Ray cluster (RAY_ADDRESS).")] = "local",
     workers: Annotated[
         int | None,
-        typer.Option(
-            help="With --out: processes that read images; with ray, they also run the model (default: one per core).",
+        option(
+            "With --out: processes that read images; with ray, they also run the model (default: one per core).",
             show_default=False,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Classify images: print the most probable classes, or write predictions and embeddings to a Parquet file."""
@@ -67,7 +67,7 @@ def predict(
         here = "cpu" if engine == "ray" else device  # workers of the cluster copy the model to their device
         _to_parquet(open_classifier(weights, model, backend, here), files, out, given, workers, engine, device)
         return
-    known, rows = classify(files, weights, model, backend, device, data_config)
+    known, rows = _classify(files, weights, model, backend, device, data_config)
     results = []
     for file, probabilities in zip(files, rows):
         names = class_names_for(len(probabilities), given, known)
@@ -75,9 +75,7 @@ def predict(
         top = [{"index": i, "class": names[i], "probability": float(probabilities[i])} for i in best]
         results.append({"image": str(file), "top": top})
         if not as_json:
-            typer.echo(f"{file}")
-            for row in top:
-                typer.echo(f"  {row['probability']:7.2%}  {row['class']}")
+            typer.echo("\n".join([str(file), *(f"  {row['probability']:7.2%}  {row['class']}" for row in top)]))
     if as_json:
         typer.echo(json.dumps(results, indent=2))
 
@@ -103,7 +101,7 @@ def _to_parquet(
     typer.echo(f"wrote {out}: {done.images} images{taken}, {len(done.bad)} unreadable")
 
 
-def classify(
+def _classify(
     files: Sequence[Path],
     weights: str,
     model: str | None = None,
@@ -111,15 +109,7 @@ def classify(
     device: str = "auto",
     data_config: Path | None = None,
 ) -> tuple[Sequence[str] | None, Iterator[np.ndarray]]:
-    """Opens weights or an ONNX file and classifies images.
-
-    Returns:
-        The class names of the file, and an iterator over the probabilities of each image. The iterator raises
-        ImageError if an image cannot be read, and ValueError if its logits are not finite.
-    Raises:
-        ValueError: an option does not apply to this kind of file; see also open_classifier.
-        ModelFileError: the ONNX file cannot be run.
-    """
+    """Opens weights or an ONNX file; returns its class names, and an iterator over the probabilities of each image."""
     if weights.endswith(".onnx"):
         if model is not None:
             raise ValueError(f"--model {model} cannot be combined with an ONNX file")
@@ -167,3 +157,106 @@ def _classify_by_onnx(
                 yield row
 
     return runner.class_names, probabilities()
+
+
+def evaluate(
+    folder: Annotated[Path, argument("Folder with one subfolder of images per class.")],
+    weights: WeightsFile,
+    model: WeightsModel = None,
+    against: Annotated[
+        str | None, option("Weights of a second model: list the images with different predicted classes.")
+    ] = None,
+    classes: ClassNames = None,
+    backend: Backend = "auto",
+    data_config: DataConfigFile = None,
+    confusion: Annotated[Path | None, option("Draw the confusion matrix to this .png, .svg or .pdf file.")] = None,
+    as_json: Annotated[bool, option("Print JSON with all classes and disagreements.", "--json")] = False,
+) -> None:
+    """Measure top-1, top-5 and per-class accuracy of a model on labeled images, or compare it with a second model."""
+    from ..apps.classifiers import draw_confusion, read_class_names
+    from ..files import check_replaceable, file_aside
+
+    if confusion is not None:
+        check_replaceable(confusion)
+    requested = [weights] if against is None else [weights, against]
+    if data_config is not None and not any(name.endswith(".onnx") for name in requested):
+        raise ValueError(f"--data-config requires an ONNX file, got {' and '.join(requested)}")
+    given = None if classes is None else read_class_names(classes)
+    names, evaluation = _evaluate(folder, weights, given, model, backend, data_config)
+    other: Evaluation | None = None
+    disagreements: list[dict[str, Any]] = []
+    if against is not None:
+        _, other = _evaluate(folder, against, names, model, backend, data_config)
+        disagreements = [_disagreement(evaluation, other, names, i) for i in evaluation.disagreements(other)]
+    if as_json:
+        content = _summary(evaluation, names) | {"confusion": evaluation.confusion.tolist()}
+        if other is not None:
+            content |= {"against": _summary(other, names), "disagreements": disagreements}
+        typer.echo(json.dumps(content, indent=2))
+    else:
+        _print(evaluation, other, names, disagreements)
+    if confusion is not None:  # last, so that the result is printed even if this fails
+        with file_aside(confusion) as aside:
+            draw_confusion(evaluation, names, aside)
+
+
+def _evaluate(
+    folder: Path, weights: str, given: Sequence[str] | None, model: str | None, backend: str, data_config: Path | None
+) -> tuple[Sequence[str], Evaluation]:
+    from ..apps.classifiers import class_names_for, labelled_images
+    from ..apps.classifiers import evaluate as collect
+    from ..apps.data import ImageFolder
+
+    files = [file for file, _ in ImageFolder(folder).files]
+    if weights.endswith(".onnx"):  # --model and --backend apply to weights, --data-config to ONNX files
+        known, rows = _classify(files, weights, data_config=data_config)
+    else:
+        known, rows = _classify(files, weights, model, backend)
+    first = next(rows)  # its length is the number of classes
+    names = class_names_for(len(first), given, known)
+    return names, collect(labelled_images(folder, len(first), given or known), chain([first], rows))
+
+
+def _summary(evaluation: Evaluation, names: Sequence[str]) -> dict[str, Any]:
+    # "taken for" is the former name of "confused_with", for existing readers
+    classes = [row | {"taken for": row["confused_with"]} for row in evaluation.by_class(names)]
+    return {"images": len(evaluation.files), "top1": evaluation.top1, "top5": evaluation.top5, "classes": classes}
+
+
+def _disagreement(one: Evaluation, other: Evaluation, names: Sequence[str], index: int) -> dict[str, Any]:
+    predicted = names[one.predicted[index, 0]]
+    return {
+        "image": str(one.files[index]),
+        "class": names[one.labels[index]],
+        "predicted": predicted,
+        "answer": predicted,  # former name of "predicted", for existing readers
+        "probability": float(one.probabilities[index, 0]),
+        "against": names[other.predicted[index, 0]],
+        "against_probability": float(other.probabilities[index, 0]),
+    }
+
+
+def _print(
+    evaluation: Evaluation, other: Evaluation | None, names: Sequence[str], disagreements: Sequence[dict[str, Any]]
+) -> None:
+    typer.echo(f"{len(evaluation.files)} images: top-1 {evaluation.top1:.2%}, top-5 {evaluation.top5:.2%}")
+    rows = sorted(evaluation.by_class(names), key=lambda row: row["top1"])
+    for row in rows[:LISTED]:
+        confused = "" if row["confused_with"] is None else f", most often confused with {row['confused_with']}"
+        typer.echo(f"  {row['top1']:7.2%}  {row['class']} ({row['images']} images){confused}")
+    if len(rows) > LISTED:
+        typer.echo(f"  ... and {len(rows) - LISTED} classes with higher accuracy")
+    if other is None:
+        return
+    share = len(disagreements) / len(evaluation.files)
+    typer.echo(
+        f"against: top-1 {other.top1:.2%}, top-5 {other.top5:.2%}; "
+        f"the models disagree on {len(disagreements)} images ({share:.2%})"
+    )
+    for row in disagreements[:LISTED]:
+        typer.echo(
+            f"  {row['image']} ({row['class']}): {row['predicted']} {row['probability']:.1%}, "
+            f"against {row['against']} {row['against_probability']:.1%}"
+        )
+    if len(disagreements) > LISTED:
+        typer.echo(f"  ... and {len(disagreements) - LISTED} more: use --json to list all")

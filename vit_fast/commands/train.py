@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,56 +10,44 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import Backend, Side, model_name
+from ..cli import Backend, Side, argument, model_name, option
 
 if TYPE_CHECKING:
     from ..apps.trainer import Measure, TrainConfig
-
-TRAINED, VALIDATED, INK, FAINT = "#94a3b8", "#0f766e", "#1e293b", "#64748b"
 
 
 def train(
     data: Annotated[
         Path | None,
-        typer.Argument(
-            help="Folder with one subfolder of images per class, or with MNIST, FashionMNIST or CIFAR10 as "
-            "downloaded by torchvision (default: 1,797 bundled images of digits)."
+        argument(
+            "Folder with one subfolder of images per class, or with MNIST, FashionMNIST or CIFAR10 as downloaded by "
+            "torchvision (default: 1,797 bundled images of digits)."
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for weights, checkpoint, log and plot.")] = Path("trained"),
+    out: Annotated[Path, option("Folder for weights, checkpoint, log and plot.")] = Path("trained"),
     model: Annotated[
-        str,
-        typer.Option(help="One of `vit-fast models`, a weights file of vit-fast, or a Hugging Face Hub id."),
+        str, option("One of `vit-fast models`, a weights file of vit-fast, or a Hugging Face Hub id.")
     ] = "vit_micro_patch7_28",
     weights: Annotated[
-        str | None,
-        typer.Option(help="Fine-tune these weights: a file, a folder or a Hugging Face Hub id."),
+        str | None, option("Fine-tune these weights: a file, a folder or a Hugging Face Hub id.")
     ] = None,
     validation: Annotated[
-        Path | None, typer.Option(help="Measure the accuracy on this folder, with one subfolder of images per class.")
+        Path | None, option("Measure the accuracy on this folder, with one subfolder of images per class.")
     ] = None,
-    epochs: Annotated[
-        int | None, typer.Option(help="Number of epochs (default: from the model's recipe or TrainConfig).")
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Images per step, summed over all processes.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate after the warm-up.")] = None,
+    epochs: Annotated[int | None, option("Number of epochs (default: from the model's recipe or TrainConfig).")] = None,
+    batch_size: Annotated[int | None, option("Images per step, summed over all processes.")] = None,
+    lr: Annotated[float | None, option("Learning rate after the warm-up.")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", help="Set another field of TrainConfig, e.g. mixup=0.2. Can be repeated.", metavar="NAME=VALUE"
-        ),
+        option("Set another field of TrainConfig, e.g. mixup=0.2. Can be repeated.", "--set", metavar="NAME=VALUE"),
     ] = None,
-    drop_path: Annotated[float, typer.Option(help="Drop path rate (stochastic depth) of the last block.")] = 0.0,
+    drop_path: Annotated[float, option("Drop path rate (stochastic depth) of the last block.")] = 0.0,
     img_size: Side = None,
     backend: Backend = "auto",
-    workers: Annotated[int, typer.Option(help="Additional processes that read images.")] = 0,
-    parallel: Annotated[str, typer.Option(help="Under torchrun: ddp, or fsdp, which shards the parameters.")] = "ddp",
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Also write logs for TensorBoard to OUT/tensorboard.")
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the run in --out after its last finished epoch.")
-    ] = False,
+    workers: Annotated[int, option("Additional processes that read images.")] = 0,
+    parallel: Annotated[str, option("Under torchrun: ddp, or fsdp, which shards the parameters.")] = "ddp",
+    tensorboard: Annotated[bool, option("Also write TensorBoard logs to OUT/tensorboard.", "--tensorboard")] = False,
+    resume: Annotated[bool, option("Resume the run in --out after its last finished epoch.", "--resume")] = False,
 ) -> None:
     """Train or fine-tune a model on labeled images. Prints loss and accuracy after each epoch, and plots them."""
     from ..apps.datasets import open_data
@@ -120,14 +106,14 @@ def _print_result(out: Path, rows: list[dict[str, Any]], config: TrainConfig) ->
     if row["accuracy"] is not None:
         typer.echo(f"validation loss: {row['held_out_loss']:.2f}")
         typer.echo(f"validation accuracy: {row['accuracy']:.2%}")
-    with file_aside(out / "curve.png") as curve:
-        curve.write_bytes(_draw_curve(rows))
+    with file_aside(out / "curve.png") as aside:
+        _draw_curve(rows, aside)
     typer.echo(f"wrote {out / WEIGHTS}, {out / 'curve.png'}")
 
 
 @contextmanager
 def _progress(shown: bool, epochs: int) -> Iterator[Callable[[int, int, int, Measure], None]]:
-    """Shows a progress bar with loss, accuracy and images per second on a terminal."""
+    """Shows a progress bar with the loss and images per second of the last steps on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -135,54 +121,34 @@ def _progress(shown: bool, epochs: int) -> Iterator[Callable[[int, int, int, Mea
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task("", total=None)
-        seen, correct, loss, begun = 0, 0, 0.0, time.perf_counter()
 
         def on_step(epoch: int, step: int, steps: int, measure: Measure) -> None:
-            nonlocal seen, correct, loss, begun
-            if step == 0:  # exclude the first batch of an epoch from the rate, because workers start in it
-                seen, correct, loss, begun = 0, 0, 0.0, time.perf_counter()
+            if step == 0:
                 progress.reset(task, total=steps)
-            else:
-                seen, correct, loss = seen + measure.seen, correct + measure.correct, loss + measure.loss * measure.seen
-            if seen:
-                rate = seen / (time.perf_counter() - begun)
-                text = f"epoch {epoch + 1}/{epochs}  loss {loss / seen:.4f}  accuracy {correct / seen:.1%}"
-                progress.update(task, completed=step + 1, description=f"{text}  {rate:,.0f} images/s")
+            rate = (progress.tasks[0].speed or 0.0) * measure.seen
+            text = f"epoch {epoch + 1}/{epochs}  loss {measure.loss:.4f}  {rate:,.0f} images/s"
+            progress.update(task, completed=step + 1, description=text)
 
         yield on_step
 
 
-def _draw_curve(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Plots loss and accuracy per epoch for training and validation images; returns a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def _draw_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Plots loss and accuracy per epoch for training and validation images as a PNG file."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.0, 3.8), dpi=150, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(10.0, 3.8), dpi=150, layout="constrained")
     epochs = [row["epoch"] + 1 for row in rows]
-    for axes, title, fields, scale in zip(
-        figure.subplots(1, 2),
-        ("loss", "accuracy, percent"),
-        (("loss", "held_out_loss"), ("train_accuracy", "accuracy")),
-        (1, 100),
-        strict=True,
-    ):
-        axes.set_title(title, loc="left", fontsize=10, color=INK, weight="bold")
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color(FAINT)
-        axes.tick_params(left=False, labelsize=9, labelcolor=INK, color=FAINT)
-        axes.grid(axis="y", color=FAINT, alpha=0.2)
-        axes.set_xlabel("epoch", fontsize=9, color=FAINT)
+    panels = (("loss", 1, "loss", "held_out_loss"), ("accuracy, percent", 100, "train_accuracy", "accuracy"))
+    for axes, (title, scale, *fields) in zip(figure.subplots(1, 2), panels, strict=True):
+        axes.set(title=title, xlabel="epoch")
+        axes.grid(axis="y", alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        for field, color, name in zip(fields, (TRAINED, VALIDATED), ("training", "validation"), strict=True):
+        for field, name in zip(fields, ("training", "validation"), strict=True):
             if rows[-1][field] is not None:
                 values = [scale * row[field] for row in rows]
-                marker = "o" if len(rows) == 1 else None
-                axes.plot(epochs, values, color=color, linewidth=2, marker=marker, label=f"{name}: {values[-1]:.4g}")
-        axes.legend(frameon=False, fontsize=9, labelcolor=INK)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+                axes.plot(epochs, values, marker=".", label=f"{name}: {values[-1]:.4g}")
+        axes.legend(frameon=False)
+    figure.savefig(path, format="png")
 
 
 @contextmanager
