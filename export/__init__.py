@@ -17,13 +17,10 @@ from vit_fast.errors import MissingPackageError
 if TYPE_CHECKING:
     from .deployment import trtexec_line, write_card, write_triton_repository
     from .exporter import export_onnx
-    from .onnx_calibration import CalibrationError
-    from .quantise import QuantisationError
+    from .quantise import CalibrationError, QuantisationError
     from .report import ExportReport
-    from .runtime.metadata import inspect_onnx
-    from .runtime.model_files import ModelFileError
-    from .runtime.providers import ProviderError
-    from .runtime.runner import OnnxRunner
+    from .runtime.metadata import ModelFileError, inspect_onnx
+    from .runtime.runner import OnnxRunner, ProviderError
     from .verification import VerificationError
 
 __all__ = [
@@ -31,19 +28,18 @@ __all__ = [
     "VerificationError", "export_onnx", "inspect_onnx", "trtexec_line", "write_card", "write_triton_repository",
 ]  # fmt: skip
 
-_LAZY = {
-    "CalibrationError": ".onnx_calibration", "ExportReport": ".report", "ModelFileError": ".runtime.model_files",
-    "OnnxRunner": ".runtime.runner", "ProviderError": ".runtime.providers", "QuantisationError": ".quantise",
+_PLACES = {
+    "CalibrationError": ".quantise", "ExportReport": ".report", "ModelFileError": ".runtime.metadata",
+    "OnnxRunner": ".runtime.runner", "ProviderError": ".runtime.runner", "QuantisationError": ".quantise",
     "VerificationError": ".verification", "export_onnx": ".exporter", "inspect_onnx": ".runtime.metadata",
     "trtexec_line": ".deployment", "write_card": ".deployment", "write_triton_repository": ".deployment",
 }  # fmt: skip
-_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
-        if missing:
-            raise MissingPackageError(f"{', '.join(missing)} not installed: pip install 'vit-fast[export]'")
-        return getattr(importlib.import_module(_LAZY[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    packages = ("onnx", "onnxscript", "onnxruntime")
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise MissingPackageError(f"{', '.join(missing)} not installed: pip install 'vit-fast[export]'")
+    return getattr(importlib.import_module(_PLACES[name], __name__), name)

@@ -1,4 +1,4 @@
-"""Captures a model as an ONNX graph with torch.export and torch's ONNX exporter. Attention stays one node."""
+"""Captures a model as an ONNX graph with torch.export and torch's ONNX exporter."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.libraries.interface.image_model import ImageModel, Output
 
-from .exported_blocks import exportable_copy
-from .optimise import translation_table
+from .exported_blocks import exportable_copy, exported_attention, translation_table
 from .options import ExportOptions
 
 INPUT, BATCH = "images", "batch"
@@ -40,14 +39,10 @@ class _Exported(nn.Module):
         return result.softmax(-1) if self._options.output == "probabilities" else result
 
 
-def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
-    """Captures a model, for fp16 and bf16 a copy in that dtype, as an ONNX graph.
+def capture(vit: ImageModel, options: ExportOptions) -> tuple[ir.Model, int]:
+    """Captures a model as an ONNX graph; also returns the number of blocks with attention of packed qkv.
 
-    The input is "images" [batch, in_chans, height, width] fp32; the output is named options.output. Each attention is
-    one placeholder node (see optimise.py).
-
-    Raises:
-        UnsupportedInputError: an operator cannot be exported; names its module.
+    The input is "images" [batch, in_chans, height, width] fp32; the output is named options.output.
     """
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(options.dtype, torch.float32)
     if dtype != torch.float32:
@@ -58,7 +53,8 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
         model = _to_onnx(exported, options)
     _rename_symbols(model)
     common_passes.ClearMetadataAndDocStringPass()(model)
-    return model
+    packed = sum(node.target is exported_attention._opoverload for node in exported.graph.nodes)
+    return model, packed
 
 
 def _torch_export(module: nn.Module, vit: ImageModel, options: ExportOptions) -> Any:
@@ -79,7 +75,7 @@ def _to_onnx(exported: Any, options: ExportOptions) -> ir.Model:
     try:
         program = torch.onnx.export(
             exported, dynamo=True, opset_version=options.opset, input_names=[INPUT], output_names=[options.output],
-            custom_translation_table=translation_table(), verbose=False,
+            custom_translation_table=translation_table(options), verbose=False,
         )  # fmt: skip
     except Exception as error:
         raise UnsupportedInputError("export to ONNX", _untranslatable(exported, error)) from error

@@ -11,9 +11,9 @@ Shapes" and "trtexec". A strongly typed network computes in the types of the fil
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,18 @@ from google.protobuf import text_encoding
 from vit_fast.arguments import check_choice, check_integer
 from vit_fast.errors import UnsupportedInputError, check_type
 from vit_fast.files import file_aside, folder_aside
-from vit_fast.version import __version__
 
-from .runtime.metadata import OnnxInfo, damaged, inspect_onnx, read_signature
-from .runtime.model_files import ModelFileError, copy_model, parts_of
+from .report import Accuracy, Check, Quantised
+from .runtime.metadata import (
+    ModelFileError,
+    OnnxInfo,
+    copy_model,
+    damaged,
+    inspect_onnx,
+    parts_of,
+    read_signature,
+    shortened,
+)
 
 DATA_TYPES = {
     "float": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "double": "TYPE_FP64",
@@ -37,8 +45,6 @@ TARGET_DEVICES = {"ort-cpu": "cpu", "ort-cuda": "gpu", "tensorrt": "gpu"}
 ACCELERATOR_MODES = {"fp32": "FP32", "fp16": "FP16", "int8": "INT8"}
 QUEUE_DELAY_US = 500
 LABELS = "labels.txt"
-
-Shape = tuple[int, ...]
 BATCHES = (1, 8, 64)
 """Smallest, typical and largest batch size of an engine."""
 SIDES = (0.5, 1.0, 2.0)
@@ -68,20 +74,19 @@ def write_triton_repository(
     check_type("model_path", model_path, str, Path)
     check_type("repository", repository, str, Path)
     check_type("name", name, str, type(None))
-    model_path, repository = Path(model_path), Path(repository)
-    name = name or model_path.stem
+    name = name or Path(model_path).stem
     check_integer("max_batch", max_batch, 1)
     check_integer("instances", instances, 1)
     check_choice("device", device, (None, *INSTANCE_KINDS))
-    target = check_triton_repository(repository, name)
+    target = check_triton_repository(Path(repository), name)
     info = inspect_onnx(model_path)
     device = device or TARGET_DEVICES.get(str(info.metadata.get("target")), "auto")
-    config = server_config(info, name, max_batch, instances, device)
+    config = _server_config(info, name, max_batch, instances, device)
     with folder_aside(target) as aside:
-        copy_model(model_path, aside / "1" / "model.onnx")
+        copy_model(Path(model_path), aside / "1" / "model.onnx")
         if labels := _labels(info):
             (aside / LABELS).write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
-        (aside / "config.pbtxt").write_text(config, encoding="utf-8")
+        (aside / "config.pbtxt").write_text(_as_text(config), encoding="utf-8")
     return target
 
 
@@ -95,12 +100,18 @@ def check_triton_repository(repository: Path, name: str) -> Path:
     return target
 
 
-def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, device: str) -> str:
-    """Returns the config.pbtxt of a file: the server's ModelConfig in protobuf's text format.
+def accelerator_mode(precision: str) -> str:
+    """Returns the server's name of a precision; raises UnsupportedInputError if its TensorRT accelerator has none."""
+    if precision not in ACCELERATOR_MODES:
+        known = ", ".join(ACCELERATOR_MODES)
+        reasons = [f"the precision of the server's TensorRT accelerator must be one of {known}, got {precision}"]
+        reasons.append("export without a repository, and build an engine with the trtexec command that export prints")
+        raise UnsupportedInputError("a repository for Triton Inference Server with TensorRT", reasons)
+    return ACCELERATOR_MODES[precision]
 
-    A file for TensorRT uses the server's TensorRT accelerator, which builds an engine at the first request. Warm-up
-    requests of one image and of a full batch build the engines before the model is ready.
-    """
+
+def _server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, device: str) -> dict[str, Any]:
+    """Returns the server's ModelConfig. Warm-up requests build TensorRT engines before the model is ready."""
     dynamic = all(not isinstance(v["shape"][0], int) for v in [*info.inputs, *info.outputs] if v["shape"])
     config: dict[str, Any] = {
         "name": name,
@@ -121,25 +132,14 @@ def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, dev
         mode = {"key": "precision_mode", "value": accelerator_mode(str(info.metadata.get("precision")))}
         accelerator = {"name": "tensorrt", "parameters": [mode]}
         config["optimization"] = {"execution_accelerators": {"gpu_execution_accelerator": [accelerator]}}
-    if dynamic and info.output is not None and (profile := shape_profile(info, (1, 1, max_batch))):
-        sizes = dict.fromkeys((1, max_batch))
-        config["model_warmup"] = [_warm_up(config["input"][0], profile["opt"][1:], size) for size in sizes]
-    return "".join(_lines(config))
-
-
-def accelerator_mode(precision: str) -> str:
-    """Returns the server's name of a precision; raises UnsupportedInputError if its TensorRT accelerator has none."""
-    if precision not in ACCELERATOR_MODES:
-        known = ", ".join(ACCELERATOR_MODES)
-        reasons = [f"the precision of the server's TensorRT accelerator must be one of {known}, got {precision}"]
-        reasons.append("export without a repository, and build an engine with the trtexec command that export prints")
-        raise UnsupportedInputError("a repository for Triton Inference Server with TensorRT", reasons)
-    return ACCELERATOR_MODES[precision]
-
-
-def _warm_up(tensor: dict[str, Any], dims: tuple[int, ...], batch: int) -> dict[str, Any]:
-    value = {"data_type": tensor["data_type"], "dims": list(dims), "random_data": _Name("true")}
-    return {"name": f"batch {batch}", "batch_size": batch, "inputs": [{"key": tensor["name"], "value": value}]}
+    if dynamic and info.output is not None and (profile := _shape_profile(info)):
+        tensor = config["input"][0]
+        value = {"data_type": tensor["data_type"], "dims": list(profile["opt"][1:]), "random_data": _Name("true")}
+        inputs = [{"key": tensor["name"], "value": value}]
+        config["model_warmup"] = [
+            {"name": f"batch {batch}", "batch_size": batch, "inputs": inputs} for batch in dict.fromkeys((1, max_batch))
+        ]
+    return config
 
 
 def _labels(info: OnnxInfo) -> tuple[str, ...]:
@@ -165,32 +165,29 @@ def _tensor(value: dict[str, Any], dynamic: bool, info: OnnxInfo) -> dict[str, A
     }
 
 
-def _lines(message: dict[str, Any], indent: str = "") -> list[str]:
+def _as_text(message: dict[str, Any], indent: str = "") -> str:
+    """Formats a message in protobuf's text format."""
     lines = []
     for key, value in message.items():
         for item in value if isinstance(value, list) and value and isinstance(value[0], dict) else [value]:
             if isinstance(item, dict):
-                lines += [f"{indent}{key} {{\n", *_lines(item, indent + "  "), f"{indent}}}\n"]
+                lines.append(f"{indent}{key} {{\n{_as_text(item, indent + '  ')}{indent}}}\n")
             elif isinstance(item, str) and not isinstance(item, _Name):
                 lines.append(f'{indent}{key}: "{text_encoding.CEscape(item, as_utf8=True)}"\n')
             else:
                 lines.append(f"{indent}{key}: {item}\n")
-    return lines
+    return "".join(lines)
 
 
-def shape_profile(info: OnnxInfo, batches: tuple[int, int, int] = BATCHES) -> dict[str, Shape]:
-    """Returns the shapes of an engine for these batch sizes, as "min", "opt" and "max"; none for a fixed shape.
-
-    Raises:
-        ModelFileError: the file has no image input.
-    """
+def _shape_profile(info: OnnxInfo) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of an engine as "min", "opt" and "max"; none for a fixed shape."""
     signature = read_signature(info)
     if None not in signature.shape:
         return {}
     height, width = signature.image_hw or (224, 224)
     patches = signature.patch_hw or (1, 1)
     profile = {}
-    for name, batch, part in zip(("min", "opt", "max"), batches, SIDES):
+    for name, batch, part in zip(("min", "opt", "max"), BATCHES, SIDES):
         sides = [max(1, round(side * part / patch)) * patch for side, patch in zip((height, width), patches)]
         wanted = (batch, *sides, signature.in_chans) if signature.takes_pixels else (batch, signature.in_chans, *sides)
         profile[name] = tuple(fixed or size for fixed, size in zip(signature.shape, wanted))
@@ -201,7 +198,7 @@ def trtexec_line(info: OnnxInfo) -> str:
     """Returns the command that builds FILE.plan beside FILE.onnx."""
     path = Path(info.path)
     words = ["trtexec", f"--onnx={path}", f"--saveEngine={path.with_suffix('.plan')}", "--stronglyTyped"]
-    for name, shape in shape_profile(info).items():
+    for name, shape in _shape_profile(info).items():
         words.append(f"--{name}Shapes={info.inputs[0]['name']}:{'x'.join(map(str, shape))}")
     return shlex.join(words)
 
@@ -222,73 +219,53 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
     card = path.with_suffix(".md")
     if card == path:
         raise ValueError(f"path must not end in .md, the suffix of the card, got {path}")
-    info = inspect_onnx(path)
+    info, files = inspect_onnx(path), parts_of(path)
     try:
-        text = _text(info, parts_of(path), license_name)
-    except ModelFileError:
-        raise
+        checked = _checked(info.metadata)
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # metadata of another structure
         raise damaged(path, repr(error)) from None
+    facts = {"license": license_name or "unknown: ask the source of the weights"} | info.facts()
+    rows = [(name, shortened(value)) for name, value in facts.items() if name not in CHECKED and name != "config"]
+    run = [f'runner = OnnxRunner("{path.name}")', "probabilities = runner.probabilities([image])"]
+    if info.metadata.get("target") == "tensorrt":
+        run += ["", f"# as a TensorRT engine: {trtexec_line(replace(info, path=path.name))}"]
+    hashes = []
+    for file in files:
+        with file.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        hashes.append((file.name, str(file.stat().st_size), digest))
+    lines = [
+        *("---", f"license: {license_name or 'unknown'}", "library_name: onnx", "---", "", f"# {path.name}", ""),
+        *_markdown(("field", "value"), rows),
+        *("", "## Checked", "", *checked, "", "## Run", "", "    from vit_fast.export import OnnxRunner", ""),
+        *("    " + line if line else "" for line in run),
+        *("", "## Files", "", *_markdown(("file", "bytes", "sha256"), hashes), ""),
+    ]
     with file_aside(card) as aside:
-        aside.write_text(text, encoding="utf-8")
+        aside.write_text("\n".join(lines), encoding="utf-8")
     return card
 
 
-def _text(info: OnnxInfo, files: list[Path], license_name: str | None) -> str:
-    facts, name = info.metadata, files[0].name
-    versions = ", ".join(f"{package} {version}" for package, version in dict(facts.get("versions") or {}).items())
-    values: dict[str, Any] = {
-        "model": facts.get("model"),
-        "source": facts.get("source"),
-        "license": license_name or "unknown: ask the source of the weights",
-        "precision": facts.get("precision"),
-        "target": facts.get("target"),
-        "opset": info.opsets.get(""),
-        "input": ", ".join(f"`{i['name']}` {i['dtype']} {i['shape']}" for i in info.inputs),
-        "output": ", ".join(f"`{o['name']}` {o['dtype']} {o['shape']}, {info.output}" for o in info.outputs),
-        "preprocessing": "included in the file (uint8 input)" if info.preprocess else "not included in the file",
-        "data_config": json.dumps(info.data_config.to_dict()) if info.data_config else None,
-        "classes": len(info.class_names) if info.class_names else None,
-        "written by": f"vit-fast {__version__}, with {versions}",
-    }
-    lines = ["---", f"license: {license_name or 'unknown'}", "library_name: onnx", "---", "", f"# {name}", ""]
-    lines += ["| field | value |", "|---|---|"]
-    for what, value in values.items():
-        text = "unknown" if value is None else " ".join(str(value).split()).replace("|", "\\|")
-        lines.append(f"| {what} | {text} |")
-    lines += ["", "## Checked", "", *_checks(facts)]
-    lines += ["", "## Run", "", "    from vit_fast.export import OnnxRunner", ""]
-    lines += [f'    runner = OnnxRunner("{name}")', "    probabilities = runner.probabilities([image])"]
-    if facts.get("target") == "tensorrt":
-        lines += ["", "As a TensorRT engine:", "", f"    {trtexec_line(replace(info, path=name))}"]
-    lines += ["", "## Files", "", "| file | bytes | sha256 |", "|---|---|---|"]
-    lines += [f"| {file.name} | {file.stat().st_size} | {_sha256(file)} |" for file in files]
-    return "\n".join(lines) + "\n"
+CHECKED = ("verification", "accuracy", "eight_bit")
+"""Metadata that the section "Checked" of a card contains."""
 
 
-def _checks(facts: dict[str, Any]) -> list[str]:
-    verification, lines = facts.get("verification"), []
+def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *cells)]
+
+
+def _checked(facts: dict[str, Any]) -> list[str]:
+    verification, accuracy, eight_bit = (facts.get(name) for name in CHECKED)
+    lines = ["Not verified."]
     if isinstance(verification, dict):
-        lines.append(f"Compared with {verification['reference']}; allowed: {verification['budget']}.")
-        lines += ["", "| images | size | max error | rms error | top-1 agreement |", "|---|---|---|---|---|"]
-        for check in verification["checks"]:
-            same = "" if check["top1_agreement"] is None else f"{check['top1_agreement']:.1%}"
-            size = "x".join(map(str, check["image_hw"]))
-            row = (check["images"], size, f"{check['max_error']:.1e}", f"{check['rms_error']:.1e}", same)
-            lines.append(f"| {' | '.join(map(str, row))} |")
-    else:
-        lines.append("Not verified.")
-    if accuracy := facts.get("accuracy"):
-        lines += ["", f"Top-1 accuracy on {accuracy['images']} labeled images: {accuracy['file']:.2%} (model:"]
-        lines[-1] += f" {accuracy['model']:.2%})."
-    if eight_bit := facts.get("eight_bit"):
-        # earlier files have the fields "products" and "kept"
-        kept = ", ".join(eight_bit["in_float"] if "in_float" in eight_bit else eight_bit["kept"]) or "none"
-        count = eight_bit["matmuls"] if "matmuls" in eight_bit else eight_bit["products"]
-        lines += ["", f"{count} MatMuls in 8 bits. In float, to limit the loss of accuracy: {kept}."]
+        checks = [Check(**check) for check in verification["checks"]]
+        lines = [f"Compared with {verification['reference']}; allowed: {verification['budget']}.", ""]
+        lines += [f"- {check.title()}: {check.line()}" for check in checks]
+    if accuracy:
+        lines += ["", f"On labeled images: {Accuracy(**accuracy).line()}."]
+    if eight_bit:
+        former = {"products": "matmuls", "kept": "in_float"}  # names of fields in earlier files
+        done = Quantised(**{former.get(name, name): value for name, value in eight_bit.items()})
+        lines += ["", f"In 8 bits: {done.line()}."]
     return lines
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,23 +14,18 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnx_ir.passes.common as common_passes
+from onnxscript.rewriter import pattern, rewrite
 
 from vit_fast.quantization.schemes import Range, Scheme
 
-from .graphs import MICROSOFT, Writer, constant_of, replace
+from .graphs import MICROSOFT, constant_of
 
 ZEROS: dict[str, Any] = {"int8": np.int8, "uint8": np.uint8, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A MatMul of tokens x [B, N, C] with a constant weight [C, F], or of two activations inside attention.
-
-    Attributes:
-        node: The MatMul.
-        name: Name of the linear layer in the model if known; the same in every export.
-    """
+    """A MatMul of tokens [B, N, C] with a constant weight [C, F], or of two activations inside attention."""
 
     node: ir.Node
     name: str
@@ -47,34 +42,24 @@ class Product:
         return inputs if self.weight is None else inputs[:1]
 
 
-def linears(model: ir.Model) -> list[Product]:
-    """Returns the linear layers over tokens, in the order of the graph; excludes patch embedding and head.
-
-    Raises:
-        ValueError: the graph has no such layer.
-    """
-    found = []
+def products_of(model: ir.Model, scheme: Scheme) -> list[Product]:
+    """Returns the linear layers over tokens and, for e4m3, the MatMuls of attention; not patch embedding and head."""
+    linears: list[Product] = []
+    attention: list[Product] = []
     for node in model.graph:
-        if node.op_type != "MatMul" or node.domain:
-            continue
-        x, weight = node.inputs[0], constant_of(node.inputs[1])
-        if x is not None and weight is not None and weight.ndim == 2 and (x.shape is None or len(x.shape) == 3):
-            found.append(Product(node, _name_of(node)))
-    if not found:
-        raise ValueError("the model must have a linear layer over tokens for an 8-bit precision, got none")
-    return found
-
-
-def attention_products(model: ir.Model) -> list[Product]:
-    """Returns the MatMuls of q with k and of the softmax with v, if they are separate nodes."""
-    found = []
-    for node in model.graph:
-        if node.op_type == "Softmax" and not node.domain:
+        if node.op_type == "MatMul" and not node.domain:
+            x, weight = node.inputs[0], constant_of(node.inputs[1])
+            if x is not None and weight is not None and weight.ndim == 2 and (x.shape is None or len(x.shape) == 3):
+                linears.append(Product(node, _name_of(node)))
+        if node.op_type == "Softmax" and not node.domain and scheme.kind == "e4m3":
             scores = node.inputs[0].producer() if node.inputs[0] is not None else None
             mixed = [use.node for use in node.outputs[0].uses()]
             if scores is not None and scores.op_type == "MatMul" and [n.op_type for n in mixed] == ["MatMul"]:
-                found += [Product(scores, str(scores.name)), Product(mixed[0], str(mixed[0].name))]
-    return found
+                count = len(attention) // 2
+                attention += [Product(scores, f"attention {count}: q k"), Product(mixed[0], f"attention {count}: p v")]
+    if not linears:
+        raise ValueError("the model must have a linear layer over tokens for an 8-bit precision, got none")
+    return linears + attention
 
 
 def _name_of(node: ir.Node) -> str:
@@ -86,20 +71,10 @@ def _name_of(node: ir.Node) -> str:
     return str(node.name)
 
 
-def is_probability(value: ir.Value) -> bool:
-    """True if a value is the output of a softmax, and therefore between 0 and 1."""
-    producer = value.producer()
-    return producer is not None and producer.op_type == "Softmax"
-
-
 def quantise_products(
     model: ir.Model, products: Sequence[Product], scheme: Scheme, ranges: Mapping[str, Range], *, fused: bool
 ) -> ir.Model:
-    """Returns a copy of a float graph with these MatMuls quantized in QDQ format.
-
-    `ranges` are those of the activations by name. Activations have the format of the scheme, weights int8 or e4m3. If
-    `fused`, MatMulIntegerToFloat replaces DequantizeLinear and MatMul.
-    """
+    """Returns a copy with these MatMuls in QDQ format, or fused: MatMulIntegerToFloat. Weights are int8 or e4m3."""
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
     from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
@@ -107,18 +82,26 @@ def quantise_products(
     types = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8, "e4m3": QuantType.QFLOAT8E4M3FN}
     of_weights = types["e4m3" if scheme.kind == "e4m3" else "int8"]
     overrides: dict[str, list[dict[str, Any]]] = {}
-    limits = {}
+
+    def override(value: ir.Value, limits: Range, kind: Any) -> None:
+        scale, zero = scheme.grid(limits)
+        dtype = (value.dtype or ir.DataType.FLOAT).numpy()
+        numbers = {"scale": np.asarray(scale, dtype), "zero_point": np.asarray(zero, ZEROS[scheme.kind])}
+        overrides[str(value.name)] = [numbers | {"quant_type": kind}]
+
     for product in products:
         for value in product.activations:
-            name = str(value.name)
-            one = ranges[name]
-            limits[name] = TensorData(lowest=np.array([one.low], np.float32), highest=np.array([one.high], np.float32))
-            overrides[name] = [_parameters(scheme, one, value.dtype) | {"quant_type": types[scheme.kind]}]
+            override(value, ranges[str(value.name)], types[scheme.kind])
         if product.weight is not None and scheme.kind == "e4m3":  # ONNX Runtime would clip at 4.5 standard deviations
             weight, peak = product.node.inputs[1], float(np.abs(product.weight).max())
             assert weight is not None
-            parameters = _parameters(scheme, Range(-peak, peak, "weight"), weight.dtype)
-            overrides[str(weight.name)] = [parameters | {"quant_type": of_weights}]
+            override(weight, Range(-peak, peak, "weight"), of_weights)
+    limits = {
+        str(value.name): TensorData(lowest=np.array([one.low], np.float32), highest=np.array([one.high], np.float32))
+        for product in products
+        for value in product.activations
+        for one in [ranges[str(value.name)]]
+    }
     quantizer = QDQQuantizer(
         _with_types(model, products),
         per_channel=scheme.kind != "e4m3",
@@ -131,10 +114,11 @@ def quantise_products(
         op_types_to_quantize=["MatMul"],
         extra_options={"OpTypesToExcludeOutputQuantization": ["MatMul"], "TensorQuantOverrides": overrides},
     )
-    quantizer.quantize_model()
-    made = _read(quantizer)
+    made = _quantised(quantizer)
     if fused:
-        _fuse_products(made)
+        for rule in _FUSIONS:  # first with a bias
+            rewrite(made, pattern.RewriteRuleSet([rule], commute=True))
+        made.opset_imports[MICROSOFT] = 1
     return made
 
 
@@ -160,14 +144,7 @@ def quantise_dynamically(model: ir.Model, products: Sequence[Product]) -> ir.Mod
         op_types_to_quantize=["MatMul"],
         extra_options={"MatMulConstBOnly": True, "DefaultTensorType": onnx.TensorProto.FLOAT},
     )
-    quantizer.quantize_model()
-    return _read(quantizer)
-
-
-def _parameters(scheme: Scheme, limits: Range, dtype: ir.DataType | None) -> dict[str, np.ndarray]:
-    scale, zero = scheme.grid(limits)
-    kind = (dtype or ir.DataType.FLOAT).numpy()
-    return {"scale": np.asarray(scale, kind), "zero_point": np.asarray(zero, ZEROS[scheme.kind])}
+    return _quantised(quantizer)
 
 
 def _with_types(model: ir.Model, products: Sequence[Product]) -> onnx.ModelProto:
@@ -182,36 +159,34 @@ def _with_types(model: ir.Model, products: Sequence[Product]) -> onnx.ModelProto
     return proto
 
 
-def _read(quantizer: Any) -> ir.Model:
+def _quantised(quantizer: Any) -> ir.Model:
+    quantizer.quantize_model()
     model = ir.serde.deserialize_model(quantizer.model.model)
     model.graph.sort()
     model.metadata_props.clear()
     return model
 
 
-def _fuse_products(model: ir.Model) -> None:
-    """Replaces each MatMul of two DequantizeLinear, and the bias added to it, by one node."""
-    for count, node in enumerate([node for node in model.graph if node.op_type == "MatMul"]):
-        producers = [value.producer() for value in node.inputs if value is not None]
-        restored = [one.inputs for one in producers if one is not None and one.op_type == "DequantizeLinear"]
-        if len(restored) < 2:
-            continue
-        (x, x_scale, x_zero), (weight, scales, _) = restored
-        old, bias = _with_bias(node)
-        write = Writer(model.graph, f"eight_bit.{count}", before=node)
-        inputs = [x, weight, x_scale, scales, x_zero, None, *([] if bias is None else [bias])]
-        replace(old, write.op("MatMulIntegerToFloat", *inputs, domain=MICROSOFT, dtype=ir.DataType.FLOAT))
-    common_passes.RemoveUnusedNodesPass()(model)
-    model.opset_imports[MICROSOFT] = 1
+def _product(op: Any, x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, w_zero: Any) -> Any:
+    return op.MatMul(op.DequantizeLinear(x, x_scale, x_zero), op.DequantizeLinear(w, w_scale, w_zero))
 
 
-def _with_bias(node: ir.Node) -> tuple[ir.Value, ir.Value | None]:
-    """Returns the output of the Add of a constant bias, and the bias; otherwise the MatMul's output and None."""
-    output = node.outputs[0]
-    users = [use.node for use in output.uses()]
-    if [user.op_type for user in users] == ["Add"] and not output.is_graph_output():
-        other = next((value for value in users[0].inputs if value is not output), None)
-        array = constant_of(other)
-        if array is not None and array.ndim == 1:
-            return users[0].outputs[0], other
-    return output, None
+def _product_and_bias(op: Any, x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, w_zero: Any, bias: Any) -> Any:
+    return op.Add(_product(op, x, x_scale, x_zero, w, w_scale, w_zero), bias)
+
+
+def _one_node(op: Any, x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, bias: Any = None, **_: Any) -> Any:
+    rest = [] if bias is None else [bias]
+    return op.MatMulIntegerToFloat(x, w, x_scale, w_scale, x_zero, None, *rest, _domain=MICROSOFT)
+
+
+def _is_bias(context: Any, bias: ir.Value, **_: Any) -> bool:
+    array = constant_of(bias)
+    return array is not None and array.ndim == 1
+
+
+# the DequantizeLinear of an activation may have other readers, so unused nodes are removed afterwards
+_FUSIONS = (
+    pattern.RewriteRule(_product_and_bias, _one_node, _is_bias, remove_nodes=False),
+    pattern.RewriteRule(_product, _one_node, remove_nodes=False),
+)

@@ -1,6 +1,10 @@
 """Encoder blocks for export: they run from BlockParts, with q, k and v as one linear layer, whatever the library.
 
-Attention is one operator on packed qkv, which `optimise.py` lowers for the target.
+Also contains the translation of attention into the ONNX operators that are fastest on the target:
+
+    ONNX Runtime     com.microsoft's MultiHeadAttention on tokens [B, N, C]
+    opset 23         ONNX's Attention, on tokens, or for TensorRT on heads [B, H, N, D]
+    older opsets     MatMul, Softmax, MatMul
 """
 
 from __future__ import annotations
@@ -10,7 +14,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
 import torch.nn.functional as F
+from onnxscript import opset18 as op
+from onnxscript import values
 from torch import Tensor, library, nn
 
 from vit_fast.blocks.block import run_mlp, runs_whole
@@ -21,10 +31,13 @@ from vit_fast.ops import attention_qkvpacked, qk_norm_rope, reference
 from vit_fast.ops.attention import softmax_scale
 from vit_fast.ops.descriptions import Keys, Rope
 
+from .graphs import MICROSOFT
+from .options import ExportOptions
+
 
 @library.custom_op("vit_fast::exported_attention", mutates_args=())
 def exported_attention(qkv: Tensor, heads: int, scale: float) -> Tensor:
-    """Attention of packed qkv, [B, N, 3 * H * D] -> [B, N, H * D]; the exporter writes it as one node."""
+    """Attention of packed qkv, [B, N, 3 * H * D] -> [B, N, H * D]."""
     packed = qkv.unflatten(-1, (3, heads, -1))
     return attention_qkvpacked(packed, scale=scale, backend="sdpa").flatten(2)
 
@@ -35,21 +48,17 @@ def _(qkv: Tensor, heads: int, scale: float) -> Tensor:
 
 
 class ExportedBlock(nn.Module):
-    """Runs a block from its parts.
-
-    Args:
-        parts: Parts of a block, both attention and MLP.
-    """
+    """Runs a block from its parts, which must include attention and MLP."""
 
     def __init__(self, parts: BlockParts) -> None:
         super().__init__()
-        attention: Any = parts.attention
-        mlp: Any = parts.mlp
-        self._attention, self._mlp = attention, mlp
+        self._attention: Any = parts.attention
+        self._mlp: Any = parts.mlp
+        qkv: Any = self._attention.qkv
         self.qkv = None
-        if not len(attention.qkv.weights) == len(attention.qkv.biases) == 1:  # concatenate them once, as constants
+        if not len(qkv.weights) == len(qkv.biases) == 1:  # concatenate them once, as constants
             self.qkv = nn.Module()
-            for name, tensor in zip(("weight", "bias"), attention.qkv.tensors(), strict=True):
+            for name, tensor in zip(("weight", "bias"), qkv.tensors(), strict=True):
                 self.qkv.register_buffer(name, None if tensor is None else tensor.detach().contiguous())
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
@@ -61,22 +70,22 @@ class ExportedBlock(nn.Module):
         if rope is None and attention.qk_norm is None:
             mixed = exported_attention(qkv, attention.num_heads, softmax_scale(packed, attention.scale))
         else:
-            packed = qk_norm_rope(
-                packed, qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope, backend="sdpa"
-            )
+            norm = attention.qk_norm and attention.qk_norm.now()
+            packed = qk_norm_rope(packed, qk_norm=norm, rope=rope, backend="sdpa")
             mixed = attention_qkvpacked(packed, scale=attention.scale, backend="sdpa").flatten(2)
-        branch, scale = F.linear(mixed, *tensors_of(attention.proj)), scale_of(attention)
-        x = x + (branch if scale is None else branch * scale)
+        x = _add(x, F.linear(mixed, *tensors_of(attention.proj)), scale_of(attention))
         if mlp.fc1.chunk is None:
             return run_mlp(mlp, x, "sdpa")
         # fc1 packs the gate: keep it one MatMul
-        packed = F.linear(reference.normalise(x, mlp.norm.now()), *replace(mlp.fc1, chunk=None).tensors())
-        halves = packed.chunk(2, -1)
+        halves = F.linear(reference.normalise(x, mlp.norm.now()), *replace(mlp.fc1, chunk=None).tensors()).chunk(2, -1)
         hidden = reference.ACTIVATIONS[mlp.activation](halves[mlp.gate.chunk]) * halves[mlp.fc1.chunk]
         if mlp.inner_norm is not None:
             hidden = reference.normalise(hidden, mlp.inner_norm.now())
-        branch, scale = F.linear(hidden, *tensors_of(mlp.fc2)), scale_of(mlp)
-        return x + (branch if scale is None else branch * scale)
+        return _add(x, F.linear(hidden, *tensors_of(mlp.fc2)), scale_of(mlp))
+
+
+def _add(x: Tensor, branch: Tensor, scale: Tensor | None) -> Tensor:
+    return x + (branch if scale is None else branch * scale)
 
 
 def exportable_copy(model: nn.Module) -> nn.Module:
@@ -106,3 +115,76 @@ def _run_as_block(
 
 def _constant(value: Any) -> Any:
     return value
+
+
+def translation_table(options: ExportOptions) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Returns the custom_translation_table for torch.onnx.export: attention in operators of the target."""
+    kinds = onnx.defs.OpSchema.AttrType
+    # one output each: TensorRT does not support the other outputs of ONNX's Attention
+    fused = _attention_operator("Attention", "", q_num_heads=kinds.INT, kv_num_heads=kinds.INT, scale=kinds.FLOAT)
+    of_ort = _attention_operator("MultiHeadAttention", MICROSOFT, num_heads=kinds.INT, scale=kinds.FLOAT)
+
+    def on_tokens(q: Any, k: Any, v: Any, heads: int, scale: float) -> Any:
+        if options.targets_ort:
+            return of_ort(q, k, v, num_heads=heads, scale=scale)
+        return fused(q, k, v, q_num_heads=heads, kv_num_heads=heads, scale=scale)
+
+    def on_heads(q: Any, k: Any, v: Any, scale: float, dtype: ir.DataType, mask: Any = None) -> Any:
+        if options.attention == "Attention" and mask is None:
+            return fused(q, k, v, scale=scale)
+        # scale q before the matmul: in fp16, unscaled scores can exceed 65504
+        factor = ir.tensor(np.asarray(scale, dtype.numpy()))
+        scores = op.MatMul(op.Mul(q, op.Constant(value=factor)), op.Transpose(k, perm=[0, 1, 3, 2]))
+        if mask is not None:  # no runtime fuses attention with a mask
+            scores = op.Where(mask, scores, op.CastLike(float("-inf"), q))
+        return op.MatMul(op.Softmax(scores, axis=-1), v)
+
+    def packed(qkv: Any, heads: int, scale: float) -> Any:
+        channels = qkv.shape[-1] // 3
+        if options.attention and options.target != "tensorrt":
+            q, k, v = op.Split(qkv, axis=2, num_outputs=3)
+            return on_tokens(q, k, v, heads, scale)
+        by_head = op.Transpose(op.Reshape(qkv, [0, 0, 3, heads, channels // heads]), perm=[2, 0, 3, 1, 4])
+        q, k, v = (op.Gather(by_head, i, axis=0) for i in range(3))
+        mixed = on_heads(q, k, v, scale, qkv.dtype)
+        return op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, channels])
+
+    def sdpa(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        given = {
+            "attn_mask that is not boolean": attn_mask is not None and attn_mask.dtype != ir.DataType.BOOL,
+            "dropout_p": dropout_p,
+            "is_causal": is_causal,
+            "enable_gqa": enable_gqa,
+        }
+        if unsupported := [name for name, value in given.items() if value]:
+            raise NotImplementedError(f"scaled_dot_product_attention with {', '.join(unsupported)}")
+        heads, head_dim = query.shape[1], query.shape[3]
+        scale = head_dim**-0.5 if scale is None else scale
+        if attn_mask is not None or not options.targets_ort:
+            return on_heads(query, key, value, scale, query.dtype, attn_mask)
+        tokens = (op.Transpose(each, perm=[0, 2, 1, 3]) for each in (query, key, value))
+        q, k, v = (op.Reshape(each, [0, 0, heads * head_dim]) for each in tokens)
+        mixed = on_tokens(q, k, v, heads, scale)
+        return op.Transpose(op.Reshape(mixed, [0, 0, heads, head_dim]), perm=[0, 2, 1, 3])
+
+    return {torch.ops.aten.scaled_dot_product_attention.default: sdpa, exported_attention._opoverload: packed}
+
+
+def _attention_operator(name: str, domain: str, **attributes: Any) -> values.Op:
+    schema = onnx.defs.OpSchema
+    return values.Op(
+        values.Opset(domain, 1),
+        name,
+        schema(
+            name,
+            domain,
+            1,
+            inputs=[schema.FormalParameter(each, "T") for each in "qkv"],
+            outputs=[schema.FormalParameter("mixed", "T")],
+            type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
+            attributes=[schema.Attribute(each, kind, "", required=False) for each, kind in attributes.items()],
+        ),
+    )

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 from PIL import Image
 from torch import nn
 
@@ -28,13 +27,12 @@ from vit_fast.version import __version__, installed
 from . import graphs
 from .capture import capture
 from .deployment import trtexec_line
-from .optimise import count_nodes, forget_inner_shapes, optimise
 from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, opset_for
-from .preprocessing import write_preprocessing
+from .preprocessing import prepend, preprocessing_model
 from .quantise import quantise
 from .report import ExportReport
 from .runtime.metadata import PREFIX, inspect_onnx
-from .verification import BATCHES, check_labelled, check_verifiable, measure_accuracy, verify_file, verify_preprocessing
+from .verification import IMAGES, check_labelled, check_verifiable, measure_accuracy, verify_file
 
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
 HELD_OUT_IMAGES = 64
@@ -46,9 +44,9 @@ def export_onnx(
     model: nn.Module, path: str | Path, *, opset: int | None = None, dynamic_batch: bool = True,
     dynamic_size: bool = False, precision: Precision = "fp32", preprocess: bool = False, target: Target = "generic",
     output: Output = "logits", external_data: bool | None = None, calibration: Iterable[str | Path] | None = None,
-    calibration_cache: str | Path | None = None, images: Iterable[str | Path] | None = None,
-    validation: str | Path | None = None, data_config: DataConfig | Mapping[str, Any] | None = None,
-    class_names: Sequence[str] | None = None, source: str | None = None, verify: bool = True,
+    images: Iterable[str | Path] | None = None, validation: str | Path | None = None,
+    data_config: DataConfig | Mapping[str, Any] | None = None, class_names: Sequence[str] | None = None,
+    source: str | None = None, verify: bool = True,
 ) -> ExportReport:  # fmt: skip
     """Exports a Vision Transformer to an ONNX file, and verifies that its outputs match the model.
 
@@ -67,9 +65,8 @@ def export_onnx(
             operators of its parser.
         output: "logits", "probabilities" (softmax) or "features" (pooled, before the head).
         external_data: Store weights beside the file, in PATH.data; None means only if they exceed 2 GB.
-        calibration: Image files and folders to measure activations on: required for "int8" and "fp8" without a cache;
-            for "int8-dynamic", they only determine which channels are large.
-        calibration_cache: File to store the measurements in: written with `calibration`, else read.
+        calibration: Image files and folders to measure activations on: required for "int8" and "fp8"; for
+            "int8-dynamic", they only determine which channels are large.
         images: Image files and folders to verify with; None means a sample image of matplotlib, and for
             8-bit precisions the images of `calibration` that were not used to calibrate, if any.
         validation: Folder of labeled images, one subfolder per class: measures the accuracy of model and file, and
@@ -85,7 +82,7 @@ def export_onnx(
         UnsupportedInputError: arguments conflict, or the model cannot be exported; lists all reasons.
         VerificationError: the file does not match the model.
         QuantisationError: quantization changes the outputs too much.
-        CalibrationError: the cache belongs to another model.
+        CalibrationError: activations are infinite or NaN.
         OSError: the file cannot be written.
     """
     check_type("model", model, nn.Module)
@@ -102,12 +99,10 @@ def export_onnx(
         raise UnsupportedInputError("export of a model in FP8", [reason])
     vit = recognise(model)
     _complete(vit, options, data_config, class_names)
-    for name, place in (("calibration_cache", calibration_cache), ("validation", validation)):
-        check_type(name, place, str, Path, type(None))
-    cache = None if calibration_cache is None else Path(calibration_cache)
-    measured, verified, whole = _images(options, calibration, cache, images, verify)
+    measured, verified, whole = _images(options, calibration, images, verify)
     if verify:
         check_verifiable(options)
+    check_type("validation", validation, str, Path, type(None))
     labelled = None if validation is None else check_labelled(Path(validation), vit, options)
 
     output = output if vit.num_classes else "features"
@@ -115,22 +110,25 @@ def export_onnx(
     clock = partial(_timed, report.seconds)
     with file_aside(path) as aside:
         with clock("capture"):
-            graph = capture(vit, options)
+            graph, packed = capture(vit, options)
         with clock("optimise"):
-            report.fusions = optimise(graph, vit, options)
+            report.fusions = graphs.optimise(graph, vit, options, packed)
         if options.is_eight_bit:
             with clock("quantise"):
                 batches, held_out = (_batches(photos, vit, options) for photos in (measured, verified))
-                graph, report.eight_bit = quantise(graph, options, batches, held_out, cache)
-        _finish(graph, vit, options)
-        report.nodes = dict(count_nodes(graph))
+                graph, report.eight_bit = quantise(graph, options, batches, held_out)
+        if options.preprocess and vit.data_config is not None:
+            batch = None if options.dynamic_batch else 1
+            prepend(graph, preprocessing_model(vit.data_config, vit.image_hw, vit.in_chans, options.opset, batch))
+        graphs.forget_inner_shapes(graph)
+        graph.producer_name, graph.producer_version = "vit-fast", __version__
+        graph.graph.name = vit.name.replace("/", "_")
+        report.nodes = dict(graphs.count_nodes(graph))
         with clock("write"):
             report.external_data = graphs.save(graph, aside, options.external_data)
         del graph
         if verify:
             with clock("verify"):
-                if options.preprocess and vit.data_config is not None:
-                    verify_preprocessing(vit.data_config, vit.image_hw, vit.in_chans, options.opset, verified[0])
                 report.checks, report.reference = verify_file(aside, vit, options, verified)
             report.budget = options.budget
         if labelled is not None:
@@ -140,12 +138,7 @@ def export_onnx(
         report.bytes = sum(part.stat().st_size for part in aside.parent.iterdir())
     if target == "tensorrt":
         report.trtexec = trtexec_line(inspect_onnx(path))
-    report.warnings = _warnings(report, options, vit)
-    if options.is_eight_bit and verify and whole < LEAST_HELD_OUT:
-        report.warnings.append(
-            f"the outputs were compared on {whole} image files and crops of them: pass {LEAST_HELD_OUT} or more "
-            "images that are not used for calibration, as `images` or in the folder of calibration images"
-        )
+    report.warnings = _warnings(report, options, vit, whole)
     return report
 
 
@@ -171,24 +164,22 @@ def _complete(
 
 
 def _images(
-    options: ExportOptions, calibration: Iterable[str | Path] | None, cache: Path | None,
-    images: Iterable[str | Path] | None, verify: bool,
-) -> tuple[list[Image.Image], list[Image.Image], int]:  # fmt: skip
+    options: ExportOptions, calibration: Iterable[str | Path] | None, images: Iterable[str | Path] | None, verify: bool
+) -> tuple[list[Image.Image], list[Image.Image], int]:
     """Returns the images to calibrate with, the images to verify with, and how many of the latter are not crops."""
-    if not options.is_eight_bit and (calibration is not None or cache is not None):
+    if not options.is_eight_bit and calibration is not None:
         raise ValueError(f"calibration needs precision='int8', 'int8-dynamic' or 'fp8', got {options.precision!r}")
-    if options.needs_calibration and calibration is None and cache is None:
+    if options.needs_calibration and calibration is None:
         raise ValueError(f"calibration must be image files or folders for precision={options.precision!r}, got None")
     files = [] if calibration is None else find_images(calibration)
-    measured = read_images(files, CALIBRATION_IMAGES) if calibration is not None else []
+    measured = [] if calibration is None else read_images(files, CALIBRATION_IMAGES)
     if not verify:
         return measured, [], 0
     given = (left_over(files, CALIBRATION_IMAGES) or None) if images is None else find_images(images)
-    count = HELD_OUT_IMAGES if options.is_eight_bit else max(BATCHES)
+    count = HELD_OUT_IMAGES if options.is_eight_bit else IMAGES
     if given:  # for 8-bit precisions all of them, because rare changes of the class show only on many images
-        count = min(count, max(max(BATCHES), len(given)))
-    verified = read_images(given, count, seed=1)
-    return measured, verified, min(count, len(given or [None]))
+        count = min(count, max(IMAGES, len(given)))
+    return measured, read_images(given, count, seed=1), min(count, len(given or [None]))
 
 
 def _batches(photos: list[Image.Image], vit: ImageModel, options: ExportOptions) -> list[np.ndarray]:
@@ -196,20 +187,6 @@ def _batches(photos: list[Image.Image], vit: ImageModel, options: ExportOptions)
         return []
     inputs = as_inputs(photos, vit.data_config, vit.image_hw, vit.in_chans)
     return [one.numpy() for one in inputs.split(4 if options.dynamic_batch else 1)]
-
-
-def _finish(graph: ir.Model, vit: ImageModel, options: ExportOptions) -> None:
-    """Prepends the preprocessing, and sets names and documentation."""
-    if options.preprocess and vit.data_config is not None:
-        write = graphs.Writer(graph.graph, "preprocess", before=graph.graph[0])
-        batch, old = None if options.dynamic_batch else 1, graph.graph.inputs[0]
-        pixels, new = write_preprocessing(write, vit.data_config, vit.image_hw, vit.in_chans, batch)
-        ir.convenience.replace_all_uses_with(old, new)
-        graph.graph.inputs[0] = pixels
-    forget_inner_shapes(graph)
-    graph.producer_name, graph.producer_version = "vit-fast", __version__
-    graph.graph.name = vit.name.replace("/", "_")
-    graph.doc_string = json.dumps({"written by": "vit-fast", "see": "vit-fast export --inspect"})
 
 
 def _write_metadata(
@@ -232,21 +209,26 @@ def _write_metadata(
     path.write_bytes(proto.SerializeToString())
 
 
-def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel) -> list[str]:
-    warnings = [f"not fully fused: {fusion.line()}" for fusion in report.fusions if not fusion.complete]
-    if options.precision.startswith("int8"):
-        on_cpu = "int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); older ones may saturate: verify there"
-        on_gpu = "int8 is usually slower than fp16 on a GPU: measure both"
-        warnings.append(on_gpu if options.target in ("ort-cuda", "tensorrt") else on_cpu)
-    if options.precision == "fp16" and options.target in ("generic", "ort-cpu"):
-        warnings.append("ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, but no speedup")
-    if options.target == "tensorrt" and options.opset >= ATTENTION_OPSET:
-        warnings.append("the Attention operator needs TensorRT 10.14 or newer; opset 22 or older avoids it")
-    if not report.checks:
-        warnings.append("not verified: verify=False")
-    if vit.data_config is None:
-        warnings.append("the model has no data_config: pass one to store the preprocessing in the file")
-    return warnings
+def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, whole: int) -> list[str]:
+    on_cpu = "int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); older ones may saturate: verify there"
+    on_gpu = "int8 is usually slower than fp16 on a GPU: measure both"
+    conditions = {
+        on_gpu if options.target in ("ort-cuda", "tensorrt") else on_cpu: options.precision.startswith("int8"),
+        "ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, but no speedup": (
+            options.precision == "fp16" and options.target in ("generic", "ort-cpu")
+        ),
+        "the Attention operator needs TensorRT 10.14 or newer; opset 22 or older avoids it": (
+            options.target == "tensorrt" and options.opset >= ATTENTION_OPSET
+        ),
+        "not verified: verify=False": not report.checks,
+        "the model has no data_config: pass one to store the preprocessing in the file": vit.data_config is None,
+        f"the outputs were compared on {whole} image files and crops of them: pass {LEAST_HELD_OUT} or more images "
+        "that are not used for calibration, as `images` or in the folder of calibration images": (
+            options.is_eight_bit and bool(report.checks) and whole < LEAST_HELD_OUT
+        ),
+    }
+    fusions = [f"not fully fused: {fusion.line()}" for fusion in report.fusions if not fusion.complete]
+    return fusions + [warning for warning, applies in conditions.items() if applies]
 
 
 @contextmanager

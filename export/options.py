@@ -21,17 +21,12 @@ TRT_PRECISIONS = ("fp32", "fp16", "bf16", "int8", "fp8")
 FP8_TARGETS = ("generic", "tensorrt")
 
 BUDGETS: dict[str, float] = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 5e-2}
-"""Largest |file - eager| / max(1, largest |eager|) that passes. For 8-bit precisions, see `report.Loss`."""
+"""Largest |file - eager| / max(1, largest |eager|) that passes. For 8-bit precisions, see `report.Check`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Arguments of export_onnx that describe the file.
-
-    Raises:
-        ValueError: a value is invalid.
-        UnsupportedInputError: options conflict; lists all conflicts.
-    """
+    """Arguments of export_onnx that describe the file. Raises UnsupportedInputError with all conflicts."""
 
     opset: int = DEFAULT_OPSET
     dynamic_batch: bool = True
@@ -80,7 +75,7 @@ class ExportOptions:
 
     @property
     def needs_calibration(self) -> bool:
-        return self.is_eight_bit and self.precision != "int8-dynamic"
+        return self.precision in ("int8", "fp8")
 
     @property
     def dtype(self) -> str:
@@ -92,6 +87,13 @@ class ExportOptions:
     @property
     def targets_ort(self) -> bool:
         return self.target in ("ort-cpu", "ort-cuda")
+
+    @property
+    def attention(self) -> str | None:
+        """The operator that computes attention; None for MatMul, Softmax, MatMul."""
+        if self.targets_ort:
+            return "MultiHeadAttention"
+        return "Attention" if self.opset >= ATTENTION_OPSET else None
 
     @property
     def budget(self) -> str:

@@ -1,4 +1,4 @@
-"""Preprocessing as part of the graph: from uint8 images of any size to the input of the model.
+"""Preprocessing as an ONNX graph: from uint8 images of any size to the input of the model.
 
     [batch, height, width, channels] uint8 -> resize (antialiased) -> centre crop -> (x / 255 - mean) / std -> NCHW
 
@@ -9,102 +9,102 @@ Resize rounds to uint8; in ONNX Runtime, the result differs from Pillow's by at 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-import numpy as np
 import onnx_ir as ir
 
 from vit_fast.apps.data import per_channel
 from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError
 
-from .capture import BATCH, INPUT
-from .graphs import Writer
+from .capture import BATCH
 
-PIXELS = "pixels"
-_MODES = {"bicubic": "cubic", "bilinear": "linear"}  # not nearest: ONNX Runtime breaks ties differently from Pillow
+MODES = {"bicubic": "cubic", "bilinear": "linear"}  # not nearest: ONNX Runtime breaks ties differently from Pillow
+
+# the shorter side becomes scaled_hw, the longer one int(scaled * long / short), as torchvision rounds
+SQUARE = """
+    short = ReduceMin <keepdims = 1> (hw)
+    product = Mul (hw, scaled_hw)
+    resized_hw = Div (product, short)"""
+# like timm's ResizeKeepRatio: divide both sides by the smaller ratio, round half to even
+RECTANGLE = """
+    sides = Cast <to = 11> (hw)
+    target = Cast <to = 11> (scaled_hw)
+    ratios = Div (sides, target)
+    ratio = ReduceMin <keepdims = 1> (ratios)
+    exact_hw = Div (sides, ratio)
+    rounded_hw = Round (exact_hw)
+    resized_hw = Cast <to = 7> (rounded_hw)"""
+SQUASH = """
+    resized_hw = Identity (scaled_hw)"""
+# cubic_coeff_a and exclude_outside: like Pillow; by default, ONNX repeats the edge
+GRAPH = """<ir_version: 10, opset_import: ["" : {opset}]>
+preprocess (uint8[{batch}, height, width, {in_chans}] pixels) => (float[{batch}, {in_chans}, {image_hw}] images)
+    <float[1, {in_chans}, 1, 1] scale = {{{scale}}}, float[1, {in_chans}, 1, 1] shift = {{{shift}}},
+     int64[2] scaled_hw = {{{scaled_hw}}}, int64[2] crop_hw = {{{image_hw}}}, double two_parts = {{2.0}},
+     int64[2] axes = {{2, 3}}, int64[1] zero = {{0}}, int64[1] two = {{2}}, int64[1] four = {{4}}>
+{{
+    planes = Transpose <perm = [0, 3, 1, 2]> (pixels)
+    shape = Shape (planes)
+    hw = Slice (shape, two, four){resize}
+    batch_and_channels = Slice (shape, zero, two)
+    sizes = Concat <axis = 0> (batch_and_channels, resized_hw)
+    resized = Resize <mode = "{mode}", coordinate_transformation_mode = "half_pixel", antialias = 1,
+                      cubic_coeff_a = -0.5, exclude_outside = 1> (planes, , , sizes)
+    margin = Sub (resized_hw, crop_hw)
+    exact_margin = Cast <to = 11> (margin)
+    half = Div (exact_margin, two_parts)
+    rounded = Round (half)
+    top_left = Cast <to = 7> (rounded)
+    bottom_right = Add (top_left, crop_hw)
+    cropped = Slice (resized, top_left, bottom_right, axes)
+    levels = Cast <to = 1> (cropped)
+    scaled = Mul (levels, scale)
+    images = Add (scaled, shift)
+}}"""
 
 
-def preprocessing_model(data_config: DataConfig, image_hw: Size, in_chans: int, opset: int) -> ir.Model:
-    """Returns a model of the preprocessing alone; see write_preprocessing."""
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="preprocess")
-    pixels, images = write_preprocessing(Writer(graph, "preprocess"), data_config, image_hw, in_chans, None)
-    graph.inputs.append(pixels)
-    graph.outputs.append(images)
-    return ir.Model(graph, ir_version=10)
-
-
-def write_preprocessing(
-    write: Writer, data_config: DataConfig, image_hw: Size, in_chans: int, batch: int | None
-) -> tuple[ir.Value, ir.Value]:
-    """Adds the preprocessing for a fixed batch size, or for any if `batch` is None.
-
-    Returns:
-        The input "pixels" [batch, height, width, in_chans] uint8, and the output [batch, in_chans, *image_hw] fp32.
-    Raises:
-        UnsupportedInputError: ONNX's Resize does not support the interpolation, or mean and in_chans do not match.
-    """
+def preprocessing_model(
+    data_config: DataConfig, image_hw: Size, in_chans: int, opset: int, batch: int | None = None
+) -> ir.Model:
+    """Returns the preprocessing of "pixels" uint8, for a fixed batch size, or for any if `batch` is None."""
     problems = []
-    if data_config.interpolation not in _MODES:
-        problems.append(f"interpolation must be one of {', '.join(_MODES)} in ONNX, got {data_config.interpolation}")
+    if data_config.interpolation not in MODES:
+        problems.append(f"interpolation must be one of {', '.join(MODES)} in ONNX, got {data_config.interpolation}")
     try:
-        mean, std = (
-            np.asarray(per_channel(values, in_chans)).reshape(1, -1, 1, 1)
-            for values in (data_config.mean, data_config.std)
-        )
+        mean, std = (list(per_channel(values, in_chans)) for values in (data_config.mean, data_config.std))
     except ValueError as error:
         problems.append(str(error))
     if problems:
         raise UnsupportedInputError("preprocess=True", problems)
-    pixels = ir.val(PIXELS, ir.DataType.UINT8, [batch or BATCH, "height", "width", in_chans])
-    planes = write.op("Transpose", pixels, perm=[0, 3, 1, 2])
-    cropped = _crop(write, *_resize(write, planes, data_config, image_hw), image_hw)
-    scale = write.constant((1 / (255 * std)).astype(np.float32), "scale")
-    shift = write.constant((-mean / std).astype(np.float32), "shift")
-    images = write.op("Add", write.op("Mul", _cast(write, cropped, ir.DataType.FLOAT), scale), shift)
-    images.name, images.shape = f"{INPUT}.normalised", ir.Shape([batch or BATCH, in_chans, *image_hw])
-    return pixels, images
-
-
-def _resize(write: Writer, planes: ir.Value, data: DataConfig, image_hw: Size) -> tuple[ir.Value, ir.Value]:
-    """Returns the resized planes and their (height, width)."""
-    scaled_hw = [math.floor(side / data.crop_pct) for side in image_hw]
-    shape = write.op("Shape", planes, dtype=ir.DataType.INT64)
-    two, four = (write.constant([n], "axis") for n in (2, 4))
-    hw = write.op("Slice", shape, two, four, dtype=ir.DataType.INT64)
-    if data.crop_mode == "squash":
-        new_hw = write.constant(scaled_hw, "resized_hw")
-    elif scaled_hw[0] == scaled_hw[1]:
-        # the shorter side becomes scaled_hw, the longer one int(scaled * long / short), as torchvision rounds
-        short = write.op("ReduceMin", hw, keepdims=1)
-        new_hw = write.op("Div", write.op("Mul", hw, write.constant([scaled_hw[0]], "short_side")), short)
-    else:
-        # like timm's ResizeKeepRatio: divide both sides by the smaller ratio, round half to even
-        sides = _cast(write, hw, ir.DataType.DOUBLE)
-        ratios = write.op("Div", sides, write.constant(np.asarray(scaled_hw, np.float64), "target_hw"))
-        ratio = write.op("ReduceMin", ratios, keepdims=1)
-        new_hw = _rounded(write, write.op("Div", sides, ratio))
-    batch_and_channels = write.op("Slice", shape, write.constant([0], "axis"), two, dtype=ir.DataType.INT64)
-    sizes = write.op("Concat", batch_and_channels, new_hw, axis=0)
-    resized = write.op(
-        "Resize", planes, None, None, sizes, mode=_MODES[data.interpolation],
-        coordinate_transformation_mode="half_pixel", antialias=1, cubic_coeff_a=-0.5,
-        exclude_outside=1,  # like Pillow; the default repeats the edge
+    scaled_hw = [math.floor(side / data_config.crop_pct) for side in image_hw]
+    keep_ratio = SQUARE if scaled_hw[0] == scaled_hw[1] else RECTANGLE
+    return ir.from_onnx_text(
+        GRAPH.format(
+            opset=opset, batch=batch or BATCH, in_chans=in_chans, mode=MODES[data_config.interpolation],
+            scale=_listed(1 / (255 * s) for s in std), shift=_listed(-m / s for m, s in zip(mean, std)),
+            scaled_hw=_listed(scaled_hw), image_hw=_listed(image_hw),
+            resize=SQUASH if data_config.crop_mode == "squash" else keep_ratio,
+        )
     )  # fmt: skip
-    return resized, new_hw
 
 
-def _crop(write: Writer, resized: ir.Value, resized_hw: ir.Value, image_hw: Size) -> ir.Value:
-    size = write.constant(list(image_hw), "crop_hw")
-    margin = write.op("Sub", resized_hw, size)
-    half = write.op("Div", _cast(write, margin, ir.DataType.DOUBLE), write.constant(np.asarray([2.0]), "two"))
-    top_left = _rounded(write, half)
-    return write.op("Slice", resized, top_left, write.op("Add", top_left, size), write.constant([2, 3], "axes"))
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(map(str, values))
 
 
-def _cast(write: Writer, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-    return write.op("Cast", value, to=dtype, dtype=dtype)
-
-
-def _rounded(write: Writer, value: ir.Value) -> ir.Value:
-    """Rounds half to even, like Python's round, to int64."""
-    return _cast(write, write.op("Round", value), ir.DataType.INT64)
+def prepend(model: ir.Model, first: ir.Model) -> None:
+    """Feeds the output of `first`, whose nodes are moved, into the only input of a model."""
+    nodes, constants = list(first.graph), list(first.graph.initializers.values())
+    (pixels,), (images,), old = first.graph.inputs, first.graph.outputs, model.graph.inputs[0]
+    first.graph.outputs.clear()
+    first.graph.inputs.clear()
+    first.graph.initializers.clear()
+    first.graph.remove(nodes)
+    for value in (*constants, *(node.outputs[0] for node in nodes)):
+        value.name = f"preprocess.{value.name}"
+    for value in constants:
+        model.graph.register_initializer(value)
+    model.graph.insert_before(model.graph[0], nodes)
+    ir.convenience.replace_all_uses_with(old, images)
+    model.graph.inputs[0] = pixels

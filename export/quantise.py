@@ -2,6 +2,15 @@
 
 Quantizes the linear layers inside blocks and, for e4m3, the MatMuls of attention. Norms, patch embedding and head stay
 in float; they need only a few percent of a ViT's operations.
+
+Smoothing moves the scale of large channels from an activation into the weights that read it, without changing x W:
+
+    x W = (x / s) (s W),     s_j = sqrt(max |x_j| / max |W_j|)
+
+The norm before the linear layer outputs x / s if its weight and bias are divided by s. In large ViTs, some channels are
+100 to 1000 times larger than the others. Without smoothing, the others would get almost none of the 8-bit range.
+
+Source: SmoothQuant, arxiv.org/abs/2211.10438.
 """
 
 from __future__ import annotations
@@ -15,19 +24,38 @@ import onnx_ir as ir
 
 from vit_fast.apps.data import CALIBRATION_IMAGES, as_inputs, read_images
 from vit_fast.errors import UnsupportedInputError, VitFastError
-from vit_fast.quantization.schemes import Range, Scheme, fewest_kept
+from vit_fast.quantization.schemes import (
+    Observation,
+    Observer,
+    Range,
+    Scheme,
+    fewest_kept,
+    first_near_best,
+    power_of_two,
+    smoothing_scale,
+)
 
-from .eight_bit import Product, attention_products, linears, quantise_dynamically, quantise_products
-from .graphs import run_graph, save
-from .onnx_calibration import calibrate, observe
+from .eight_bit import Product, products_of, quantise_dynamically, quantise_products
+from .graphs import constant_of, run_graph, save
 from .options import ExportOptions, Target
-from .report import EIGHT_BIT_BUDGET, Loss, Quantised, loss_of
+from .report import EIGHT_BIT_BUDGET, Check, Quantised, loss_of
 from .runtime.metadata import inspect_onnx, read_signature
 
 ERROR_BATCHES = 4
 """Number of held-out batches used to sort the MatMuls by error."""
 MARGIN = 0.9
 """Share of the error budget that quantization may use. The file, compared with eager later, may use all of it."""
+PARAMETERS = {
+    "LayerNormalization": (1, 2), "SkipLayerNormalization": (2, 3), "RMSNormalization": (1,),
+    "SimplifiedLayerNormalization": (1,), "SkipSimplifiedLayerNormalization": (2,),
+}  # fmt: skip
+"""Positions of weight and bias among a norm's inputs."""
+DEVIATIONS = 3.0
+"""Without images, the assumed peak of a normalized channel, in standard deviations."""
+
+
+class CalibrationError(VitFastError, ValueError):
+    """A calibration cannot be computed."""
 
 
 class QuantisationError(VitFastError, RuntimeError):
@@ -35,25 +63,18 @@ class QuantisationError(VitFastError, RuntimeError):
 
 
 def quantise(
-    model: ir.Model, options: ExportOptions, calibration: Sequence[np.ndarray], held_out: Sequence[np.ndarray],
-    cache: Path | None = None,
-) -> tuple[ir.Model, Quantised]:  # fmt: skip
-    """Quantizes a float graph with one input, which is smoothed in place.
+    model: ir.Model, options: ExportOptions, calibration: Sequence[np.ndarray], held_out: Sequence[np.ndarray]
+) -> tuple[ir.Model, Quantised]:
+    """Quantizes a float graph, which is smoothed in place.
 
-    Args:
-        model: The graph.
-        options: Options of the file.
-        calibration: Batches of inputs to observe; may be empty for "int8-dynamic", and with a cache.
-        held_out: Batches of inputs to measure the loss on; if empty, all layers are quantized.
-        cache: See `calibrate`.
-    Raises:
-        CalibrationError: the cache cannot be used, or activations are not finite.
-        QuantisationError: the loss exceeds the budget even with half of the linear layers in float.
+    Observes the batches of `calibration`, which may be empty for "int8-dynamic". Measures the loss on `held_out`; if
+    it is empty, quantizes all layers. At most half of the linear layers stay in float.
     """
-    scheme = scheme_of(options)
-    products = linears(model) + (attention_products(model) if scheme.kind == "e4m3" else [])
+    scheme = Scheme("e4m3" if options.precision == "fp8" else "int8" if options.target == "tensorrt" else "uint8")
+    products = products_of(model, scheme)
     expected = _outputs(model, held_out)
-    ranges = calibrate(model, products, options, scheme, calibration, cache)
+    seen = smooth(model, products, observe(model, products, calibration), scheme)
+    ranges = choose_ranges(products, seen, scheme) if options.needs_calibration else {}
 
     def written(kept: Collection[Product]) -> ir.Model:
         chosen = [product for product in products if product not in kept]
@@ -62,7 +83,7 @@ def quantise(
         return quantise_products(model, chosen, scheme, ranges, fused=options.target == "ort-cpu")
 
     made = written(())  # the last graph that passed, with the fewest layers in float
-    losses: list[Loss] = []
+    losses: list[Check] = []
 
     def passes(kept: Collection[Product]) -> bool:
         nonlocal made
@@ -87,13 +108,7 @@ def quantise(
 
 
 def quantise_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantised:
-    """Quantizes a float file of any exporter: its linear layers over tokens, calibrated on image files, to int8.
-
-    Raises:
-        UnsupportedInputError: the input is not preprocessed images [B, channels, height, width] in fp32, or the file
-            has no such layers.
-        ModelFileError: the file is missing, damaged, unsafe, or takes no images.
-    """
+    """Quantizes a float file of any exporter: its linear layers over tokens, calibrated on image files, to int8."""
     info = inspect_onnx(source)
     signature = read_signature(info)
     reasons = []
@@ -120,11 +135,94 @@ def quantise_file(source: Path, path: Path, target: Target, files: Sequence[Path
     return done
 
 
-def scheme_of(options: ExportOptions) -> Scheme:
-    """Returns the number format of a precision on a target."""
-    if options.precision == "fp8":
-        return Scheme("e4m3")
-    return Scheme("int8" if options.target == "tensorrt" else "uint8")
+def observe(model: ir.Model, products: Sequence[Product], batches: Sequence[np.ndarray]) -> dict[str, Observation]:
+    """Runs the graph on images and observes the activations of the MatMuls, by name; {} without images."""
+    if not batches:
+        return {}
+    values = {str(value.name): value for product in products for value in product.activations}
+    generator = np.random.default_rng(0)
+    observers = {name: Observer(generator) for name in values}
+    for arrays in run_graph(model, batches, list(values.values())):
+        for name, array in zip(values, arrays):
+            for image in array.astype(np.float32):  # [N, C], or by head
+                if not observers[name].add(image.reshape(-1, image.shape[-1])):
+                    raise CalibrationError(f"{name} must be finite on all calibration images, got infinity or NaN")
+    return {name: observer.seen() for name, observer in observers.items()}
+
+
+def choose_ranges(products: Sequence[Product], seen: Mapping[str, Observation], scheme: Scheme) -> dict[str, Range]:
+    """Returns the range of each activation: 0 to 1 after a softmax, else the most accurate."""
+    ranges = {}
+    weights = {
+        name: [w for one in users if (w := one.weight) is not None] for name, users in _readers(products).items()
+    }
+    for product in products:
+        for value in product.activations:
+            name, producer = str(value.name), value.producer()
+            if producer is not None and producer.op_type == "Softmax":
+                ranges[name] = Range(0.0, 1.0, "a softmax")
+            elif name not in ranges:
+                ranges[name] = choose_range(seen[name], weights[name], scheme)
+    return ranges
+
+
+def choose_range(seen: Observation, weights: Sequence[np.ndarray], scheme: Scheme) -> Range:
+    """Returns the range with the smallest error of the MatMuls with these weights [C, F]; the widest if none."""
+
+    def error(limits: Range) -> float:
+        difference = seen.tokens - scheme.rounded(seen.tokens, limits)
+        return sum(float(np.square(difference @ weight.astype(np.float32)).sum()) for weight in weights)
+
+    return first_near_best([(error(limits), limits) for limits in scheme.ranges(seen)])[1]
+
+
+def _readers(products: Sequence[Product]) -> dict[str, list[Product]]:
+    """Returns the MatMuls by the names of their activations."""
+    readers: dict[str, list[Product]] = {}
+    for product in products:
+        for value in product.activations:
+            readers.setdefault(str(value.name), []).append(product)
+    return readers
+
+
+def smooth(
+    model: ir.Model, products: Sequence[Product], seen: Mapping[str, Observation], scheme: Scheme
+) -> dict[str, Observation]:
+    """Moves scales from the outputs of norms into the linear layers that follow; returns the observations after it.
+
+    Skips a norm whose output has other readers. Without an observation, estimates the largest magnitude of a channel
+    from the norm's weight and bias.
+    """
+    smoothed = dict(seen)
+    for name, users in _readers(products).items():
+        x, weights = users[0].activations[0], [user.weight for user in users]
+        norm = x.producer()
+        if norm is None or norm.op_type not in PARAMETERS or len(x.uses()) != len(users) or x.is_graph_output():
+            continue
+        places = [i for i in PARAMETERS[norm.op_type] if i < len(norm.inputs) and norm.inputs[i] is not None]
+        parameters = [constant_of(norm.inputs[i]) for i in places]
+        if PARAMETERS[norm.op_type][0] not in places or any(array is None for array in (*parameters, *weights)):
+            continue
+        largest = [np.abs(array.astype(np.float64)) for array in parameters if array is not None]
+        peak = seen[name].peak if name in seen else DEVIATIONS * largest[0] + sum(largest[1:])
+        scale = smoothing_scale(peak, [weight for weight in weights if weight is not None])
+        scale = power_of_two(scale) if scheme.kind == "e4m3" else scale
+        for place in places:
+            _scale_constant(model, norm, place, 1 / scale)
+        for user in users:
+            _scale_constant(model, user.node, 1, scale[:, None])
+        if name in seen:
+            smoothed[name] = seen[name].divided(scale)
+    return smoothed
+
+
+def _scale_constant(model: ir.Model, node: ir.Node, place: int, scale: np.ndarray) -> None:
+    array = constant_of(node.inputs[place])
+    assert array is not None
+    scaled = ir.tensor((array.astype(np.float64) * scale).astype(array.dtype), name=f"{node.name}.smoothed_{place}")
+    value = ir.val(scaled.name, const_value=scaled)
+    model.graph.register_initializer(value)
+    node.replace_input_with(place, value)
 
 
 def _outputs(model: ir.Model, batches: Sequence[np.ndarray]) -> np.ndarray:

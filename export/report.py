@@ -1,6 +1,6 @@
 """Report of an export: fusions, quantization, and the comparison of the file with the model.
 
-Quantization changes all outputs a little, so that their largest error means little. `Loss` also counts changed classes.
+Quantization changes all outputs a little: their largest error means little, so `Check` also counts changed classes.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Quantised:
     methods: dict[str, int]
 
     def line(self) -> str:
-        kept = f"; in float: {', '.join(self.in_float)}" if self.in_float else ""
         methods = "; ranges by " + ", ".join(f"{how} {n}" for how, n in sorted(self.methods.items()))
+        kept = f"; in float, to limit the loss: {', '.join(self.in_float)}" if self.in_float else ""
         return f"{self.matmuls} MatMuls{methods if self.methods else ''}{kept}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
-    """Comparison of a file's output with the model's.
+class Check:
+    """Comparison of a file's output with the model's, for images of one size.
 
     Attributes:
         images: Number of images.
@@ -72,6 +72,9 @@ class Loss:
         rms_error: Root mean square of the difference, in standard deviations of the model's output.
         top1_agreement: Share of images with the same most probable class; None for features.
         flips: Images with another class although the model was sure of its own.
+        batch: The largest batch size.
+        image_hw: Height and width of the images.
+        passed: True if the error is within the budget.
     """
 
     images: int
@@ -79,24 +82,21 @@ class Loss:
     rms_error: float
     top1_agreement: float | None
     flips: int
+    batch: int = 0
+    image_hw: tuple[int, int] = (0, 0)
+    passed: bool = False
 
     def acceptable(self, margin: float = 1.0) -> bool:
         """Returns True if the loss is within the budget of 8-bit precisions; `margin` < 1 makes it stricter."""
         return bool(self.rms_error <= margin * RMS and self.flips <= margin * FLIPS * self.images)
 
+    def title(self) -> str:
+        return f"{self.images} of {'x'.join(map(str, self.image_hw))}, batch {self.batch}"
+
     def line(self) -> str:
         same = "" if self.top1_agreement is None else f"top-1 agreement {self.top1_agreement:.1%}, "
         sure = f"the model is sure of another class on {self.flips} of {self.images} images, " if self.flips else ""
         return f"max error {self.max_error:.1e}, {same}{sure}rms error {self.rms_error:.1e}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check(Loss):
-    """Comparison of the file with the eager model for images of one size; `batch` is the largest batch size."""
-
-    batch: int
-    image_hw: tuple[int, int]
-    passed: bool
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class ExportReport:
 
     @property
     def top1_agreement(self) -> float | None:
-        """Top-1 agreement of the check with the most images; None without checks or if the output is features."""
-        return max(self.checks, key=lambda check: check.images).top1_agreement if self.checks else None
+        """Top-1 agreement of the first check, which has the most images; None without checks or for features."""
+        return self.checks[0].top1_agreement if self.checks else None
 
     def measured(self) -> dict[str, Any]:
         """Returns the measurements of the file for its metadata."""
@@ -192,24 +192,24 @@ class ExportReport:
     def to_table(self) -> Table:
         """Returns the report as a rich table."""
         beside = f", weights in {self.external_data}" if self.external_data else ""
-        rows = [("opset, target, precision", f"{self.opset}, {self.target}, {self.precision}"), ("output", self.output)]
-        rows.append(("size", f"{self.bytes / 1e6:.1f} MB{beside}"))
-        rows.append((f"{sum(self.nodes.values())} nodes", counted(self.nodes)))
-        if self.eight_bit is not None:
-            rows.append(("8-bit", self.eight_bit.line()))
-        rows += [("fused" if f.complete else "NOT fully fused", f.line()) for f in self.fusions]
+        rows = [
+            ("opset, target, precision", f"{self.opset}, {self.target}, {self.precision}"),
+            ("output", self.output),
+            ("size", f"{self.bytes / 1e6:.1f} MB{beside}"),
+            (f"{sum(self.nodes.values())} nodes", counted(self.nodes)),
+            *([("8-bit", self.eight_bit.line())] if self.eight_bit else []),
+            *(("fused" if f.complete else "NOT fully fused", f.line()) for f in self.fusions),
+        ]
         for check in self.checks:
-            size = "x".join(map(str, check.image_hw))
-            title = f"{'ok' if check.passed else 'FAILED'}: {check.images} of {size}, batch {check.batch}"
+            title = f"{'ok' if check.passed else 'FAILED'}: {check.title()}"
             rows.append((title, f"{check.line()} against {self.reference}"))
-        if self.accuracy is not None:
-            rows.append(("accuracy", self.accuracy.line()))
-        if not self.checks:
-            rows.append(("NOT verified", "verify=False"))
-        if self.trtexec is not None:
-            rows.append(("to build an engine", self.trtexec))
-        rows.append(("seconds", ", ".join(f"{step} {seconds:.1f}" for step, seconds in self.seconds.items())))
-        rows += [("warning", warning) for warning in self.warnings]
+        rows += [
+            *([("accuracy", self.accuracy.line())] if self.accuracy else []),
+            *([] if self.checks else [("NOT verified", "verify=False")]),
+            *([("to build an engine", self.trtexec)] if self.trtexec else []),
+            ("seconds", ", ".join(f"{step} {seconds:.1f}" for step, seconds in self.seconds.items())),
+            *(("warning", warning) for warning in self.warnings),
+        ]
         return two_columns(f"{self.model} -> {self.path}", rows)
 
     def __str__(self) -> str:
@@ -222,7 +222,7 @@ class ExportReport:
         return text.getvalue()
 
 
-def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Loss:
+def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Check:
     """Compares outputs [B, classes], outputs per token [B, N, classes], or features [B, C].
 
     Compares probabilities by their logarithms log max(p, 1e-30): with many classes, all probabilities are small, and
@@ -239,7 +239,7 @@ def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Loss:
         of_theirs, of_ours = (np.take_along_axis(probabilities, each[..., None], -1) for each in (theirs, ours))
         flips = int((of_theirs - of_ours >= SURE).sum())
     difference = got.astype(np.float64) - expected
-    return Loss(
+    return Check(
         images=len(got),
         max_error=float(np.abs(difference).max() / max(1.0, np.abs(expected).max())),
         rms_error=float(np.sqrt((difference**2).mean()) / max(expected.std(), 1e-12)),

@@ -1,33 +1,23 @@
-"""int8 and fp8 files of a model that was trained: they keep its answers, also where single channels are very large."""
+"""int8 and fp8 files of a trained model: they keep its classes, also if single channels are very large."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
-from digits import digits_vit, held_out, inputs, write_digits
-from onnxruntime.quantization.quant_utils import compute_scale_zp_float8
+from digits import digits_vit, held_out, write_digits
 
 from vit_fast.apps.data import sample_image
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import OnnxRunner, VerificationError, eight_bit, export_onnx, graphs
-from vit_fast.export.capture import capture
-from vit_fast.export.eight_bit import linears
-from vit_fast.export.onnx_calibration import CalibrationError, calibrate, choose_range, choose_ranges, observe
-from vit_fast.export.optimise import optimise
-from vit_fast.export.options import ExportOptions
-from vit_fast.export.quantise import QuantisationError, quantise_file, scheme_of
+from vit_fast.export import OnnxRunner, QuantisationError, VerificationError, eight_bit, export_onnx, graphs
+from vit_fast.export.quantise import choose_range, quantise_file
 from vit_fast.export.report import loss_of
-from vit_fast.libraries.known import recognise
 from vit_fast.quantization.schemes import Observation, Range, Scheme, fewest_kept
 
 LAYOUTS = [
@@ -54,7 +44,7 @@ def accuracy_of(path: Path | None = None) -> float:
 @pytest.mark.fast_cases("int8-ort-cpu-300.0")
 @pytest.mark.parametrize("outlier", [1.0, 100.0, 300.0])
 @pytest.mark.parametrize(("precision", "target"), LAYOUTS)
-def test_accuracy_is_kept(precision: Any, target: Any, outlier: float, folder: Path, tmp_path: Path) -> None:
+def test_accuracy_is_preserved(precision: Any, target: Any, outlier: float, folder: Path, tmp_path: Path) -> None:
     """Tests 597 images that were not used before, with one channel 300 times as large as the rest."""
     given = {"images": [folder]} if precision == "int8-dynamic" else {"calibration": [folder]}
     report = export_onnx(digits_vit(outlier), tmp_path / "m.onnx", precision=precision, target=target, **given)
@@ -62,6 +52,10 @@ def test_accuracy_is_kept(precision: Any, target: Any, outlier: float, folder: P
     assert not any("crops of them" in warning for warning in report.warnings)
     assert accuracy_of() > 0.97
     assert accuracy_of(tmp_path / "m.onnx") >= accuracy_of() - POINTS
+    if (precision, target) == ("int8", "ort-cpu"):  # with bias; ONNX Runtime itself leaves it a separate node
+        fused = [n for n in onnx.load(tmp_path / "m.onnx").graph.node if n.op_type == "MatMulIntegerToFloat"]
+        assert len(fused) == 12 and sum(len(node.input) == 7 for node in fused) == 9
+        assert "DequantizeLinear" not in report.nodes
 
 
 def make_outlier(attention: Any, factor: float) -> None:
@@ -72,23 +66,17 @@ def make_outlier(attention: Any, factor: float) -> None:
 
 
 @pytest.mark.slow
-def test_an_outlier_that_no_norm_can_take_is_left_float(folder: Path, tmp_path: Path) -> None:
-    model = digits_vit()
+def test_layers_with_outliers_stay_in_float_or_the_model_is_rejected(folder: Path, tmp_path: Path) -> None:
+    model, options = digits_vit(), {"precision": "int8", "target": "ort-cpu", "calibration": [folder]}
     with torch.no_grad():
         make_outlier(model.blocks[1].attn, 1000)
-    report = export_onnx(model, tmp_path / "m.onnx", precision="int8", target="ort-cpu", calibration=[folder])
+    report = export_onnx(model, tmp_path / "m.onnx", **options)
     assert report.eight_bit is not None and "blocks.1.attn.proj" in report.eight_bit.in_float
     assert report.eight_bit.matmuls + len(report.eight_bit.in_float) == 12
     assert accuracy_of(tmp_path / "m.onnx") >= accuracy_of() - POINTS
     assert "blocks.1.attn.proj" in str(report)
-
-
-@pytest.mark.slow
-def test_what_cannot_be_kept_is_refused(folder: Path, tmp_path: Path) -> None:
-    """Every proj and fc2 with such an outlier: more than may stay float."""
-    model = digits_vit()
     with torch.no_grad():
-        for block in model.blocks:
+        for block in model.blocks:  # every proj and fc2: more than may stay in float
             make_outlier(block.attn, 1e4)
             block.mlp.fc1.weight[3] = 0  # a hidden unit that is always 10,000, and read by a small weight
             block.mlp.fc1.bias[3] = 1e4
@@ -96,26 +84,8 @@ def test_what_cannot_be_kept_is_refused(folder: Path, tmp_path: Path) -> None:
             block.norm1.bias += 1e4  # and a norm's output far from zero, which a scale does not bring nearer
             block.attn.qkv.bias -= 1e4 * block.attn.qkv.weight.sum(1)
     with pytest.raises(QuantisationError, match=r"6 of 12 MatMuls in float.*must be within 90% of: rms error <= 0.05"):
-        export_onnx(model, tmp_path / "m.onnx", precision="int8", target="ort-cpu", calibration=[folder])
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_cache_stands_for_the_images(folder: Path, tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"precision": "int8", "target": "generic", "calibration_cache": tmp_path / "c.json"}
-    export_onnx(digits_vit(), tmp_path / "a.onnx", calibration=[folder], images=[folder], **arguments)
-    export_onnx(digits_vit(), tmp_path / "b.onnx", images=[folder], **arguments)
-    assert onnx.load(tmp_path / "a.onnx").graph == onnx.load(tmp_path / "b.onnx").graph
-    written = (tmp_path / "c.json").read_text()
-    assert json.loads(written)["images"] == 32
-    for content, model, message in (
-        (written, digits_vit(2), "other weights, precision or target"),
-        (written.replace("calibration/2", "calibration/1"), digits_vit(), "calibration/1'; calibrate again"),
-        ("{}", digits_vit(), "cannot be read"),
-    ):
-        (tmp_path / "c.json").write_text(content)
-        with pytest.raises(CalibrationError, match=message):
-            export_onnx(model, tmp_path / "m.onnx", **arguments)
+        export_onnx(model, tmp_path / "n.onnx", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
 
 
 def test_accuracy_on_labelled_images(folder: Path, tmp_path: Path) -> None:
@@ -129,77 +99,42 @@ def test_accuracy_on_labelled_images(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fp8_is_written_as_tensorrt_fuses_it(folder: Path, tmp_path: Path) -> None:
+def test_fp8_is_written_as_tensorrt_fuses_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """e4m3 everywhere, scales in fp16, every product fed by two DequantizeLinear, the softmax's scale 1/448."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vit_fast.export.report.RMS", 0.2)  # nothing is left float
-        export_onnx(digits_vit(), tmp_path / "m.onnx", precision="fp8", target="tensorrt", calibration=[folder])
+    monkeypatch.setattr("vit_fast.export.report.RMS", 0.2)  # nothing is left float
+    export_onnx(digits_vit(), tmp_path / "m.onnx", precision="fp8", target="tensorrt", calibration=[folder])
     model = ir.load(tmp_path / "m.onnx")
     products = [n for n in model.graph if n.op_type == "MatMul"]
     assert len(products) == 12 + 6
     scales = []
-    for product in products:
-        for value in product.inputs:
-            restore = value.producer()
-            assert restore.op_type == "DequantizeLinear" and len(restore.inputs) == 3
-            stored, scale = restore.inputs[0], restore.inputs[1].const_value
-            assert scale.dtype == ir.DataType.FLOAT16 and scale.shape.rank() == 0
-            assert restore.inputs[2].const_value.dtype == ir.DataType.FLOAT8E4M3FN
-            if stored.producer() is None:
-                assert stored.const_value.dtype == ir.DataType.FLOAT8E4M3FN
-            elif stored.producer().inputs[0].producer().op_type == "Softmax":
-                scales.append(float(scale.numpy()))
+    for value in (value for product in products for value in product.inputs):
+        restore = value.producer()
+        assert restore.op_type == "DequantizeLinear" and len(restore.inputs) == 3
+        stored, scale = restore.inputs[0], restore.inputs[1].const_value
+        assert scale.dtype == ir.DataType.FLOAT16 and scale.shape.rank() == 0
+        assert restore.inputs[2].const_value.dtype == ir.DataType.FLOAT8E4M3FN
+        if stored.producer() is None:
+            assert stored.const_value.dtype == ir.DataType.FLOAT8E4M3FN
+        elif stored.producer().inputs[0].producer().op_type == "Softmax":
+            scales.append(float(scale.numpy()))
     assert scales == pytest.approx([1 / 448] * 3, rel=1e-3)
     assert Counter(n.op_type for n in model.graph)["QuantizeLinear"] == 12 + 4 * 3, "one an activation"
 
 
-def one_linear(weight: np.ndarray) -> ir.Model:
+@pytest.mark.parametrize("degrees", [3, 1e6], ids=["heavy tails", "bell-shaped"])
+def test_weights_in_e4m3_are_scaled_by_their_largest(degrees: float) -> None:
+    """ONNX Runtime scales by the standard deviation, and cuts off everything beyond 4.5 of it."""
+    weight = np.random.default_rng(0).standard_t(degrees, (256, 192)).astype(np.float32)
     x, w = ir.val("x", ir.DataType.FLOAT, ["B", 8, len(weight)]), ir.val("w", const_value=ir.tensor(weight, name="w"))
     node = ir.node("MatMul", [x, w], name="fc")
-    node.outputs[0].name = "y"
-    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    return ir.Model(ir.Graph([x], node.outputs, nodes=[node], initializers=[w], opset_imports={"": 20}), ir_version=10)
-
-
-@pytest.mark.parametrize(("tails", "of_onnx_runtime"), [("bell-shaped", 0.03), ("heavy", 0.3)])
-def test_weights_in_e4m3_are_scaled_by_their_largest(tails: str, of_onnx_runtime: float) -> None:
-    """ONNX Runtime scales by the deviation: no better for bell-shaped weights, and it cuts off all beyond 4.5 of it."""
-    generator = np.random.default_rng(0)
-    weight = generator.standard_t(3 if tails == "heavy" else 1e6, (256, 192)).astype(np.float32)
-    model = one_linear(weight)
-    made = eight_bit.quantise_products(model, linears(model), Scheme("e4m3"), {"x": Range(-4, 4, "")}, fused=False)
+    node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[w], opset_imports={"": 20})
+    model, scheme = ir.Model(graph, ir_version=10), Scheme("e4m3")
+    products = eight_bit.products_of(model, scheme)
+    made = eight_bit.quantise_products(model, products, scheme, {"x": Range(-4, 4, "")}, fused=False)
     product = next(node for node in made.graph if node.op_type == "MatMul")
-    stored, scale, _ = (value.const_value for value in product.inputs[1].producer().inputs)
-
-    def error(codes: np.ndarray, scale: float) -> float:
-        return float(np.linalg.norm(codes.astype(np.float32) * scale - weight) / np.linalg.norm(weight))
-
-    assert error(stored.numpy(), float(scale.numpy())) < 0.03
-    _, theirs = compute_scale_zp_float8(onnx.TensorProto.FLOAT8E4M3FN, weight.std())
-    codes = np.clip(weight / theirs, -448, 448).astype(ml_dtypes.float8_e4m3fn)
-    assert error(codes, float(theirs)) == pytest.approx(of_onnx_runtime, rel=0.2)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda content: content.update(ranges={}), "must contain the ranges of all activations"),
-        (lambda content: content["ranges"]["x"].update(low=float("nan")), "must be finite, low <= high"),
-        (lambda content: content["ranges"]["x"].update(low=9.0), "must be finite, low <= high"),
-        (lambda content: content["ranges"]["x"].update(high="wide"), "cannot be read as a calibration"),
-        (lambda content: content["peaks"].update(x=None), "cannot be read as a calibration"),
-    ],
-)
-def test_a_damaged_cache_is_refused(damage: Any, message: str, tmp_path: Path) -> None:
-    model, scheme, cache = one_linear(np.eye(4, dtype=np.float32)), Scheme("uint8"), tmp_path / "c.json"
-    options, batches = ExportOptions(precision="int8"), [np.random.default_rng(0).random((2, 8, 4), np.float32)]
-    ranges = calibrate(model, linears(model), options, scheme, batches, cache)
-    assert calibrate(model, linears(model), options, scheme, [], cache) == ranges
-    content = json.loads(cache.read_text())
-    damage(content)
-    cache.write_text(json.dumps(content))
-    with pytest.raises(CalibrationError, match=message):
-        calibrate(model, linears(model), options, scheme, [], cache)
+    codes, scale, _ = (value.const_value.numpy() for value in product.inputs[1].producer().inputs)
+    assert np.linalg.norm(codes.astype(np.float32) * scale - weight) < 0.03 * np.linalg.norm(weight)
 
 
 def test_a_file_with_a_batch_of_more_images_than_calibrate_it(exported: Any, tmp_path: Path) -> None:
@@ -233,18 +168,17 @@ def test_int8_for_tensorrt_is_symmetric_in_fp16(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("scheme", [Scheme("uint8"), Scheme("int8")], ids=lambda scheme: scheme.kind)
 def test_a_range_is_the_best_of_those_tried(scheme: Scheme) -> None:
-    """A single large element is cut off where its channel is read by nothing, and kept where nothing else is read."""
+    """A single large element is cut off if its channel is read by nothing, and kept if nothing else is read."""
     generator = np.random.default_rng(0)
     tokens, weight = (generator.standard_normal(shape).astype(np.float32) for shape in ((400, 32), (32, 16)))
     tokens[7, 3], weight[3] = 60, 0
     seen = Observation(tokens.min(0), tokens.max(0), tokens)
 
-    def damage(limits: Any, w: np.ndarray) -> float:
-        return float(np.square((tokens - scheme.rounded(tokens, limits)) @ w).sum())
+    def damage(limits: Range) -> float:
+        return float(np.square((tokens - scheme.rounded(tokens, limits)) @ weight).sum())
 
-    chosen = choose_range(seen, [weight], scheme)
-    whole = type(chosen)(float(tokens.min()), float(tokens.max()), "largest")
-    assert chosen.method != "largest" and damage(chosen, weight) < 0.1 * damage(whole, weight)
+    chosen, whole = choose_range(seen, [weight], scheme), Range(float(tokens.min()), 60.0, "largest")
+    assert chosen.method != "largest" and damage(chosen) < 0.1 * damage(whole)
     assert choose_range(seen, [np.eye(32, dtype=np.float32)[:, 3:4]], scheme).high == 60
 
 
@@ -262,7 +196,7 @@ def test_the_fewest_layers_are_kept(needed: int) -> None:
 
 
 def test_a_loss_that_a_user_would_notice_does_not_pass() -> None:
-    """Random errors of growing size: whatever loses more than a point of accuracy is refused."""
+    """Random errors of growing size, and an error that is small but changes the class of 2 % of the images."""
     images, labels = held_out()
     with torch.inference_mode():
         logits = digits_vit()(images).double().numpy()
@@ -272,39 +206,17 @@ def test_a_loss_that_a_user_would_notice_does_not_pass() -> None:
         lost = (logits.argmax(1) == labels.numpy()).mean() - (moved.argmax(1) == labels.numpy()).mean()
         loss = loss_of(moved, logits, "logits")
         assert loss.acceptable() == (size < 0.05) and (lost < 0.01 or not loss.acceptable())
-    swapped = logits.copy()
-    sure = np.sort(logits)[:, -1] - np.sort(logits)[:, -2] > 4
-    rows = np.flatnonzero(sure)[:12]  # the answers of 2 % of the images, by an error that is no larger than rounding
-    swapped[rows, logits[rows].argmax(1)] = np.sort(logits)[rows, -2] - 1e-3
+    swapped, ordered = logits.copy(), np.sort(logits)
+    rows = np.flatnonzero(ordered[:, -1] - ordered[:, -2] > 4)[:12]
+    swapped[rows, logits[rows].argmax(1)] = ordered[rows, -2] - 1e-3
     loss = loss_of(swapped, logits, "logits")
     assert loss.flips == 12 and not loss.acceptable()
 
 
 @pytest.mark.slow
-def test_a_file_with_too_large_an_error_says_what_is_accepted(tmp_path: Path, monkeypatch: Any, folder: Path) -> None:
+def test_a_file_with_too_large_an_error_is_rejected(tmp_path: Path, monkeypatch: Any, folder: Path) -> None:
     monkeypatch.setattr("vit_fast.export.quantise.MARGIN", 1e9)  # nothing is left float
-    choose = "vit_fast.export.onnx_calibration.choose_range"
-    monkeypatch.setattr(choose, lambda seen, weights, scheme: Range(-0.1, 0.1, "largest"))
+    monkeypatch.setattr("vit_fast.export.quantise.choose_range", lambda *_: Range(-0.1, 0.1, "largest"))
     with pytest.raises(VerificationError, match=r"sure of another class on \d+ of 64 images"):
         export_onnx(digits_vit(), tmp_path / "m.onnx", precision="int8", calibration=[folder])
-
-
-@pytest.mark.slow
-def test_what_onnx_runtime_does_not_do_by_itself(tmp_path: Path) -> None:
-    """Loading QDQ, it adds biases in nodes of their own; our nodes hold them."""
-    options = ExportOptions(precision="int8", target="ort-cpu")
-    vit, scheme = recognise(digits_vit()), scheme_of(options)
-    graph = capture(vit, options)
-    optimise(graph, vit, options)
-    batches = [inputs()[:32].numpy()]
-    products = linears(graph)
-    ranges = choose_ranges(products, observe(graph, products, batches), scheme)
-    loaded = []
-    for fused in (False, True):
-        ir.save(eight_bit.quantise_products(graph, products, scheme, ranges, fused=fused), tmp_path / "m.onnx")
-        settings = onnxruntime.SessionOptions()
-        settings.optimized_model_filepath = str(tmp_path / "loaded.onnx")
-        onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), settings, providers=["CPUExecutionProvider"])
-        loaded.append(Counter(node.op_type for node in onnx.load(tmp_path / "loaded.onnx").graph.node))
-    assert [nodes["MatMulIntegerToFloat"] for nodes in loaded] == [12, 12]
-    assert loaded[0]["Add"] >= loaded[1]["Add"] + 6, "two biases or more in each of three blocks"
+    assert not list(tmp_path.iterdir())

@@ -26,7 +26,6 @@ def model() -> nn.Module:
 
 WRONG_TYPES = {
     "class_names": "0123456789", "dynamic_batch": "no", "preprocess": None, "external_data": 1, "validation": 5,
-    "calibration_cache": 5,
 }  # fmt: skip
 
 
@@ -51,7 +50,6 @@ WRONG_TYPES = {
         ({"precision": "fp8", "target": "ort-cpu"}, UnsupportedInputError, "target must be .* for fp8, got ort-cpu"),
         ({"precision": "fp8", "opset": 18}, UnsupportedInputError, "opset must be at least 19 for scales in fp16"),
         ({"precision": "fp8"}, ValueError, "image files or folders for precision='fp8'"),
-        ({"calibration_cache": "c.json"}, ValueError, "calibration needs precision='int8'"),
         ({"validation": "absent"}, ImageError, "must be a folder with one subfolder"),
         ({"data_config": {"sharpness": 1}}, ValueError, "sharpness"),
         *(({name: value}, TypeError, f"{name} must be") for name, value in WRONG_TYPES.items()),

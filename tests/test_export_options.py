@@ -1,4 +1,4 @@
-"""Options of export_onnx: sizes, preprocessing, outputs, int8, external data, fused models."""
+"""Options of export_onnx: sizes, rotary embeddings, preprocessing, outputs, bf16, external data, metadata."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from fused_models import SUBJECTS, timm_subject
 from onnx_models import make, ours, randomised, timm_vit
 from PIL import Image
 from torch import nn
@@ -24,22 +25,28 @@ from vit_fast.export.options import ExportOptions
 from vit_fast.export.preprocessing import preprocessing_model
 from vit_fast.libraries.known import recognise
 
-SIZES = [(32, 32), (32, 64), (64, 32), (40, 48), (96, 96), (8, 8)]
 CENTRE = DataConfig(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), crop_pct=0.875, interpolation="bilinear")
+
+
+def remade(model: Any, family: str) -> Any:
+    """The same model in eager mode for any size."""
+    if family == "transformers_vit":
+        return lambda images: model(pixel_values=images, interpolate_pos_encoding=True).logits
+    dynamic: Any = timm_vit(dynamic_img_size=True) if family == "timm" else None
+    dynamic = dynamic or vit_fast.VisionTransformer(model.config.replace(dynamic_img_size=True))
+    dynamic.load_state_dict(model.state_dict())
+    return dynamic.eval()
 
 
 @pytest.mark.fast_cases("vit")
 @pytest.mark.parametrize("family", ["vit", "dinov2_registers", "sincos", "timm", "transformers_vit"])
 def test_dynamic_size_and_batch(family: str, tmp_path: Path) -> None:
     model: Any = make(family)
-    config = model.config if family == "vit" else None
     report = export_onnx(model, tmp_path / "m.onnx", dynamic_size=True, target="ort-cpu")
     assert report.verified and len({check.image_hw for check in report.checks}) == 3
-    assert config is None or (model.config is config and model.patch_embed.config is config)
-    reference = _any_size(family, model)
+    reference, runner = remade(model, family), OnnxRunner(tmp_path / "m.onnx", "cpu")
     assert inspect_onnx(tmp_path / "m.onnx").inputs[0]["shape"] == ["batch", 3, "8*rows", "8*columns"]
-    runner = OnnxRunner(tmp_path / "m.onnx", "cpu")
-    for size in SIZES:
+    for size in [(32, 32), (32, 64), (64, 32), (40, 48), (96, 96), (8, 8)]:
         images = torch.randn(8, 3, *size)
         with torch.inference_mode():
             expected = reference(images).numpy()
@@ -48,13 +55,43 @@ def test_dynamic_size_and_batch(family: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(got, expected[:batch], rtol=0, atol=1e-5 * max(1, np.abs(expected).max()))
 
 
-def _any_size(family: str, model: Any) -> Any:
-    if family == "transformers_vit":
-        return lambda images: model(pixel_values=images, interpolate_pos_encoding=True).logits
-    ours = None if family == "timm" else model.config.replace(dynamic_img_size=True)
-    remade = timm_vit(dynamic_img_size=True) if ours is None else vit_fast.VisionTransformer(ours)
-    remade.load_state_dict(model.state_dict())
-    return remade.eval()
+ROTARY = {
+    "timm-dinov3": (SUBJECTS["timm-dinov3"], 16),
+    "timm-eva02": (timm_subject("eva02_tiny_patch14_224", size=28, dynamic_img_size=True), 14),
+    "transformers-dinov3": (SUBJECTS["transformers-dinov3"], 16),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROTARY)
+def test_dynamic_size_with_rotary_embeddings(name: str, tmp_path: Path) -> None:
+    subject, patch = ROTARY[name]
+    model = subject.build().eval()
+    vit_fast.fuse(model, backend="sdpa")
+    assert export_onnx(model, tmp_path / "m.onnx", dynamic_size=True, target="ort-cpu").verified
+    assert not any("get_embed" in vars(module) for module in model.modules()), "timm's own is back"
+    runner = OnnxRunner(tmp_path / "m.onnx", "cpu")
+    (key,) = subject.inputs()
+    for rows, columns in ((2, 2), (3, 5), (4, 1)):
+        images = torch.randn(2, 3, rows * patch, columns * patch)
+        with torch.inference_mode():
+            tokens = subject.run(model, {key: images})
+            expected = (tokens[:, 0] if name.startswith("transformers") else tokens).numpy()
+        np.testing.assert_allclose(runner(images.numpy()), expected, rtol=0, atol=1e-4 * max(1, np.abs(expected).max()))
+
+
+def test_rotary_embeddings_of_one_size_are_refused(tmp_path: Path) -> None:
+    model = timm_subject("vit_small_patch16_rope_mixed_ape_224").build().eval()
+    with pytest.raises(UnsupportedInputError, match=r"\(RotaryEmbeddingMixed\) are computed for one size only"):
+        export_onnx(model, tmp_path / "m.onnx", dynamic_size=True)
+
+
+@pytest.mark.fast_cases("vit_pe_lang_gigantic_patch14_448")
+@pytest.mark.parametrize("name", ["eva02_base_patch16_clip_224", "vit_pe_lang_gigantic_patch14_448"])
+def test_a_model_with_every_norm_it_has(name: str, tmp_path: Path) -> None:
+    size = 3 * vit_fast.variants.get_variant(name).config.patch_hw[0]
+    model = vit_fast.create_model(name, depth=1, embed_dim=64, num_heads=2, img_size=size)
+    assert export_onnx(model, tmp_path / "m.onnx", target="ort-cpu").verified
 
 
 @pytest.mark.fast_cases("bilinear_rectangle")
@@ -72,9 +109,7 @@ def test_preprocessing_in_the_graph(data_config: DataConfig, shape: dict[str, An
     model: Any = randomised(ours(**shape))
     model.data_config = data_config
     export_onnx(model, tmp_path / "m.onnx", preprocess=True, output="probabilities")
-    runner = OnnxRunner(tmp_path / "m.onnx", "cpu")
-    assert runner.takes_pixels
-    in_chans = shape.get("in_chans", 3)
+    runner, in_chans = OnnxRunner(tmp_path / "m.onnx", "cpu"), shape.get("in_chans", 3)
     transform = make_transform(data_config, model.config.image_hw, in_chans=in_chans)
     for size in (read_image(sample_image()).size, (300, 120), (77, 200)):
         image = read_image(sample_image()).resize(size).convert("RGB" if in_chans == 3 else "L")
@@ -82,8 +117,7 @@ def test_preprocessing_in_the_graph(data_config: DataConfig, shape: dict[str, An
         with torch.inference_mode():
             expected = model(prepared).softmax(-1).numpy()
             shifted = model(prepared + 0.5).softmax(-1).numpy()
-        pixels = np.asarray(image).reshape(1, image.height, image.width, in_chans)
-        got = runner(pixels)
+        got = runner(np.asarray(image).reshape(1, image.height, image.width, in_chans))
         np.testing.assert_allclose(got.sum(), 1, atol=1e-5)
         # One grey level of rounding in some pixels; a real difference of preprocessing moves the output much further.
         assert np.abs(got - expected).max() < 2e-2 * np.abs(shifted - expected).max()
@@ -99,19 +133,32 @@ def test_preprocessing_equals_pillow_to_one_grey_level(interpolation: Any, crop_
         image = read_image(sample_image()).resize(size)
         graph = preprocessing_model(data_config, image_hw, 3, opset=18)
         ((planes,),) = graphs.run_graph(graph, [np.asarray(image)[None]])
-        got = planes[0]
-        levels = np.abs(got - make_transform(data_config, image_hw)(image).numpy()) * 127.5
+        levels = np.abs(planes[0] - make_transform(data_config, image_hw)(image).numpy()) * 127.5
         assert levels.max() < 1.01 and (levels > 0.5).mean() < 0.01
+
+
+@pytest.mark.slow
+def test_a_model_with_its_normalisation_folded_in(tmp_path: Path) -> None:
+    """fuse(normalize=...) makes a model of bytes: the file says so, and both files agree on the same image."""
+    data, pixels = CENTRE.to_dict(), np.asarray(read_image(sample_image()))[None]
+    model = make("timm")
+    export_onnx(model, tmp_path / "plain.onnx", preprocess=True, data_config=data)
+    vit_fast.fuse(model, backend="sdpa", normalize=(CENTRE.mean, CENTRE.std))
+    export_onnx(model, tmp_path / "bytes.onnx", preprocess=True, data_config=data)
+    plain, of_bytes = (OnnxRunner(tmp_path / f"{name}.onnx", "cpu")(pixels) for name in ("plain", "bytes"))
+    np.testing.assert_allclose(of_bytes, plain, atol=1e-4 * np.abs(plain).max())
+    info = inspect_onnx(tmp_path / "bytes.onnx")
+    assert info.data_config is not None and info.data_config.mean == (0, 0, 0)
 
 
 def test_calibration_is_spread_over_all_files(tmp_path: Path) -> None:
     """Sorted by class: every third of the files is seen, none twice."""
     for i in range(90):
         Image.new("RGB", (4, 4), (i, 0, 0)).save(tmp_path / f"{i:02}.png")
-    reds = [image.getpixel((0, 0))[0] for image in read_images([tmp_path], 30)]  # type: ignore[index]  # RGB: a tuple
-    assert reds == list(range(0, 90, 3))
+    for count in (30, 90):
+        reds = [image.getpixel((0, 0))[0] for image in read_images([tmp_path], count)]  # type: ignore[index]  # RGB
+        assert reds == list(range(0, 90, 90 // count))
     assert len(read_images([tmp_path / "00.png", tmp_path / "01.png"], 5)) == 5
-    assert [image.getpixel((0, 0)) for image in read_images([tmp_path], 90)] == [(i, 0, 0) for i in range(90)]
 
 
 @pytest.mark.slow
@@ -134,7 +181,7 @@ def test_features(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
-def test_probabilities_are_held_to_the_same_standard_as_logits(precision: Any) -> None:
+def test_probabilities_are_checked_as_strictly_as_logits(precision: Any) -> None:
     """All probabilities of many classes are small: unrelated ones, and logits 5 % too large, must not pass."""
     options = ExportOptions(precision=precision, output="probabilities")
     generator = torch.Generator().manual_seed(0)
@@ -153,21 +200,7 @@ def test_probabilities_are_held_to_the_same_standard_as_logits(precision: Any) -
         assert not passes(1.05 * logits) and passes(logits.half().double())
 
 
-@pytest.mark.slow
-def test_a_model_with_its_normalisation_folded_in(tmp_path: Path) -> None:
-    """fuse(normalize=...) makes a model of bytes: the file says so, and both files agree on the same photograph."""
-    data, pixels = CENTRE.to_dict(), np.asarray(read_image(sample_image()))[None]
-    model = make("timm")
-    export_onnx(model, tmp_path / "plain.onnx", preprocess=True, data_config=data)
-    vit_fast.fuse(model, backend="sdpa", normalize=(CENTRE.mean, CENTRE.std))
-    export_onnx(model, tmp_path / "bytes.onnx", preprocess=True, data_config=data)
-    plain, of_bytes = (OnnxRunner(tmp_path / f"{name}.onnx", "cpu")(pixels) for name in ("plain", "bytes"))
-    np.testing.assert_allclose(of_bytes, plain, atol=1e-4 * np.abs(plain).max())
-    info = inspect_onnx(tmp_path / "bytes.onnx")
-    assert info.data_config is not None and info.data_config.mean == (0, 0, 0)
-
-
-def test_gate_and_up_stay_one_product() -> None:
+def test_gate_and_up_stay_one_matmul() -> None:
     model = exportable_copy(randomised(ours(mlp_layer="swiglu", act_layer="silu")))
     with torch.no_grad():
         graph = torch.export.export(model, (torch.randn(1, 3, 32, 32),), strict=False).graph
@@ -175,15 +208,14 @@ def test_gate_and_up_stay_one_product() -> None:
 
 
 @pytest.mark.slow
-def test_weights_beside_the_file_when_they_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above protobuf's limit (lowered here) the weights go beside without being asked; inside is refused."""
+def test_external_weights_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above protobuf's limit (lowered here), weights are external by default; inside is refused."""
     model = make("vit")
     monkeypatch.setattr(graphs, "PROTOBUF_LIMIT", 10_000)
     report = export_onnx(model, tmp_path / "big.onnx")
     assert report.external_data == "big.onnx.data" and report.verified
     assert sorted(p.name for p in tmp_path.iterdir()) == ["big.onnx", "big.onnx.data"]
     assert (tmp_path / "big.onnx").stat().st_size < 60_000
-    assert inspect_onnx(tmp_path / "big.onnx").metadata["verification"]["checks"]
     images = torch.randn(2, 3, 32, 32)
     with torch.inference_mode():
         np.testing.assert_allclose(OnnxRunner(tmp_path / "big.onnx", "cpu")(images), model(images), atol=1e-5)
@@ -199,19 +231,17 @@ def test_a_model_over_two_gigabytes(tmp_path: Path) -> None:
     assert report.verified and report.external_data == "huge.onnx.data" and report.bytes > 2**31
 
 
-def test_report_and_metadata_and_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+def test_report_and_metadata_and_the_model_stays_as_it_was(tmp_path: Path) -> None:
     names = [f"class {i}" for i in range(10)]
     model: Any = make("vit").half().train()
     before = {name: (id(p), p.dtype) for name, p in model.named_parameters()}
-    report = export_onnx(
-        model, tmp_path / "m.onnx", class_names=names, source="a test", precision="fp16", target="ort-cuda"
-    )
+    options: dict[str, Any] = {"precision": "fp16", "target": "ort-cuda", "class_names": names, "source": "a test"}
+    report = export_onnx(model, tmp_path / "m.onnx", **options)
     assert {name: (id(p), p.dtype) for name, p in model.named_parameters()} == before
     assert model.training and model.blocks[0].vit_fast_backend == "eager"
     content = json.loads(report.to_json())
     assert content["verified"] and content["nodes"]["MatMul"] and content["seconds"]["verify"] > 0
-    assert content["bytes"] == (tmp_path / "m.onnx").stat().st_size
-    assert "fp64" in str(report)
+    assert content["bytes"] == (tmp_path / "m.onnx").stat().st_size and "fp64" in str(report)
     info = inspect_onnx(tmp_path / "m.onnx")
     assert info.class_names == tuple(names) and info.data_config == DataConfig() and info.output == "logits"
     assert info.metadata["source"] == "a test" and info.metadata["config"]["embed_dim"] == 32
@@ -222,7 +252,7 @@ def test_report_and_metadata_and_the_model_is_left_as_it_was(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_bf16_is_written_and_not_passed_off_as_verified(tmp_path: Path) -> None:
+def test_bf16_without_verification(tmp_path: Path) -> None:
     report = export_onnx(make("vit"), tmp_path / "m.onnx", precision="bf16", target="ort-cuda", verify=False)
     assert report.opset == 22, "the first that has a bf16 Conv"
     assert not report.verified and "not verified: verify=False" in report.warnings
@@ -232,11 +262,8 @@ def test_bf16_is_written_and_not_passed_off_as_verified(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bf16 files are verified on CUDA")
-def test_bf16_that_cannot_be_verified_here_is_refused_before_the_capture(tmp_path: Path, monkeypatch) -> None:
-    def captured(*_: object) -> None:
-        raise AssertionError("captured before it was refused")
-
-    monkeypatch.setattr("vit_fast.export.exporter.capture", captured)
+def test_bf16_that_cannot_be_verified_is_refused_before_the_capture(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("vit_fast.export.exporter.capture", None)
     with pytest.raises(UnsupportedInputError, match=r"bf16 on CUDA only, .*\n.*--no-verify"):
         export_onnx(make("vit"), tmp_path / "new" / "m.onnx", precision="bf16")
     assert list(tmp_path.iterdir()) == []

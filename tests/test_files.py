@@ -21,7 +21,6 @@ import torch
 from vit_fast import create_model, save
 from vit_fast.cli import main
 from vit_fast.export import export_onnx
-from vit_fast.export.onnx_calibration import Calibration
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.optimization import _write_program
 from vit_fast.files import folder_aside
@@ -40,7 +39,6 @@ writers = {
     "new/m.safetensors": lambda: save(create_model("vit_test"), "new/m.safetensors"),
     "new/m.onnx": lambda: export_onnx(create_model("vit_test"), "new/m.onnx", verify=False),
     "new/program": program,
-    "new/ranges.json": lambda: Calibration("a" * 200, 1, {}, {}).save(Path("new/ranges.json")),
     "new/deep/out/checkpoint.pth": lambda: command(
         "train", "images", "--model", "vit_test", "--epochs", "1", "--out", "new/deep/out"),
     "new/filters.png": lambda: command("show", "vit_test", "--figures", "filters", "--out", "new"),

@@ -37,15 +37,15 @@ def test_truncated(folder: Path, tmp_path: Path, share: float) -> None:
         OnnxRunner(tmp_path / "m.onnx", "cpu")
 
 
-def test_foreign_and_missing(folder: Path, tmp_path: Path) -> None:
+def test_foreign_and_missing(tmp_path: Path) -> None:
     shutil.copy(sample_image(), tmp_path / "photo.onnx")
     (tmp_path / "text.onnx").write_text("not a model\n" * 100)
-    (tmp_path / "m.json").write_text("[" * 100_000)
-    os.mkfifo(tmp_path / "pipe.onnx")
-    for name, message in {
-        "photo.onnx": "not an ONNX", "text.onnx": "not an ONNX", "m.json": "not an ONNX", "absent.onnx": "no such file",
-        ".": "is a folder", "pipe.onnx": "is not a regular file",  # which would be waited for
-    }.items():  # fmt: skip
+    os.mkfifo(tmp_path / "pipe.onnx")  # which would be waited for
+    messages = {
+        "photo.onnx": "not an ONNX", "text.onnx": "not an ONNX", "absent.onnx": "no such file", ".": "is a folder",
+        "pipe.onnx": "is not a regular file",
+    }  # fmt: skip
+    for name, message in messages.items():
         for read in (inspect_onnx, OnnxRunner):
             with pytest.raises(ModelFileError, match=message):
                 read(tmp_path / name)
@@ -76,9 +76,7 @@ def test_damaged_metadata(key: str, value: str, message: str, folder: Path, tmp_
         OnnxRunner(with_metadata(folder / "plain.onnx", tmp_path / "m.onnx", key, value))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("verification", {}), ("versions", "new"), ("accuracy", 1), ("eight_bit", {"kept": 0})]
-)
+@pytest.mark.parametrize(("key", "value"), [("verification", {}), ("accuracy", 1), ("eight_bit", {"kept": 0})])
 def test_no_card_of_damaged_metadata(key: str, value: Any, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="its metadata is damaged"):
         write_card(with_metadata(folder / "plain.onnx", tmp_path / "m.onnx", key, json.dumps(value)))
@@ -88,7 +86,7 @@ def test_no_card_of_damaged_metadata(key: str, value: Any, folder: Path, tmp_pat
 def test_a_card_of_a_file_with_former_field_names(folder: Path, tmp_path: Path) -> None:
     facts = json.dumps({"products": 7, "kept": ["head"], "methods": {}})
     card = write_card(with_metadata(folder / "plain.onnx", tmp_path / "m.onnx", "eight_bit", facts))
-    assert "7 MatMuls in 8 bits. In float, to limit the loss of accuracy: head." in card.read_text()
+    assert "7 MatMuls; in float, to limit the loss: head" in card.read_text()
 
 
 def test_names_in_a_file_are_text(folder: Path, tmp_path: Path) -> None:
@@ -106,15 +104,6 @@ def test_names_in_a_file_are_text(folder: Path, tmp_path: Path) -> None:
     assert "[/red]" in text and "[bold]" in text and "[m].onnx" in text
     config = read_config(write_triton_repository(tmp_path / "[m].onnx", tmp_path / "models", name="m"))
     assert config.input[0].name == name
-
-
-def test_weights_with_the_name_of_the_model_in_a_repository(folder: Path, tmp_path: Path) -> None:
-    """They would replace the model that is copied to model.onnx."""
-    path = _with_location(folder, tmp_path, "model.onnx")
-    shutil.copy(folder / "beside.onnx.data", path.parent / "model.onnx")
-    with pytest.raises(ModelFileError, match=r"weights file must not be named model\.onnx"):
-        write_triton_repository(path, tmp_path / "models")
-    assert not (tmp_path / "models").exists()
 
 
 def test_metadata_of_others_means_nothing_here(folder: Path, tmp_path: Path) -> None:
@@ -175,19 +164,20 @@ def test_external_data_too_short(folder: Path, tmp_path: Path) -> None:
             OnnxRunner(_with_location(folder, tmp_path, "weights.data", **fields))
 
 
+def test_weights_with_the_name_of_the_model_in_a_repository(folder: Path, tmp_path: Path) -> None:
+    """They would replace the model that is copied to model.onnx."""
+    path = _with_location(folder, tmp_path, "model.onnx")
+    shutil.copy(folder / "beside.onnx.data", path.parent / "model.onnx")
+    with pytest.raises(ModelFileError, match=r"weights file must not be named model\.onnx"):
+        write_triton_repository(path, tmp_path / "models")
+    assert not (tmp_path / "models").exists()
+
+
 def test_external_data_lies_beside_the_name_given(folder: Path, tmp_path: Path) -> None:
     """A link to a model: what ONNX Runtime reads, beside the link, is what is checked."""
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").mkdir()
-    for name in ("beside.onnx", "beside.onnx.data"):
-        shutil.copy(folder / name, tmp_path / "real" / name)
-    link, weights = (tmp_path / "link" / name for name in ("beside.onnx", "beside.onnx.data"))
-    link.symlink_to(tmp_path / "real" / "beside.onnx")
+    link, weights = (tmp_path / name for name in ("beside.onnx", "beside.onnx.data"))
+    link.symlink_to(folder / "beside.onnx")
     with pytest.raises(ModelFileError, match="does not exist"):
         OnnxRunner(link, "cpu")
-    os.link(tmp_path / "real" / weights.name, weights)
-    with pytest.raises(ModelFileError, match="hard link"):
-        OnnxRunner(link, "cpu")
-    weights.unlink()
     shutil.copy(folder / weights.name, weights)
     assert OnnxRunner(link, "cpu")(torch.zeros(1, 3, 32, 32)).shape == (1, 10)

@@ -34,10 +34,15 @@ def written(model: nn.Module, path: Path, **options: object) -> Path:
     return path
 
 
+def matches(path: Path, model: nn.Module, batch: int) -> bool:
+    """True if the FLOP are equal, and the elements except for those of biases."""
+    found, expected = count_work(path, (batch, 3, 32, 32)), counted(model, batch)
+    return found.flop == expected.flop and found.elements == pytest.approx(expected.elements, rel=0.02)
+
+
 @pytest.mark.parametrize("name", ["generic", "plain"])
 def test_a_file_counts_what_torch_counts(name: str, exported: Any) -> None:
-    for batch in (1, 3):
-        assert count_work(exported(name), (batch, 3, 32, 32)) == counted(exported.model, batch)
+    assert matches(exported(name), exported.model, 1) and matches(exported(name), exported.model, 3)
     assert narrow_precision(exported(name)) is None
 
 
@@ -53,17 +58,14 @@ def test_a_file_counts_what_torch_counts(name: str, exported: Any) -> None:
 def test_every_form_of_a_file_counts_what_torch_counts(options: dict, tmp_path: Path) -> None:
     model = make("vit")
     path = written(model, tmp_path / "m.onnx", **options)
-    for batch in (1, 3):
-        assert count_work(path, (batch, 3, 32, 32)) == counted(model, batch)
-    assert narrow_precision(path) == options.get("precision")
+    assert matches(path, model, 3) and narrow_precision(path) == options.get("precision")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deit_distilled", "dinov2_registers", "hybrid", "timm", "torchvision"])
 def test_every_family_counts_what_torch_counts(family: str, tmp_path: Path) -> None:
     model = make(family)
-    path = written(model, tmp_path / "m.onnx")
-    assert count_work(path, (2, 3, 32, 32)).flop == counted(model, 2).flop
+    assert matches(written(model, tmp_path / "m.onnx"), model, 2)
 
 
 @pytest.mark.slow
@@ -75,11 +77,10 @@ def test_gates_and_a_fixed_batch(tmp_path: Path) -> None:
 
 
 def file_of(path: Path, *nodes: onnx.NodeProto, **weights: list[int]) -> Path:
-    """A graph from x [B, 4, 6, 8] to y, with constants of these shapes, and s, the shape of tokens."""
+    """A graph from x [B, 4, 6, 8] to y, with constants of these shapes."""
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", 4, 6, 8])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    arrays = {name: np.ones(shape, np.float32) for name, shape in weights.items()} | {"s": np.array([0, -1, 8])}
-    constants = [onnx.numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    constants = [onnx.numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in weights.items()]
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph(list(nodes), "g", [x], [y], constants)
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
@@ -87,25 +88,12 @@ def file_of(path: Path, *nodes: onnx.NodeProto, **weights: list[int]) -> Path:
 
 
 def test_products_by_hand(tmp_path: Path) -> None:
-    """A convolution in two groups; a linear of 2 x 4 x 6 rows with the bias behind it."""
+    """A convolution in two groups; a linear of 2 x 4 x 6 rows."""
     conv = helper.make_node("Conv", ["x", "w", "b"], ["y"], group=2)
     path = file_of(tmp_path / "conv.onnx", conv, w=[10, 2, 3, 3], b=[10])
-    assert count_work(path, (2, 4, 6, 8)) == Work(2 * 2 * 9 * 2 * 10 * 4 * 6, 2 * 4 * 6 * 8 + 180 + 10 + 2 * 10 * 4 * 6)
-    linear = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Add", ["b", "h"], ["y"])]
-    path = file_of(tmp_path / "linear.onnx", *linear, w=[8, 5], b=[5])
-    assert count_work(path, (2, 4, 6, 8)) == Work(2 * 48 * 8 * 5, 48 * 8 + 40 + 5 + 48 * 5)
-
-
-def test_attention_of_onnx_runtime_with_its_projections_inside(tmp_path: Path) -> None:
-    """24 tokens of width 8: three linears and the attention between them."""
-    nodes = [
-        helper.make_node("Reshape", ["x", "s"], ["tokens"]),
-        helper.make_node("Attention", ["tokens", "w", "b"], ["y"], domain="com.microsoft", num_heads=2),
-    ]
-    path = file_of(tmp_path / "m.onnx", *nodes, w=[8, 24], b=[24])
-    linears, attention = 2 * 2 * 24 * 8 * 24, 4 * 2 * 24 * 24 * 8
-    moved = 2 * 24 * 8 + 8 * 24 + 24 + 2 * 24 * 24 + 4 * 2 * 24 * 8
-    assert count_work(path, (2, 4, 6, 8)) == Work(linears + attention, moved)
+    assert count_work(path, (2, 4, 6, 8)) == Work(2 * 2 * 9 * 2 * 10 * 4 * 6, 2 * 4 * 6 * 8 + 180 + 2 * 10 * 4 * 6)
+    path = file_of(tmp_path / "linear.onnx", helper.make_node("MatMul", ["x", "w"], ["y"]), w=[8, 5])
+    assert count_work(path, (2, 4, 6, 8)) == Work(2 * 48 * 8 * 5, 48 * 8 + 40 + 48 * 5)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +101,13 @@ def test_attention_of_onnx_runtime_with_its_projections_inside(tmp_path: Path) -
     [
         (helper.make_node("Einsum", ["x", "w"], ["y"], equation="bchw,wk->bchk"), "Einsum: no formula"),
         (helper.make_node("MatMulNBits", ["x", "w"], ["y"], domain="com.microsoft"), "MatMulNBits"),
+        (
+            helper.make_node("Attention", ["x", "w"], ["y"], domain="com.microsoft", num_heads=2),
+            "packed qkv|cannot be inferred",
+        ),
         (helper.make_node("Anything", ["x"], ["y"], domain="mine"), "mine.Anything|cannot be inferred"),
     ],
-    ids=["einsum", "packed weights", "a stranger's"],
+    ids=["einsum", "packed weights", "packed projections", "a stranger's"],
 )
 def test_what_has_no_formula_is_not_counted(node: onnx.NodeProto, reason: str, tmp_path: Path) -> None:
     path = file_of(tmp_path / "m.onnx", node, w=[8, 5])

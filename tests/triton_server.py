@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from google.protobuf import text_format
 
-NUMPY = {"TYPE_UINT8": np.uint8, "TYPE_FP32": np.float32, "TYPE_FP16": np.float16}
+NUMPY = {"UINT8": np.uint8, "FP32": np.float32, "FP16": np.float16}
 
 
 def module_at(path: Path) -> Any:
@@ -46,59 +46,47 @@ class Served:
     def __init__(self, folder: Path) -> None:
         import onnxruntime
 
-        self.config, self._schema = read_config(folder), schema()
+        self.config, kinds = read_config(folder), schema().DataType
         assert self.config.name == folder.name
         self.session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
         labels = self.config.output[0].label_filename
         self.labels = (folder / labels).read_text(encoding="utf-8").splitlines() if labels else None
+        batch = [-1] if self.config.max_batch_size else []
+
+        def entries(tensors: Any) -> list[dict[str, Any]]:
+            named = ((t, kinds.Name(t.data_type).removeprefix("TYPE_")) for t in tensors)
+            return [{"name": t.name, "datatype": kind, "shape": [*batch, *t.dims]} for t, kind in named]
+
+        self.facts = {"inputs": entries(self.config.input), "outputs": entries(self.config.output)}
         self.warm_ups = 0
         for request in self.config.model_warmup:
-            for name, value in request.inputs.items():
-                shape = ((request.batch_size,) if self.config.max_batch_size else ()) + tuple(value.dims)
-                assert value.random_data and name == self.config.input[0].name
-                self.run(np.zeros(shape, NUMPY[self.kind(value.data_type)]))
-                self.warm_ups += 1
-
-    def kind(self, data_type: int) -> str:
-        return str(self._schema.DataType.Name(data_type))
+            ((name, value),) = request.inputs.items()
+            shape = (request.batch_size,) * len(batch) + tuple(value.dims)
+            assert value.random_data and name == self.config.input[0].name
+            self.run(np.zeros(shape, NUMPY[kinds.Name(value.data_type).removeprefix("TYPE_")]))
+            self.warm_ups += 1
 
     def run(self, array: np.ndarray) -> np.ndarray:
         """Refuses what config.pbtxt does not describe, as the server does."""
-        entry, dims = self.config.input[0], array.shape
-        if self.config.max_batch_size:
-            if not 1 <= dims[0] <= self.config.max_batch_size:
-                raise ValueError(f"batch {dims[0]} > {self.config.max_batch_size}")
-            dims = dims[1:]
-        if len(dims) != len(entry.dims) or any(want not in (-1, got) for want, got in zip(entry.dims, dims)):
-            raise ValueError(f"unexpected shape {array.shape} for {list(entry.dims)}")
-        if array.dtype != NUMPY[self.kind(entry.data_type)]:
-            raise ValueError(f"unexpected dtype {array.dtype}")
-        result: np.ndarray = self.session.run(None, {entry.name: array})[0]
+        entry = self.facts["inputs"][0]
+        if len(array.shape) != len(entry["shape"]) or any(
+            n not in (-1, got) for n, got in zip(entry["shape"], array.shape)
+        ):
+            raise ValueError(f"unexpected shape {array.shape} for {entry['shape']}")
+        if array.dtype != NUMPY[entry["datatype"]] or len(array) > (self.config.max_batch_size or len(array)):
+            raise ValueError(f"unexpected batch {len(array)} or dtype {array.dtype}")
+        result: np.ndarray = self.session.run(None, {entry["name"]: array})[0]
         return result
 
-    def describe(self) -> dict[str, Any]:
-        def entries(tensors: Any) -> list[dict[str, Any]]:
-            batch = [-1] if self.config.max_batch_size else []
-            kinds = [self.kind(t.data_type).removeprefix("TYPE_") for t in tensors]
-            return [{"name": t.name, "datatype": k, "shape": [*batch, *t.dims]} for t, k in zip(tensors, kinds)]
-
-        config = self.config
-        facts = {"name": config.name, "platform": config.platform}
-        return facts | {"inputs": entries(config.input), "outputs": entries(config.output)}
-
     def infer(self, request: dict[str, Any], raw: bytes) -> dict[str, Any]:
-        entry = request["inputs"][0]
-        kind = NUMPY["TYPE_" + entry["datatype"]]
+        entry, wanted = request["inputs"][0], request["outputs"][0]
         assert entry["parameters"]["binary_data_size"] == len(raw)
-        result = self.run(np.frombuffer(raw, kind).reshape(entry["shape"]))
-        output: dict[str, Any] = {"name": request["outputs"][0]["name"]}
-        top = request["outputs"][0].get("parameters", {}).get("classification")
-        if top is None:
-            return {"outputs": [output | {"datatype": "FP32", "shape": result.shape, "data": result.ravel().tolist()}]}
+        result = self.run(np.frombuffer(raw, NUMPY[entry["datatype"]]).reshape(entry["shape"]))
+        top = wanted["parameters"]["classification"]
         labels = [f":{label}" for label in self.labels or ()] or [""] * result.shape[-1]
         lines = [f"{row[i]:f}:{i}{labels[i]}" for row in result for i in np.argsort(-row)[:top]]
         shape = [len(result), min(top, result.shape[-1])]
-        return {"outputs": [output | {"datatype": "BYTES", "shape": shape, "data": lines}]}
+        return {"outputs": [{"name": wanted["name"], "datatype": "BYTES", "shape": shape, "data": lines}]}
 
 
 @contextmanager
@@ -108,13 +96,8 @@ def serving(repository: Path) -> Iterator[tuple[str, dict[str, Served]]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            parts = self.path.strip("/").split("/")
-            if self.path == "/v2/health/ready":
-                self._answer(200, {})
-            elif parts[:2] == ["v2", "models"] and len(parts) == 3 and parts[2] in models:
-                self._answer(200, models[parts[2]].describe())
-            else:
-                self._answer(404, {"error": f"unknown {self.path}"})
+            name = self.path.strip("/").split("/")[-1]
+            self._answer(200, models[name].facts if name in models else {})
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))

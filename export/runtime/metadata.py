@@ -1,28 +1,118 @@
-"""Metadata and signature of ONNX files of any exporter."""
+"""Reads, checks, describes and copies ONNX files of any exporter; rejects damaged and unsafe files."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import onnx
+from google.protobuf.message import DecodeError
 
 from vit_fast.arguments import pair
 from vit_fast.config import DataConfig, Size
+from vit_fast.errors import VitFastError, check_type
 from vit_fast.libraries.interface.image_model import Output
-
-from .model_files import ModelFileError, read_proto
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 PREFIX = "vit_fast."
-_DTYPES = {"float": np.float32, "float16": np.float16, "double": np.float64, "uint8": np.uint8}
+DTYPES = {"float": np.float32, "float16": np.float16, "double": np.float64, "uint8": np.uint8}
+
+
+class ModelFileError(VitFastError, ValueError):
+    """An ONNX file is missing, damaged or unsafe, or is not ONNX; the message contains the path and the reason."""
+
+
+def read_proto(path: str | Path) -> onnx.ModelProto:
+    """Reads the graph of an ONNX file without the weights beside it, after checking both."""
+    check_type("path", path, str, Path)
+    path = Path(path)
+    if path.exists() and not path.is_file():  # reading a pipe would block
+        raise ModelFileError(
+            f"{path}: is {'a folder' if path.is_dir() else 'not a regular file'}, must be an ONNX file"
+        )
+    try:
+        proto = onnx.load_model(path, format="protobuf", load_external_data=False)
+    except FileNotFoundError:
+        raise ModelFileError(f"{path}: no such file") from None
+    except (DecodeError, ValueError, RuntimeError) as error:
+        raise ModelFileError(f"{path}: not an ONNX file, or truncated: {error}") from None
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if not proto.HasField("graph") or not proto.graph.node or not proto.opset_import or not proto.graph.output:
+        raise ModelFileError(f"{path}: not an ONNX model: it has no graph, output or opset")
+    # ONNX Runtime searches beside the given name, even if that is a link
+    reasons: dict[str, str] = {}
+    for location, fields in _external_data(proto):
+        reason = reasons.get(location) or _unsafe(path.parent.resolve(), location, fields)
+        reasons |= {location: reason} if reason else {}
+    if reasons:
+        listed = "; ".join(f"{location!r} {reason}" for location, reason in sorted(reasons.items()))
+        raise ModelFileError(f"{path}: external data rejected: {listed}")
+    return proto
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Returns a model file and the files of its weights; raises the errors of read_proto."""
+    return [
+        path,
+        *(path.parent / location for location in sorted({name for name, _ in _external_data(read_proto(path))})),
+    ]
+
+
+def copy_model(path: Path, target: Path) -> None:
+    """Copies a model file to `target`, and the files of its weights to the same folder, under their names."""
+    for part in parts_of(path):
+        copy = target if part == path else target.parent / part.relative_to(path.parent)
+        if part != path and copy == target:
+            raise ModelFileError(f"{path}: its weights file must not be named {target.name}, like the target")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(part, copy)
+
+
+def _unsafe(folder: Path, location: str, fields: dict[str, str]) -> str:
+    """Returns the reason to reject weights: outside the model's folder, behind a link, or in a file that is too short.
+
+    ONNX Runtime rejects absolute paths, ".." and symbolic links, but not hard links, which can refer to any file on the
+    same disk. So this also rejects files with more than one hard link.
+    """
+    parts = location.replace("\\", "/").split("/")
+    if not location or Path(location).is_absolute() or ".." in parts or ":" in parts[0]:
+        return "is not a file name inside the model's folder"
+    target = folder / location
+    if any(step.is_symlink() for step in (target, *target.parents) if step.is_relative_to(folder) and step != folder):
+        return "is reached through a symbolic link"
+    if not target.is_file():
+        return "does not exist" if not target.exists() else "is not a regular file"
+    if target.stat().st_nlink > 1:
+        return "is a hard link: the file has another name elsewhere"
+    try:
+        offset, length = int(fields.get("offset", 0)), int(fields.get("length", 0))
+    except ValueError:
+        return "has an offset or length that is not a number"
+    if offset < 0 or length < 0 or offset + length > target.stat().st_size:
+        return f"must have at least {offset + length} bytes, got {target.stat().st_size}"
+    return ""
+
+
+def _external_data(message: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields location and other fields of all tensors with external data, wherever they are in the model."""
+    if isinstance(message, onnx.TensorProto):
+        if message.data_location == onnx.TensorProto.EXTERNAL:
+            fields = {entry.key: entry.value for entry in message.external_data}
+            yield fields.get("location", ""), fields
+        return
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is not None:
+            for inner in [value] if hasattr(value, "ListFields") else value:
+                yield from _external_data(inner)
 
 
 @dataclass
@@ -60,16 +150,20 @@ class OnnxInfo:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def facts(self) -> dict[str, Any]:
+        """Returns the facts about the file that a table shows, by name."""
+        opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in self.opsets.items())
+        facts: dict[str, Any] = {"producer": self.producer, "opsets": opsets}
+        facts |= {f"input {i['name']}": f"{i['dtype']} {i['shape']}" for i in self.inputs}
+        facts |= {f"output {o['name']}": f"{o['dtype']} {o['shape']}" for o in self.outputs}
+        facts |= {"output meaning": self.output, "data_config": self.data_config and self.data_config.to_dict()}
+        facts |= {"preprocessing": "in the file (uint8 input)" if self.preprocess else "before the file"}
+        return facts | {"classes": self.class_names} | self.metadata
+
     def to_table(self) -> Table:
         """Returns the description as a rich table; long lists are shortened."""
-        opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in self.opsets.items())
-        rows: dict[str, Any] = {"producer": self.producer, "opsets": opsets, "nodes": counted(self.nodes)}
-        rows |= {f"input {i['name']}": f"{i['dtype']} {i['shape']}" for i in self.inputs}
-        rows |= {f"output {o['name']}": f"{o['dtype']} {o['shape']}" for o in self.outputs}
-        rows |= {"output meaning": self.output, "preprocessing": self.data_config and str(self.data_config.to_dict())}
-        rows |= {"preprocessing happens": "in the file" if self.preprocess else "before the file"}
-        rows |= {"classes": self.class_names} | self.metadata
-        return two_columns(self.path, ((what, _shortened(value)) for what, value in rows.items()))
+        facts = self.facts() | {"nodes": counted(self.nodes)}
+        return two_columns(self.path, ((name, shortened(value)) for name, value in facts.items()))
 
 
 def two_columns(title: str, rows: Iterable[tuple[str, str]]) -> Table:
@@ -85,10 +179,11 @@ def two_columns(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def counted(nodes: dict[str, int]) -> str:
     """Formats operators and their counts, the most frequent first."""
-    return ", ".join(f"{name} {n}" for name, n in sorted(nodes.items(), key=lambda item: -item[1]))
+    return ", ".join(f"{name} {n}" for name, n in Counter(nodes).most_common())
 
 
-def _shortened(value: Any, limit: int = 6) -> str:
+def shortened(value: Any, limit: int = 6) -> str:
+    """Formats a value in one line; of a long list, only the first elements."""
     if value is None:
         return "unknown"
     if isinstance(value, list | tuple) and len(value) > limit:
@@ -148,10 +243,7 @@ def _read_ours(info: OnnxInfo, facts: dict[str, Any]) -> None:
 
 def _describe_value(value: onnx.ValueInfoProto) -> dict[str, Any]:
     tensor = value.type.tensor_type
-    dims = [
-        d.dim_param if d.HasField("dim_param") else d.dim_value if d.HasField("dim_value") else "?"
-        for d in tensor.shape.dim
-    ]
+    dims = [getattr(dim, kind) if (kind := dim.WhichOneof("value")) else "?" for dim in tensor.shape.dim]
     try:
         dtype = onnx.helper.tensor_dtype_to_string(tensor.elem_type).removeprefix("TensorProto.").lower()
     except KeyError:
@@ -163,16 +255,9 @@ def _describe_value(value: onnx.ValueInfoProto) -> dict[str, Any]:
 class Signature:
     """Input and first output of a file that takes images.
 
-    Attributes:
-        path: The file, for messages.
-        input: The input's name.
-        dtype: The input's numpy dtype; uint8 if the file contains the preprocessing.
-        shape: [B, channels, height, width], or [B, height, width, channels] in uint8; None for any size.
-        image_hw: Height and width that images must be resized to; None if unknown.
-        patch_hw: Divisors of height and width if the file accepts any size, otherwise None.
-        output: The first output's name.
-        output_dtype: Its numpy dtype.
-        output_tail: Its shape after the batch axis; None if shape or dtype is unknown, so ONNX Runtime allocates it.
+    The shape is [B, channels, height, width], or [B, height, width, channels] in uint8, with None for any size. Images
+    must be resized to `image_hw` if known. `patch_hw` divides the sides of images of any size. `output_tail` is the
+    shape of the output after the batch axis; None if shape or dtype is unknown.
     """
 
     path: Path
@@ -187,17 +272,11 @@ class Signature:
 
     @property
     def takes_pixels(self) -> bool:
-        """True if the file takes uint8 [B, height, width, channels] and contains the preprocessing."""
         return self.dtype == np.uint8
 
     @property
     def in_chans(self) -> int:
         return self.shape[3 if self.takes_pixels else 1] or 3
-
-    @property
-    def classes(self) -> int | None:
-        """Size of the output's last axis; None if dynamic."""
-        return self.output_tail[-1] if self.output_tail else None
 
     def set_image_hw(self, image_hw: Size) -> None:
         """Sets the size that images must be resized to; raises ValueError if it differs from the file's."""
@@ -218,14 +297,11 @@ class Signature:
             problems.append(f"dtype must be {self.dtype}, got {dtype}")
         if len(shape) != 4 or any(n is not None and n != got for n, got in zip(self.shape[1:], shape[1:])):
             problems.append(f"shape must be {wanted}, got {shape}")
-        elif self.takes_pixels and 0 in shape[1:]:
+        elif 0 in shape[1:]:
             problems.append(f"images must not be empty, got shape {shape}")
-        elif self.patch_hw is not None:
-            patch_h, patch_w = self.patch_hw
-            if shape[2] % patch_h or shape[3] % patch_w or 0 in shape[2:]:
-                problems.append(
-                    f"image height and width must be multiples of the patch size {patch_h}x{patch_w}, got shape {shape}"
-                )
+        elif self.patch_hw and any(side % patch for side, patch in zip(shape[2:], self.patch_hw)):
+            multiples = f"multiples of the patch size {self.patch_hw[0]}x{self.patch_hw[1]}"
+            problems.append(f"image height and width must be {multiples}, got shape {shape}")
         if problems:
             raise ValueError(f"images for {self.path.name}: " + "; ".join(problems))
 
@@ -237,12 +313,12 @@ def read_signature(info: OnnxInfo) -> Signature:
         names = ", ".join(entry["name"] for entry in info.inputs)
         raise ModelFileError(f"{path}: must have images as its only input, got {len(info.inputs)} inputs ({names})")
     entry, out = info.inputs[0], info.outputs[0]
-    if entry["dtype"] not in _DTYPES or len(entry["shape"]) != 4:
+    if entry["dtype"] not in DTYPES or len(entry["shape"]) != 4:
         raise ModelFileError(
             f"{path}: input {entry['name']} must be floating [batch, channels, height, width] or uint8 "
             f"[batch, height, width, channels], got {entry['dtype']} {entry['shape']}"
         )
-    dtype: np.dtype[Any] = np.dtype(_DTYPES[entry["dtype"]])
+    dtype: np.dtype[Any] = np.dtype(DTYPES[entry["dtype"]])
     shape = tuple(dim if isinstance(dim, int) and dim > 0 else None for dim in entry["shape"])
     height, width = shape[1:3] if dtype == np.uint8 else shape[2:]
     known, patch = info.metadata.get("image_hw"), info.metadata.get("patch_hw", (1, 1))
@@ -250,9 +326,9 @@ def read_signature(info: OnnxInfo) -> Signature:
     if image_hw is None and isinstance(known, list):  # other exporters may store text here
         image_hw = (known[0], known[1])
     tail = tuple(dim for dim in out["shape"][1:] if isinstance(dim, int) and dim > 0)
-    is_known = bool(tail) and len(tail) == len(out["shape"]) - 1 and out["dtype"] in _DTYPES
+    is_known = bool(tail) and len(tail) == len(out["shape"]) - 1 and out["dtype"] in DTYPES
     return Signature(
         path=path, input=entry["name"], dtype=dtype, shape=shape, image_hw=image_hw,
         patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None, output=out["name"],
-        output_dtype=np.dtype(_DTYPES.get(out["dtype"], np.float32)), output_tail=tail if is_known else None,
+        output_dtype=np.dtype(DTYPES.get(out["dtype"], np.float32)), output_tail=tail if is_known else None,
     )  # fmt: skip

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import ctypes
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -13,18 +16,118 @@ from torch import Tensor
 
 from vit_fast.arguments import check_choice, check_integer
 from vit_fast.config import DataConfig, Size
-from vit_fast.errors import UnsupportedInputError, check_type
+from vit_fast.errors import UnsupportedInputError, VitFastError, check_type
 from vit_fast.libraries.interface.image_model import Output
 
-from .metadata import OnnxInfo, Signature, inspect_onnx, read_signature
-from .model_files import ModelFileError
-from .providers import DEVICES, ProviderError, open_session, parse_device, reasons_against
+from .metadata import ModelFileError, OnnxInfo, Signature, damaged, inspect_onnx, read_signature
 
 if TYPE_CHECKING:
     from PIL import Image
 
+CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
+PROVIDERS = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT, "openvino": "OpenVINOExecutionProvider"}
 MAX_BATCH = 64
 MAX_THREADS = 1024  # ONNX Runtime itself has no limit
+
+
+class ProviderError(VitFastError, RuntimeError):
+    """A requested execution provider is not available; the message contains the reason and what to do."""
+
+
+def reasons_against(kind: str) -> list[str]:
+    """Returns the reasons why ONNX Runtime cannot use a device on this machine, each with a fix."""
+    import onnxruntime
+
+    if kind == "cpu":
+        return []
+    if PROVIDERS[kind] not in onnxruntime.get_available_providers():
+        package = "onnxruntime-openvino" if kind == "openvino" else "onnxruntime-gpu"
+        return [
+            f"this build of ONNX Runtime has no {PROVIDERS[kind]}: "
+            f"pip uninstall onnxruntime onnxruntime-gpu; pip install {package}"
+        ]
+    if kind == "openvino":
+        return []
+    _preload()
+    major = _cuda_major()
+    names = ("cudart.so.{0}", "cublas.so.{0}", "cublasLt.so.{0}", "curand.so.10", "cufft.so.{1}", "cudnn.so.9")
+    missing = [library for name in names if not _loads(library := f"lib{name.format(major, major - 1)}")]
+    reasons = []
+    if not _loads("libcuda.so.1"):
+        reasons.append(
+            "libcuda.so.1 is missing: there is no NVIDIA driver, or this container cannot see it (--gpus all)"
+        )
+    if kind == "tensorrt" and (trt := [n for n in ("libnvinfer.so.10", "libnvonnxparser.so.10") if not _loads(n)]):
+        reasons.append(f"TensorRT 10 is missing ({', '.join(trt)}): pip install tensorrt")
+    if missing:
+        remedy = f"pip install 'onnxruntime-gpu[cuda,cudnn]', or install CUDA {major} and cuDNN 9 on the library path"
+        reasons.append(f"missing {', '.join(missing)}: {remedy}")
+    return reasons
+
+
+def open_session(
+    path: Path, kind: str = "cpu", index: int = 0, *,
+    threads: int | None = None, optimise: bool = True, cuda_graph: bool = False, fp8: bool = False,
+) -> Any:  # fmt: skip
+    """Opens a session with the provider of a device first; see OnnxRunner for arguments and errors."""
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    # Otherwise threads spin after each call, and slow down other models in this process.
+    settings.add_session_config_entry("session.force_spinning_stop", "1")
+    if threads is not None:
+        settings.intra_op_num_threads = threads
+    if fp8:  # ONNX Runtime 1.31 on a CPU would fuse QDQ and MatMul into an operator that does not support e4m3
+        settings.add_session_config_entry("session.disable_quant_qdq", "1")
+    if not optimise:
+        settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    # by default, ONNX Runtime computes fp32 in TF32
+    cuda: Any = (CUDA, {"device_id": index, "use_tf32": "0"} | ({"enable_cuda_graph": "1"} if cuda_graph else {}))
+    # CPU: for shape arithmetic of dynamic files, and for operators that OpenVINO lacks
+    providers: dict[str, list[Any]] = {
+        "cpu": [CPU], "cuda": [cuda, CPU], "tensorrt": [(TENSORRT, {"device_id": index}), cuda, CPU],
+        "openvino": [PROVIDERS["openvino"], CPU],
+    }  # fmt: skip
+    if kind in ("cuda", "tensorrt"):
+        _preload()
+    failure = f"{PROVIDERS[kind]} could not be initialized"
+    try:
+        session = onnxruntime.InferenceSession(str(path), settings, providers=providers[kind])
+    except Exception as error:  # ONNX Runtime's exceptions share no base class
+        if kind != "cpu" and any(word in str(error).lower() for word in ("cuda", "tensorrt", "nvinfer")):
+            raise ProviderError(f"{failure}: {str(error)[:300]}") from error
+        raise ModelFileError(f"{path}: ONNX Runtime cannot load it: {str(error)[:300]}") from error
+    if session.get_providers()[0] != PROVIDERS[kind]:
+        raise ProviderError(f"{failure}: {'; '.join(reasons_against(kind)) or 'see the log of ONNX Runtime'}")
+    return session
+
+
+def _preload() -> None:
+    """Loads CUDA and cuDNN from the nvidia-* wheels, without ONNX Runtime's messages."""
+    import onnxruntime
+
+    if hasattr(onnxruntime, "preload_dlls"):
+        with contextlib.redirect_stdout(io.StringIO()):
+            onnxruntime.preload_dlls()
+
+
+def _cuda_major() -> int:
+    """Returns the major version of CUDA for which this onnxruntime was built."""
+    try:
+        from onnxruntime.capi.build_and_package_info import cuda_version
+
+        return int(cuda_version.split(".")[0])
+    except (ImportError, ValueError, AttributeError):
+        return 12
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 class OnnxRunner:
@@ -39,7 +142,7 @@ class OnnxRunner:
             (`notes` contains the reason).
         threads: Threads per operator on the CPU; None means ONNX Runtime's default (all cores).
         max_batch: Larger batches are split into batches of this size. A fixed batch size of the file takes precedence.
-        io_binding: Bind inputs and outputs without copies; CUDA tensors stay on the device.
+        io_binding: Bind CUDA tensors without copies; they stay on the device.
         cuda_graph: Capture a CUDA graph of max_batch images and replay it; smaller batches are padded.
         data_config: Preprocessing, if the file has none.
         class_names: Names of the outputs, if the file has none.
@@ -66,7 +169,7 @@ class OnnxRunner:
         optimise: bool = True,
     ) -> None:  # fmt: skip
         check_type("path", path, str, Path)
-        kind, index = parse_device(device)
+        kind, index = _parse_device(device)
         check_integer("max_batch", max_batch, 1)
         if threads is not None:
             check_integer("threads", threads, 1, MAX_THREADS)
@@ -78,7 +181,11 @@ class OnnxRunner:
             data_config = DataConfig.from_dict(data_config)
         self.data_config = data_config or self.info.data_config
         self.class_names = _class_names(self.info, self._signature, class_names)
-        self.output = _output(self.info, output)
+        if output is not None:
+            check_choice("output", output, get_args(Output))
+            if self.info.output not in (None, output):
+                raise ValueError(f"output must be {self.info.output!r} like the file's, got {output!r}")
+        self.output = output or self.info.output or "logits"
         if image_hw is not None:
             self._signature.set_image_hw(image_hw)
         self.image_hw = self._signature.image_hw
@@ -87,7 +194,7 @@ class OnnxRunner:
             self.notes = tuple(reasons_against("cuda"))
             kind = "cpu" if self.notes else "cuda"
         elif reasons := reasons_against(kind):
-            raise ProviderError(f"{DEVICES[kind]} is not available for device={device!r}: {'; '.join(reasons)}")
+            raise ProviderError(f"{PROVIDERS[kind]} is not available for device={device!r}: {'; '.join(reasons)}")
         if cuda_graph and kind != "cuda":
             raise UnsupportedInputError("cuda_graph=True", [f"the device must be cuda, got {kind}"])
         options: dict[str, Any] = {"threads": threads, "optimise": optimise, "fp8": self.info.fp8}
@@ -100,10 +207,10 @@ class OnnxRunner:
             session = open_session(self.path, **options)
         self.device = kind
         self.providers: tuple[str, ...] = tuple(session.get_providers())
-        self._execution = _Execution(
-            session, self._signature, kind, index, max_batch=max_batch, bind=io_binding, cuda_graph=cuda_graph
-        )
-        self.max_batch = self._execution.max_batch
+        self.max_batch = self._signature.shape[0] or max_batch
+        self._needs_full_batch = self._signature.shape[0] is not None or cuda_graph
+        self._bind = io_binding and kind in ("cuda", "tensorrt")
+        self._session = _Session(session, self._signature, index if cuda_graph else None)
 
     def __call__(self, images: Any) -> Any:
         """Runs the model.
@@ -124,7 +231,26 @@ class OnnxRunner:
         if self.takes_pixels and images.ndim == 3:
             images = images[None]
         self._signature.check(images)
-        return self._execution.run(images)
+        if isinstance(images, Tensor) and not (self._bind and images.is_cuda):
+            return torch.from_numpy(self._run(images.detach().cpu().numpy())).to(images.device)
+        return self._run(images)
+
+    def _run(self, images: Any) -> Any:
+        """Runs a numpy array, or a CUDA tensor without copies, in pieces if the batch is larger than max_batch."""
+        if not len(images):  # one image of zeros gives shape and dtype of the output
+            one = np.zeros((1, *(n or 1 for n in images.shape[1:])), self._signature.dtype)
+            empty = self._run(one)[:0]
+            return torch.from_numpy(empty).to(images.device) if isinstance(images, Tensor) else empty
+        size, results = self.max_batch, []
+        for start in range(0, len(images), size):
+            piece = images[start : start + size]
+            count = len(piece)
+            if count < size and self._needs_full_batch:
+                piece = piece[[min(i, count - 1) for i in range(size)]]
+            results.append(self._session.run(piece)[:count])
+        if len(results) == 1:
+            return results[0]
+        return torch.cat(results) if isinstance(images, Tensor) else np.concatenate(results)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises an error for pickle and copy.deepcopy: a session cannot leave its process."""
@@ -140,10 +266,12 @@ class OnnxRunner:
         if self.output == "features":
             raise UnsupportedInputError("probabilities", [f"{self.path} must output classes, got features"])
         prepared = [self.prepare(image) for image in images]
-        if self.takes_pixels:  # of any size
-            output = np.concatenate([self(pixels) for pixels in prepared] or [self(self.example(0))])
+        if not prepared:
+            output = self(self.example(0))
+        elif self.takes_pixels:  # of any size
+            output = np.concatenate([self(pixels) for pixels in prepared])
         else:
-            output = self(np.stack(prepared).astype(self._signature.dtype) if prepared else self.example(0))
+            output = self(np.stack(prepared).astype(self._signature.dtype))
         output = output.astype(np.float64)
         exponents = output if self.output == "probabilities" else np.exp(output - output.max(axis=-1, keepdims=True))
         result: np.ndarray = exponents / exponents.sum(axis=-1, keepdims=True)
@@ -153,12 +281,12 @@ class OnnxRunner:
         """Returns an image: preprocessed fp32 [channels, H, W], or uint8 [H, W, channels] if the file preprocesses."""
         from PIL import Image
 
+        from vit_fast.apps.data import make_transform
+
         check_type("image", image, Image.Image)
         if self.takes_pixels:
             pixels = np.asarray(image.convert("L" if self.in_chans == 1 else "RGB"), np.uint8)
             return pixels.reshape(image.height, image.width, self.in_chans)
-        from vit_fast.apps.data import make_transform
-
         what = f"preprocessing for {self.path}"
         if self.data_config is None:
             raise UnsupportedInputError(what, ["the file has no data_config: pass one (mean, std, crop_pct, ...)"])
@@ -181,117 +309,72 @@ class OnnxRunner:
         return generator.standard_normal((batch, self.in_chans, height, width)).astype(self._signature.dtype)
 
 
-def _class_names(info: OnnxInfo, signature: Signature, names: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Returns the given class names, otherwise the file's, after checking their number."""
-    classes, known = signature.classes, info.class_names
-    if names is not None:
-        check_type("class_names", names, list, tuple)
-        if classes is not None and len(names) != classes:
-            raise ValueError(f"class_names must have {classes} names, one per class of the file, got {len(names)}")
-        return tuple(names)
-    if known and classes is not None and len(known) != classes and info.output != "features":
-        raise ModelFileError(f"{info.path}: its metadata is damaged: {len(known)} class names for {classes} outputs")
-    return known
+class _Session:
+    """A session that runs numpy arrays, and CUDA tensors without copies, as a CUDA graph if `graph_device` is given."""
 
-
-def _output(info: OnnxInfo, output: Output | None) -> str:
-    """Returns the given meaning of the output, otherwise the file's."""
-    if output is not None:
-        check_choice("output", output, get_args(Output))
-        if info.output not in (None, output):
-            raise ValueError(f"output must be {info.output!r} like the file's, got {output!r}")
-    return output or info.output or "logits"
-
-
-class _Execution:
-    """Runs batches of any size in a session; see OnnxRunner for the arguments."""
-
-    def __init__(
-        self, session: Any, signature: Signature, device: str, device_index: int, *,
-        max_batch: int, bind: bool, cuda_graph: bool,
-    ) -> None:  # fmt: skip
-        self.session, self.signature = session, signature
-        self.max_batch = signature.shape[0] or max_batch
-        self._device, self._device_index = device, device_index
-        self._bind, self._cuda_graph = bind, cuda_graph
-        self._needs_full_batch = signature.shape[0] is not None or cuda_graph
+    def __init__(self, session: Any, signature: Signature, graph_device: int | None) -> None:
+        self._session, self._signature, self._graph_device = session, signature, graph_device
         self._graph_buffers: tuple[Tensor, Tensor] | None = None
 
     def run(self, images: Any) -> Any:
         """Returns the output [B, ...] of images that were checked, with their type and device."""
         if isinstance(images, Tensor):
-            if len(images) and self._bind and images.is_cuda and self._device in ("cuda", "tensorrt"):
-                return self._in_pieces(images, self._run_on_cuda, torch.cat)
-            return torch.from_numpy(self.run(images.detach().cpu().numpy())).to(images.device)
-        if len(images):
-            return self._in_pieces(images, self._run_on_host, np.concatenate)
-        if self.signature.output_tail is not None:
-            return np.empty((0, *self.signature.output_tail), self.signature.output_dtype)
-        one = np.zeros((1, *(n or 1 for n in images.shape[1:])), self.signature.dtype)
-        return self.run(one)[:0]
-
-    def _in_pieces(self, images: Any, run: Callable[[Any], Any], concatenate: Callable[[list[Any]], Any]) -> Any:
-        size = self.max_batch
-        if len(images) <= size and not self._needs_full_batch:
-            return run(images)
-        results = []
-        for start in range(0, len(images), size):
-            piece = images[start : start + size]
-            count = len(piece)
-            if count < size and self._needs_full_batch:
-                piece = piece[[min(i, count - 1) for i in range(size)]]
-            results.append(run(piece)[:count])
-        return results[0] if len(results) == 1 else concatenate(results)
-
-    def _run_on_host(self, images: np.ndarray) -> np.ndarray:
-        images = np.ascontiguousarray(images)
-        signature = self.signature
-        if self._cuda_graph:
-            on_device = torch.from_numpy(images).to(f"cuda:{self._device_index}")
-            return np.asarray(self._run_on_cuda(on_device).cpu())
-        if not self._bind or signature.output_tail is None:
-            with self._explained(images.shape):
-                result: np.ndarray = self.session.run([signature.output], {signature.input: images})[0]
-            return result
-        output = np.empty((len(images), *signature.output_tail), signature.output_dtype)
-        self._run_bound("cpu", 0, images, images.ctypes.data, output, output.ctypes.data)
-        return output
+            return self._run_on_cuda(images)
+        if self._graph_device is not None:
+            return self._run_on_cuda(torch.from_numpy(images).to(f"cuda:{self._graph_device}")).cpu().numpy()
+        inputs = {self._signature.input: np.ascontiguousarray(images)}
+        return self._call(images.shape, lambda: self._session.run([self._signature.output], inputs)[0])
 
     def _run_on_cuda(self, images: Tensor) -> Tensor:
-        """Runs on CUDA tensors without a copy; for a CUDA graph, copies them into its buffers."""
-        images = images.contiguous()
-        signature = self.signature
+        images, signature = images.contiguous(), self._signature
         if signature.output_tail is None:
             remedy = "pass io_binding=False and cuda_graph=False"
             reason = f"the file must state the shape and a floating dtype of its output: {remedy}"
             raise UnsupportedInputError("IO binding", [reason])
         dtype = getattr(torch, str(signature.output_dtype))
         output = torch.empty((len(images), *signature.output_tail), dtype=dtype, device=images.device)
-        if self._cuda_graph:
+        if self._graph_device is not None:  # a graph has fixed addresses
             if self._graph_buffers is None:
                 self._graph_buffers = (images.clone(), output)
             fixed_input, output = self._graph_buffers
             images = fixed_input.copy_(images)
         torch.cuda.current_stream(images.device).synchronize()  # ONNX Runtime uses another stream
-        self._run_bound("cuda", images.device.index or 0, images, images.data_ptr(), output, output.data_ptr())
-        return output.clone() if self._cuda_graph else output
+        binding, shape, index = self._session.io_binding(), tuple(images.shape), images.device.index or 0
+        binding.bind_input(signature.input, "cuda", index, signature.dtype, shape, images.data_ptr())
+        of_output = signature.output_dtype, tuple(output.shape), output.data_ptr()
+        binding.bind_output(signature.output, "cuda", index, *of_output)
+        self._call(shape, lambda: self._session.run_with_iobinding(binding))
+        return output if self._graph_device is None else output.clone()
 
-    def _run_bound(self, device: str, index: int, images: Any, at: int, output: Any, output_at: int) -> None:
-        """Runs with inputs and outputs at these addresses of the device."""
-        signature, shape = self.signature, tuple(images.shape)
-        binding = self.session.io_binding()
-        binding.bind_input(signature.input, device, index, signature.dtype, shape, at)
-        binding.bind_output(signature.output, device, index, signature.output_dtype, tuple(output.shape), output_at)
-        with self._explained(shape):
-            self.session.run_with_iobinding(binding)
-
-    @contextlib.contextmanager
-    def _explained(self, shape: tuple[int, ...]) -> Iterator[None]:
+    def _call(self, shape: tuple[int, ...], run: Callable[[], Any]) -> Any:
         """Raises ValueError for a shape that the signature allows but the graph does not support."""
         try:
-            yield
+            return run()
         except Exception as error:  # ONNX Runtime's exceptions share no base class
-            if None not in self.signature.shape[1:] or "allocate" in str(error).lower():
+            if None not in self._signature.shape[1:] or "allocate" in str(error).lower():
                 raise
-            message = f"{self.signature.path} does not support images of shape {shape}: {str(error)[:300]}"
+            message = f"{self._signature.path} does not support images of shape {shape}: {str(error)[:300]}"
             raise ValueError(message) from error
+
+
+def _class_names(info: OnnxInfo, signature: Signature, names: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Returns the given class names, otherwise the file's, after checking their number."""
+    known, classes = info.class_names, signature.output_tail[-1] if signature.output_tail else None
+    if names is not None:
+        check_type("class_names", names, list, tuple)
+        if classes and len(names) != classes:
+            raise ValueError(f"class_names must have {classes} names, one per class of the file, got {len(names)}")
+        return tuple(names)
+    if known and classes and len(known) != classes and info.output != "features":
+        raise damaged(info.path, f"{len(known)} class names for {classes} outputs")
+    return known
+
+
+def _parse_device(device: str) -> tuple[str, int]:
+    check_type("device", device, str)
+    match = re.fullmatch(r"auto|cpu|openvino|(?:cuda|tensorrt)(?::([0-9]{1,4}))?", device)
+    if match is None:
+        raise ValueError(
+            f"device must be 'auto', 'cpu', 'cuda', 'cuda:N', 'tensorrt', 'tensorrt:N' or 'openvino', got {device!r}"
+        )
+    return device.partition(":")[0], int(match[1] or 0)

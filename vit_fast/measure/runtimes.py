@@ -34,7 +34,7 @@ class OnnxFile(nn.Module):
     def __init__(self, path: str | Path, device: torch.device | str = "cpu", image_hw: Size | None = None) -> None:
         super().__init__()
         from vit_fast.export import OnnxRunner
-        from vit_fast.export.runtime.model_files import copy_model, parts_of
+        from vit_fast.export.runtime.metadata import copy_model, parts_of
 
         self.path, self.image_hw = Path(path), image_hw
         if len(parts_of(self.path)) > 1:  # ONNX Runtime maps external weights, which may change
@@ -77,7 +77,7 @@ def write_onnx(
     on_ort: Any = "ort-cuda" if images.device.type == "cuda" else "ort-cpu"
     if isinstance(model, OnnxFile):
         from vit_fast.export.quantise import quantise_file
-        from vit_fast.export.runtime.model_files import copy_model
+        from vit_fast.export.runtime.metadata import copy_model
 
         if candidate.precision is None or candidate.engine == "openvino":
             copy_model(model.path, path)
