@@ -52,9 +52,9 @@ class ExportedBlock(nn.Module):
 
     def __init__(self, parts: BlockParts) -> None:
         super().__init__()
-        self._attention: Any = parts.attention
-        self._mlp: Any = parts.mlp
-        qkv: Any = self._attention.qkv
+        attention: Any = parts.attention
+        mlp: Any = parts.mlp
+        self._attention, self._mlp, qkv = attention, mlp, attention.qkv
         self.qkv = None
         if not len(qkv.weights) == len(qkv.biases) == 1:  # concatenate them once, as constants
             self.qkv = nn.Module()
