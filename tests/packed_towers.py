@@ -1,52 +1,63 @@
-"""Small towers for images of any size, packed or padded, with random weights and three batches of inputs each."""
+"""Small towers for images of any size, packed or padded, with random weights and inputs for images of given sizes."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from fused_models import Subject, timm_subject
+from kernel_support import DEVICE
 from torch import Tensor, nn
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+Sizes = Sequence[tuple[int, int]]  # height and width in patches
+BATCHES: tuple[Sizes, ...] = (((4, 6), (2, 2), (8, 4)), ((2, 2),), ((10, 2), (2, 2)))
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 32, "depth": 2, "num_heads": 2}
 QWEN = {**SIZES, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
 ENCODER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-GRIDS = ([[1, 4, 6], [2, 2, 2], [1, 8, 4]], [[1, 2, 2]], [[1, 10, 2], [1, 2, 2]])  # frames, height, width in patches
 
 
-def qwen_inputs(batch: int = 0) -> dict[str, Any]:
-    grid = torch.tensor(GRIDS[batch], device=DEVICE)
-    return {"hidden_states": torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4, device=DEVICE), "grid_thw": grid}
+def grids(sizes: Sizes, frames: int = 1, values: int = 3 * 2 * 4 * 4) -> dict[str, Any]:
+    grid = torch.tensor([[frames, *size] for size in sizes], device=DEVICE).reshape(-1, 3)
+    return {"hidden_states": torch.randn(int(grid.prod(1).sum()), values, device=DEVICE), "grid_thw": grid}
 
 
-def pixtral_inputs(batch: int = 0) -> dict[str, Any]:
-    sizes = ([(16, 24), (32, 8), (8, 8)], [(32, 32)], [(8, 8), (8, 32)])[batch]
-    return {"pixel_values": torch.randn(len(sizes), 3, 32, 32, device=DEVICE), "image_sizes": torch.tensor(sizes)}
+def padded_images(sizes: Sizes) -> dict[str, Any]:
+    pixels = torch.tensor(sizes).reshape(-1, 2) * 4
+    height, width = pixels.amax(0).tolist() if sizes else (4, 4)
+    return {"pixel_values": torch.randn(len(sizes), 3, height, width, device=DEVICE), "image_sizes": pixels}
 
 
-def siglip2_inputs(batch: int = 0) -> dict[str, Any]:
-    shapes = torch.tensor(([[2, 3], [4, 2], [1, 1]], [[3, 3]], [[2, 2], [1, 5]])[batch], device=DEVICE)
-    mask = torch.arange(9, device=DEVICE) < shapes.prod(1)[:, None]
-    patches = torch.randn(len(shapes), 9, 3 * 4 * 4, device=DEVICE)
+def squares(sizes: Sizes) -> dict[str, Any]:
+    """Returns images of one size."""
+    return {"pixel_values": torch.randn(len(sizes), 3, 16, 16, device=DEVICE)}
+
+
+def padded(sizes: Sizes, values: int = 3 * 4 * 4) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns patches, shapes and mask, with at least one patch of padding."""
+    shapes = torch.tensor(sizes, dtype=torch.int64, device=DEVICE).reshape(-1, 2)
+    width = int(shapes.prod(1).max()) + 1 if sizes else 1
+    mask = torch.arange(width, device=DEVICE) < shapes.prod(1)[:, None]
+    return torch.randn(len(sizes), width, values, device=DEVICE), shapes, mask
+
+
+def siglip2(sizes: Sizes) -> dict[str, Any]:
+    patches, shapes, mask = padded(sizes)
     return {"pixel_values": patches, "pixel_attention_mask": mask.long(), "spatial_shapes": shapes}
 
 
-def image_inputs(batch: int = 0) -> dict[str, Any]:
-    return {"pixel_values": torch.randn(batch + 1, 3, 16, 16, device=DEVICE)}
+def naflex(sizes: Sizes, values: int = 3 * 4 * 4) -> dict[str, Any]:
+    patches, _, mask = padded(sizes, values)
+    places = torch.zeros((*mask.shape, 2), dtype=torch.int64, device=DEVICE)
+    for row, (height, width) in zip(places, sizes):
+        row[: height * width] = torch.cartesian_prod(torch.arange(height), torch.arange(width))
+    return {"x": patches, "patch_coord": places, "patch_valid": mask}
 
 
-def naflex_inputs(batch: int = 0) -> dict[str, Tensor]:
-    """Returns patches of images that are three patches wide, padded to the longest."""
-    lengths = ((6, 2, 9), (9,), (4, 9))[batch]
-    index = torch.arange(max(lengths), device=DEVICE)
-    valid = index < torch.tensor(lengths, device=DEVICE)[:, None]
-    coord = torch.stack([index // 3, index % 3], -1).expand(len(lengths), -1, -1)
-    patches = torch.randn(len(lengths), len(index), 3 * 16 * 16, device=DEVICE)
-    return {"x": patches, "patch_coord": coord * valid[..., None], "patch_valid": valid}
+def batches(call: Callable[[Sizes], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    return lambda batch=0: call(BATCHES[batch])
 
 
 def made(path: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
@@ -62,13 +73,13 @@ def made(path: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
     return make
 
 
-def naflex(name: str, **settings: Any) -> Subject:
+def naflexvit(name: str, **settings: Any) -> Subject:
     subject = timm_subject(name, init_values=None, **settings)
-    return Subject(lambda: subject.make().to(DEVICE), naflex_inputs)
+    return Subject(lambda: subject.make().to(DEVICE), batches(lambda sizes: naflex(sizes, 3 * 16 * 16)))
 
 
 def qwen(path: str, config: str, **settings: Any) -> Subject:
-    return Subject(made(path, config, **{**QWEN, **settings}), qwen_inputs, lambda result: result.pooler_output)
+    return Subject(made(path, config, **{**QWEN, **settings}), batches(grids), lambda result: result.pooler_output)
 
 
 LLAMA4 = {
@@ -95,25 +106,25 @@ def towers_of_depth(depth: int) -> dict[str, Subject]:
         ),
         "pixtral": Subject(
             made("pixtral.modeling_pixtral.PixtralVisionModel", "PixtralVisionConfig", **sizes,
-                 image_size=32, patch_size=4),
-            pixtral_inputs,
+                 image_size=40, patch_size=4),
+            batches(padded_images),
             lambda result: result.last_hidden_state.square(),  # because RMSNorm makes the sum of squares constant
         ),
         "siglip2": Subject(
             made("siglip2.modeling_siglip2.Siglip2VisionModel", "Siglip2VisionConfig", **sizes,
                  num_patches=9, patch_size=4),
-            siglip2_inputs,
+            batches(siglip2),
             lambda result: result.pooler_output,
         ),
         "idefics3": Subject(
             made("idefics3.modeling_idefics3.Idefics3VisionTransformer", "Idefics3VisionConfig", **sizes,
                  image_size=16, patch_size=4),
-            image_inputs,
+            batches(squares),
             lambda result: result.last_hidden_state,
         ),
         "llama4": Subject(
             made("llama4.modeling_llama4.Llama4VisionModel", "Llama4VisionConfig", **{**sizes, **LLAMA4}),
-            image_inputs,
+            batches(squares),
             lambda result: result.last_hidden_state,
         ),
     }  # fmt: skip
@@ -121,13 +132,12 @@ def towers_of_depth(depth: int) -> dict[str, Subject]:
 
 def naflex_of_depth(depth: int) -> dict[str, Subject]:
     """Returns NaFlexVits with this depth."""
+    gap = "naflexvit_base_patch16_gap"
     return {
-        "averaged": naflex("naflexvit_base_patch16_gap", depth=depth),
-        "pooled by attention": naflex("naflexvit_base_patch16_siglip", depth=depth),
-        "rotary, a table an image": naflex(
-            "naflexvit_base_patch16_gap", depth=depth, rope_type="axial", class_token=True
-        ),
-        "any query": naflex("naflexvit_base_patch16_gap", depth=depth, use_key_only_attn_mask=True),
+        "averaged": naflexvit(gap, depth=depth),
+        "pooled by attention": naflexvit("naflexvit_base_patch16_siglip", depth=depth),
+        "rotary, a table an image": naflexvit(gap, depth=depth, rope_type="axial", class_token=True),
+        "any query": naflexvit(gap, depth=depth, use_key_only_attn_mask=True),
     }
 
 

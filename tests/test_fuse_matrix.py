@@ -10,7 +10,6 @@ import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -98,33 +97,6 @@ def test_compiled_training(library: str) -> None:
     compiled_output, compiled_grads = gradients(subject, model, inputs)
     torch.testing.assert_close(compiled_output, output)
     torch.testing.assert_close(compiled_grads, grads)
-
-
-@pytest.mark.slow
-def test_fusing_a_model_that_is_compiled_already() -> None:
-    subject = SUBJECTS["timm-vit"]
-    model, inputs = subject.build().eval(), subject.inputs()
-    compiled: Any = torch.compile(model, backend="aot_eager")
-    with torch.no_grad():
-        expected = subject.run(compiled, inputs)
-        assert len(vit_fast.fuse(compiled).fused) == 4
-        torch.testing.assert_close(subject.run(compiled, inputs), expected)
-
-
-@every_library
-def test_autocast_of_inference_and_training(library: str) -> None:
-    subject, model, inputs, _ = fused(library)
-    original = copy.deepcopy(model)
-    vit_fast.unfuse(original)
-    with torch.autocast("cpu", torch.bfloat16):
-        output, grads = gradients(subject, model, inputs)
-        expected, expected_grads = gradients(subject, original, inputs)
-    assert output.dtype == expected.dtype
-    torch.testing.assert_close(output, expected, rtol=0.05, atol=0.05 * expected.abs().max().item())
-    assert grads.keys() == expected_grads.keys()
-    for name, grad in grads.items():
-        bound = 0.05 * expected_grads[name].abs().max().item()
-        torch.testing.assert_close(grad, expected_grads[name], rtol=0.05, atol=bound)
 
 
 @every_library

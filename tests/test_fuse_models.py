@@ -216,20 +216,6 @@ def test_a_frozen_and_a_tied_parameter_stay_so() -> None:
     torch.testing.assert_close((output, grads), (expected, expected_grads))
 
 
-def test_an_optimizer_made_before_trains_the_fused_model() -> None:
-    subject = SUBJECTS["torchvision-vit"]
-    model = subject.build()
-    twin = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, twin)]
-    vit_fast.fuse(model)
-    inputs = subject.inputs()
-    for _ in range(2):
-        for trained, optimizer in zip((model, twin), optimizers):
-            gradients(subject, trained, inputs)
-            optimizer.step()
-    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
@@ -252,19 +238,6 @@ def test_half_precision_is_no_worse_than_the_original(name: str, dtype: torch.dt
         before = subject.run(model, inputs)
         vit_fast.fuse(model, backend="sdpa")
         assert_within(subject.run(model, inputs), before, exact, 2, "output")
-
-
-@pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "torchvision-vit", "ours"])
-def test_channels_last_and_strided_images_give_the_same(name: str) -> None:
-    subject = SUBJECTS[name]
-    model = subject.build().eval()
-    vit_fast.fuse(model, backend="sdpa")
-    ((key, pixels),) = subject.inputs().items()
-    expected = subject.run(model, {key: pixels})
-    wide = torch.zeros(2, 3, 32, 64)
-    wide[..., ::2] = pixels
-    for layout in (pixels.contiguous(memory_format=torch.channels_last), wide[..., ::2]):
-        torch.testing.assert_close(subject.run(model, {key: layout}), expected)
 
 
 def test_the_report_names_what_was_fused_and_a_model_of_another_kind() -> None:

@@ -85,31 +85,6 @@ def test_a_tower_that_was_wrapped_is_not_pickled_as_its_original() -> None:
         pickle.dumps(model)
 
 
-VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-VISION |= {"model_type": "pixtral", "image_size": 32, "patch_size": 4}
-TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
-TEXT |= {"num_key_value_heads": 2, "vocab_size": 100}
-CHATS = {"Llava": ("Llama", {"vision_feature_select_strategy": "full"}, 24), "Mistral3": ("Mistral", {}, 6)}
-
-
-@pytest.mark.parametrize("name", CHATS)
-def test_a_chat_model_finds_the_hidden_states_of_its_tower(name: str) -> None:
-    text, settings, tokens = CHATS[name]
-    shared = {"image_token_index": 90, "vision_feature_layer": -1, "vision_config": VISION}
-    written = getattr(transformers, f"{text}Config")(**TEXT)
-    config = getattr(transformers, f"{name}Config")(text_config=written, **shared, **settings)
-    torch.manual_seed(0)
-    plain = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
-    ids = torch.tensor([[1, *[90] * tokens, 2, 3]])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    inputs |= {"pixel_values": torch.randn(1, 3, 24, 16), "image_sizes": torch.tensor([[24, 16]])}
-    fused = copy.deepcopy(plain)
-    assert len(vit_fast.fuse(fused, "sdpa").fused) == 5
-    right = outputs(plain, inputs)
-    for model in (fused, copy.deepcopy(fused)):
-        torch.testing.assert_close(outputs(model, inputs), right)
-
-
 @pytest.mark.parametrize("backend", ("sdpa", "triton"))
 @pytest.mark.parametrize("container", (nn.ModuleList, nn.Sequential))
 def test_a_user_model_records_the_parts_of_layers(container: type[nn.Module], backend: str) -> None:
@@ -148,48 +123,15 @@ def test_a_user_model_records_the_parts_of_layers(container: type[nn.Module], ba
         torch.testing.assert_close(outputs(fused, inputs, asked), right, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pixtral", "siglip2"])
-def test_a_fused_tower_passes_the_checks_of_transformers_own_suite(name: str, tmp_path: Path) -> None:
-    """Checks tuples, gradients of recorded tensors, checkpointing, saving, loading, other attention and batches."""
+def test_a_fused_tower_is_saved_and_loaded_by_transformers(name: str, tmp_path: Path) -> None:
     plain, inputs = build(name)
-    fused = copy.deepcopy(plain)
+    fused, right = copy.deepcopy(plain), outputs(plain, inputs, HIDDEN)
     vit_fast.fuse(fused, "sdpa")
-    right = outputs(plain, inputs, HIDDEN)
-    close = {"rtol": 1e-3, "atol": 1e-3}
-
-    in_tuples = {model: model(**inputs, output_hidden_states=True, return_dict=False) for model in (plain, fused)}
-    torch.testing.assert_close(tensors(in_tuples[fused]), tensors(in_tuples[plain]), **close)
-
     fused.save_pretrained(tmp_path)
     for loaded in (type(plain).from_pretrained(tmp_path), type(fused).from_pretrained(tmp_path)):
         assert list(loaded.state_dict()) == list(plain.state_dict())
-        torch.testing.assert_close(outputs(loaded.eval(), inputs, HIDDEN), right, **close)
-        vit_fast.fuse(loaded, "sdpa")
-        torch.testing.assert_close(outputs(loaded, inputs, HIDDEN), right, **close)
-
-    gradients = []
-    for model, checkpointing in ((plain, False), (fused, False), (fused, True)):
-        model.train().zero_grad()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-            assert model.is_gradient_checkpointing
-        output = model(**inputs, output_hidden_states=not checkpointing)
-        recorded = list(output.hidden_states or ())[:-1]
-        for each in recorded:
-            each.retain_grad()
-        output.last_hidden_state.square().mean().backward()
-        assert all(each.grad is not None and each.grad.abs().sum() > 0 for each in recorded)
-        gradients.append({key: value.grad for key, value in model.named_parameters() if value.grad is not None})
-    assert len(gradients[0]) >= 20
-    torch.testing.assert_close(gradients[1:], gradients[:1] * 2, **close)
-
-    for model in (plain, fused):
-        model.gradient_checkpointing_disable()
-        model.eval().set_attn_implementation("eager")
-    output = fused(**inputs, output_attentions=True)
-    for each in output.attentions:
-        each.retain_grad()
-    output.last_hidden_state.square().mean().backward()
-    assert len(output.attentions) == 2 and all(each.grad.abs().sum() > 0 for each in output.attentions)
-    torch.testing.assert_close(outputs(fused, inputs, WEIGHTS), outputs(plain, inputs, WEIGHTS), **close)
+        vit_fast.fuse(loaded.eval(), "sdpa")
+        torch.testing.assert_close(outputs(loaded, inputs, HIDDEN), right, rtol=1e-3, atol=1e-3)
+    in_tuples = [tensors(model(**inputs, output_hidden_states=True, return_dict=False)) for model in (plain, fused)]
+    torch.testing.assert_close(in_tuples[1], in_tuples[0], rtol=1e-3, atol=1e-3)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from fused_models import Subject
-from kernel_support import DEVICE
-from packed_towers import ENCODER, QWEN, TOWERS, made, qwen
+from packed_towers import (
+    DEVICE,
+    ENCODER,
+    QWEN,
+    TOWERS,
+    Sizes,
+    grids,
+    made,
+    naflex,
+    padded,
+    padded_images,
+    qwen,
+    siglip2,
+    squares,
+)
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from vit_fast.libraries.transformers.families import LIKE_QWEN
 
-Sizes = Sequence[tuple[int, int]]
 MIXED: Sizes = ((4, 6), (2, 2), (8, 4), (2, 4))
 BUDGETS = (16, 64)
 
@@ -30,50 +41,13 @@ class Family:
     real: Callable[[Any, Sizes], list[Any]] = lambda outputs, sizes: pytree.tree_leaves(outputs)
 
 
-def grids(sizes: Sizes, frames: int = 1, values: int = 3 * 2 * 4 * 4) -> dict[str, Any]:
-    grid = torch.tensor([[frames, *size] for size in sizes], device=DEVICE).reshape(-1, 3)
-    return {"hidden_states": torch.randn(int(grid.prod(1).sum()), values, device=DEVICE), "grid_thw": grid}
-
-
-def padded_images(sizes: Sizes) -> dict[str, Any]:
-    pixels = torch.tensor(sizes).reshape(-1, 2) * 4
-    height, width = pixels.amax(0).tolist() if sizes else (4, 4)
-    return {"pixel_values": torch.randn(len(sizes), 3, height, width, device=DEVICE), "image_sizes": pixels}
-
-
-def squares(sizes: Sizes) -> dict[str, Any]:
-    """Returns images of one size."""
-    return {"pixel_values": torch.randn(len(sizes), 3, 16, 16, device=DEVICE)}
-
-
-def padded(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns patches, shapes and mask, with at least one patch of padding."""
-    shapes = torch.tensor(sizes, dtype=torch.int64, device=DEVICE).reshape(-1, 2)
-    width = int(shapes.prod(1).max()) + 1 if sizes else 1
-    mask = torch.arange(width, device=DEVICE) < shapes.prod(1)[:, None]
-    return torch.randn(len(sizes), width, 3 * 4 * 4, device=DEVICE), shapes, mask
-
-
-def siglip2(sizes: Sizes) -> dict[str, Any]:
-    patches, shapes, mask = padded(sizes)
-    return {"pixel_values": patches, "pixel_attention_mask": mask.long(), "spatial_shapes": shapes}
-
-
 def siglip2_outputs(outputs: Any, sizes: Sizes) -> list[Any]:
     mask = padded(sizes)[2]
     leaves = pytree.tree_leaves(outputs)
     return [leaf[mask] if isinstance(leaf, Tensor) and leaf.shape[:2] == mask.shape else leaf for leaf in leaves]
 
 
-def naflex(sizes: Sizes) -> dict[str, Any]:
-    patches, _, mask = padded(sizes)
-    places = torch.zeros((*mask.shape, 2), dtype=torch.int64, device=DEVICE)
-    for row, (height, width) in zip(places, sizes):
-        row[: height * width] = torch.cartesian_prod(torch.arange(height), torch.arange(width))
-    return {"x": {"patches": patches, "patch_coord": places, "patch_valid": mask}}
-
-
-def naflexvit(name: str, **settings: Any) -> Callable[[], nn.Module]:
+def naflexvit(name: str, **settings: Any) -> Family:
     def build() -> nn.Module:
         timm = pytest.importorskip("timm")
         torch.manual_seed(0)
@@ -81,11 +55,11 @@ def naflexvit(name: str, **settings: Any) -> Callable[[], nn.Module]:
         model: nn.Module = timm.create_model(name, **sizes, **settings).to(DEVICE)
         return model
 
-    return build
+    def call(sizes: Sizes) -> dict[str, Any]:
+        patches, *others = naflex(sizes).items()
+        return {"x": {"patches": patches[1], **dict(others)}}
 
-
-def of_subject(subject: Subject, call: Callable[[Sizes], dict[str, Any]], real: Any = None) -> Family:
-    return Family(subject.build, call, *(() if real is None else (real,)))
+    return Family(build, call)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -105,7 +79,7 @@ def like_qwen(family: str) -> Family:
     config = f"{name}EncoderConfig" if family == "qwen3_omni_moe" else f"{name}Config"
     tower = qwen(f"{family}.modeling_{family}.{TOWER_CLASSES.get(family, f'{name}Model')}", config, **settings)
     values = 3 * 4 * 4 if family == "ernie4_5_vl_moe" else 3 * QWEN["temporal_patch_size"] * 4 * 4
-    return of_subject(tower, lambda sizes: grids(sizes, values=values))
+    return Family(tower.build, lambda sizes: grids(sizes, values=values))
 
 
 INTERNVL = made(
@@ -116,17 +90,17 @@ DEEPSEEK_VL = made(  # its tower is SigLIP's
     "siglip.modeling_siglip.SiglipVisionModel", "SiglipVisionConfig", **ENCODER, image_size=16, patch_size=4
 )
 FAMILIES = {
-    "qwen2_vl": of_subject(TOWERS["qwen2_vl"], grids),
+    "qwen2_vl": Family(TOWERS["qwen2_vl"].build, grids),
     **{family: like_qwen(family) for family in LIKE_QWEN},
-    "pixtral": of_subject(TOWERS["pixtral"], padded_images),
-    "siglip2": of_subject(TOWERS["siglip2"], siglip2, siglip2_outputs),
-    "naflexvit": Family(naflexvit("naflexvit_base_patch16_gap"), naflex),
-    "naflexvit, pooling head": Family(naflexvit("naflexvit_base_patch16_map"), naflex),
-    "naflexvit, axial, registers": Family(
-        naflexvit("naflexvit_base_patch16_gap", rope_type="axial", reg_tokens=2, class_token=True), naflex
+    "pixtral": Family(TOWERS["pixtral"].build, padded_images),
+    "siglip2": Family(TOWERS["siglip2"].build, siglip2, siglip2_outputs),
+    "naflexvit": naflexvit("naflexvit_base_patch16_gap"),
+    "naflexvit, pooling head": naflexvit("naflexvit_base_patch16_map"),
+    "naflexvit, axial, registers": naflexvit(
+        "naflexvit_base_patch16_gap", rope_type="axial", reg_tokens=2, class_token=True
     ),
-    "naflexvit, mixed": Family(naflexvit("naflexvit_base_patch16_gap", rope_type="mixed"), naflex),
-    "internvl": of_subject(Subject(INTERNVL, grids), squares),
-    "deepseek_vl": of_subject(Subject(DEEPSEEK_VL, grids), squares),
+    "naflexvit, mixed": naflexvit("naflexvit_base_patch16_gap", rope_type="mixed"),
+    "internvl": Family(INTERNVL, squares),
+    "deepseek_vl": Family(DEEPSEEK_VL, squares),
 }
 EVERY_CODE = ("qwen2_5_vl", "qwen3_vl", "glm4v", "pixtral", "siglip2", "naflexvit, mixed", "internvl")
