@@ -25,7 +25,7 @@ KERNELS = (
 COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up", "device_model")
 FUSED = (
     "fuse*", "traced_parts", "handed_statistics", "freeze", "kept_weights", "weight_changes",
-    "transformers_attention", "unfuse", "packed", "graph_*",
+    "transformers_attention", "packed", "graph_*",
 )  # fmt: skip
 FP8 = ("fp8_*", "calibrate")
 EXPORT = ("export_*", "onnx_*", "deployment", "fixed_grid")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import IMAGE, SUBJECTS, of_depth
+from fused_models import SUBJECTS, of_depth
 from hooked_blocks import (
     CHANGES,
     LAYERS,
@@ -25,7 +25,6 @@ from packed_towers import NAFLEX, TOWERS
 from torch import nn
 
 import vit_fast
-from vit_fast.blocks import plain
 from vit_fast.libraries.transformers.families import LIKE_QWEN
 
 OFTEN = (
@@ -117,20 +116,6 @@ def test_a_forward_that_is_set_on_a_class_counts(name: str, monkeypatch: pytest.
                 subject.run(model, inputs)
                 assert seen == [cls] * sum(type(module) is cls for module in model.modules())
         torch.testing.assert_close(subject.run(model, inputs), expected, **close)
-
-
-@pytest.mark.parametrize("path", ["attn", "mlp"])
-def test_a_class_that_was_patched_before_it_was_first_seen_is_skipped(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, images = of_depth(1)["timm"].build().eval(), torch.randn(1, 3, IMAGE, IMAGE)
-    cls: Any = type(model.blocks[0].get_submodule(path))
-    monkeypatch.setattr(plain, "_FORWARDS", {})
-    monkeypatch.setattr(cls, "forward", lambda self, x, **rest: 2 * x)
-    expected = model(images)
-    (row,) = vit_fast.fuse(model, "sdpa").skipped
-    assert f"{cls.__name__}.forward was replaced on the class" in row.reasons[0]
-    torch.testing.assert_close(model(images), expected)
 
 
 @pytest.mark.filterwarnings("ignore:(Full backward hook is firing|For backward hooks to be called):UserWarning")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -82,17 +81,6 @@ def test_fewer_heads_of_keys_run_our_attention_between_the_modules() -> None:
     model, inputs = subject.build(), subject.inputs()
     assert_fused_agrees(subject, model, inputs)
     assert model.blocks[0].read().attention_reasons == ("attn.num_kv_groups must be 1, got 2",)
-
-
-@pytest.mark.parametrize("mask", [True, False])
-def test_a_mask_runs_the_original(mask: bool) -> None:
-    model = SUBJECTS["timm-dinov3"].build().eval()
-    images = torch.randn(2, 3, 32, 32)
-    extra: dict[str, Any] = {"attn_mask": torch.rand(9, 9) > 0.3} if mask else {"is_causal": True}
-    with torch.no_grad():
-        expected = model(images, **extra)
-        vit_fast.fuse(model)
-        torch.testing.assert_close(model(images, **extra), expected)
 
 
 def test_frozen_norms_of_q_and_k_follow_the_pairs() -> None:

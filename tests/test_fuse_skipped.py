@@ -184,6 +184,13 @@ def test_heads_that_the_triton_kernel_does_not_support_are_skipped(fused_first: 
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_backend_by_name_that_cannot_run_our_model_is_refused_with_every_reason() -> None:
+    model = vit_fast.create_model("vit_test", num_heads=8).double().to(DEVICE)
+    with pytest.raises(vit_fast.UnsupportedInputError) as caught:
+        vit_fast.set_backend(model, "triton")
+    assert NARROW in str(caught.value) and DOUBLE in str(caught.value)
+
+
 def test_auto_is_triton_only_where_its_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_on_a_gpu(backend: str, *_: object) -> str:
         return "triton" if backend == "auto" else backend

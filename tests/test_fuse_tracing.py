@@ -76,24 +76,6 @@ def test_script(name: str) -> None:
     assert classes_of(model) == before
 
 
-EXTRACTED = {
-    "torchvision-vit": ("torchvision.models.feature_extraction", ["encoder.layers.encoder_layer_0.mlp", "heads"]),
-    "timm-vit": ("timm.models._features_fx", ["blocks.0.mlp.fc1", "blocks.1"]),
-}
-
-
-@pytest.mark.parametrize("name", EXTRACTED)
-def test_features_are_extracted_as_before(name: str) -> None:
-    module, nodes = EXTRACTED[name]
-    create = pytest.importorskip(module).create_feature_extractor
-    model, inputs, _ = _fused(name)
-    with torch.no_grad():
-        found, expected = (create(each, nodes)(*inputs) for each in (model, SUBJECTS[name].build().eval()))
-    assert list(found) == list(expected)
-    for node in found:
-        _close(found[node], expected[node])
-
-
 def test_a_folded_normalisation_is_traced_and_never_lost() -> None:
     model, (images,), expected = _fused("timm-vit")
     vit_fast.fuse(model, normalize=((0.5,) * 3, (0.25,) * 3))

@@ -11,10 +11,8 @@ from torch import nn
 from vit_fast import UnsupportedInputError, VisionTransformer, ViTConfig
 from vit_fast.libraries import torchvision
 from vit_fast.libraries.interface.weight_names import take_weights
-from vit_fast.libraries.known import PEERS
 from vit_fast.libraries.timm import timm_model
-from vit_fast.libraries.transformers import hf_config, hf_model
-from vit_fast.ops.reference import ACTIVATIONS
+from vit_fast.libraries.transformers import hf_model
 
 TINY: dict[str, Any] = {
     "embed_dim": 64, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 7, "mlp_ratio": 3,
@@ -51,18 +49,6 @@ def test_a_peer_contains_exactly_our_weights(family: str) -> None:
     assert back.tensors.keys() == weights.keys()
     assert not back.ignored
     assert all(torch.equal(back.tensors[name], weights[name]) for name in weights)
-
-
-def test_every_library_that_builds_a_peer_is_tested() -> None:
-    assert {library for library, _ in FAMILIES.values()} == set(PEERS)
-
-
-@pytest.mark.parametrize("act_layer", ACTIVATIONS)
-def test_transformers_has_a_name_for_each_activation(act_layer: str) -> None:
-    config = ViTConfig(**TINY, act_layer=act_layer)
-    written = hf_model.build_peer(config).config.to_dict()
-    written["architectures"] = ["ViTForImageClassification"]
-    assert hf_config.vit_fields(written)["act_layer"] == act_layer
 
 
 def test_parameters_without_counterpart_are_listed_for_both_models() -> None:
