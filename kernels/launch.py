@@ -50,7 +50,7 @@ class Launch:
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.maxnreg is not None:
             options["maxnreg"] = self.maxnreg
-        if self.constants.get("DEPENDENT"):  # see dependent.py
+        if self.constants.get("DEPENDENT"):  # see `ptx.wait_for_previous`
             options["launch_pdl"] = True
         return options
 
@@ -66,20 +66,19 @@ class Launch:
             raise ValueError(
                 f"grid {self.grid} is too large: at most {MAX_GRID_0} programs on axis 0, 65535 on the others"
             )
+        ready = None
         with _on_device(self.device):
             if not isinstance(self.kernel, triton.JITFunction) or is_watched(self.kernel):
                 self._run_by_triton()
-                if listening.listener is not None:
-                    listening.listener(self, None)
-                return
-            driver = triton.runtime.driver.active
-            device = driver.get_current_device()
-            key = self._specialisation(device)
-            ready = _ready.get(key)
-            if ready is None:
-                ready = _cache(key, self.kernel, self._run_by_triton())
             else:
-                ready.launch(self, driver.get_current_stream(device))
+                driver = triton.runtime.driver.active
+                device = driver.get_current_device()
+                key = self._specialisation(device)
+                ready = _ready.get(key)
+                if ready is None:
+                    ready = _cache(key, self.kernel, self._run_by_triton())
+                else:
+                    ready.launch(self, driver.get_current_stream(device))
         if listening.listener is not None:
             listening.listener(self, ready)
 
@@ -106,10 +105,10 @@ class Ready:
 
     def launch(self, call: Launch, stream: int) -> None:
         values = {**call.constants, **call.args}
-        grid, compiled = call.grid, self.compiled
-        compiled.run(
-            grid[0], grid[1] if len(grid) > 1 else 1, grid[2] if len(grid) > 2 else 1, stream,
-            compiled.function, compiled.packed_metadata, None, None, None, *map(values.__getitem__, self.names),
+        x, y, z = (*call.grid, 1, 1)[:3]
+        self.compiled.run(
+            x, y, z, stream, self.compiled.function, self.compiled.packed_metadata, None, None, None,
+            *map(values.__getitem__, self.names),
         )  # fmt: skip
 
 

@@ -16,21 +16,27 @@ Buffers that only kernels use share one allocation, and overlap if their live ra
 never read buffer memory that no kernel has written before.
 
 Under Triton's interpreter and with launch hooks, functions run without plans.
+
+A plan refers to memory as numbered values: inputs, buffers, and results of torch operators. The recorder maps tensor
+objects, not addresses, to values, because several values may have the same address. A view belongs to its base's value.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import is_interpreted, is_watched
-from .plan_recorder import record
-from .plan_steps import LaunchPlan
-
-Function = Callable[..., Any]
+from .launch import Launch, Ready, ceil_div, is_interpreted, is_watched, listening
+from .plan_steps import At, Base, LaunchPlan, PlannedLaunch, Step, TorchCall, View
 
 MAX_PLANS = 2048
 MAX_SEEN = 16384
@@ -39,8 +45,16 @@ _seen: set[int] = set()  # hashes of the signatures that ran once; a collision o
 _UNSEEN: Any = object()
 _INTERPRETED = is_interpreted()
 
+_ALIGNMENT = 256  # alignment in bytes of each buffer in the shared allocation
+_ATEN = torch.ops.aten
+_ALLOCATIONS = {
+    _ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.empty_like.default,
+    _ATEN.new_empty.default, _ATEN.new_empty_strided.default,
+}  # fmt: skip
+_UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
-def run(function: Function, arguments: Sequence[Any]) -> Any:
+
+def run(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """Returns function(*arguments), replayed if there is a plan.
 
     Args:
@@ -92,10 +106,249 @@ def _is_first(key: tuple[Any, ...]) -> bool:
     return True
 
 
-def _record(key: tuple[Any, ...], function: Function, arguments: Sequence[Any]) -> Any:
-    result, complete, plan = record(function, arguments)
+def _record(key: tuple[Any, ...], function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Runs the function and stores its plan. If a kernel was not compiled yet, a later call records the plan."""
+    # detach() makes new tensor objects, so a tensor passed twice is recorded as two inputs
+    own = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
+    recorder = _Recorder([value for value in own if isinstance(value, Tensor)])
+    outer, listening.listener = listening.listener, recorder.record_launch
+    try:
+        with recorder:
+            result = function(*own)
+    finally:
+        listening.listener = outer
+    try:
+        plan = recorder.plan(result)
+    except _UnplannableError:
+        plan = None
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
-    if complete:
+    if recorder.complete:
         _plans[key] = plan
     return result
+
+
+class _UnplannableError(Exception):
+    """Raised if the function cannot be planned; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class _Value:
+    """One block of memory in a plan: an input, a buffer, or an operator result."""
+
+    kind: str  # "input", "buffer", or "result" of a torch operator
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+
+
+class _Recorder(TorchDispatchMode):
+    """Records torch operators below autograd while it is active, and the launches passed to `record_launch`."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.complete = True  # False if a kernel was not compiled yet; a later call then records the plan
+        self._device = inputs[0].device if inputs else torch.device("cpu")
+        self._values: list[_Value] = []
+        self._steps: list[Step] = []
+        self._addresses: list[At] = []
+        self._kernels: dict[int, Any] = {}
+        self._places: Any = WeakIdKeyDictionary()  # tensor -> (number, address) of its value
+        self._reason = "" if inputs else "no argument is a tensor"
+        if any(tensor.device != self._device for tensor in inputs):
+            self._reason = "the arguments are on several devices"
+            return
+        for tensor in inputs:
+            self._add(tensor, "input")
+        self._inputs = len(inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        try:
+            self._record_operator(func, args, kwargs or {}, result)
+        except _UnplannableError as error:
+            self._reason = self._reason or str(error)
+        return result
+
+    def _record_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if func in _ALLOCATIONS:
+            self._add(result, "buffer")
+            return
+        flat = pytree.tree_leaves((args, kwargs))
+        own = {tensor.untyped_storage()._cdata: tensor for tensor in flat if isinstance(tensor, Tensor)}
+        outputs = pytree.tree_leaves(result)
+        if not all(isinstance(tensor, Tensor) for tensor in outputs) or _UNREPEATABLE & set(func.tags):
+            raise _UnplannableError(f"{func} must return tensors of fixed shapes only")
+        fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in own]
+        if not fresh and not func._schema.is_mutable:
+            for tensor in outputs:
+                self._places[tensor] = self._place(own[tensor.untyped_storage()._cdata])
+            return
+        if fresh and len(fresh) < len(outputs):
+            raise _UnplannableError(f"{func} returns both views and new tensors")
+        positional = tuple(map(self._argument, args))
+        named = {name: self._argument(value) for name, value in kwargs.items()}
+        for tensor in fresh:
+            self._add(tensor, "result")
+        self._steps.append(TorchCall(func, positional, named, len(fresh)))
+
+    def record_launch(self, launch: Launch, ready: Ready | None) -> None:
+        """Records a launch; `ready` is None if the kernel was not compiled yet."""
+        try:
+            self._steps.append(self._planned_launch(launch, ready))
+        except _UnplannableError as error:
+            self._reason = self._reason or str(error)
+
+    def _planned_launch(self, launch: Launch, ready: Ready | None) -> PlannedLaunch:
+        if ready is None:
+            self.complete = False
+            raise _UnplannableError("a kernel was not compiled yet")
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        launcher = ready.compiled.run
+        if not isinstance(launcher, CudaLauncher) or launcher.global_scratch_size or launcher.profile_scratch_size:
+            raise _UnplannableError("the launcher needs scratch memory")
+        self._kernels[id(launch.kernel)] = launch.kernel
+        everything = {**launch.constants, **launch.args}
+        values = [self._planned_value(everything[name]) for name in ready.names]
+        x, y, z = (*launch.grid, 1, 1)[:3]
+        try:
+            return PlannedLaunch(ready, (x, y, z), values)
+        except LookupError as error:
+            raise _UnplannableError(str(error)) from error
+
+    def _planned_value(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._at(value) if value.numel() else 0  # kernels never read an empty tensor
+        if not isinstance(value, TensorDescriptor):
+            return value
+        elsewhere = copy.copy(value)
+        elsewhere.base = Base(value.base.data_ptr(), self._at(value.base))
+        return elsewhere
+
+    def _add(self, tensor: Tensor, kind: str) -> None:
+        if tensor.device != self._device:
+            raise _UnplannableError(f"all tensors must be on {self._device}, got one on {tensor.device}")
+        self._places[tensor] = (len(self._values), tensor.data_ptr())
+        size = tensor.untyped_storage().nbytes()
+        self._values.append(_Value(kind, tensor.shape, tensor.stride(), tensor.dtype, size))
+
+    def _place(self, tensor: Tensor) -> tuple[int, int]:
+        place: tuple[int, int] | None = self._places.get(tensor)
+        if place is None:
+            raise _UnplannableError("a tensor is neither an argument nor created by the function")
+        return place
+
+    def _at(self, tensor: Tensor) -> At:
+        number, start = self._place(tensor)
+        at = At(number, tensor.data_ptr() - start if tensor.numel() else 0)
+        self._addresses.append(at)
+        return at
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._argument(item) for item in value]
+        return self._view(value) if isinstance(value, Tensor) else value
+
+    def _view(self, tensor: Tensor) -> View:
+        at = self._at(tensor)
+        if tensor.dtype != self._values[at.value].dtype:
+            raise _UnplannableError("memory is read with another dtype")
+        return View(at, tensor.shape, tensor.stride(), tensor.dtype)
+
+    def plan(self, result: Any) -> LaunchPlan:
+        """Returns the plan; raises `_UnplannableError` if a replay cannot repeat the recorded steps."""
+        if self._reason:
+            raise _UnplannableError(self._reason)
+        single = isinstance(result, Tensor)
+        flat = [result] if single else result
+        if not all(isinstance(value, Tensor) for value in flat):
+            raise _UnplannableError("a result is not a tensor")
+        outputs = tuple(self._view(tensor) for tensor in flat)
+        if any(self._values[view.at.value].kind == "input" for view in outputs):
+            raise _UnplannableError("a result is a view of an argument")
+        places, buffers = self._arrange(outputs)
+        for at in self._addresses:
+            place = places[at.value]
+            at.value, at.offset = place.value, place.offset + at.offset
+        for step in self._steps:
+            if isinstance(step, PlannedLaunch):
+                step.prepare()
+        drops = _last_uses(self._steps, {view.at.value for view in outputs}, self._inputs)
+        kernels = tuple(self._kernels.values())
+        return LaunchPlan(self._device, buffers, tuple(zip(self._steps, drops)), outputs, single, kernels)
+
+    def _arrange(self, outputs: Sequence[View]) -> tuple[dict[int, At], tuple[Any, ...]]:
+        """Returns {recorded value: At(final number, offset)}, and (shape, stride, dtype) of each buffer."""
+        launched = _uses(self._steps, PlannedLaunch)
+        as_tensor = {view.at.value for view in outputs} | set(_uses(self._steps, TorchCall))
+        inputs = self._inputs
+        places = {number: At(number, 0) for number in range(inputs)}
+        buffers: list[Any] = []
+        shared = []
+        for number, value in enumerate(self._values):
+            if value.kind != "buffer":
+                continue
+            if number in as_tensor:
+                places[number] = At(inputs + len(buffers), 0)
+                views = [view for view in outputs if view.at.value == number]
+                own: Any = value  # if one view covers the whole buffer, allocate the buffer with the view's shape
+                if len(views) == 1 and not views[0].at.offset and views[0].bytes == value.bytes:
+                    own = views[0]
+                buffers.append((own.shape, own.stride, own.dtype))
+            elif number in launched:
+                shared.append(number)
+        if shared:
+            offsets, size = _overlay({number: (self._values[number].bytes, *launched[number]) for number in shared})
+            places |= {number: At(inputs + len(buffers), offsets[number]) for number in shared}
+            buffers.append(((size,), (1,), torch.uint8))
+        following = inputs + len(buffers)
+        for number, value in enumerate(self._values):
+            if value.kind == "result":
+                places[number] = At(following, 0)
+                following += 1
+        return places, tuple(buffers)
+
+
+def _uses(steps: Sequence[Step], kind: type) -> dict[int, tuple[int, int]]:
+    """Returns {value: (index of first use, index of last use)} over steps of type `kind`."""
+    uses: dict[int, tuple[int, int]] = {}
+    for position, step in enumerate(steps):
+        if isinstance(step, kind):
+            for value in step.uses():
+                uses[value] = (uses.get(value, (position, 0))[0], position)
+    return uses
+
+
+def _last_uses(steps: Sequence[Step], kept: set[int], inputs: int) -> list[tuple[int, ...]]:
+    """Returns, for each step, the values that a replay frees after it. Inputs and values in `kept` are not freed."""
+    last = {value: position for position, step in enumerate(steps) for value in step.uses()}
+    return [
+        tuple(value for value, at in last.items() if at == position and value >= inputs and value not in kept)
+        for position in range(len(steps))
+    ]
+
+
+def _overlay(needs: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
+    """Returns {buffer: offset in the shared allocation}, and the size of the allocation, in bytes.
+
+    Buffers may overlap if their live ranges [first use, last use] are disjoint.
+
+    Args:
+        needs: {buffer: (size in bytes, index of first use, index of last use)}.
+    """
+    offsets: dict[int, int] = {}
+    for number, (size, first, last) in sorted(needs.items(), key=lambda item: -item[1][0]):
+        taken = sorted(
+            (offsets[other], offsets[other] + needs[other][0])
+            for other in offsets
+            if needs[other][1] <= last and first <= needs[other][2]
+        )
+        offset = 0
+        for start, end in taken:
+            if offset + size <= start:
+                break
+            offset = max(offset, ceil_div(end, _ALIGNMENT) * _ALIGNMENT)
+        offsets[number] = offset
+    return offsets, max(offset + needs[number][0] for number, offset in offsets.items())

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Ready
@@ -40,13 +41,44 @@ class View:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
     def of(self, values: Values) -> Tensor:
-        """Returns the view as a tensor, given the tensors of a replay."""
         base: Tensor = values[self.at.value]
         if not self.at.offset and base.shape == self.shape and base.stride() == self.stride:
             return base
         start = base.storage_offset() + self.at.offset // base.element_size()
         return base.as_strided(self.shape, self.stride, start)
+
+
+class Base:
+    """Replaces the tensor of a descriptor, of which Triton's launcher only calls `data_ptr`."""
+
+    def __init__(self, address: int, at: At) -> None:
+        self._address, self.at = address, at
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class TensorMaps:
+    """Tensor maps of one descriptor, encoded by Triton's function `make` and cached by address."""
+
+    def __init__(self, descriptor: TensorDescriptor, make: Callable[[TensorDescriptor], list[Any]]) -> None:
+        self.descriptor, self.make = descriptor, make
+        self.at: At = descriptor.base.at  # a Base
+        self.kept: dict[int, Any] = {}
+
+    def encode(self, address: int) -> Any:
+        descriptor = copy.copy(self.descriptor)
+        descriptor.base = Base(address, self.at)
+        tensor_map = self.make(descriptor)[0]
+        if len(self.kept) >= MAX_MAPS:
+            self.kept.clear()
+        self.kept[address] = tensor_map
+        return tensor_map
 
 
 class PlannedLaunch:
@@ -63,11 +95,10 @@ class PlannedLaunch:
 
     def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
         self.ready, self.grid = ready, grid
-        compiled = ready.compiled
-        self._launch, arguments, encoders = _intercept(compiled, grid, values)
-        self._nested = isinstance(arguments[-1], list | tuple)  # triton 3.7 passes kernel arguments as one sequence
-        self._front = tuple(arguments[4:-1]) if self._nested else ()
-        self.arguments = list(arguments[-1] if self._nested else arguments[4:])
+        self._launch, noted, encoders = _intercept(ready.compiled, grid, values)
+        self._nested = isinstance(noted[-1], list | tuple)  # triton 3.7 passes kernel arguments as one sequence
+        self._front = tuple(noted[4:-1]) if self._nested else ()
+        self.arguments = list(noted[-1] if self._nested else noted[4:])
         self.pointers = {place: at for place, at in enumerate(self.arguments) if isinstance(at, At)}
         places = [place for place, value in enumerate(self.arguments) if type(value).__name__ == "PyCUtensorMap"]
         if len(places) != len(encoders):
@@ -80,7 +111,6 @@ class PlannedLaunch:
         self._at_maps = [(place, maps.at.value, maps.at.offset, maps) for place, maps in self.maps.items()]
 
     def uses(self) -> list[int]:
-        """Returns the numbers of the values that the step uses."""
         return [at.value for at in (*self.pointers.values(), *(maps.at for maps in self.maps.values()))]
 
     def __call__(self, stream: int, values: Values, addresses: list[int]) -> None:
@@ -94,39 +124,6 @@ class PlannedLaunch:
             self._launch(*self.grid, stream, *self._front, arguments)
         else:
             self._launch(*self.grid, stream, *arguments)
-
-
-class Base:
-    """Replaces the tensor of a descriptor. Triton's launcher only calls `data_ptr`."""
-
-    def __init__(self, address: int, at: At) -> None:
-        self._address, self.at = address, at
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
-class TensorMaps:
-    """Tensor maps of one descriptor, cached by address.
-
-    Args:
-        at: Address of the descriptor's tensor.
-        make: Triton's function that encodes a descriptor; the first element of its result is the tensor map.
-    """
-
-    def __init__(self, descriptor: TensorDescriptor, at: At, make: Callable[[TensorDescriptor], list[Any]]) -> None:
-        self.descriptor, self.at, self.make = descriptor, at, make
-        self.kept: dict[int, Any] = {}
-
-    def encode(self, address: int) -> Any:
-        """Encodes and caches the map for an address."""
-        descriptor = copy.copy(self.descriptor)
-        descriptor.base = Base(address, self.at)
-        tensor_map = self.make(descriptor)[0]
-        if len(self.kept) >= MAX_MAPS:
-            self.kept.clear()
-        self.kept[address] = tensor_map
-        return tensor_map
 
 
 def _intercept(
@@ -147,23 +144,14 @@ def _intercept(
         noting = cells | {"launcher": types.CellType(note)}
         other.launch = types.FunctionType(launch.__code__, launch.__globals__, closure=tuple(noting.values()))
         launch = cells["launcher"].cell_contents
-        encoders = [
-            TensorMaps(descriptor, descriptor.base.at, partial(make, metadata=meta))
-            for descriptor, meta in zip(described, metadata)
-        ]
+        encoders = [TensorMaps(value, partial(make, metadata=meta)) for value, meta in zip(described, metadata)]
     other(*grid, 0, compiled.function, compiled.packed_metadata, None, None, None, *values)
     return launch, notes[0], encoders
 
 
 @dataclass(frozen=True)
 class TorchCall:
-    """A call of a torch operator.
-
-    Args:
-        operator: An overload of torch.ops.
-        positional, named: Arguments of the operator; a `View` replaces each tensor.
-        results: Number of new tensors that the operator returns; 0 if it works in place.
-    """
+    """A call of an overload of torch.ops that returns `results` new tensors. A `View` replaces each tensor argument."""
 
     operator: Any
     positional: tuple[Any, ...]
@@ -179,19 +167,14 @@ class TorchCall:
                 addresses.append(tensor.data_ptr())
 
     def uses(self) -> list[int]:
-        """Returns the numbers of the values that the step uses."""
-        flat = [item for value in (*self.positional, *self.named.values()) for item in _flat(value)]
-        return [item.at.value for item in flat if isinstance(item, View)]
+        arguments = pytree.tree_leaves([*self.positional, *self.named.values()])
+        return [argument.at.value for argument in arguments if isinstance(argument, View)]
 
 
 def _resolved(value: Any, values: Values) -> Any:
     if isinstance(value, View):
         return value.of(values)
     return [_resolved(item, values) for item in value] if isinstance(value, list) else value
-
-
-def _flat(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 Step = PlannedLaunch | TorchCall
@@ -216,7 +199,7 @@ class LaunchPlan:
     kernels: tuple[Any, ...]
 
     def replay(self, values: Values, addresses: list[int]) -> Any:
-        """Repeats the call with input tensors `values` at `addresses`; returns the results. Appends to both lists."""
+        """Repeats the call with input tensors `values` at `addresses`, and appends to both lists."""
         device = self.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):

@@ -18,9 +18,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import triton
@@ -105,18 +105,18 @@ def compile_all(requests: Sequence[Request], progress: Progress | None = None) -
     Raises:
         RuntimeError: a kernel does not compile; the message contains triton's error.
     """
-    total, compiled, here = len(requests), 0, 0
+    compiled = here = 0
     tell = progress if progress is not None else lambda done, total: None
     for request in requests:  # in this process, at least up to the first kernel that was not cached
-        if compiled and _processes(total - here) > 1:
+        if compiled and _processes(len(requests) - here) > 1:
             break
         compiled += _compile_here(request)
         here += 1
-        tell(here, total)
+        tell(here, len(requests))
     waiting = requests[here:]
     for done, was_compiled in enumerate(_compile_beside(waiting), start=here + 1):
         compiled += was_compiled
-        tell(done, total)
+        tell(done, len(requests))
     for request in waiting:  # load the kernels from the cache on disk into this process
         _compile_here(request)
     return compiled
@@ -138,51 +138,42 @@ def _failure(request: Request, error: Exception) -> str:
 
 
 def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
-    """Compiles kernels in several processes; yields True for each one that was not cached."""
+    """Compiles kernels in several processes that run `serve`; yields True for each one that was not cached."""
     if not requests:
         return
-    left: SimpleQueue[Request] = SimpleQueue()
-    results: SimpleQueue[bool | RuntimeError] = SimpleQueue()
-    for request in requests:
-        left.put(request)
-    count = _processes(len(requests))
-    with ThreadPoolExecutor(count) as pool:
-        for _ in range(count):
-            pool.submit(_feed, left, results)
-        try:
-            for _ in requests:
-                result = results.get()
-                if isinstance(result, RuntimeError):
-                    raise result
-                yield result
-        finally:  # after an error or Ctrl-C, each process finishes its kernel and starts no other
-            list(_take_all(left))
-
-
-def _take_all(queue: SimpleQueue[Request]) -> Iterator[Request]:
-    """Yields items until the queue is empty; several threads may read the same queue."""
-    with contextlib.suppress(Empty):
-        while True:
-            yield queue.get_nowait()
-
-
-def _feed(left: SimpleQueue[Request], results: SimpleQueue[bool | RuntimeError]) -> None:
-    """Starts a process that runs `serve`, and sends it one request at a time."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
-    with subprocess.Popen(
-        command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        for request in _take_all(left):
+    with ThreadPoolExecutor(_processes(len(requests))) as pool, contextlib.ExitStack() as processes:
+        idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
+        for _ in range(_processes(len(requests))):
+            process = subprocess.Popen(
+                command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            processes.enter_context(process)
+            idle.put(process)
+
+        def compile_in_process(request: Request) -> bool:
+            process = idle.get()
             try:
+                assert process.stdin is not None and process.stdout is not None
                 process.stdin.write(json.dumps(asdict(request)) + "\n")
                 process.stdin.flush()
                 reply = json.loads(process.stdout.readline())
             except (OSError, ValueError):
                 reply = f"{request.name} was not compiled: its process ended"
-            results.put(reply if isinstance(reply, bool) else RuntimeError(reply))
-        process.stdin.close()
+            finally:
+                idle.put(process)
+            if not isinstance(reply, bool):
+                raise RuntimeError(reply)
+            return reply
+
+        results = [pool.submit(compile_in_process, request) for request in requests]
+        try:
+            for result in as_completed(results):
+                yield result.result()
+        finally:  # after an error or Ctrl-C, each process finishes its kernel and starts no other
+            pool.shutdown(cancel_futures=True)
 
 
 class _Driver:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.kernels import plan, plan_recorder
+from vit_fast.kernels import plan
 from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.kernels.launch import Launch
 from vit_fast.ops import attention, layer_norm_mlp
@@ -233,14 +233,14 @@ def buffers_share() -> None:
     for _ in range(200):
         sizes, starts, lengths = torch.randint(0, 9, (3, 12), generator=generator).tolist()
         needs = {i: (1000 * sizes[i] + i, starts[i], starts[i] + lengths[i]) for i in range(12)}
-        offsets, total = plan_recorder._overlay(needs)
+        offsets, total = plan._overlay(needs)
         for a in needs:
             assert offsets[a] % 256 == 0 and offsets[a] + needs[a][0] <= total
             for b in range(a):
                 meet = needs[a][1] <= needs[b][2] and needs[b][1] <= needs[a][2]
                 disjoint = offsets[a] + needs[a][0] <= offsets[b] or offsets[b] + needs[b][0] <= offsets[a]
                 assert disjoint or not meet or 0 in (needs[a][0], needs[b][0])
-    assert plan_recorder._overlay({0: (512, 0, 1), 1: (512, 2, 3)})[1] == 512
+    assert plan._overlay({0: (512, 0, 1), 1: (512, 2, 3)})[1] == 512
 
 
 def main() -> None:

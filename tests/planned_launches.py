@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from vit_fast import ops
-from vit_fast.kernels import plan, plan_recorder
+from vit_fast.kernels import plan
 from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.ops import Norm, QkNorm, Rope
 from vit_fast.ops.block import fold, fused_block
@@ -29,13 +29,13 @@ from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 def keep_what_is_recorded() -> list[Tensor]:
     """Everything that a recorded function makes stays, from now on, so that no two have the same address."""
     kept: list[Tensor] = []
-    add = plan_recorder._Recorder._add
+    add = plan._Recorder._add
 
     def add_and_keep(self: Any, tensor: Tensor, kind: str) -> None:
         kept.append(tensor)
         add(self, tensor, kind)
 
-    plan_recorder._Recorder._add = add_and_keep  # type: ignore[method-assign]  # a spy
+    plan._Recorder._add = add_and_keep  # type: ignore[method-assign]  # a spy
     return kept
 
 
