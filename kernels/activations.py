@@ -16,26 +16,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .launch import is_interpreted
+from .ptx import reciprocal
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu")
-_INTERPRETED = tl.constexpr(is_interpreted())
-
-
-@triton.jit
-def _reciprocal(x):
-    if _INTERPRETED:
-        return 1.0 / x
-    else:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
 
 
 @triton.jit
 def _logistic(u):
     """Returns 1 / (1 + 2^u): 0 for large u, 1 for very negative u, NaN for NaN."""
-    return _reciprocal(1.0 + tl.math.exp2(u))
+    return reciprocal(1.0 + tl.math.exp2(u))
 
 
 @triton.jit

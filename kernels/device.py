@@ -56,7 +56,7 @@ def has_fp8(arch: str) -> bool:
 
 
 def starts_early(arch: str) -> bool:
-    """True for architectures with programmatic dependent launch (dependent.py)."""
+    """True for architectures with programmatic dependent launch (ptx.py)."""
     return int(arch.removeprefix("sm_")) >= 90
 
 

@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fp8 import divided_columns
 from .launch import Launch, ceil_div
+from .ptx import divided_columns
 from .row_parts import PIECE, row_parts
 
 # A row counts as constant if std <= 1e-6 |mean|. In any other fp16 or bf16 row, std >= 2^-12 |mean| / sqrt(C).

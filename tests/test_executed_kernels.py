@@ -172,7 +172,7 @@ def test_kernels_that_start_early_compute_the_same_bits(
         plan.forget()
         for module in (attention_policy, linear, matmul_policy):
             monkeypatch.setattr(module, "starts_early", lambda arch, early=early: early and starts_early(arch))
-        for cached in (matmul_policy.config_table, matmul_policy._best, matmul_policy._best_head):
+        for cached in (matmul_policy.config_table, matmul_policy.best, matmul_policy.best_head):
             cached.cache_clear()
         emulator.profile()
         with torch.inference_mode():

@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from vit_fast import UnsupportedInputError
 from vit_fast.accuracy import judge
 from vit_fast.kernels.device import Gpu
-from vit_fast.kernels.fp8 import to_e4m3
 from vit_fast.kernels.layer_norm import new_statistics
 from vit_fast.kernels.linear.split_k import finish_residual_launch
+from vit_fast.kernels.ptx import to_e4m3
 from vit_fast.ops import reference
 from vit_fast.ops.backends import fp8_reasons
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope

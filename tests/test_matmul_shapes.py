@@ -20,8 +20,8 @@ from vit_fast.kernels.inspect import offline
 from vit_fast.kernels.launch import Launch
 from vit_fast.kernels.linear.weight_products import weight_products_launch
 from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands, fits_tma, matmul_launch
-from vit_fast.kernels.matmul.matmul_model import epilogue_instructions, predicted_cycles
-from vit_fast.kernels.matmul.matmul_policy import choose_split, config_table
+from vit_fast.kernels.matmul.matmul_model import predicted_cycles
+from vit_fast.kernels.matmul.matmul_policy import Problem, best, config_table
 from vit_fast.kernels.row_parts import row_parts
 
 SIZES = (1, 2, 15, 16, 17, 768)
@@ -58,9 +58,9 @@ def operands(epilogue: str, M: int, N: int, K: int, dtype: torch.dtype = HALF) -
     return Operands(a, b, full, x=full, residual=full, mean=row, rstd=row, row_part=meta(M, 48))
 
 
-def best_whole(table: Sequence[MatmulConfig], given: Operands, gpu: Gpu, epilogue: str = "residual") -> MatmulConfig:
-    """The configuration that is chosen where K is not cut."""
-    return choose_split(table, given.sizes, given.a.element_size(), gpu, epilogue_instructions(given, epilogue))[0]
+def problem(arch: str, epilogue: str, sizes: tuple[int, int, int], kind: str = "half", tma: bool = True) -> Problem:
+    gpu, itemsize = Gpu(arch, REFERENCE_GPU.sm_count), 2 if kind == "half" else 4
+    return Problem(gpu, kind, epilogue, tma, sizes, itemsize, 17, narrowest=0, largest=2**31, head=0)
 
 
 def launch(arch: str, epilogue: str, M: int, N: int, K: int) -> Launch:
@@ -70,8 +70,7 @@ def launch(arch: str, epilogue: str, M: int, N: int, K: int) -> Launch:
         (config,) = config_table(arch, "half", "weight_products", fits_tma(pair))
         return weight_products_launch([pair], [meta(1, M, N)], config)
     given = operands(epilogue, M, N, K)
-    table = config_table(arch, "half", epilogue, fits_tma(given.tiled()))
-    config = best_whole(table, given, Gpu(arch, REFERENCE_GPU.sm_count), epilogue)
+    config, _ = best(problem(arch, epilogue, (M, N, K), tma=fits_tma(given.tiled())))
     activation = "gelu" if epilogue in ("layer_norm", "activation_grad") else "identity"
     return matmul_launch(given, epilogue=epilogue, config=config, activation=activation)
 
@@ -153,18 +152,15 @@ def test_the_model_orders_what_is_certain() -> None:
 @pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_120"])
 def test_few_rows_are_cut_along_k(arch: str) -> None:
     """fc2 of ViT-B at batch 1 has 48 of the smallest tiles, a third of the multiprocessors."""
-    tables = [config_table(arch, "half", epilogue, True) for epilogue in ("residual", "partial")]
-    config, splits = choose_split(tables[0], (197, 768, 3072), 2, Gpu(arch, 148), 17, tables[1], 8)
-    assert config in tables[1]
+    config, splits = best(problem(arch, "residual", (197, 768, 3072)), 8)
+    assert config in config_table(arch, "half", "partial", True)
     assert config.tiles(197, 768) * splits > 80
 
 
 @pytest.mark.parametrize("arch", offline.ARCHS)
 def test_no_rows_have_a_configuration(arch: str) -> None:
     """An empty batch launches nothing, but is asked for its tiles all the same."""
-    for kind, itemsize, tma in itertools.product(("half", "tf32"), (2, 4), (True, False)):
-        table = config_table(arch, kind, "residual", tma)
-        partial = config_table(arch, kind, "partial", tma)
-        config, splits = choose_split(table, (0, 768, 768), itemsize, Gpu(arch, 132), 17, partial, 8)
-        assert config in table
+    for kind, tma in itertools.product(("half", "tf32"), (True, False)):
+        config, splits = best(problem(arch, "residual", (0, 768, 768), kind, tma), 8)
+        assert config in config_table(arch, kind, "residual", tma)
         assert splits == 1

@@ -1,12 +1,11 @@
 """Fused softmax attention, forward and backward: the functions that the operators call.
 
-Inputs are fixed, packed or masked (attention_sequences.py). Tensors are views [B, H, N, D] with arbitrary strides and
-last stride 1, so q, k and v may be views of the output of the qkv layer, and dq, dk and dv of its gradient.
+Inputs are fixed, packed or masked (attention_tiles.py). Tensors are views [B, H, N, D] with arbitrary strides and last
+stride 1, so q, k and v may be views of the output of the qkv layer, and dq, dk and dv of its gradient.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +17,6 @@ from .attention_forward import forward_launch
 from .attention_launch import access_of
 from .attention_policy import Problem, dkdv_config, dq_config, forward_config
 
-MIN_HEAD_DIM = 16
-MAX_HEAD_DIM = 128
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 
 def problem_of(
     q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor, sequences: torch.Tensor | None = None,
@@ -31,23 +26,13 @@ def problem_of(
 
     For packed inputs, n_q and n_kv are the mean length. One long sequence would determine the maximum length.
     """
-    batch, heads, n_q, head_dim = q.shape
-    gpu = gpu_of(q.device)
-    problem = Problem(
-        arch=gpu.arch,
-        sm_count=gpu.sm_count,
-        element=product_kind(q.dtype),
-        head_dim=head_dim,
-        n_q=n_q,
-        n_kv=k.shape[2],
-        batch_heads=batch * heads,
-        access=access_of(q, k, *others),
-        form="packed" if sequences is not None else "masked" if keep is not None else "fixed",
-    )
-    if sequences is None:
-        return problem
-    usual = min(longest, ceil_div(n_q, max(sequences.shape[0] - 1, 1)))
-    return replace(problem, n_q=usual, n_kv=usual)
+    (batch, heads, n_q, head_dim), n_kv, form = q.shape, k.shape[2], "fixed" if keep is None else "masked"
+    if sequences is not None:
+        n_q = n_kv = min(longest, ceil_div(n_q, max(sequences.shape[0] - 1, 1)))
+        form = "packed"
+    gpu, access = gpu_of(q.device), access_of(q, k, *others)
+    kind = product_kind(q.dtype)
+    return Problem(gpu.arch, gpu.sm_count, kind, head_dim, n_q, n_kv, batch * heads, access, form)
 
 
 def attention_forward(
@@ -59,8 +44,7 @@ def attention_forward(
 
     Args:
         q: Queries [B, H, N_q, D], D from 16 to 128; fp32, fp16 or bf16; last stride 1. B is 1 for packed inputs.
-        k: Keys [B, H, N_kv, D], N_kv at least 1.
-        v: Values [B, H, N_kv, D].
+        k, v: Keys and values [B, H, N_kv, D], N_kv at least 1.
         o: Output [B, H, N_q, D] in q's dtype, or in e4m3 with o_scale; last stride 1.
         lse: Output: log-sum-exp in base 2, fp32 [B, H, N_q], contiguous; inf for a query without keys.
         scale: Multiplier of q k^T; positive and finite.
@@ -75,27 +59,13 @@ def attention_forward(
 
 
 def attention_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    do: torch.Tensor,
-    lse: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    scale: float,
-    sequences: torch.Tensor | None = None,
-    keep: torch.Tensor | None = None,
-    longest: int = 0,
-) -> None:
-    """Computes dq, dk and dv from the gradient `do` of o.
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, scale: float, sequences: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None, longest: int = 0,
+) -> None:  # fmt: skip
+    """Computes dq, dk and dv from the gradient `do` of o, given the inputs and outputs of `attention_forward`.
 
-    Args:
-        q, k, v, scale, sequences, keep, longest: See `attention_forward`.
-        o, lse: Outputs of `attention_forward`.
-        do: Gradient of o [B, H, N_q, D] in q's dtype, last stride 1.
-        dq, dk, dv: Outputs [B, H, N_q, D] and [B, H, N_kv, D] in q's dtype, last stride 1.
+    Gradients have the shapes of their tensors, q's dtype and last stride 1.
     """
     form: dict[str, Any] = {"sequences": sequences, "keep": keep}
     for_dq = dq_config(problem_of(q, k, v, o, do, dq, **form, longest=longest))

@@ -18,20 +18,24 @@ Source: FlashAttention-2, arXiv 2307.08691.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import Launch, ceil_div
-from .attention_launch import LOG2_E, UNSPECIALISED, sequence_arguments, tiled_launch
+from .attention_launch import LOG2_E, UNSPECIALISED, tiled_launch
 from .attention_policy import BackwardConfig, cover
-from .attention_sequences import last_kept, real_keys, rows_of_program
 from .attention_tiles import (
-    assume_a_tile,
     chosen,
     dot_add,
     dot_transposed,
+    last_kept,
     load_tile,
+    over_tiles,
+    real_keys,
+    rows_of_program,
     scaled,
     store_tile,
     zero_tile,
@@ -40,10 +44,10 @@ from .attention_tiles import (
 
 @triton.jit
 def _dq_step(
-    k, v, keep, start, n_kv, qk_scale, qt, dot, lse, delta, dq,
-    KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    k, v, start, n_kv, queries, dq, KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr
+):
     """Adds the contribution of keys start .. start + KEYS to dq / scale of a query tile."""
+    qt, dot, lse, delta, keep, qk_scale = queries
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
     kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
     vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
@@ -105,51 +109,32 @@ def _attention_bwd_dq_kernel(
     values = (v_a, v_a_hi, b, h, v_stride_b, v_stride_h, v_stride_n)
     last_keys = (k_b, k_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n)
     last_values = (v_b, v_b_hi, b, h, v_stride_b, v_stride_h, v_stride_n)
-    kept = keep
     if not FIXED:
         if start >= end:
             return
         if keep is not None:
-            kept = keep + tl.cast(b, tl.int64) * keep_stride_b
-            kv_end = last_kept(kept, n_kv)
+            keep += tl.cast(b, tl.int64) * keep_stride_b
+            kv_end = last_kept(keep, n_kv)
     full_end = begin + (kv_end - begin) // BLOCK_N * BLOCK_N
 
     qt, dot, lse, delta = _query_tile(
         queries, gradients, outputs, lse_ptr, delta_ptr, bh.to(tl.int64) * n_q, start, end, BLOCK_M, FORM, TMA and FIXED
     )
-    acc = zero_tile(BLOCK_M, FORM)
-    # full tiles, then the remaining keys
-    if FIXED and FULL:
-        assume_a_tile(full_end, TMA)
-    if FULL or (TMA and not FIXED):
-        for n in tl.range(begin, full_end, BLOCK_N, num_stages=STAGES):
-            acc = _dq_step(keys, values, kept, n, kv_end, qk_scale, qt, dot, lse, delta, acc, BLOCK_N, FORM, TMA, False)
-    if FIXED:
-        if TAIL > 0:
-            acc = _dq_step(
-                last_keys, last_values, None, full_end, n_kv, qk_scale, qt, dot, lse, delta, acc,
-                TAIL, FORM, TMA, MASKED,
-            )  # fmt: skip
-    elif TMA:
-        if full_end < kv_end:
-            acc = _dq_step(
-                last_keys, last_values, kept, full_end, kv_end, qk_scale, qt, dot, lse, delta, acc,
-                BLOCK_N, FORM, False, True,
-            )  # fmt: skip
-    else:
-        for n in tl.range(begin, kv_end, BLOCK_N, num_stages=STAGES):
-            acc = _dq_step(
-                last_keys, last_values, kept, n, kv_end, qk_scale, qt, dot, lse, delta, acc, BLOCK_N, FORM, False, True
-            )
+    acc = over_tiles(
+        _dq_step, keys, values, last_keys, last_values, (qt, dot, lse, delta, keep, qk_scale),
+        zero_tile(BLOCK_M, FORM), begin, full_end, kv_end, BLOCK_N, FORM, TMA, STAGES, FIXED, FULL, TAIL, MASKED,
+    )  # fmt: skip
     store_tile(out, scaled(acc, scale), start, end, BLOCK_M, FORM, TMA and FIXED)
 
 
 @triton.jit
 def _dkdv_step(
-    q, do, lse_ptr, delta_ptr, row_offset, start, n_q, qk_scale, kt, vt, dk, dv,
+    q, do, start, n_q, keys, gradients,
     QUERIES: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of queries start .. start + QUERIES to dk / scale and dv of a key tile."""
+    kt, vt, lse_ptr, delta_ptr, row_offset, qk_scale = keys
+    dk, dv = gradients
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
     qt = load_tile(q, start, n_q, QUERIES, FORM, TMA, MASKED)
     dot = load_tile(do, start, n_q, QUERIES, FORM, TMA, MASKED)
@@ -197,46 +182,22 @@ def _attention_bwd_dkdv_kernel(
         if start >= end:
             return
         if keep is not None:
-            kept = keep + tl.cast(b, tl.int64) * keep_stride_b
-            here = real_keys(kept, start, end, BLOCK_N)
+            keep += tl.cast(b, tl.int64) * keep_stride_b
+            here = real_keys(keep, start, end, BLOCK_N)
             q_end = tl.where(tl.sum(here.to(tl.int32), 0) > 0, q_end, begin)
     full_end = begin + (q_end - begin) // BLOCK_M * BLOCK_M
     row_offset = bh.to(tl.int64) * n_q
 
     kt = load_tile(keys, start, end, BLOCK_N, FORM, TMA and FIXED, True)
     vt = load_tile(values, start, end, BLOCK_N, FORM, TMA and FIXED, True)
-    dkt = zero_tile(BLOCK_N, FORM)
-    dvt = zero_tile(BLOCK_N, FORM)
-    # full tiles, then the remaining queries
-    if FIXED and FULL:
-        assume_a_tile(full_end, TMA)
-    if FULL or (TMA and not FIXED):
-        for m in tl.range(begin, full_end, BLOCK_M, num_stages=STAGES):
-            dkt, dvt = _dkdv_step(
-                queries, gradients, lse_ptr, delta_ptr, row_offset, m, q_end, qk_scale, kt, vt, dkt, dvt,
-                BLOCK_M, FORM, TMA, False,
-            )  # fmt: skip
-    if FIXED:
-        if TAIL > 0:
-            dkt, dvt = _dkdv_step(
-                last_queries, last_gradients, lse_ptr, delta_ptr, row_offset, full_end, n_q, qk_scale, kt, vt, dkt, dvt,
-                TAIL, FORM, TMA, MASKED,
-            )  # fmt: skip
-    elif TMA:
-        if full_end < q_end:
-            dkt, dvt = _dkdv_step(
-                last_queries, last_gradients, lse_ptr, delta_ptr, row_offset, full_end, q_end, qk_scale, kt, vt,
-                dkt, dvt, BLOCK_M, FORM, False, True,
-            )  # fmt: skip
-    else:
-        for m in tl.range(begin, q_end, BLOCK_M, num_stages=STAGES):
-            dkt, dvt = _dkdv_step(
-                last_queries, last_gradients, lse_ptr, delta_ptr, row_offset, m, q_end, qk_scale, kt, vt, dkt, dvt,
-                BLOCK_M, FORM, False, True,
-            )  # fmt: skip
+    dkt, dvt = over_tiles(
+        _dkdv_step, queries, gradients, last_queries, last_gradients,
+        (kt, vt, lse_ptr, delta_ptr, row_offset, qk_scale), (zero_tile(BLOCK_N, FORM), zero_tile(BLOCK_N, FORM)),
+        begin, full_end, q_end, BLOCK_M, FORM, TMA, STAGES, FIXED, FULL, TAIL, MASKED,
+    )  # fmt: skip
     if keep is not None:
         # the gradients of masked keys are 0, although the loop accumulates other values
-        here = real_keys(kept, start, end, BLOCK_N)[:, None]
+        here = real_keys(keep, start, end, BLOCK_N)[:, None]
         dkt = chosen(dkt, here)
         dvt = chosen(dvt, here)
     store_tile(key_gradients, scaled(dkt, scale), start, end, BLOCK_N, FORM, TMA and FIXED)
@@ -250,36 +211,28 @@ def backward_launches(
     sequences: torch.Tensor | None = None, keep: torch.Tensor | None = None,
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """Returns the launches of both kernels; `attention.attention_backward` describes the tensors."""
-    shared = lse, delta, scale, q, k, sequences, keep
-    first = _launch(_attention_bwd_dq_kernel, {"q": q, "do": do, "o": o, "dq": dq}, {"k": k, "v": v}, for_dq, *shared)
-    second = _launch(
-        _attention_bwd_dkdv_kernel, {"k": k, "v": v, "dk": dk, "dv": dv}, {"q": q, "do": do}, for_dkdv, *shared
+    args = {"lse_ptr": lse, "delta_ptr": delta, "qk_scale": scale * LOG2_E, "scale": scale}
+    keys, queries = {"k": k, "v": v}, {"q": q, "do": do}
+    return (
+        _launch(_attention_bwd_dq_kernel, queries | {"o": o, "dq": dq}, keys, for_dq, args, sequences, keep),
+        _launch(_attention_bwd_dkdv_kernel, keys | {"dk": dk, "dv": dv}, queries, for_dkdv, args, sequences, keep),
     )
-    return first, second
 
 
 def _launch(
     kernel: object, own: dict[str, torch.Tensor], streamed: dict[str, torch.Tensor], config: BackwardConfig,
-    lse: torch.Tensor, delta: torch.Tensor, scale: float, q: torch.Tensor, k: torch.Tensor,
-    sequences: torch.Tensor | None, keep: torch.Tensor | None,
+    args: dict[str, Any], sequences: torch.Tensor | None, keep: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
-    blocks = config.block_m, config.block_n
-    rows, others = (q, k) if "q" in own else (k, q)
-    block, streamed_block = blocks if rows is q else blocks[::-1]
+    rows, others = next(iter(own.values())), next(iter(streamed.values()))
+    block, streamed_block = (config.block_m, config.block_n)[:: 1 if "q" in own else -1]
     length, fixed = others.shape[2], sequences is None and keep is None
     rest = length % streamed_block if fixed else 0
     tail = (*cover(rest, streamed_block, 1), 0)[0]
     constants = {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "FULL": length >= streamed_block and fixed,
-        "TAIL": tail,
-        "MASKED": tail != rest,
-        "STAGES": config.num_stages,
-    }
-    args = {"lse_ptr": lse, "delta_ptr": delta, "qk_scale": scale * LOG2_E, "scale": scale}
-    args |= sequence_arguments(sequences, keep)
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL": length >= streamed_block and fixed,
+        "TAIL": tail, "MASKED": tail != rest, "STAGES": config.num_stages,
+    }  # fmt: skip
+    tiles = ceil_div(rows.shape[2], block)
     return tiled_launch(
-        kernel, own, streamed, block, (streamed_block, tail), ceil_div(rows.shape[2], block), config, args, constants,
-        q, k, sequences, keep,
-    )  # fmt: skip
+        kernel, own, streamed, block, (streamed_block, tail), tiles, config, {**args}, constants, sequences, keep
+    )

@@ -7,12 +7,8 @@ Two kernels:
 - looped: a loop over key tiles of BLOCK_N with an online softmax (Milakov and Gimelshein, arXiv 1805.02867;
   FlashAttention-2, arXiv 2307.08691).
 
-Masks of the looped kernel, for the three forms of inputs (attention_sequences.py):
-- fixed: full tiles need no mask. At most two power-of-two tiles cover the remaining keys. Only the last of these tiles
-  may need a mask.
-- packed or masked, with TMA: full tiles are loaded through descriptors, the last tile of a sequence through masked
-  pointers. A TMA box would extend into the next packed sequence, which may contain NaN.
-- packed or masked, without TMA: one loop masks all tiles, because separate loops for full and last tiles would spill.
+For fixed inputs of the looped kernel, full tiles need no mask. At most two power-of-two tiles cover the remaining keys;
+only the last one may need a mask. For packed and masked inputs, see `over_tiles` (attention_tiles.py).
 
 Both kernels store lse = log2(sum 2^(scale log2(e) q k^T)) for the backward. They multiply the fp32 scores by
 scale log2(e) before exp2, instead of multiplying q.
@@ -24,13 +20,22 @@ import torch
 import triton
 import triton.language as tl
 
-from ..dependent import wait_for_previous
-from ..fp8 import divided
 from ..launch import Launch, ceil_div
-from .attention_launch import LOG2_E, UNSPECIALISED, sequence_arguments, tiled_launch
+from ..ptx import divided, wait_for_previous
+from .attention_launch import LOG2_E, UNSPECIALISED, tiled_launch
 from .attention_policy import ForwardConfig, cover
-from .attention_sequences import last_kept, real_keys, rows_of_program
-from .attention_tiles import assume_a_tile, dot_add, dot_transposed, load_tile, scaled, store_tile, zero_tile
+from .attention_tiles import (
+    dot_add,
+    dot_transposed,
+    last_kept,
+    load_tile,
+    over_tiles,
+    real_keys,
+    rows_of_program,
+    scaled,
+    store_tile,
+    zero_tile,
+)
 
 # LENGTH_CLASS consecutive lengths share one compiled row kernel. With 8, three programs for 197 keys fit on a
 # multiprocessor of sm_90; with 16, only two. With 8, the loop over query tiles is 0.5 % longer than with constant n_kv.
@@ -129,13 +134,14 @@ def _attention_fwd_row_kernel(
 
 @triton.jit
 def _online_step(
-    k, v, keep, start, n_kv, qk_scale, qt, row_max, total, acc,
-    KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr = False,
-):  # fmt: skip
-    """Adds keys start .. start + KEYS to the running maximum, sum and output of a query tile; FIRST: acc is zero.
+    k, v, start, n_kv, queries, state, KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr
+):
+    """Adds keys start .. start + KEYS to the running maximum, sum and output of a query tile.
 
     With `keep`, all keys so far may be masked; the running maximum is then -inf.
     """
+    qt, keep, qk_scale = queries
+    row_max, total, acc = state
     kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
     vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
     scores = dot_transposed(qt, kt)  # [BLOCK_M, KEYS]
@@ -148,9 +154,7 @@ def _online_step(
     p = tl.math.exp2(scores * qk_scale - shift[:, None])
     rescale = tl.math.exp2(row_max - shift)
     total = total * rescale + tl.sum(p, 1)
-    if not FIRST:
-        acc = scaled(acc, rescale[:, None])
-    return new_max, total, dot_add(p, vt, acc)
+    return new_max, total, dot_add(p, vt, scaled(acc, rescale[:, None]))
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -178,51 +182,28 @@ def _attention_fwd_looped_kernel(
     values = (v_a, v_a_hi, b, h, v_stride_b, v_stride_h, v_stride_n)
     last_keys = (k_b, k_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n)
     last_values = (v_b, v_b_hi, b, h, v_stride_b, v_stride_h, v_stride_n)
-    kept = keep
     if not FIXED:
         if start >= end:
             return
         if keep is not None:
-            kept = keep + tl.cast(b, tl.int64) * keep_stride_b
-            kv_end = last_kept(kept, n_kv)
+            keep += tl.cast(b, tl.int64) * keep_stride_b
+            kv_end = last_kept(keep, n_kv)
     full_end = begin + (kv_end - begin) // BLOCK_N * BLOCK_N
 
     qt = load_tile(queries, start, end, BLOCK_M, FORM, TMA and FIXED, True)
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = zero_tile(BLOCK_M, FORM)
-    # full tiles, then the remaining keys
-    if FIXED and FULL:
-        assume_a_tile(full_end, TMA)
-    if FULL or (TMA and not FIXED):
-        for n in tl.range(begin, full_end, BLOCK_N, num_stages=STAGES):
-            row_max, total, acc = _online_step(
-                keys, values, kept, n, kv_end, qk_scale, qt, row_max, total, acc, BLOCK_N, FORM, TMA, False
-            )
-    if FIXED:
-        if TAIL_B > 0:
-            row_max, total, acc = _online_step(
-                last_keys, last_values, None, full_end, n_kv, qk_scale, qt, row_max, total, acc,
-                TAIL_B, FORM, TMA, MASKED and TAIL_C == 0, not FULL,
-            )  # fmt: skip
-        if TAIL_C > 0:
-            row_max, total, acc = _online_step(
-                (k_c, k_c_hi, b, h, k_stride_b, k_stride_h, k_stride_n),
-                (v_c, v_c_hi, b, h, v_stride_b, v_stride_h, v_stride_n),
-                None, full_end + TAIL_B, n_kv, qk_scale, qt, row_max, total, acc, TAIL_C, FORM, TMA, MASKED,
-            )  # fmt: skip
-    elif TMA:
-        if full_end < kv_end:
-            row_max, total, acc = _online_step(
-                last_keys, last_values, kept, full_end, kv_end, qk_scale, qt, row_max, total, acc,
-                BLOCK_N, FORM, False, True,
-            )  # fmt: skip
-    else:
-        for n in tl.range(begin, kv_end, BLOCK_N, num_stages=STAGES):
-            row_max, total, acc = _online_step(
-                last_keys, last_values, kept, n, kv_end, qk_scale, qt, row_max, total, acc, BLOCK_N, FORM, False, True
-            )
-
+    state = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32), zero_tile(BLOCK_M, FORM)
+    shared = (qt, keep, qk_scale)
+    state = over_tiles(
+        _online_step, keys, values, last_keys, last_values, shared, state, begin, full_end, kv_end,
+        BLOCK_N, FORM, TMA, STAGES, FIXED, FULL, TAIL_B, MASKED and TAIL_C == 0,
+    )  # fmt: skip
+    if TAIL_C > 0:
+        state = _online_step(
+            (k_c, k_c_hi, b, h, k_stride_b, k_stride_h, k_stride_n),
+            (v_c, v_c_hi, b, h, v_stride_b, v_stride_h, v_stride_n),
+            full_end + TAIL_B, n_kv, shared, state, TAIL_C, FORM, TMA, MASKED,
+        )  # fmt: skip
+    row_max, total, acc = state
     lse = row_max + tl.math.log2(total)
     if not FIXED:  # queries without keys: with lse = inf, the backward computes p = 0
         lse = tl.where(total == 0.0, float("inf"), lse)
@@ -233,52 +214,36 @@ def _attention_fwd_looped_kernel(
 
 
 def forward_launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    config: ForwardConfig,
-    o_scale: torch.Tensor | None = None,
-    sequences: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, scale: float,
+    config: ForwardConfig, o_scale: torch.Tensor | None = None, sequences: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
-) -> Launch:
+) -> Launch:  # fmt: skip
     """Returns the launch of the forward; `attention.attention_forward` describes the tensors."""
     n_q, n_kv = q.shape[2], k.shape[2]
     args = {"lse_ptr": lse, "o_scale_ptr": o_scale, "qk_scale": scale * LOG2_E}
     constants = {"BLOCK_M": config.block_m, "STAGES": config.num_stages, "DEPENDENT": config.dependent}
     groups = ceil_div(n_q, config.block_m)
     if config.scheme == "row":
-        chunks = cover(n_kv, config.block_n, config.chunks)
+        kernel, chunks = _attention_fwd_row_kernel, cover(n_kv, config.block_n, config.chunks)
         if not chunks:
             raise ValueError(f"n_kv must be at most {config.chunks * config.block_n} for {config}, got {n_kv}")
         tiles, groups = groups, ceil_div(groups, config.tiles)
         chunks = (*chunks, 0, 0)[:3]
         constants |= {
             "TILES": ceil_div(tiles, groups) if groups else 1,
-            "CHUNK_A": chunks[0],
-            "CHUNK_B": chunks[1],
-            "CHUNK_C": chunks[2],
+            "CHUNK_A": chunks[0], "CHUNK_B": chunks[1], "CHUNK_C": chunks[2], "MASKED": sum(chunks) != n_kv,
             "SURE": (n_kv - 1) // LENGTH_CLASS.value * LENGTH_CLASS.value,
-            "MASKED": sum(chunks) != n_kv,
-        }
-        kernel = _attention_fwd_row_kernel
+        }  # fmt: skip
     else:
-        fixed = sequences is None and keep is None
+        kernel, fixed = _attention_fwd_looped_kernel, sequences is None and keep is None
         rest = n_kv % config.block_n if fixed else 0
         tail = (*cover(rest, config.block_n, 2), 0, 0)[:2]
         chunks = (config.block_n, *tail)
         constants |= {
-            "BLOCK_N": config.block_n,
-            "FULL": n_kv >= config.block_n and fixed,
-            "TAIL_B": tail[0],
-            "TAIL_C": tail[1],
+            "BLOCK_N": config.block_n, "FULL": n_kv >= config.block_n and fixed, "TAIL_B": tail[0], "TAIL_C": tail[1],
             "MASKED": sum(tail) != rest,
-        }
-        args |= sequence_arguments(sequences, keep)
-        kernel = _attention_fwd_looped_kernel
+        }  # fmt: skip
     return tiled_launch(
         kernel, {"q": q, "o": o}, {"k": k, "v": v}, config.block_m, chunks, groups, config, args, constants,
-        q, k, sequences, keep,
+        sequences, keep,
     )  # fmt: skip

@@ -83,30 +83,11 @@ def _common_alignment(*tensors: torch.Tensor) -> int:
     return math.gcd(16, *used)
 
 
-def sequence_arguments(sequences: torch.Tensor | None, keep: torch.Tensor | None) -> dict[str, Any]:
-    return {
-        "sequences": sequences,
-        "keep": keep,
-        "keep_stride_b": None if keep is None else keep.stride(0),
-        "n_sequences": None if sequences is None else sequences.shape[0] - 1,
-    }
-
-
 def tiled_launch(
-    kernel: Any,
-    own: Mapping[str, torch.Tensor],
-    streamed: Mapping[str, torch.Tensor],
-    block: int,
-    pieces: Sequence[int],
-    tiles: int,
-    config: ForwardConfig | BackwardConfig,
-    args: Mapping[str, Any],
-    constants: Mapping[str, Any],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    sequences: torch.Tensor | None,
-    keep: torch.Tensor | None,
-) -> Launch:
+    kernel: Any, own: Mapping[str, torch.Tensor], streamed: Mapping[str, torch.Tensor], block: int,
+    pieces: Sequence[int], tiles: int, config: ForwardConfig | BackwardConfig, args: dict[str, Any],
+    constants: Mapping[str, Any], sequences: torch.Tensor | None, keep: torch.Tensor | None,
+) -> Launch:  # fmt: skip
     """Returns the launch of an attention kernel. A program owns tiles of queries and loops over keys, or vice versa.
 
     Args:
@@ -117,40 +98,31 @@ def tiled_launch(
         args, constants: Further arguments of the kernel.
     """
     fixed = sequences is None and keep is None
-    rows = next(iter(own.values()))
     tensors = {**own, **streamed}
+    rows, q = next(iter(own.values())), tensors["q"]
     tma = config.tma and tma_allows(*(tensors if fixed else streamed).values())
-    lo, hi = split_head_dim(rows.shape[-1])
     align = _common_alignment(*tensors.values())
-    arguments: dict[str, Any] = {**args, "n_heads": q.shape[1], "n_q": q.shape[2], "n_kv": k.shape[2]}
+    args |= {"n_heads": q.shape[1], "n_q": q.shape[2], "n_kv": tensors["k"].shape[2]}
+    if not isinstance(config, ForwardConfig) or config.scheme == "looped":
+        args |= {"sequences": sequences, "keep": keep, "keep_stride_b": None if keep is None else keep.stride(0)}
+        args["n_sequences"] = None if sequences is None else sequences.shape[0] - 1
     for name, tensor in own.items():
-        arguments |= _tile_arguments(name, tensor, block, tma and fixed)
+        args |= _tile_arguments(name, tensor, block, tma and fixed)
     for name, tensor in streamed.items():
         for letter, piece in zip("abc", pieces):
             if letter == "b" and not fixed:  # the last tile of a sequence
-                arguments |= _tile_arguments(f"{name}_b", tensor, block, tma=False)
+                args |= _tile_arguments(f"{name}_b", tensor, block, tma=False)
             else:
-                arguments |= _tile_arguments(f"{name}_{letter}", tensor, piece, tma)
+                args |= _tile_arguments(f"{name}_{letter}", tensor, piece, tma)
     for name, tensor in tensors.items():
-        arguments |= {f"{name}_stride_{axis}": tensor.stride(i) // align for i, axis in enumerate("bhn")}
+        args |= {f"{name}_stride_{axis}": tensor.stride(i) // align for i, axis in enumerate("bhn")}
     programs = rows.shape[0] * rows.shape[1] * tiles
     if sequences is not None:
         programs = rows.shape[1] * (rows.shape[2] // block + sequences.shape[0])
+    lo, hi = split_head_dim(rows.shape[-1])
+    wide = needs_wide_offsets(*tensors.values())
+    constants = {"D": rows.shape[-1], "LO": lo, "HI": hi, "TMA": tma, "WIDE": wide, "ALIGN": align, **constants}
     return Launch(
-        kernel=kernel,
-        grid=(programs,),
-        args=arguments,
-        constants={
-            "D": rows.shape[-1],
-            "LO": lo,
-            "HI": hi,
-            "TMA": tma,
-            "WIDE": needs_wide_offsets(*tensors.values()),
-            "ALIGN": align,
-            **constants,
-        },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        maxnreg=config.maxnreg,
-        device=q.device,
-    )
+        kernel, (programs,), args, constants,
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg, device=q.device,
+    )  # fmt: skip

@@ -31,7 +31,7 @@ class ForwardConfig:
         chunks: Maximum number of chunks of the row kernel, 1 to 3. In three chunks, 197 keys are (128, 64, 16).
         tiles: Maximum number of query tiles per program of the row kernel.
         tma: Use TMA descriptors if the layout allows.
-        dependent: Use programmatic dependent launch (dependent.py).
+        dependent: Use programmatic dependent launch (ptx.py).
     """
 
     scheme: str
@@ -103,7 +103,7 @@ class Problem:
         element: The `product_kind` of the tensors (device.py): "half" or "tf32".
         access: Fastest access that the layout of all tensors allows: "tma" (descriptors), "vector" (aligned 16-byte
             loads, if e.g. a stride of 0 excludes TMA), or "scalar" (unaligned rows).
-        form: "fixed", "packed" or "masked" (attention_sequences.py).
+        form: "fixed", "packed" or "masked" (attention_tiles.py).
     """
 
     arch: str

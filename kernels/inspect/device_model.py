@@ -36,7 +36,7 @@ GPUS = {
 }  # fmt: skip
 _SUSTAINED = 0.832  # fraction of the tensor cores' peak: 790 of 949 TFLOP/s, bf16, H100
 _STREAMED = 0.92  # sustained fraction of the DRAM bandwidth
-_EARLY = 1750  # cycles of OVERHEAD that overlap with the previous kernel if DEPENDENT (dependent.py)
+_EARLY = 1750  # cycles of OVERHEAD that overlap with the previous kernel if DEPENDENT (ptx.py)
 
 _ATTENTION_PRODUCTS = {"_attention_bwd_dq_kernel": 3, "_attention_bwd_dkdv_kernel": 4}
 

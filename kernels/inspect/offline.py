@@ -97,7 +97,7 @@ class Stats:
     """Resources and instruction counts of a compiled build, and the seconds to compile it.
 
     If SASS has more `wgmma_waits` than PTX, ptxas has serialized wgmma (warnings C75xx). `early_accesses` are accesses
-    to global memory before the wait for the previous kernel (dependent.py).
+    to global memory before the wait for the previous kernel (ptx.py).
     """
 
     registers: int

@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dependent import wait_for_previous
-from ..fp8 import divided_columns
 from ..launch import Launch, ceil_div
 from ..layer_norm import load_columns, piece_statistics, store_statistics
 from ..matmul.matmul_tiles import READ_AT_ONCE
+from ..ptx import divided_columns, wait_for_previous
 from ..row_parts import PIECE, row_parts
 
 _ROWS = 16  # rows per program; few, because M is small

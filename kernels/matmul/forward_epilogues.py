@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 
 from ..activations import activate
-from ..fp8 import divided
 from ..layer_norm import combine_statistics
+from ..ptx import divided, rounded
 from ..rotary import normed_pairs
-from .matmul_tiles import rounded, store_tile
+from .matmul_tiles import store_tile
 
 
 @triton.jit

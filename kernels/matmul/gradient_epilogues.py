@@ -24,10 +24,8 @@ import triton
 import triton.language as tl
 
 from ..activations import activate_with_slope
-from ..launch import is_interpreted
-from .matmul_tiles import load_rows, load_tile, rounded, store_tile, sum_row_parts
-
-_INTERPRETED = tl.constexpr(is_interpreted())
+from ..ptx import in_layout_of, rounded
+from .matmul_tiles import load_rows, load_tile, store_tile, sum_row_parts
 
 
 @triton.jit
@@ -53,20 +51,6 @@ def layer_norm_row_factors(mean_ptr, rstd_ptr, row_part_ptr, row, M, N, ROWS: tl
         scale = tl.where(scale < 0.0, -scale, 1.0)
         mean = load_rows(mean_ptr, row, M, ROWS)
     return scale, mean, coefficient
-
-
-@triton.jit
-def _in_layout_of(tile, anchor):
-    """Returns `tile` in the register layout of `anchor`.
-
-    Otherwise the compiler computes the activation in the layouts of both acc and h. ptxas removes the mov instruction.
-    """
-    if _INTERPRETED:
-        return tile
-    else:
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f,f", [tile, anchor], dtype=tl.float32, is_pure=True, pack=1
-        )
 
 
 @triton.jit
@@ -103,7 +87,8 @@ def activation_grad_epilogue(
         acc *= tl.load(scale_ptr)
     anchor = tl.join(acc, acc).reshape(ROWS, COLS_Z) if GATED else acc
     pre = load_tile(z, row, wide, M, WIDER * N, ROWS, COLS_Z, TMA and EARLY == 0)
-    pre = _in_layout_of(pre.to(tl.float32), anchor)
+    # otherwise, the compiler would compute the activation in the layouts of both acc and h
+    pre = in_layout_of(pre.to(tl.float32), anchor)
     if GATED:
         gate, up = tl.split(pre.reshape(ROWS, COLS, 2))
         value, slope = activate_with_slope(gate, ACTIVATION, DTYPE == tl.float32)

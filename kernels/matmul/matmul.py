@@ -12,7 +12,7 @@ Epilogues, with acc = A B; the named files contain the formulas:
 - `gradient_epilogues.py`: "activation_grad" and "gated_grad" (backward of the activation), "layer_norm_grad".
 - "partial", for split-K: out[split] = acc over one of `splits` parts of K, in fp32. `split_k.py` sums the parts.
 
-Operands in e4m3 (`fp8.py`) have scales. Tensor cores of sm_90 accumulate e4m3 products in about 14 bits: each MMA over
+Operands in e4m3 (`ptx.py`) have scales. Tensor cores of sm_90 accumulate e4m3 products in about 14 bits: each MMA over
 32 elements of K adds a relative error of up to 2^-13. For comparison, rounding an operand to e4m3 has a relative error
 of up to 2^-4. Adding partial sums in fp32 every 128 elements would make 128 x 256 tiles run out of registers.
 
@@ -30,9 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dependent import prefetch_rows, wait_for_previous
-from ..fp8 import divided_columns
 from ..layer_norm import merge_next, piece_statistics, store_statistics
+from ..ptx import divided_columns, prefetch_rows, wait_for_previous
 from .forward_epilogues import layer_norm_epilogue, normed, residual_epilogue, row_factors
 from .gradient_epilogues import (
     activation_grad_epilogue,
@@ -106,7 +105,7 @@ def _matmul_kernel(
     HALVES: tl.constexpr,  # in weight and bias of the norms, a pair has channels j and j + HEAD / 2
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of the tables: rows, pairs
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
-    DEPENDENT: tl.constexpr,  # starts early and prefetches `weights` (dependent.py)
+    DEPENDENT: tl.constexpr,  # starts early and prefetches `weights` (ptx.py)
 ):  # fmt: skip
     # Triton must not specialize on sizes: with a constant K = 1, it would remove the loop over K and pipeline the loop
     # over tiles, with too much shared memory. The next two lines state the alignment that vector loads need.

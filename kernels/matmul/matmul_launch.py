@@ -42,7 +42,7 @@ class MatmulConfig:
             of the current tile. Ignored for "partial", whose epilogue is short.
         ctas_per_sm: Programs per multiprocessor of the persistent grid.
         group_m: Tile rows that are processed together, to reuse columns of B in L2.
-        dependent: Start before the previous kernel has ended (dependent.py), if B is a weight [N, K].
+        dependent: Start before the previous kernel has ended (ptx.py), if B is a weight [N, K].
     """
 
     block_m: int

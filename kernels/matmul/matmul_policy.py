@@ -7,9 +7,8 @@ compiles without spills for its architecture; `vit-fast kernels` checks this.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,17 +19,69 @@ from ..row_parts import PIECE
 from .matmul_launch import MatmulConfig, Operands, fits_tma
 from .matmul_model import epilogue_instructions, predicted_cycles
 
-# Epilogues that need many registers.
-_HEAVY = ("activation_grad", "weight_products")
+_HEAVY = ("activation_grad", "weight_products")  # epilogues that need many registers
 _MAX_SPLITS = 16  # parts of the sum over M of a weight gradient
 _MAX_RESIDUAL_SPLITS = 8  # parts of K of a "residual" matmul
 _MIN_STEPS = 4  # minimum iterations of the main loop per part
 NORMED_HEADS = (64, 128)  # head_dims that a "qk_norm" matmul can normalize
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Input of the launch policy.
+
+    Args:
+        kind: The `product_kind` of the operands.
+        tma: True if TMA descriptors can describe the operands.
+        sizes: M, N, K.
+        instructions: Instructions of the epilogue, for `predicted_cycles`.
+        narrowest: Minimum columns of a tile. A tile must contain whole pieces of the LayerNorm statistics it stores.
+        largest: Maximum elements of a tile. With a norm of the hidden layer, tiles larger than 128 x 128 spill.
+        head: Columns of a sub-tile, for "qk_norm"; 0: any.
+    """
+
+    gpu: Gpu
+    kind: str
+    epilogue: str
+    tma: bool
+    sizes: tuple[int, int, int]
+    itemsize: int
+    instructions: int
+    narrowest: int
+    largest: int
+    head: int
+
+    def allows(self, config: MatmulConfig) -> bool:
+        fits = config.block_n >= self.narrowest and config.block_m * config.block_n <= self.largest
+        return fits and self.head in (0, config.sub_tile_width)
+
+    def cycles(self, config: MatmulConfig, splits: int) -> float:
+        return predicted_cycles(config, self.sizes, self.itemsize, self.gpu, self.instructions, splits)
+
+
+def _problem(operands: Operands, epilogue: str, activation: str = "identity") -> Problem:
+    gpu, kind = gpu_of(operands.a.device), product_kind(operands.a.dtype)
+    if is_interpreted():
+        gpu, kind = replace(gpu, arch="sm_90"), "fp8" if operands.a.dtype == torch.float8_e4m3fn else "half"
+    behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
+    return Problem(
+        gpu, kind, epilogue, fits_tma(operands.tiled()), operands.sizes, operands.a.dtype.itemsize,
+        epilogue_instructions(operands, epilogue, activation),
+        narrowest=0 if operands.out_part is None else 2 * PIECE if epilogue == "gated" else PIECE,
+        largest=128 * 128 if behind else 2**31,
+        head=operands.head_step.head_dim if operands.head_step and epilogue == "qk_norm" else 0,
+    )  # fmt: skip
+
+
+def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
+    """True if these operands can use a configuration of the table."""
+    return _problem(operands, epilogue).allows(config)
+
+
 def matmul_config(operands: Operands, epilogue: str, activation: str = "identity") -> MatmulConfig:
     """Returns the configuration for these operands on their device; for the interpreter, the largest usable tile."""
-    return _choose(operands, epilogue, activation)[0]
+    problem = _problem(operands, epilogue, activation)
+    return _usable(problem)[0] if is_interpreted() else best(problem)[0]
 
 
 def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
@@ -38,7 +89,8 @@ def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
 
     Small batches have fewer tiles than multiprocessors: fc2 of ViT-B has 48 of the smallest tiles at batch 1.
     """
-    return _choose(operands, "residual", most=_MAX_RESIDUAL_SPLITS)
+    problem = _problem(operands, "residual")
+    return (_usable(problem)[0], 1) if is_interpreted() else best(problem, _MAX_RESIDUAL_SPLITS)
 
 
 def rows_in_whole_waves(operands: Operands) -> int:
@@ -47,92 +99,39 @@ def rows_in_whole_waves(operands: Operands) -> int:
     The tiles of the first launch fill whole waves, because a partial wave takes as long as a whole one. The second
     launch spreads the other rows over the GPU with smaller tiles or split-K. Returns all rows if one launch is faster.
     """
-    rows = operands.sizes[0]
-    return rows if is_interpreted() else _best_head(*_best_key(operands, "residual", most=_MAX_RESIDUAL_SPLITS))
+    return operands.sizes[0] if is_interpreted() else best_head(_problem(operands, "residual"))
+
+
+def _usable(problem: Problem) -> list[MatmulConfig]:
+    table = config_table(problem.gpu.arch, problem.kind, problem.epilogue, problem.tma)
+    return [config for config in table if problem.allows(config)]
 
 
 @lru_cache(4096)
-def _best_head(
-    gpu: Gpu, kind: str, epilogue: str, instructions: int, tma: bool, sizes: tuple[int, int, int], itemsize: int,
-    *limits: int,
-) -> int:  # fmt: skip
+def best(problem: Problem, most: int = 1) -> tuple[MatmulConfig, int]:
+    """Returns the configuration, and of up to `most` parts of K, the number with the fewest predicted cycles."""
+    candidates = [(config, 1) for config in _usable(problem)]
+    for parts in range(2, most + 1):
+        for config in config_table(problem.gpu.arch, problem.kind, "partial", problem.tma):
+            if ceil_div(problem.sizes[2], config.block_k) >= _MIN_STEPS * parts:
+                candidates.append((config, parts))
+    return min(candidates, key=lambda candidate: problem.cycles(*candidate))
+
+
+@lru_cache(4096)
+def best_head(problem: Problem) -> int:
     """Returns the rows of the first launch that minimize the predicted cycles of both launches."""
-    M, N, K = sizes
+    M, N, K = problem.sizes
 
     def cycles(rows: int) -> float:
-        part = (rows, N, K)
-        config, splits = _best(gpu, kind, epilogue, instructions, tma, part, itemsize, *limits)
-        return predicted_cycles(config, part, itemsize, gpu, instructions, splits) if rows else 0.0
+        part = replace(problem, sizes=(rows, N, K))
+        return part.cycles(*best(part, _MAX_RESIDUAL_SPLITS)) if rows else 0.0
 
     heads = [M]
-    for config in config_table(gpu.arch, kind, epilogue, tma):
-        tiles = config.tiles(M, N) // gpu.sm_count * gpu.sm_count
+    for config in config_table(problem.gpu.arch, problem.kind, "residual", problem.tma):
+        tiles = config.tiles(M, N) // problem.gpu.sm_count * problem.gpu.sm_count
         heads.append(tiles // ceil_div(N, config.block_n) * config.block_m)
     return min((head for head in heads if 0 < head <= M), key=lambda head: cycles(head) + cycles(M - head), default=M)
-
-
-def _choose(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[MatmulConfig, int]:
-    if is_interpreted():
-        kind = "fp8" if operands.a.dtype == torch.float8_e4m3fn else "half"
-        table = config_table("sm_90", kind, epilogue, fits_tma(operands.tiled()))
-        return next(config for config in table if is_usable(config, operands, epilogue)), 1
-    return _best(*_best_key(operands, epilogue, activation, most))
-
-
-def _best_key(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[Any, ...]:
-    """Returns the arguments of `_best`, which are the key of its cache."""
-    gpu, dtype = gpu_of(operands.a.device), operands.a.dtype
-    instructions, tma = epilogue_instructions(operands, epilogue, activation), fits_tma(operands.tiled())
-    wanted = _requirements(operands, epilogue)
-    return gpu, product_kind(dtype), epilogue, instructions, tma, operands.sizes, dtype.itemsize, most, *wanted
-
-
-@lru_cache(4096)
-def _best(
-    gpu: Gpu, kind: str, epilogue: str, instructions: int, tma: bool, sizes: tuple[int, int, int], itemsize: int,
-    most: int, narrowest: int, largest: int, width: int,
-) -> tuple[MatmulConfig, int]:  # fmt: skip
-    table = [c for c in config_table(gpu.arch, kind, epilogue, tma) if _meets(c, narrowest, largest, width)]
-    partial = config_table(gpu.arch, kind, "partial", tma) if most > 1 else ()
-    return choose_split(table, sizes, itemsize, gpu, instructions, partial, most)
-
-
-def choose_split(
-    table: Sequence[MatmulConfig], sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int,
-    partial: Sequence[MatmulConfig] = (), most: int = 1,
-) -> tuple[MatmulConfig, int]:  # fmt: skip
-    """Returns the configuration and parts of K with the fewest predicted cycles; on ties, fewer parts and larger tiles.
-
-    Args:
-        table: Configurations for one part.
-        partial: Configurations for 2 to `most` parts.
-    """
-    steps = [(config, ceil_div(sizes[2], config.block_k)) for config in partial]
-    candidates = [(config, 1) for config in table]
-    candidates += [(c, parts) for parts in range(2, most + 1) for c, count in steps if count >= _MIN_STEPS * parts]
-    return min(candidates, key=lambda c: predicted_cycles(c[0], sizes, itemsize, gpu, instructions, c[1]))
-
-
-def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
-    """True if these operands can use a configuration of the table."""
-    return _meets(config, *_requirements(operands, epilogue))
-
-
-def _requirements(operands: Operands, epilogue: str) -> tuple[int, int, int]:
-    """Returns (narrowest, largest, width): minimum columns and maximum elements of a tile, and columns of a sub-tile.
-
-    A tile that stores LayerNorm statistics must contain whole pieces of statistics. With a norm of the hidden layer,
-    tiles larger than 128 x 128 spill. In "qk_norm", a sub-tile is a head; for other epilogues, 0 means any width.
-    """
-    narrowest = 0 if operands.out_part is None else 2 * PIECE if epilogue == "gated" else PIECE
-    behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
-    head = operands.head_step.head_dim if operands.head_step and epilogue == "qk_norm" else 0
-    return narrowest, 128 * 128 if behind else 2**31, head
-
-
-def _meets(config: MatmulConfig, narrowest: int, largest: int, width: int) -> bool:
-    fits = config.block_n >= narrowest and config.block_m * config.block_n <= largest
-    return fits and width in (0, config.sub_tile_width)
 
 
 def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:
@@ -160,7 +159,7 @@ def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfi
 def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
     """Returns configurations from the largest tile to the smallest.
 
-    Small tiles with several programs per multiprocessor, for small batches, have `dependent=True` (`dependent.py`).
+    Small tiles with several programs per multiprocessor, for small batches, have `dependent=True` (`ptx.py`).
 
     Args:
         arch: Architecture, e.g. "sm_90".
@@ -278,40 +277,37 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
 def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
     """Returns configurations with narrower tiles than elsewhere, because z and dz are twice as wide as acc."""
     depth = 64 if kind == "half" else 32
-    if tma:
-        wide = MatmulConfig(128, 128, depth, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=kind == "half")
-        if generation(arch) == "hopper":  # without maxnreg, ptxas uses 247 registers, more than needed
-            wide = replace(wide, maxnreg=232)
-        if generation(arch) == "blackwell":  # tiles of 128 columns spill
+    if not tma:
+        wide = MatmulConfig(128, 64, 32, sub_tiles=2, num_warps=8, num_stages=3)
+        small = MatmulConfig(64, 64, 32, sub_tiles=2, num_warps=8, num_stages=3, ctas_per_sm=2)
+    else:
+        # without maxnreg, ptxas uses 247 registers on hopper, more than needed; on blackwell, 128 columns spill
+        wide = MatmulConfig(
+            128, 128, depth, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=kind == "half", maxnreg=232
+        )
+        if generation(arch) == "blackwell":
             wide = MatmulConfig(128, 64, depth, sub_tiles=2, num_warps=8, num_stages=3, tma=True)
         small = MatmulConfig(64, 64, depth, sub_tiles=2, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2)
-        return (wide, small) if kind == "half" else (small,)
-    wide = MatmulConfig(128, 64, 32, sub_tiles=2, num_warps=8, num_stages=3)
-    small = MatmulConfig(64, 64, 32, sub_tiles=2, num_warps=8, num_stages=3, ctas_per_sm=2)
     return (wide, small) if kind == "half" else (small,)
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
     """Returns configurations without TMA. Unless a comment gives another reason, values are chosen to avoid spills."""
-    hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
-    if kind == "tf32" and blackwell:
+    half, hopper, blackwell = kind == "half", generation(arch) == "hopper", generation(arch) == "blackwell"
+    grad = epilogue == "activation_grad"
+    if blackwell and not half:
         stages = 2 if epilogue == "layer_norm" else 3
         return (MatmulConfig(64, 64, 32, num_warps=8, num_stages=stages, ctas_per_sm=2),)
-    width = 64 if kind == "tf32" and not hopper else 128
-    depth = 64 if kind == "half" and hopper else 32
-    small = 64 if kind == "half" else 32
-    quarters = kind == "half" and (blackwell or (arch == "sm_120" and epilogue == "activation_grad"))
-    halves = (kind == "half" and (blackwell or (epilogue == "activation_grad" and not hopper))) or (
-        kind == "tf32" and arch == "sm_120"
-    )
-    limit = (
-        160 if kind == "half" and blackwell and epilogue == "layer_norm" else None
-    )  # without maxnreg, ptxas uses 96 registers
+    quarters = half and (blackwell or (arch == "sm_120" and grad))
+    halves = (blackwell or (grad and not hopper)) if half else arch == "sm_120"
+    # without maxnreg, ptxas uses 96 registers
+    limit = 160 if blackwell and epilogue == "layer_norm" else None
     # an iteration takes 512 cycles on an A100: loads must be issued three iterations ahead to arrive in time
-    stages = 4 if kind == "half" and arch == "sm_80" else 3
-    return (
-        MatmulConfig(128, width, depth, sub_tiles=4 if quarters else 2, num_warps=8, num_stages=stages),
-        MatmulConfig(
-            64, 64, small, sub_tiles=2 if halves else 1, num_warps=4, num_stages=3, ctas_per_sm=2, maxnreg=limit
-        ),
-    )
+    stages = 4 if half and arch == "sm_80" else 3
+    width, depth = 128 if half or hopper else 64, 64 if half and hopper else 32
+    wide = MatmulConfig(128, width, depth, sub_tiles=4 if quarters else 2, num_warps=8, num_stages=stages)
+    small = MatmulConfig(
+        64, 64, 64 if half else 32, sub_tiles=2 if halves else 1, num_warps=4, num_stages=3, ctas_per_sm=2,
+        maxnreg=limit,
+    )  # fmt: skip
+    return wide, small

@@ -8,9 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..launch import is_interpreted
-
-_INTERPRETED = tl.constexpr(is_interpreted())
 # Columns that a thread reads at once where fp32 and half precision are mixed. With 8 columns, a thread would read the
 # fp32 values in two loads of 16 bytes, each of which uses only half of every 32-byte sector.
 READ_AT_ONCE = tl.constexpr(4)
@@ -65,21 +62,6 @@ def store_tile(target, values, row, col, rows, columns, ROWS: tl.constexpr, COLS
     else:
         pointers = target + tile_offsets(row, col, columns, ROWS, COLS)
         tl.store(pointers, values, mask=tile_mask(row, col, rows, columns, ROWS, COLS))
-
-
-@triton.jit
-def rounded(value, DTYPE: tl.constexpr):
-    """Rounds an fp32 tile to DTYPE.
-
-    For bf16, PTX converts two values per instruction. The compiler would convert one value per instruction if the fp32
-    tile is used again.
-    """
-    if _INTERPRETED or DTYPE != tl.bfloat16:
-        return value.to(DTYPE)
-    else:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [value], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
 
 
 @triton.jit

@@ -1,0 +1,120 @@
+"""PTX instructions that Triton does not provide, each with a substitute for Triton's interpreter.
+
+Programmatic dependent launch: a kernel starts before the previous kernel in the same stream has ended. With small
+batches, launching a kernel and loading weights takes as long as the computation. A kernel with DEPENDENT may start when
+every program of the previous kernel has called `wait_for_previous` or ended. Before its own call of
+`wait_for_previous`, a kernel only computes addresses and prefetches weights into L2, even weights that are still being
+written. Each kernel waits before it lets the next one start. So when `wait_for_previous` returns, all earlier kernels
+have ended, not only the previous one.
+
+e4m3 (4 exponent bits, 3 mantissa bits): x8 = e4m3(x / scale). The kernel that computes the input of an FP8 linear layer
+also rounds this input. Kernels multiply by reciprocal scales: divisions would add 8 % to the instructions of the
+longest epilogue.
+
+Sources: CUDA C++ Programming Guide, Programmatic Dependent Launch; PTX ISA, griddepcontrol (sm_90 and newer); FP8
+Formats for Deep Learning, arXiv 2209.05433.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .launch import is_interpreted
+
+_INTERPRETED = tl.constexpr(is_interpreted())
+
+
+@triton.jit
+def reciprocal(x):
+    if _INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def wait_for_previous(DEPENDENT: tl.constexpr):
+    """Waits until the previous kernel has ended, then lets the next one start. Does nothing without DEPENDENT."""
+    if DEPENDENT and not _INTERPRETED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_rows(pointer, row, first, last, rows, columns, ROWS: tl.constexpr, STEP: tl.constexpr):
+    """Prefetches ROWS rows of a matrix [rows, columns] into L2: one address per STEP columns in [first, last)."""
+    if _INTERPRETED:
+        return
+    index = tl.minimum(row + tl.arange(0, ROWS), rows - 1)
+    start = pointer + index.to(tl.int64) * columns
+    for column in tl.range(first, last, STEP):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [start + column], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def rounded(value, DTYPE: tl.constexpr):
+    """Rounds an fp32 tile to DTYPE. For bf16, PTX converts two values per instruction.
+
+    The compiler would convert one value per instruction if the fp32 tile is used again.
+    """
+    if _INTERPRETED or DTYPE != tl.bfloat16:
+        return value.to(DTYPE)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [value], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def in_layout_of(tile, anchor):
+    """Returns `tile` in the register layout of `anchor`; ptxas removes the mov instruction."""
+    if _INTERPRETED:
+        return tile
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f,f", [tile, anchor], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def to_e4m3(value):
+    """Rounds fp32 to e4m3, with ties to even; saturates at 448 and preserves NaN.
+
+    Uses inline PTX, because Triton's conversion truncates to fp16 first on sm_89, and Triton does not document whether
+    the conversion saturates.
+    """
+    if _INTERPRETED:
+        return value.to(tl.float8e4nv)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 first, second;"
+            " cvt.rn.satfinite.e4m3x2.f32 first, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 second, $4, $3;"
+            " mov.b32 $0, {first, second}; }",
+            "=r,f,f,f,f",
+            [value],
+            dtype=tl.float8e4nv,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def divided(value, scale_ptr):
+    """Multiplies fp32 `value` by a reciprocal scale, fp32 [1], and rounds to e4m3. Without a scale, returns `value`."""
+    if scale_ptr is None:
+        return value
+    else:
+        return to_e4m3(value * tl.load(scale_ptr))
+
+
+@triton.jit
+def divided_columns(value, scale_ptr, col, N, COLS: tl.constexpr):
+    """Multiplies a tile [ROWS, COLS] that starts at column `col` by reciprocal scales fp32 [N]; rounds to e4m3."""
+    cols = col + tl.arange(0, COLS)
+    return to_e4m3(value.to(tl.float32) * tl.load(scale_ptr + cols, mask=cols < N, other=1.0)[None, :])
