@@ -27,23 +27,15 @@ compiling = threading.RLock()
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its arguments.
+    """A kernel with its arguments."""
 
-    Args:
-        kernel: The function decorated with `triton.jit`.
-        grid: Programs along the three grid axes; at most 2^31 - 1 on the first, 65,535 on the others.
-        args: Runtime arguments by name: tensors, tensor descriptors, numbers, or None if absent.
-        constants: Compile-time arguments (`tl.constexpr`) by name.
-        maxnreg: Maximum registers per thread; None lets the compiler choose.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: Mapping[str, Any]
-    constants: Mapping[str, Any]
+    kernel: Any  # decorated with `triton.jit`
+    grid: tuple[int, ...]  # programs along one to three axes
+    args: Mapping[str, Any]  # by name: tensors, tensor descriptors, numbers, or None if absent
+    constants: Mapping[str, Any]  # compile-time arguments (`tl.constexpr`) by name
     num_warps: int = 4
     num_stages: int = 2
-    maxnreg: int | None = None
+    maxnreg: int | None = None  # maximum registers per thread; None lets the compiler choose
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def options(self) -> dict[str, Any]:

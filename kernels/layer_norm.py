@@ -236,37 +236,23 @@ def normalise_launch(
 
 @dataclass(frozen=True)
 class InputRows:
-    """Input x [M, C] of a folded linear layer, with its statistics.
+    """Input x [M, C] of a folded linear layer, with its statistics and the epsilon of the LayerNorm."""
 
-    Args:
-        source: Operand of the matmul: x, or (x - mean) rstd in the dtype of the matmul if x is fp32.
-        statistics: Partial LayerNorm statistics of x, fp32 [M, 2, parts] (`row_parts.py`). If `source` is normalized:
-            rstd, fp32 [1, M].
-        eps: Epsilon of the LayerNorm.
-    """
-
-    source: Tensor
-    statistics: Tensor
+    source: Tensor  # operand of the matmul: x, or (x - mean) rstd in the dtype of the matmul if x is fp32
+    statistics: Tensor  # partial, fp32 [M, 2, parts] (`row_parts.py`); rstd, fp32 [1, M], if `source` is normalized
     eps: float
 
     @property
     def part(self) -> Tensor | None:
-        """Partial statistics, which the matmul combines; None if `source` is normalized."""
         return self.statistics if self.statistics.dim() == 3 else None
 
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Input x [M, C] of a folded linear layer, with mean and rstd for the backward.
+    """Input x [M, C] of a folded linear layer, with mean and rstd for the backward."""
 
-    Args:
-        source: As in `InputRows`.
-        statistics: Mean and rstd, fp32 [2, M]; rstd is negative for a constant row. If `source` is normalized: rstd,
-            fp32 [1, M], never negative.
-    """
-
-    source: Tensor
-    statistics: Tensor
+    source: Tensor  # as in `InputRows`
+    statistics: Tensor  # mean and rstd (negative for a constant row), fp32 [2, M]; rstd alone if `source` is normalized
 
     @property
     def mean(self) -> Tensor | None:

@@ -333,10 +333,7 @@ def _last_uses(steps: Sequence[Step], kept: set[int], inputs: int) -> list[tuple
 def _overlay(needs: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
     """Returns {buffer: offset in the shared allocation}, and the size of the allocation, in bytes.
 
-    Buffers may overlap if their live ranges [first use, last use] are disjoint.
-
-    Args:
-        needs: {buffer: (size in bytes, index of first use, index of last use)}.
+    Buffers may overlap if their live ranges are disjoint. `needs`: {buffer: (bytes, index of first use, of last use)}.
     """
     offsets: dict[int, int] = {}
     for number, (size, first, last) in sorted(needs.items(), key=lambda item: -item[1][0]):

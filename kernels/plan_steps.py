@@ -84,13 +84,8 @@ class TensorMaps:
 class PlannedLaunch:
     """A kernel launch without addresses and stream. `__call__` calls the C function behind Triton's launcher.
 
-    Args:
-        ready: The compiled kernel.
-        grid: Programs along three axes.
-        values: All arguments of the kernel in order, including constants. An `At` replaces each tensor, and a `Base`
-            the base of each tensor descriptor.
-    Raises:
-        LookupError: the launch interface of this Triton version is not supported.
+    `values` are all arguments of the kernel in order, including constants. An `At` replaces each tensor, and a `Base`
+    the base of each tensor descriptor. Raises LookupError if the launch interface of this Triton is not supported.
     """
 
     def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
@@ -182,20 +177,13 @@ Step = PlannedLaunch | TorchCall
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A recorded call, which can be replayed with tensors at other addresses.
-
-    Args:
-        buffers: Shape, strides and dtype of each buffer.
-        steps: Each step, and the numbers of the values to free after it.
-        outputs: The results of the function.
-        single: True if the result is one tensor, not a tuple.
-    """
+    """A recorded call, which can be replayed with tensors at other addresses."""
 
     device: torch.device
-    buffers: tuple[tuple[Sequence[int], Sequence[int], torch.dtype], ...]
-    steps: tuple[tuple[Step, tuple[int, ...]], ...]
+    buffers: tuple[tuple[Sequence[int], Sequence[int], torch.dtype], ...]  # shape, strides and dtype
+    steps: tuple[tuple[Step, tuple[int, ...]], ...]  # each with the numbers of the values to free after it
     outputs: tuple[View, ...]
-    single: bool
+    single: bool  # the result is one tensor, not a tuple
     kernels: tuple[Any, ...]
 
     def replay(self, values: Values, addresses: list[int]) -> Any:

@@ -16,11 +16,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from queue import SimpleQueue
 from typing import Any
 
 import triton
@@ -141,39 +140,33 @@ def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
     """Compiles kernels in several processes that run `serve`; yields True for each one that was not cached."""
     if not requests:
         return
+    count = _processes(len(requests))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
-    with ThreadPoolExecutor(_processes(len(requests))) as pool, contextlib.ExitStack() as processes:
-        idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
-        for _ in range(_processes(len(requests))):
-            process = subprocess.Popen(
-                command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )  # fmt: skip
-            processes.enter_context(process)
-            idle.put(process)
-
-        def compile_in_process(request: Request) -> bool:
-            process = idle.get()
-            try:
-                assert process.stdin is not None and process.stdout is not None
-                process.stdin.write(json.dumps(asdict(request)) + "\n")
-                process.stdin.flush()
-                reply = json.loads(process.stdout.readline())
-            except (OSError, ValueError):
-                reply = f"{request.name} was not compiled: its process ended"
-            finally:
-                idle.put(process)
-            if not isinstance(reply, bool):
-                raise RuntimeError(reply)
-            return reply
-
-        results = [pool.submit(compile_in_process, request) for request in requests]
-        try:
-            for result in as_completed(results):
-                yield result.result()
-        finally:  # after an error or Ctrl-C, each process finishes its kernel and starts no other
-            pool.shutdown(cancel_futures=True)
+    reader, writer = os.pipe()
+    processes, replies = [], 0
+    try:
+        for first in range(count):
+            with tempfile.TemporaryFile("w+") as share:
+                share.writelines(json.dumps(asdict(request)) + "\n" for request in requests[first::count])
+                share.seek(0)
+                processes.append(
+                    subprocess.Popen(command, env=environment, stdin=share, stdout=writer, stderr=subprocess.DEVNULL)
+                )
+        os.close(writer)
+        with os.fdopen(reader) as lines:  # ends when all processes have ended
+            for line in lines:
+                reply = json.loads(line)
+                if not isinstance(reply, bool):
+                    raise RuntimeError(reply)
+                replies += 1
+                yield reply
+        if replies < len(requests):
+            raise RuntimeError(f"{len(requests) - replies} kernels were not compiled: a process ended")
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait()
 
 
 class _Driver:
@@ -190,7 +183,10 @@ class _Driver:
 
 
 def serve() -> None:
-    """Compiles requests from stdin, one per line. Replies on stdout: true, false if cached, or an error message."""
+    """Compiles requests from stdin, one per line. Replies on stdout, a pipe that several processes share.
+
+    A reply is a line: true, false if the kernel was cached, or an error message, which is shorter than PIPE_BUF.
+    """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # redirects stdout to stderr, because a compiler may print to stdout
     for line in sys.stdin:

@@ -234,40 +234,32 @@ def _qk_norm_rope_grad_kernel(
         if which < 2:
             if WIDE:
                 head = tl.arange(0, ROWS)[:, None]
-                inside = (head < H) & (pairs < D // 2)
-                base = part_ptr + tl.cast(program * 2 + which, tl.int64) * (2 * H * D)
-                _store_pairs(base, weight_sum1, weight_sum2, head * D, pairs, inside, D, INTERLEAVED)
-                _store_pairs(base + H * D, bias_sum1, bias_sum2, head * D, pairs, inside, D, INTERLEAVED)
+                start, width, own = head * D, H * D, (head < H) & (pairs < D // 2)
+                weight_grad1, weight_grad2, bias_grad1, bias_grad2 = weight_sum1, weight_sum2, bias_sum1, bias_sum2
             else:
-                inside = pairs < D // 2
-                base = part_ptr + tl.cast(program * 2 + which, tl.int64) * (2 * D)
-                first, second = tl.sum(weight_sum1, 0)[None, :], tl.sum(weight_sum2, 0)[None, :]
-                _store_pairs(base, first, second, 0, pairs, inside, D, INTERLEAVED)
-                first, second = tl.sum(bias_sum1, 0)[None, :], tl.sum(bias_sum2, 0)[None, :]
-                _store_pairs(base + D, first, second, 0, pairs, inside, D, INTERLEAVED)
+                start, width, own = 0, D, pairs < D // 2
+                weight_grad1, weight_grad2 = tl.sum(weight_sum1, 0)[None, :], tl.sum(weight_sum2, 0)[None, :]
+                bias_grad1, bias_grad2 = tl.sum(bias_sum1, 0)[None, :], tl.sum(bias_sum2, 0)[None, :]
+            base = part_ptr + tl.cast(program * 2 + which, tl.int64) * (2 * width)
+            _store_pairs(base, weight_grad1, weight_grad2, start, pairs, own, D, INTERLEAVED)
+            _store_pairs(base + width, bias_grad1, bias_grad2, start, pairs, own, D, INTERLEAVED)
 
 
 @dataclass(frozen=True)
 class QkvSettings:
     """Norms and rotary embeddings of q and k.
 
-    Args:
-        weights, biases: Parameters of the q and k norms, contiguous, [D], or [H D] if `wide`. None: ones and zeros.
-        tables: cos and sin [B or 1, H or 1, N - prefix, D / 2] that satisfy `can_be_read`; None: no rotation.
-        norm: "layer_norm", "rms_norm" or "none".
-        wide: True if all heads of a token are normalized together.
-        prefix: Number of tokens that are not rotated.
-        layout: Channels of a pair: "half" (j and j + D/2), "interleaved" (2j and 2j + 1), or "interleaved_half"
-            (2j and 2j + 1 in qkv, but j and j + D/2 in weights and biases).
+    `layout` names the channels of a pair: "half" (j and j + D/2), "interleaved" (2j and 2j + 1), or "interleaved_half"
+    (2j and 2j + 1 in qkv, but j and j + D/2 in weights and biases).
     """
 
-    weights: tuple[Tensor, Tensor] | None = None
+    weights: tuple[Tensor, Tensor] | None = None  # of both norms, contiguous, [D], or [H D] if `wide`; None: ones
     biases: tuple[Tensor, Tensor] | None = None
-    tables: tuple[Tensor, Tensor] | None = None
-    norm: str = "none"
+    tables: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, H or 1, N - prefix, D / 2] that `can_be_read`
+    norm: str = "none"  # or "layer_norm", "rms_norm"
     eps: float = 0.0
-    wide: bool = False
-    prefix: int = 0
+    wide: bool = False  # all heads of a token are normalized together
+    prefix: int = 0  # tokens that are not rotated
     layout: str = "half"
 
 
@@ -278,31 +270,32 @@ def can_be_read(cos: Tensor, sin: Tensor) -> bool:
     return whole and cos.stride() == sin.stride()
 
 
-def table_steps(table: Tensor) -> tuple[int, ...]:
-    """Returns the strides of a table: leading strides in rows (0 if shared), then row and pair strides in elements."""
-    *outer, row, pair = table.stride()
-    return *(step // row if size > 1 else 0 for step, size in zip(outer, table.shape)), row, pair
+def shared_arguments(s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arguments and constants for norms and tables that rotary kernels and the matmul have in common.
 
-
-def _arguments(x: Tensor, settings: QkvSettings) -> tuple[dict[str, Any], dict[str, Any], int, int]:
-    """Returns arguments and constants that both kernels share, the number of tiles of q, and warps per program."""
-    s = settings
-    B, N, _, H, D = x.shape
+    `image_rows` and `head_rows` are leading strides of the tables in rows, 0 if shared.
+    """
     (cos, sin), (q_weight, k_weight) = s.tables or (None, None), s.weights or (None, None)
-    image_rows, head_rows, row_step, pair_step = (0, 0, 0, 0) if cos is None else table_steps(cos)
+    image_rows = head_rows = row = pair = 0
+    if cos is not None:
+        *outer, row, pair = cos.stride()
+        image_rows, head_rows = (step // row if size > 1 else 0 for step, size in zip(outer, cos.shape))
     args = {
-        "x_ptr": x, "q_weight_ptr": q_weight, "k_weight_ptr": k_weight, "cos_ptr": cos, "sin_ptr": sin,
-        "M": B * N, "N": N, "H": H, "prefix": s.prefix, "eps": s.eps,
+        "q_weight_ptr": q_weight, "k_weight_ptr": k_weight, "cos_ptr": cos, "sin_ptr": sin, "prefix": s.prefix,
         "image_rows": image_rows, "head_rows": head_rows,
     }  # fmt: skip
+    return args, {"NORM": s.norm, "ROW_STEP": row, "PAIR_STEP": pair}
+
+
+def _arguments(x: Tensor, s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any], int, int]:
+    """Returns arguments and constants that both kernels share, the number of tiles of q, and warps per program."""
+    B, N, _, H, D = x.shape
     block = triton.next_power_of_2(D // 2)
     rows = triton.next_power_of_2(H) if s.wide else max(1, _TILE // block)
-    constants = {
-        "D": D, "NORM": s.norm, "WIDE": s.wide, "LAYOUT": s.layout, "ROWS": rows, "BLOCK": block,
-        "ROW_STEP": row_step, "PAIR_STEP": pair_step,
-    }  # fmt: skip
-    blocks = B * N if s.wide else ceil_div(B * N * H, rows)
-    return args, constants, blocks, 4 if rows * block <= _TILE else 8
+    args, constants = shared_arguments(s)
+    args |= {"x_ptr": x, "M": B * N, "N": N, "H": H, "eps": s.eps}
+    constants |= {"D": D, "WIDE": s.wide, "LAYOUT": s.layout, "ROWS": rows, "BLOCK": block}
+    return args, constants, B * N if s.wide else ceil_div(B * N * H, rows), 4 if rows * block <= _TILE else 8
 
 
 def qk_norm_rope_launch(
@@ -315,9 +308,9 @@ def qk_norm_rope_launch(
         separate: The channels of a pair are adjacent in x, and D/2 apart in `out`.
     """
     args, constants, blocks, warps = _arguments(x, settings)
-    biases = settings.biases
-    args |= {"out_ptr": out, "q_bias_ptr": biases and biases[0], "k_bias_ptr": biases and biases[1]}
+    q_bias, k_bias = settings.biases or (None, None)
     parts = 2 if out is x else 3
+    args |= {"out_ptr": out, "q_bias_ptr": q_bias, "k_bias_ptr": k_bias}
     constants |= {"SEPARATE": separate, "INVERSE": inverse, "PARTS": parts}
     return Launch(_qk_norm_rope_kernel, (blocks * parts,), args, constants, num_warps=warps, device=x.device)
 
@@ -325,20 +318,15 @@ def qk_norm_rope_launch(
 def qk_norm_rope_grad_launch(
     grad: Tensor, x: Tensor, out: Tensor, part: Tensor | None, settings: QkvSettings
 ) -> Launch:
-    """Returns the launch that writes dx [B, N, 3, H, D] to `out`, which may be `grad`. Requires norms.
-
-    Args:
-        part: Output: partial sums of dw and db, fp32 [programs, 2 (q, k), 2 (dw, db), D or H D]; or None.
-    """
+    """Returns the launch that writes dx to `out`, which may be `grad`, and partial sums to `part`. Requires norms."""
     args, constants, blocks, warps = _arguments(x, settings)
     parts = 2 if out is grad else 3
     args |= {"grad_ptr": grad, "out_ptr": out, "part_ptr": part, "blocks": blocks}
-    programs = blocks if part is None else part.shape[0]
-    constants |= {"PARTS": parts}
+    programs = parts * (blocks if part is None else part.shape[0])
     # without maxnreg, ptxas uses 96 registers and spills on sm_100
     return Launch(
-        _qk_norm_rope_grad_kernel, (programs * parts,), args, constants,
-        num_warps=warps, maxnreg=128, device=x.device,
+        _qk_norm_rope_grad_kernel, (programs,), args, constants | {"PARTS": parts}, num_warps=warps, maxnreg=128,
+        device=x.device,
     )  # fmt: skip
 
 
@@ -365,8 +353,7 @@ def qk_norm_rope_gradients(
         return out, None
     part = None
     if settings.weights is not None or settings.biases is not None:
-        _, _, blocks, _ = _arguments(x, settings)
-        programs = max(1, min(blocks, 2 * gpu_of(x.device).sm_count))
+        programs = max(1, min(_arguments(x, settings)[2], 2 * gpu_of(x.device).sm_count))
         width = x.shape[-2] * x.shape[-1] if settings.wide else x.shape[-1]
         part = torch.empty(programs, 2, 2, width, dtype=torch.float32, device=x.device)
     qk_norm_rope_grad_launch(grad, x, out, part, settings).run()

@@ -22,28 +22,18 @@ ROW_CHUNKS = ((128, 3), (128, 2), (256, 1))
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Configuration of a forward kernel.
+    """Configuration of a forward kernel."""
 
-    Args:
-        scheme: Kernel: "row" (all keys on chip, at most 256) or "looped".
-        block_m: Queries per tile.
-        block_n: Keys per tile of the looped kernel; largest chunk of the row kernel.
-        chunks: Maximum number of chunks of the row kernel, 1 to 3. In three chunks, 197 keys are (128, 64, 16).
-        tiles: Maximum number of query tiles per program of the row kernel.
-        tma: Use TMA descriptors if the layout allows.
-        dependent: Use programmatic dependent launch (ptx.py).
-    """
-
-    scheme: str
-    block_m: int
-    block_n: int
-    tiles: int = 1
-    chunks: int = 3
+    scheme: str  # "row" (all keys on chip, at most 256) or "looped"
+    block_m: int  # queries per tile
+    block_n: int  # keys per tile of the looped kernel; largest chunk of the row kernel
+    tiles: int = 1  # maximum number of query tiles per program of the row kernel
+    chunks: int = 3  # maximum number of chunks of the row kernel: in three, 197 keys are (128, 64, 16)
     num_warps: int = 4
     num_stages: int = 2
-    tma: bool = False
+    tma: bool = False  # use TMA descriptors if the layout allows
     maxnreg: int | None = None
-    dependent: bool = False
+    dependent: bool = False  # use programmatic dependent launch (ptx.py)
 
 
 @dataclass(frozen=True)
@@ -99,22 +89,19 @@ def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
 class Problem:
     """Input of the launch policy.
 
-    Args:
-        element: The `product_kind` of the tensors (device.py): "half" or "tf32".
-        access: Fastest access that the layout of all tensors allows: "tma" (descriptors), "vector" (aligned 16-byte
-            loads, if e.g. a stride of 0 excludes TMA), or "scalar" (unaligned rows).
-        form: "fixed", "packed" or "masked" (attention_tiles.py).
+    `access` is the fastest access that the layout of all tensors allows: "tma" (descriptors), "vector" (aligned 16-byte
+    loads, if e.g. a stride of 0 excludes TMA), or "scalar" (unaligned rows).
     """
 
     arch: str
     sm_count: int
-    element: str
+    element: str  # the `product_kind` of the tensors (device.py): "half" or "tf32"
     head_dim: int
     n_q: int
     n_kv: int
     batch_heads: int
     access: str
-    form: str = "fixed"
+    form: str = "fixed"  # or "packed" or "masked" (attention_tiles.py)
 
     @property
     def of_one_long(self) -> Problem:
@@ -123,8 +110,7 @@ class Problem:
         return replace(self, n_q=max(self.n_q, longest), n_kv=max(self.n_kv, longest), form="fixed")
 
     @property
-    def width(self) -> int:
-        """Columns of a tile, including padding."""
+    def width(self) -> int:  # of a tile, including padding
         return sum(split_head_dim(self.head_dim))
 
     @property
@@ -133,7 +119,6 @@ class Problem:
 
     @property
     def uses_tma(self) -> bool:
-        """True if layout and device allow descriptors."""
         return self.access == "tma" and reads_descriptors(self.arch)
 
     @property

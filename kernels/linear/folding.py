@@ -118,29 +118,23 @@ def _fold_kernel(
 
 @dataclass(frozen=True)
 class NormedLinear:
-    """A linear layer and the LayerNorm before it.
+    """A linear layer, weight [F, C] and bias [F], and the LayerNorm before it.
 
-    Args:
-        weight, bias: [F, C] and [F].
-        gamma, beta: Weight and bias of the LayerNorm [C]; None means ones and zeros.
-        rms: True for RMSNorm.
-        gate, gate_bias: Weight and bias of the gate, like `weight` and `bias`; None means no gate.
-        rope_head: head_dim D if channels j and j + D/2 of q and k become adjacent; else 0. Only the first of two layers
-            that are folded together may set it.
+    `rope_head` is head_dim D if channels j and j + D/2 of q and k become adjacent, else 0. Only the first of two layers
+    that are folded together may set it.
     """
 
     weight: Tensor
     bias: Tensor | None
-    gamma: Tensor | None
+    gamma: Tensor | None  # weight of the LayerNorm [C]; None means ones
     beta: Tensor | None
-    rms: bool = False
-    gate: Tensor | None = None
+    rms: bool = False  # RMSNorm
+    gate: Tensor | None = None  # a second weight
     gate_bias: Tensor | None = None
     rope_head: int = 0
 
     @property
     def rows(self) -> int:
-        """Number of rows of weight and gate."""
         return self.weight.shape[0] * (1 if self.gate is None else 2)
 
     def contiguous(self) -> NormedLinear:
@@ -150,19 +144,12 @@ class NormedLinear:
 
 @dataclass(frozen=True)
 class FoldedLinear:
-    """A linear layer with the preceding LayerNorm folded in.
+    """A linear layer with the preceding LayerNorm folded in."""
 
-    Args:
-        weight: W'' [F, C] in the dtype of x; F includes the rows of the gate.
-        weight_sum: s, fp32 [F]; None for RMSNorm.
-        shift: c, fp32 [F].
-        scale: Scales of a weight in e4m3, fp32 [F]; None for other dtypes.
-    """
-
-    weight: Tensor
-    weight_sum: Tensor | None
-    shift: Tensor
-    scale: Tensor | None = None
+    weight: Tensor  # W'' [F, C] in the dtype of x; F includes the rows of the gate
+    weight_sum: Tensor | None  # s, fp32 [F]; None for RMSNorm
+    shift: Tensor  # c, fp32 [F]
+    scale: Tensor | None = None  # scales of a weight in e4m3, fp32 [F]; None for other dtypes
 
 
 def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear]) -> Launch:

@@ -110,31 +110,22 @@ def _run_residual(o: Operands) -> None:
 
 @dataclass(frozen=True)
 class FoldedGradient:
-    """Gradient dz of the output of a folded linear layer, as `activation_gradient` returns it.
+    """Gradient dz of the output of a folded linear layer, as `activation_gradient` returns it."""
 
-    Args:
-        scaled: dz~ = rstd dz [M, F] in the dtype of z. For rows that are constant or normalized beforehand, dz.
-        row_part: Partial sums of dz (z - c) over F, fp32 [M, parts].
-        column_part: Partial sums of dz and of dz~ mean over M, fp32 [sums, 2, F].
-    """
-
-    scaled: Tensor
-    row_part: Tensor
-    column_part: Tensor
+    scaled: Tensor  # dz~ = rstd dz [M, F] in the dtype of z; dz for rows that are constant or normalized beforehand
+    row_part: Tensor  # partial sums of dz (z - c) over F, fp32 [M, parts]
+    column_part: Tensor  # partial sums of dz and of dz~ mean over M, fp32 [sums, 2, F]
 
 
 def activation_gradient(
     grad: Tensor, scaled: ScaledWeight, z: Tensor, rows: RowStatistics, folded: FoldedLinear, activation: str,
     gated: bool = False, hidden: Tensor | None = None, along: Tensor | None = None,
 ) -> tuple[FoldedGradient, Tensor]:  # fmt: skip
-    """Returns the gradient of fc1's output, and recomputes h = act(z) [M, F], or act(g) u if gated.
+    """Returns the gradient of fc1's output z, and recomputes h = act(z) [M, F], or act(g) u if gated.
 
-    Args:
-        grad: Gradient dy of fc2's output [M, C].
-        scaled: diag(LayerScale) W2 [C, F].
-        z: fc1's output [M, F], or [M, 2 F] if gated.
-        hidden, along: If a norm follows h (`hidden_norm.py`): mean and rstd of h, fp32 [2, M], and `along`, fp32 [M].
-            The second result is then h^, the normalized h.
+    `grad` is the gradient dy of fc2's output [M, C], `scaled` is diag(LayerScale) W2 [C, F]. If a norm follows h
+    (`hidden_norm.py`), `hidden` and `along` are the mean and rstd of h, fp32 [2, M], and `along`, fp32 [M]. The second
+    result is then h^, the normalized h.
     """
     (M, width), F = z.shape, scaled.weight.shape[1]
     out, h = torch.empty_like(z), z.new_empty((M, F))
@@ -175,12 +166,9 @@ def product_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
 def layer_norm_linear_gradient(
     grad: Tensor, rows: RowStatistics, linear: NormedLinear, weight: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns [residual +] dx in the dtype of x, the normalized x [M, C], and partial sums of `grad` over M.
+    """Returns [residual +] dx in the dtype of x, the normalized x [M, C], and partial sums of `grad` (dz) over M.
 
-    Args:
-        grad: dz [M, F].
-        weight: The weight of `linear` [F, C] in the dtype of grad.
-        residual: [M, C], in the dtype of x.
+    `weight` is the weight of `linear` in the dtype of `grad`.
     """
     product = product_gradient(grad, ScaledWeight(weight, None))
     return layer_norm_gradient(product, linear.gamma, rows, residual, grad, linear.rms)

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import gpu_of
 from ..launch import Launch, ceil_div
-from ..rotary import QkvSettings, table_steps
+from ..rotary import QkvSettings, shared_arguments
 from ..row_parts import PIECE
 from .matmul import _matmul_kernel
 
@@ -34,33 +34,25 @@ TL_DTYPES = {
 class MatmulConfig:
     """Configuration of a matmul launch.
 
-    Args:
-        block_m, block_n, block_k: Tile sizes, powers of two.
-        sub_tiles: Pieces along N that the epilogue processes one after another: 1, 2 or 4.
-        tma: Access tiles through TMA descriptors.
-        flatten: Pipeline the loops over tiles and over K as one loop: the loads of the next tile overlap the epilogue
-            of the current tile. Ignored for "partial", whose epilogue is short.
-        ctas_per_sm: Programs per multiprocessor of the persistent grid.
-        group_m: Tile rows that are processed together, to reuse columns of B in L2.
-        dependent: Start before the previous kernel has ended (ptx.py), if B is a weight [N, K].
+    With `flatten`, the loops over tiles and over K are pipelined as one loop: the loads of the next tile overlap the
+    epilogue of the current tile. Ignored for "partial", whose epilogue is short.
     """
 
     block_m: int
     block_n: int
     block_k: int
-    sub_tiles: int = 1
+    sub_tiles: int = 1  # pieces along N that the epilogue processes one after another: 1, 2 or 4
     num_warps: int = 4
     num_stages: int = 3
     tma: bool = False
     flatten: bool = False
-    ctas_per_sm: int = 1
-    group_m: int = 8
+    ctas_per_sm: int = 1  # programs per multiprocessor of the persistent grid
+    group_m: int = 8  # tile rows that are processed together, to reuse columns of B in L2
     maxnreg: int | None = None
-    dependent: bool = False
+    dependent: bool = False  # start before the previous kernel has ended (ptx.py), if B is a weight [N, K]
 
     @property
     def sub_tile_width(self) -> int:
-        """Width of the sub-tiles that the epilogue processes one after another, in columns."""
         return self.block_n // self.sub_tiles
 
     def tiles(self, M: int, N: int) -> int:
@@ -77,16 +69,10 @@ class MatmulConfig:
 
 @dataclass(frozen=True)
 class HeadStep:
-    """Norms and rotary embeddings of q and k in the epilogue of a qkv matmul.
+    """Norms and rotary embeddings of q and k in the epilogue of a qkv matmul."""
 
-    Args:
-        settings: Norms over each head; tables [B or 1, 1, T, D / 2] for which `rotary.can_be_read` is True.
-        tokens: Tokens per image.
-        head_dim: D.
-    """
-
-    settings: QkvSettings
-    tokens: int
+    settings: QkvSettings  # norms over each head; tables [B or 1, 1, T, D / 2] that `rotary.can_be_read`
+    tokens: int  # per image
     head_dim: int
 
     @property
@@ -95,18 +81,12 @@ class HeadStep:
 
     def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
         s = self.settings
-        (cos, sin), weights, biases = s.tables or (None, None), s.weights or (None, None), s.biases or (None, None)
-        image_rows, _, row_step, pair_step = (0, 0, 0, 0) if cos is None else table_steps(cos)
-        args = {
-            "q_weight_ptr": weights[0], "k_weight_ptr": weights[1], "q_bias_ptr": biases[0], "k_bias_ptr": biases[1],
-            "qk_eps": s.eps, "cos_ptr": cos, "sin_ptr": sin, "tokens": self.tokens, "prefix": s.prefix,
-            "image_rows": image_rows,
-        }  # fmt: skip
-        constants = {
-            "HEAD": self.head_dim, "NORM": s.norm, "HALVES": cos is not None and s.layout != "interleaved",
-            "ROW_STEP": row_step, "PAIR_STEP": pair_step,
-        }  # fmt: skip
-        return args, constants
+        args, constants = shared_arguments(s)
+        del args["head_rows"]  # 0
+        q_bias, k_bias = s.biases or (None, None)
+        args |= {"q_bias_ptr": q_bias, "k_bias_ptr": k_bias, "qk_eps": s.eps, "tokens": self.tokens}
+        halves = s.tables is not None and s.layout != "interleaved"
+        return args, constants | {"HEAD": self.head_dim, "HALVES": halves}
 
 
 _NO_STEP = HeadStep(QkvSettings(), 0, 0).arguments()
@@ -116,14 +96,8 @@ _NO_STEP = HeadStep(QkvSettings(), 0, 0).arguments()
 class Operands:
     """Tensors of a matmul; the parameters of `_matmul_kernel` describe their use by each epilogue.
 
-    Args:
-        row_part: LayerNorm statistics of `a` (`row_parts.py`) if a norm is folded into `b`; for "activation_grad",
-            "gated_grad" and "layer_norm_grad", partial sums of rows [M, parts].
-        out_part: LayerNorm statistics of `out`, for the next norm.
-        hidden, along: Inputs of "activation_grad" and "gated_grad" if a norm of h follows (`hidden_norm.py`).
-        head_step: For "rotary" and "qk_norm"; N is then 3 H D.
-        residual: Has the dtype of `out`: fp32, the dtype of `a` and `b`, or half precision if these are e4m3.
-        x: Has the dtype of `out`, or that of `a` if x is normalized.
+    `residual` has the dtype of `out`: fp32, the dtype of `a` and `b`, or half precision if these are e4m3. `x` has the
+    dtype of `out`, or that of `a` if x is normalized. With `head_step`, N is 3 H D.
     """
 
     a: Tensor
@@ -161,7 +135,6 @@ class Operands:
         return replace(self, **{name: tensor[rows] for name, tensor in given.items() if tensor is not None})
 
     def tiled(self) -> list[Tensor]:
-        """Returns the tensors that are accessed by tiles."""
         tiled = (self.a, self.b, self.out, self.z, self.h, self.x, self.residual, self.out8)
         return [tensor for tensor in tiled if tensor is not None]
 
@@ -184,18 +157,11 @@ def _address(tensor: Tensor) -> int:
 
 
 def matmul_launch(
-    operands: Operands,
-    *,
-    epilogue: str,
-    config: MatmulConfig,
-    activation: str = "identity",
-    split_k: int = 1,
+    operands: Operands, *, epilogue: str, config: MatmulConfig, activation: str = "identity", split_k: int = 1
 ) -> Launch:
-    """Returns the launch that computes `operands.out`.
+    """Returns the launch that computes `operands.out`; all operands must be contiguous.
 
     Args:
-        operands: Contiguous tensors.
-        epilogue: One of `EPILOGUES`.
         config: Configuration; `config.tma` requires that `fits_tma` is True for the operands.
         activation: "identity" or one of `ACTIVATIONS`, for "layer_norm", "activation_grad" and the gated epilogues.
         split_k: Parts of K, for "partial".

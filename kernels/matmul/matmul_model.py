@@ -46,33 +46,19 @@ def epilogue_instructions(operands: Operands, epilogue: str, activation: str = "
 
 @dataclass(frozen=True)
 class Cycles:
-    """Cycles that the busiest multiprocessor spends on its tiles.
+    """Cycles that the busiest multiprocessor spends on its tiles."""
 
-    Args:
-        products: MMA instructions.
-        loads: Loads of operands from L2.
-        latency: Latency that the loads in flight do not hide.
-        total: The whole kernel with its launch overhead; overlapping work counts once.
-    """
-
-    products: float
-    loads: float
-    latency: float
+    products: float  # MMA instructions
+    loads: float  # of operands from L2
+    latency: float  # that the loads in flight do not hide
     epilogues: float
-    total: float
+    total: float  # the whole kernel with its launch overhead; overlapping work counts once
 
 
 def launch_cycles(
     config: MatmulConfig, sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, epilogue: float, splits: int = 1
 ) -> Cycles:
-    """Returns the estimate of one launch.
-
-    Args:
-        sizes: M, N, K.
-        itemsize: Bytes per element of A and B.
-        epilogue: Cycles per epilogue of a tile.
-        splits: Parts of K.
-    """
+    """Returns the estimate of one launch for sizes M, N, K; `epilogue` is the cycles per epilogue of a tile."""
     M, N, K = sizes
     units = config.tiles(M, N) * splits
     if units == 0:

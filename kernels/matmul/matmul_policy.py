@@ -30,26 +30,20 @@ NORMED_HEADS = (64, 128)  # head_dims that a "qk_norm" matmul can normalize
 class Problem:
     """Input of the launch policy.
 
-    Args:
-        kind: The `product_kind` of the operands.
-        tma: True if TMA descriptors can describe the operands.
-        sizes: M, N, K.
-        instructions: Instructions of the epilogue, for `predicted_cycles`.
-        narrowest: Minimum columns of a tile. A tile must contain whole pieces of the LayerNorm statistics it stores.
-        largest: Maximum elements of a tile. With a norm of the hidden layer, tiles larger than 128 x 128 spill.
-        head: Columns of a sub-tile, for "qk_norm"; 0: any.
+    A tile must contain whole pieces of the LayerNorm statistics it stores. With a norm of the hidden layer, tiles of
+    more than 128 x 128 spill.
     """
 
     gpu: Gpu
-    kind: str
+    kind: str  # the `product_kind` of the operands
     epilogue: str
-    tma: bool
-    sizes: tuple[int, int, int]
+    tma: bool  # TMA descriptors can describe the operands
+    sizes: tuple[int, int, int]  # M, N, K
     itemsize: int
-    instructions: int
-    narrowest: int
-    largest: int
-    head: int
+    instructions: int  # of the epilogue, for `predicted_cycles`
+    narrowest: int  # minimum columns of a tile
+    largest: int  # maximum elements of a tile
+    head: int  # columns of a sub-tile, for "qk_norm"; 0: any
 
     def allows(self, config: MatmulConfig) -> bool:
         fits = config.block_n >= self.narrowest and config.block_m * config.block_n <= self.largest
@@ -157,15 +151,9 @@ def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfi
 
 @cache
 def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Returns configurations from the largest tile to the smallest.
+    """Returns configurations from the largest tile to the smallest; `epilogue` may also be "weight_products".
 
     Small tiles with several programs per multiprocessor, for small batches, have `dependent=True` (`ptx.py`).
-
-    Args:
-        arch: Architecture, e.g. "sm_90".
-        kind: The `product_kind` of the operands: "half", "fp8" or "tf32".
-        epilogue: One of `EPILOGUES` ("qk_norm" only for "half"), or "weight_products".
-        tma: True if TMA descriptors can describe the operands.
     """
     table = _table(arch, kind, epilogue, tma)
     # on blackwell, larger tiles would spill, because `dependent` adds a pointer to the weights
