@@ -54,69 +54,52 @@ def check_request(
 
 @dataclass(frozen=True)
 class Choice:
-    """Blocks and layers that run in e4m3.
+    """Reasons why layers stay in half precision, by block and name of LINEARS, and why whole blocks do."""
 
-    Attributes:
-        linears: By block and name of LINEARS, the layers' names in the model.
-        kept: By block and name of LINEARS, the reason why a layer stays in half precision.
-        left: By block, the reason why the whole block stays in half precision.
-        notes: Measurements.
-    """
-
-    linears: dict[str, dict[str, tuple[str, ...]]]
     kept: dict[str, dict[str, str]]
-    left: dict[str, str]
+    skipped: dict[str, str]
     notes: tuple[str, ...] = ()
 
 
 def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_agreement: float | None) -> Choice:
-    """Selects the layers that run in e4m3, without changing the model; see `fuse` for keep and min_agreement.
-
-    `copied` is a copy of the model, fused with a backend that runs on any device.
-    """
-    blocks, left = emulate(copied)
+    """Selects the layers that run in e4m3, by a fused copy of the model; see `fuse` for keep and min_agreement."""
+    blocks, skipped = emulate(copied)
     scales = {block.name: scales_of(model.get_submodule(block.name)) for block in blocks}
     advice = "must be calibrated: call vit_fast.calibrate(model, images)"
     without = [f"{name} {advice}" for name, own in scales.items() if own is None]
     if without or not blocks:
-        raise UnsupportedInputError(WHAT, without or [f"{name}: {why}" for name, why in left.items()])
-    linears = {block.name: block.linears for block in blocks}
+        raise UnsupportedInputError(WHAT, without or [f"{name}: {why}" for name, why in skipped.items()])
     if keep is None and min_agreement is None:
         kept = {name: dict.fromkeys(own.names_kept(), "saved with the scales") for name, own in scales.items() if own}
-        return Choice(linears, kept, left)
-    asked = _kept_by_name(linears, () if keep is None else keep)
+        return Choice(kept, skipped)
+    asked = _kept_by_name({block.name: block.linears for block in blocks}, () if keep is None else keep)
     kept = {name: dict.fromkeys(layers, "requested by keep") for name, layers in asked.items()}
     if min_agreement is None:
-        return Choice(linears, kept, left)
+        return Choice(kept, skipped)
     if not isinstance(min_agreement, int | float) or not 0 < min_agreement <= 1:
         raise ValueError(f"min_agreement must be in (0, 1], got {min_agreement}")
     if model not in IMAGES:
         raise ValueError("min_agreement requires calibration images: call vit_fast.calibrate(model, images) first")
     everything = {name: own.all() for name, own in scales.items() if own}
     images = [as_taken(model, batch) for batch in IMAGES[model]]  # the model may have been converted or moved since
-    result = find_kept(copied, blocks, everything, images, min_agreement, asked)
-    for name, layers in result.kept.items():
-        for layer in layers:
-            kept[name].setdefault(layer, "required by min_agreement")
-    note = f"top-1 agreement of {result.agreement:.1%} on {result.images} calibration images, computed by the reference"
-    return Choice(linears, kept, left, (note,))
+    required, agreement = find_kept(copied, blocks, everything, images, min_agreement, asked)
+    for name, layer in required:
+        kept[name][layer] = "required by min_agreement"
+    count = sum(map(len, images))
+    note = f"top-1 agreement of {agreement:.1%} on {count} calibration images, computed by the reference"
+    return Choice(kept, skipped, (note,))
 
 
 @torch.no_grad()
 def switch(model: nn.Module, choice: Choice | None) -> None:
-    """Switches exactly these blocks of a fused model to e4m3.
-
-    Raises:
-        UnsupportedInputError: the kernels cannot run one of them as one operator. Some attributes may have changed.
-    """
+    """Switches exactly these blocks of a fused model to e4m3. On an error, some attributes may have changed."""
     owners = [(name, block, own) for name, block in model.named_modules() if (own := scales_of(block)) is not None]
     before = [(own.kept, own.kept.clone()) for _, _, own in owners]
     try:
         for name, block, own in owners:
-            chosen = choice is not None and name in choice.linears
-            kept = choice.kept[name] if choice is not None and chosen else {}
-            own.active = chosen and len(kept) < len(LINEARS)
-            if chosen:
+            kept = None if choice is None else choice.kept.get(name)
+            own.active = kept is not None and len(kept) < len(LINEARS)
+            if kept is not None:
                 own.keep(kept)
             block.__dict__.pop("vit_fast_parts", None)
             if not own.active:
@@ -143,12 +126,12 @@ def annotated(rows: Sequence[ModuleReport], choice: Choice, dtype: torch.dtype |
     half = str(dtype).removeprefix("torch.")
 
     def notes(row: ModuleReport) -> list[str]:
-        if row.fused and row.name in choice.linears and "MLP" in row.part:
+        if row.fused and row.name in choice.kept and "MLP" in row.part:
             kept = choice.kept[row.name]
             inside = ", ".join(name for name in LINEARS if name not in kept)
             stay = [f"{name} stays in {half}: {kept[name]}" for name in LINEARS if name in kept]
             return [f"in e4m3: {inside or 'nothing'}", *stay]
-        return [f"stays in {half}: {choice.left[row.name]}"] if row.fused and row.name in choice.left else []
+        return [f"stays in {half}: {choice.skipped[row.name]}"] if row.fused and row.name in choice.skipped else []
 
     return [dataclasses.replace(row, notes=(*row.notes, *notes(row))) for row in rows]
 

@@ -7,10 +7,8 @@ stay in half precision, so that the top-1 class of the model rarely changes.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,11 +22,9 @@ from ..blocks.token_facts import NOTHING, TokenFacts
 from ..errors import UnsupportedInputError, type_name
 from ..ops import reference
 from ..ops.checks import checked_rope
-from ..ops.descriptions import BlockScales, BlockTensors, QkNorm, Rope
+from ..ops.descriptions import BlockScales, BlockTensors, Norm, Rope
 from .schemes import fewest_kept
 
-Look = Callable[[str, Tensor], None]
-"""Called with a name of LINEARS and the input of that layer, fp32 [B, N, K]."""
 IMAGES_FOR_ORDER = 32
 """Number of images used to rank the layers by sensitivity."""
 IMAGES: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()
@@ -41,7 +37,7 @@ class EmulatedBlock:
 
     Attributes:
         scales: Scales of the layers that are rounded; None for the others.
-        look: Called with each layer's input.
+        look: Called with a name of LINEARS and the input of that layer, fp32 [B, N, K].
         name: The block's name in its model.
         linears: See `linears_of`.
     """
@@ -50,18 +46,11 @@ class EmulatedBlock:
 
     def __init__(self, name: str, parts: BlockParts, linears: dict[str, tuple[str, ...]]) -> None:
         self.scales = BlockScales()
-        self.look: Look = lambda name, x: None
+        self.look: Callable[[str, Tensor], None] = lambda name, x: None
         self.name, self.linears = name, linears
-        self._attention: Any = parts.attention
-        self._mlp: Any = parts.mlp
-
-    @property
-    def norm(self) -> str:
-        return str(self._mlp.norm.kind)
-
-    @property
-    def eps(self) -> tuple[float, float]:
-        return self._attention.norm.eps, self._mlp.norm.eps
+        self._attention, self._mlp = parts.halves
+        self.norm = str(self._mlp.norm.kind)
+        self.eps = self._attention.norm.eps, self._mlp.norm.eps
 
     def tensors(self) -> BlockTensors:
         """Returns the parameters in fp32."""
@@ -74,6 +63,9 @@ class EmulatedBlock:
         attention, tensors, heads = self._attention, self.tensors(), self._attention.num_heads
         if rope is not None:
             rope = checked_rope(rope, (*x.shape[:2], 3, heads, tensors.qkv_weight.shape[0] // (3 * heads)))
+        qk_norm = attention.qk_norm and attention.qk_norm.now()
+        if qk_norm is not None:
+            qk_norm = qk_norm._replace(q=_wide_norm(qk_norm.q), k=_wide_norm(qk_norm.k))
         read = iter(LINEARS if tensors.gate_weight is None else ("qkv", "proj", "fc1", "fc1", "fc2"))
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -82,9 +74,8 @@ class EmulatedBlock:
 
         with torch.autocast(x.device.type, enabled=False):
             y = reference.fp8_block(
-                x.float(), tensors, self.scales, heads=heads, attention_scale=attention.scale,
-                eps=self.eps, norm=self.norm, activation=self._mlp.activation,
-                qk_norm=attention.qk_norm and _wide_norms(attention.qk_norm.now()), rope=rope, linear=linear,
+                x.float(), tensors, self.scales, heads=heads, attention_scale=attention.scale, eps=self.eps,
+                norm=self.norm, activation=self._mlp.activation, qk_norm=qk_norm, rope=rope, linear=linear,
             )  # fmt: skip
         return y.to(x.dtype), NOTHING
 
@@ -98,12 +89,9 @@ class EmulatedBlock:
 def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
     """Makes the blocks of a fused copy run the reference, where the kernels could run them as one operator.
 
-    Args:
-        copied: A copy that was fused with a backend that runs on any device.
-    Returns:
-        The blocks in the model's order, without rounded layers, and the reasons for all skipped blocks by name.
+    Returns the blocks in the model's order, without rounded layers, and the reasons for all skipped blocks by name.
     """
-    found, left = [], {}
+    found, skipped = [], {}
     names = {id(module): name for name, module in copied.named_modules()}
     for name, block in copied.named_modules():
         if not isinstance(block, FusedNormMlp):
@@ -111,15 +99,15 @@ def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
         block.__dict__.pop("vit_fast_parts", None)
         block._modules.pop(PLACE, None)
         parts = parts_of(block)
-        if reasons := unsupported_reasons(parts):
-            left[name] = "; ".join(reasons)
+        if reasons := _unsupported_reasons(parts):
+            skipped[name] = "; ".join(reasons)
         else:
             parts.fp8 = EmulatedBlock(name, parts, linears_of(parts, names))
             found.append(parts.fp8)
-    return found, left
+    return found, skipped
 
 
-def unsupported_reasons(parts: BlockParts) -> list[str]:
+def _unsupported_reasons(parts: BlockParts) -> list[str]:
     """Returns the reasons why the kernels cannot run a block as one operator, whatever the device."""
     inside = parts.mlp is not None and parts.mlp.inner_norm is not None
     if runs_whole(parts) and not inside:
@@ -135,14 +123,12 @@ def linears_of(parts: BlockParts, names: Mapping[int, str]) -> dict[str, tuple[s
 
     The projection of a MultiheadAttention is called `in_proj`. `names` are the names of all modules by id.
     """
-    attention: Any = parts.attention
-    mlp: Any = parts.mlp
+    attention, mlp = parts.halves
 
     def joined(*linears: LinearParts | None) -> tuple[str, ...]:
         slots = [slot for linear in linears if linear is not None for slot in linear.weights]
-        return tuple(
-            dict.fromkeys(names[id(owner)] + ("" if slot == "weight" else ".in_proj") for owner, slot in slots)
-        )
+        found = (names[id(owner)] + ("" if slot == "weight" else ".in_proj") for owner, slot in slots)
+        return tuple(dict.fromkeys(found))
 
     return {
         "qkv": joined(attention.qkv), "proj": (names[id(attention.proj)],),
@@ -154,9 +140,8 @@ def _wide(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().float()
 
 
-def _wide_norms(qk_norm: QkNorm) -> QkNorm:
-    q, k = (norm._replace(weight=_wide(norm.weight), bias=_wide(norm.bias)) for norm in qk_norm[:2])
-    return qk_norm._replace(q=q, k=k)
+def _wide_norm(norm: Norm) -> Norm:
+    return norm._replace(weight=_wide(norm.weight), bias=_wide(norm.bias))
 
 
 def as_taken(model: nn.Module, batch: Tensor) -> Tensor:
@@ -164,40 +149,14 @@ def as_taken(model: nn.Module, batch: Tensor) -> Tensor:
     return batch.detach().to(device_of(model), dtype_of(model) if batch.is_floating_point() else None)
 
 
-@dataclass(frozen=True)
-class Found:
-    """Layers that must stay in half precision.
-
-    Attributes:
-        kept: Names of LINEARS by block.
-        agreement: Share of images with the same top-1 class as without rounding.
-        images: Number of images.
-    """
-
-    kept: dict[str, set[str]]
-    agreement: float
-    images: int
-
-
 def find_kept(
     copied: nn.Module, blocks: Sequence[EmulatedBlock], scales: Mapping[str, BlockScales], batches: Sequence[Tensor],
     wanted: float, always: Mapping[str, Collection[str]],
-) -> Found:  # fmt: skip
-    """Finds the fewest linear layers to keep in half precision for the required top-1 agreement.
+) -> tuple[set[Linear], float]:  # fmt: skip
+    """Finds the fewest linear layers to keep in half precision, besides `always`, for the top-1 agreement `wanted`.
 
     A layer's sensitivity is the change of the logits if this layer alone is rounded. Bisection finds how many of the
-    most sensitive layers must be kept.
-
-    Args:
-        copied: A copy of the model, whose `blocks` run in emulated FP8.
-        blocks: Its blocks.
-        scales: Scales by block.
-        batches: Images.
-        wanted: Required share of images with the same top-1 class.
-        always: Layers that are kept in any case, by block.
-    Raises:
-        UnsupportedInputError: the agreement is not reached even with one rounded layer; reports the agreements.
-        ValueError: the model returns no logits.
+    most sensitive layers must be kept. Also returns the agreement that is reached.
     """
 
     def logits(rounded: Callable[[Linear], bool], images: Sequence[Tensor]) -> Tensor:
@@ -212,8 +171,6 @@ def find_kept(
             raise ValueError(f"the model must return logits [B, classes] for min_agreement, got {got}")
         return torch.cat(found)
 
-    starts = itertools.accumulate(map(len, batches), initial=0)
-    first = [batch[: IMAGES_FOR_ORDER - i] for batch, i in zip(batches, starts) if i < IMAGES_FOR_ORDER]
     exact = logits(lambda linear: False, batches)
     linears = [(block.name, k) for block in blocks for k in LINEARS if k not in always.get(block.name, ())]
     reached: dict[int, float] = {}  # by number of layers kept
@@ -224,22 +181,24 @@ def find_kept(
         reached[len(kept)] = same.double().mean().item()
         return reached[len(kept)] >= wanted
 
-    also: Sequence[Linear] = ()
-    if not passes(()):
-        few = exact[: sum(map(len, first))]
-        damage = {one: (logits(one.__eq__, first) - few).square().sum().item() for one in linears}
-        also = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1) or ()
-        if not also:
-            enough = max(reached)
-            reason = (
-                f"the top-1 agreement on {len(exact)} images is {reached[enough]:.1%} with {enough} of "
-                f"{len(linears)} linear layers in half precision, and {reached[0]:.1%} with none"
-            )
-            raise UnsupportedInputError(f"fuse with precision='fp8', min_agreement={wanted:g}", [reason])
-    kept = {block.name: set(always.get(block.name, ())) for block in blocks}
-    for name, linear in also:
-        kept[name].add(linear)
-    return Found(kept, reached[len(also)], len(exact))
+    if passes(()):
+        return set(), reached[0]
+    first, count = [], 0
+    for batch in batches:
+        first.append(batch[: IMAGES_FOR_ORDER - count])
+        count += len(first[-1])
+    few = exact[:count]
+    first = [batch for batch in first if len(batch)]
+    damage = {one: (logits(one.__eq__, first) - few).square().sum().item() for one in linears}
+    kept = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
+    if kept is None:
+        enough = max(reached)
+        reason = (
+            f"the top-1 agreement on {len(exact)} images is {reached[enough]:.1%} with {enough} of "
+            f"{len(linears)} linear layers in half precision, and {reached[0]:.1%} with none"
+        )
+        raise UnsupportedInputError(f"fuse with precision='fp8', min_agreement={wanted:g}", [reason])
+    return set(kept), reached[len(kept)]
 
 
 def logits_of(output: object) -> Tensor | None:

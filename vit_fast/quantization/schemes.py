@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -37,13 +37,7 @@ NEAR = 1.02
 
 @dataclass(frozen=True)
 class Observation:
-    """One activation over all calibration images.
-
-    Attributes:
-        low: Smallest element of each channel [C].
-        high: Largest.
-        tokens: A sample [T, C].
-    """
+    """Smallest and largest element of each channel [C] over all calibration images, and a sample of tokens [T, C]."""
 
     low: np.ndarray
     high: np.ndarray
@@ -73,17 +67,15 @@ class Observer:
 
     def __init__(self, generator: np.random.Generator) -> None:
         self._generator = generator
-        self._low: np.ndarray | None = None
-        self._high: np.ndarray | None = None
+        self._low: Any = np.inf
+        self._high: Any = -np.inf
         self._tokens: list[np.ndarray] = []
 
     def add(self, rows: np.ndarray) -> bool:
         """Adds the tokens of an image, fp32 [N, C]; returns False if an element is infinite or NaN."""
         if not np.isfinite(rows).all():
             return False
-        low, high = rows.min(axis=0), rows.max(axis=0)
-        self._low = low if self._low is None else np.minimum(self._low, low)
-        self._high = high if self._high is None else np.maximum(self._high, high)
+        self._low, self._high = np.minimum(self._low, rows.min(axis=0)), np.maximum(self._high, rows.max(axis=0))
         self._tokens.append(self._sample(rows, TOKENS_LARGEST, TOKENS_BY_CHANCE))
         if sum(map(len, self._tokens)) > MAX_TOKENS:
             self._tokens = [self._sample(np.concatenate(self._tokens), MAX_TOKENS // 3, MAX_TOKENS // 3)]
@@ -91,7 +83,6 @@ class Observer:
 
     def seen(self) -> Observation:
         """Returns the observation of all images so far, at least one."""
-        assert self._low is not None and self._high is not None
         return Observation(self._low, self._high, np.concatenate(self._tokens))
 
     def _sample(self, rows: np.ndarray, largest: int, by_chance: int) -> np.ndarray:
@@ -100,26 +91,11 @@ class Observer:
         return rows[np.union1d(furthest, chance)]
 
 
-def candidate_ranges(seen: Observation, rounded: Callable[[np.ndarray, Range], np.ndarray]) -> list[Range]:
-    """Returns ranges to try for an activation; each contains zero. `rounded` quantizes to a range and back."""
-    low, high = min(float(seen.low.min()), 0.0), max(float(seen.high.max()), 0.0)
-    candidates = [Range(low, high, "largest")]
-    for percent in PERCENTILES:
-        lower, upper = np.percentile(seen.tokens, (100 - percent, percent))
-        candidates.append(Range(min(float(lower), 0.0), max(float(upper), 0.0), f"percentile {percent}"))
-    shrunk = [Range(low * part, high * part, "mean squared error") for part in SHRINK]
-    errors = [np.square(seen.tokens - rounded(seen.tokens, limits)).sum() for limits in shrunk]
-    return [*candidates, shrunk[int(np.argmin(errors))]]
-
-
 def smoothing_scale(peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
     """Returns s_j = sqrt(max |x_j| / max |W_j|); 1 for a channel in which x or W is zero.
 
-    Because of the square root, x / s and s W do not change if a factor is moved from x to W.
-
-    Args:
-        peak: Largest magnitude of each channel [C].
-        weights: Weights that read the activation [C, F].
+    `peak` is max |x_j| [C]; `weights` [C, F] read x. Because of the square root, x / s and s W do not change if a
+    factor is moved from x to W.
     """
     largest = np.max([np.abs(weight.astype(np.float64)).max(axis=1) for weight in weights], axis=0)
     alive = (peak > 0) & (largest > 0)
@@ -175,7 +151,15 @@ class Scheme:
 
     def ranges(self, seen: Observation) -> list[Range]:
         """Returns the ranges to try for an activation, the widest first; of equal scales, that of the first method."""
-        found = {self.grid(limits)[0]: limits for limits in reversed(candidate_ranges(seen, self.rounded))}
+        low, high = min(float(seen.low.min()), 0.0), max(float(seen.high.max()), 0.0)
+        candidates = [Range(low, high, "largest")]
+        for percent in PERCENTILES:
+            lower, upper = np.percentile(seen.tokens, (100 - percent, percent))
+            candidates.append(Range(min(float(lower), 0.0), max(float(upper), 0.0), f"percentile {percent}"))
+        shrunk = [Range(low * part, high * part, "mean squared error") for part in SHRINK]
+        errors = [np.square(seen.tokens - self.rounded(seen.tokens, limits)).sum() for limits in shrunk]
+        candidates.append(shrunk[int(np.argmin(errors))])
+        found = {self.grid(limits)[0]: limits for limits in reversed(candidates)}
         return [found[scale] for scale in sorted(found, reverse=True)]
 
 
@@ -186,14 +170,9 @@ def first_near_best(tried: Sequence[tuple[float, T]]) -> tuple[float, T]:
 
 
 def fewest_kept(by_damage: Sequence[T], passes: Callable[[Collection[T]], bool], most: int) -> tuple[T, ...] | None:
-    """Finds by bisection how many of the most sensitive layers must stay in higher precision.
+    """Finds by bisection how many of the most sensitive layers, which come first, must stay in higher precision.
 
-    Args:
-        by_damage: The layers, the most sensitive first. Keeping none of them is known not to pass.
-        passes: True if the model is accurate enough with these layers kept.
-        most: Largest number of layers that may be kept.
-    Returns:
-        The layers to keep; None if keeping `most` layers does not pass.
+    Keeping none of them is known not to pass. Returns None if keeping `most` layers does not pass either.
     """
     if most < 1 or not passes(by_damage[:most]):
         return None
