@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +16,11 @@ from vit_fast import VisionTransformer, ViTConfig, create_model, load_weights
 from vit_fast.libraries.transformers.hf_config import vit_fields
 from vit_fast.weights import WeightsReport
 
-TIMM_FAMILIES = {
-    "plain_vit": ("vit_base_patch16_224", {}),
-    "vit_384": ("vit_base_patch32_384", {}),
-    "deit": ("deit_tiny_patch16_224", {}),
-    "deit_distilled": ("deit_tiny_distilled_patch16_224", {}),
-    "deit3": ("deit3_small_patch16_224", {}),
-    "dinov2": ("vit_small_patch14_dinov2", {"img_size": 98}),
-    "dinov2_registers": ("vit_small_patch14_reg4_dinov2", {"img_size": 98}),
-    "clip": ("vit_base_patch32_clip_224", {"num_classes": 512}),
-    "clip_quickgelu": ("vit_base_patch32_clip_quickgelu_224", {}),
-    "siglip": ("vit_base_patch16_siglip_224", {}),
-    "so400m_head_dim_72": ("vit_so400m_patch14_siglip_224", {"embed_dim": 144, "num_heads": 2}),
-    "so400m_siglip2_tanh": ("vit_so400m_patch16_siglip_256", {"embed_dim": 144, "num_heads": 2}),
-}
-
 
 def _timm_model(name: str, **options: Any) -> nn.Module:
     import timm
 
     return randomise(timm.create_model(name, **{**SMALL, **options}))
-
-
-@pytest.mark.parametrize("family", TIMM_FAMILIES)
-def test_timm(family: str) -> None:
-    name, options = TIMM_FAMILIES[family]
-    theirs = _timm_model(name, **options)
-    ours = create_model(name, backend="sdpa", **{**SMALL, **options})
-    report = load_weights(ours, theirs.state_dict())
-    assert report.layout == "timm"
-    assert (report.loaded, report.renamed, report.ignored) == (len(ours.state_dict()), [], [])
-    assert_same_outputs(ours, theirs, lambda model, images: model(images))
 
 
 @pytest.mark.parametrize(
@@ -192,66 +167,44 @@ def test_torchvision(old_mlp_names: bool) -> None:
     assert_same_outputs(ours, theirs, lambda model, images: model(images))
 
 
-def _to_jax(model: nn.Module, *, big_vision: bool, scanned: bool) -> dict[str, np.ndarray]:
-    """timm's parameters as Google's code stores them: kernels [in, out], heads apart."""
-    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    H = model.blocks[0].attn.num_heads
-    C = model.embed_dim
+def _jax_arrays(big_vision: bool, scanned: bool, pooled: bool) -> dict[str, np.ndarray]:
+    """Returns random parameters as Google's code stores them: kernels [in, out], heads apart."""
+    C, H, depth = SMALL["embed_dim"], SMALL["num_heads"], SMALL["depth"]
+    D, F = C // H, 4 * C
+    shapes: dict[str, tuple[int, ...]] = {"embedding/kernel": (16, 16, 3, C), "embedding/bias": (C,)}
+    shapes["pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding"] = (1, 16 + (not pooled), C)
+
+    def block(prefix: str, norms: Sequence[str], attention: str, mlp: str) -> None:
+        for norm in norms:
+            shapes[f"{prefix}/{norm}/scale"] = shapes[f"{prefix}/{norm}/bias"] = (C,)
+        for name in ("query", "key", "value"):
+            shapes[f"{prefix}/{attention}/{name}/kernel"] = (C, H, D)
+            shapes[f"{prefix}/{attention}/{name}/bias"] = (H, D)
+        shapes[f"{prefix}/{attention}/out/kernel"], shapes[f"{prefix}/{attention}/out/bias"] = (H, D, C), (C,)
+        for i, (width, out) in enumerate(((C, F), (F, C))):
+            shapes[f"{prefix}/{mlp}/Dense_{i}/kernel"], shapes[f"{prefix}/{mlp}/Dense_{i}/bias"] = (width, out), (out,)
+
     attention, norm2, mlp = ("0", "1", "0") if big_vision else ("1", "2", "3")
-    out: dict[str, np.ndarray] = {
-        "embedding/kernel": state["patch_embed.proj.weight"].transpose(2, 3, 1, 0),
-        "embedding/bias": state["patch_embed.proj.bias"],
-        ("pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding"): state["pos_embed"],
-    }
-    if "cls_token" in state:
-        out["cls"] = state["cls_token"]
-    for theirs, ours in (("Transformer/encoder_norm", "norm"), ("head", "head")):
-        if f"{ours}.weight" in state:
-            out[f"{theirs}/{'kernel' if ours == 'head' else 'scale'}"] = state[f"{ours}.weight"].T
-            out[f"{theirs}/bias"] = state[f"{ours}.bias"]
-
-    def norm(theirs: str, ours: str) -> None:
-        out[f"{theirs}/scale"], out[f"{theirs}/bias"] = state[f"{ours}.weight"], state[f"{ours}.bias"]
-
-    def mlp_block(theirs: str, ours: str) -> None:
-        for i in range(2):
-            out[f"{theirs}/Dense_{i}/kernel"] = state[f"{ours}.fc{i + 1}.weight"].T
-            out[f"{theirs}/Dense_{i}/bias"] = state[f"{ours}.fc{i + 1}.bias"]
-
-    def heads(theirs: str, names: tuple[str, ...], weight: np.ndarray, bias: np.ndarray) -> None:
-        for name, w, b in zip(names, np.split(weight, len(names)), np.split(bias, len(names)), strict=True):
-            out[f"{theirs}/{name}/kernel"] = w.T.reshape(C, H, C // H)
-            out[f"{theirs}/{name}/bias"] = b.reshape(H, C // H)
-
-    for i in range(len(model.blocks)):
-        theirs, ours = f"Transformer/encoderblock_{i}", f"blocks.{i}"
-        norm(f"{theirs}/LayerNorm_0", f"{ours}.norm1")
-        norm(f"{theirs}/LayerNorm_{norm2}", f"{ours}.norm2")
-        mha = f"{theirs}/MultiHeadDotProductAttention_{attention}"
-        heads(mha, ("query", "key", "value"), state[f"{ours}.attn.qkv.weight"], state[f"{ours}.attn.qkv.bias"])
-        out[f"{mha}/out/kernel"] = state[f"{ours}.attn.proj.weight"].T.reshape(H, C // H, C)
-        out[f"{mha}/out/bias"] = state[f"{ours}.attn.proj.bias"]
-        mlp_block(f"{theirs}/MlpBlock_{mlp}", f"{ours}.mlp")
-    if "attn_pool.latent" in state:
-        mha = "MAPHead_0/MultiHeadDotProductAttention_0"
-        out["MAPHead_0/probe"] = state["attn_pool.latent"]
-        heads(mha, ("query",), state["attn_pool.q.weight"], state["attn_pool.q.bias"])
-        heads(mha, ("key", "value"), state["attn_pool.kv.weight"], state["attn_pool.kv.bias"])
-        out[f"{mha}/out/kernel"] = state["attn_pool.proj.weight"].T.reshape(H, C // H, C)
-        out[f"{mha}/out/bias"] = state["attn_pool.proj.bias"]
-        norm("MAPHead_0/LayerNorm_0", "attn_pool.norm")
-        mlp_block("MAPHead_0/MlpBlock_0", "attn_pool.mlp")
+    for i in range(depth):
+        names = ("LayerNorm_0", f"LayerNorm_{norm2}"), f"MultiHeadDotProductAttention_{attention}", f"MlpBlock_{mlp}"
+        block(f"Transformer/encoderblock_{i}", *names)
+    shapes["Transformer/encoder_norm/scale"] = shapes["Transformer/encoder_norm/bias"] = (C,)
+    if pooled:
+        shapes["MAPHead_0/probe"] = (1, 1, C)
+        block("MAPHead_0", ("LayerNorm_0",), "MultiHeadDotProductAttention_0", "MlpBlock_0")
+    else:
+        shapes |= {"cls": (1, 1, C), "head/kernel": (C, 1000), "head/bias": (1000,)}
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(name.endswith("scale"), 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
     if scanned:
-        blocks = sorted(name for name in out if "encoderblock_0/" in name)
-        for name in blocks:
-            layers = [out.pop(name.replace("encoderblock_0/", f"encoderblock_{i}/")) for i in range(len(model.blocks))]
-            out[name.replace("encoderblock_0/", "encoderblock/")] = np.stack(layers)
+        for name in sorted(name for name in arrays if "encoderblock_0/" in name):
+            blocks = [arrays.pop(name.replace("encoderblock_0/", f"encoderblock_{i}/")) for i in range(depth)]
+            arrays[name.replace("encoderblock_0/", "encoderblock/")] = np.stack(blocks)
     if big_vision:
-        prefix = "params/img/" if "attn_pool.latent" in state else "params/"
-        out = {prefix + name: array for name, array in out.items()}
-        if prefix == "params/img/":
-            out |= {"params/txt/Embed_0/embedding": np.zeros((3, 4), np.float32), "params/t": np.zeros(1, np.float32)}
-    return {name: np.ascontiguousarray(array) for name, array in out.items()}
+        arrays = {("params/img/" if pooled else "params/") + name: array for name, array in arrays.items()}
+    if pooled:
+        arrays |= {"params/txt/Embed_0/embedding": np.zeros((3, 4), np.float32), "params/t": np.zeros(1, np.float32)}
+    return arrays
 
 
 @pytest.mark.parametrize(
@@ -264,7 +217,7 @@ def _to_jax(model: nn.Module, *, big_vision: bool, scanned: bool) -> dict[str, n
     ],
 )
 def test_google_npz(name: str, big_vision: bool, scanned: bool, tmp_path: Path) -> None:
-    arrays = _to_jax(_timm_model(name, img_size=64), big_vision=big_vision, scanned=scanned)
+    arrays = _jax_arrays(big_vision, scanned, pooled="siglip" in name)
     np.savez(tmp_path / "jax.npz", **arrays)
     theirs = _timm_model(name, img_size=64)
     theirs.load_pretrained(str(tmp_path / "jax.npz"))  # timm's own reading of the format is the judge

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ..arguments import as_device
-from ..config import DataConfig, ViTConfig
+from ..config import ViTConfig
 from ..errors import check_type
 from ..fusion.fuse import fuse, set_backend
 from ..model import VisionTransformer
 from ..variants import get_variant
 from .load import load_weights, overrides_from
-from .source import Source, open_source
+from .source import open_source
 
 
 def create_model(
@@ -53,15 +53,23 @@ def create_model(
     """
     check_type("name", name, str)
     check_type("dtype", dtype, torch.dtype, type(None))
-    if "/" in name and weights is not None:
-        raise ValueError(
-            f"name must be one of list_models() if weights are given, got {name!r}, which has its own weights"
-        )
-    head_is_asked_for = "num_classes" in config_overrides
-    source = None
-    if weights is not None or "/" in name:
-        source = open_source(name if weights is None else weights)
-    config, data_config = _shape(name, source)
+    head_is_given = "num_classes" in config_overrides
+    source = None if weights is None else open_source(weights)
+    if "/" in name:
+        if weights is not None:
+            raise ValueError(
+                f"name must be one of list_models() if weights are given, got {name!r}, which has its own weights"
+            )
+        source = open_source(name)
+        if source.config is None:
+            raise ValueError(
+                f"{name} has no config of a supported model: pass a name of list_models() and weights={name!r}"
+            )
+        source.check_size()
+        config, data_config = source.config, source.data_config
+    else:
+        variant = get_variant(name)
+        config, data_config = variant.config, variant.data
     if source is not None:
         config_overrides = overrides_from(source) | config_overrides
     config = config.replace(**config_overrides)
@@ -72,7 +80,7 @@ def create_model(
     if dtype is not None:
         model = model.to(dtype)
     if source is not None:
-        load_weights(model, source, replace_head=head_is_asked_for)
+        load_weights(model, source, replace_head=head_is_given)
     set_backend(model, backend)
     if precision is not None:
         fuse(model.eval(), backend, precision=precision)
@@ -93,15 +101,3 @@ def _check_memory(config: ViTConfig, device: torch.device) -> None:
             f"the parameters must fit into the {memory / 2**30:.0f} GiB of {device}, got {needed / 2**30:.0f} GiB: "
             f"img_size={config.img_size}, embed_dim={config.embed_dim}, depth={config.depth}"
         )
-
-
-def _shape(name: str, source: Source | None) -> tuple[ViTConfig, DataConfig | None]:
-    if "/" not in name:
-        variant = get_variant(name)
-        return variant.config, variant.data
-    if source is None or source.config is None:
-        raise ValueError(
-            f"{name} has no config of a supported model: pass a name of list_models() and weights={name!r}"
-        )
-    source.check_size()
-    return source.config, source.data_config

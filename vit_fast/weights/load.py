@@ -23,7 +23,6 @@ from ..errors import check_type
 from ..files import file_aside
 from ..fusion.fuse import set_backend
 from ..libraries import known
-from ..libraries.interface.weight_names import Converted
 from ..model import VisionTransformer
 from ..positions import resample_pos_embed
 from ..version import __version__
@@ -90,17 +89,17 @@ def load_weights(
     """
     check_type("model", model, VisionTransformer)
     opened = open_source(source)
-    fit = _Fit(model, opened, replace_head)
-    fit.make_room_for_scales(model)
+    tensors, report = _fit(model, opened, replace_head)
+    _make_room_for_scales(model, tensors)
     state = model.state_dict()
     with torch.no_grad():
-        for name, tensor in fit.fitted.items():
+        for name, tensor in tensors.items():
             state[name].copy_(tensor)
     if opened.data_config is not None:
         model.data_config = opened.data_config
-    if not fit.report.replaced and opened.class_names and len(opened.class_names) == model.config.num_classes:
+    if not report.replaced and opened.class_names and len(opened.class_names) == model.config.num_classes:
         model.class_names = opened.class_names
-    return fit.report
+    return report
 
 
 def save(model: VisionTransformer, path: str | Path) -> Path:
@@ -169,135 +168,15 @@ def load(
         names = None
     with torch.device("meta"):
         model = VisionTransformer(opened.config, data_config=opened.data_config, class_names=names)
-    fit = _Fit(model, opened, replace_head=False)
-    tensors = fit.fitted
-    if fit.report.layout != "vit-fast":
+    tensors, report = _fit(model, opened, replace_head=False)
+    if report.layout != "vit-fast":
         dtype = tensors["patch_embed.proj.weight"].dtype  # tensors computed during conversion may have a wider dtype
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    fit.make_room_for_scales(model)
+    _make_room_for_scales(model, tensors)
     model.load_state_dict(tensors, assign=True)
     model = model.to(place)
     set_backend(model, backend)
     return model.eval()
-
-
-class _Fit:
-    """Converts the tensors of a source to the tensors of a model (`fitted`), or raises WeightsError."""
-
-    def __init__(self, model: VisionTransformer, source: Source, replace_head: bool) -> None:
-        self.config = model.config
-        self.source = source
-        self.wanted = model.state_dict() | buffers_to_load(source.tensors, model.config.embed_dim)
-        converted = known.convert(source.tensors, model.config)
-        if converted is None:
-            raise WeightsError(
-                f"{source.name}: must have the names of a known layout ({known.known_names()}), got "
-                f"{_listed(sorted(source.tensors))}"
-            )
-        layout = "vit-fast" if source.name.endswith(".safetensors") and source.config else converted.layout
-        self.report = WeightsReport(source.name, layout, notes=list(source.notes))
-        self.problems: list[str] = []
-        self.fitted = dict(converted.tensors)
-        self._drop_unused(converted)
-        self._interpolate_positions()
-        self._compare_configs()
-        if replace_head:
-            self._keep_own_head(converted)
-        self._check(converted)
-        if self.problems:
-            raise WeightsError(
-                f"{source.name} ({converted.layout} layout) does not fit:\n  - " + "\n  - ".join(self.problems)
-            )
-        self.report.loaded = len(self.fitted)
-        self.report.renamed = [
-            (theirs, ours) for ours in self.fitted for theirs in converted.origins[ours] if theirs != ours
-        ]
-
-    def make_room_for_scales(self, model: VisionTransformer) -> None:
-        for name, block in model.blocks.named_children():
-            prepare_to_load(block, self.fitted, f"blocks.{name}.")
-
-    def _drop_unused(self, converted: Converted) -> None:
-        useless: list[str] = []
-        if self.config.num_classes == 0:
-            useless += _HEADS
-        if self.config.global_pool != "map":
-            useless.append("attn_pool.")
-        self.report.ignored = list(converted.ignored)
-        for ours in [name for name in self.fitted if name.startswith(tuple(useless))]:
-            del self.fitted[ours]
-            self.report.ignored += [name for name in converted.origins[ours] if name in self.source.tensors]
-
-    def _interpolate_positions(self) -> None:
-        positions, wanted = self.fitted.get("pos_embed"), self.wanted.get("pos_embed")
-        if positions is None or wanted is None or positions.dim() != 3 or positions.shape[-1] != wanted.shape[-1]:
-            return
-        prefix = wanted.shape[1] - self.config.num_patches
-        old_grid = self._grid_of_source(positions.shape[1] - prefix)
-        if old_grid is None or old_grid == self.config.grid_size:
-            return
-        self.fitted["pos_embed"] = resample_pos_embed(positions, old_grid, self.config.grid_size, prefix)
-        new_grid = self.config.grid_size
-        self.report.interpolated.append(
-            f"pos_embed: {old_grid[0]}x{old_grid[1]} -> {new_grid[0]}x{new_grid[1]} patches"
-        )
-
-    def _grid_of_source(self, patches: int) -> Size | None:
-        """Returns the patch grid of the source: from its config, or a square; None if unknown."""
-        config = self.source.config
-        if config is not None and config.num_patches == patches:
-            return config.grid_size
-        if patches == self.config.num_patches:
-            return self.config.grid_size
-        side = math.isqrt(max(patches, 0))
-        return (side, side) if side and side * side == patches else None
-
-    def _compare_configs(self) -> None:
-        # tensor shapes do not determine these fields
-        theirs = self.source.config
-        if theirs is None:
-            return
-        if theirs.embed_dim == self.config.embed_dim and theirs.num_heads != self.config.num_heads:
-            self.problems.append(f"num_heads: the source has {theirs.num_heads}, the model {self.config.num_heads}")
-        for name in ("act_layer", "norm_eps"):
-            if getattr(theirs, name) != getattr(self.config, name):
-                self.report.notes.append(
-                    f"{name}: the source has {getattr(theirs, name)!r}, the model {getattr(self.config, name)!r}"
-                )
-
-    def _keep_own_head(self, converted: Converted) -> None:
-        reason = converted.head_problem(self.config)
-        for name in [name for name in self.wanted if name.startswith(_HEADS)]:
-            there = self.fitted.get(name)
-            if reason is not None or there is None or there.shape != self.wanted[name].shape:
-                was = "missing in the source" if there is None else f"{_shape(there)} in the source"
-                self.report.replaced.append(f"{name}: {was}, the model keeps its {_shape(self.wanted[name])}")
-                self.fitted.pop(name, None)
-                del self.wanted[name]
-
-    def _check(self, converted: Converted) -> None:
-        missing = [name for name in self.wanted if name not in self.fitted]
-        unexpected = [name for name in self.fitted if name not in self.wanted]
-        if missing:
-            self.problems.append(f"missing: {', '.join(missing)}")
-        if unexpected:
-            theirs = [origin for name in unexpected for origin in converted.origins[name]]
-            self.problems.append(f"unexpected: {', '.join(theirs)}")
-        for name in self.wanted:
-            tensor = self.fitted.get(name)
-            if tensor is None:
-                continue
-            if tensor.shape != self.wanted[name].shape:
-                self.problems.append(
-                    f"shape of {name}: {_shape(tensor)} in the source, {_shape(self.wanted[name])} in the model"
-                )
-            elif tensor.is_floating_point() != self.wanted[name].is_floating_point():
-                self.problems.append(f"dtype of {name}: must be floating, got {tensor.dtype}")
-        has_head = any(name.startswith(_HEADS) for name in self.fitted)
-        if has_head and (reason := converted.head_problem(self.config)):
-            self.problems.append(f"head: {reason}")
-        if any(name.startswith(_HEADS) for name in missing) or any("shape of head" in p for p in self.problems):
-            self.problems.append("pass replace_head=True to keep the model's head")
 
 
 def overrides_from(source: Source) -> dict[str, Any]:
@@ -305,6 +184,101 @@ def overrides_from(source: Source) -> dict[str, Any]:
     if source.config is None:
         return {}
     return {name: getattr(source.config, name) for name in ("num_classes", "act_layer", "norm_eps")}
+
+
+def _make_room_for_scales(model: VisionTransformer, tensors: dict[str, Tensor]) -> None:
+    for name, block in model.blocks.named_children():
+        prepare_to_load(block, tensors, f"blocks.{name}.")
+
+
+def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[dict[str, Tensor], WeightsReport]:
+    """Converts the tensors of a source to those of a model, or raises WeightsError with all differences."""
+    config = model.config
+    wanted = model.state_dict() | buffers_to_load(source.tensors, config.embed_dim)
+    converted = known.convert(source.tensors, config)
+    if converted is None:
+        raise WeightsError(
+            f"{source.name}: must have the names of a known layout ({known.known_names()}), got "
+            f"{_listed(sorted(source.tensors))}"
+        )
+    layout = "vit-fast" if source.name.endswith(".safetensors") and source.config else converted.layout
+    report = WeightsReport(source.name, layout, ignored=list(converted.ignored), notes=list(source.notes))
+    tensors = dict(converted.tensors)
+
+    unused = (*(_HEADS if config.num_classes == 0 else ()), *(("attn_pool.",) if config.global_pool != "map" else ()))
+    for ours in [name for name in tensors if name.startswith(unused)]:
+        del tensors[ours]
+        report.ignored += [name for name in converted.origins[ours] if name in source.tensors]
+    _interpolate_positions(tensors, wanted, model, source, report)
+    problems = _differing_configs(model, source, report)
+    head_reason = converted.head_problem(config)
+    if replace_head:
+        for name in [name for name in wanted if name.startswith(_HEADS)]:
+            there = tensors.get(name)
+            if head_reason is not None or there is None or there.shape != wanted[name].shape:
+                was = "missing in the source" if there is None else f"{_shape(there)} in the source"
+                report.replaced.append(f"{name}: {was}, the model keeps its {_shape(wanted[name])}")
+                tensors.pop(name, None)
+                del wanted[name]
+
+    missing = [name for name in wanted if name not in tensors]
+    unexpected = [origin for name in tensors if name not in wanted for origin in converted.origins[name]]
+    problems += [f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected))
+                 if names]  # fmt: skip
+    for name in (name for name in wanted if name in tensors):
+        tensor, own = tensors[name], wanted[name]
+        if tensor.shape != own.shape:
+            problems.append(f"shape of {name}: {_shape(tensor)} in the source, {_shape(own)} in the model")
+        elif tensor.is_floating_point() != own.is_floating_point():
+            problems.append(f"dtype of {name}: must be floating, got {tensor.dtype}")
+    if head_reason and any(name.startswith(_HEADS) for name in tensors):
+        problems.append(f"head: {head_reason}")
+    if any(name.startswith(_HEADS) for name in missing) or any("shape of head" in problem for problem in problems):
+        problems.append("pass replace_head=True to keep the model's head")
+    if problems:
+        raise WeightsError(f"{source.name} ({converted.layout} layout) does not fit:\n  - " + "\n  - ".join(problems))
+    report.loaded = len(tensors)
+    report.renamed = [(theirs, ours) for ours in tensors for theirs in converted.origins[ours] if theirs != ours]
+    return tensors, report
+
+
+def _interpolate_positions(
+    tensors: dict[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    model: VisionTransformer,
+    source: Source,
+    report: WeightsReport,
+) -> None:
+    positions, own, config = tensors.get("pos_embed"), wanted.get("pos_embed"), model.config
+    if positions is None or own is None or positions.dim() != 3 or positions.shape[-1] != own.shape[-1]:
+        return
+    prefix = own.shape[1] - config.num_patches
+    old = _grid_of(positions.shape[1] - prefix, source, model)
+    if old is not None and old != (new := config.grid_size):
+        tensors["pos_embed"] = resample_pos_embed(positions, old, new, prefix)
+        report.interpolated.append(f"pos_embed: {old[0]}x{old[1]} -> {new[0]}x{new[1]} patches")
+
+
+def _grid_of(patches: int, source: Source, model: VisionTransformer) -> Size | None:
+    """Returns the patch grid of the source: from a config, or a square; None if unknown."""
+    for config in (source.config, model.config):
+        if config is not None and config.num_patches == patches:
+            return config.grid_size
+    side = math.isqrt(max(patches, 0))
+    return (side, side) if side and side * side == patches else None
+
+
+def _differing_configs(model: VisionTransformer, source: Source, report: WeightsReport) -> list[str]:
+    """Compares fields that tensor shapes do not determine: adds notes to the report, and returns problems."""
+    ours, theirs = model.config, source.config
+    if theirs is None:
+        return []
+    for name in ("act_layer", "norm_eps"):
+        if getattr(theirs, name) != getattr(ours, name):
+            report.notes.append(f"{name}: the source has {getattr(theirs, name)!r}, the model {getattr(ours, name)!r}")
+    if theirs.embed_dim == ours.embed_dim and theirs.num_heads != ours.num_heads:
+        return [f"num_heads: the source has {theirs.num_heads}, the model {ours.num_heads}"]
+    return []
 
 
 def _shape(tensor: Tensor) -> str:

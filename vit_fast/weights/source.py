@@ -9,8 +9,7 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,16 @@ from ..libraries.transformers import hf_config
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 METADATA_KEY = "vit_fast"
 WEIGHT_FILES = (
-    "model.safetensors",
-    "pytorch_model.bin",
-    "open_clip_model.safetensors",
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "open_clip_model.safetensors",
     "open_clip_pytorch_model.bin",
-)
+)  # fmt: skip
 
 _WRAPPERS = ("model", "state_dict", "model_state_dict")
 _HUB_PREFIXES = ("hf-hub:", "hf_hub:", "hf://")
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
-_Fetch = Callable[[str], Path | None]
+
+Find = Callable[..., Path | None]
+"""Returns the local path of the first of the given file names that exists; None if none exists."""
 
 
 class WeightsError(VitFastError, ValueError):
@@ -65,6 +64,46 @@ class Source(Facts):
             )
 
 
+def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
+    """Reads weights from a state dict, a file, a folder or the Hub.
+
+    Args:
+        source: A state dict; a .safetensors, .pth, .pt, .bin (read with `weights_only=True`) or .npz file; a folder
+            with config.json and weights, like a Hub repository; or a Hub id such as "google/vit-base-patch16-224",
+            optionally followed by `@revision`.
+    Raises:
+        WeightsError: the source cannot be read.
+        TypeError: source has another type.
+    """
+    if isinstance(source, Source):
+        return source
+    if isinstance(source, Mapping):
+        return Source("a state dict", _tensors_of(source, "a state dict"))
+    if not isinstance(source, str | Path):
+        raise TypeError(f"source of weights must be a path, a Hub id or a state dict, got {repr(source)[:60]}")
+    path = Path(source)
+    if path.is_file():
+        return read_file(path)
+    if path.is_dir():
+        return _open(str(path), lambda *names: next(filter(Path.is_file, (path / name for name in names)), None))
+    if (repository := hub_id(source)) is not None:
+        repo_id, _, revision = repository.partition("@")
+        return _open(repository, lambda *names: _find_on_hub(repo_id, revision or "main", names))
+    raise WeightsError(
+        f"{source}: no such file: weights must be a file ({', '.join(SUFFIXES)}), a folder with config.json, or a "
+        "Hugging Face Hub id such as google/vit-base-patch16-224"
+    )
+
+
+def hub_id(source: str | Path) -> str | None:
+    """Returns `owner/name[@revision]` without a prefix such as hf-hub: if source is a Hub id; otherwise None."""
+    text = str(source)
+    for prefix in _HUB_PREFIXES:
+        text = text.removeprefix(prefix)
+    is_id = isinstance(source, str) and _HUB_ID.fullmatch(text) and not text.lower().endswith(SUFFIXES)
+    return text if is_id else None
+
+
 def read_file(path: Path) -> Source:
     """Reads a weights file. Its suffix determines the format.
 
@@ -82,21 +121,17 @@ def read_file(path: Path) -> Source:
         tensors = _read_npz(path) if suffix == ".npz" else _read_torch(path)
     except VitFastError:
         raise
-    except Exception as error:  # for a damaged file, torch and numpy raise exceptions of many types
+    except Exception as error:  # for a damaged file, these libraries raise exceptions of many types
         raise WeightsError(f"{path}: cannot be read as {suffix}: {_first_line(error)}") from None
-    return Source(str(path), tensors_of(tensors, str(path)))
+    return Source(str(path), _tensors_of(tensors, str(path)))
 
 
 def _read_safetensors(path: Path) -> Source:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
-    except SafetensorError as error:
-        raise WeightsError(f"{path}: cannot be read as .safetensors: {_first_line(error)}") from None
-    source = Source(str(path), tensors)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        source = Source(str(path), {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118  # not a mapping
     if METADATA_KEY in metadata:
         try:
             saved = json.loads(metadata[METADATA_KEY])
@@ -137,12 +172,11 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def tensors_of(content: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+def _tensors_of(content: Mapping[str, Any], name: str) -> dict[str, Tensor]:
     """Returns the state dict of a checkpoint, which may be nested under a key such as "model"."""
     for key in _WRAPPERS:
-        inner = content.get(key)
-        if isinstance(inner, Mapping):
-            return tensors_of(inner, name)
+        if isinstance(inner := content.get(key), Mapping):
+            return _tensors_of(inner, name)
     tensors = {str(key): value.detach() for key, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
         raise WeightsError(f"{name}: must contain tensors, got none")
@@ -150,8 +184,7 @@ def tensors_of(content: Mapping[str, Any], name: str) -> dict[str, Tensor]:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -163,128 +196,50 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
-    """Reads weights from a state dict, a file, a folder or the Hub.
-
-    Args:
-        source: A state dict; a .safetensors, .pth, .pt, .bin (read with `weights_only=True`) or .npz file; a folder
-            with config.json and weights, like a Hub repository; or a Hub id such as "google/vit-base-patch16-224",
-            optionally followed by `@revision`.
-    Raises:
-        WeightsError: the source cannot be read.
-        TypeError: source has another type.
-    """
-    if isinstance(source, Source):
-        return source
-    if isinstance(source, Mapping):
-        return Source("a state dict", tensors_of(source, "a state dict"))
-    if not isinstance(source, str | Path):
-        raise TypeError(f"source of weights must be a path, a Hub id or a state dict, got {repr(source)[:60]}")
-    path = Path(source)
-    if path.is_file():
-        return read_file(path)
-    if path.is_dir():
-        return _open_folder(path)
-    if (repository := hub_id(source)) is not None:
-        return _open_repository(repository)
-    raise WeightsError(
-        f"{source}: no such file: weights must be a file ({', '.join(SUFFIXES)}), a folder with config.json, or a "
-        "Hugging Face Hub id such as google/vit-base-patch16-224"
-    )
-
-
-def hub_id(source: str | Path) -> str | None:
-    """Returns `owner/name[@revision]` without a prefix such as hf-hub: if source is a Hub id; otherwise None."""
-    text = str(source)
-    for prefix in _HUB_PREFIXES:
-        text = text.removeprefix(prefix)
-    is_id = isinstance(source, str) and _HUB_ID.fullmatch(text) and not text.lower().endswith(SUFFIXES)
-    return text if is_id else None
-
-
-def _open_folder(folder: Path) -> Source:
-    def fetch(filename: str) -> Path | None:
-        return folder / filename if (folder / filename).is_file() else None
-
-    return _open(str(folder), fetch)
-
-
-def _open_repository(repository: str) -> Source:
-    repo_id, _, revision = repository.partition("@")
-    unreachable: _Unreachable | None = None
-
-    def fetch(filename: str) -> Path | None:
-        nonlocal unreachable
-        try:
-            return _download(repo_id, revision or "main", filename, cache_only=unreachable is not None)
-        except _Unreachable as error:
-            unreachable = unreachable or error  # wait for the network only once, then use only the cache
-            raise unreachable from None
-
-    return _open(repository, fetch)
-
-
-def _download(repo_id: str, revision: str, filename: str, *, cache_only: bool) -> Path | None:
-    """Returns the local path of a file; None if the repository does not have it."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+def _find_on_hub(repo_id: str, revision: str, names: tuple[str, ...]) -> Path | None:
+    """Returns the first of the files in the cache; if it has none of them, downloads the first that exists."""
+    from huggingface_hub import errors, hf_hub_download, try_to_load_from_cache
 
     where = f"{repo_id}@{revision}"
     try:
-        cached = try_to_load_from_cache(repo_id, filename, revision=revision)
-        if cached is not None:  # a path, or a marker that the repository does not have this file
-            return Path(cached) if isinstance(cached, str) else None
-        with _without_retry_warnings():
-            return Path(hf_hub_download(repo_id, filename, revision=revision, local_files_only=cache_only))
-    except LocalEntryNotFoundError:
-        raise _Unreachable(
-            f"{where}: {filename} is not in the local cache, and huggingface.co cannot be reached (no network, or "
-            "HF_HUB_OFFLINE is set)"
-        ) from None
-    except EntryNotFoundError:
+        # a path, None if unknown, or a marker that the repository does not have this file
+        cached = {name: try_to_load_from_cache(repo_id, name, revision=revision) for name in names}
+        if found := [path for path in cached.values() if isinstance(path, str)]:
+            return Path(found[0])
+        for name in [name for name, marker in cached.items() if marker is None]:
+            try:
+                return Path(hf_hub_download(repo_id, name, revision=revision))
+            except errors.LocalEntryNotFoundError:
+                raise
+            except errors.EntryNotFoundError:
+                continue
+    except errors.LocalEntryNotFoundError:
+        reason = (
+            f"{name} is not in the local cache, and huggingface.co cannot be reached (no network, or HF_HUB_OFFLINE "
+            "is set)"
+        )
+    except errors.GatedRepoError:
+        reason = "access is restricted: accept the license on huggingface.co and log in"
+    except errors.RevisionNotFoundError:
+        reason = "the repository has no such revision"
+    except errors.RepositoryNotFoundError:
+        reason = "no such repository on huggingface.co, or it is private"
+    except (errors.HFValidationError, OSError) as error:  # OSError is the base class of connection errors
+        reason = f"{names[0]} cannot be downloaded: {_first_line(error)}"
+    else:
         return None
-    except GatedRepoError:
-        raise WeightsError(f"{where}: access is restricted: accept the license on huggingface.co and log in") from None
-    except RevisionNotFoundError:
-        raise WeightsError(f"{where}: the repository has no such revision") from None
-    except RepositoryNotFoundError:
-        raise WeightsError(f"{where}: no such repository on huggingface.co, or it is private") from None
-    except HFValidationError as error:
-        raise WeightsError(f"{where}: not a repository id: {error}") from None
-    except OSError as error:  # base class of the connection errors of HTTP libraries
-        raise _Unreachable(f"{where}: {filename} cannot be downloaded: {error}") from None
+    raise WeightsError(f"{where}: {reason}")
 
 
-@contextmanager
-def _without_retry_warnings() -> Iterator[None]:
-    """Silences huggingface_hub's warnings about retries; the final error contains the reason."""
-    from huggingface_hub.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
-class _Unreachable(WeightsError):
-    """The file is not in the cache, and the Hub cannot be reached."""
-
-
-def _open(name: str, fetch: _Fetch) -> Source:
-    config_file = fetch("config.json")
-    weights_file = _find_weights(name, fetch)
-    source = read_file(weights_file) if weights_file.suffix != ".json" else _read_shards(weights_file, fetch)
+def _open(name: str, find: Find) -> Source:
+    """Reads weights and configuration files of a folder or repository."""
+    config_file = find("config.json")
+    weights_file = find(*WEIGHT_FILES)
+    if weights_file is None:
+        raise WeightsError(f"{name}: must contain one of {', '.join(WEIGHT_FILES)}")
+    source = read_file(weights_file) if weights_file.suffix != ".json" else _read_shards(weights_file, find)
+    source.name = name
     if source.config is not None and config_file is None:
-        source.name = name
         return source  # vit_fast.save stores the config in the file
     found = Source(name, source.tensors)
     if config_file is None:
@@ -303,33 +258,23 @@ def _open(name: str, fetch: _Fetch) -> Source:
         raise WeightsError(f"{name}: its config.json describes an unsupported model: {error}") from None
     found = Source(name, source.tensors, **vars(facts))
     if library is hf_config:
-        _read_preprocessor(found, fetch)
+        try:
+            file = find("preprocessor_config.json")
+            if file is None:
+                raise ValueError("there is no preprocessor_config.json")
+            found.data_config = hf_config.data_config_from_processor(_read_json(file))
+        except (ValueError, KeyError, TypeError) as error:
+            found.notes.append(f"the model keeps its preprocessing: {error}")
     return found
 
 
-def _find_weights(name: str, fetch: _Fetch) -> Path:
-    unreachable: _Unreachable | None = None
-    for filename in (WEIGHT_FILES[0], "model.safetensors.index.json", *WEIGHT_FILES[1:]):
-        try:
-            path = fetch(filename)
-        except _Unreachable as error:
-            unreachable = unreachable or error  # the cache may contain another of these files
-            continue
-        if path is not None:
-            return path
-    if unreachable is not None:
-        raise unreachable
-    raise WeightsError(f"{name}: must contain one of {', '.join(WEIGHT_FILES)}")
-
-
-def _read_shards(index_file: Path, fetch: _Fetch) -> Source:
+def _read_shards(index_file: Path, find: Find) -> Source:
     source, shards = Source(str(index_file), {}), _read_json(index_file).get("weight_map")
     files = shards.values() if isinstance(shards, dict) else [shards]
     if any(not isinstance(file, str) or Path(file).name != file for file in files):
         raise WeightsError(f"{index_file}: weight_map must map each tensor to a file of this folder")
     for filename in sorted(set(files)):
-        path = fetch(filename)
-        if path is None:
+        if (path := find(filename)) is None:
             raise WeightsError(f"{index_file}: lists {filename}, which does not exist")
         source.tensors |= read_file(path).tensors
     return source
@@ -343,18 +288,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise WeightsError(f"{path}: must contain a JSON object, got {type_name(content)}")
     return content
-
-
-def _read_preprocessor(source: Source, fetch: _Fetch) -> None:
-    try:
-        preprocessor_file = fetch("preprocessor_config.json")
-    except _Unreachable as error:
-        source.notes.append(f"the model keeps its preprocessing: {error}")
-        return
-    if preprocessor_file is None:
-        source.notes.append("no preprocessor_config.json: the model keeps its preprocessing")
-        return
-    try:
-        source.data_config = hf_config.data_config_from_processor(_read_json(preprocessor_file))
-    except (ValueError, KeyError, TypeError) as error:
-        source.notes.append(f"preprocessor_config.json is ignored: {error}")
