@@ -1,9 +1,8 @@
-"""Runtimes of files in vit_fast.optimize: files as models, and models that are exported to one."""
+"""Runtimes of files in vit_fast.optimize: ONNX files as models, and models that are exported to one."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import subprocess
 import sys
@@ -24,12 +23,12 @@ import vit_fast
 from vit_fast.commands.optimize import open_model
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, export_onnx
-from vit_fast.measure import cache, optimization, trials
+from vit_fast.measure import cache, trials
 from vit_fast.measure.build import build
 from vit_fast.measure.candidate import AS_FILE, Candidate
+from vit_fast.measure.optimization import FIGURES, deploy
 from vit_fast.measure.runtimes import OnnxFile, open_file
 from vit_fast.measure.search import Refused
-from vit_fast.measure.trials import Expected, Trials, candidates_of_file
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -50,20 +49,13 @@ def files(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_onnx(model, folder / "plain.onnx", verify=False)
     ir.save(ir.load(folder / "plain.onnx"), folder / "beside.onnx", external_data="beside.onnx.data")
     export_onnx(model, folder / "pixels.onnx", verify=False, preprocess=True)
-    _write_half(folder / "half.onnx")
+    half, make = onnx.TensorProto.FLOAT16, onnx.helper  # a file whose images are in fp16: means of their channels
+    nodes = [make.make_node("GlobalAveragePool", ["x"], ["pooled"]), make.make_node("Flatten", ["pooled"], ["y"])]
+    ends = (("x", ["b", 3, 32, 32]), ("y", ["b", 3]))
+    graph = make.make_graph(nodes, "half", *([make.make_tensor_value_info(name, half, shape)] for name, shape in ends))
+    opset = [make.make_opsetid("", 20)]
+    onnx.save(make.make_model(graph, opset_imports=opset, ir_version=10), folder / "half.onnx")
     return folder
-
-
-def _write_half(path: Path) -> None:
-    """A file whose images are in fp16: means of their channels."""
-    info = functools.partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT16)
-    nodes = [
-        onnx.helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
-        onnx.helper.make_node("Flatten", ["pooled"], ["means"]),
-    ]
-    border = [info("images", shape=["b", 3, 32, 32])], [info("means", shape=["b", 3])]
-    graph = onnx.helper.make_graph(nodes, "half", *border)
-    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10), path)
 
 
 CHOICES = [
@@ -77,7 +69,7 @@ CHOICES = [
 @pytest.mark.fast_cases("plain-original", "beside-ONNX Runtime, 2 threads")
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 @pytest.mark.parametrize("name", ["plain", "beside"])
-def test_a_file_runs_in_every_way_that_is_chosen(files: Path, name: str, choice: Candidate, model, images) -> None:
+def test_candidates_of_a_file(files: Path, name: str, choice: Candidate, model, images) -> None:
     file = OnnxFile(files / f"{name}.onnx")
     optimized = build(choice, file, images, file(images), ())
     output = optimized(images)
@@ -91,24 +83,20 @@ def test_a_file_runs_in_every_way_that_is_chosen(files: Path, name: str, choice:
         optimized(images.double())
 
 
-def test_what_a_file_cannot_be_is_named(files: Path, images) -> None:
-    file = OnnxFile(files / "plain.onnx")
+def test_unavailable_candidates_of_a_file_name_the_reason(files: Path, images) -> None:
+    file, with_pixels = OnnxFile(files / "plain.onnx"), OnnxFile(files / "pixels.onnx")
     with pytest.raises(UnsupportedInputError, match="an ONNX file needs"):
         build(Candidate("compile"), file, images, file(images), ())
     pixels = torch.zeros(2, 40, 40, 3, dtype=torch.uint8)
-    with_pixels = OnnxFile(files / "pixels.onnx")
     assert with_pixels(pixels).shape == (2, 10)
     with pytest.raises(UnsupportedInputError, match="got uint8"):
         build(Candidate("onnxruntime", precision="int8"), with_pixels, pixels, with_pixels(pixels), ())
-    expected = Expected(file, images)
     with pytest.raises(Refused, match="error must be at most"):
-        expected.check(lambda values: file(values) * 1.001, AS_FILE)
+        trials.Expected(file, images).check(lambda values: file(values) * 1.001, AS_FILE)
 
 
 @pytest.mark.slow
-def test_a_file_is_optimized_kept_saved_and_exported(files: Path, images, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="path of an ONNX file"):
-        vit_fast.optimize(3, images)  # type: ignore[arg-type]
+def test_a_file_is_optimized_cached_saved_and_exported(files: Path, images, tmp_path: Path) -> None:
     found = vit_fast.optimize(files / "beside.onnx", images, budget_s=60)
     assert {row.candidate.name for row in found.table} >= {"original", "ONNX Runtime, split into 1"}
     assert all(row.ms is not None for row in found.table if row.candidate.split == 1), "opening a file takes no time"
@@ -119,20 +107,21 @@ def test_a_file_is_optimized_kept_saved_and_exported(files: Path, images, tmp_pa
     assert vit_fast.load_optimized(tmp_path / "fast.json", files / "beside.onnx").candidate == found.candidate
     with pytest.raises(ValueError, match="another"):
         vit_fast.load_optimized(tmp_path / "fast.json", files / "plain.onnx")
-    written = optimization.deploy(found.cached, OnnxFile(files / "beside.onnx"), images, tmp_path / "deployed", ())
-    assert {path.name for path in written} == {"model.onnx", "beside.onnx.data", optimization.FIGURES}
+    written = deploy(found.cached, OnnxFile(files / "beside.onnx"), images, tmp_path / "deployed")
+    assert {path.name for path in written} == {"model.onnx", "beside.onnx.data", FIGURES}
     output = OnnxRunner(tmp_path / "deployed" / "model.onnx", "cpu")(images)
     torch.testing.assert_close(output, found.model(images))
 
 
 @pytest.mark.fast_cases("plain")
-@pytest.mark.parametrize("name", ["plain", "pixels", "half"])
-def test_the_command_takes_files(files: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("plain", torch.float32), ("pixels", torch.uint8), ("half", torch.float16)], ids=str
+)
+def test_the_command_takes_files(files: Path, name: str, dtype, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("optimize", str(files / f"{name}.onnx"), "--batch", "2", "--budget", "2", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["table"][0]["name"] == "original" and found["figures"]["images_per_s"] > 0
-    opened = open_model(str(files / f"{name}.onnx"), 2, ())
-    assert opened.example.dtype == {"plain": torch.float32, "pixels": torch.uint8, "half": torch.float16}[name]
+    assert open_model(str(files / f"{name}.onnx"), 2, ()).example.dtype == dtype
 
 
 @pytest.mark.slow
@@ -146,17 +135,16 @@ def test_outputs_are_of_the_models_own_class(images) -> None:
     for output in (optimized(pixel_values=images), optimized(images), optimized(images, output_attentions=None)):
         assert type(output) is type(expected) and output.keys() == expected.keys()
         torch.testing.assert_close(output.logits, expected.logits, atol=1e-5, rtol=1e-5)
-    with pytest.raises(UnsupportedInputError, match="got Tensor, output_attentions"):
-        optimized(images, output_attentions=True)
-    with pytest.raises(UnsupportedInputError, match="got nothing"):
-        optimized()
-    base = transformers.ViTModel(config).eval()
-    with pytest.raises(UnsupportedInputError, match="one tensor"):
-        build(AS_FILE, base, images, base(images), ())
+    for arguments, options, found in (
+        ((images,), {"output_attentions": True}, "output_attentions"),
+        ((), {}, "nothing"),
+    ):
+        with pytest.raises(UnsupportedInputError, match=f"got .*{found}"):
+            optimized(*arguments, **options)
 
 
-def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package of that name whose sessions are ONNX Runtime's; what it is asked for is seen."""
+def test_openvino_with_a_stand_in(files: Path, images, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If OpenVINO is not installed, a module of that name runs the files in ONNX Runtime and records its options."""
     asked: dict[str, Any] = {}
 
     class Core:
@@ -178,18 +166,16 @@ def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatc
         monkeypatch.setitem(sys.modules, "openvino", fake)
         known = trials.installed
         monkeypatch.setattr(trials, "installed", lambda name: "1" if name == "openvino" else known(name))
-    cpu = torch.device("cpu")
-    assert Candidate("openvino") in candidates_of_file(cpu, ()) and Candidate("openvino") in trials.candidates(cpu, ())
-    file = OnnxFile(files / "plain.onnx")
-    tried = Trials(file, images)
-    choice = Candidate("openvino", threads=1, split=3)
+    plain, rounded = Candidate("openvino"), Candidate("openvino", precision="bf16")
+    for tried in (trials.candidates, trials.candidates_of_file):
+        assert {plain, rounded} <= set(tried(torch.device("cpu"), ["bf16"]))
+    file, choice = OnnxFile(files / "plain.onnx"), Candidate("openvino", threads=1, split=3)
+    tried = trials.Trials(file, images)
     tried.prepare(choice, 60)
     torch.testing.assert_close(tried.prepared[choice][0](images), file(images), atol=1e-5, rtol=1e-5)
-    fewer = Candidate("openvino", precision="bf16")
-    assert fewer in candidates_of_file(cpu, ["bf16"]) and fewer in trials.candidates(cpu, ["bf16"])
     if asked:
         assert asked == {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1, "device": "CPU"}
-        tried.prepare(fewer, 60)
+        tried.prepare(rounded, 60)
         assert asked["INFERENCE_PRECISION_HINT"] == "bf16"
 
 
@@ -231,6 +217,6 @@ def test_openvino_takes_images_in_bf16(files: Path, images) -> None:
         assert (found - exact).abs().max() <= 2 * (expected - exact).abs().max()
 
 
-def test_the_answer_for_a_file_names_what_is_in_it(files: Path, images) -> None:
+def test_the_cache_key_of_a_file_depends_on_its_content(files: Path) -> None:
     plain, beside = (cache.model_key(OnnxFile(files / f"{name}.onnx")) for name in ("plain", "beside"))
     assert plain != beside and plain == cache.model_key(OnnxFile(files / "plain.onnx"))
