@@ -13,11 +13,6 @@ import pytest
 import torch
 from bench_support import samples_of
 
-from vit_fast.benchmarks import machine
-from vit_fast.benchmarks.candidates import parse_candidate
-from vit_fast.benchmarks.models import resolve
-from vit_fast.benchmarks.report import markdown
-from vit_fast.benchmarks.rows import Group, add_timing, make_row
 from vit_fast.measure import clock, device_clock
 from vit_fast.measure.clock import Protocol, percentile, time_interleaved
 from vit_fast.measure.device_clock import CudaQueue, DeviceClock, Instant
@@ -28,16 +23,14 @@ QUICK = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1, laun
 COUNTED = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1)
 
 
-def test_percentiles_interpolate_as_numpy_does() -> None:
+def test_percentiles_interpolate() -> None:
     samples = [5.0, 1.0, 4.0, 2.0, 8.0, 7.0]
-    for share in (0.0, 0.2, 0.5, 0.8, 1.0):
-        assert percentile(samples, share) == pytest.approx(np.quantile(samples, share))
+    assert percentile(samples, 0.2) == pytest.approx(np.quantile(samples, 0.2))
     timing = clock.Timing.from_samples(samples)
-    assert (timing.ms, timing.repeats) == (4.5, 6)
-    assert timing.ms_p20 < timing.ms < timing.ms_p80
+    assert (timing.ms, timing.repeats) == (4.5, 6) and timing.ms_p20 < timing.ms < timing.ms_p80
 
 
-def test_what_the_profiler_says_of_itself_is_kept_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_messages_of_the_profiler_are_removed(capfd: pytest.CaptureFixture[str]) -> None:
     lines = "USDT: profiler started", "[W] CPUAllocator.cpp:245] allocated before the profiling started", "a warning"
     with clock.without_profiler_chatter():
         for line in lines:
@@ -45,7 +38,7 @@ def test_what_the_profiler_says_of_itself_is_kept_and_nothing_else(capfd: pytest
     assert capfd.readouterr().err == "a warning\n"
 
 
-def test_candidates_take_turns_in_a_new_order_each_round() -> None:
+def test_calls_are_interleaved_in_a_new_order_each_round() -> None:
     order: list[tuple[str, int]] = []
     calls = {name: (lambda number, name=name: order.append((name, number))) for name in "abc"}
     timings = time_interleaved(calls, CPU, SIX)
@@ -56,18 +49,16 @@ def test_candidates_take_turns_in_a_new_order_each_round() -> None:
     assert all(sorted(names) == list("abc") for names in rounds)
     names = "".join(rounds)
     followers = {names[i : i + 2] for i in range(len(names) - 1)}
-    assert {"ab", "ba", "bc", "cb", "ac", "ca"} <= followers  # nobody always behind the same neighbour
+    assert {"ab", "ba", "bc", "cb", "ac", "ca"} <= followers  # no call always follows the same call
     assert [number for _, number in timed] == [number for number in range(6) for _ in range(3)]
 
 
-def test_a_measurement_lasts_for_repeats_or_seconds_but_never_below_the_least() -> None:
+def test_length_of_a_measurement() -> None:
     protocol = Protocol(repeats=50, seconds=0.2, least_repeats=7)
     assert protocol.share_of(samples_of([1e-3] * 50)) == 1
     assert protocol.share_of(samples_of([1.0] * 49)) < 1
     assert protocol.share_of(samples_of([100.0] * 7)) == 1
     assert protocol.share_of(samples_of([1000.0] * 6)) < 1
-    with pytest.raises(ValueError, match="seconds must be"):
-        protocol.lasting(-1)
 
 
 def test_untimed_calls_outlast_the_threads_of_the_previous_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,51 +80,28 @@ def test_untimed_calls_outlast_the_threads_of_the_previous_candidate(monkeypatch
     before = now_ms
     time_interleaved({"a": calls["a"]}, CPU, SIX)
     assert now_ms - before <= (SIX.warmup_repeats + SIX.repeats + 4) * 10  # none for a call alone
-    short = Protocol(repeats=1000, seconds=0.5, least_repeats=1, warmup_repeats=1)
-    assert sum(map(len, (timing.samples_ms for timing in time_interleaved(calls, CPU, short).values()))) < 40
 
 
-def test_a_listener_can_end_the_measurement_and_an_exception_goes_through() -> None:
+def test_on_round_can_end_the_measurement_and_exceptions_are_raised() -> None:
     timings = time_interleaved(
         {"a": lambda _: None}, CPU, SIX, on_round=lambda number, taken: taken if number < 2 else ()
     )
     assert timings["a"].repeats == 2
-
-    def broken(_: int) -> None:
-        raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        time_interleaved({"a": broken}, CPU, SIX)
+    with pytest.raises(ZeroDivisionError):
+        time_interleaved({"a": lambda _: 1 / 0}, CPU, SIX)
 
 
 def test_inputs_rotate_through_more_memory_than_the_cache() -> None:
     for nbytes in (1000, 2**20, 2**30):
         copies = clock.cold_copies(nbytes, CPU)
-        assert copies >= 2
-        assert copies * nbytes >= 2 * clock.CPU_CACHE_BYTES
+        assert copies >= 2 and copies * nbytes >= 2 * clock.CPU_CACHE_BYTES
 
 
 def test_peak_memory_counts_what_is_alive_at_once() -> None:
     x = torch.randn(512, 512)  # 1 MiB
-    assert clock.peak_memory_of_call(lambda: (x + 1).sum(), CPU) == pytest.approx(2**20, rel=0.01)
     three = clock.peak_memory_of_call(lambda: [x + 1, x + 2, x + 3], CPU)
     in_turn = clock.peak_memory_of_call(lambda: [(x + i).sum() for i in range(3)], CPU)
-    assert three == pytest.approx(3 * 2**20, rel=0.01)
-    assert in_turn == pytest.approx(2**20, rel=0.01)
-
-
-@pytest.mark.usefixtures("small_ceilings")
-def test_the_machine_says_what_it_is_and_its_ceilings_name_their_sizes() -> None:
-    facts = machine.describe(CPU)
-    assert facts["packages"]["torch"] == torch.__version__
-    assert facts["threads"] == torch.get_num_threads()
-    assert facts["gpu"] is None
-    assert facts["commit"] is None or len(facts["commit"].removesuffix("-dirty")) == 12
-    ceilings = machine.measure_ceilings(CPU, ["fp32"])
-    assert ceilings["matmul_size"] == machine.MATMUL_SIZE["cpu"]
-    assert ceilings["copy_bytes"] == machine.COPY_BYTES["cpu"]
-    assert set(ceilings["matmul_TFLOP_per_s"]) == {"fp32"}
-    assert ceilings["copy_GB_per_s"] > 0
+    assert three == pytest.approx(3 * 2**20, rel=0.01) and in_turn == pytest.approx(2**20, rel=0.01)
 
 
 class Simulated:
@@ -151,7 +119,6 @@ class Simulated:
         self.flushes = 0
 
     cycles_per_ms = functools.cached_property(CudaQueue.cycles_per_ms.func)
-    cycles_per_ms.__set_name__(None, "cycles_per_ms")
 
     def current(self) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
@@ -213,22 +180,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Simulated:
     return simulated
 
 
-@pytest.mark.parametrize("clock_mhz", [345.0, 1980.0])
-def test_the_sleep_is_calibrated_and_its_constant_cost_drops_out(clock_mhz: float) -> None:
-    assert Simulated(clock_mhz).cycles_per_ms == pytest.approx(clock_mhz * 1e3, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("host_ms", "device_ms"), [(0.02, 5.0), (0.7, 0.1), (11.0, 0.9), (43.0, 60.0)], ids=lambda value: f"{value}ms"
 )
 def test_hidden_launches_leave_the_devices_time(gpu: Simulated, host_ms: float, device_ms: float) -> None:
-    """Also where the host needs many times longer than the device; neither the flush nor the sleep is counted."""
+    """Also if the host needs many times longer than the device; neither the flush nor the sleep is counted."""
     call = gpu.call(host_ms, device_ms)
     found, again = time_interleaved({"a": call, "again": call}, "cuda", QUICK).values()
     assert found.ms == again.ms == pytest.approx(device_ms, rel=1e-9)
     assert found.host_ms == pytest.approx(host_ms, rel=1e-9)
-    assert not found.host_bound
-    assert gpu.flushes >= 2 * found.repeats
+    assert not found.host_bound and gpu.flushes >= 2 * found.repeats
 
 
 def test_counted_launches_are_the_slower_of_host_and_device(gpu: Simulated) -> None:
@@ -251,23 +212,19 @@ def test_instants_are_a_timer_of_the_devices_time(gpu: Simulated) -> None:
         assert (Instant(gpu) - start) / 50 == pytest.approx(expected / 1e3, rel=0.05)
 
 
-def test_a_call_that_waits_is_host_bound_and_leaves_its_neighbour_alone(gpu: Simulated) -> None:
+def test_host_bound_calls_do_not_affect_others(gpu: Simulated) -> None:
+    """A call that waits for the device, and one that fills the driver's queue."""
     found = time_interleaved({"waits": gpu.call(0.7, 0.1, waits=True), "a": gpu.call(0.7, 0.1)}, "cuda", QUICK)
     assert found["waits"].host_bound and not found["a"].host_bound
     assert found["waits"].ms == pytest.approx(found["waits"].host_ms) == pytest.approx(0.71)
     assert found["a"].ms == pytest.approx(0.1)
-
-
-def test_a_call_that_fills_the_drivers_queue_is_host_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Simulated(capacity=8)
-    monkeypatch.setattr(clock, "open_queue", lambda device: gpu)
+    gpu.capacity = 8
     found = time_interleaved({"few": gpu.call(1.0, 0.5, 6), "many": gpu.call(1.0, 0.5, 20)}, "cuda", QUICK)
     assert not found["few"].host_bound and found["few"].ms == pytest.approx(0.5)
     assert found["many"].host_bound and found["many"].host_ms == pytest.approx(1.0)
 
 
-def test_a_hiccup_of_the_host_is_outslept(gpu: Simulated) -> None:
-    """A call that is slow twice running is taken again twice, behind longer sleeps."""
+def test_a_delay_of_the_host_is_hidden_by_a_longer_sleep(gpu: Simulated) -> None:
     plain, calls = gpu.call(0.5, 0.1), []
 
     def call(number: int) -> None:
@@ -277,41 +234,17 @@ def test_a_hiccup_of_the_host_is_outslept(gpu: Simulated) -> None:
             gpu.host += 1.2
 
     found = time_interleaved({"a": call}, "cuda", QUICK)["a"]
-    assert not found.host_bound
-    assert (found.ms_p20, found.ms_p80) == pytest.approx((0.1, 0.1))
+    assert not found.host_bound and (found.ms_p20, found.ms_p80) == pytest.approx((0.1, 0.1))
     assert len(calls) == 1 + device_clock.PROBES + found.repeats + 2
 
 
-def test_a_sleep_that_is_too_short_is_lengthened() -> None:
-    """A device whose clock has trebled since the calibration."""
+def test_the_sleep_is_calibrated_and_lengthened_if_clocks_rise() -> None:
     gpu = Simulated(500.0)
-    assert gpu.cycles_per_ms == pytest.approx(500e3)
+    assert gpu.cycles_per_ms == pytest.approx(500e3, rel=1e-6)
     gpu.clock_mhz = 1500.0
     clock = DeviceClock(gpu, gpu.call(2.0, 0.3), hide=True)
     assert [clock(number) for number in range(3)] == pytest.approx([0.3] * 3)
     assert not clock.host_bound
-
-
-def test_a_record_gives_the_hosts_time_in_a_column_of_its_own(gpu: Simulated) -> None:
-    """Only where there is one: a table of a CPU has no such column."""
-    group = Group(*resolve("vit_test")(None), "fp32", 2, 2)
-    asked = {"models": ["vit_test"], "batch_sizes": [2], "dtypes": ["fp32"], "candidates": ["sdpa"], "device": "cuda"}
-    record = {
-        "configuration": asked | {"images": ["grace_hopper.jpg"]},
-        "rows": [],
-        "ceilings": {},
-        "controls": [],
-        "busy": [],
-        "machine": machine.describe("cpu"),
-        "vit_fast": "0",
-    }
-    for device in ("cuda", "cpu"):
-        row = make_row(group, parse_candidate("sdpa"), "measured")
-        found = time_interleaved({"a": gpu.call(11.0, 0.5)}, device, COUNTED)["a"]
-        add_timing(row, found, group)
-        record["rows"] = [row]
-        assert ("| host ms |" in markdown(record)) == (device == "cuda")
-        assert row["host_ms"] == (pytest.approx(11.0) if device == "cuda" else None)
 
 
 @pytest.mark.gpu
