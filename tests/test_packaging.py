@@ -27,7 +27,7 @@ def test_import_needs_and_loads_no_optional_package():
     """Nor do the files of the libraries need theirs."""
     paths = [path.relative_to(ROOT) for path in (ROOT / "vit_fast" / "libraries").rglob("[a-z]*.py")]
     libraries = [".".join(path.with_suffix("").parts) for path in paths]
-    assert len(libraries) >= 20
+    assert len(libraries) >= 10
     run_python(
         f"""
 import importlib, sys, torch

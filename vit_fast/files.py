@@ -5,18 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import stat
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-if sys.platform != "win32":  # on Windows, folders of killed processes are not removed
-    import fcntl
-
 _PREFIX = ".vit-fast-partial-"  # does not contain the file name, which may have the maximum length
-_SECONDS_TO_LOCK = 60.0  # time in which a process locks the folder that it created
+_DAY = 24 * 3600.0  # no write takes longer
 
 
 @contextlib.contextmanager
@@ -87,18 +82,12 @@ def check_replaceable(path: Path) -> None:
     if path.is_dir():
         raise IsADirectoryError(f"{path}: is a folder, must be a file name such as {path / 'NAME'}")
     if path.exists() and not path.is_file():
-        raise FileExistsError(f"{path}: is {_kind(path)}, must be a new name or a regular file")
-
-
-def _kind(path: Path) -> str:
-    mode = path.stat().st_mode
-    kinds = {stat.S_ISCHR: "a device", stat.S_ISBLK: "a device", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
-    return next((kind for test, kind in kinds.items() if test(mode)), "not a regular file")
+        raise FileExistsError(f"{path}: is a device, pipe or socket, must be a new name or a regular file")
 
 
 @contextlib.contextmanager
 def _hidden_folder(path: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """Yields a new folder beside `path` and removes it at the end. Also removes the folders of killed processes."""
+    """Yields a new folder beside `path` and removes it at the end. Also removes old folders of killed processes."""
     parent = Path(os.path.realpath(path.parent))  # Path.resolve raises RuntimeError for circular links
     created = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     aside = None
@@ -106,8 +95,7 @@ def _hidden_folder(path: Path, *errors: type[Exception]) -> Iterator[Path]:
         parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(parent)
         aside = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        with _locked(aside):
-            yield aside
+        yield aside
     except Exception as error:
         if not (_is_about(error, aside) if isinstance(error, OSError) else isinstance(error, errors)):
             raise
@@ -130,25 +118,5 @@ def _is_about(error: OSError, aside: Path | None) -> bool:
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK:
-                with _locked(folder) as is_ours:
-                    if is_ours:
-                        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Locks a folder; yields True on success. The system releases the lock when the process ends or is killed."""
-    if sys.platform == "win32":
-        yield False
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # another process has locked it, or the file system does not support locks
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
+            if time.time() - folder.stat().st_mtime > _DAY:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -29,64 +29,32 @@ CLIP = {"pre_norm": True, "norm_eps": 1e-5}
 SIGLIP = {"class_token": False, "global_pool": "map", "num_classes": 0}
 
 DINOV3 = {
-    "img_size": 256,
-    "class_token": True,
-    "reg_tokens": 4,
-    "pos_embed": "none",
-    "rope": RopeConfig(),
-    "qkv_bias": False,
-    "init_values": 1e-5,
-    "norm_eps": 1e-5,
-    "global_pool": "avg",
-    "fc_norm": False,
-    "num_classes": 0,
-    "dynamic_img_size": True,
-}
+    "img_size": 256, "class_token": True, "reg_tokens": 4, "pos_embed": "none", "rope": RopeConfig(),
+    "qkv_bias": False, "init_values": 1e-5, "norm_eps": 1e-5, "global_pool": "avg", "fc_norm": False,
+    "num_classes": 0, "dynamic_img_size": True,
+}  # fmt: skip
 DINOV3_BIASES = {**DINOV3, "qkv_bias": True}
 SWIGLU: Shape = {"mlp_layer": "swiglu", "act_layer": "silu"}
 EVA02 = {
-    **SWIGLU,
-    "patch_size": 14,
-    "mlp_ratio": 4 * 2 / 3,
+    **SWIGLU, "patch_size": 14, "mlp_ratio": 4 * 2 / 3,
     "rope": RopeConfig(coordinates="index", temperature=10000.0, layout="interleaved", reference_grid=(16, 16)),
     "global_pool": "avg",
-}
+}  # fmt: skip
 
 EVA02_CLIP = {**EVA02, "global_pool": "token", "scale_attn_norm": True, "scale_mlp_norm": True}
-PE_CORE: Shape = {
-    **CLIP,
-    "global_pool": "map",
-    "pool_heads": 8,
-    "pool_mlp_ratio": 4.0,
-    "pool_include_prefix": True,
-}
+PE_CORE: Shape = {**CLIP, "global_pool": "map", "pool_heads": 8, "pool_mlp_ratio": 4.0, "pool_include_prefix": True}
 PE_TOWER: Shape = {**CLIP, "global_pool": "avg", "final_norm": False, "num_classes": 0}
 ROPE_AXIAL: Shape = {
-    "init_values": 1e-5,
-    "rope": RopeConfig(coordinates="index", layout="interleaved", columns_first=True),
-}
+    "init_values": 1e-5, "rope": RopeConfig(coordinates="index", layout="interleaved", columns_first=True),
+}  # fmt: skip
 ROPE_GAP: Shape = {
-    "img_size": 256,
-    "class_token": False,
-    "reg_tokens": 1,
-    "pos_embed": "none",
-    "init_values": 1e-5,
-    "rope": EVA02["rope"],
-    "global_pool": "avg",
-}
+    "img_size": 256, "class_token": False, "reg_tokens": 1, "pos_embed": "none", "init_values": 1e-5,
+    "rope": EVA02["rope"], "global_pool": "avg",
+}  # fmt: skip
 AIMV2: Shape = {
-    "patch_size": 14,
-    "depth": 24,
-    "class_token": False,
-    "global_pool": "avg",
-    "fc_norm": False,
-    "qkv_bias": False,
-    "proj_bias": False,
-    "norm_layer": "rms_norm",
-    "norm_eps": 1e-5,
-    "embed_norm": True,
-    "num_classes": 0,
-}
+    "patch_size": 14, "depth": 24, "class_token": False, "global_pool": "avg", "fc_norm": False, "qkv_bias": False,
+    "proj_bias": False, "norm_layer": "rms_norm", "norm_eps": 1e-5, "embed_norm": True, "num_classes": 0,
+}  # fmt: skip
 
 INCEPTION = DataConfig()
 INCEPTION_FULL = DataConfig(crop_pct=1.0)
@@ -115,10 +83,8 @@ NOT_HERE = {
 
 
 def _add(name: str, data: DataConfig, *shapes: Shape, **fields: Any) -> None:
-    merged: dict[str, Any] = {}
-    for shape in shapes:
-        merged |= shape
-    _VARIANTS[name] = Variant(ViTConfig(**(merged | fields)), data)
+    merged = {field: value for shape in (*shapes, fields) for field, value in shape.items()}
+    _VARIANTS[name] = Variant(ViTConfig(**merged), data)
 
 
 for _size, _shape, _patches in (
