@@ -57,11 +57,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vit_fast/weights": ("weights_*", "model_against_timm", "calibrate"),
     "vit_fast/measure": (*TUNING, *BENCH),
     "vit_fast/figures": ("figures", "bench_report"),
-    "vit_fast/commands": ("cli", "*_cli", "docs", "readme", "predict*", "train", "deployment"),
+    "vit_fast/commands": ("cli", "*_cli", "docs", "predict*", "train", "deployment"),
     "export": (*EXPORT, "tuning_runtimes", "optimize_*"),
     "export/runtime": (*EXPORT, "tuning_runtimes", "optimize_*"),
     "benchmarks": BENCH,
-    "docs": ("docs", "readme"),
+    "docs": ("docs",),
     "examples": ("deployment",),
     "tests": (),  # only the file that changed, or the files that import it
     "tests/emulator": ("emulator_*", "execute"),

@@ -97,3 +97,16 @@ def test_public_names_are_available_before_and_after_torch(first: str) -> None:
 def test_the_shell_completes_commands() -> None:
     asked = {"_VIT_FAST_COMPLETE": "complete_bash", "COMP_WORDS": "vit-fast be", "COMP_CWORD": "1"}
     assert python("from vit_fast import cli; cli.main([])", **asked).split() == ["bench"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--batch-sizes 4", "--host --tune", "--model m --warm-up m", "--warm-up m --arch sm_90", "--tune --json",
+        "--model m --update-baseline",
+    ],
+)  # fmt: skip
+def test_kernels_refuses_options_that_it_would_ignore(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("kernels", *options.split()) == 2
+    error = capsys.readouterr().err
+    assert all(option in error for option in options.split() if option.startswith("--"))

@@ -1,7 +1,10 @@
-"""The guide: every block of Python and of sh runs, in the order of its page; it builds offline, without a warning."""
+"""README and guide: Python and sh blocks run, tables match the records, commands exist, and the guide builds."""
 
 from __future__ import annotations
 
+import functools
+import json
+import operator
 import re
 import shlex
 import subprocess
@@ -9,39 +12,49 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+from command_line import run
 
-from vit_fast.cli import main
+from vit_fast import cli
+from vit_fast.benchmarks.records import read_record
+from vit_fast.benchmarks.report import fill, objections
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
-WITH_CODE = [name for name, text in PAGES.items() if "```python" in text]
+README = (ROOT / "README.md").read_text()
+TEXTS = PAGES | {"README.md": README}
+WITH_CODE = [name for name, text in TEXTS.items() if "```python" in text]
+SOURCE = [
+    path.read_text()
+    for folder in ("vit_fast", "kernels", "export", "benchmarks", "examples")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in {".py", ".cpp"}
+]
 
 
-@pytest.mark.fast_cases("howto/fuse.md")
+@pytest.mark.fast_cases("howto/fuse.md", "README.md")
 @pytest.mark.usefixtures("small_ceilings")
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_code_runs(
     page: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path_factory.mktemp("answers")))  # of this page, for no other test
+    """Runs the blocks in the order of the page."""
+    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path_factory.mktemp("answers")))  # of this page only
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    for number, (language, block) in enumerate(re.findall(r"```(python|sh)\n(.*?)```", PAGES[page], re.DOTALL)):
+    for number, (language, block) in enumerate(re.findall(r"```(python|sh)\n(.*?)```", TEXTS[page], re.DOTALL)):
         if language == "python":
             exec(compile(block, f"{page}, block {number}", "exec"), names)
             continue
         for line in block.splitlines():
             program, *arguments = shlex.split(line)
-            assert program == "vit-fast"
-            with pytest.raises(SystemExit) as exit_:
-                main(arguments)
-            assert not exit_.value.code, line
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+            assert program == "vit-fast" and run(*arguments) == 0, line
+    assert page == "README.md" or list(tmp_path.iterdir()) == [], "no file remains"
 
 
 @pytest.mark.slow
-def test_it_builds_without_a_warning(tmp_path: Path) -> None:
+def test_the_guide_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "trees")]
     built = subprocess.run([*command, str(DOCS), str(tmp_path / "html")], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
@@ -49,3 +62,42 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
         html = (tmp_path / "html" / page).with_suffix(".html").read_text()
         assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="https?://', html), "it needs no network"
     assert "vit_fast.fuse" in (tmp_path / "html" / "reference.html").read_text()
+
+
+def test_commands_and_options_in_texts_and_source_exist() -> None:
+    app = typer.main.get_command(cli.make_app())
+    commands = re.findall(
+        r"(?:^ {4,}|`)(vit-fast [a-z][^`#\n\\]*)", "\n".join([*TEXTS.values(), *SOURCE]), re.MULTILINE
+    )
+    assert len(commands) > 50
+    for command in set(commands):
+        _, name, *arguments = shlex.split(command.strip())
+        assert name in app.commands, command
+        parameters = app.commands[name].params
+        known = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
+        assert {argument for argument in arguments if argument.startswith("-")} <= known, command
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"(?:`|    )make ([a-z-]+)", "".join(TEXTS.values()))):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_tables_are_those_of_the_committed_records() -> None:
+    assert re.search(r"<!-- summary: \S+ -->\n\|.+", README)
+    assert fill(README, ROOT) == README
+    for path in (ROOT / "benchmarks" / "results").rglob("record.json"):
+        assert not objections(read_record(path)), path
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [("busy", ["load 7.5 on 2 cores"]), ("rows.3.defect", "1.25x its ceiling")]
+)
+def test_a_busy_record_or_one_above_its_ceiling_is_not_cited(place: str, value: object, tmp_path: Path) -> None:
+    record = json.loads((ROOT / re.search(r"<!-- summary: (\S+) -->", README)[1]).read_text())
+    *path, last = [int(name) if name.isdigit() else name for name in place.split(".")]
+    functools.reduce(operator.getitem, path, record)[last] = value
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"record.json must not be cited: .*(BUSY|ceiling)"):
+        fill("<!-- record: record.json -->\n<!-- /record -->", tmp_path)

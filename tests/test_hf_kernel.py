@@ -32,32 +32,18 @@ x, w1, w2 = torch.randn(5, 32), torch.randn(64, 32), torch.randn(32, 64)
 found, expected = (kernel.layer_norm_mlp(x, None, None, w1, None, w2, None, backend=b) for b in ("triton", "eager"))
 torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-2)
 assert not hasattr(torch.ops.vit_fast, "attention")
-print(sorted(kernel.__all__))
 """
 
 
-@pytest.fixture(scope="module")
-def variant(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hub") / "repository"
-    assert run("hf-kernel", str(folder)) == 0
-    return folder / "build" / "torch-universal"
-
-
-def test_the_built_kernel_is_imported_and_computes_without_vit_fast(variant: Path, tmp_path: Path) -> None:
-    changes = {"TRITON_INTERPRET": "1", "PYTHONPATH": ""}
-    assert "layer_norm_mlp" in run_python(["-c", LOAD, str(variant)], os.environ | changes, tmp_path)
-
-
-def test_metadata_and_card_say_what_it_is(variant: Path, tmp_path: Path) -> None:
+def test_the_built_kernel_computes_without_vit_fast(tmp_path: Path) -> None:
+    assert run("hf-kernel", str(tmp_path / "repository")) == 0
+    variant = tmp_path / "repository" / "build" / "torch-universal"
     metadata = json.loads((variant / "metadata.json").read_text())
     assert metadata["name"] == "vit-fast-kernels" and metadata["id"].isidentifier() and not metadata["python-depends"]
-    assert (variant.parents[1] / "README.md").read_text().startswith("---\nlibrary_name: kernels")
+    assert (tmp_path / "repository" / "README.md").read_text().startswith("---\nlibrary_name: kernels")
     again = build_hf_kernel(tmp_path / "again")
-    assert json.loads((again / "metadata.json").read_text()) == metadata
-    namespace = f"vit_fast_{metadata['id'].rsplit('_', 1)[1]}::"
-    text = "".join(path.read_text() for path in variant.glob("ops/*_op.py"))
-    assert namespace in text and "vit_fast::" not in text
-    assert (variant / "kernels" / "attention" / "attention.py").is_file()
+    assert json.loads((again / "metadata.json").read_text()) == metadata, "the id depends on the content only"
+    run_python(["-c", LOAD, str(variant)], os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ""}, tmp_path)
 
 
 def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,8 +51,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path, monkeyp
     (tmp_path / "full" / "mine").write_text("mine")
     with pytest.raises(FileExistsError, match="must be a new or empty folder"):
         build_hf_kernel(tmp_path / "full")
-    assert (tmp_path / "full" / "mine").read_text() == "mine"
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
         patch.setattr(Path, "write_text", Mock(side_effect=OSError("no space left")))
         build_hf_kernel(tmp_path / "new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["full", "mine"]
