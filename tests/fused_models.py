@@ -139,7 +139,6 @@ def _siglip2_inputs() -> dict[str, Tensor]:
     }
 
 
-INTERNVL: dict[str, Any] = {"image_size": [32, 32], "patch_size": [16, 16]}
 SUBJECTS: dict[str, Subject] = {
     "timm-vit": timm_subject("vit_tiny_patch16_224"),
     "timm-deit-distilled": timm_subject("deit_tiny_distilled_patch16_224"),
@@ -148,7 +147,6 @@ SUBJECTS: dict[str, Subject] = {
     "timm-siglip": timm_subject("vit_base_patch16_siglip_224"),
     "timm-qk-norm": timm_subject("vit_tiny_patch16_224", qk_norm=True),
     "timm-dinov3": timm_subject("vit_small_patch16_dinov3"),
-    "timm-dinov3-biases": timm_subject("vit_small_patch16_dinov3_qkvb"),
     "timm-perception-encoder": timm_subject("vit_pe_core_tiny_patch16_384", attn_pool_num_heads=2),
     "timm-eva02": timm_subject("eva02_tiny_patch14_224", size=28),
     "timm-eva02-norms-inside": timm_subject("eva02_base_patch16_clip_224"),
@@ -161,9 +159,6 @@ SUBJECTS: dict[str, Subject] = {
     "transformers-vit": transformers_subject("ViTForImageClassification", "ViTConfig", "logits"),
     "transformers-deit": transformers_subject("DeiTModel", "DeiTConfig"),
     "transformers-dinov2": transformers_subject("Dinov2Model", "Dinov2Config", mlp_ratio=2),
-    "transformers-dinov2-registers": transformers_subject(
-        "Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", mlp_ratio=2
-    ),
     "transformers-clip": transformers_subject("CLIPVisionModel", "CLIPVisionConfig", "pooler_output"),
     "transformers-siglip": transformers_subject("SiglipVisionModel", "SiglipVisionConfig", "pooler_output"),
     "transformers-siglip2": Subject(
@@ -178,38 +173,21 @@ SUBJECTS: dict[str, Subject] = {
         "DINOv3ViTModel", "DINOv3ViTConfig", use_gated_mlp=True, hidden_act="silu", num_register_tokens=2
     ),
     "transformers-aimv2": transformers_subject("Aimv2VisionModel", "Aimv2VisionConfig"),
-    "transformers-internvl": transformers_subject(
-        "InternVLVisionModel", "InternVLVisionConfig", image_size=[32, 32], patch_size=[16, 16]
-    ),
     "transformers-internvl-6b": transformers_subject(
-        "InternVLVisionModel", "InternVLVisionConfig", norm_type="rms_norm", use_qk_norm=True, **INTERNVL
+        "InternVLVisionModel", "InternVLVisionConfig", norm_type="rms_norm", use_qk_norm=True,
+        image_size=[32, 32], patch_size=[16, 16],
     ),
-    "transformers-ijepa": transformers_subject("IJepaModel", "IJepaConfig"),
     "transformers-vit-mae": Subject(
         transformers_subject("ViTMAEModel", "ViTMAEConfig", mask_ratio=0.0).make,
         lambda: {"pixel_values": torch.randn(2, 3, IMAGE, IMAGE), "noise": torch.rand(2, 4)},
         lambda result: result.last_hidden_state,
     ),
-    "transformers-vit-msn": transformers_subject("ViTMSNModel", "ViTMSNConfig"),
-    "transformers-vivit": Subject(
-        transformers_subject("VivitModel", "VivitConfig", num_frames=2, tubelet_size=[2, 16, 16]).make,
-        lambda: {"pixel_values": torch.randn(2, 2, 3, IMAGE, IMAGE)},
-        lambda result: result.last_hidden_state,
-    ),
-    "transformers-tipsv2": transformers_subject("Tipsv2VisionModel", "Tipsv2VisionConfig", mlp_ratio=2),
-    "transformers-altclip": transformers_subject("AltCLIPVisionModel", "AltCLIPVisionConfig"),
-    "transformers-chinese-clip": transformers_subject("ChineseCLIPVisionModel", "ChineseCLIPVisionConfig"),
-    "transformers-clipseg": transformers_subject("CLIPSegVisionModel", "CLIPSegVisionConfig"),
-    "transformers-metaclip2": transformers_subject("MetaClip2VisionModel", "MetaClip2VisionConfig"),
     "transformers-dpt": transformers_subject("DPTModel", "DPTConfig", backbone_out_indices=[0, 1]),
     "transformers-vitpose": vitpose_subject(),
-    "transformers-ovis2": transformers_subject(
-        "ovis2.modeling_ovis2.Ovis2VisionModel", "Ovis2VisionConfig", "pooler_output", vocab_size=32
-    ),
     "torchvision-vit": Subject(torchvision_vit, images("x")),
     "torch-encoder": Subject(torch_encoder, lambda: {"src": torch.randn(2, 5, 64)}),
     "ours": Subject(plain_vit, images("images")),
-}
+}  # fmt: skip
 
 
 def of_depth(depth: int) -> dict[str, Subject]:

@@ -25,11 +25,10 @@ from packed_towers import NAFLEX, TOWERS
 from torch import nn
 
 import vit_fast
-from vit_fast.libraries.transformers.families import LIKE_QWEN
 
 OFTEN = (
-    "timm-vit", "timm-qk-norm", "timm-siglip", "timm-eva02-norms-inside", "transformers-vit", "transformers-siglip",
-    "transformers-dinov3-gated", "torchvision-vit", "torch-encoder", "ours",
+    "timm-vit", "timm-qk-norm", "timm-siglip", "timm-eva02-norms-inside", "transformers-siglip",
+    "torchvision-vit", "torch-encoder", "ours",
 )  # fmt: skip
 ALL = SUBJECTS | TOWERS | NAFLEX
 PACKED = ("qwen2_5_vl", "pixtral", "rotary, a table an image")
@@ -49,11 +48,6 @@ def test_changes_of_modules_inside_a_fused_block_take_effect(name: str) -> None:
     assert sum(assert_changes_count(block, call) for block, call in blocks_of(ALL[name]))
 
 
-ALONE = ("eomt", "eomt_dinov3", "unlimited_ocr")
-
-
-# Copies of Qwen's layers, whose models are not built here; SUBJECTS has the others.
-@pytest.mark.fast_cases(*(path for path in LAYERS if path.split(".")[2] in (*ALONE, *LIKE_QWEN)))
 @pytest.mark.parametrize("path", LAYERS)
 def test_changes_inside_any_layer_of_transformers_take_effect(path: str) -> None:
     torch.manual_seed(0)

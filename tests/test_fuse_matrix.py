@@ -17,7 +17,6 @@ from children import environment, run_python
 from fused_models import IMAGE, LIBRARIES, SUBJECTS, Subject, classes_of, gradients
 from kernel_support import DEVICE
 from our_operators import OurOperators
-from packed_towers import NAFLEX
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -73,18 +72,6 @@ def test_the_kernels_export_without_themselves(library: str, strict: bool) -> No
     program = torch.export.export(model, (), inputs, strict=strict)
     assert "vit_fast" not in str(program.graph)
     torch.testing.assert_close(subject.output(program.module()(**inputs)).cpu(), expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_compiled_blocks_of_padded_images_are_operators() -> None:
-    subject = NAFLEX["averaged"]
-    model, inputs = subject.build().to(DEVICE).eval(), {name: x.to(DEVICE) for name, x in subject.inputs().items()}
-    vit_fast.fuse(model, backend="triton").require_all()
-    seen = OurOperators()
-    with torch.no_grad():
-        expected = subject.run(model, inputs)
-        torch.testing.assert_close(subject.run(torch.compile(model, backend=seen), inputs), expected)
-    assert seen == ["block"] * 2
 
 
 @pytest.mark.slow

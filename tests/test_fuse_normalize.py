@@ -15,8 +15,8 @@ import vit_fast
 from vit_fast.fusion.patch_embed import FusedPatchConv
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# the input is patches, tokens, a video, or images and noise; or the convolution pads the images
-OTHERS = ("transformers-siglip2", "torch-encoder", "transformers-vivit", "transformers-vit-mae", "transformers-vitpose")
+# the input is patches, tokens, or images and noise; or the convolution pads the images
+OTHERS = ("transformers-siglip2", "torch-encoder", "transformers-vit-mae", "transformers-vitpose")
 NAMES = [name for name in SUBJECTS if name not in OTHERS]
 
 

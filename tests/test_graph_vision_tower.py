@@ -42,40 +42,27 @@ def qwen(name: str, **vision: Any) -> tuple[nn.Module, Inputs]:
     return model, inputs | {"mm_token_type_ids": (inputs["input_ids"] == IMAGE).int()}
 
 
-def pixtral(name: str, first: int, second: int, **settings: Any) -> tuple[nn.Module, Inputs]:
+def mistral() -> tuple[nn.Module, Inputs]:
     text = transformers.MistralConfig(**TEXT)
     vision = transformers.PixtralVisionConfig(**ENCODER, image_size=32, patch_size=4)
-    tokens = *[IMAGE] * first, 7, *[IMAGE] * second
-    model, inputs = generator(name, text, vision, tokens, image_token_index=IMAGE, **settings)
+    tokens = *[IMAGE] * 6, 7, *[IMAGE] * 4
+    model, inputs = generator("Mistral3", text, vision, tokens, image_token_index=IMAGE, spatial_merge_size=2)
     sizes = torch.tensor([[16, 24], [16, 16]])
     return model, inputs | {"pixel_values": torch.randn(2, 3, 24, 24), "image_sizes": sizes}
 
 
-def squares(name: str, text: str, vision: Any, length: int, **settings: Any) -> tuple[nn.Module, Inputs]:
-    tokens = *[IMAGE] * length, 7, *[IMAGE] * length
-    config = getattr(transformers, f"{text}Config")(**TEXT)
-    model, inputs = generator(name, config, vision, tokens, image_token_id=IMAGE, **settings)
-    return model, inputs | {"pixel_values": torch.randn(2, 3, 16, 16)}
-
-
 def internvl() -> tuple[nn.Module, Inputs]:
     vision = transformers.InternVLVisionConfig(**ENCODER, image_size=[16, 16], patch_size=[4, 4])
-    return squares("InternVL", "Qwen2", vision, 4, image_seq_length=4)
-
-
-def deepseek() -> tuple[nn.Module, Inputs]:
-    vision = transformers.SiglipVisionConfig(**ENCODER, image_size=16, patch_size=4)
-    return squares("DeepseekVL", "Llama", vision, 16)
+    text, tokens = transformers.Qwen2Config(**TEXT), (*[IMAGE] * 4, 7, *[IMAGE] * 4)
+    model, inputs = generator("InternVL", text, vision, tokens, image_token_id=IMAGE, image_seq_length=4)
+    return model, inputs | {"pixel_values": torch.randn(2, 3, 16, 16)}
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "qwen2_vl": lambda: qwen("Qwen2VL", embed_dim=64, hidden_size=32, mlp_ratio=2),
     "qwen2_5_vl": lambda: qwen("Qwen2_5_VL", window_size=16, fullatt_block_indexes=[1]),
-    "qwen3_vl": lambda: qwen("Qwen3VL", num_position_embeddings=16, deepstack_visual_indexes=[0]),
-    "mistral3": lambda: pixtral("Mistral3", 6, 4, spatial_merge_size=2),
-    "llava": lambda: pixtral("Llava", 24, 16, vision_feature_select_strategy="full", vision_feature_layer=-1),
+    "mistral3": mistral,
     "internvl": internvl,
-    "deepseek_vl": deepseek,
 }
 
 
