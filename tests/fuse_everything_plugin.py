@@ -39,25 +39,20 @@ def pytest_configure(config: pytest.Config) -> None:
         owner = importlib.import_module(module)
         owner = owner if cls is None else getattr(owner, cls)
         build = getattr(owner, name)
-        fusing = fused_after(build, config.getoption("--fuse-backend"))
+
+        @functools.wraps(build)
+        def fusing(*args: Any, build: Callable[..., Any] = build, **kwargs: Any) -> Any:
+            result = build(*args, **kwargs)
+            report = vit_fast.fuse(
+                result if isinstance(result, nn.Module) else args[0], config.getoption("--fuse-backend")
+            )
+            COUNTS.update({"models": 1, "parts fused": len(report.fused), "parts skipped": len(report.skipped)})
+            return result
+
         setattr(owner, name, fusing)
         for loaded in list(sys.modules.values()):  # timm's function stands in several of its modules
             if cls is None and getattr(loaded, "__name__", "").startswith(library) and vars(loaded).get(name) is build:
                 setattr(loaded, name, fusing)
-
-
-def fused_after(build: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """`build`, with the model that it returns, or that is its first argument, fused at its end."""
-
-    @functools.wraps(build)
-    def fusing(*args: Any, **kwargs: Any) -> Any:
-        result = build(*args, **kwargs)
-        model = result if isinstance(result, nn.Module) else args[0]
-        report = vit_fast.fuse(model, backend)
-        COUNTS.update({"models": 1, "parts fused": len(report.fused), "parts skipped": len(report.skipped)})
-        return result
-
-    return fusing
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

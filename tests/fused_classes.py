@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import inspect
 import pkgutil
@@ -179,11 +178,6 @@ def table() -> str:
         ]
         lines += map(str, found)
     return "\n".join(lines) + "\n"
-
-
-@functools.cache
-def committed() -> str:
-    return TABLE.read_text()
 
 
 if __name__ == "__main__":

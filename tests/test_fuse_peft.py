@@ -18,8 +18,6 @@ TARGETS = {
     "timm-vit": ".*blocks.*(qkv|proj|fc1|fc2)",
     "transformers-vit": "(?!.*embeddings).*(q_proj|query|v_proj|value|fc1|fc2|intermediate.dense|output.dense)",
 }
-BACKENDS = ("sdpa", "triton")
-every_case = pytest.mark.parametrize(("name", "backend"), [(name, backend) for name in TARGETS for backend in BACKENDS])
 
 
 def with_lora(name: str, model: nn.Module) -> nn.Module:
@@ -47,7 +45,8 @@ def assert_alike(name: str, model: nn.Module, twin: nn.Module, inputs: dict[str,
 
 
 @pytest.mark.fast_cases("transformers-vit-triton")
-@every_case
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+@pytest.mark.parametrize("name", TARGETS)
 def test_an_adapter_on_a_fused_model_is_merged_and_taken_apart(name: str, backend: str) -> None:
     model, inputs = case(name)
     twin = copy.deepcopy(model)
@@ -65,7 +64,8 @@ def test_an_adapter_on_a_fused_model_is_merged_and_taken_apart(name: str, backen
 
 
 @pytest.mark.fast_cases("timm-vit-sdpa")
-@every_case
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+@pytest.mark.parametrize("name", TARGETS)
 def test_a_model_is_fused_after_merging(name: str, backend: str) -> None:
     model, inputs = case(name)
     model = with_lora(name, model)

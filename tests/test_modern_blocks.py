@@ -53,11 +53,6 @@ class Kind:
         lengths = torch.tensor([[N], [N - 3]], device=DEVICE)
         return Keys(mask=torch.arange(N, device=DEVICE) < lengths) if self.keys == "mask" else None
 
-    @property
-    def inner_norm(self) -> tuple[str, float]:
-        """Returns kind and epsilon as a block expects them."""
-        return self.inner, 1e-5
-
 
 KINDS = {
     "DINOv3": Kind(),
@@ -65,17 +60,16 @@ KINDS = {
     "EVA, a norm inside": Kind(layout="interleaved", gated=True, inner="layer_norm"),
     "a table an image": Kind(leading=(B,), prefix=0, head_dim=20),
     "a table a head": Kind(leading=(1, HEADS)),
-    "interleaved a head": Kind(leading=(B, HEADS), layout="interleaved"),
     "RMSNorm, SwiGLU": Kind(norm="rms_norm", gated=True, leading=None),
     "qk-norm": Kind(qk="layer_norm", leading=None),
     "qk-norm, rotated": Kind(qk="rms_norm", prefix=5, layout="interleaved"),
-    "qk-norm in the matmul": Kind(qk="layer_norm", leading=None, head_dim=64),
     "qk-norm in the matmul, rotated": Kind(qk="rms_norm", prefix=5, head_dim=128),
     "qk-norm in the matmul, interleaved": Kind(qk="layer_norm", leading=(B,), layout="interleaved", head_dim=64),
     "packed": Kind(prefix=0, norm="rms_norm", gated=True, keys="packed"),
     "packed, qk-norm": Kind(qk="rms_norm", leading=None, keys="packed"),
-    "padded": Kind(leading=None, keys="mask"),
     "padded, rotated": Kind(leading=(B,), keys="mask"),
+    "heads of 72 channels": Kind(head_dim=72, prefix=0),
+    "heads of 80 channels, interleaved": Kind(head_dim=80, layout="interleaved", prefix=0),
     "over the width": Kind(qk="rms_norm", over="width", norm="rms_norm", head_dim=24),
 }
 
@@ -141,7 +135,7 @@ def _tensors(t: dict[str, Tensor]) -> BlockTensors:
 def _fused(kind: Kind, x: Tensor, tensors: BlockTensors, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
     return fused_block(
         x, None, tensors, heads=HEADS, attention_scale=None, eps=(1e-6, 1e-5), norm=kind.norm, activation="silu",
-        qk_norm=qk_norm, rope=rope, keys=kind.among(), inner_norm=kind.inner_norm,
+        qk_norm=qk_norm, rope=rope, keys=kind.among(), inner_norm=(kind.inner, 1e-5),
     )[0]  # fmt: skip
 
 
@@ -173,20 +167,6 @@ def test_forward_and_every_gradient(kind: str, dtype: torch.dtype) -> None:
     _hold(KINDS[kind], dtype)
 
 
-@pytest.mark.fast_cases("half-72", "interleaved-128")
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_heads_of_all_sizes(head_dim: int, layout: str) -> None:
-    _hold(Kind(head_dim=head_dim, layout=layout, prefix=0), torch.bfloat16)
-
-
-# Heads of 16 channels, and tables of each head, are beyond the matmul: a kernel of its own turns them.
-FOLDED = KINDS | {
-    "qk-norm a head": Kind(qk="layer_norm", leading=(1, HEADS), head_dim=64),
-    "RMS qk-norm": Kind(qk="rms_norm"),
-}
-
-
 def _pairs(kind: Kind) -> bool:
     """True if freezing brings the pairs of q and k together."""
     return kind.layout == "half" and (kind.qk is None or (kind.over == "head" and kind.leading is not None))
@@ -200,13 +180,13 @@ def _repeated(rope: Rope) -> Rope:
 @pytest.mark.fast_cases(
     "DINOv3-together, from repeated tables", "EVA, a norm inside-apart", "RMSNorm, SwiGLU-together",
     "qk-norm, rotated-apart", "qk-norm in the matmul, rotated-together", "qk-norm in the matmul, interleaved-apart",
-    "packed-together", "padded, rotated-together", "over the width-apart", "RMS qk-norm-together",
+    "packed-together", "padded, rotated-together", "over the width-apart",
 )  # fmt: skip
 @pytest.mark.parametrize("together", ["apart", "together", "together, from repeated tables"])
-@pytest.mark.parametrize("name", FOLDED)
+@pytest.mark.parametrize("name", KINDS)
 def test_folded_beforehand(name: str, together: str, launched: list[str]) -> None:
     """A folded block whose matmul rotates adjacent pairs returns the bits of a block that folds in every forward."""
-    kind = FOLDED[name]
+    kind = KINDS[name]
     paired = together != "apart" and _pairs(kind)
     leaves, names, rope = _make(kind)
     t = {name: leaf.bfloat16() for name, leaf in zip(names, leaves)}
@@ -244,7 +224,7 @@ def test_refuses_keys_and_positions_of_another_size() -> None:
     leaves, names, rope = _make(replace(KINDS["DINOv3"], prefix=0))
     t = {name: leaf.float() for name, leaf in zip(names, leaves)}
     for kind, x, given, error, message in (
-        (KINDS["padded"], t["x"][:, 1:], None, ValueError, r"key_mask must be torch.bool \[2, 6\] .*got .*\[2, 7\]"),
+        (KINDS["padded, rotated"], t["x"][:, 1:], None, ValueError, r"key_mask must be torch.bool \[2, 6\] .*\[2, 7\]"),
         (KINDS["packed, qk-norm"], t["x"], None, ValueError, r"x must have shape \[1, total, C\].*got \(2, 7, 48\)"),
         (KINDS["DINOv3"], t["x"][:, 1:], rope, ValueError, r"rope\.cos must have shape .*, got \(7, 8\)"),
         (KINDS["DINOv3"], t["x"], rope._replace(cos=rope.cos.clone().requires_grad_()), UnsupportedInputError,
