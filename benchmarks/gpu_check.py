@@ -203,7 +203,7 @@ _MLP_TESTS = (
     " or kernels_round or (a_block_matches_the_reference and bf16) or passed_to_the_next_block or losses_of_the_kernels"
 )
 _MLP_FILES = (
-    *(f"tests/test_mlp_{name}.py" for name in ("kernels", "operator", "block")), "tests/test_fp8_block.py",
+    *(f"tests/test_mlp_{name}.py" for name in ("kernels", "operator")), "tests/test_fp8_block.py",
     "tests/test_train.py",
 )  # fmt: skip
 

@@ -24,7 +24,7 @@ KERNELS = (
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up", "device_model")
 FUSED = (
-    "fuse*", "traced_parts", "handed_statistics", "freeze", "kept_weights", "weight_changes",
+    "fuse*", "traced_parts", "handed_statistics", "freeze", "kept_weights", "mlp_operator",
     "transformers_attention", "packed", "graph_*",
 )  # fmt: skip
 FP8 = ("fp8_*", "calibrate")
@@ -32,7 +32,7 @@ EXPORT = ("export_*", "onnx_*", "deployment", "fixed_grid")
 TUNING = ("optimize*", "tuning_*")
 BENCH = ("bench_*", "onnx_bench", "gpu_check")
 LIBRARIES = (*FUSED, *FP8, "onnx_families", "export_options", "model_*", "weights_*", "bench_models")
-MODEL = ("model*", "mlp_block", "rotary_models")
+MODEL = ("model*", "mlp_operator", "rotary_models")
 PREDICTION = ("predict*", "evaluate", "data", "files")
 TRAINING = ("train*",)
 # The tests of a folder, by names without test_ and .py; a path is one of the folders that it begins with.

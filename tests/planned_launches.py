@@ -23,7 +23,6 @@ from vit_fast.ops import Norm, QkNorm, Rope
 from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Keys
 from vit_fast.ops.fp8 import fused_block_fp8, quantize_block
-from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 
 
 def keep_what_is_recorded() -> list[Tensor]:
@@ -110,15 +109,16 @@ def cases() -> Iterator[Call]:
         x = zeros(rows, width, dtype=dtype, offset=offset).requires_grad_()
         vectors = [zeros(width, dtype=weights) for _ in range(4)]
         fc1, fc2, bias1 = (zeros(*s, dtype=weights) for s in ((hidden, width), (width, hidden), (hidden,)))
-        mlp = (x, None, *vectors[:2], fc1, bias1, fc2, vectors[2])
-        options = {"eps": 1e-6, "activation": "gelu", "residual": True, "next_statistics": True}
-        yield lambda mlp=mlp, o=options, v=vectors: fused_layer_norm_mlp(*mlp, **o, layer_scale=v[3])[0]
-        inside = {
-            "gate_weight": zeros(hidden, width, dtype=weights),
-            "gate_bias": bias1,
-            "inner_norm": Norm(bias1, bias1),
-        }
-        yield lambda mlp=mlp, o=options | inside: fused_layer_norm_mlp(*mlp, **o, layer_scale=None)[0]
+        absent: Any = (None,) * 7
+        mlp = BlockTensors(*absent, *vectors[:2], fc1, bias1, fc2, vectors[2], vectors[3])
+        inside = mlp._replace(
+            scale2=None, gate_weight=zeros(hidden, width, dtype=weights), gate_bias=bias1, inner_weight=bias1,
+            inner_bias=bias1,
+        )  # fmt: skip
+        for tensors, inner in ((mlp, None), (inside, ("layer_norm", 1e-6))):
+            yield lambda x=x, t=tensors, inner=inner: fused_block(
+                x, None, t, eps=(0.0, 1e-6), inner_norm=inner, next_statistics=True
+            )[0]
         qkv = zeros(2, 17, 3, 2, 64, dtype=dtype, offset=offset).requires_grad_()
         yield lambda qkv=qkv: ops.attention_qkvpacked(qkv, backend="triton")
         q, k, v = qkv.transpose(1, 3).unbind(2)

@@ -120,15 +120,6 @@ def test_the_small_kernel_sees_none_of_the_callers_modes(monkeypatch: pytest.Mon
     assert reasons == [()] * 5
 
 
-def test_an_interpreter_that_fails_with_this_numpy_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "interpreter_is_active", lambda: True)
-    for triton, numpy, fails in (("3.6.0", "2.4.6", True), ("3.6.0", "2.3.5", False), ("3.7.1", "2.4.6", False)):
-        monkeypatch.setattr("triton.__version__", triton)
-        monkeypatch.setattr("numpy.__version__", numpy)
-        said = "".join(backends._static_reasons.__wrapped__(torch.device("cpu")))
-        assert ("triton 3.6.0 requires numpy < 2.4, got 2.4.6: install numpy 2.3 or triton 3.7" in said) == fails
-
-
 def test_the_compiler_takes_the_answer_as_a_constant(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_static_reasons", lambda device: ())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the compiler would look for the device itself

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 
-import mlp_support as support
 import pytest
 import torch
 from fused_models import DEEP, assert_gradients_within, assert_within, gradients, in_fp64
@@ -61,15 +60,15 @@ def test_every_output_has_the_dtype_that_torch_gives(
     """A half-precision stream stays one; gradients come in the dtype of what they are of."""
     case = make_case(20, 48, 72, torch.float32, residual=residual)
     if not scaled:
-        case = support.replace(case, layer_scale=None)
+        case = case.but(scale2=None)
     with torch.autocast(DEVICE, dtype):
         expected = dtype if stream == "half" else case.forward("eager").dtype
     if stream == "half":
-        case = support.replace(case, x=case.x.detach().to(dtype).requires_grad_())
+        case = case.but(x=case.x.detach().to(dtype).requires_grad_())
     with torch.autocast(DEVICE, dtype):
         y = case.forward("triton")
     assert y.dtype == expected
-    leaves = [case.x, *(p for p in (*case.parameters, case.layer_scale) if p is not None)]
+    leaves = list(case.leaves().values())
     for leaf, gradient in zip(leaves, torch.autograd.grad(y.float().square().sum(), leaves)):
         assert gradient.dtype == leaf.dtype
 

@@ -14,7 +14,6 @@ from vit_fast import UnsupportedInputError
 from vit_fast.ops import Norm, attention_qkvpacked
 from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.descriptions import BlockTensors
-from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 from vit_fast.ops.reference import normalise
 
 WIDTH, HEADS, HIDDEN = 32, 2, 48
@@ -50,10 +49,8 @@ def by_halves(
     x: Tensor, statistics: Tensor | None, t: BlockTensors, norm: str = "layer_norm"
 ) -> tuple[Tensor, Tensor | None]:
     x, statistics = first_half(x, statistics, t, norm=norm)
-    return fused_layer_norm_mlp(
-        x, statistics, t.norm2_weight, t.norm2_bias, t.fc1_weight, t.fc1_bias, t.fc2_weight, t.fc2_bias, eps=1e-5,
-        norm=norm, activation="gelu", layer_scale=t.scale2, residual=True, next_statistics=True,
-    )  # fmt: skip
+    second = t._replace(**dict.fromkeys(BlockTensors._fields[:7]))
+    return fused_block(x, statistics, second, eps=(0.0, 1e-5), norm=norm, next_statistics=True)
 
 
 def assert_equal(ours: tuple[Any, ...], others: tuple[Any, ...]) -> None:
@@ -84,27 +81,28 @@ def hold(x: Tensor, tensors: BlockTensors, norm: str = "layer_norm") -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "parameters", "absent"),
+    ("dtype", "parameters", "options"),
     [
         (torch.float32, None, {}),
         (torch.float16, None, {}),
         (torch.bfloat16, None, {}),
         (torch.bfloat16, torch.float32, {}),
-        (torch.bfloat16, None, OPTIONAL),
+        (torch.bfloat16, torch.float32, {"autocast": True}),
+        (torch.bfloat16, None, {"absent": OPTIONAL}),
+        (torch.bfloat16, None, {"absent": {"norm1_bias": None, "norm2_bias": None}, "norm": "rms_norm"}),
     ],
-    ids=["fp32", "fp16", "bf16", "parameters in fp32", "nothing optional"],
+    ids=["fp32", "fp16", "bf16", "parameters in fp32", "autocast", "nothing optional", "RMSNorm"],
 )
-def test_it_is_its_halves(dtype: torch.dtype, parameters: torch.dtype | None, absent: dict[str, None]) -> None:
-    hold(*make(dtype, parameters, **absent))
-
-
-def test_with_rms_norms() -> None:
-    x, tensors = make(torch.bfloat16, norm1_bias=None, norm2_bias=None)
-    hold(x, tensors, "rms_norm")
-    with torch.no_grad():
-        frozen = fold(tensors, torch.bfloat16, "rms_norm")
-        assert frozen.qkv_sum is not None and frozen.qkv_sum.numel() == 0
-        assert torch.equal(by_one(x, None, frozen, "rms_norm")[0], by_one(x, None, tensors, "rms_norm")[0])
+def test_it_is_its_halves(dtype: torch.dtype, parameters: torch.dtype | None, options: dict[str, Any]) -> None:
+    norm = options.get("norm", "layer_norm")
+    x, tensors = make(dtype, parameters, **options.get("absent", {}))
+    with torch.autocast(DEVICE, torch.bfloat16, enabled="autocast" in options):
+        hold(x, tensors, norm)
+    if norm == "rms_norm":
+        with torch.no_grad():
+            frozen = fold(tensors, torch.bfloat16, norm)
+            assert frozen.qkv_sum is not None and frozen.qkv_sum.numel() == 0
+            assert torch.equal(by_one(x, None, frozen, norm)[0], by_one(x, None, tensors, norm)[0])
 
 
 @pytest.mark.each_value
@@ -175,14 +173,6 @@ def test_a_small_layer_scale_keeps_its_branch(gamma: float) -> None:
     assert y.dtype == usual.dtype == torch.float32
     assert (y - exact).abs().max() <= 2 * (usual - exact).abs().max()
     assert torch.autograd.grad(y.sum(), scale)[0].isfinite().all()
-
-
-@pytest.mark.fast_cases("torch.bfloat16")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_under_autocast(dtype: torch.dtype) -> None:
-    x, tensors = make(dtype, torch.float32)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        hold(x, tensors)
 
 
 @pytest.mark.fast_cases("torch.bfloat16")

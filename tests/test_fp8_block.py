@@ -82,8 +82,7 @@ def run(
     x: Tensor, tensors: BlockTensors, scales: BlockScales, next_scale: Tensor | None = None, **settings: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     paired = settings.pop("rope_head", 0)
-    norm = settings.get("norm", "layer_norm")
-    block = quantize_block(tensors, scales, x.dtype, norm, paired)
+    block = quantize_block(tensors, scales, x.dtype, settings.pop("norm", "layer_norm"), paired)
     with torch.no_grad():
         return fused_block_fp8(
             x, None, None, block, None if next_scale is None else 1 / next_scale, **SETTINGS | settings
@@ -284,9 +283,7 @@ def test_refusals_of_scales() -> None:
     _, tensors, scales = a_block()
     assert scales.qkv is not None
     for wrong, word in (
-        (scales._replace(proj=scales.qkv), r"scales\.proj must be float32 of shape \(\), got .* \(96,\)"),
-        (scales._replace(qkv=scales.qkv.double()), r"scales\.qkv must be float32 .*, got torch\.float64"),
-        (scales._replace(proj=torch.ones((), device="meta")), rf"scales\.proj must be on {DEVICE}.*, got meta"),
+        (scales._replace(proj=scales.qkv), r"scales\.proj must have shape \(\), got \(96,\)"),
         (scales._replace(fc2=torch.zeros((), device=DEVICE)), r"scales\.fc2 must be positive .*, got 0 to 0"),
         (scales._replace(fc2=torch.full((), 1e-40, device=DEVICE)), r"scales\.fc2 must .* finite reciprocals, got 9"),
         (scales._replace(fc1=scales.qkv * torch.nan), r"scales\.fc1 must be .*, got nan to nan"),
@@ -306,18 +303,9 @@ def test_refusals_name_every_reason() -> None:
     ):
         with pytest.raises(UnsupportedInputError, match=word):
             quantize_block(wrong, scales, dtype)
-    with pytest.raises(UnsupportedInputError) as refused, torch.enable_grad():
-        fused_block_fp8(x.float().requires_grad_(), x, None, block, None, norm="rms_norm", **SETTINGS)
-    for word in ("got torch.float32", "x must not require a gradient", "got 'rms_norm'", "got torch.bfloat16"):
-        assert word in str(refused.value)
-    trained = Norm(torch.ones(WIDTH // HEADS, device=DEVICE).requires_grad_(), None, 1e-5, "rms_norm")
-    with pytest.raises(UnsupportedInputError, match="qk_norm must not require a gradient"), torch.enable_grad():
-        fused_block_fp8(x, None, None, block, None, qk_norm=QkNorm(trained, trained), **SETTINGS)
-    wide, C = torch.cat((x, x), 2), torch.ones(WIDTH + 1, device=DEVICE)
     for args, word in (
         ((x.float(), None, None, block, None), r"x must be .*, got torch\.float32"),
-        ((wide, None, None, block, None), f"x must have {WIDTH} channels .*, got {2 * WIDTH}"),
-        ((x, None, None, block, C), rf"next_factor must be .*, got torch\.float32 \({WIDTH + 1},\)"),
+        ((torch.cat((x, x), 2), None, None, block, None), f"x must have {WIDTH} channels .*, got {2 * WIDTH}"),
         ((x.to("meta"), None, None, block, None), "qkv must be on meta like x, got "),
     ):
         with pytest.raises(UnsupportedInputError, match=word), torch.no_grad():

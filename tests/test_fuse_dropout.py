@@ -22,7 +22,7 @@ from torch import nn
 
 import vit_fast
 from vit_fast.blocks.fused import FusedModule
-from vit_fast.ops import attention_op, checks
+from vit_fast.ops import attention_op, block
 
 P = 0.25
 
@@ -80,7 +80,7 @@ def test_a_model_on_meta_is_fused_for_where_it_will_run(library: str, monkeypatc
     assert {part.vit_fast_backend for part in fused} <= {"triton"}
     torch.testing.assert_close(subject.run(model, inputs), subject.run(plain, inputs), rtol=1e-4, atol=1e-4)
     assert on_meta.shape == subject.run(plain, inputs).shape
-    for module in (attention_op, checks):
+    for module in (attention_op, block):
         monkeypatch.setattr(module, "kernel_reasons", lambda device, dtype: ["this device is too old"])
     with pytest.raises(vit_fast.UnsupportedInputError, match="this device is too old"):
         subject.run(model, inputs)

@@ -1,7 +1,8 @@
-"""layer_norm_mlp as an operator: tracing, layouts, statistics, refusals."""
+"""layer_norm_mlp as an operator: layouts, statistics, memory, changed weights, errors; and a model that runs it."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -9,12 +10,18 @@ import mlp_support as support
 import pytest
 import torch
 import torch.nn.functional as F
-from mlp_support import DEVICE, NAMES, Case, assert_rule, make_case, statistics_of
-from torch import Tensor
+import triton
+import triton.language as tl
+from fused_models import assert_within
+from mlp_support import DEVICE, Case, assert_rule, make_case, statistics_of
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+import vit_fast
+from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.kernels.matmul.matmul_tiles import load_rows, load_tile, store_tile
 from vit_fast.ops import LayerNormMLP, Norm, layer_norm_mlp
-from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 from vit_fast.ops.reference import ACTIVATIONS
 
 
@@ -24,29 +31,50 @@ def case() -> Case:
 
 
 @pytest.mark.each_value
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("overrides", [{}, {"init_values": 0.5, "qkv_bias": False, "act_layer": "quick_gelu"}])
+def test_model_against_fp64(overrides: dict[str, Any], dtype: torch.dtype) -> None:
+    """Logits within twice eager's error and one rounding; parameter gradients within three times."""
+    model = vit_fast.create_model("vit_test", backend="eager", **overrides).to(DEVICE)
+    images = torch.randn(3, 3, 32, 32, device=DEVICE)
+
+    def run(backend: str, target: torch.dtype) -> list[Tensor]:
+        twin = copy.deepcopy(model)
+        vit_fast.set_backend(twin, backend)
+        logits = twin.to(target)(images.to(dtype).to(target))
+        logits.square().sum().backward()
+        return [logits.detach(), *(parameter.grad for parameter in twin.parameters())]
+
+    names = ["logits", *(name for name, _ in model.named_parameters())]
+    for name, *results in zip(names, run("triton", dtype), run("eager", dtype), run("eager", torch.float64)):
+        assert_within(*results, FORWARD_FACTOR if name == "logits" else GRADIENT_FACTOR, name)
+
+
+@pytest.mark.each_value
 @pytest.mark.parametrize("width", [32, 100, 1100])
 @pytest.mark.parametrize("rows", ["usual", "constant", "far from 0", "pieces apart"])
 def test_passed_statistics_give_the_same_result(rows: str, width: int) -> None:
     """Tests one piece, a shorter last piece, and more pieces than are combined at once."""
-    x, weight = torch.randn(18, width, device=DEVICE), torch.randn(48, width, device=DEVICE) * width**-0.5
-    second = torch.randn(width, 48, device=DEVICE).bfloat16() * 48**-0.5
-    if rows == "constant":
-        x[::3] = 3.1
-    elif rows == "far from 0":
-        x += 100
-    elif rows == "pieces apart":
-        x[:, :64] += 50
-    x, weight = x.bfloat16(), weight.bfloat16()
     eps = 0.5 if rows == "usual" else 1e-5  # whoever reads statistics applies an epsilon of its own
-    options = {"eps": eps, "activation": "relu", "residual": False, "layer_scale": None}
+    case = make_case(18, width, 48, torch.bfloat16, activation="relu", residual=False)
+    with torch.no_grad():
+        if rows == "constant":
+            case.x[::3] = 3.1
+        elif rows == "far from 0":
+            case.x.add_(100)
+        elif rows == "pieces apart":
+            case.x[:, :64] += 50
 
-    def eager(dtype: torch.dtype) -> Tensor:
-        hidden = F.linear(F.layer_norm(x.to(dtype), (width,), eps=eps), weight.to(dtype)).relu()
-        return F.linear(hidden, second.to(dtype))
+    def eager(dtype: torch.dtype) -> dict[str, Tensor]:
+        same = case.to(dtype)
+        t = same.t
+        hidden = F.linear(F.layer_norm(same.x, (width,), t.norm2_weight, t.norm2_bias, eps), t.fc1_weight, t.fc1_bias)
+        return {"y": F.linear(hidden.relu(), t.fc2_weight, t.fc2_bias) * t.scale2}
 
-    for statistics in (statistics_of(x), None):
-        ours, _ = fused_layer_norm_mlp(x, statistics, None, None, weight, None, second, None, **options)
-        assert_rule({"y": ours}, {"y": eager(torch.bfloat16)}, {"y": eager(torch.float64)})
+    for statistics in (statistics_of(case.x), None):
+        with torch.no_grad():
+            y, _ = case.fused(statistics, eps=(0.0, eps))
+            assert_rule({"y": y}, eager(torch.bfloat16), eager(torch.float64))
 
 
 def _layouts(x: Tensor) -> dict[str, Tensor]:
@@ -67,7 +95,7 @@ def _layouts(x: Tensor) -> dict[str, Tensor]:
 def test_layouts(case: Case, layout: str) -> None:
     expected = case.run("triton")
     x = _layouts(case.x.detach())[layout].requires_grad_()
-    y = support.replace(case, x=x).forward("triton")
+    y = case.but(x=x).forward("triton")
     assert y.shape == x.shape
     torch.testing.assert_close(y.view_as(case.x), expected["y"])
     (dx,) = torch.autograd.grad(y, x, case.grad.view_as(y))
@@ -75,18 +103,21 @@ def test_layouts(case: Case, layout: str) -> None:
 
 
 def test_parameters_of_any_stride(case: Case) -> None:
-    strided = tuple(
-        p.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_() for p in case.parameters if p is not None
-    )
+    """fc1 and its gate may also be halves of one weight."""
+    case = make_case(18, 32, 48, torch.float32, gated=True)
+    packed = torch.cat((case.t.fc1_weight, case.t.gate_weight)).detach().requires_grad_()
+    up, gate = packed.chunk(2)
+    strided = {
+        name: leaf.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_() for name, leaf in case.leaves().items()
+    }
     expected = case.run("triton")
-    ours = support.replace(case, parameters=strided).run("triton")
-    for name in expected:
-        torch.testing.assert_close(ours[name], expected[name])
+    for ours in (case.but(**strided), case.but(fc1_weight=up, gate_weight=gate)):
+        for name, found in ours.run("triton").items():
+            torch.testing.assert_close(found, expected[name])
 
 
 def test_no_rows(case: Case) -> None:
-    empty = support.replace(case, x=case.x[:0].detach().requires_grad_(), grad=case.grad[:0])
-    results = empty.run("triton")
+    results = case.but(x=case.x[:0].detach().requires_grad_(), grad=case.grad[:0]).run("triton")
     assert results["y"].shape == (0, 32)
     assert all(not gradient.any() for name, gradient in results.items() if name != "y")
 
@@ -101,56 +132,57 @@ def test_nan_stays_in_its_row(case: Case) -> None:
 
 
 def test_fewer_gradients_than_parameters(case: Case) -> None:
-    """Frozen parameters get none, and do not disturb the others."""
+    """Parameters that require no gradient get none, and do not disturb the others."""
     expected = case.run("triton")
-    for parameter in (*case.parameters[:2], case.layer_scale):
-        assert parameter is not None
+    for parameter in (case.t.norm2_weight, case.t.norm2_bias, case.t.scale2):
         parameter.requires_grad_(False)
-    weight = case.parameters[2]
-    assert weight is not None
-    (gradient,) = torch.autograd.grad(case.forward("triton"), weight, case.grad)
+    (gradient,) = torch.autograd.grad(case.forward("triton"), case.t.fc1_weight, case.grad)
     assert torch.equal(gradient, expected["d fc1_weight"])
 
 
+def test_flop_are_those_of_the_eager_formula() -> None:
+    counts = []
+    for backend in ("triton", "eager"):
+        with FlopCounterMode(display=False) as counter:
+            make_case(18, 32, 48, torch.float32, gated=True).run(backend)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
+
+
+# --- arguments and the module ----------------------------------------------------------------------------------------
+
+NAMES = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 zeros = functools.partial(torch.zeros, device=DEVICE)
-REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"x": Tensor.double}, UnsupportedInputError, "x must be .*, got torch.float64"),
-    ({"x": Tensor.int}, UnsupportedInputError, "x must be .*, got torch.int32"),
-    ({"x": Tensor.bfloat16, "fc1_weight": Tensor.half}, UnsupportedInputError, "fc1_weight must be .* torch.float16"),
-    ({"fc1_weight": lambda w: w.to("meta")}, UnsupportedInputError, "fc1_weight must be on .*, got meta"),
-    ({"x": lambda x: x[:, :8]}, ValueError, "norm_weight must have shape"),
-    ({"fc1_bias": lambda b: b[:5]}, ValueError, "fc1_bias must have shape"),
-    ({"x": lambda x: x[0, 0]}, ValueError, "x and fc1_weight must have shapes"),
-    ({"activation": "swiglu"}, ValueError, "activation must be one of"),
-    ({"norm": "batch_norm"}, ValueError, "norm must be one of 'layer_norm', 'rms_norm', got 'batch_norm'"),
-    ({"norm": "rms_norm"}, ValueError, "bias must be None for 'rms_norm'"),
+REFUSALS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
+    ({"x": Tensor.int}, UnsupportedInputError, ["x must be .*, got torch.int32"]),
+    ({"x": Tensor.bfloat16, "fc1_weight": Tensor.half}, UnsupportedInputError, ["fc1_weight must be .* torch.float16"]),
     (
-        {"gate_weight": zeros(32, 32), "fc1_bias": None},
-        ValueError,
-        r"gate_weight must have shape \(48, 32\) .*, got \(32, 32\)",
+        {"x": Tensor.double, "fc1_weight": lambda w: w.to("meta"), "fc2_bias": Tensor.half}, UnsupportedInputError,
+        ["x must be float32.* got torch.float64", "fc1_weight must be on .*, got meta", "fc2_bias must be"],
     ),
-    ({"gate_bias": zeros(48)}, ValueError, "gate_bias must be None without gate_weight"),
-    ({"inner_norm": Norm(zeros(32))}, ValueError, r"inner_norm\.weight must have shape \(48,\), got \(32,\)"),
-]
+    ({"x": lambda x: x[:, :8]}, ValueError, ["norm_weight must have shape"]),
+    ({"fc1_bias": lambda b: b[:5]}, ValueError, ["fc1_bias must have shape"]),
+    ({"fc1_weight": lambda w: 3}, TypeError, ["fc1_weight must be a torch.Tensor, got 3"]),
+    ({"x": lambda x: x[0, 0]}, ValueError, ["x and fc1_weight must have shapes"]),
+    ({"activation": "swiglu"}, ValueError, ["activation must be one of"]),
+    ({"norm": "batch_norm"}, ValueError, ["norm must be one of 'layer_norm', 'rms_norm', got 'batch_norm'"]),
+    ({"norm": "rms_norm"}, ValueError, ["bias must be None for 'rms_norm'"]),
+    ({"gate_weight": zeros(32, 32), "fc1_bias": None}, ValueError, [r"gate_weight must have shape \(48, 32\) .* \(32"]),
+    ({"gate_bias": zeros(48)}, ValueError, ["gate_bias must be None without gate_weight"]),
+    ({"gate_weight": zeros(48, 32)}, ValueError, ["fc1_bias and gate_bias must both be tensors or both be None"]),
+    ({"inner_norm": Norm(zeros(32))}, ValueError, [r"inner_norm\.weight must have shape \(48,\), got \(32,\)"]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), REFUSALS)
-def test_refusals_name_the_argument(case: Case, changes: Any, error: type[Exception], message: str) -> None:
-    given: dict[str, Any] = {"x": case.x.detach(), **dict(zip(NAMES, (p.detach() for p in case.parameters)))}
+@pytest.mark.parametrize(("changes", "error", "messages"), REFUSALS)
+def test_refusals_name_the_argument(case: Case, changes: Any, error: type[Exception], messages: list[str]) -> None:
+    given: dict[str, Any] = {"x": case.x.detach()}
+    given |= {name: tensor.detach() for name, tensor in zip(NAMES, case.t[7:13])}
     for name, change in changes.items():
         given[name] = change(given[name]) if callable(change) else change
-    with pytest.raises(error, match=message):
-        layer_norm_mlp(**given, backend="triton")
-
-
-def test_every_reason_is_given_at_once(case: Case) -> None:
-    parameters = [p.detach() for p in case.parameters if p is not None]
-    parameters[2] = parameters[2].to("meta")
-    parameters[5] = parameters[5].half()
-    with pytest.raises(UnsupportedInputError) as caught:
-        layer_norm_mlp(case.x.detach().double(), *parameters, backend="triton")
-    for part in ("x must be float32", "got torch.float64", "fc1_weight must be on", "got meta", "fc2_bias must be"):
-        assert part in str(caught.value)
+    for message in messages:
+        with pytest.raises(error, match=message):
+            layer_norm_mlp(**given, backend="triton")
 
 
 @pytest.mark.parametrize("options", [{}, {"init_values": 0.3, "residual": False, "bias": False, "activation": "silu"}])
@@ -165,8 +197,157 @@ def test_module(options: dict[str, Any]) -> None:
     leaves = [x, *module.parameters()]
     for ours, theirs in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in (y, expected))):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-
-
-def test_module_refuses_an_unknown_activation() -> None:
     with pytest.raises(ValueError, match="'mish'"):
         LayerNormMLP(32, 48, activation="mish")
+
+
+# --- changed weights -------------------------------------------------------------------------------------------------
+
+
+def _agrees(mlp: LayerNormMLP, x: Tensor) -> bool:
+    results = []
+    for backend, dtype in (("triton", torch.float32), ("eager", torch.float32), ("eager", torch.float64)):
+        twin = copy.copy(mlp) if dtype == torch.float32 else copy.deepcopy(mlp).double()
+        twin.backend = backend
+        with torch.no_grad():
+            results.append(twin(x.to(dtype)))
+    return judge(*results, FORWARD_FACTOR).passed
+
+
+def _replace_parameter(mlp: LayerNormMLP) -> None:
+    """A new parameter, likely at the old address, with the same version."""
+    old = mlp.norm.weight.data_ptr()
+    for _ in range(50):
+        mlp.norm.weight = nn.Parameter(torch.randn(32, device=DEVICE))
+        if mlp.norm.weight.data_ptr() == old:
+            break
+
+
+def _swap_data(mlp: LayerNormMLP) -> None:
+    """Gives the same parameters other storages, as FSDP and .to() do."""
+    shapes = [parameter.shape for parameter in mlp.parameters()]
+    for parameter in mlp.parameters():
+        parameter.data = torch.empty(0, device=DEVICE)
+    for parameter, shape in zip(mlp.parameters(), shapes):
+        parameter.data = torch.randn(shape, device=DEVICE)
+
+
+def _write_data(mlp: LayerNormMLP) -> None:
+    """Writes as peft and many loaders do: torch counts no new version."""
+    for parameter in mlp.parameters():
+        parameter.data.add_(torch.randn_like(parameter))
+
+
+def test_the_operator_caches_nothing_of_its_weights() -> None:
+    mlp, other, x = LayerNormMLP(32, 48).to(DEVICE), LayerNormMLP(32, 48).to(DEVICE), torch.randn(6, 32, device=DEVICE)
+    mlp.backend = other.backend = "triton"
+    other.fc1.weight = mlp.fc1.weight  # what is folded into a shared weight differs
+    nn.init.constant_(other.norm.weight, 2.0)
+    assert _agrees(mlp, x) and _agrees(other, x)
+    for change in (_write_data, _replace_parameter, _swap_data):
+        before = mlp(x).detach()
+        change(mlp)
+        assert _agrees(mlp, x), change
+        assert not torch.allclose(mlp(x), before, atol=1e-3), change
+
+
+@pytest.mark.fast_cases("aot_eager")
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_inference_follows_changes(compiler: str) -> None:
+    mlp, x = LayerNormMLP(32, 48, backend="triton").to(DEVICE), torch.randn(4, 32, device=DEVICE)
+    compiled = torch.compile(mlp, fullgraph=True, backend=compiler)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), mlp(x), atol=1e-5, rtol=1e-5)
+            mlp.fc1.weight.add_(torch.randn_like(mlp.fc1.weight))
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _copy_tile_kernel(source, target, row, col, rows, columns, SIZE: tl.constexpr):
+    tile = load_tile(source, row, col, rows, columns, SIZE, SIZE, False)
+    store_tile(target, tile, row, col, rows, columns, SIZE, SIZE, False)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2**31 // 3072 + 40, 3072), (40, 2**31 // 32)])
+def test_tiles_beyond_two_to_the_31_elements(rows: int, columns: int) -> None:
+    """The last tile of two tensors of more than 2^31 elements; only the pages that it touches exist."""
+    source, target = (torch.empty(rows, columns, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    assert source.numel() > 2**31
+    row, col = rows - 20, columns - 20
+    source[row:, col:] = torch.randn(20, 20, dtype=torch.float16, device=DEVICE)
+    target[row:, col:] = 0
+    _copy_tile_kernel[(1,)](source, target, row, col, rows, columns, 32)
+    assert torch.equal(target[row:, col:], source[row:, col:])
+
+
+@triton.jit
+def _copy_rows_kernel(source, target, row, M, SIZE: tl.constexpr):
+    tl.store(target + tl.arange(0, SIZE), load_rows(source, row, M, SIZE))
+
+
+def test_row_vectors_end_at_their_end() -> None:
+    source = torch.arange(1.0, 101.0, device=DEVICE)
+    target = torch.full((32,), float("nan"), device=DEVICE)
+    _copy_rows_kernel[(1,)](source, target, 90, 100, 32)
+    assert torch.equal(target, torch.cat([source[90:], source.new_zeros(22)]))
+
+
+def test_training_keeps_less_than_torch() -> None:
+    """Per block: x, qkv, lse, attention, x and z, and no normalised copies, no activated hidden layer."""
+
+    def saved_bytes(backend: str) -> int:
+        model = vit_fast.create_model("vit_test", backend=backend).to(DEVICE).train()
+        kept: dict[int, int] = {}
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(torch.randn(4, 3, 32, 32, device=DEVICE)).sum().backward()
+        return sum(kept.values())
+
+    assert saved_bytes("triton") < 0.75 * saved_bytes("sdpa")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 127, 197, 50_432])
+def test_vit_b_against_fp64(M: int) -> None:
+    support.check_case(make_case(M, 768, 3072, torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    """The hidden layer of 700,000 rows passes 2^31 elements; its last rows are those of a small call."""
+    case = make_case(64, 768, 3072, torch.bfloat16)
+    rows = torch.randn(700_000, 768, device=DEVICE, dtype=torch.bfloat16)
+    rows[-64:] = case.x.detach()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            case.but(x=rows).forward("triton")[-64:], case.forward("triton"), atol=3e-2, rtol=3e-2
+        )
+
+
+@pytest.mark.gpu
+def test_a_training_step_in_a_captured_graph() -> None:
+    """Forward and backward captured once, replayed on other tokens; the same bits as 50 calls without a graph."""
+    case = make_case(394, 192, 768, torch.bfloat16)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        case.run("triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = case.run("triton")
+    with torch.no_grad():
+        case.x.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for name, expected in case.run("triton").items():
+            assert torch.equal(results[name], expected), name

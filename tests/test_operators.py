@@ -15,7 +15,6 @@ from vit_fast import ops
 from vit_fast.ops import Norm, QkNorm, Rope
 from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.descriptions import BlockTensors, Keys
-from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 
 pytest.importorskip("triton", reason="the kernels need triton")
 C, HEADS, HIDDEN, N = 32, 2, 48, 7
@@ -45,16 +44,10 @@ def _mlp(
     dtype: torch.dtype = torch.float32, statistics: bool = False, wanted: bool = False, bare: bool = False, **kind: Any
 ) -> Tensor:
     case = make_case(18, C, HIDDEN, dtype, **kind)
-    x = case.x.detach().view(2, 9, -1).requires_grad_()
-    norm_weight, norm_bias, fc1, bias1, fc2, bias2 = case.parameters
+    case = case.but(x=case.x.detach().view(2, 9, -1).requires_grad_())
     if bare:
-        norm_weight = norm_bias = bias1 = bias2 = None
-    inner = None if case.inner_norm == "none" else Norm(*case.inner, 1e-6, case.inner_norm)
-    return fused_layer_norm_mlp(
-        x, statistics_of(x) if statistics else None, norm_weight, norm_bias, fc1, bias1, fc2, bias2, eps=1e-6,
-        activation="gelu", layer_scale=None if bare else case.layer_scale, residual=case.residual,
-        gate_weight=case.gate[0], gate_bias=case.gate[1], inner_norm=inner, next_statistics=wanted,
-    )[0]  # fmt: skip
+        case = case.but(norm2_weight=None, norm2_bias=None, fc1_bias=None, fc2_bias=None, scale2=None)
+    return case.fused(statistics_of(case.x) if statistics else None, next_statistics=wanted)[0]
 
 
 def _block(

@@ -16,7 +16,7 @@ from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.kernels import rotary
 from vit_fast.ops import Norm, QkNorm, Rope, qk_norm_rope
-from vit_fast.ops.checks import checked_rope
+from vit_fast.ops.descriptions import checked_rope
 
 Shape = tuple[int, int, int, int]  # B, N, H, D
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..ops.block import fused_block
 from ..ops.descriptions import BlockTensors, Keys, Rope, interleave
-from ..ops.layer_norm_mlp import layer_norm_mlp
+from ..ops.layer_norm_mlp import mlp_half
 from ..ops.registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype, needs_gradient
 from .fp8_scales import scales_of
 from .frozen import Frozen
@@ -33,9 +33,9 @@ from .parts import (
     built,
     drops,
     drops_path,
-    frozen_sources,
     outline,
     scale_of,
+    sources,
     tensor_of,
     tensors_of,
 )
@@ -60,10 +60,7 @@ def parts_of(block: Any) -> BlockParts:
 
 @constant_to_compiler
 def _outline(address: int) -> Outline | None:
-    """Returns the outline of the block with this id.
-
-    torch.compile calls this while it traces, and guards the id. torch 2.11 does not support a module as the argument.
-    """
+    # torch.compile calls this while it traces, and guards the id; torch 2.11 does not support a module as the argument
     block: Any = ctypes.cast(address, ctypes.py_object).value
     parts = block.__dict__.get("vit_fast_parts")
     if parts is None or not parts.watch.holds(block):
@@ -86,11 +83,7 @@ def _read(block: Any) -> BlockParts:
 
 
 def runs_whole(parts: BlockParts, backend: str | None = None) -> bool:
-    """True if one operator can run both halves now, without modules and dropout, and no export is in progress.
-
-    Args:
-        backend: Backend that the block must use; None skips this check.
-    """
+    """True if one operator can run both halves now, with this backend; None skips the check of the backend."""
     attention, mlp = parts.attention, parts.mlp
     if attention is None or mlp is None or attention.norm.kind != mlp.norm.kind:
         return False
@@ -112,14 +105,12 @@ def run_block(
     attend: Callable[[Tensor], Tensor] | None = None,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs a block on x [B, N, C] or packed x [total, C]; `parts.mlp` must not be None.
+    """Runs a block without active dropout on x [B, N, C] or packed x [total, C]; `parts.mlp` must not be None.
 
     Args:
-        parts: Dropout must be inactive in both halves.
         statistics: LayerNorm statistics of x from the previous block; None computes them.
         rope, keys: Rotary positions, and keys that queries attend to; not used with `attend`.
-        backend: Must be "triton" unless `attend` runs the attention.
-        attend: Computes x + attention(x) with the block's modules; None runs the kernels.
+        attend: Computes x + attention(x) with the block's modules; None runs the kernels, with backend "triton".
         next_statistics: True if a LayerNorm follows that reuses the statistics of the output.
     Returns:
         The output, and its LayerNorm statistics, or None if not requested, for fp32, and after drop path.
@@ -158,7 +149,7 @@ def _run_fused(
         eps2, norm = mlp.norm.eps, mlp.norm.kind
         options["activation"] = mlp.activation
         if mlp.inner_norm is not None:
-            options["inner_norm"] = mlp.inner_norm.kind, mlp.inner_norm.eps
+            options["inner_norm"] = mlp.inner
     y, emitted = fused_block(
         x if x.dim() == 3 else x[None], statistics, tensors, eps=(eps1, eps2), norm=norm, **options
     )
@@ -169,15 +160,15 @@ def _run_fused(
 def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     """Runs norm and MLP with residual, the second half of a block, [..., C] -> [..., C]."""
     dropping = drops_path(parts.drop_path)
-    y = layer_norm_mlp(x, *parts.tensors(), **parts.options(), residual=not dropping, backend=backend)
+    y = mlp_half(
+        x, block_tensors(None, parts), eps=parts.norm.eps, norm=parts.norm.kind, activation=parts.activation,
+        residual=not dropping, inner_norm=parts.inner, backend=backend,
+    )  # fmt: skip
     return x + parts.drop_path(y) if dropping else y
 
 
 def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None]:
-    """Returns the parameters of a block, folded if the block is frozen for this dtype and needs no gradients.
-
-    Also returns the rotary embeddings, in the channel order of q and k of these parameters.
-    """
+    """Returns the parameters, folded if frozen for this dtype and call, and rotary positions in their channel order."""
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not Packed or FrozenFp8
@@ -187,7 +178,7 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
         proj, fc2 = (*tensors_of(attention.proj), scale_of(attention)), (*tensors_of(mlp.fc2), scale_of(mlp))
         # read the weights only if gradients are possible, because this runs in every forward
         if not (torch.is_grad_enabled() or in_transform()) or not needs_gradient(
-            x, *proj, *fc2, *(tensor_of(*slot) for slot in frozen_sources(attention, mlp))
+            x, *proj, *fc2, *(tensor_of(*slot) for slot in sources(attention, mlp, False))
         ):
             if frozen.rope_head and rope is not None:
                 rope = interleave(rope, frozen.rope_head)
@@ -225,14 +216,8 @@ def run_as_block(
 ) -> Tensor:
     """Runs a fused block that its library calls, [B, N, C] -> [B, N, C].
 
-    Reuses the LayerNorm statistics of the previous block if `x` is its unmodified output.
-
-    Args:
-        block: A FusedNormMlp.
-        parts: From `FusedNormMlp.ready`.
-        attend: Computes x + attention(x) with the block's modules.
-        ordinary: False if the attention must run as modules in this call.
-        rope, keys: Rotary positions, or None; keys that queries attend to, or None for all.
+    Reuses the LayerNorm statistics of the previous block if `x` is its unmodified output. `attend` computes
+    x + attention(x) with the block's modules, which run if `ordinary` is False.
     """
     backend = block.vit_fast_backend
     if ordinary and backend == "sdpa" and (packed := packed_for(parts, x)) is not None:
@@ -262,13 +247,10 @@ def run_as_block(
 
 
 def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
-    """Runs consecutive blocks, [B, N, C] -> [B, N, C].
+    """Runs consecutive blocks, [B, N, C] -> [B, N, C], with the same rotary arguments `rope`, if any.
 
     If one operator can run each block, LayerNorm statistics pass from block to block. The last block also computes
     statistics, to share the launch plan of the others. If a block is wrapped, replaced or hooked, all run as modules.
-
-    Args:
-        rope: Rotary arguments of every block, if any.
     """
     if not torch.compiler.is_compiling() and (output := run_packed_blocks(blocks, x, *rope)) is not None:
         return output
@@ -296,11 +278,7 @@ def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Te
 
 
 def run_packed_blocks(blocks: Iterable[Any], x: Tensor, *rope: Tensor, outputs: int | None = None) -> Tensor | None:
-    """Runs all blocks with packed linear layers; returns None if a block has none or does not support this call.
-
-    Args:
-        outputs: See `run_packed`.
-    """
+    """Runs all blocks with packed linear layers; returns None if a block has none or does not support this call."""
     ready: list[Packed] = []
     first: BlockParts | None = None
     for block in blocks:

@@ -18,7 +18,7 @@ from ..ops.descriptions import BlockScales, Rope
 from ..ops.fp8 import Fp8Block, Fp8Linear, fused_block_fp8, quantize_block
 from ..ops.registration import is_exporting, needs_gradient
 from .frozen import Frozen
-from .parts import AttentionParts, BlockParts, MlpParts, Slot, block_tensors, tensor_of
+from .parts import AttentionParts, BlockParts, MlpParts, block_tensors, tensor_of
 from .token_facts import TokenFacts
 
 LINEARS = BlockScales._fields
@@ -31,26 +31,14 @@ _HOW_TO_LEAVE = "vit_fast.fuse(model) restores the model's own precision"
 
 
 class FrozenFp8(Frozen):
-    """Cached linear layers of a block that runs in e4m3, including the layers that stay in half precision.
+    """Cached linear layers of a block that runs in e4m3; `layers` is the `Fp8Block`, refreshed in place."""
 
-    Args:
-        attention, mlp, rope_head: See `Frozen`.
-        scales: Scales of the operands; must not change.
-    Attributes:
-        layers: The `Fp8Block` for `fused_block_fp8`; refreshed in place.
-    """
-
+    every_source = True
     layers: Any = None
 
     def __init__(self, attention: AttentionParts, mlp: MlpParts, scales: BlockScales, rope_head: int) -> None:
         self._scales = scales
         super().__init__(attention, mlp, tensor_of(*mlp.fc1.weights[0]).dtype, rope_head)
-
-    @staticmethod
-    def dependencies(attention: AttentionParts, mlp: MlpParts) -> tuple[list[Slot], Any, Any]:
-        sources, *settings = Frozen.dependencies(attention, mlp)
-        scales = [part.layer_scale for part in (attention, mlp) if part.layer_scale is not None]
-        return [*sources, (attention.proj, "bias"), (mlp.fc2, "bias"), *scales], *settings
 
     def _computed(self) -> list[Tensor]:
         tensors = block_tensors(self.attention, self.mlp)
@@ -67,28 +55,19 @@ class FrozenFp8(Frozen):
 
 
 class Fp8Scales(nn.Module):
-    """Scales by which inputs of a block's linear layers are divided before rounding to e4m3.
-
-    Args:
-        width: Channels C of the residual stream.
-    Attributes:
-        qkv, fc1: Scales of the residual stream per channel, [C].
-        proj, fc2: Scalar scales of the attention output and of the hidden layer, [].
-        kept: True for the LINEARS that stay in half precision, bool [4].
-        active: True if the block runs in e4m3; set by `vit_fast.fuse`.
-    """
+    """Scales by which inputs of a block's linear layers are divided before rounding to e4m3."""
 
     emulated = False
 
-    qkv: Tensor
-    proj: Tensor
+    qkv: Tensor  # [C], one scale per channel of the residual stream; as fc1
+    proj: Tensor  # []
     fc1: Tensor
     fc2: Tensor
-    kept: Tensor
+    kept: Tensor  # True for the LINEARS that stay in half precision, bool [4]
 
     def __init__(self, width: int, device: torch.device | None = None) -> None:
         super().__init__()
-        self.active = False
+        self.active = False  # `fuse` sets it for a block that runs in e4m3
         for name in LINEARS:
             shape = (width,) if name in ("qkv", "fc1") else ()
             self.register_buffer(name, torch.ones(shape, device=device))
@@ -129,15 +108,15 @@ class Fp8Scales(nn.Module):
     def run(
         self, parts: BlockParts, x: Tensor, facts: TokenFacts, rope: Rope | None, reader: FrozenFp8 | None = None
     ) -> tuple[Tensor, TokenFacts]:
-        """Runs the block, [B, N, C] -> [B, N, C]; also returns facts about the output for the next block.
+        """Runs the block on x [B, N, C] with facts about x; also returns facts about the output for the next block.
 
-        Args:
-            facts: Facts about x from the previous block.
-            reader: Cached weights of the next block if that block reads e4m3.
+        `reader` is the cached weights of the next block if that block reads e4m3.
         """
         attention, mlp = parts.halves
         self.check("triton")
-        if torch.is_grad_enabled() and needs_gradient(x, *block_tensors(attention, mlp)):
+        qk_norm = attention.qk_norm and attention.qk_norm.now()
+        of_norms = () if qk_norm is None else (*qk_norm.q[:2], *qk_norm.k[:2])
+        if torch.is_grad_enabled() and needs_gradient(x, *of_norms, *block_tensors(attention, mlp)):
             reason = "FP8 does not support gradients: call the model within torch.no_grad()"
             raise UnsupportedInputError("a block in FP8", [reason, _HOW_TO_LEAVE])
         cached = self.cached_of(parts)
@@ -149,18 +128,17 @@ class Fp8Scales(nn.Module):
             x, facts.x8 if facts.reader is cached else None, facts.statistics, cached.layers,
             None if reader is None else reader.layers.qkv.operand_factor,
             heads=attention.num_heads, attention_scale=attention.scale,
-            eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind, activation=mlp.activation,
-            qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope,
+            eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation,
+            qk_norm=qk_norm, rope=rope,
         )  # fmt: skip
         return y, TokenFacts(statistics, y8, reader, parts)
 
     def reader(self, parts: BlockParts) -> FrozenFp8 | None:
-        """Returns a block's cached weights if its qkv layer reads e4m3, else None."""
+        """Returns the cached weights if the qkv layer reads e4m3."""
         cached = self.cached_of(parts)
         return None if cached.layers.qkv.operand_factor is None else cached
 
     def cached_of(self, parts: BlockParts) -> FrozenFp8:
-        """Returns the cached weights of a block, and creates them if needed."""
         if not isinstance(parts.frozen, FrozenFp8):
             attention, mlp = parts.halves
             parts.frozen = FrozenFp8(attention, mlp, self.now(), attention.rope_head)

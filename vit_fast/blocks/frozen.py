@@ -18,27 +18,26 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..ops.block import fold
 from ..ops.descriptions import BlockTensors
 from ..ops.registration import CACHED
-from .parts import AttentionParts, MlpParts, Slot, block_tensors, frozen_sources
+from .parts import AttentionParts, MlpParts, block_tensors, settings, sources
 from .plain import PLAIN
 
 Weights = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias and LayerScale of a linear layer
 
 
 class Frozen:
-    """The folded linear layers of one block.
+    """The folded linear layers of one block, for matmuls of one dtype; see `ops.block.fold` for rope_head.
 
-    Args:
-        attention, mlp: The parts of the block.
-        dtype: The dtype of the matmuls.
-        rope_head: See `ops.block.fold`.
     Attributes:
         tensors: Folded weight, bias and row sums of qkv, of fc1, and of fc2 if a norm precedes fc2; then the weights of
             proj and fc2 in `dtype` if the parameters have another dtype. Updated in place.
     """
 
+    every_source = False  # see `sources`
+
     def __init__(self, attention: AttentionParts, mlp: MlpParts, dtype: torch.dtype, rope_head: int) -> None:
         self.attention, self.mlp, self.dtype, self.rope_head = attention, mlp, dtype, rope_head
-        self._sources, *self._settings = self.dependencies(attention, mlp)
+        self._sources = sources(attention, mlp, self.every_source)
+        self._settings = settings(attention, mlp)
         self.tensors: list[Tensor] = []
         self._lock = threading.Lock()
         self._snapshots: list[_Snapshot] = []
@@ -46,15 +45,10 @@ class Frozen:
         _follow_optimizers()
         CACHED[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
 
-    @staticmethod
-    def dependencies(attention: AttentionParts, mlp: MlpParts) -> tuple[list[Slot], Any, Any]:
-        """Returns the parameters (slots) and settings that determine the cached tensors of a block."""
-        kinds = mlp.norm.kind, mlp.inner_norm and mlp.inner_norm.kind
-        return frozen_sources(attention, mlp), kinds, (attention.rope_head, mlp.fc1.chunk)
-
     def fits(self, attention: AttentionParts, mlp: MlpParts) -> bool:
         """True if the cached tensors of a block with these parts depend on the same parameters and settings."""
-        return (self._sources, *self._settings) == self.dependencies(attention, mlp)
+        same = self._sources == sources(attention, mlp, self.every_source)
+        return same and self._settings == settings(attention, mlp)
 
     def refresh(self) -> None:
         """Recomputes the cached tensors in the same memory; raises RuntimeError if a shape or device changed."""
@@ -86,7 +80,6 @@ class Frozen:
         return tensors
 
     def block_tensors(self, proj: Weights, fc2: Weights) -> BlockTensors:
-        """Returns the tensors of the block: folded layers, and the current parameters of proj and of fc2."""
         qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
         fc2_sum = None
         if self.mlp.inner_norm is not None:
@@ -115,14 +108,13 @@ class Frozen:
             self.refresh()
 
     def invalidate(self, stepped: set[int] | None) -> None:
-        """Marks the cached tensors as outdated if a parameter has one of these ids; None marks them always."""
+        """Marks the tensors as outdated if a parameter has one of these ids; None marks them always."""
         if stepped is None or any(id(held) in stepped for _, _, _, held, *_ in self._snapshots):
             self._snapshots = []
 
 
 # A module's __dict__, the dictionary that contains the tensor, then name, tensor, version, address and storage. The
-# references to tensor and storage prevent another tensor from getting the same id or address, e.g. if a parameter is
-# converted to another dtype and back.
+# references to tensor and storage prevent another tensor from getting the same id or address.
 _Snapshot = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int, torch.UntypedStorage | None]
 _GONE = object()
 

@@ -21,7 +21,7 @@ from torch.fx import Proxy
 
 from ..ops.attention_op import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..ops.backends import resolve_backend
-from ..ops.checks import DTYPES
+from ..ops.descriptions import DTYPES
 from .block import parts_of, run_as_block, run_blocks, run_mlp, runs_whole
 from .fp8_scales import PLACE, prepare_to_load
 from .packed import is_packable
@@ -42,18 +42,13 @@ class Finding:
 
 
 class FusedModule(nn.Module):
-    """Base of the fused classes.
-
-    Attributes:
-        host_reads: Values that forward reads on the host, which a CUDA graph would not repeat; "" if there are none.
-        passes_for_original: True if the class has the original's module and name, because the library looks these up.
-    """
+    """Base of the fused classes."""
 
     original: ClassVar[type[nn.Module]]  # the class that is replaced
     original_forward: ClassVar[Callable[..., Any]]
     kind: ClassVar[str]  # the part that the operators compute, for the report
-    host_reads: ClassVar[str] = ""
-    passes_for_original: ClassVar[bool] = False
+    host_reads: ClassVar[str] = ""  # values that forward reads on the host, which a CUDA graph would not repeat
+    passes_for_original: ClassVar[bool] = False  # has the original's module and name, which the library looks up
     vit_fast_request: str = "auto"  # the requested backend
     vit_fast_backend: str = "sdpa"  # the resolved backend
 
@@ -81,16 +76,13 @@ class FusedModule(nn.Module):
 
     @classmethod
     def head_width(cls, module: Any) -> int | None:
-        """Width of an attention head in channels; None without attention."""
         return getattr(module, "head_dim", None)
 
     @classmethod
     def triton_reasons(cls, module: Any) -> list[str]:
-        """Returns all reasons why the kernels cannot run an instance."""
         return triton_reasons(cls.head_width(module), dtype_of(module))
 
     def prepare(self, request: str) -> None:
-        """Prepares an instance after its class was set."""
         self.set_up()
         self.set_fused_backend(request)
 
@@ -140,9 +132,8 @@ def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Call
 def _show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
     """Wraps the forward of a fused class, so that torch.fx and torch.jit.script see that of `original`.
 
-    Neither can trace the fused forward, which inspects children and calls custom operators. torch.fx calls forward with
-    Proxies; torch.jit.script reads source and annotations. If the classes are not equivalent, torch.fx keeps the module
-    as a leaf, and torch.jit.script fails.
+    Neither can trace the fused forward. torch.fx calls forward with Proxies; torch.jit.script reads source and
+    annotations. If the classes are not equivalent, torch.fx keeps the module as a leaf, and torch.jit.script fails.
 
     After `unfuse`, bound methods `module.forward` that were stored before run the original forward. A forward that a
     user sets on `original` also runs in fused modules.
@@ -244,7 +235,6 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype | None:
-    """Returns the dtype of the first parameter; None if there is none, as in quantized layers."""
     return next((parameter.dtype for parameter in module.parameters()), None)
 
 
@@ -272,7 +262,7 @@ class FusedNormMlp(FusedModule):
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
-        """Reads norm and MLP; returns None, and adds reasons to the reader, if this half must run as modules."""
+        """Reads the second half of a block; returns None if this half must run as modules, and adds reasons."""
         raise NotImplementedError
 
     @classmethod
@@ -305,7 +295,6 @@ class FusedNormMlp(FusedModule):
         return parts is None or (parts.frozen is None and parts.fp8 is None)
 
     def drop_frozen(self) -> None:
-        """Drops folded or packed weights, before the parameters change or move."""
         parts = self.__dict__.get("vit_fast_parts")
         if parts is not None:
             parts.frozen = parts.reader = None
@@ -316,12 +305,10 @@ class FusedNormMlp(FusedModule):
         return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
-        """Drops cached weights on .to(), .cuda() and similar."""
         self.drop_frozen()
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Drops cached weights when any module that contains this block loads a state dict."""
         self.drop_frozen()
         prepare_to_load(self, *args[:2])
         super()._load_from_state_dict(*args)
@@ -362,6 +349,5 @@ class FusedBlocks(FusedContainer):
         return len(module) > 1 and all(block in blocks for block in module)
 
     def forward(self, input: Tensor, *rope: Tensor) -> Tensor:
-        """Maps [B, N, C] to [B, N, C]."""
         blocks: Any = self  # also a Sequential
         return run_blocks(blocks, input, *rope)

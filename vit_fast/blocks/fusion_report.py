@@ -98,7 +98,7 @@ class FusionReport:
 
 
 def _grouped(modules: Sequence[ModuleReport]) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
-    """Yields the rows of the table; blocks.0.attn to blocks.11.attn with equal results become blocks.{0-11}.attn."""
+    """Yields rows of the table; blocks.0.attn to blocks.11.attn with equal results become blocks.{0-11}.attn."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for module in modules:
         pattern = re.sub(r"\d+", "*", module.name)

@@ -19,7 +19,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +35,10 @@ from .parts import (
     AttentionParts,
     BlockParts,
     MlpParts,
-    Slot,
     drops,
     drops_path,
-    linear_sources,
     scale_of,
+    sources,
     tensor_of,
     tensors_of,
 )
@@ -74,11 +73,7 @@ def mkl_is_faster() -> bool:
 class PackedLinear:
     """Computes activation(x W^T + b) or residual + x W^T + b, for contiguous x [..., K] with W's dtype.
 
-    Args:
-        weight: W [N, K] on the CPU.
-        bias: b [N] or None.
-        activation: A key of `reference.ACTIVATIONS`, or None.
-        scale: LayerScale [N], folded into weight and bias; None means ones.
+    `activation` is a key of `reference.ACTIVATIONS` or None. LayerScale `scale` is folded into W [N, K] and b.
     """
 
     def __init__(
@@ -132,19 +127,11 @@ class Steps(NamedTuple):
 class Packed(Frozen):
     """The packed linear layers of one block; packed again, like a `Frozen`, when the weights change."""
 
+    every_source = True
     _steps: Steps
 
     def __init__(self, attention: AttentionParts, mlp: MlpParts) -> None:
         super().__init__(attention, mlp, tensor_of(*mlp.fc1.weights[0]).dtype, 0)
-
-    @staticmethod
-    def dependencies(attention: AttentionParts, mlp: MlpParts) -> tuple[list[Slot], Any, Any]:
-        qk_norms = () if attention.qk_norm is None else (attention.qk_norm.q, attention.qk_norm.k)
-        norms = [norm for norm in (attention.norm, *qk_norms, mlp.norm, mlp.inner_norm) if norm is not None]
-        scales = [half.layer_scale for half in (attention, mlp) if half.layer_scale is not None]
-        sources = [*(slot for norm in norms for slot in norm.slots), *linear_sources(attention, mlp), *scales]
-        kinds = [(norm.kind, norm.eps) for norm in (attention.norm, mlp.norm, mlp.inner_norm) if norm is not None]
-        return sources, kinds, (attention.num_heads, attention.scale, mlp.activation)
 
     def _recompute(self) -> None:
         attention, mlp = self.attention, self.mlp
@@ -185,9 +172,7 @@ def run_packed(
 ) -> Tensor:
     """Runs consecutive blocks on [B, N, C] or [total, C]; see `packed_for`.
 
-    Args:
-        rope, keys: Rotary positions of q and k, or None; keys that queries attend to, or None for all of an image.
-        outputs: The last block computes only this many leading tokens; None means all. Requires keys=None.
+    The last block computes only `outputs` leading tokens, or all if None; this requires keys=None.
     """
     steps = [packed.steps() for packed in blocks]  # in advance: between operators, threads sleep while Python runs
     shared_rope = rope is None or rope.cos.ndim == 2
@@ -258,9 +243,7 @@ def _attention_graph(
     """Compiles attention of qkv [B, N, 3, H, D] with oneDNN Graph; returns None if oneDNN Graph does not support it.
 
     torch offers oneDNN Graph only in TorchScript, as a setting of the process. The setting is on only in here.
-
-    Args:
-        threads: Number of threads of torch, among which oneDNN divides the work when it compiles.
+    oneDNN divides the work among `threads` when it compiles.
     """
     try:
         attention: Callable[[Tensor], Tensor] = torch.jit.CompilationUnit(_ATTENTION.format(scale=scale)).attention
@@ -299,7 +282,6 @@ def pack_reasons(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def pack_parts(parts: BlockParts) -> None:
-    """Packs the linear layers of a block for which `is_packable` is True."""
     attention, mlp = parts.halves
     if type(parts.frozen) is Packed and parts.frozen.dtype is tensor_of(*mlp.fc1.weights[0]).dtype:
         parts.frozen.refresh()
@@ -314,7 +296,7 @@ def is_packable(parts: BlockParts) -> bool:
         return False
     if attention.module.vit_fast_backend != "sdpa":
         return False
-    tensors = [tensor_of(*slot) for slot in Packed.dependencies(attention, mlp)[0]]
+    tensors = [tensor_of(*slot) for slot in sources(attention, mlp)]
     dtype = tensor_of(*mlp.fc1.weights[0]).dtype
     alike = all(tensor is None or (tensor.device.type == "cpu" and tensor.dtype is dtype) for tensor in tensors)
     return alike and not pack_reasons(dtype)

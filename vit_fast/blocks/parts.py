@@ -4,8 +4,8 @@ A file per library in `vit_fast/libraries/` reads the blocks with a reader (`rea
 attribute names, never to tensors, because a Parameter may be replaced at any time.
 
 If a graph of torch.compile read modules from both the block and `BlockParts`, torch.compile would add one Python guard
-per module. So while it traces, `built` rebuilds the parts from the block's modules and their `outline`: names and
-numbers that are a constant of the graph.
+per module, which doubles the host time of a compiled block. So while it traces, `built` rebuilds the parts from the
+block's modules and their `outline`: names and numbers that are a constant of the graph.
 """
 
 from __future__ import annotations
@@ -29,16 +29,10 @@ _LITERALS = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, eq=False)
 class NormParts:
-    """A normalization over the last axis.
-
-    Attributes:
-        module: Holds weight and, for a LayerNorm, bias.
-        kind: "layer_norm" or "rms_norm".
-        eps: Added to the variance or mean square before the square root.
-    """
+    """A normalization over the last axis; `module` holds weight and, for a LayerNorm, bias."""
 
     module: Any
-    kind: str
+    kind: str  # "layer_norm" or "rms_norm"
     eps: float
 
     @property
@@ -57,18 +51,14 @@ class NormParts:
 class LinearParts:
     """A linear layer, or several with the same input (q, k and v), concatenated along the outputs.
 
-    Attributes:
-        weights: One weight, or one per layer.
-        biases: One bias, or one per layer; timm's EVA has one weight and three biases.
-        chunk: 0 or 1: half of the outputs of a layer that computes gate and hidden layer; None means all outputs.
+    Weights and biases are one, or one per layer; timm's EVA has one weight and three biases.
     """
 
     weights: tuple[Slot, ...]
     biases: tuple[Slot, ...]
-    chunk: int | None = None
+    chunk: int | None = None  # half of the outputs of a layer that computes gate and hidden layer, 0 or 1
 
     def tensors(self) -> tuple[Any, Any]:
-        """Returns weight and bias, each a tensor or None."""
         if len(self.weights) == len(self.biases) == 1:
             weight, bias = tensor_of(*self.weights[0]), tensor_of(*self.biases[0])
         else:
@@ -85,7 +75,7 @@ class LinearParts:
 
 @dataclass(frozen=True, eq=False)
 class QkNormParts:
-    """The norms of q and k; see `QkNorm` in `ops/descriptions.py`."""
+    """The norms of q and k; see `QkNorm`."""
 
     q: NormParts
     k: NormParts
@@ -97,11 +87,7 @@ class QkNormParts:
 
 @dataclass(frozen=True, eq=False)
 class AttentionParts:
-    """The attention half, x + drop_path(layer_scale * proj(attention(qkv(norm(x))))).
-
-    Attributes:
-        rotates_halves: True if the rotary embeddings, which each call passes, have the layout "half" (`Rope`).
-    """
+    """The attention half, x + drop_path(layer_scale * proj(attention(qkv(norm(x)))))."""
 
     module: Any  # the attention layer
     norm: NormParts
@@ -113,7 +99,7 @@ class AttentionParts:
     drop_path: Any  # a module with drop_prob, or None
     dropouts: tuple[Slot, ...]  # dropout probabilities in training
     qk_norm: QkNormParts | None = None
-    rotates_halves: bool = False
+    rotates_halves: bool = False  # True if the rotary embeddings, which each call passes, have the layout "half"
 
     @property
     def rope_head(self) -> int:
@@ -127,8 +113,7 @@ class AttentionParts:
 class MlpParts:
     """The MLP half, x + drop_path(layer_scale * fc2(inner_norm(hidden))).
 
-    hidden is activation(fc1(norm(x))); with a gate, activation(gate(norm(x))) * fc1(norm(x)). Attributes without a
-    comment are as in AttentionParts.
+    hidden is activation(fc1(norm(x))); with a gate, activation(gate(norm(x))) * fc1(norm(x)).
     """
 
     norm: NormParts
@@ -141,20 +126,10 @@ class MlpParts:
     gate: LinearParts | None = None
     inner_norm: NormParts | None = None  # before fc2, as in EVA-02
 
-    def tensors(self) -> tuple[Any, ...]:
-        """Returns norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias."""
-        return (*self.norm.tensors(), *self.fc1.tensors(), *tensors_of(self.fc2))
-
-    def options(self) -> dict[str, Any]:
-        """Returns the other arguments of the operator."""
-        options = {"eps": self.norm.eps, "activation": self.activation, "layer_scale": scale_of(self)}
-        if self.norm.kind != "layer_norm":
-            options["norm"] = self.norm.kind
-        if self.gate is not None:
-            options["gate_weight"], options["gate_bias"] = self.gate.tensors()
-        if self.inner_norm is not None:
-            options["inner_norm"] = self.inner_norm.now()
-        return options
+    @property
+    def inner(self) -> tuple[str, float] | None:
+        """Kind and epsilon of the inner norm."""
+        return None if self.inner_norm is None else (self.inner_norm.kind, self.inner_norm.eps)
 
 
 @dataclass(eq=False)
@@ -172,8 +147,7 @@ class BlockParts:
 
     @property
     def halves(self) -> tuple[Any, Any]:
-        """Attention and MLP, typed as Any for callers that know that both exist."""
-        return self.attention, self.mlp
+        return self.attention, self.mlp  # typed as Any for callers that know that both exist
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copied or unpickled block is read again
@@ -197,36 +171,45 @@ def drops_path(drop_path: Any) -> bool:
 
 
 def block_tensors(attention: AttentionParts | None, mlp: MlpParts | None) -> BlockTensors:
-    """Returns the current parameters of a block or of a half; concatenates separate linear layers of q, k and v."""
+    """Returns the current parameters of a block or of a half."""
     first: tuple[Any, ...] = (None,) * 7
     second: tuple[Any, ...] = (None,) * 7
     gate = inner = (None, None)
     if attention is not None:
         first = *attention.norm.tensors(), *attention.qkv.tensors(), *tensors_of(attention.proj), scale_of(attention)
     if mlp is not None:
-        second = *mlp.tensors(), scale_of(mlp)
+        second = *mlp.norm.tensors(), *mlp.fc1.tensors(), *tensors_of(mlp.fc2), scale_of(mlp)
         gate = gate if mlp.gate is None else mlp.gate.tensors()
         inner = inner if mlp.inner_norm is None else mlp.inner_norm.tensors()
     return BlockTensors._make((*first, *second, *gate, None, None, *inner, None))
 
 
-def frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
-    """Returns the parameters that folded weights depend on: not LayerScale and the biases of unfolded layers."""
-    norms = [norm for norm in (attention.norm, mlp.norm, mlp.inner_norm) if norm is not None]
-    unread = [(attention.proj, "bias")] if mlp.inner_norm is not None else [(attention.proj, "bias"), (mlp.fc2, "bias")]
-    linears = [slot for slot in linear_sources(attention, mlp) if slot not in unread]
-    return [*(slot for norm in norms for slot in norm.slots), *linears]
+def sources(attention: AttentionParts, mlp: MlpParts, every: bool = True) -> list[Slot]:
+    """Returns the slots of all parameters of a block; without `every`, only those that folded weights depend on."""
+    norms = [attention.norm, mlp.norm, mlp.inner_norm]
+    if every and attention.qk_norm is not None:
+        norms += [attention.qk_norm.q, attention.qk_norm.k]
+    slots = [slot for norm in norms if norm is not None for slot in norm.slots]
+    for linear in (attention.qkv, mlp.fc1, mlp.gate):
+        slots += [] if linear is None else [*linear.weights, *linear.biases]
+    slots += [(attention.proj, "weight"), (mlp.fc2, "weight")]
+    if every or mlp.inner_norm is not None:
+        slots.append((mlp.fc2, "bias"))
+    if every:
+        slots.append((attention.proj, "bias"))
+        slots += [half.layer_scale for half in (attention, mlp) if half.layer_scale is not None]
+    return slots
 
 
-def linear_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
-    """Returns the slots of the weights and biases of qkv, fc1, gate, proj and fc2."""
-    linears = (attention.qkv, mlp.fc1, *(() if mlp.gate is None else (mlp.gate,)))
-    behind = [(layer, name) for layer in (attention.proj, mlp.fc2) for name in ("weight", "bias")]
-    return [*(slot for linear in linears for slot in (*linear.weights, *linear.biases)), *behind]
+def settings(attention: AttentionParts, mlp: MlpParts) -> tuple[Any, ...]:
+    """Returns what cached weights depend on besides parameters."""
+    qk = attention.qk_norm
+    norms = [attention.norm, mlp.norm, mlp.inner_norm, *(() if qk is None else (qk.q, qk.k))]
+    kinds = [norm and (norm.kind, norm.eps) for norm in norms]
+    return kinds, attention.rope_head, attention.num_heads, attention.scale, mlp.activation, mlp.fc1.chunk
 
 
 def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
-    """Returns weight and bias of a module, each a tensor or None."""
     if torch.compiler.is_compiling():
         return owner.weight, owner.bias
     own = owner.__dict__
@@ -251,11 +234,7 @@ _CLASSES = {cls.__name__: cls for cls in (AttentionParts, LinearParts, MlpParts,
 
 
 def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
-    """Returns names and numbers from which `built` rebuilds the parts; None if parts contain any other object.
-
-    Returns:
-        Both halves; the path of every watched module; and path, name and value of every watched attribute.
-    """
+    """Returns names and numbers from which `built` rebuilds the parts; None if parts contain any other object."""
     paths = {id(module): tuple(name.split(".")) if name else () for name, module in block.named_modules()}
     try:
         values = tuple(

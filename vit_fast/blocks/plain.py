@@ -42,14 +42,11 @@ def _only_records(hook: Any) -> bool:
 
 
 def forward_is_replaced(module: nn.Module) -> bool:
-    """True if the instance has a forward other than that of its class.
-
-    transformers 4, and accelerate after removing hooks, set the forward of the class on the instance.
-    """
+    """True if the instance has a forward other than that of its class."""
     if "forward" not in module.__dict__:
         return False
     forward = module.__dict__["forward"]
-    own = getattr(forward, "__self__", None) is module
+    own = getattr(forward, "__self__", None) is module  # set by transformers 4, and accelerate after removing hooks
     return not (own and getattr(forward, "__func__", None) is type(module).forward)
 
 
@@ -123,12 +120,8 @@ def tensor_reasons(name: str, tensor: Tensor | None) -> list[str]:
 class Watch:
     """Checks that a block did not change since its parts were read.
 
-    Args:
-        owner: The block.
-        edges: (parent, name, child) of every inspected module, also of modules that cannot be bypassed.
-        values: (owner, attribute, value) of all other attributes that were read.
-    Attributes:
-        modules: The children of the edges.
+    `edges` are all inspected modules, also those that cannot be bypassed. `values` are owner, name and value of all
+    other attributes that were read.
     """
 
     def __init__(self, owner: nn.Module, edges: list[Edge], values: list[tuple[Any, str, object]]) -> None:
@@ -193,10 +186,7 @@ class Watch:
         return True
 
     def guard(self) -> None:
-        """Reads the same attributes as `holds` in code that torch.compile traces and therefore guards.
-
-        torch.compile also guards classes, and hooks with `torch._dynamo.config.skip_nnmodule_hook_guards = False`.
-        """
+        """Reads the same attributes as `holds` in code that torch.compile traces and therefore guards."""
         for parent, _, name, child, *_ in self._plain:
             if parent._modules.get(name) is not child or is_touched(child):
                 return

@@ -22,11 +22,7 @@ Parts = TypeVar("Parts", AttentionParts, MlpParts)
 
 
 class Inspector:
-    """Inspects a module and its submodules.
-
-    The forward of every module on the path to a part will be bypassed, so all modules on these paths are checked and
-    watched. Hooks of `owner` itself do not prevent this.
-    """
+    """Inspects a module, and watches all modules on the paths to its parts, because their forward will be bypassed."""
 
     def __init__(self, owner: nn.Module) -> None:
         self.owner = owner
@@ -37,7 +33,6 @@ class Inspector:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules whose forward will be bypassed."""
         return [child for _, _, child in self.edges.values()]
 
     def at(self, path: str) -> Any:
@@ -69,14 +64,12 @@ class Inspector:
         return (self.at(owner) if owner else self.owner), name
 
     def value(self, path: str) -> Any:
-        """Returns an attribute that is not a module, and watches it."""
         owner, name = self.slot(path)
         value = getattr(owner, name, None)
         self.values.append((owner, name, value))
         return value
 
     def _check_classes(self, modules: Mapping[str, Classes] | None) -> bool:
-        """Checks the classes of modules that contain parts."""
         before = len(self.reasons)
         for path, classes in (modules or {}).items():
             module = self.watch(path)
@@ -101,10 +94,7 @@ class Inspector:
 
 
 class PartReader(Inspector):
-    """Reads the parts of a block from one module.
-
-    `activation_classes` and `norm_classes` map dotted paths of classes to operator names; subclasses add entries.
-    """
+    """Reads the parts of a block from one module. Subclasses add classes, by dotted path, with their operator names."""
 
     activation_classes: ClassVar[dict[str, str]] = {
         "torch.nn.modules.activation.ReLU": "relu",
@@ -132,7 +122,6 @@ class PartReader(Inspector):
         return NormParts(norm, kind or "", eps)
 
     def optional_norm(self, path: str) -> NormParts | None:
-        """Reads an optional norm; returns None if it is absent or an Identity."""
         return None if type(self.watch(path)) in (type(None), nn.Identity) else self.norm(path)
 
     def linear(self, path: str, classes: Classes = (nn.Linear,)) -> Any:
@@ -160,7 +149,6 @@ class PartReader(Inspector):
         return name or ""
 
     def require_absent(self, path: str) -> None:
-        """Checks that a module is absent or an Identity."""
         module = self.watch(path)
         if module is not None and type(module) is not nn.Identity:
             self.reasons.append(f"{path} must be absent or an Identity, got {describe(module)}")

@@ -18,19 +18,12 @@ from ..ops.registration import in_transform
 
 
 class TokenFacts(NamedTuple):
-    """Facts about a tensor of tokens.
+    """Facts about a tensor of tokens."""
 
-    Attributes:
-        statistics: LayerNorm statistics as the operators return them, or None.
-        x8: The tokens in e4m3, or None.
-        reader: The cached weights (`FrozenFp8`) of the block that x8 was scaled for.
-        maker: The parts of the block that returned the tensor, if this block runs in e4m3.
-    """
-
-    statistics: Tensor | None = None
-    x8: Tensor | None = None
-    reader: Any = None
-    maker: Any = None
+    statistics: Tensor | None = None  # LayerNorm statistics as the operators return them
+    x8: Tensor | None = None  # the tokens in e4m3
+    reader: Any = None  # the cached weights (`FrozenFp8`) of the block that x8 was scaled for
+    maker: Any = None  # the parts of the block that returned the tensor, if this block runs in e4m3
 
 
 NOTHING = TokenFacts()

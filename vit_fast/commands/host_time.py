@@ -36,7 +36,6 @@ from ..blocks.block import run_blocks
 from ..ops.attention import attention_qkvpacked
 from ..ops.block import fused_block
 from ..ops.descriptions import BlockTensors
-from ..ops.layer_norm_mlp import fused_layer_norm_mlp
 
 if TYPE_CHECKING:
     from ..kernels.inspect.stand_in_driver import StandInDriver
@@ -215,9 +214,10 @@ def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
         "attention": partial(attention_qkvpacked, packed, backend="triton"),
         "LN + attention half": first,
         "LN + MLP": partial(
-            fused_layer_norm_mlp, x, statistics, norm2.weight, norm2.bias, mlp.fc1.weight, mlp.fc1.bias,
-            mlp.fc2.weight, mlp.fc2.bias, eps=norm2.eps, activation=mlp.activation, layer_scale=None, residual=True,
-            next_statistics=True,
+            fused_block, x, statistics, BlockTensors(
+                norm2_weight=norm2.weight, norm2_bias=norm2.bias, fc1_weight=mlp.fc1.weight, fc1_bias=mlp.fc1.bias,
+                fc2_weight=mlp.fc2.weight, fc2_bias=mlp.fc2.bias,
+            ), eps=(0.0, norm2.eps), activation=mlp.activation, next_statistics=True,
         ),
     }  # fmt: skip
 

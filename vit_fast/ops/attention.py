@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .attention_op import as_batch, attention_kernel, unsupported_reasons
+from .attention_op import as_batch, attention_kernel, unlike, unsupported_reasons
 from .backends import resolve_backend
-from .checks import check_alike, check_dtype, check_key_mask, check_lengths, check_tensors
-from .descriptions import Keys, is_padding
+from .descriptions import Keys, check_dtype, check_key_mask, check_lengths, check_tensors, is_padding
 from .registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype
 
 
@@ -46,7 +45,7 @@ def attention(
     backend = resolve_backend(backend, q.device, q.dtype)
     if backend == "triton":
         q, k, v = _autocast(q, k, v)
-    check_alike(q, k, v, "[B, H, N, D]")
+    _check_alike(q, k, v, "[B, H, N, D]")
     if k.shape != v.shape:
         raise ValueError(f"k and v must have equal shapes, got {tuple(k.shape)} and {tuple(v.shape)}")
     if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
@@ -107,7 +106,7 @@ def attention_varlen(
     backend = resolve_backend(backend, q.device, q.dtype)
     if backend == "triton":
         q, k, v = _autocast(q, k, v)
-    check_alike(q, k, v, "[total, H, D]")
+    _check_alike(q, k, v, "[total, H, D]")
     for name, tensor in (("k", k), ("v", v)):
         if tensor.shape != q.shape:
             raise ValueError(f"{name} must have q's shape {tuple(q.shape)}, got {tuple(tensor.shape)}")
@@ -141,15 +140,7 @@ def attention_varlen_qkvpacked(
 
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Computes attention from the output of the qkv linear layer, over all keys or those that `keys` selects.
-
-    Args:
-        qkv: [B, N, 3, H, D]; for packed sequences [total, 3, H, D] or [1, total, 3, H, D].
-        keys: None means that queries attend to all keys of their image.
-        scale, backend: See `attention`.
-    Returns:
-        A tensor with the shape of qkv without the dimension of size 3.
-    """
+    """Computes attention of qkv [B, N, 3, H, D], or of sequences [total, 3, H, D] or [1, total, 3, H, D]."""
     cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)
     backend = resolve_backend(backend, qkv.device, qkv.dtype)
     if backend == "triton" and not is_exporting():
@@ -201,6 +192,15 @@ def scaled_dot_product_attention(
     )
 
 
+def _check_alike(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != shape.count(",") + 1:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        check_dtype(name, tensor)
+        if reason := unlike(name, tensor, q):
+            raise ValueError(reason)
+
+
 def softmax_scale(tensor: Tensor, scale: float | None) -> float:
     # max avoids 0 ** -0.5, and keeps a symbolic head dimension symbolic
     return max(tensor.shape[-1], 1) ** -0.5 if scale is None else float(scale)
@@ -225,7 +225,6 @@ def _auto_is_triton(query: Tensor) -> bool:
 
 @constant_to_compiler
 def _fused_sdpa_is_allowed() -> bool:
-    """Returns False if all fused kernels of SDPA are disabled. torch.compile treats the result as a constant."""
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
 

@@ -14,13 +14,20 @@ from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from .backends import kernel_reasons
-from .checks import DTYPES, unlike
+from .descriptions import DTYPES
 from .registration import Gradient, operator
 
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 128
 _MAX_GRID = 2**31 - 1
 _SMALLEST_TILE = 32
+
+
+def unlike(name: str, tensor: Tensor, q: Tensor) -> str:
+    """Returns an error message if the tensor's dtype or device differs from that of q, else ""."""
+    if tensor.dtype == q.dtype and tensor.device == q.device:
+        return ""
+    return f"{name} must have q's dtype and device, {q.dtype} on {q.device}, got {tensor.dtype} on {tensor.device}"
 
 
 def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
@@ -55,8 +62,7 @@ def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[s
 
 
 def as_batch(packed: Tensor) -> Tensor:
-    """Returns [total, H, D] as the view [1, H, total, D]."""
-    return packed.transpose(0, 1).unsqueeze(0)
+    return packed.transpose(0, 1).unsqueeze(0)  # [total, H, D] to [1, H, total, D]
 
 
 def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,13 +76,10 @@ def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns an empty output in the layout of q, a view [B, H, N_q, D] of the output, and empty log-sum-exps.
-
-    In memory, the heads of a token are adjacent: flattening [H, D] for proj needs no copy.
-    """
+    """Returns an empty output in the layout of q, a view [B, H, N_q, D] of the output, and empty log-sum-exps."""
     q = _heads_first(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
-    memory = q.new_empty((batch, tokens, heads, head_dim))
+    memory = q.new_empty((batch, tokens, heads, head_dim))  # flattening [H, D] for proj needs no copy
     view = memory.transpose(1, 2)
     separate = len(qkv) == 3
     out = memory[0] if qkv[0].dim() == (3 if separate else 4) else view if separate else memory
@@ -115,7 +118,7 @@ def _kernel_options(cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seql
 
 
 def _last_stride_one(tensor: Tensor) -> Tensor:
-    """Copies a tensor if its last stride is not 1, e.g. a gradient that `sum` expanded from a scalar."""
+    # a gradient that `sum` expanded from a scalar has stride 0
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

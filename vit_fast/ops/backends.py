@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, get_args
 
 import torch
-from torch.torch_version import TorchVersion
 
 from ..accuracy import judge
 from ..arguments import check_choice
@@ -62,10 +61,9 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 
 @constant_to_compiler
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
-    """Returns all reasons why Triton kernels cannot run on this device.
+    """Returns all reasons why Triton kernels cannot run on this device; the first call runs a test kernel.
 
-    The first call for a CUDA device runs a test kernel. A CPU is supported only under Triton's interpreter
-    (TRITON_INTERPRET=1 when the process started) or with the stand-in driver of `kernels/inspect/`, which runs nothing.
+    A CPU is supported only under Triton's interpreter or with the stand-in driver of `kernels/inspect/`.
     """
     if device == torch.device("cuda") and torch.cuda.is_available():  # a device without an index is the current one
         device = torch.device("cuda", torch.cuda.current_device())
@@ -121,8 +119,8 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return ("torch found no CUDA device",)
-        if rocm := getattr(torch.version, "hip", None):  # ROCm devices have type "cuda" too, with other capabilities
-            return (f"the GPU must be from NVIDIA, got ROCm {rocm}",)
+        if torch.version.hip:  # ROCm devices have type "cuda" too, with other capabilities
+            return (f"the GPU must be from NVIDIA, got ROCm {torch.version.hip}",)
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
             reasons.append(
@@ -136,23 +134,9 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
             reasons.append("tensors must be on a CUDA device (TRITON_INTERPRET=1 for tests), got the CPU")
     else:
         reasons.append(f"tensors must be on a CUDA device, got {device.type}")
-    if not reasons and interpreter_is_active():
-        reasons += _interpreter_reasons()
     if not reasons:
         register_flop_formulas()
     return tuple(reasons)
-
-
-def _interpreter_reasons() -> list[str]:
-    import numpy
-    import triton
-
-    found = TorchVersion(triton.__version__), TorchVersion(numpy.__version__)
-    if found[0] >= "3.7" or found[1] < "2.4":
-        return []
-    return [
-        f"the interpreter of triton {found[0]} requires numpy < 2.4, got {found[1]}: install numpy 2.3 or triton 3.7"
-    ]
 
 
 @functools.cache
@@ -168,17 +152,14 @@ _probe_lock = threading.Lock()
 
 
 def probe_reasons(device: torch.device) -> tuple[str, ...]:
-    """Runs a test kernel once per device and process, and returns the reasons why kernels cannot run.
+    """Runs a test kernel once per device (with index) and process; returns the reasons why kernels cannot run.
 
     Device properties are not sufficient: a C compiler may be missing, the driver too old, or the compiled code
-    incorrect. During a CUDA graph capture, the test kernel does not run, because the graph would contain it.
-
-    Args:
-        device: Must have an index.
+    incorrect.
     """
     if (cached := _probed.get(device)) is not None:
         return cached
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # the graph would contain the kernel
         return (f"the test kernel must run on {device} before a CUDA graph capture: call the model once first",)
     with _probe_lock:
         if device not in _probed:
@@ -225,14 +206,8 @@ def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
     """Runs a call but skips the launches of kernels that are not compiled yet, then compiles these kernels.
 
-    Args:
-        call: Must work on uninitialized tensors and have no side effects. `nothing_to_compile_reasons` must have
-            returned an empty tuple.
-        progress: Called with the number of finished kernels and the number of all kernels.
-    Returns:
-        The number of kernels that this process had not loaded, and how many of them were not in Triton's disk cache.
-    Raises:
-        RuntimeError: a kernel does not compile.
+    `call` must work on uninitialized tensors and have no side effects. Returns the number of kernels that this process
+    had not loaded, and how many of them were not in Triton's disk cache. Raises RuntimeError if one does not compile.
     """
     from ..kernels.precompile import collect, compile_all
 

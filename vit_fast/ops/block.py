@@ -3,20 +3,19 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-`fused_block` calls torch's dispatcher once. One kernel folds the norms into the weights of qkv and fc1, unless `fold`
-has already done so. In the backward (`block_backward.py`), one kernel computes the matmuls of all weight gradients.
-Dropout is not supported. For drop path, run one half with residual=False, and compute x + drop_path(output).
+One kernel folds the norms into the weights of qkv and fc1, unless `fold` has already done so. For drop path, run one
+half with residual=False, and compute x + drop_path(output).
 
 A block passes LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)] for M tokens, to the next block. The kernel
 that writes the output computes statistics per 64 columns; the next kernel combines them (`kernels/row_parts.py`).
 
-The backward needs the input of each norm. fp32 inputs are saved normalized, in the dtype of the matmuls, with the
-reciprocal standard deviation (rstd), fp32 [1, M]. Half-precision inputs are saved as is, with mean and rstd [2, M].
+The backward (`block_backward.py`) needs the input of each norm. fp32 inputs are saved normalized, in the dtype of the
+matmuls, with the reciprocal standard deviation, fp32 [1, M]. Half-precision inputs are saved as is, with mean and rstd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from ..kernels.row_parts import row_parts
 from .attention_op import attention_forward
+from .backends import kernel_reasons
 from .block_backward import (
     SETTINGS,
     BlockSettings,
@@ -35,8 +35,19 @@ from .block_backward import (
     saved_names,
     tensors_of,
 )
-from .checks import as_matrix, check_key_mask, check_lengths, check_qk_norm, checked_rope, require_supported
-from .descriptions import BlockTensors, Keys, QkNorm, Rope
+from .descriptions import (
+    DTYPES,
+    MAX_ROWS,
+    BlockTensors,
+    Keys,
+    QkNorm,
+    Rope,
+    as_matrix,
+    check_key_mask,
+    check_lengths,
+    check_qk_norm,
+    checked_rope,
+)
 from .registration import Gradient, matmul_dtype, needs_gradient, operator, text_of
 from .rotary import QkSettings, QkTensors, QkvStep, operator_arguments, qkv_step
 
@@ -53,12 +64,8 @@ def fold(
 ) -> BlockTensors:
     """Folds the norms of a block into the weights of qkv, fc1 and, with a norm inside the MLP, fc2.
 
-    The folded weights are not updated when the parameters change, and have no gradients.
-
-    Args:
-        dtype: The dtype of the matmuls.
-        rope_head: 0, or head_dim D to make channels j and j + D/2 of q and k adjacent, which does not change
-            q k^T. In this case, pass the result of `descriptions.interleave` to `fused_block` as `rope`.
+    The folded weights are not updated when the parameters change, and have no gradients. A rope_head of head_dim D
+    makes channels j and j + D/2 of q and k adjacent; then pass the result of `interleave` to `fused_block`.
     """
     from ..kernels.linear.folding import fold_linears
 
@@ -96,18 +103,13 @@ def fused_block(
         statistics: LayerNorm statistics of x from the previous block; computed if None.
         tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`); or the result of
             `fold`. A half whose parameters are None is skipped.
-        attention_scale: Multiplier of q k^T; None means D**-0.5.
-        eps: For norm1 and norm2: added to the variance (RMSNorm: to the mean of x^2) before the square root.
-        activation: A key of `reference.ACTIVATIONS`; with a gate, applied to the gate only.
-        qk_norm: Norms of q and k, applied before the rotation.
-        keys: The keys that queries attend to; None means all keys of an image. With packed sequences, B must be 1.
-        inner_norm: Kind and epsilon of a norm before fc2; None means no norm.
+        eps, norm: Of norm1 and norm2. inner_norm: kind and epsilon of a norm before fc2.
         residual: True adds x to the branch; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
     Returns:
         The output, with x's shape, and the LayerNorm statistics of the output or None. With residual, the output is
-        fp32 if x is fp32, else in the dtype of the matmuls; without residual, see `_branch_dtype` and `_mlp_dtype`. The
-        statistics are None unless next_statistics and residual are True and x is half precision.
+        fp32 if x is fp32, else in the dtype of the matmuls; without residual, see `_output_dtype`. The statistics are
+        None unless next_statistics and residual are True and x is half precision.
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
@@ -132,7 +134,7 @@ def fused_block(
         if tensor is None:
             continue
         if tensor.device != device:  # raise an error before torch dispatches to one of the devices
-            require_supported(*_names_in_errors(tensors), x, dtype)
+            _require_supported(tensors, x, dtype)
         flat.append(tensor)
         present.append(number)
     saves = needs_gradient(x, *flat)
@@ -151,11 +153,7 @@ def fused_block(
 def checked_qk(
     x: Tensor, qkv_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None, is_folded: bool
 ) -> tuple[QkTensors, QkSettings, int]:
-    """Checks qk-norm and rotation against x [B, N, C] and a qkv layer of 3 H D outputs; returns operator arguments.
-
-    Args:
-        is_folded: True if the qkv weight is folded; this allows the layout that `interleave` returns.
-    """
+    """Checks qk-norm and rotation against x [B, N, C] and a qkv layer of 3 H D outputs; returns operator arguments."""
     head_dim = qkv_width // (3 * heads)
     if qk_norm is not None:
         check_qk_norm(qk_norm, heads, head_dim)
@@ -177,15 +175,7 @@ def _checked_max_seqlen(x: Tensor, keys: Keys) -> int:
 
 
 def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Runs a block or one half on x [B, N, C]; the MLP half also on x [..., C].
-
-    Args:
-        tensors: The tensors of `BlockTensors` and `QkTensors` that are present.
-        settings: See `BlockSettings.read`.
-    Returns:
-        The output; with `next_statistics` the LayerNorm statistics of the output; then the tensors that `_new_names`
-            lists.
-    """
+    """Returns the output, the LayerNorm statistics of the output if requested, and the tensors in `_new_names`."""
     from ..kernels.linear.linear import linear_residual
 
     s = BlockSettings.read(settings)
@@ -205,7 +195,7 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         # before fc1, a separate kernel normalizes fp32 tokens and reads no statistics
         statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32
         base = rows if s.residual else None
-        dtype = _branch_dtype(s.dtype, t.scale1) if base is None else base.dtype
+        dtype = _output_dtype(x.dtype, t._replace(fc1_weight=None), s)
         y, emitted = linear_residual(mixed, weights["proj"], t.proj_bias, t.scale1, base, statistics_too, dtype)
     if t.fc1_weight is not None:
         y, emitted = _mlp(y, emitted, folded, weights.get("fc2"), t, saved, s)
@@ -253,7 +243,7 @@ def _mlp(
         saved |= {"rows2": normed.source, "statistics2": normed.statistics, "z": z}
     else:
         h = linear.layer_norm_linear(norm_input, fc1, s.activation, gated, out_part=part)
-    dtype, base = _mlp_dtype(rows.dtype, t.scale2, s), rows if s.residual else None
+    dtype, base = _output_dtype(rows.dtype, t, s), rows if s.residual else None
     if fc2 is not None:
         return linear.linear_residual(h, fc2, t.fc2_bias, t.scale2, base, s.next_statistics, dtype)
     assert inner is not None, "fc2 must be passed, or folded with its norm"
@@ -265,34 +255,51 @@ def _mlp(
     return y, emitted
 
 
-def _branch_dtype(dtype: torch.dtype, layer_scale: Tensor | None) -> torch.dtype:
-    """Returns the dtype of the attention branch: fp32 if LayerScale is fp32, because 1e-6 is subnormal in fp16."""
-    return dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
+def _output_dtype(stream: torch.dtype, t: BlockTensors, s: BlockSettings) -> torch.dtype:
+    """Returns the output's dtype: that of x, `stream`, if x is added, else that of the matmuls or of LayerScale.
+
+    An attention branch is fp32 if its LayerScale is fp32, because 1e-6 is subnormal in fp16.
+    """
+    if s.residual:
+        return stream
+    if t.fc1_weight is None:
+        return s.dtype if t.scale1 is None else torch.promote_types(s.dtype, t.scale1.dtype)
+    return stream if t.scale2 is not None and t.scale2.dtype == stream else s.dtype
 
 
-def _mlp_dtype(stream: torch.dtype, layer_scale: Tensor | None, s: BlockSettings) -> torch.dtype:
-    """Returns `stream`, the dtype of x, if x is added or LayerScale has this dtype; else the dtype of the matmuls."""
-    return stream if s.residual or (layer_scale is not None and layer_scale.dtype == stream) else s.dtype
-
-
-_MLP_NAMES = {
+MLP_NAMES = {
     "norm2_weight": "norm_weight", "norm2_bias": "norm_bias", "scale2": "layer_scale",
     "inner_weight": "inner_norm.weight", "inner_bias": "inner_norm.bias",
 }  # fmt: skip
+"""Arguments of `layer_norm_mlp` that have other names than the fields of `BlockTensors`."""
 
 
-def _names_in_errors(t: Any) -> tuple[str, dict[str, Tensor | None]]:
-    """Returns the name of the operator and the names of its parameters, for error messages."""
-    if t.qkv_weight is not None:
-        return "a block", t._asdict()
-    return "layer_norm_mlp", {_MLP_NAMES.get(name, name): tensor for name, tensor in t._asdict().items()}
+def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
+    """Raises UnsupportedInputError with all reasons why the kernels cannot run on x with matmuls of `dtype`."""
+    parameters: Mapping[str, Tensor | None] = t._asdict()
+    what = "a block"
+    if t.qkv_weight is None:
+        what, parameters = "layer_norm_mlp", {MLP_NAMES.get(name, name): each for name, each in parameters.items()}
+    reasons = kernel_reasons(x.device, dtype)
+    if x.dtype not in DTYPES:
+        reasons.append(f"x must be float32, float16 or bfloat16, got {x.dtype}")
+    if (tokens := x.numel() // max(x.shape[-1], 1)) > MAX_ROWS:
+        reasons.append(f"x must have at most {MAX_ROWS} tokens, got {tokens}")
+    for name, tensor in parameters.items():
+        if tensor is not None and tensor.device != x.device:
+            reasons.append(f"{name} must be on {x.device} like x, got {tensor.device}")
+        if tensor is not None and tensor.dtype not in (dtype, torch.float32):
+            whose = "x" if dtype == x.dtype else "autocast"
+            reasons.append(f"{name} must be float32 or have the dtype of {whose}, {dtype}, got {tensor.dtype}")
+    if reasons:
+        raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
 
 
 def _folded(x: Tensor, t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
     """Returns the folded layers: qkv, fc1 and, after an inner norm, fc2. Folds them unless `fold` already did."""
     from ..kernels.linear.folding import FoldedLinear, fold_linears
 
-    require_supported(*_names_in_errors(t), x, s.dtype)
+    _require_supported(t, x, s.dtype)
     if t.qkv_sum is None:
         linears = normed_linears(t, s.norm, s.inner_norm, rope_head)
         return dict(zip(linears, fold_linears(list(linears.values()), s.dtype)))
@@ -327,10 +334,7 @@ def _fake(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *sett
     s = BlockSettings.read(settings)
     t, _ = tensors_of(tensors, s)
     M, C, fp32 = x.numel() // max(x.shape[-1], 1), x.shape[-1], x.dtype == torch.float32
-    if t.fc1_weight is None:
-        dtype = x.dtype if s.residual else _branch_dtype(s.dtype, t.scale1)
-    else:
-        dtype = _mlp_dtype(x.dtype, t.scale2, s)
+    dtype = _output_dtype(x.dtype, t, s)
     outputs = [x.new_empty(x.shape, dtype=dtype)]
     if s.next_statistics:
         outputs.append(x.new_empty((M, 2, row_parts(C)), dtype=torch.float32))

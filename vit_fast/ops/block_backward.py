@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .attention_op import attention_flop, attention_gradient
-from .checks import as_matrix, count_tokens, is_rms
-from .descriptions import BlockTensors
+from .descriptions import BlockTensors, as_matrix, count_tokens
 from .registration import operator, words_of
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
 
@@ -109,7 +108,7 @@ def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> di
     """Returns the linear layers that follow a norm, by name: qkv, fc1 and, with an inner norm, fc2."""
     from ..kernels.linear.folding import NormedLinear
 
-    rms, linears = is_rms(norm), {}
+    linears, rms = {}, norm == "rms_norm"
     if t.qkv_weight is not None:
         linears["qkv"] = NormedLinear(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, rms, rope_head=rope_head)
     if t.fc1_weight is not None:
@@ -117,7 +116,9 @@ def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> di
             t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, rms, t.gate_weight, t.gate_bias
         )
         if inner_norm != "none":
-            linears["fc2"] = NormedLinear(t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, is_rms(inner_norm))
+            linears["fc2"] = NormedLinear(
+                t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, inner_norm == "rms_norm"
+            )
     return linears
 
 
@@ -128,12 +129,7 @@ def _read(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, Any, QkTensors
 
 
 def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Returns the gradients of x and of the parameters that are present.
-
-    Args:
-        tensors: The tensors that `saved_names` lists, then the list of tensors of the forward.
-        settings: See `BlockSettings.read`.
-    """
+    """Returns the gradients of x and of the parameters; `tensors` are saved tensors, then those of the forward."""
     from ..kernels.linear import linear, scaled_weights, weight_products
 
     s = BlockSettings.read(settings)
@@ -188,11 +184,8 @@ def _mlp_gradient(
 ) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of x (a pair), fc1's output and the MLP's output, and the input of fc2; all [M, *].
 
-    Args:
-        stream: The gradient of the output [M, C].
-        second: fc2's weight [C, F] times LayerScale; None if `inner` contains both.
-        inner: Norm between the activation and fc2, if any. The returned input of fc2 is then without gamma and beta.
-        rounded: True to return the gradient of x also in the dtype of the matmuls.
+    `stream` is the gradient of the output [M, C]. With `inner`, `second` is None, and the returned input of fc2 is
+    without gamma and beta. `rounded` returns the gradient of x also in the dtype of the matmuls.
     """
     from ..kernels.linear import folding, linear, scaled_weights
 
@@ -213,7 +206,6 @@ def _parameter_gradients(
     t: BlockTensors, linears: dict[str, NormedLinear], sums: dict[str, Tensor], parts: dict[str, Tensor],
     pairs: dict[str, tuple[Tensor, Tensor]], hidden: _InnerNorm | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the gradients of linear layers, norms and LayerScales by their names in `BlockTensors`."""
     from ..kernels.linear.weight_gradients import FoldedProducts, ResidualProducts, parameter_gradients
 
     products = [FoldedProducts(parts[name], sums[name], layer) for name, layer in linears.items()]
@@ -242,20 +234,13 @@ def _parameter_gradients(
 
 @dataclass
 class _InnerNorm:
-    """A norm between the hidden layer of an MLP and its second linear layer.
+    """A norm between the hidden layer of an MLP and its second linear layer."""
 
-    Attributes:
-        linear: The norm and the linear layer, with contiguous tensors.
-        scale: LayerScale [C], or None.
-        branch, statistics: The fields of `HiddenRows` in `kernels/linear/hidden_norm.py`.
-        sums: Partial sums of dy over tokens; the method `along` sets them.
-    """
-
-    linear: NormedLinear
-    scale: Tensor | None
-    branch: Tensor
+    linear: NormedLinear  # with contiguous tensors
+    scale: Tensor | None  # LayerScale [C]
+    branch: Tensor  # this and `statistics`: fields of `HiddenRows` in `kernels/linear/hidden_norm.py`
     statistics: Tensor
-    sums: Tensor | None = field(default=None, init=False)
+    sums: Tensor | None = field(default=None, init=False)  # partial sums of dy over tokens; set by `along`
 
     def along(self, dy: Tensor) -> Tensor:
         """Returns the mean over F of normalized hidden activations times their gradients, fp32 [M]. dy is [M, C]."""
@@ -265,7 +250,6 @@ class _InnerNorm:
         return along
 
     def products(self, part: Tensor) -> FoldedProducts:
-        """Returns the inputs of `parameter_gradients`. `part`: dy^T n for the normalized input n of fc2."""
         from ..kernels.linear.weight_gradients import FoldedProducts
 
         assert self.sums is not None, "call `along` before `products`"
@@ -276,7 +260,6 @@ class _InnerNorm:
         return FoldedProducts(part, self.sums, linear)
 
     def gradients(self, folded: Any) -> dict[str, Tensor | None]:
-        """Returns the gradients of fc2, LayerScale and the norm by their names in `BlockTensors`."""
         of_norm = {"inner_weight": folded.gamma, "inner_bias": folded.beta}
         linear, scale = self.linear, self.scale
         if scale is None:
@@ -290,12 +273,7 @@ class _InnerNorm:
 
 
 def block_flop(x: Sequence[int], t: BlockTensors, max_seqlen: int) -> tuple[int, int]:
-    """Returns the FLOP of the linear layers and the FLOP of the attention in a forward, 2 per multiply-add.
-
-    Args:
-        x, t: Shapes in place of tensors.
-        max_seqlen: Length of the longest packed sequence; 0 without packed sequences.
-    """
+    """Returns the FLOP of the linear layers and of the attention in a forward; x and t contain shapes, not tensors."""
     tokens, width, matmuls, attention = count_tokens(x), int(x[-1]), 0, 0
     shapes: Any = t
     if shapes.qkv_weight is not None:

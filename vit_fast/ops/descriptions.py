@@ -1,11 +1,21 @@
-"""Named tuples that group arguments of the operators: norms, rotary embeddings, keys, blocks."""
+"""Named tuples that group arguments of the operators, and the checks of these arguments."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..arguments import check_choice
+from ..errors import check_type
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Token indices are 32-bit in the kernels, and the last tile may extend past the last token. Offsets are 64-bit.
+MAX_ROWS = 2**31 - 256
+_NORMS = ("layer_norm", "rms_norm")
 
 
 class Norm(NamedTuple):
@@ -97,26 +107,16 @@ class BlockTensors(NamedTuple):
 
 
 class BlockScales(NamedTuple):
-    """fp32 scales of the inputs of a block's linear layers.
+    """fp32 scales by which inputs of linear layers are divided before rounding to e4m3; None keeps half precision."""
 
-    An input is divided by its scale and rounded to e4m3. None keeps a linear layer in half precision.
-
-    Attributes:
-        qkv, fc1: One scale per channel of the residual stream [C]; the folded weight is multiplied by these scales.
-        proj, fc2: Scalar scales [] of the attention's output and of the hidden activations.
-    """
-
-    qkv: Tensor | None = None
-    proj: Tensor | None = None
-    fc1: Tensor | None = None
-    fc2: Tensor | None = None
+    qkv: Tensor | None = None  # [C], one scale per channel of the residual stream
+    proj: Tensor | None = None  # []
+    fc1: Tensor | None = None  # [C]
+    fc2: Tensor | None = None  # []
 
 
 def interleave(rope: Rope, head_dim: int) -> Rope:
-    """Converts positions of layout "half" for a folded qkv weight in which channel j + D/2 follows channel j.
-
-    The parameters of the q and k norms keep their order.
-    """
+    """Converts positions of layout "half" for a folded qkv weight in which channel j + D/2 follows channel j."""
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
     return Rope(cos, sin, rope.prefix, "interleaved_half")
 
@@ -139,3 +139,104 @@ def names_keys(mask: Any) -> bool:
 def keys_of(mask: Tensor | Keys | None, x: Tensor) -> Keys | None:
     """Converts a padding mask to the keys that the tokens of x [B, N, ...] attend to; None means all keys."""
     return mask if mask is None or isinstance(mask, Keys) else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
+
+
+def check_tensors(**tensors: object) -> None:
+    for name, tensor in tensors.items():
+        check_type(name, tensor, Tensor)
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in (*DTYPES, torch.float64):
+        raise ValueError(
+            f"{name} must be torch.float32, torch.float16, torch.bfloat16 or torch.float64, got {tensor.dtype}"
+        )
+
+
+def check_key_mask(key_mask: Tensor, batch: int, tokens: int, device: torch.device) -> None:
+    fits = key_mask.dim() == 2 and key_mask.shape == (batch, tokens)
+    if key_mask.dtype != torch.bool or key_mask.device != device or not fits:
+        raise ValueError(
+            f"key_mask must be torch.bool [{batch}, {tokens}] on {device}, "
+            f"got {key_mask.dtype} {list(key_mask.shape)} on {key_mask.device}"
+        )
+
+
+def check_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> None:
+    """Raises ValueError for invalid arguments. Does not read the values of cu_seqlens, which are on the device."""
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != tokens.device:
+        raise ValueError(
+            f"cu_seqlens must be torch.int32 on {tokens.device}, got {cu_seqlens.dtype} on {cu_seqlens.device}"
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape [S + 1], got {tuple(cu_seqlens.shape)}")
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | torch.SymInt) or max_seqlen < 0:
+        raise ValueError(f"max_seqlen must be an int of at least 0, got {max_seqlen!r}")
+
+
+def check_norm(name: str, norm: Norm, width: int) -> None:
+    check_choice(name, norm.kind, _NORMS)
+    if norm.kind == "rms_norm" and norm.bias is not None:
+        raise ValueError(f"{name}.bias must be None for 'rms_norm', got a tensor")
+    for part, tensor in (("weight", norm.weight), ("bias", norm.bias)):
+        if tensor is not None and tuple(tensor.shape) != (width,):
+            raise ValueError(f"{name}.{part} must have shape {(width,)}, got {tuple(tensor.shape)}")
+
+
+def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
+    q, k, over = qk_norm
+    check_choice("qk_norm.over", over, ("head", "width"))
+    width = head_dim if over == "head" else heads * head_dim
+    check_norm("qk_norm.q", q, width)
+    check_norm("qk_norm.k", k, width)
+    if (q.kind, q.eps) != (k.kind, k.eps):
+        raise ValueError(
+            f"qk_norm.q and qk_norm.k must have equal kind and eps, got {q.kind}, {q.eps} and {k.kind}, {k.eps}"
+        )
+    for part in ("weight", "bias"):
+        if (getattr(q, part) is None) != (getattr(k, part) is None):
+            raise ValueError(f"qk_norm.q and qk_norm.k must either both have a {part} or both have none")
+
+
+def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> Rope:
+    """Checks the rotary embeddings for qkv [B, N, 3, H, D]; returns them with tables [B or 1, H or 1, T, D/2].
+
+    `is_folded` allows the layout that `interleave` returns.
+    """
+    B, N, _, H, D = shape
+    cos, sin, prefix, layout = rope
+    check_choice("rope.layout", layout, ("half", "interleaved", *(("interleaved_half",) if is_folded else ())))
+    if D % 2:
+        raise ValueError(f"head_dim must be even for rope, got {D}")
+    if not 0 <= prefix <= N:
+        raise ValueError(f"rope.prefix must be between 0 and {N}, the number of tokens, got {prefix}")
+    if cos.shape != sin.shape:
+        raise ValueError(f"rope.cos and rope.sin must have equal shapes, got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    T = N - prefix
+    # check the rank first: comparing another size with B would fix the batch size in an exported graph
+    fits = (
+        (cos.dim() == 2 and cos.shape[0] == T)
+        or (cos.dim() == 3 and cos.shape[:-1] == (B, T))
+        or (cos.dim() == 4 and cos.shape[0] in (1, B) and cos.shape[1] in (1, H) and cos.shape[2] == T)
+    )
+    if not fits or cos.shape[-1] not in (D, D // 2):
+        raise ValueError(
+            f"rope.cos must have shape {(T, D // 2)}, {(B, T, D // 2)} or {(B, H, T, D // 2)}, where B and H may be 1 "
+            f"and the last dimension may be {D}, got {tuple(cos.shape)}"
+        )
+    return Rope(_one_value_per_pair(cos, D, layout), _one_value_per_pair(sin, D, layout), prefix, layout)
+
+
+def _one_value_per_pair(table: Tensor, head_dim: int, layout: str) -> Tensor:
+    if table.shape[-1] == head_dim:
+        table = table[..., ::2] if layout == "interleaved" else table[..., : head_dim // 2]
+    return table[None, None] if table.dim() == 2 else table[:, None] if table.dim() == 3 else table
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """Returns [..., C] as contiguous [M, C]; copies only if the layout requires it."""
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
+
+
+def count_tokens(shape: Sequence[int]) -> int:
+    return math.prod(int(size) for size in shape[:-1])

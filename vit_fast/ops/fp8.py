@@ -28,8 +28,7 @@ from .attention_op import unsupported_reasons as attention_reasons
 from .backends import fp8_reasons
 from .block import checked_qk
 from .block_backward import SETTINGS, BlockSettings, normed_linears
-from .checks import as_matrix, count_tokens, is_rms
-from .descriptions import BlockScales, BlockTensors, QkNorm, Rope, interleave
+from .descriptions import BlockScales, BlockTensors, QkNorm, Rope, as_matrix, count_tokens, interleave
 from .registration import operator, text_of
 from .rotary import QkTensors, qkv_step
 
@@ -44,33 +43,22 @@ _WHAT = "a block in FP8"
 
 
 class Fp8Linear(NamedTuple):
-    """Tensors of a linear layer, as the matmul kernel reads them.
+    """Tensors of a linear layer, as the matmul kernel reads them."""
 
-    Attributes:
-        weight: [F, K] in e4m3, or in half precision if it is not quantized.
-        shift: For qkv and fc1, c of `kernels/linear/folding.py`, fp32 [F]. For proj and fc2, the bias or None; if
-            the layer is quantized, the bias is divided by the row scales.
-        scale: Multiplier of the matmul's result [F]: row scales, if quantized, times LayerScale, for proj
-            and fc2; None if there is neither.
-        weight_sum: After a LayerNorm, row sums of the weight that multiplies x, fp32 [F]; otherwise None.
-        operand_factor: Multiplier of the layer's input before rounding to e4m3, 1 / s above, fp32: [C] for qkv and fc1,
-            [1] for proj and fc2. None if the layer is not quantized.
-    """
-
-    weight: Tensor
+    weight: Tensor  # [F, K] in e4m3, or in half precision if it is not quantized
+    # qkv and fc1: c of `kernels/linear/folding.py`, fp32 [F]. proj and fc2: the bias, divided by the row scales
     shift: Tensor | None
-    scale: Tensor | None
-    weight_sum: Tensor | None
+    scale: Tensor | None  # multiplier of the matmul's result [F]: row scales times LayerScale of proj and fc2
+    weight_sum: Tensor | None  # after a LayerNorm, row sums of the weight that multiplies x, fp32 [F]
+    # 1 / s above, fp32 [C] for qkv and fc1, [1] for proj and fc2; None if the layer is not quantized
     operand_factor: Tensor | None
 
 
 class Fp8Block(NamedTuple):
-    """The parameters of a block for `fused_block_fp8`, returned by `quantize_block`.
+    """The parameters of a block for `fused_block_fp8`, with folded norms and LayerScales.
 
-    Attributes:
-        qkv, proj, fc1, fc2: The linear layers with folded norms and LayerScales. Rows of fc1 and of the gate alternate.
-        rope_head: head_dim D if rows of channels j and j + D/2 of q and k are adjacent, so that the matmul can apply
-            rotary embeddings; otherwise 0.
+    If rope_head is head_dim D, rows of channels j and j + D/2 of q and k are adjacent, so that the matmul can apply
+    rotary embeddings. Rows of fc1 and of the gate alternate.
     """
 
     qkv: Fp8Linear
@@ -85,17 +73,12 @@ def quantize_block(
 ) -> Fp8Block:
     """Folds the norms into qkv and fc1, and rounds the weights of layers with a scale to e4m3.
 
-    The result is not updated when the parameters change, and has no gradients.
+    The result is not updated when the parameters change, and has no gradients. `dtype` is that of the activations and
+    of weights that are not quantized. rope_head is head_dim for rotary embeddings of layout "half" without qk-norm over
+    the width, otherwise 0. Without any qk-norm, the matmul then rotates q and k if all heads share the tables.
 
-    Args:
-        tensors: The parameters, in `dtype` or fp32.
-        scales: Scales of the layers' inputs. Scales and their reciprocals must be positive and finite.
-        dtype: float16 or bfloat16, of the activations and of weights that are not quantized.
-        norm: "layer_norm" or "rms_norm".
-        rope_head: head_dim D for rotary embeddings of layout "half" without qk-norm over the width, otherwise 0.
-            Without any qk-norm, the matmul then rotates q and k if all heads share the tables.
     Raises:
-        ValueError: the shape, dtype, device or a value of a scale is invalid.
+        ValueError: the shape or a value of a scale is invalid.
         UnsupportedInputError: FP8 cannot run this block; lists all reasons.
     """
     reasons = fp8_reasons(tensors.qkv_weight.device)
@@ -107,7 +90,7 @@ def quantize_block(
         weight = getattr(tensors, f"{name}_weight")
         if scale is None:
             continue
-        _check_scale(name, scale, (weight.shape[1],) if name in ("qkv", "fc1") else (), weight.device)
+        _check_scale(name, scale, (weight.shape[1],) if name in ("qkv", "fc1") else ())
         if weight.shape[1] % _DIVISOR:
             reasons.append(
                 f"the input width of {name} must be a multiple of {_DIVISOR} in FP8, got {weight.shape[1]} "
@@ -124,13 +107,9 @@ def quantize_block(
         return Fp8Block(qkv, proj, fc1, fc2, rope_head)
 
 
-def _check_scale(name: str, scale: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    if tuple(scale.shape) != shape or scale.dtype != torch.float32:
-        raise ValueError(
-            f"scales.{name} must be float32 of shape {shape}, got {scale.dtype} of shape {tuple(scale.shape)}"
-        )
-    if scale.device != device:
-        raise ValueError(f"scales.{name} must be on {device} like the weight, got {scale.device}")
+def _check_scale(name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(scale.shape) != shape:
+        raise ValueError(f"scales.{name} must have shape {shape}, got {tuple(scale.shape)}")
     factor = scale.reciprocal()  # kernels multiply by the reciprocal
     if not bool(((scale > 0) & scale.isfinite() & factor.isfinite()).all()):
         raise ValueError(f"scales.{name} must be positive and finite, with finite reciprocals, got "
@@ -138,7 +117,6 @@ def _check_scale(name: str, scale: Tensor, shape: tuple[int, ...], device: torch
 
 
 def _after_norm(linear: NormedLinear, scale: Tensor | None, dtype: torch.dtype) -> Fp8Linear:
-    """Quantizes a linear layer that follows a norm."""
     if scale is None:
         from ..kernels.linear.folding import fold_linear
 
@@ -168,7 +146,7 @@ def _interleaved(rows: Tensor, head_dim: int) -> Tensor:
 def _before_residual(
     weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, scale: Tensor | None, dtype: torch.dtype
 ) -> Fp8Linear:
-    """Quantizes proj or fc2, which compute layer_scale * rows * (a W8^T + bias / rows) for the row scales `rows`."""
+    """Quantizes proj or fc2, which compute layer_scale * rows * (a W8^T + bias / rows)."""
     if scale is None:
         shift, factor = (vector if vector is None else vector.contiguous() for vector in (bias, layer_scale))
         return Fp8Linear(weight.to(dtype).contiguous(), shift, factor, None, None)
@@ -188,29 +166,28 @@ def fused_block_fp8(
     heads: int,
     attention_scale: float | None,
     eps: tuple[float, float],
-    norm: str = "layer_norm",
     activation: str,
     qk_norm: QkNorm | None = None,
     rope: Rope | None = None,
     next_statistics: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Runs a block in FP8; optionally accepts and returns tokens in e4m3 and LayerNorm statistics.
+    """Runs a block in FP8, without gradients; optionally accepts and returns tokens in e4m3 and LayerNorm statistics.
 
     Args:
         x: [B, N, C]; fp16 or bf16.
         x8: x times block.qkv.operand_factor in e4m3, from the previous block; computed if None.
-        block: Result of `quantize_block` with dtype x.dtype and the same `norm`.
+        block: Result of `quantize_block` with dtype x.dtype.
         next_factor: The qkv.operand_factor of the next block, fp32 [C], which multiplies the output. None if the next
             block reads half precision.
-        next_statistics: True to return the LayerNorm statistics of the output.
-        statistics, heads, attention_scale, eps, norm, activation, qk_norm, rope: See `fused_block`.
+        statistics, heads, attention_scale, eps, activation, qk_norm, rope, next_statistics: See `fused_block`.
     Returns:
         Output y [B, N, C] in x.dtype; y times next_factor in e4m3, or None; and the LayerNorm statistics of y, or None.
     Raises:
         UnsupportedInputError: FP8 cannot run this input; lists all reasons.
     """
     width = block.qkv.weight.shape[0]
-    _require_supported(x, x8, block, next_factor, norm, qk_norm)
+    if any(linear.weight.device != x.device for linear in block[:4]):  # before torch dispatches to one of the devices
+        raise UnsupportedInputError(_WHAT, _unsupported_reasons(x, block[:4]))
     if attention_scale is None:
         attention_scale = (width // (3 * heads)) ** -0.5
     if block.rope_head:
@@ -222,69 +199,35 @@ def fused_block_fp8(
             raise UnsupportedInputError(_WHAT, [reason])
         rope = interleave(rope, block.rope_head)
     of_qk, qk, prefix = checked_qk(x, width, heads, qk_norm, rope, block.rope_head > 0)
-    words = text_of(norm, activation, qk.norm, qk.over, qk.layout, "none", True, next_statistics, False, x.dtype)
+    words = text_of("", activation, qk.norm, qk.over, qk.layout, "none", True, next_statistics, False, x.dtype)
     tensors = [x8, statistics, next_factor, *block.qkv, *block.proj, *block.fc1, *block.fc2, *of_qk[:6]]
     outputs = _block_fp8_kernel(x, tensors, heads, attention_scale, prefix, 0, *eps, qk.eps, 0.0, words)
     return outputs[0], None if next_factor is None else outputs[1], outputs[-1] if next_statistics else None
 
 
-def _require_supported(
-    x: Tensor, x8: Tensor | None, block: Fp8Block, next_factor: Tensor | None, norm: str, qk_norm: QkNorm | None
-) -> None:
-    """Raises UnsupportedInputError for inputs that the operator would not reject when it replays a launch plan."""
-    reasons, linears = [], block[:4]
-    if torch.is_grad_enabled():
-        of_norms = () if qk_norm is None else (*qk_norm.q[:2], *qk_norm.k[:2])
-        requires_grad = {"x": x.requires_grad, "qk_norm": any(t is not None and t.requires_grad for t in of_norms)}
-        reasons += [
-            f"{name} must not require a gradient in FP8: use torch.no_grad() or the model in half precision"
-            for name, requires in requires_grad.items()
-            if requires
-        ]
-    if is_rms(norm) != (block.qkv.weight_sum is None):
-        reasons.append(f"norm must be the kind that the block was quantized with, got {norm!r}")
-    # check devices here, before torch dispatches to one of them
-    if reasons or any(linear.weight.device != x.device for linear in linears):
-        raise UnsupportedInputError(_WHAT, _unsupported_reasons(x, x8, next_factor, linears) + reasons)
-
-
-def _unsupported_reasons(
-    x: Tensor, x8: Tensor | None, next_factor: Tensor | None, linears: Sequence[Fp8Linear]
-) -> list[str]:
+def _unsupported_reasons(x: Tensor, linears: Sequence[Fp8Linear]) -> list[str]:
     """Returns all reasons why the kernels cannot run on x [B, N, C] with qkv, proj, fc1 and fc2."""
     reasons, C = fp8_reasons(x.device), x.shape[-1]
     if x.dtype not in _HALF:
         reasons.append(f"x must be float16 or bfloat16, got {x.dtype}")
-    for name, linear in zip(("qkv", "proj", "fc1", "fc2"), linears):
+    for name, linear in zip(BlockScales._fields, linears):
         if linear.weight.dtype not in (E4M3, x.dtype):
             reasons.append(f"{name} must be {x.dtype} like x, got {linear.weight.dtype}: quantize the block again")
         if linear.weight.device != x.device:
             reasons.append(f"{name} must be on {x.device} like x, got {linear.weight.device}")
     if linears[0].weight.shape[1] != C:
         reasons.append(f"x must have {linears[0].weight.shape[1]} channels like qkv's weight, got {C}")
-    if x8 is not None and (x8.shape != x.shape or x8.dtype != E4M3 or x8.device != x.device):
-        reasons.append(f"x8 must be {E4M3} with shape and device of x, got {x8.dtype} {tuple(x8.shape)} on {x8.device}")
-    if next_factor is not None:
-        if tuple(next_factor.shape) != (C,) or next_factor.dtype != torch.float32 or next_factor.device != x.device:
-            reasons.append(f"next_factor must be float32 {(C,)} on {x.device}, got {next_factor.dtype} "
-                           f"{tuple(next_factor.shape)} on {next_factor.device}")  # fmt: skip
-        if C % _DIVISOR:
-            reasons.append(f"the width of x must be a multiple of {_DIVISOR} in FP8, got {C}")
     return reasons
 
 
 def _linears(tensors: Sequence[Any]) -> list[Fp8Linear]:
-    """Returns qkv, proj, fc1 and fc2 from the operator's list of tensors."""
     return [Fp8Linear._make(tensors[first : first + 5]) for first in range(3, 23, 5)]
 
 
 def _block_forward(x: Tensor, tensors: Sequence[Tensor | None], *settings: Any) -> list[Tensor]:
-    """Runs a block; returns y and, if requested, y in e4m3 and the LayerNorm statistics of y.
+    """Runs a block on x [B, N, C]; returns y and, if requested, y in e4m3 and the LayerNorm statistics of y.
 
-    Args:
-        x: [B, N, C].
-        tensors: x8, statistics, next_factor; four `Fp8Linear`; and the first six tensors of `QkTensors`.
-        settings: See `BlockSettings.read`.
+    `tensors` are x8, statistics, next_factor, four `Fp8Linear`, and the first six tensors of `QkTensors`.
     """
     from ..kernels.attention.attention import attention_forward
     from ..kernels.linear.linear import layer_norm_linear, linear_residual
@@ -292,7 +235,7 @@ def _block_forward(x: Tensor, tensors: Sequence[Tensor | None], *settings: Any) 
     x8, statistics, next_factor = tensors[:3]
     linears = qkv, proj, fc1, fc2 = _linears(tensors)
     s = BlockSettings.read(settings)
-    if reasons := _unsupported_reasons(x, x8, next_factor, linears):
+    if reasons := _unsupported_reasons(x, linears):
         raise UnsupportedInputError(_WHAT, reasons)
     step = qkv_step(QkTensors(*tensors[23:]), s.qk, s.prefix, qkv.weight.shape[0] // (3 * s.heads), True)
     rows, dtype = as_matrix(x), x.dtype

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ from ..arguments import check_choice
 from ..errors import check_type
 from . import reference
 from .backends import resolve_backend
-from .block import fused_block
-from .checks import check_norm, check_tensors
-from .descriptions import BlockTensors, Norm
+from .block import MLP_NAMES, fused_block
+from .descriptions import BlockTensors, Norm, check_norm, check_tensors
 from .registration import is_exporting
 
 
@@ -67,64 +65,57 @@ def layer_norm_mlp(
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
     Source: section 3.1 of arXiv 2010.11929. `kernels/linear/folding.py` derives the folding of LayerNorm into fc1.
     """
-    parameters = {
-        "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
-        "fc2_weight": fc2_weight, "fc2_bias": fc2_bias,
-    }  # fmt: skip
-    others = {"layer_scale": layer_scale, "gate_weight": gate_weight, "gate_bias": gate_bias}
-    _check_inputs(x, activation, parameters | others)
-    check_norm("norm", Norm(norm_weight, norm_bias, eps, norm), x.shape[-1])
-    if inner_norm is not None:
-        check_norm("inner_norm", inner_norm, fc1_weight.shape[0])
-    options: Any = others | {
-        "eps": eps, "activation": activation, "residual": residual, "norm": norm, "inner_norm": inner_norm,
-    }  # fmt: skip
-    if resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
-        return fused_layer_norm_mlp(x, None, *parameters.values(), **options)[0]
-    return reference.layer_norm_mlp(x, **parameters, **options)  # type: ignore[arg-type]  # checked
-
-
-def fused_layer_norm_mlp(
-    x: Tensor,
-    statistics: Tensor | None,
-    *parameters: Tensor | None,
-    eps: float,
-    layer_scale: Tensor | None,
-    gate_weight: Tensor | None = None,
-    gate_bias: Tensor | None = None,
-    inner_norm: Norm | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Runs `layer_norm_mlp` with the Triton kernels; see `fused_block` for statistics and options."""
-    inner = (None, None) if inner_norm is None else inner_norm[:2]
-    tensors = BlockTensors._make(
-        (*(None,) * 7, *parameters, layer_scale, gate_weight, gate_bias, None, None, *inner, None)
+    tensors = BlockTensors(
+        norm2_weight=norm_weight, norm2_bias=norm_bias, fc1_weight=fc1_weight, fc1_bias=fc1_bias,
+        fc2_weight=fc2_weight, fc2_bias=fc2_bias, scale2=layer_scale, gate_weight=gate_weight, gate_bias=gate_bias,
+        inner_weight=inner_norm and inner_norm.weight, inner_bias=inner_norm and inner_norm.bias,
+    )  # fmt: skip
+    inner = inner_norm and (inner_norm.kind, inner_norm.eps)
+    return mlp_half(
+        x, tensors, eps=eps, norm=norm, activation=activation, residual=residual, inner_norm=inner, backend=backend
     )
-    of_inner = None if inner_norm is None else (inner_norm.kind, inner_norm.eps)
-    return fused_block(x, statistics, tensors, eps=(0.0, eps), inner_norm=of_inner, **options)
 
 
-def _check_inputs(x: Tensor, activation: str, parameters: Mapping[str, Tensor | None]) -> None:
-    check_tensors(x=x, fc1_weight=parameters["fc1_weight"], fc2_weight=parameters["fc2_weight"])
+def mlp_half(
+    x: Tensor, tensors: BlockTensors, *, eps: float, norm: str, activation: str, residual: bool,
+    inner_norm: tuple[str, float] | None, backend: str,
+) -> Tensor:  # fmt: skip
+    """Computes `layer_norm_mlp` with the parameters of a block; inner_norm is kind and epsilon."""
+    _check_inputs(x, tensors, norm, activation, inner_norm)
+    options: Any = {"norm": norm, "activation": activation, "residual": residual, "inner_norm": inner_norm}
+    if resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
+        return fused_block(x, None, tensors, eps=(0.0, eps), **options)[0]
+    return reference.layer_norm_mlp(x, tensors, eps=eps, **options)
+
+
+def _check_inputs(x: Tensor, t: BlockTensors, norm: str, activation: str, inner_norm: tuple[str, float] | None) -> None:
+    check_tensors(x=x, fc1_weight=t.fc1_weight, fc2_weight=t.fc2_weight)
     check_type("activation", activation, str)
     check_choice("activation", activation, tuple(reference.ACTIVATIONS))
-    fc1_weight: Any = parameters["fc1_weight"]
-    if x.dim() < 1 or fc1_weight.dim() != 2:
+    if x.dim() < 1 or t.fc1_weight.dim() != 2:
         raise ValueError(
-            f"x and fc1_weight must have shapes [..., C] and [F, C], got {tuple(x.shape)} and {tuple(fc1_weight.shape)}"
+            "x and fc1_weight must have shapes [..., C] and [F, C], "
+            f"got {tuple(x.shape)} and {tuple(t.fc1_weight.shape)}"
         )
-    if parameters["gate_weight"] is None and parameters["gate_bias"] is not None:
+    if t.gate_weight is None and t.gate_bias is not None:
         raise ValueError("gate_bias must be None without gate_weight, got a tensor")
-    one_bias = (parameters["gate_bias"] is None) != (parameters["fc1_bias"] is None)
-    if parameters["gate_weight"] is not None and one_bias:
+    if t.gate_weight is not None and (t.gate_bias is None) != (t.fc1_bias is None):
         raise ValueError("fc1_bias and gate_bias must both be tensors or both be None, got one tensor")
-    C, F = x.shape[-1], fc1_weight.shape[0]
-    wide = {"fc1_weight": (F, C), "gate_weight": (F, C), "fc2_weight": (C, F), "fc1_bias": (F,), "gate_bias": (F,)}
-    for name, tensor in parameters.items():
-        check_type(name, tensor, Tensor, type(None))
-        shape = wide.get(name, (C,))
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape} for x of width {C}, got {tuple(tensor.shape)}")
+    C, F = x.shape[-1], t.fc1_weight.shape[0]
+    shapes = {
+        "norm2_weight": (C,), "norm2_bias": (C,), "fc1_weight": (F, C), "fc1_bias": (F,), "gate_weight": (F, C),
+        "gate_bias": (F,), "fc2_weight": (C, F), "fc2_bias": (C,), "scale2": (C,),
+    }  # fmt: skip
+    for field, shape in shapes.items():
+        tensor = getattr(t, field)
+        if tensor is not None:
+            name = MLP_NAMES.get(field, field)
+            check_type(name, tensor, Tensor, type(None))
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} must have shape {shape} for x of width {C}, got {tuple(tensor.shape)}")
+    check_norm("norm", Norm(t.norm2_weight, t.norm2_bias, kind=norm), C)
+    if inner_norm is not None:
+        check_norm("inner_norm", Norm(t.inner_weight, t.inner_bias, kind=inner_norm[0]), F)
 
 
 class LayerNormMLP(nn.Module):

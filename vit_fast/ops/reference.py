@@ -51,10 +51,7 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
 
 
 def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
-    """Normalizes and rotates q and k of qkv [B, N, 3, H, D]; see ops.qk_norm_rope.
-
-    The tables of `rope` must be [B or 1, H or 1, T, D/2].
-    """
+    """Normalizes and rotates q and k of qkv [B, N, 3, H, D]; the tables must be [B or 1, H or 1, T, D/2]."""
     qk, v = qkv[:, :, :2], qkv[:, :, 2:]
     if qk_norm is not None:
         start = -1 if qk_norm.over == "head" else -2
@@ -74,32 +71,21 @@ def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tens
 
 
 def layer_norm_mlp(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    *,
-    eps: float = 1e-6,
-    activation: str = "gelu",
-    layer_scale: Tensor | None = None,
-    residual: bool = True,
-    norm: str = "layer_norm",
-    gate_weight: Tensor | None = None,
-    gate_bias: Tensor | None = None,
-    inner_norm: Norm | None = None,
-) -> Tensor:
+    x: Tensor, t: BlockTensors, *, eps: float, norm: str, activation: str, residual: bool,
+    inner_norm: tuple[str, float] | None,
+) -> Tensor:  # fmt: skip
     """Computes [x +] layer_scale * (h W2^T + b2) with h = act(norm(x) W1^T + b1); see ops.layer_norm_mlp."""
-    normed = normalise(x, Norm(norm_weight, norm_bias, eps, norm))
-    hidden, activate = F.linear(normed, fc1_weight, fc1_bias), ACTIVATIONS[activation]
-    hidden = activate(hidden) if gate_weight is None else activate(F.linear(normed, gate_weight, gate_bias)) * hidden
+    normed = normalise(x, Norm(t.norm2_weight, t.norm2_bias, eps, norm))
+    hidden, activate = F.linear(normed, t.fc1_weight, t.fc1_bias), ACTIVATIONS[activation]
+    if t.gate_weight is None:
+        hidden = activate(hidden)
+    else:
+        hidden = activate(F.linear(normed, t.gate_weight, t.gate_bias)) * hidden
     if inner_norm is not None:
-        hidden = normalise(hidden, inner_norm)
-    branch = F.linear(hidden, fc2_weight, fc2_bias)
-    if layer_scale is not None:
-        branch = branch * layer_scale
+        hidden = normalise(hidden, Norm(t.inner_weight, t.inner_bias, inner_norm[1], inner_norm[0]))
+    branch = F.linear(hidden, t.fc2_weight, t.fc2_bias)
+    if t.scale2 is not None:
+        branch = branch * t.scale2
     return x + branch if residual else branch
 
 
@@ -109,8 +95,8 @@ E4M3_MAX = 448.0
 def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     """Rounds x / scale to the nearest e4m3 number, ties to even, in fp64; saturates at 448 and preserves NaN.
 
-    e4m3 has four exponent bits and three mantissa bits. Numbers from 2^e to 2^(e + 1), e >= -6, have a spacing of
-    2^(e - 3). Below 2^-6, the spacing is 2^-9. Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
+    Numbers from 2^e to 2^(e + 1), e >= -6, have a spacing of 2^(e - 3). Below 2^-6, the spacing is 2^-9.
+    Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
     """
     value = (x.double() / scale.double()).clamp(-E4M3_MAX, E4M3_MAX)
     exponent = torch.frexp(value).exponent.clamp(min=-5)  # value < 2^exponent
@@ -119,20 +105,12 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantizes the weight of a linear layer to e4m3, with one scale per row.
+    """Quantizes a weight [F, K] to e4m3; returns the values as fp64 [F, K], and their scales per row, fp32 [F].
 
-    Unlike the half-precision fold (`folding.py`), this does not center the rows of the weight. Large ViTs multiply
-    very large channels of the residual stream by small weights. Centering would enlarge these weights and their
-    rounding errors.
-
-    Args:
-        weight: [F, K].
-        scale: Divisor of the layer's input, [K] or []; the weight is multiplied by `scale`.
-        norm_weight: gamma [K] of the norm before the layer, folded into the weight; None means ones.
-    Returns:
-        e4m3 values as fp64 [F, K], and row scales, fp32 [F]; value * row scale is the rounded weight. The largest
-        magnitude in a row is 448. A row with a scale below 2^-100 becomes zeros, with scale 1, so that fp32 can
-        represent bias / row scale.
+    The weight is first multiplied by `scale` ([K] or []), the divisor of the layer's input, and by gamma [K] of the
+    norm before the layer. Unlike the half-precision fold (`folding.py`), this does not center the rows of the weight.
+    Large ViTs multiply very large channels by small weights, and centering would enlarge these weights and their
+    rounding errors. A row with a scale below 2^-100 becomes zeros, so that fp32 can represent bias / row scale.
     """
     folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
     folded = folded * scale.double()
@@ -146,12 +124,8 @@ def fp8_linear(
 ) -> Tensor:
     """Computes a linear layer in x.dtype with input and weight rounded to e4m3, optionally after a norm.
 
-    The norm is applied to the rounded input, with the statistics of x. A constant token is normalized to norm.bias.
-
-    Args:
-        x: [..., K].
-        weight, bias: [F, K] and [F].
-        scale: Divisor of x before rounding, [K] or []; None disables rounding.
+    `scale` ([K] or []) divides x before rounding; None disables rounding. The norm is applied to the rounded input,
+    with the statistics of x. A constant token is normalized to norm.bias.
     """
     dtype = x.dtype
     bias = None if bias is None else bias.to(dtype)
@@ -187,10 +161,9 @@ def fp8_block(
     rope: Rope | None = None,
     linear: Callable[..., Tensor] = fp8_linear,
 ) -> Tensor:
-    """Computes a pre-norm block in x.dtype, with linear layers in e4m3; fp64 x gives the reference.
+    """Computes `fp8.fused_block_fp8` with the unquantized parameters `tensors`; fp64 x gives the reference.
 
-    See fp8.fused_block_fp8 for the arguments; `tensors` are the parameters, of any dtype. `linear` is called for qkv,
-    proj, fc1, gate and fc2, in this order.
+    `linear` is called for qkv, proj, fc1, gate and fc2, in this order.
     """
     t = tensors
     first = Norm(t.norm1_weight, t.norm1_bias, eps[0], norm)

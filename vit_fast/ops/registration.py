@@ -36,23 +36,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Gradient(NamedTuple):
-    """The derivative of the first output of an operator; other outputs are not differentiable.
+    """The derivative of the first output of an operator; other outputs are not differentiable."""
 
-    Attributes:
-        save: Called with the arguments and the outputs; returns the tensors and other values for the backward.
-        backward: Called with the gradient and both results of `save`; returns the gradients of the leading arguments,
-            with the list of tensors flattened.
-    """
-
+    # from the arguments and the outputs to the tensors and other values that the backward needs
     save: Callable[[Sequence[Any], Any], tuple[Sequence[Tensor | None], Any]]
+    # from the gradient and both results of `save` to the gradients of the leading arguments, with lists flattened
     backward: Callable[[Tensor, Sequence[Any], Any], Sequence[Tensor | None]]
 
 
 def constant_to_compiler(function: Function) -> Function:
-    """Decorator: torch.compile calls the function while it traces, and the result is a constant of the graph.
-
-    Does the same as torch.compiler.assume_constant_result without importing the compiler and Triton.
-    """
+    """Does the same as torch.compiler.assume_constant_result without importing the compiler and Triton."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # an attribute of a function
     return function
 
@@ -221,8 +214,7 @@ _flop_lock = threading.Lock()
 def register_flop_formulas() -> None:
     """Registers the FLOP formulas with torch and with existing FlopCounterModes, which contain copies of torch's table.
 
-    torch.utils.flop_counter imports triton, which would triple the time of `import vit_fast`. So `backends.py` calls
-    this function later: when it finds triton usable, before an operator runs.
+    `backends.py` calls this before the first operator runs: torch.utils.flop_counter imports triton, which is slow.
     """
     may_have_counters = "torch.utils.flop_counter" in sys.modules
     from torch.utils import flop_counter
@@ -260,10 +252,8 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 @constant_to_compiler
 def is_exporting() -> bool:
-    """True during torch.export or tracing: the target runtime has SDPA, but not the operators of vit-fast.
-
-    Reads the flag directly, because torch.compile in torch 2.11 replaces torch.compiler.is_exporting() by True.
-    """
+    """True during torch.export or tracing: the target runtime has SDPA, but not the operators of vit-fast."""
+    # torch.compile in torch 2.11 replaces torch.compiler.is_exporting() by True
     return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
 

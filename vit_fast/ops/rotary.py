@@ -18,8 +18,7 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from . import reference
 from .backends import resolve_backend, triton_unavailable_reasons
-from .checks import DTYPES, MAX_ROWS, check_qk_norm, check_tensors, checked_rope
-from .descriptions import QkNorm, Rope
+from .descriptions import DTYPES, MAX_ROWS, QkNorm, Rope, check_qk_norm, check_tensors, checked_rope
 from .registration import Gradient, is_exporting, operator
 
 if TYPE_CHECKING:
@@ -87,11 +86,7 @@ def qk_norm_rope(
 
 
 def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[QkTensors, QkSettings, int]:
-    """Returns qk-norm and rotation as operator arguments, and the number of tokens that are not rotated.
-
-    Raises:
-        UnsupportedInputError: the tables require gradients, or are on another device than `like`.
-    """
+    """Returns qk-norm and rotation as operator arguments, and the number of tokens that are not rotated."""
     cos, sin, prefix, layout = rope or (None, None, 0, "half")
     tensors, settings = QkTensors(cos=cos, sin=sin), QkSettings(layout=layout)
     if qk_norm is not None:
@@ -153,7 +148,7 @@ def _forward(qkv: Tensor, tensors: Sequence[Tensor | None], prefix: int, *settin
 def _backward(
     grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], prefix: int, *settings: Any
 ) -> list[Tensor]:
-    """Returns the gradients of qkv and of the norms' parameters that are present; without norms qkv is None."""
+    """Returns the gradients of qkv and of the norms' parameters; without norms, qkv is None."""
     from ..kernels import rotary
 
     qk = QkTensors(*tensors)
@@ -164,11 +159,7 @@ def _backward(
 
 
 def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]:
-    """Returns the gradients of the norms' parameters by name.
-
-    Args:
-        sums: The gradients as fp32 [q and k, weight and bias, D or H D]. None without norms.
-    """
+    """Returns the gradients of the norms' parameters by name; `sums` is fp32 [q and k, weight and bias, D or H D]."""
     places = ((0, 0), (0, 1), (1, 0), (1, 1))
     return {
         name: sums[place].to(parameter.dtype, copy=True)
@@ -227,7 +218,7 @@ class QkvStep:
         return self.head_dim if rotates else 0
 
     def for_matmul(self, tokens: int) -> HeadStep | None:
-        """Returns norms and rotation of the matmul's epilogue, given the tokens per image; None without both."""
+        """Returns norms and rotation of the matmul's epilogue; `tokens` is their number per image."""
         if not self.in_matmul:
             return None
         from ..kernels.matmul.matmul_launch import HeadStep
@@ -237,13 +228,7 @@ class QkvStep:
     def forward(self, packed: Tensor, saves: bool = False) -> tuple[Tensor, Tensor | None]:
         """Applies norms and rotation to qkv [B, N, 3, H, D], unless the matmul did.
 
-        Args:
-            packed: Output of the qkv matmul; may be overwritten, except if `saves` is True and there are norms.
-            saves: True if a backward follows, which needs the input of the norms.
-        Returns:
-            qkv for the attention, and the saved input of the norms or None.
-        Raises:
-            UnsupportedInputError: the kernels cannot run on this input; lists all reasons.
+        Returns qkv for the attention, and the input of the norms for the backward, or None. May overwrite `packed`.
         """
         from ..kernels import rotary
 
@@ -260,11 +245,7 @@ class QkvStep:
     def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor | None:
         """Converts `grad` in place from the gradient of the attention's input to that of the qkv matmul's output.
 
-        Args:
-            grad: [B, N, 3, H, D], contiguous. The result has the channel order of the unfolded qkv weight.
-            saved: Second result of `forward`.
-        Returns:
-            Sums for `norm_gradients`; None without norms.
+        The result has the channel order of the unfolded qkv weight. Returns sums for `norm_gradients`, or None.
         """
         from ..kernels import rotary
 
@@ -283,9 +264,8 @@ def qkv_step(
 ) -> QkvStep:  # fmt: skip
     """Builds a `QkvStep` from the results of `operator_arguments`.
 
-    Args:
-        is_folded: True if the qkv weight is already folded. With layout "half", its pairs are then not adjacent.
-        norm_dtype: Dtype of the matmul. None means that its epilogue must not normalize, e.g. before a backward.
+    A folded qkv weight of layout "half" has no adjacent pairs. norm_dtype is the dtype of the matmul, or None if its
+    epilogue must not normalize, e.g. before a backward.
     """
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
 

@@ -21,8 +21,7 @@ from ..blocks.parts import BlockParts, LinearParts, block_tensors
 from ..blocks.token_facts import NOTHING, TokenFacts
 from ..errors import UnsupportedInputError, type_name
 from ..ops import reference
-from ..ops.checks import checked_rope
-from ..ops.descriptions import BlockScales, BlockTensors, Norm, Rope
+from ..ops.descriptions import BlockScales, BlockTensors, Norm, Rope, checked_rope
 from .schemes import fewest_kept
 
 IMAGES_FOR_ORDER = 32
