@@ -204,7 +204,7 @@ _MLP_TESTS = (
 )
 _MLP_FILES = (
     *(f"tests/test_mlp_{name}.py" for name in ("kernels", "operator")), "tests/test_fp8_block.py",
-    "tests/test_train.py",
+    "tests/test_trainer.py",
 )  # fmt: skip
 
 
