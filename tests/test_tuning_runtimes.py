@@ -113,7 +113,7 @@ def test_a_file_is_optimized_cached_saved_and_exported(files: Path, images, tmp_
     torch.testing.assert_close(output, found.model(images))
 
 
-@pytest.mark.fast_cases("plain")
+@pytest.mark.fast_cases("plain-torch.float32")
 @pytest.mark.parametrize(
     ("name", "dtype"), [("plain", torch.float32), ("pixels", torch.uint8), ("half", torch.float16)], ids=str
 )
