@@ -1,4 +1,4 @@
-"""Figures of what a model sees: the right numbers behind them, from any library; and the command that draws them."""
+"""Figures: the numbers behind them, for models of each library, and the command that draws them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from command_line import run
 from fused_models import SUBJECTS
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 import vit_fast
 from vit_fast import figures
@@ -22,24 +22,22 @@ from vit_fast.figures.activations import Activations, components, patch_filters,
 
 @pytest.fixture
 def model() -> nn.Module:
-    model = vit_fast.create_model("vit_test", depth=3).eval()
+    model = vit_fast.create_model("vit_test", depth=3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
-def test_attention_is_what_the_model_attends_to(model) -> None:
+def test_recorded_attention_and_features_are_the_models(model) -> None:
     images = torch.randn(2, 3, 32, 32)
     before = copy.deepcopy(model.state_dict())
     activations = figures.record_activations(model, images)
-    expected = model.attention_maps(images)
     assert len(activations.attention) == 3 and activations.grid == (4, 4) and activations.prefix == 1
-    for block, weights in expected.items():
+    for block, weights in model.attention_maps(images).items():
         torch.testing.assert_close(activations.attention[block], weights, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(
-        activations.features.flatten(1, 2), model.forward_features(images)[:, 1:], atol=1e-4, rtol=1e-4
-    )
+    features = model.forward_features(images)[:, 1:]
+    torch.testing.assert_close(activations.features.flatten(1, 2), features, atol=1e-4, rtol=1e-4)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -47,49 +45,37 @@ def test_attention_is_what_the_model_attends_to(model) -> None:
 @pytest.mark.parametrize(
     ("name", "prefix"),
     [
-        ("timm-vit", 1),
-        ("timm-dinov2-registers", 5),
-        ("timm-siglip", 0),
-        ("timm-dinov3", 5),
-        ("transformers-vit", 1),
-        ("transformers-clip", 1),
-        ("torchvision-vit", 1),
+        ("timm-vit", 1), ("timm-dinov2-registers", 5), ("timm-siglip", 0), ("timm-dinov3", 5), ("transformers-vit", 1),
+        ("transformers-clip", 1), ("torchvision-vit", 1),
     ],
-)
+)  # fmt: skip
 def test_every_library(name: str, prefix: int) -> None:
-    candidate = SUBJECTS[name]
-    model = candidate.build().eval()
-    (images,) = candidate.inputs().values()
+    model = SUBJECTS[name].build().eval()
+    (images,) = SUBJECTS[name].inputs().values()
     activations = figures.record_activations(model, images)
     assert activations.prefix == prefix
-    assert {weights.shape[-1] for weights in activations.attention} == {
-        prefix + activations.grid[0] * activations.grid[1]
-    }
+    assert {weights.shape[-1] for weights in activations.attention} == {prefix + np.prod(activations.grid)}
     for weights in activations.attention:
         torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
     assert activations.features.shape[:3] == (2, *activations.grid)
-    if name == "transformers-vit":
-        model.set_attn_implementation("eager")
-        with torch.no_grad():
+    with torch.no_grad():
+        if name == "transformers-vit":
+            model.set_attn_implementation("eager")
             expected = model(images, output_attentions=True).attentions
-        torch.testing.assert_close(list(activations.attention), list(expected), atol=1e-5, rtol=1e-4)
-    if name.startswith("timm"):
-        with torch.no_grad():
+            torch.testing.assert_close(list(activations.attention), list(expected), atol=1e-5, rtol=1e-4)
+        if name.startswith("timm"):
             features = model.forward_features(images)[:, prefix:]
-        torch.testing.assert_close(activations.features.flatten(1, 2), features, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(activations.features.flatten(1, 2), features, atol=1e-4, rtol=1e-4)
 
 
-def test_rollout_and_distance_by_hand() -> None:
-    """Two patches in a row; the class token looks at the second alone, each patch at itself or at the other."""
+def test_rollout_distance_and_components_by_hand() -> None:
+    """Two patches in a row; the class token attends to the second one, each patch to itself or to the other."""
     itself, other = torch.eye(3), torch.eye(3)[[0, 2, 1]]
     itself[0] = other[0] = torch.tensor([0.0, 0.0, 1.0])
     activations = Activations((1, 2), 1, (torch.stack([itself, other])[None],), torch.zeros(1, 1, 2, 4))
     torch.testing.assert_close(activations.distances((16.0, 16.0)), torch.tensor([[0.0, 16.0]]))
     expected = torch.tensor([[0.0, 0.5], [0.75, 0.25], [0.25, 0.75]])
     torch.testing.assert_close(activations.rollout()[0], expected)
-
-
-def test_components_find_what_varies() -> None:
     directions = torch.linalg.qr(torch.randn(8, 8)).Q[:2]
     rows = torch.randn(200, 2) * torch.tensor([5.0, 1.0]) @ directions + 3
     found, coordinates = components(rows, 2)
@@ -97,105 +83,87 @@ def test_components_find_what_varies() -> None:
     torch.testing.assert_close(coordinates @ found + rows.mean(0), rows, atol=1e-4, rtol=1e-4)
 
 
-def test_positions_and_filters_of_each_library(model) -> None:
+def test_positions_and_filters(model) -> None:
     torch.testing.assert_close(position_embedding(model, 16), model.pos_embed[0, 1:].detach())
     assert patch_filters(model).shape == model.patch_embed.proj.weight.shape
     other = SUBJECTS["transformers-vit"].build()
-    found = position_embedding(other, 4)
-    torch.testing.assert_close(found, other.vit.embeddings.position_embeddings[0, 1:].detach())
-    with pytest.raises(UnsupportedInputError, match="must have a learned position embedding"):
-        position_embedding(nn.Linear(3, 3), 16)
-    with pytest.raises(UnsupportedInputError, match="convolution with 1 or 3 input channels"):
-        patch_filters(nn.Linear(3, 3))
-    with pytest.raises(UnsupportedInputError, match="must have attention layers"):
-        figures.record_activations(nn.Conv2d(3, 8, 8), torch.randn(1, 3, 32, 32))
+    expected = other.vit.embeddings.position_embeddings[0, 1:].detach()
+    torch.testing.assert_close(position_embedding(other, 4), expected)
+    for call, message in (
+        (lambda: position_embedding(nn.Linear(3, 3), 16), "must have a learned position embedding"),
+        (lambda: patch_filters(nn.Linear(3, 3)), "convolution with 1 or 3 input channels"),
+        (lambda: figures.record_activations(nn.Conv2d(3, 8, 8), torch.randn(1, 3, 32, 32)), "have attention layers"),
+    ):
+        with pytest.raises(UnsupportedInputError, match=message):
+            call()
 
 
-def pixels(figure) -> np.ndarray:
+def _pixels(figure) -> np.ndarray:
     figure.canvas.draw()
     return np.asarray(figure.canvas.buffer_rgba())[..., :3]
 
 
-@pytest.mark.parametrize("name", ["patches", "positions", "attention", "rollout", "attention_distance", "features"])
-def test_figures_are_drawn_from_the_picture(model, name: str, tmp_path: Path) -> None:
-    """Each is an image with something in it, the same again for the same image, another for another."""
-    drawn = [pixels(getattr(figures, name)(model)) for _ in range(2)]
+@pytest.mark.parametrize("name", sorted({*FIGURES} - {"filters"}))
+def test_figures_depend_on_the_image(model, name: str, tmp_path: Path) -> None:
+    drawn = [_pixels(getattr(figures, name)(model)) for _ in range(2)]
     assert drawn[0].std() > 5 and np.array_equal(*drawn)
     path = tmp_path / "other.png"
     Image.fromarray((np.random.default_rng(0).random((64, 48, 3)) * 255).astype(np.uint8)).save(path)
-    other = pixels(getattr(figures, name)(model, path))
-    assert np.array_equal(drawn[0], other) == (name == "positions"), "positions alone are the model's own"
+    other = _pixels(getattr(figures, name)(model, path))
+    assert np.array_equal(drawn[0], other) == (name == "positions"), "only positions do not"
 
 
-def test_titles_are_not_cut() -> None:
-    """A narrow figure: four filters of two pixels."""
+def test_titles_of_narrow_figures_are_not_cut() -> None:
     small = vit_fast.create_model("vit_test", img_size=8, patch_size=2, in_chans=1)
     for figure in (figures.filters(small), figures.rollout(small)):
         (title,) = (text for text in figure.texts if text.get_weight() == "bold")
         assert 0 <= title.get_window_extent().x0 < title.get_window_extent().x1 <= figure.bbox.x1
 
 
-def test_patches_show_the_picture(model) -> None:
-    """An image of one color per patch: each is found in its place, with white between."""
-    colours = np.random.default_rng(0).integers(0, 200, (4, 4, 3)).astype(np.uint8)
-    image = figures.open_image(model, Image.fromarray(colours.repeat(8, 0).repeat(8, 1)))
+def test_patches_are_in_place(model) -> None:
+    """An image of one color per patch, with white gaps."""
+    colors = np.random.default_rng(0).integers(0, 200, (4, 4, 3)).astype(np.uint8)
+    image = figures.open_image(model, Image.fromarray(colors.repeat(8, 0).repeat(8, 1)))
     sheet = figures.patches(model, image).axes[0].images[0].get_array()
     assert sheet.shape[:2] == (35, 35)
-    np.testing.assert_allclose(sheet[4::9, 4::9], colours / 255, atol=0.02)
+    np.testing.assert_allclose(sheet[4::9, 4::9], colors / 255, atol=0.02)
     assert (sheet[8::9] == 1).all()
 
 
-def test_blocks_and_heads_are_chosen(model) -> None:
+def test_blocks_and_heads_are_selected(model) -> None:
     figure = figures.attention(model, blocks=[0, -1], heads=[1])
     assert [axes.get_title() for axes in figure.axes] == ["block 0, head 1", "block 2, head 1"]
-    with pytest.raises(ValueError, match="blocks must be between -3 and 2, got 3"):
-        figures.attention(model, blocks=[3])
-    with pytest.raises(ValueError, match="blocks must be between -3 and 2, got a"):
-        figures.attention(model, blocks="a")
-    with pytest.raises(ValueError, match=r"heads must be between 0 and \d+, got 9"):
-        figures.attention(model, heads=[9])
-    for nothing in ({"blocks": []}, {"heads": []}):
-        with pytest.raises(ValueError, match="must contain at least one"):
-            figures.attention(model, **nothing)
+    for options, message in (
+        ({"blocks": [3]}, "blocks must be between -3 and 2, got 3"),
+        ({"blocks": "a"}, "blocks must be between -3 and 2, got a"),
+        ({"heads": [9]}, r"heads must be between 0 and \d+, got 9"),
+        ({"blocks": []}, "must contain at least one"),
+        ({"heads": []}, "must contain at least one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            figures.attention(model, **options)
     with pytest.raises(ValueError, match="count must be an integer >= 1, got 0"):
         figures.filters(model, count=0)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "seen"
-    assert run("show", "vit_test", "--out", str(out)) == 0
-    assert {path.stem for path in out.iterdir()} == set(FIGURES)
+    gray, out = tmp_path / "gray.safetensors", str(tmp_path / "seen")
+    vit_fast.save(vit_fast.create_model("vit_test", in_chans=1, img_size=(32, 64)), gray)
+    assert run("show", str(gray), "--out", out) == 0
+    assert {path.stem for path in Path(out).iterdir()} == set(FIGURES)
     assert capsys.readouterr().out.count("wrote ") == len(FIGURES)
-    for path in out.iterdir():
+    for path in Path(out).iterdir():
         with Image.open(path) as image:
             assert min(image.size) > 100
-    assert run("show", "vit_test", "--figures", "colours") == 2
-    assert "--figures must be among patches" in capsys.readouterr().err
-    assert run("show", "vit_test", "--blocks", "x") == 2
-    assert run("show", "vit_test", "--blocks", "99", "--out", str(tmp_path / "none")) == 2
-    assert "got 99" in capsys.readouterr().err and not (tmp_path / "none").exists()
-    assert run("show", "vit_test", str(tmp_path / "missing.jpg")) == 2
-
-
-def test_what_a_model_lacks_is_said_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "seen"
-    words = ("timm:vit_small_patch16_dinov3", "--img-size", "32", "--figures", "positions,rollout", "--out", str(out))
-    assert run("show", *words) == 0
-    assert [path.name for path in out.iterdir()] == ["rollout.png"]
+    rotary = ("timm:vit_small_patch16_dinov3", "--img-size", "32", "--figures", "positions,rollout")
+    assert run("show", *rotary, "--out", str(tmp_path / "rotary")) == 0
+    assert [path.name for path in (tmp_path / "rotary").iterdir()] == ["rollout.png"]
     assert "skipped positions: " in capsys.readouterr().err
-
-
-def test_a_grey_model_is_shown_grey_pictures(tmp_path: Path) -> None:
-    weights = vit_fast.save(vit_fast.create_model("vit_test", in_chans=1), tmp_path / "grey.safetensors")
-    assert run("show", str(weights), "--figures", "features", "--out", str(tmp_path / "seen")) == 0
-    assert [path.name for path in (tmp_path / "seen").iterdir()] == ["features.png"]
-
-
-def test_an_image_of_another_shape(model) -> None:
-    wide = vit_fast.create_model("vit_test", img_size=(32, 64)).eval()
-    activations = figures.record_activations(wide, torch.randn(1, 3, 32, 64))
-    assert activations.grid == (4, 8)
-    image = figures.open_image(wide)
-    assert image.shown.shape == (32, 64, 3) and isinstance(image.images, Tensor)
-    assert image.shown.min() >= 0 and image.shown.max() <= 1
-    figures.rollout(wide, image)
+    for options, message in (
+        (("--figures", "colors"), "--figures must be among patches"),
+        (("--blocks", "x"), "--blocks"),
+        (("--blocks", "99"), "got 99"),
+        ((str(tmp_path / "missing.jpg"),), "no such file"),
+    ):
+        assert run("show", "vit_test", *options, "--out", str(tmp_path / "none")) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "none").exists()

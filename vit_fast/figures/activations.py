@@ -26,7 +26,6 @@ from ..errors import UnsupportedInputError, check_type
 from ..fusion.fuse import fuse, unfuse
 from ..libraries.interface.image_model import required_input_reasons
 from ..libraries.known import recognise
-from ..ops import reference
 
 # Largest number of class, distillation and register tokens.
 MOST_PREFIX_TOKENS = 16
@@ -111,21 +110,14 @@ class _Watcher(TorchFunctionMode):
 
 
 def _weights(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *args: Any,
+    **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """Returns attention weights [B, H, N_q, N_kv] for the arguments of torch's scaled_dot_product_attention."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-    if attn_mask is None and not is_causal:
-        return reference.attention_weights(query.float(), key.float(), scale=scale).cpu()
-    scores = query.float() @ key.float().transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones_like(scores, dtype=torch.bool).tril()
-    assert attn_mask is not None
-    if attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(scores).masked_fill(~attn_mask, -math.inf)
-    return (scores + attn_mask).softmax(-1).cpu()
+    """Returns attention weights [B, H, N_q, N_kv]: the output of torch's function with the identity as value."""
+    identity = torch.eye(key.shape[-2], device=key.device).expand(*key.shape[:-1], -1)
+    if attn_mask is not None and attn_mask.is_floating_point():
+        attn_mask = attn_mask.float()
+    return F.scaled_dot_product_attention(query.float(), key.float(), identity, attn_mask, 0.0, *args, **kwargs).cpu()
 
 
 @torch.no_grad()
@@ -198,13 +190,7 @@ def open_image(
 
 
 def position_embedding(model: nn.Module, patches: int) -> Tensor:
-    """Returns the learned position embedding [patches, C] of a model, without other tokens.
-
-    Args:
-        patches: Number of patches of an image.
-    Raises:
-        UnsupportedInputError: the model has no learned position embedding, e.g. because it is rotary.
-    """
+    """Returns the learned position embedding [patches, C] of a model, without other tokens."""
     for name, parameter in model.named_parameters():
         if "pos" not in name.lower() or parameter.dim() < 2:
             continue
@@ -219,11 +205,7 @@ def position_embedding(model: nn.Module, patches: int) -> Tensor:
 
 
 def patch_filters(model: nn.Module) -> Tensor:
-    """Returns the filters of the patch embedding, [C, channels, height, width].
-
-    Raises:
-        UnsupportedInputError: the model has no convolution with 1 or 3 input channels.
-    """
+    """Returns the filters of the patch embedding, [C, channels, height, width]."""
     check_type("model", model, nn.Module)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -235,7 +217,7 @@ def patch_filters(model: nn.Module) -> Tensor:
 
 
 def components(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the first principal components [count, C] of vectors [n, C], and the vectors' coordinates [n, count]."""
+    """Returns the first principal components [count, C] of vectors [n, C], and their coordinates [n, count]."""
     centered = rows - rows.mean(0)
     _, _, directions = torch.linalg.svd(centered.double(), full_matrices=False)
     found = directions[:count]
