@@ -26,7 +26,6 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion.fuse import fuse, set_backend
 from vit_fast.libraries.interface.weight_names import take_weights
 from vit_fast.libraries.known import PEERS
-from vit_fast.libraries.timm import timm_model
 from vit_fast.libraries.transformers import hf_model
 from vit_fast.measure.candidate import AS_FILE, COMPILE_MODES, PRECISIONS, RUNTIMES, Candidate
 from vit_fast.model import VisionTransformer
@@ -50,7 +49,7 @@ DEFAULT_NAMES = {
     ),
 }  # fmt: skip
 # Without bf16 on a CPU.
-FP32_ALONE = ("onnxruntime", "onnxruntime-nobinding", "onnxruntime-int8")
+FP32_ALONE = ("onnxruntime", "onnxruntime-int8")
 
 _SDPA = ("sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 # For other models than our variants, and for parts of models.
@@ -59,7 +58,7 @@ NAMES = {
         "given", "given+fused+frozen", "openvino", "onnxruntime", "given+compile:freezing",
         "given+fused+compile:freezing", "given+compile", "given+fused", "given+fused+compile",
     ),
-    "onnx": ("onnxruntime", "onnxruntime-nobinding", "openvino"),
+    "onnx": ("onnxruntime", "openvino"),
     "block": ("eager", "sdpa", "triton", "timm", "timm+fused"),
     "attention": ("eager", *_SDPA, "triton", "flex", "flash-attn", "xformers"),
     "mlp": ("eager", "triton", "cublaslt", "transformer-engine", "eager+compile"),
@@ -84,26 +83,22 @@ def parse_candidate(word: str) -> Candidate:
         return candidate
     if mode and not mode.startswith(":"):
         raise ValueError(f"candidate {word!r}: +compile must be followed by :MODE or nothing, got {mode}")
-    found = next((known for known in COMPILE_MODES if known == (mode[1:] if mode else "default")), None)
-    if found is None:
+    found: Any = mode[1:] or "default"
+    if found not in COMPILE_MODES:
         raise ValueError(f"the compile mode must be one of {', '.join(COMPILE_MODES)}, got {mode[1:]!r}")
     if not candidate.compilable:
         raise ValueError(f"candidate {name!r} cannot be compiled by torch.compile; use {name!r} alone")
     return candidate.compiled_in(found)
 
 
-def default_names(device: torch.device, kind: str, training: bool) -> tuple[str, ...]:
-    """Returns the default candidates for a kind of model (see models.Model) on a device."""
-    names = DEFAULT_NAMES[device.type] if kind == "ours" else NAMES[kind]
-    return tuple(name for name in names if not training or get_candidate(name.partition("+compile")[0]).trainable)
-
-
 def choose(
     names: Sequence[str] | None, device: torch.device, kind: str = "ours", training: bool = False
 ) -> list[Candidate]:
-    """Returns the named candidates, or the default ones; see parse_candidate."""
-    chosen = map(parse_candidate, default_names(device, kind, training) if names is None else names)
-    return list({candidate.name: candidate for candidate in chosen}.values())
+    """Returns the named candidates, or the default ones for a kind of model (see models.Model) on a device."""
+    if names is not None:
+        return list({candidate.name: candidate for candidate in map(parse_candidate, names)}.values())
+    found = map(parse_candidate, DEFAULT_NAMES[device.type] if kind == "ours" else NAMES[kind])
+    return [candidate for candidate in found if candidate.trainable or not training]
 
 
 # The allowed error of lower precision as a share of the largest output; the accuracy rule is for full precision.
@@ -228,8 +223,10 @@ def _build_optimized(candidate: Candidate, task: Task) -> nn.Module:
         return build_candidate(found.candidate, module, example, module(example), ())
 
 
-def build_file(candidate: Candidate, task: Task, *, io_binding: bool = True) -> Function:
+def build_file(candidate: Candidate, task: Task) -> Function:
     """Opens the export of the task's model, or the given ONNX file, in the candidate's runtime."""
+    from vit_fast.measure.runtimes import open_file
+
     fp32, on_cpu = task.dtype == torch.float32, task.device.type == "cpu"
     in_openvino, bf16 = candidate.engine == "openvino", task.dtype == torch.bfloat16
     given, found = task.model.onnx is not None, f"{task.dtype} on {task.device}"
@@ -244,15 +241,9 @@ def build_file(candidate: Candidate, task: Task, *, io_binding: bool = True) -> 
         raise UnsupportedInputError(RUNTIMES[candidate.engine], reasons)
     if not fp32:
         candidate = dataclasses.replace(candidate, precision="bf16" if bf16 else "fp16")
-    return _open(candidate, task.model.onnx or _exported(candidate, task), task, io_binding)
-
-
-def _open(candidate: Candidate, path: Path, task: Task, io_binding: bool = True) -> Function:
-    from vit_fast.measure.runtimes import open_file
-
-    run = open_file(candidate, path, _images(task, task.batch_size), task.model.image_hw, io_binding=io_binding)
-    as_given = candidate.engine == "openvino"
-    return lambda images: run(images if as_given else images.float()).to(task.dtype)
+    path = task.model.onnx or _exported(candidate, task)
+    run = open_file(candidate, path, _images(task, task.batch_size), task.model.image_hw)
+    return lambda images: run(images if in_openvino else images.float()).to(task.dtype)
 
 
 # The exported files of this run with their weights: one file serves all batch sizes.
@@ -281,31 +272,6 @@ def _exportable(task: Task) -> nn.Module:
         return model.model if isinstance(model, OutputOf) else model
     on_cpu = dataclasses.replace(task, dtype=torch.float32, device=torch.device("cpu"))
     return build(CANDIDATES["sdpa"], on_cpu)
-
-
-def _export_by(export: Callable[[Candidate, Task, Path], None], candidate: Candidate, task: Task) -> Function:
-    if task.dtype != torch.float32 or task.model.onnx is not None:
-        found = f"{task.model.name} in {task.dtype}"
-        raise UnsupportedInputError(candidate.base, [f"it must be a model in fp32 and no ONNX file, got {found}"])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        export(candidate, task, path)
-        return _open(candidate, path, task)
-
-
-def _by_torch(candidate: Candidate, task: Task, path: Path) -> None:
-    """Exports with torch.onnx.export, with a dynamic batch size."""
-    images, shapes = torch.zeros(2, *task.model.shape), ({0: torch.export.Dim("batch")},)
-    torch.onnx.export(_exportable(task), (images,), path, dynamo=True, dynamic_shapes=shapes, verbose=False)
-
-
-def _by_timm(candidate: Candidate, task: Task, path: Path) -> None:
-    """Exports timm's model with timm's exporter, for this batch size only."""
-    from timm.utils.onnx import onnx_export
-
-    model = build_peer(timm_model, candidate, dataclasses.replace(task, device=torch.device("cpu")))
-    images = torch.zeros(task.batch_size, *task.model.shape)
-    onnx_export(model, str(path), example_input=images, check=False, use_dynamo=True)
 
 
 def _build_torchao(candidate: Candidate, task: Task) -> nn.Module:
@@ -361,16 +327,11 @@ def _all() -> Iterator[Candidate]:
         yield named(f"optimized-{precision}", f"{summary} in {precision}", _build_optimized, **fields)
 
     yield named("onnxruntime", "ONNX Runtime, exported by vit_fast.export", build_file, **onnx)
-    slow = partial(build_file, io_binding=False)
-    yield named("onnxruntime-nobinding", "onnxruntime through session.run", slow, **onnx)
     calibrated = onnx | lossy | {"precision": "int8", "peer": False, "build_s": 9.0}
     yield named("onnxruntime-int8", "onnxruntime, static int8 calibrated on an image", build_file, **calibrated)
     yield named("tensorrt", "onnxruntime with the TensorRT provider", build_file, **onnx | {"engine": "tensorrt"})
     openvino = onnx | {"engine": "openvino", "packages": (*ORT[:2], "openvino")}
     yield named("openvino", "OpenVINO on a CPU, exported by vit_fast.export", build_file, **openvino)
-    yield named("torch-onnx", "ONNX Runtime, exported by torch.onnx.export", partial(_export_by, _by_torch), **onnx)
-    by_timm, fields = partial(_export_by, _by_timm), onnx | {"packages": (*ORT, "timm")}
-    yield named("timm-onnx", "ONNX Runtime, timm's model exported by timm", by_timm, **fields)
 
     ao = lossy | {"packages": ("torchao",), "peer": True}
     summary = "sdpa with torchao's int8 weights and dynamic activation quantization"

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,15 +14,12 @@ import torch
 from vit_fast.apps.data import find_images, read_image, sample_image
 from vit_fast.config import Size
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.clock import SETTLE_MS, Protocol
-from vit_fast.work import total
+from vit_fast.measure.clock import Protocol
+from vit_fast.work import Work, total
 
 from .candidates import FP32_ALONE, choose
 from .machine import DTYPES, has_bf16, memory_bytes
 from .models import MAX_VIEWS, Model, resolve
-from .rows import PERCENTILE_REPEATS, Group
-
-Planned = dict[Group, list[Candidate]]
 
 # Defaults. On two CPU cores, the budget ends the run within three minutes.
 DEFAULT_MODELS = {"cpu": ("vit_tiny_patch16_224",), "cuda": ("vit_base_patch16_224",)}
@@ -35,10 +31,69 @@ PROTOCOLS = {
     "cuda": Protocol(repeats=100, seconds=1.0, least_repeats=10),
 }
 # For batch size 1: enough calls for a 99th percentile.
-LATENCY = Protocol(repeats=1000, seconds=5.0, least_repeats=PERCENTILE_REPEATS)
+LATENCY = Protocol(repeats=1000, seconds=5.0, least_repeats=100)
 BOTH_DTYPES = ("ours", "given")  # kinds of models that a CPU with bf16 matmuls measures in fp32 and bf16
 # Batch sizes of --batch-sizes best.
 SEARCHED = {"cpu": tuple(2**i for i in range(7)), "cuda": tuple(2**i for i in range(12))}
+
+# Estimated seconds on two CPU cores to compile a model, for each batch size and dtype.
+COMPILING_S = {"none": 0.0, "default": 25.0, "freezing": 10.0, "reduce-overhead": 30.0, "max-autotune": 240.0}
+# Estimated seconds of a group without its candidates, and of the shortest timing of a candidate.
+GROUP_S, TIMED_S = 3.0, 1.5
+# Calls of a candidate until it is timed, and in its shortest timing; their estimated speed.
+CALLS_BEFORE, TIMED_CALLS, FLOP_PER_S = 6, 15, {"cpu": 2e11, "cuda": 1e14}
+UNKNOWN_FLOP = 2e10  # of an image, for a model whose work is unknown
+PLANNED_SHARE = 0.88  # of the budget; the rest is a reserve
+ALWAYS = 2  # candidates that are always measured
+
+
+@dataclass(frozen=True)
+class Group:
+    """The candidates of one model, dtype (see machine.DTYPES) and batch size, which are timed interleaved.
+
+    The requested batch size is larger if it did not fit into memory. `data` is the location of the batches: "device"
+    or "host" (pinned memory, which each call copies to the GPU).
+    """
+
+    model: Model
+    dtype_name: str
+    batch_size: int
+    requested_batch_size: int
+    training: bool = False
+    data: str = "device"
+
+    def __str__(self) -> str:
+        return f"{self.model.name} {self.dtype_name} batch {self.batch_size}{' training' if self.training else ''}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype_name]
+
+    @property
+    def key(self) -> tuple[str | int, ...]:
+        """The key of its rows; see records.key_of."""
+        return self.model.name, self.dtype_name, self.requested_batch_size, self.data, *self.sizes
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Height and width of the images, or the shape of another input."""
+        return self.model.shape if self.model.data is None else self.model.image_hw
+
+    def about(self, candidate: str) -> dict[str, Any]:
+        """Returns the fields that identify a row or a control of a candidate."""
+        return {
+            "candidate": candidate, "model": self.model.name, "dtype": self.dtype_name, "batch": self.batch_size,
+            "requested_batch": self.requested_batch_size, "img_size": list(self.sizes), "data": self.data,
+        }  # fmt: skip
+
+    def least(self) -> dict[str, Work]:
+        """Returns a lower bound on the work of a call, by part. A training step of a model counts three times."""
+        return {} if self.model.parts is None else self.model.parts(self.batch_size, self.training)
+
+    @property
+    def launch(self) -> Literal["counted", "hidden"]:
+        """The protocol's launch: "counted" at batch size 1, as for a request that waits; otherwise "hidden"."""
+        return "counted" if self.batch_size == 1 and self.model.data is not None else "hidden"
 
 
 @dataclass(frozen=True)
@@ -69,7 +124,6 @@ class Configuration:
     request: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def groups(self) -> list[Group]:
-        """Returns the groups of candidates that are timed interleaved."""
         return [
             Group(model, dtype, batch_size, batch_size, self.training, self.data)
             for model in self.models
@@ -82,11 +136,52 @@ class Configuration:
         """True if the candidates are the default ones, which are fitted to the time budget."""
         return self.request.get("candidates") is None and not self.search
 
-    def candidates_of(self, group: Group) -> list[Candidate]:
-        """Returns the candidates of a group; by default without those that do not support its dtype."""
-        found = self.candidates[group.model.kind]
-        skipped = FP32_ALONE if self.is_default and self.device.type == "cpu" and group.dtype_name != "fp32" else ()
-        return [candidate for candidate in found if candidate.base not in skipped]
+    def plan(self) -> tuple[dict[Group, list[Candidate]], list[str]]:
+        """Returns the candidates of each group, and the names with dtypes of those that the time budget excludes.
+
+        A candidate is measured in all groups of a dtype or in none. The first ones are the most important.
+        """
+        lacks_bf16 = FP32_ALONE if self.is_default and self.device.type == "cpu" else ()
+        planned, skipped = {}, []
+        for group in self.groups():
+            every = self.candidates[group.model.kind]
+            planned[group] = [c for c in every if group.dtype_name == "fp32" or c.base not in lacks_bf16]
+        left_s = PLANNED_SHARE * self.time_budget_s - sum(
+            self.preparing_s(group, []) + self._timed_s(group) for group in planned
+        )
+        names = list(dict.fromkeys(c.name for found in planned.values() for c in found))
+        for name, dtype in ((name, dtype) for name in names for dtype in self.dtypes):
+            needed_s = sum(
+                self.preparing_s(group, [c]) - GROUP_S + self._timed_s(group)
+                for group, found in planned.items()
+                for c in found
+                if (c.name, group.dtype_name) == (name, dtype)
+            )
+            if not self.is_default or name in names[:ALWAYS] or needed_s <= left_s:
+                left_s -= needed_s
+            elif needed_s:
+                skipped.append(f"{name} ({dtype})")
+        return {
+            group: [c for c in found if f"{c.name} ({group.dtype_name})" not in skipped]
+            for group, found in planned.items()
+        }, skipped
+
+    def preparing_s(self, group: Group, candidates: Sequence[Candidate]) -> float:
+        """Estimates the seconds until these candidates of a group can be timed."""
+        is_first = group.requested_batch_size == self.batch_sizes[0]  # later groups reuse what it builds
+        seconds = GROUP_S
+        for candidate in candidates:
+            if not candidate.missing_packages():
+                seconds += candidate.build_s * is_first + COMPILING_S[candidate.compile_mode]
+                seconds += CALLS_BEFORE * self._call_s(group)
+        return seconds
+
+    def _timed_s(self, group: Group) -> float:
+        return max(TIMED_S, TIMED_CALLS * self._call_s(group))
+
+    def _call_s(self, group: Group) -> float:
+        flop = total(group.least().values()).flop or UNKNOWN_FLOP * group.batch_size
+        return flop / FLOP_PER_S[self.device.type]
 
     def product_dtypes(self) -> list[str]:
         """Returns the dtypes of the candidates' matmuls; amp also multiplies in bf16."""
@@ -248,110 +343,3 @@ def _some(what: str, values: Sequence[Any]) -> tuple[Any, ...]:
     if not values:
         raise ValueError(f"{what} must not be empty")
     return tuple(dict.fromkeys(values))
-
-
-# Estimated seconds on two CPU cores to compile a model, for each batch size and dtype.
-COMPILING_S = {"none": 0.0, "default": 25.0, "freezing": 13.0, "reduce-overhead": 30.0, "max-autotune": 240.0}
-# The same, if a candidate in this mode was compiled before in the group: most of its C++ kernels exist.
-COMPILING_NEXT_S = {"freezing": 7.0}
-# The shortest timing of a candidate.
-TIMED_S, ROUNDS = 1.5, 10
-# Calls before a candidate is timed; time of the images and the fp64 reference of a group, in calls of one image.
-CALLS_BEFORE, REFERENCE_CALLS = 6, 50
-CEILINGS_S = 1.0
-# The share of the matmul ceiling that a model reaches; seconds per image for a model of unknown work.
-SHARE, OTHER_SHARE, UNKNOWN_CALL_S = {"fp32": 0.6}, 0.4, 0.1
-# The share of the budget that is allocated; the rest is a reserve.
-PLANNED_SHARE = 0.88
-OF_FP32 = 0.7  # the least time in a lower precision relative to fp32: not all of a model is matmuls
-ALWAYS = 2  # candidates that are always measured
-
-
-def call_s(group: Group, ceilings: Mapping[str, Any]) -> float:
-    """Estimates the seconds of a call."""
-    flop, reached = total(group.least().values()).flop, ceilings.get("matmul_TFLOP_per_s", {})
-    if not flop or group.dtype_name not in reached:
-        return UNKNOWN_CALL_S * group.batch_size
-    seconds = {name: flop / (SHARE.get(name, OTHER_SHARE) * most * 1e12) for name, most in reached.items()}
-    return max(seconds[group.dtype_name], OF_FP32 * seconds.get("fp32", 0.0))
-
-
-class Allocation:
-    """Chooses the candidates that fit into the time budget, and divides the time among the groups.
-
-    Args:
-        groups: The candidates of each group, the most important ones first.
-        budget_s: Seconds from the start of the run; infinite keeps all candidates.
-        ceilings: See machine.measure_ceilings.
-        skipped: Candidates to skip in a resumed run; None means those that do not fit.
-    Attributes:
-        planned: The candidates of each group that fit, in all groups of a dtype or in none.
-        skipped: The others, with their dtype.
-    """
-
-    def __init__(
-        self,
-        groups: Planned,
-        budget_s: float = math.inf,
-        ceilings: Mapping[str, Any] | None = None,
-        skipped: Sequence[str] | None = None,
-    ) -> None:
-        self._budget_s, self._calls = budget_s, {group: call_s(group, ceilings or {}) for group in groups}
-        # each timed call on a CPU follows untimed ones, at least one
-        self._timed = {
-            group: max(TIMED_S, ROUNDS * (call + max(call, SETTLE_MS / 1e3))) for group, call in self._calls.items()
-        }
-        self._first: dict[tuple[str, str], Group] = {}
-        self.skipped: list[str] = [] if skipped is None else list(skipped)
-        self.planned: Planned = {group: [] for group in groups}
-        needed = sum(self._fixed_s(group) for group in groups)
-        every = [(c.name, group.dtype_name) for group, found in groups.items() for c in found]
-        modes = {c.name: c.compile_mode for found in groups.values() for c in found}
-        labels = list(modes)
-        # candidates that share compiled kernels are chosen together, for one dtype after the other
-        sharing = [mode if mode in COMPILING_NEXT_S else label for label, mode in modes.items()]
-        ranks = {label: sharing.index(share) for label, share in zip(labels, sharing)}
-        for label, dtype in sorted(dict.fromkeys(every), key=lambda one: ranks[one[0]]):
-            chosen = [
-                (group, c)
-                for group, found in groups.items()
-                for c in found
-                if (c.name, group.dtype_name) == (label, dtype)
-            ]
-            name, seconds = f"{label} ({dtype})", sum(self.preparing_s(*pair) + self._timed[pair[0]] for pair in chosen)
-            fits = label in labels[:ALWAYS] or needed + seconds <= PLANNED_SHARE * budget_s
-            if name in self.skipped or (skipped is None and not fits):
-                self.skipped += [name] * (skipped is None)
-                continue
-            needed += seconds
-            for group, candidate in chosen:
-                self.planned[group].append(candidate)
-
-    def preparing_s(self, group: Group, candidate: Candidate) -> float:
-        """Estimates the seconds to prepare a candidate; later groups reuse what the first of a dtype builds."""
-        first = self._first.setdefault((candidate.name, group.dtype_name), group)
-        if candidate.missing_packages():
-            return 0.0
-        building_s = candidate.build_s if first is group else 0.0
-        mode, before = candidate.compile_mode, takewhile(lambda c: c.name != candidate.name, self.planned[group])
-        compiling_s = COMPILING_S[mode]
-        if mode in COMPILING_NEXT_S and any(c.compile_mode == mode for c in before):
-            compiling_s = COMPILING_NEXT_S[mode]
-        return building_s + compiling_s + CALLS_BEFORE * self._calls[group]
-
-    def _fixed_s(self, group: Group) -> float:
-        return CEILINGS_S + REFERENCE_CALLS * self._calls[group] / group.batch_size + self._timed[group]
-
-    def prepared_s(self, group: Group) -> float:
-        """Estimates the seconds until the candidates of a group can be timed."""
-        return sum(self.preparing_s(group, c) for c in self.planned[group]) + self._fixed_s(group) - self._timed[group]
-
-    def end_of_timing_s(self, group: Group, now_s: float, slowness: float) -> float:
-        """Returns the end of the timing of a prepared group; now and the end are seconds since the start of the run.
-
-        `slowness` is the measured time of the preparations so far relative to the estimate.
-        """
-        after = list(self.planned)[list(self.planned).index(group) :]
-        free_s = self._budget_s - now_s - slowness * sum(map(self.prepared_s, after[1:]))
-        weights = [(len(self.planned[each]) + 1) * self._timed[each] for each in after]
-        return now_s + max(free_s, 0.0) * weights[0] / sum(weights)

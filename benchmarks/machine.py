@@ -1,26 +1,28 @@
-"""The machine: its description, its ceilings, its state while candidates are timed, and energy."""
+"""The machine: its description, its ceilings, its state while candidates are timed, and a profile of a call."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import math
 import os
 import platform
+import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
-from vit_fast.measure.clock import Call, Protocol, synchronise, time_call
+from vit_fast.measure.clock import Call, Protocol, synchronise, time_call, without_profiler_chatter
 from vit_fast.version import cpu_name, installed
+from vit_fast.work import Work
 
 PACKAGES = (
     "torch", "triton", "timm", "transformers", "torchvision", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt",
-    "torchao", "flash-attn", "xformers", "transformer-engine", "nvidia-ml-py", "numpy",
+    "torchao", "flash-attn", "xformers", "transformer-engine", "numpy",
 )  # fmt: skip
 
 # Names of dtypes in tables; tf32 is fp32 with TF32 matmuls, amp is fp32 under autocast in bf16.
@@ -88,10 +90,8 @@ def best_ceilings(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the best of several ceilings of a run: other processes only lower them."""
     if not measured:
         return {}
-    matmul = {
-        dtype: max(each["matmul_TFLOP_per_s"].get(dtype, 0.0) for each in measured)
-        for dtype in dict.fromkeys(dtype for each in measured for dtype in each["matmul_TFLOP_per_s"])
-    }
+    names = dict.fromkeys(name for each in measured for name in each["matmul_TFLOP_per_s"])
+    matmul = {name: max(each["matmul_TFLOP_per_s"].get(name, 0.0) for each in measured) for name in names}
     copy = max(each["copy_GB_per_s"] for each in measured)
     return measured[0] | {"copy_GB_per_s": copy, "matmul_TFLOP_per_s": matmul, "taken": len(measured)}
 
@@ -142,10 +142,6 @@ def _describe_gpu(device: torch.device) -> dict[str, Any]:
     }
 
 
-def bus_id(properties: Any) -> str:
-    return f"{properties.pci_domain_id:08x}:{properties.pcibus_id:02x}:{properties.pci_device_id:02x}.0"
-
-
 def memory_bytes(device: torch.device) -> int | None:
     """Returns the memory of the device, or of this process on a CPU; None if unknown."""
     if device.type == "cuda":
@@ -172,8 +168,6 @@ def output(command: list[str]) -> str | None:
 BUSY_SHARE, THROTTLED_SHARE = 0.10, 0.01
 # Bits of NVML's clock event reasons for heat or power delivery, not for the power cap or an idle device.
 GPU_SLOWDOWNS = 0x8 | 0x20 | 0x40 | 0x80
-# To measure energy: NVML updates its counter ten to fifty times a second.
-ENERGY_SECONDS = 0.5
 
 
 class Conditions:
@@ -199,26 +193,28 @@ class Conditions:
 
     def _read(self) -> tuple[float, float, float]:
         """Returns busy seconds of the CPUs since boot, of this process, and seconds withheld by the quota."""
-        self.gpu_slowed |= self._device.type == "cuda" and _gpu_slowed(self._device)
+        if self._device.type == "cuda":
+            active = _gpu_query(self._device, "clocks_event_reasons.active") or ""
+            self.gpu_slowed |= active.startswith("0x") and bool(int(active, 16) & GPU_SLOWDOWNS)
         busy_s, self.processors = _busy_seconds()
         times = os.times()
         return busy_s, times.user + times.system + times.children_user + times.children_system, _throttled_seconds()
 
     def summary(self) -> dict[str, Any]:
         """Returns plain data for the record; `busy` lists reasons not to trust the figures."""
-        capacity_s = max(self.elapsed_s * self.processors, 1e-9)
-        others, throttled = self.others_s / capacity_s, self.throttled_s / max(self.elapsed_s, 1e-9)
-        busy = []
-        if others > BUSY_SHARE:
-            busy.append(f"other processes used {others:.0%} of the CPU time")
-        if throttled > THROTTLED_SHARE:
-            busy.append(f"the cgroup's quota throttled this process for {throttled:.0%} of the time")
-        if self.gpu_slowed:
-            busy.append("the GPU throttled")
+        others = self.others_s / max(self.elapsed_s * self.processors, 1e-9)
+        throttled = self.throttled_s / max(self.elapsed_s, 1e-9)
+        checks = (
+            (others > BUSY_SHARE, f"other processes used {others:.0%} of the CPU time"),
+            (throttled > THROTTLED_SHARE, f"the cgroup's quota throttled this process for {throttled:.0%} of the time"),
+            (self.gpu_slowed, "the GPU throttled"),
+        )
+        busy = [reason for is_so, reason in checks if is_so]
         return {"others_share": round(others, 4), "throttled_share": round(throttled, 4), "busy": busy}
 
 
 def _busy_seconds() -> tuple[float, int]:
+    """Returns busy seconds of the CPUs that this process may use, and their number; zeros if unknown."""
     try:
         allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
@@ -241,39 +237,46 @@ def _throttled_seconds() -> float:
 
 
 def _gpu_query(device: torch.device, fields: str) -> str | None:
-    selected = f"--id={bus_id(torch.cuda.get_device_properties(device))}"
-    return output(["nvidia-smi", selected, "--format=csv,noheader", f"--query-gpu={fields}"])
+    at: Any = torch.cuda.get_device_properties(device)
+    bus = f"{at.pci_domain_id:08x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
+    return output(["nvidia-smi", f"--id={bus}", "--format=csv,noheader", f"--query-gpu={fields}"])
 
 
-def _gpu_slowed(device: torch.device) -> bool:
-    found = _gpu_query(device, "clocks_event_reasons.active") or ""
-    return found.startswith("0x") and bool(int(found, 16) & GPU_SLOWDOWNS)
+COMPILED, REST = "compiled, fused", "other"
+# Parts of a model by a pattern of the names of their operators or kernels: the first match counts.
+PARTS = {
+    "attention": "attention|attn|flash|fmha|softmax|bmm",
+    "embedding": "conv(?!ert)",
+    COMPILED: "^triton_(?!tem)|cpp_fused|compiled|inductor|torchdynamo",
+    "linears": "addmm|::mm|linear|mlp|matmul|gemm|nvjet|triton_tem",
+    "norms": "layer_?norm|group_?norm|statistics",
+    "activations": "gelu|silu|relu|sigmoid|tanh|erf",
+}
+PROFILED_CALLS = 3
 
 
-def joules_of(call: Call, ms: float, device: torch.device) -> float | None:
-    """Measures joules of a call that takes about ms, with NVML's counter for the whole board.
+def part_of(name: str) -> str:
+    """Returns the part of a model that an operator or a kernel belongs to."""
+    return next((part for part, words in PARTS.items() if re.search(words, name.lower())), REST)
 
-    Returns None on a CPU, without the package nvidia-ml-py, and if the GPU has no such counter.
+
+def profile(call: Call, device: torch.device, least: dict[str, Work], itemsize: int) -> dict[str, Any]:
+    """Returns kernels, [part, name, calls, ms] per call, the longest first; and least, [operations, bytes] per part.
+
+    Kernel names decide the part on a GPU, operator names on a CPU. Eager attention's matmuls on a GPU count as linears.
     """
-    counter = _energy_counter(device) if device.type == "cuda" else None
-    if counter is None:
-        return None
-    calls = math.ceil(max(ENERGY_SECONDS * 1e3 / ms, 1.0))
-    synchronise(device)
-    before = counter()
-    for number in range(calls):
-        call(number)
-    synchronise(device)
-    return (counter() - before) / calls
-
-
-def _energy_counter(device: torch.device) -> Callable[[], float] | None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id(torch.cuda.get_device_properties(device)).encode())
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except Exception:  # not installed, no driver, no counter: of different types
-        return None
-    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+    on_gpu = device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
+    with without_profiler_chatter(), torch.profiler.profile(activities=activities) as profiler:
+        for number in range(PROFILED_CALLS):
+            call(number)
+        synchronise(device)
+    kernels = []
+    for event in profiler.key_averages():
+        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if us and (event.device_type == DeviceType.CUDA) == on_gpu:
+            kernels.append([part_of(event.key), event.key, event.count / PROFILED_CALLS, us / 1e3 / PROFILED_CALLS])
+    if "head" in least:  # the profiler cannot tell it from other linears
+        least["linears"] += least.pop("head")
+    moved = {part: [some.flop, some.elements * itemsize] for part, some in least.items()}
+    return {"kernels": sorted(kernels, key=lambda kernel: -kernel[3]), "least": moved}

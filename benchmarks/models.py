@@ -15,19 +15,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast.apps.data import make_transform, random_crop, read_image
 from vit_fast.config import DataConfig, Size, ViTConfig
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.measure.clock import cold_copies
+from vit_fast.model import VisionTransformer
 from vit_fast.variants import get_variant, list_models
 from vit_fast.work import Counter, Work, work
 
@@ -78,7 +83,6 @@ class Model:
 
     @property
     def image_hw(self) -> Size:
-        """Height and width of the images."""
         return self.shape[1], self.shape[2]
 
     @property
@@ -104,7 +108,7 @@ class Task:
 
     @property
     def whole(self) -> bool:
-        """True for a model, False for a part of a model."""
+        """False for a part of a model."""
         return self.model.operator is None and not self.model.block
 
     @property
@@ -318,3 +322,79 @@ class OutputOf(nn.Module):
             if (output := getattr(found, name, None)) is not None:
                 return output
         return found.last_hidden_state[:, 0]
+
+
+def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Draws parameters under our names in fp32 on the CPU, none of them zero or alike.
+
+    A fresh model has zero biases, unit norms and near-zero tokens, so a candidate that ignores one of them would pass.
+    Here every parameter changes the logits, attention is far from uniform (queries and keys are doubled), and tokens
+    and positions are small enough that the logits depend on the image: between two images they differ by about ten
+    times the allowed error in bf16.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        model = VisionTransformer(config)
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            parameter.copy_(_draw(name, parameter, owner, generator))
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def _draw(name: str, parameter: Tensor, owner: nn.Module, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(parameter.shape, generator=generator)
+    if isinstance(owner, nn.LayerNorm | nn.GroupNorm):
+        return 1 + 0.2 * noise if name.endswith("weight") else 0.2 * noise
+    if name.endswith("gamma"):
+        return 0.5 + 0.2 * noise
+    if name.endswith("bias"):
+        return 0.1 * noise
+    if isinstance(owner, nn.Linear | nn.Conv2d):
+        weight = noise / math.sqrt(parameter[0].numel())
+        if name.endswith("attn.qkv.weight"):
+            weight[: 2 * weight.shape[1]] *= 2
+        return weight
+    return 0.3 * noise
+
+
+@functools.lru_cache(maxsize=2)
+def weights_of(model: Model, dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """Returns a model's parameters, its own or random ones, in a dtype; None for a model with weights inside."""
+    weights = model.weights if model.operator is None else model.operator.weights()
+    if weights is None and model.config is not None:
+        weights = random_weights(model.config)
+    return None if weights is None else rounded(weights, dtype)
+
+
+def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: tensor.to(dtype) for name, tensor in weights.items()}
+
+
+def image_views(paths: Sequence[Path], model: Model, count: int, seed: int = 0) -> Tensor:
+    """Prepares views of images [count, *model.shape] in fp32 on the CPU, or random numbers for other inputs.
+
+    The first ones are the whole images, further ones random crops, so that large batches consist of different images.
+    """
+    if model.data is None:
+        return torch.randn(count, *model.shape, generator=torch.Generator().manual_seed(seed))
+    transform = make_transform(model.data, model.image_hw, model.in_chans)
+    images = [read_image(path) for path in paths[:count]]
+    generator = np.random.default_rng(seed)
+    views = []
+    for number in range(count):
+        image = images[number % len(images)]
+        views.append(transform(image if number < len(images) else random_crop(image, generator)))
+    return torch.stack(views)
+
+
+def rotating_batches(views: Tensor, batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Makes different batches of views on a device, enough that the next one is never in the cache."""
+    nbytes = batch_size * views[0].numel() * dtype.itemsize
+    on_device = views.to(device=device, dtype=dtype)
+    batches = []
+    for number in range(cold_copies(nbytes, device)):
+        rows = (torch.arange(batch_size, device=device) + number * (batch_size + 1)) % len(views)
+        batches.append(on_device[rows])
+    return batches

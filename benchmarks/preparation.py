@@ -1,11 +1,15 @@
-"""Preparation of a candidate before it is timed: weights, images, build, compile, call, compare with the reference."""
+"""Preparation of a candidate before it is timed: build, compile, call, compare with eager in fp64.
+
+Weights and images are first rounded to the dtype, and the fp64 reference starts from these numbers, so only errors of
+the computation count. The rule of vit_fast.accuracy applies to the largest error and to the root mean square. Eager's
+own error is also measured on random images, because its error on similar images varies by chance.
+"""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import json
 import math
-import re
 import resource
 import statistics
 import subprocess
@@ -16,29 +20,200 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 
-from vit_fast.apps.data import make_transform, random_crop, read_image
-from vit_fast.config import ViTConfig
+from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, allowed_error, error_of, size_of
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import clock
-from vit_fast.measure.candidate import Candidate, at_most, describe_error, is_out_of_memory
-from vit_fast.measure.clock import Call, cold_copies, synchronise
-from vit_fast.model import VisionTransformer
+from vit_fast.measure.candidate import (
+    MEASURES,
+    Candidate,
+    Reference,
+    Verdict,
+    at_most,
+    describe_error,
+    errors_of,
+    is_out_of_memory,
+    judge,
+    same_class,
+)
+from vit_fast.measure.clock import Call, synchronise
 
-from .candidates import make
-from .correctness import MAX_CHECKED_IMAGES, Expected, checked_rows, expect, judge_outputs, stepper
-from .machine import products_in
-from .models import MAX_VIEWS, Model, Task
-from .rows import PARTS, REST, Group, Row, Status, make_row
+from .candidates import build_reference, make
+from .configuration import Group, make_configuration
+from .machine import products_in, profile
+from .models import MAX_VIEWS, Task, image_views, rotating_batches, weights_of
+from .records import Row, Status, make_row
 
 # Time limit of each of these: preparing a candidate, a round of timing, a cold start.
 CANDIDATE_SECONDS = 900.0
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
-PROFILED_CALLS = 3
+MAX_CHECKED_IMAGES = 8
+# The allowed error of an ONNX file, which a runtime rewrites, as a share of the outputs of the unchanged file.
+ONNX_TOLERANCE = 0.01
+LEARNING_RATE = 1e-6
+Function = Callable[[Tensor], Tensor]
+
+
+class TrainingStep:
+    """Forward, cross-entropy, backward and AdamW of a model; or the backward alone of a part of a model.
+
+    Labels depend on the place in the batch. `function` is the model or its compiled form. Dropout is set to zero, so
+    that gradients can be compared.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, function: Function) -> None:
+        self.task, self.function = task, function
+        self.parameters = list(model.train().requires_grad_(True).parameters())
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+        if task.whole:
+            self.optimizer = torch.optim.AdamW(self.parameters, LEARNING_RATE, fused=task.device.type == "cuda")
+        else:
+            from torch._functorch import config
+
+            # The backward runs again and again, so it must not reuse the memory of its inputs; decided at compilation.
+            config.donated_buffer = False
+        self._forwards: dict[int, tuple[Tensor, list[Tensor], Tensor]] = {}
+
+    def __call__(self, x: Tensor) -> object:
+        if self.task.whole:
+            self.optimizer.zero_grad()
+            self._losses(x, torch.arange(len(x), device=x.device)).mean().backward()
+            return self.optimizer.step()
+        if id(x) not in self._forwards:
+            leaf = x.detach().requires_grad_()
+            out = self.function(leaf)
+            self._forwards[id(x)] = out, [leaf, *self.parameters], self._gradient_of(out)
+        out, leaves, gradient = self._forwards[id(x)]
+        return torch.autograd.grad(out, leaves, gradient, retain_graph=True)
+
+    def gradients(self, x: Tensor, rows: Sequence[int], places: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """Computes gradients of the input [B, ...], and of each parameter: for a whole model only their norm [1].
+
+        The loss is the sum over some images (rows) of the batch; their places decide the labels.
+        """
+        leaf = x.detach().clone().requires_grad_()
+        if self.task.whole:
+            losses = self._losses(leaf, torch.tensor(places, device=x.device))
+        else:
+            out = self.function(leaf)
+            losses = (out * self._gradient_of(out)).flatten(1).sum(1)
+        leaves = [leaf, *self.parameters]
+        own, *others = torch.autograd.grad(losses[rows].sum(), leaves, allow_unused=self.task.whole)
+        if not self.task.whole:
+            return own, others
+        squares = [gradient.double().square().sum() for gradient in others if gradient is not None]
+        return own, [torch.stack(squares).sum().sqrt().reshape(1).to(x.dtype)]
+
+    def _losses(self, images: Tensor, places: Tensor) -> Tensor:
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.task.amp):
+            outputs = self.function(images).flatten(1)
+        outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+        return F.cross_entropy(outputs, places % outputs.shape[1], reduction="none")
+
+    @staticmethod
+    def _gradient_of(out: Tensor) -> Tensor:
+        one = torch.randn(out[:1].shape, generator=torch.Generator().manual_seed(1))
+        return one.to(out).repeat(len(out), *[1] * (out.ndim - 1))
+
+
+@dataclass(frozen=True)
+class Expected(Reference):
+    """The expected outputs of every candidate of a group, or in training the images' gradients.
+
+    Attributes:
+        parameters: For training, eager's error and the fp64 value of the norm of all gradients (of a part: of each).
+        classes: Classes in fp64 of the batches after the first, to measure agreement.
+    """
+
+    parameters: Sequence[tuple[float, Tensor]] = ()
+    classes: Sequence[Tensor] = ()
+
+
+def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
+    """Computes the fp64 reference of a batch, eager's error in the task's dtype, and the classes of other batches."""
+    rows = checked_rows(task)
+    if task.model.onnx is not None:
+        from vit_fast.measure.runtimes import open_reference
+
+        outputs = open_reference(task.model.onnx, task.model.image_hw)(images[rows].float()).double()
+        return _expected(task, rows, outputs, {m: ONNX_TOLERANCE * size_of(outputs, m) for m in MEASURES})
+    weights = None if task.weights is None else {name: tensor.double() for name, tensor in task.weights.items()}
+    exact_task = dataclasses.replace(task, weights=weights, dtype=torch.float64, amp=False)
+    exact_model, eager_model = build_reference(exact_task), build_reference(task)
+    chosen = images[rows]
+    noise = torch.randn((MAX_CHECKED_IMAGES, *images.shape[1:]), generator=torch.Generator().manual_seed(0))
+    if task.training:
+        steps = TrainingStep(exact_task, exact_model, exact_model), TrainingStep(task, eager_model, eager_model)
+        return _expect_gradients(task, *steps, chosen, rows, noise.to(images) if task.whole else noise[:0])
+    if task.whole:
+        chosen = torch.cat([chosen, noise.to(images)])
+    with torch.inference_mode():
+        exact = exact_model(chosen.double()).cpu()
+        errors = errors_of(eager_model(chosen), exact)
+        classes = [exact_model(batch.double()).argmax(-1) for batch in others]
+    return _expected(task, rows, exact[: len(rows)], errors, classes=classes)
+
+
+def _expected(task: Task, rows: list[int], exact: Tensor, errors: dict[Measure, float], **others: Any) -> Expected:
+    dtype = torch.bfloat16 if task.amp else task.dtype
+    return Expected([exact], [errors], [dtype], [(task.batch_size, *exact.shape[1:])], rows, **others)
+
+
+def _expect_gradients(
+    task: Task, exact_step: TrainingStep, eager_step: TrainingStep, images: Tensor, rows: list[int], noise: Tensor
+) -> Expected:
+    """Computes gradients of these images; random images show how much the error of a norm varies by chance."""
+    each = range(len(rows))
+    exact, exact_others = exact_step.gradients(images.double(), each, rows)
+    eager, eager_others = eager_step.gradients(images, each, rows)
+    errors = [error_of(*pair) for pair in zip(eager_others, exact_others, strict=True)]
+    for image in noise.split(1) if len(noise) else ():
+        (norm,), (exact_norm,) = (
+            step.gradients(given, [0], [0])[1] for step, given in ((eager_step, image), (exact_step, image.double()))
+        )
+        errors = [max(errors[0], error_of(norm, exact_norm) * size_of(exact_others[0]) / size_of(exact_norm))]
+    parameters = list(zip(errors, exact_others, strict=True))
+    return _expected(task, rows, exact.cpu(), errors_of(eager, exact), parameters=parameters)
+
+
+def checked_rows(task: Task) -> list[int]:
+    """Returns the indices of the images of a batch to check: evenly spaced, with the first and the last."""
+    operator, count = task.model.operator, task.batch_size
+    most = MAX_CHECKED_IMAGES if operator is None else operator.checked
+    return [round(i * (count - 1) / (most - 1)) for i in range(most)] if count > most else list(range(count))
+
+
+def judge_outputs(candidate: Candidate, task: Task, expected: Expected, outputs: object) -> Verdict:
+    """Checks a candidate's outputs, or in training its gradients, for a whole batch."""
+    factor = GRADIENT_FACTOR if task.training else FORWARD_FACTOR
+    if task.training and isinstance(outputs, tuple):
+        outputs, others = outputs
+        what = "the norm of all parameters' gradients" if task.whole else "a parameter's gradient"
+        for other, (eager_error, exact) in zip(others, expected.parameters, strict=True):
+            (dtype,) = expected.dtypes
+            error, allowed = error_of(other.to(dtype), exact), allowed_error(eager_error, exact, dtype, factor)
+            if not error <= allowed:
+                reason = f"the error of {what} must be at most {allowed:.3g}, got {error:.3g}"
+                return Verdict(error, allowed, reason)
+    verdict = judge([outputs], expected, factor, candidate.tolerance)
+    if not verdict.passed or task.training or not task.whole or not isinstance(outputs, Tensor):
+        return verdict
+    same = same_class(outputs[[*expected.rows]].cpu(), expected.exact[0])
+    return dataclasses.replace(verdict, agreement=float(same.double().mean()))
+
+
+def describe_rule() -> str:
+    """Returns the rule in words, for the record."""
+    return (
+        f"error against eager in fp64 <= {FORWARD_FACTOR} x (gradients: {GRADIENT_FACTOR} x)"
+        " eager's error in that dtype + eps(dtype) / 2 x the outputs' size, for root mean squares and,"
+        f" with {NOISE:g} more, for the largest; on up to {MAX_CHECKED_IMAGES} images of the batch; all outputs finite"
+    )
 
 
 @dataclass(frozen=True)
@@ -87,7 +262,7 @@ def prepare(
         with at_most(CANDIDATE_SECONDS):
             ready, row = _build_and_check(candidate, group, problem)
             if ready is not None and explained:
-                row["explained"] = profile(ready.call, problem.task.device, group)
+                row["explained"] = profile(ready.call, problem.task.device, group.least(), group.dtype.itemsize)
             return ready, row
     except UnsupportedInputError as error:
         status, reason = "unsupported", f"{error.what}: {'; '.join(error.reasons)}"
@@ -149,7 +324,7 @@ def _callers(candidate: Candidate, task: Task, batches: list[Tensor]) -> tuple[o
     if task.training:
         if not isinstance(function, nn.Module):
             raise UnsupportedInputError(candidate.name, ["training needs an nn.Module"])
-        step = stepper(task, function, compiled)
+        step = TrainingStep(task, function, compiled)
 
     def call(number: int) -> object:
         batch = batches[number % len(batches)].to(task.device, non_blocking=True)  # no copy if it is there
@@ -194,8 +369,6 @@ def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
 
 def print_first_output() -> None:
     """Prints the time of the first output and the peak memory as JSON, if the output is correct; see cold_start."""
-    from .configuration import make_configuration
-
     configuration = make_configuration(**json.loads(sys.argv[1]))
     (group,) = configuration.groups()
     ((candidate,),) = configuration.candidates.values()
@@ -214,112 +387,7 @@ def print_first_output() -> None:
     print(json.dumps({"done": done, "peak_MiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)}))
 
 
-def part_of(name: str) -> str:
-    """Returns the part of a model that an operator or a kernel belongs to."""
-    return next((part for part, words in PARTS.items() if re.search(words, name.lower())), REST)
-
-
-def profile(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
-    """Returns kernels, [part, name, calls, ms] per call, the longest first; and least, [operations, bytes] per part.
-
-    Kernel names decide the part on a GPU, operator names on a CPU. Eager attention's matmuls on a GPU count as linears.
-    """
-    on_gpu = device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
-    with clock.without_profiler_chatter(), torch.profiler.profile(activities=activities) as profiler:
-        for number in range(PROFILED_CALLS):
-            call(number)
-        synchronise(device)
-    kernels = []
-    for event in profiler.key_averages():
-        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if us and (event.device_type == DeviceType.CUDA) == on_gpu:
-            kernels.append([part_of(event.key), event.key, event.count / PROFILED_CALLS, us / 1e3 / PROFILED_CALLS])
-    least = group.least()
-    if "head" in least:  # the profiler cannot tell it from other linears
-        least["linears"] += least.pop("head")
-    moved = {part: [some.flop, some.elements * group.dtype.itemsize] for part, some in least.items()}
-    return {"kernels": sorted(kernels, key=lambda kernel: -kernel[3]), "least": moved}
-
-
 def release_memory(device: torch.device, forget_compiled: bool = True) -> None:
     if forget_compiled:
         torch.compiler.reset()
     clock.free_memory(device)
-
-
-def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Draws parameters under our names in fp32 on the CPU, none of them zero or alike.
-
-    A fresh model has zero biases, unit norms and near-zero tokens, so a candidate that ignores one of them would pass.
-    Here every parameter changes the logits, attention is far from uniform (queries and keys are doubled), and tokens
-    and positions are small enough that the logits depend on the image: between two images they differ by about ten
-    times the allowed error in bf16.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.device("meta"):
-        model = VisionTransformer(config)
-    model = model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            owner = model.get_submodule(name.rpartition(".")[0])
-            parameter.copy_(_draw(name, parameter, owner, generator))
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-
-def _draw(name: str, parameter: Tensor, owner: nn.Module, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(parameter.shape, generator=generator)
-    if isinstance(owner, nn.LayerNorm | nn.GroupNorm):
-        return 1 + 0.2 * noise if name.endswith("weight") else 0.2 * noise
-    if name.endswith("gamma"):
-        return 0.5 + 0.2 * noise
-    if name.endswith("bias"):
-        return 0.1 * noise
-    if isinstance(owner, nn.Linear | nn.Conv2d):
-        weight = noise / math.sqrt(parameter[0].numel())
-        if name.endswith("attn.qkv.weight"):
-            weight[: 2 * weight.shape[1]] *= 2
-        return weight
-    return 0.3 * noise
-
-
-@functools.lru_cache(maxsize=2)
-def weights_of(model: Model, dtype: torch.dtype) -> dict[str, Tensor] | None:
-    """Returns a model's parameters, its own or random ones, in a dtype; None for a model with weights inside."""
-    weights = model.weights if model.operator is None else model.operator.weights()
-    if weights is None and model.config is not None:
-        weights = random_weights(model.config)
-    return None if weights is None else rounded(weights, dtype)
-
-
-def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Converts weights to a dtype: every candidate and the fp64 reference start from these numbers."""
-    return {name: tensor.to(dtype) for name, tensor in weights.items()}
-
-
-def image_views(paths: Sequence[Path], model: Model, count: int, seed: int = 0) -> Tensor:
-    """Prepares views of images [count, *model.shape] in fp32 on the CPU, or random numbers for other inputs.
-
-    The first ones are the whole images, further ones random crops, so that large batches consist of different images.
-    """
-    if model.data is None:
-        return torch.randn(count, *model.shape, generator=torch.Generator().manual_seed(seed))
-    transform = make_transform(model.data, model.image_hw, model.in_chans)
-    images = [read_image(path) for path in paths[:count]]
-    generator = np.random.default_rng(seed)
-    views = []
-    for number in range(count):
-        image = images[number % len(images)]
-        views.append(transform(image if number < len(images) else random_crop(image, generator)))
-    return torch.stack(views)
-
-
-def rotating_batches(views: Tensor, batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Makes different batches of views on a device, enough that the next one is never in the cache."""
-    nbytes = batch_size * views[0].numel() * dtype.itemsize
-    on_device = views.to(device=device, dtype=dtype)
-    batches = []
-    for number in range(cold_copies(nbytes, device)):
-        rows = (torch.arange(batch_size, device=device) + number * (batch_size + 1)) % len(views)
-        batches.append(on_device[rows])
-    return batches

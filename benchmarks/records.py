@@ -1,147 +1,206 @@
-"""Records on disk: a folder with record.json, tables and a plot.
+"""Records: their rows, their comparison, and reading them.
 
-During a run, its findings are appended to FOLDER.partial/rows.jsonl and synced to disk, so that a killed run can be
-resumed. FOLDER appears when it is complete.
+A row is one candidate in one group, with its status, and its figures if it is correct and was measured.
 """
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import json
 import math
-import os
-import re
-import shutil
-import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from vit_fast.files import check_new_folder
+from vit_fast.measure import clock
+from vit_fast.measure.candidate import Candidate
+from vit_fast.measure.clock import Timing, percentile
+from vit_fast.work import Work, total
 
-from .rows import CHECKED_FIELDS, SPEED_FIELDS, Record
+from .configuration import Group
 
 FORMAT, BEFORE = "vit-fast-bench/3", "vit-fast-bench/2"
-RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"
+RECORD_NAME = "record.json"
+Status = Literal[
+    "measured", "not installed", "unsupported", "incorrect", "failed", "out of memory", "skipped", "interrupted"
+]
+Row = dict[str, Any]
+Record = dict[str, Any]
+
+GAIN = 1.03  # the gain in throughput for which --batch-sizes best tries the next batch size
+# Figures of measured rows.
+SPEED_FIELDS = (
+    "images_per_s", "ms", "ms_p20", "ms_p80", "ms_p90", "ms_p99", "repeats", "host_ms", "host_bound", "TFLOP_per_s",
+    "samples_ms", "ceiling_share", "FLOP", "bytes", "tokens", "GFLOP_per_image", "floor_ms", "ratio_to_best_peer",
+    "ratio_interval", "verdict", "best_peer", "defect",
+)  # fmt: skip
+# Figures of rows that were built and called.
+CHECKED_FIELDS = ("max_error", "allowed_error", "agreement", "build_s", "first_call_s", "peak_MiB")
+# Bytes of an element in lower precision.
+ITEMSIZES = {"bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
+# The fewest calls for a 90th and a 99th percentile.
+PERCENTILE_REPEATS = 100
+# Fields that pair two rows.
+KEY_FIELDS = ("model", "task", "dtype", "requested_batch", "batch", "img_size", "data", "candidate")
 
 
-def default_folder(machine: Mapping[str, Any]) -> Path:
-    """Returns a new folder for a record in ./vit-fast-results, named by date and machine."""
-    date = re.sub(r"[^0-9T]", "", machine["date"].partition("+")[0]).replace("T", "-")
-    name = f"{date}-{re.sub(r'[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}"
-    folder, number = Path("vit-fast-results", name), 2
-    while folder.exists():
-        folder, number = folder.with_name(f"{name}-{number}"), number + 1
-    return folder
+def make_row(group: Group, candidate: Candidate, status: Status, reason: str | None = None) -> Row:
+    """Makes a row without figures."""
+    return group.about(candidate.name) | {
+        "peer": candidate.peer or (group.model.operator is not None and candidate.base != "triton"),
+        "compile_mode": candidate.compile_mode,
+        "task": "training" if group.training else "inference",
+        "precision": candidate.precision or group.model.precision or group.dtype_name,
+        "status": status,
+        "reason": reason,
+        **dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS)),
+    }
 
 
-def check_folder(folder: Path) -> None:
-    """Raises ValueError for a folder with an unfinished run, and OSError if a record cannot be written there."""
-    check_new_folder(folder)
-    if (partial := _partial(folder)).exists():
-        raise ValueError(f"{partial} contains an unfinished run; add --resume {folder}, or use another folder")
+def add_timing(row: Row, timing: Timing, group: Group) -> None:
+    """Adds the durations, and throughput and operations per second."""
+    least = total(group.least().values())
+    itemsize = ITEMSIZES.get(row["precision"], group.dtype.itemsize)
+    flop, moved = least.flop or None, least.elements * itemsize or None
+    row.update(dataclasses.asdict(timing))
+    row.update(
+        images_per_s=group.batch_size / timing.ms * 1e3,
+        samples_ms=[float(f"{sample:.6g}") for sample in timing.samples_ms],
+        TFLOP_per_s=flop and flop / timing.ms / 1e9,
+        FLOP=flop,
+        bytes=moved,
+        tokens=group.model.config and group.model.config.seqlen,
+        GFLOP_per_image=flop and flop / group.batch_size / 1e9,
+    )
+    if len(timing.samples_ms) >= PERCENTILE_REPEATS:
+        row.update(ms_p90=percentile(timing.samples_ms, 0.90), ms_p99=percentile(timing.samples_ms, 0.99))
 
 
-def _partial(folder: Path) -> Path:
-    folder = folder if folder.name else folder.absolute()  # of "."
-    return folder.with_name(f"{folder.name.removesuffix(PARTIAL)}{PARTIAL}")
+def make_control(group: Group, candidate: str, timing: Timing, again: Timing, conditions: dict[str, Any]) -> Row:
+    """Makes the control of a group, a call that was timed under two names, with the machine's state."""
+    found = clock.control(timing.samples_ms, again.samples_ms)
+    return group.about(candidate) | found | {"ms": [timing.ms, again.ms], "conditions": conditions}
 
 
-class Findings:
-    """The findings of a run by kind: row, control, ceilings, skipped, begun (a candidate of a group), resumed."""
+def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row]) -> None:
+    """Adds shares of the ceiling, and ratios to the fastest peer with verdicts.
 
-    def __init__(self, entries: Iterable[tuple[str, Any]] = ()) -> None:
-        self.found: dict[str, list[Any]] = defaultdict(list)
-        self._begun: list[Any] | None = None
-        self._ended: Counter[tuple[Any, ...]] = Counter()
-        for kind, value in entries:
-            Findings.add(self, kind, value)
+    The peer is the group's fastest one in full precision, or in lower precision if there is no other. A share above 1
+    is a defect of the ceiling or of the formula and is reported as such.
+    """
+    for row in measured(rows):
+        reached = ceilings.get("matmul_TFLOP_per_s", {})
+        ceiling = reached.get("bf16" if row["precision"] == "amp" else row["precision"])
+        share = row["TFLOP_per_s"] / ceiling if ceiling and row["TFLOP_per_s"] else None
+        above = share is not None and share > 1
+        row["ceiling_share"] = None if above else share
+        row["defect"] = f"{share:.2f}x the matmul ceiling of this run" if above else None
+        if ceiling and row["bytes"]:
+            row["floor_ms"] = Work(row["FLOP"], row["bytes"]).floor_ms(1, ceiling, ceilings["copy_GB_per_s"])
+        rivals = [other for other in measured(rows) if other["peer"] and key_of(other) == key_of(row)]
+        peers = [other for other in rivals if not is_lower(other)] or rivals
+        if not peers:
+            continue
+        best = max(peers, key=lambda peer: peer["images_per_s"])
+        row["best_peer"] = best["candidate"]
+        if row is best:
+            row["ratio_to_best_peer"] = 1.0
+            continue
+        found = clock.compare_rows(best, row, resolution_of(row, controls), paired=best["batch"] == row["batch"])
+        row.update(ratio_to_best_peer=found["ratio"], ratio_interval=found["interval"], verdict=found["verdict"])
 
-    def add(self, kind: str, value: Any) -> None:
-        self.found[kind].append(value)
-        if kind == "resumed" and self._begun is not None:
-            self._ended[tuple(self._begun)] += 1
-        self._begun = value if kind == "begun" else None
 
-    def has_ended(self, *begun: str | int) -> bool:
-        """True if the process ended twice while this was begun; once may have another reason."""
-        return self._ended[begun] > 1
+def measured(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row["status"] == "measured"]
 
 
-class Journal(Findings):
-    """Findings on disk, one (kind, value) per line, below a header: format, request and machine."""
+def is_lower(row: Row) -> bool:
+    """True if the candidate computes in lower precision than its group."""
+    return bool(row["precision"] != row["dtype"])
 
-    def __init__(self, folder: Path, header: dict[str, Any], entries: Iterable[tuple[str, Any]] = ()) -> None:
-        super().__init__(entries)
-        self.folder, self.header = folder if folder.name else folder.absolute(), header
-        self._path = _partial(folder) / JOURNAL_NAME
 
-    @classmethod
-    def begin(cls, folder: Path, request: Mapping[str, Any], machine: Mapping[str, Any]) -> Journal:
-        """Starts the journal of a new run; see check_folder."""
-        check_folder(folder)
-        _partial(folder).mkdir(parents=True)
-        journal = cls(folder, {"format": FORMAT, "request": dict(request), "machine": dict(machine)})
-        try:
-            journal._write("header", journal.header)
-        except OSError:
-            shutil.rmtree(_partial(folder), ignore_errors=True)
-            raise
-        return journal
+def resolution_of(row: Row, controls: Sequence[Row], *, between_runs: bool = False) -> float:
+    """Returns the resolution of a row's group: the worst of its controls; infinite without one."""
+    field = "between_runs" if between_runs else "resolution"
+    return max((float(c[field]) for c in controls if key_of(c) == key_of(row)), default=float("inf"))
 
-    @classmethod
-    def resume(cls, folder: Path) -> Journal:
-        """Opens the journal of an interrupted run in the folder of `--out`, with or without .partial.
 
-        Raises ValueError if there is no such run, or if it is of another format.
-        """
-        folder = folder.with_name(folder.name.removesuffix(PARTIAL))
-        path = _partial(folder) / JOURNAL_NAME
-        if (folder / JOURNAL_NAME).is_file():  # ended by Ctrl-C
-            folder.replace(_partial(folder))
-        if not path.is_file():
-            raise ValueError(f"{folder} must contain an unfinished run, but {path} does not exist")
-        whole = path.read_bytes()
-        text = whole[: whole.rfind(b"\n") + 1]  # the last line may be incomplete
-        try:
-            (_, header), *entries = [(line["kind"], line["value"]) for line in map(json.loads, text.splitlines())]
-            found = header["format"] if all(isinstance(header[part], dict) for part in ("request", "machine")) else None
-        except (ValueError, LookupError, TypeError):
-            found = None
-        if found != FORMAT:
-            raise ValueError(f"{path}: must be a journal of {FORMAT}, got {found or 'another file'}; start a new run")
-        os.truncate(path, len(text))
-        journal = cls(folder, header, entries)
-        journal.add("resumed", None)
-        return journal
+def key_of(row: Row) -> tuple[Any, ...]:
+    """Returns the key of a row's group."""
+    return row["model"], row["dtype"], row["requested_batch"], row["data"], *row["img_size"]
 
-    def check_machine(self, machine: Mapping[str, Any]) -> None:
-        """Raises ValueError for other hardware, versions or code than those of the run."""
-        before = self.header["machine"]
-        for name in ("device", "threads", "packages", "commit"):
-            if before.get(name) != machine[name]:
-                raise ValueError(f"{self.folder}: {name} must be {before.get(name)} to resume, got {machine[name]}")
 
-    def add(self, kind: str, value: Any) -> None:
-        """Adds a finding, and writes it to disk unless a resumed run should repeat it."""
-        super().add(kind, value)
-        if not (kind == "row" and value["status"] in ("skipped", "interrupted")):
-            self._write(kind, value)
+def may_gain(group: Group, rows: Sequence[Row]) -> bool:
+    """True if the previous batch size of a search had a higher throughput for any candidate than all before it."""
+    rates: dict[str, list[float]] = {}
+    for row in rows:
+        if (row["model"], row["dtype"], *row["img_size"]) == (group.model.name, group.dtype_name, *group.sizes):
+            whole = row["batch"] == row["requested_batch"]
+            rates.setdefault(row["candidate"], []).append((row["images_per_s"] or 0.0) if whole else 0.0)
+    most = max(map(len, rates.values()), default=0)
+    tried = [found for found in rates.values() if len(found) == most]
+    return most < 2 or any(found[-1] > GAIN * max(found[:-1]) for found in tried)
 
-    def _write(self, kind: str, value: object) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps({"kind": kind, "value": value}, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
 
-    def finish(self, files: Mapping[str, bytes], *, keep: bool) -> None:
-        """Writes the files into the record's folder, which then appears; keep: the run can be resumed."""
-        for name, content in files.items():
-            (self._path.parent / name).write_bytes(content)
-        if not keep:
-            self._path.unlink()
-        self._path.parent.replace(self.folder)
+def compare_records(first: Record, second: Record) -> dict[str, Any]:
+    """Pairs the rows of two records.
+
+    Returns:
+        Plain data. pairs: fields that identify them, images_per_s of both, the ratio of the second to the first with
+        its interval (None without samples), the resolution as a share (None without a control), the verdict; unpaired:
+        rows without a pair; warnings.
+    """
+    rows, others = (
+        {tuple(str(row[field]) for field in KEY_FIELDS): row for row in record["rows"]} for record in (first, second)
+    )
+    drift = _drift(first["ceilings"], second["ceilings"])
+    pairs, unpaired = [], []
+    for key in dict.fromkeys([*rows, *others]):
+        row, other = rows.get(key), others.get(key)
+        name = "{model} {dtype} batch {batch} {candidate}".format(**(row or other or {}))
+        if row is None or other is None:
+            unpaired.append(f"{name}: only in the {'second' if row is None else 'first'} record")
+        elif row["status"] != "measured" or other["status"] != "measured":
+            unpaired.append(f"{name}: {row['status']} in the first record, {other['status']} in the second")
+        else:
+            sides = (row, first["controls"]), (other, second["controls"])
+            resolution = max(drift, *(resolution_of(*side, between_runs=True) for side in sides))
+            rates = [row["images_per_s"], other["images_per_s"]]
+            found: Row = {"ratio": rates[1] / rates[0], "interval": None, "verdict": clock.UNKNOWN}
+            if row["samples_ms"] and other["samples_ms"]:
+                found = clock.compare_rows(row, other, resolution, paired=False)
+            known = {"images_per_s": rates, "resolution": resolution if resolution != float("inf") else None}
+            pairs.append({field: row[field] for field in KEY_FIELDS} | known | found)
+    return {"pairs": pairs, "unpaired": unpaired, "warnings": _warnings(first, second, drift, pairs)}
+
+
+def _drift(one: dict[str, Any], other: dict[str, Any]) -> float:
+    if not one or not other:
+        return 0.0
+    theirs = other["matmul_TFLOP_per_s"]
+    both = [(reached, theirs[dtype]) for dtype, reached in one["matmul_TFLOP_per_s"].items() if dtype in theirs]
+    return max(max(pair) / min(pair) for pair in [*both, (one["copy_GB_per_s"], other["copy_GB_per_s"])]) - 1
+
+
+def _warnings(first: Record, second: Record, drift: float, pairs: list[Row]) -> list[str]:
+    warnings = []
+    for name, record in (("first", first), ("second", second)):
+        warnings += [f"the {name} record was measured on a busy machine: {reason}" for reason in record["busy"]]
+        warnings += [] if record["rows"] else [f"the {name} record has no rows"]
+    for field in ("device", "threads", "packages", "float32_matmul_precision"):
+        one, other = first["machine"][field], second["machine"][field]
+        if isinstance(one, dict):
+            names = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+            one, other = ({name: side.get(name) for name in names} for side in (one, other))
+        if one != other:
+            warnings.append(f"{field} differs: {one} and {other}")
+    if first["configuration"]["images"] != second["configuration"]["images"]:
+        warnings.append("images differ")
+    if drift > 0.01:
+        warnings.append(f"the ceilings of the machine differ by {drift:.1%}: smaller differences cannot be measured")
+    if any(pair["verdict"] == clock.UNKNOWN for pair in pairs):
+        warnings.append(f"some pairs cannot be ranked; {clock.QUIET_RUN}")
+    return warnings
 
 
 def to_json(record: Record) -> bytes:
@@ -162,25 +221,31 @@ def read_record(path: str | Path) -> Record:
 def read_any(path: str | Path) -> Record:
     """Reads a record of bench, gpu-check or kernels --host --json; see read_record."""
     path = Path(path)
-    path = path / RECORD_NAME if path.is_dir() else path
     try:
-        record = json.loads(path.read_bytes(), parse_constant=_finite, parse_float=_finite)
-        check_depth(record)
+        return _checked(json.loads((path / RECORD_NAME if path.is_dir() else path).read_bytes()))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: must be the JSON of a record: {error}") from None
-    if not isinstance(record, dict) or not (is_bench(record) or isinstance(record.get("machine"), dict)):
-        raise ValueError(f"{path}: must be a record of vit-fast bench, gpu-check or kernels --host --json")
-    if record.get("format") == BEFORE:
+        raise ValueError(f"{path}: must be a record of bench, gpu-check or kernels --host --json: {error}") from None
+
+
+def is_bench(record: Record) -> bool:
+    """True for a record of `vit-fast bench` of any version."""
+    return str(record.get("format", "")).startswith(FORMAT.partition("/")[0])
+
+
+def _checked(record: Record) -> Record:
+    check(record, {"machine": {}, "rows": [{}]})
+    if not is_bench(record):
+        return record
+    if record["format"] == BEFORE:
+        check(record, {"controls": [{}], "plan?": {}})
         _upgrade(record)
-    if is_bench(record) and record["format"] != FORMAT:
-        raise ValueError(f"{path}: must be of format {FORMAT}, got {record['format']}")
-    try:
-        if is_bench(record):
-            check_bench(record)
-        else:
-            check(record.get("rows", _MISSING), [{}], "rows")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    if record["format"] != FORMAT:
+        raise ValueError(f"the format must be {FORMAT}, got {record['format']}")
+    record["rows"] = [dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS)) | row for row in record["rows"]]
+    check(record, _RECORD | {"ceilings": _CEILINGS if record.get("ceilings") else {}})
+    for number, row in enumerate(record["rows"]):
+        if row["status"] == "measured":
+            check(row, _MEASURED, f"rows[{number}]")
     return record
 
 
@@ -188,12 +253,10 @@ def _upgrade(record: Record) -> None:
     """Converts a record of the format before, whose oldest rows and controls lack fields."""
     record["format"] = FORMAT
     names = {"plan": "configuration", "subjects": "candidates", "subject": "candidate", "left_out": "skipped"}
-    lists = [part for name in ("rows", "controls") if isinstance(part := record.get(name), list)]
-    rows = [row for row in itertools.chain(*lists) if isinstance(row, dict)]
-    for part in (record, record.get("plan"), *rows):
-        if isinstance(part, dict):
-            for name in names.keys() & part.keys():
-                part[names[name]] = part.pop(name)
+    rows = [*record["rows"], *record["controls"]]
+    for part in (record, record.get("plan", {}), *rows):
+        for name in names.keys() & part.keys():
+            part[names[name]] = part.pop(name)
     sizes = {str(row.get("model")): row["img_size"] for row in rows if "img_size" in row}
     for row in rows:
         row.setdefault("data", "device")
@@ -204,29 +267,14 @@ def _upgrade(record: Record) -> None:
             row["status"] = "incorrect"
 
 
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"numbers must be finite, got {text}")
-    return value
-
-
-def is_bench(record: Record) -> bool:
-    """True for a record of `vit-fast bench` of any version."""
-    return str(record.get("format", "")).startswith(FORMAT.partition("/")[0])
-
-
-_MISSING = object()
-_MOST = sys.float_info.max  # JSON may have larger integers
-_KINDS: dict[str, Callable[[Any], bool]] = {
+_KINDS = {
     "a string": lambda v: isinstance(v, str),
     "a boolean": lambda v: isinstance(v, bool),
     "a list": lambda v: isinstance(v, list),
     "an object": lambda v: isinstance(v, dict),
     "an integer >= 1": lambda v: isinstance(v, int) and v is not True and v >= 1,
-    "a number >= 0": lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v <= _MOST,
-    "a number > 0": lambda v: v != 0 and _KINDS["a number >= 0"](v),
-    "null": lambda v: v is None,
-    "missing": lambda v: v is _MISSING,
+    "a number >= 0": lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v < math.inf,
+    "a number > 0": lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf,
 }
 
 
@@ -234,77 +282,49 @@ def _all(kind: str, names: str) -> dict[str, Any]:
     return dict.fromkeys(names.split(), kind)
 
 
-_ABOUT = _all("a string", "model dtype data") | _all("an integer >= 1", "batch requested_batch")
-_ROW = (
-    _ABOUT
-    | _all("a string", "candidate task precision status compile_mode")
-    | _all("a string or null", "reason defect")
-    | {"img_size": ["an integer >= 1"], "peer": "a boolean", "images_per_s": "a number > 0 or null"}
-)
-_MEASURED = (
-    dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS, "cold_s", "cold_MiB"), "a number >= 0 or null or missing")
-    | _all("a number > 0", "images_per_s ms ms_p20 ms_p80")
-    | _all("a string or null", "verdict best_peer defect")
-    | _all("a list or null", "samples_ms ratio_interval")
-    | {"host_bound": "a boolean or null or missing", "ratio_to_best_peer": "a number > 0 or null"}
-)
-# Fields of measured rows that are checked inside if they are not null.
-_LISTS = {
-    "samples_ms": ["a number > 0"],
-    "ratio_interval": ("a number > 0", "a number > 0"),
-    "explained": {
+_ABOUT = _all("a string", "model dtype data candidate") | _all("an integer >= 1", "batch requested_batch")
+_ROW = _ABOUT | _all("a string", "task precision status compile_mode reason? defect?")
+_ROW |= {"img_size": ["an integer >= 1"], "peer": "a boolean", "images_per_s?": "a number > 0"}
+_MEASURED = {
+    **_all("a number > 0", "images_per_s ms ms_p20 ms_p80"),
+    **dict.fromkeys((f"{name}?" for name in (*CHECKED_FIELDS, *SPEED_FIELDS, "cold_s", "cold_MiB")), "a number >= 0"),
+    **_all("a string", "verdict? best_peer? defect?"),
+    "ratio_to_best_peer?": "a number > 0",
+    "host_bound?": "a boolean",
+    "samples_ms?": ["a number > 0"],
+    "ratio_interval?": ("a number > 0", "a number > 0"),
+    "explained?": {
         "kernels": [("a string", "a string", "a number >= 0", "a number >= 0")],
         "least": {"*": ("a number >= 0", "a number >= 0")},
     },
 }
-_CEILINGS = {"matmul_TFLOP_per_s": {"*": "a number > 0"}, "copy_GB_per_s": "a number > 0"}
-_CEILINGS |= _all("an integer >= 1", "copy_bytes matmul_size")
+_CEILINGS = {"matmul_TFLOP_per_s": {"*": "a number > 0"}} | _all("a number > 0", "copy_GB_per_s copy_bytes matmul_size")
 _RECORD = {
     "vit_fast": "a string",
     "busy": ["a string"],
-    "configuration": {
-        "images": ["a string"], "dtypes": ["a string"], "batch_sizes": "a list",
-        "img_size": "a list or null or missing",
-    },
-    "machine": _all("a string", "device date float32_matmul_precision")
-    | {"threads": "an integer >= 1", "packages": "an object", "gpu": "an object or null", "commit": "a string or null"},
+    "skipped?": ["a string"],
+    "configuration": {"images": ["a string"], "dtypes": ["a string"], "batch_sizes": "a list", "img_size?": "a list"},
+    "machine": _all("a string", "device date float32_matmul_precision commit?")
+    | {"threads": "an integer >= 1", "packages": {}, "gpu?": {}},
     "controls": [_ABOUT | {"img_size": "a list"} | _all("a number >= 0", "resolution between_runs")],
     "rows": [_ROW],
-}  # fmt: skip
+}
 
 
-def check_bench(record: dict[str, Any]) -> None:
-    """Raises ValueError for a record of `vit-fast bench` with the field, the expected and the actual value."""
-    ceilings = _CEILINGS if record.get("ceilings") else "an object"
-    skipped = {"skipped": ["a string"]} if "skipped" in record else {}
-    check(record, _RECORD | {"ceilings": ceilings} | skipped, "")
-    for number, row in enumerate(record["rows"]):
-        if row["status"] == "measured":
-            lists = {name: fields for name, fields in _LISTS.items() if row.get(name) is not None}
-            check(row, _MEASURED | lists, f"rows[{number}]")
-
-
-def check(value: Any, schema: Any, where: str) -> None:
+def check(value: Any, schema: Any, where: str = "") -> None:
     """Raises ValueError for a value that does not match a schema.
 
-    A schema is a string of kinds, [one] for every item, a tuple for each item, or a dict of fields; "*" is every field.
+    A schema is a kind, [one] for every item, a tuple for each item, or a dict of fields: "*" is every field, and a name
+    that ends with "?" may be null or missing.
     """
-    kinds = schema if isinstance(schema, str) else "an object" if isinstance(schema, dict) else "a list"
-    fits = any(_KINDS[kind](value) for kind in kinds.split(" or "))
-    if not fits or (isinstance(schema, tuple) and len(value) != len(schema)):
-        came = "nothing" if value is _MISSING else repr(value)[:60]
-        raise ValueError(f"{where or 'the record'} must be {kinds}, got {came}")
+    kind = schema if isinstance(schema, str) else "an object" if isinstance(schema, dict) else "a list"
+    if not _KINDS[kind](value) or (isinstance(schema, tuple) and len(value) != len(schema)):
+        raise ValueError(f"{where or 'the record'} must be {kind}, got {repr(value)[:60]}")
     if isinstance(schema, dict):
-        for name in value if "*" in schema else schema:
-            check(value.get(name, _MISSING), schema.get("*") or schema[name], f"{where}.{name}".lstrip("."))
+        for name, inner in (dict.fromkeys(value, schema["*"]) if "*" in schema else schema).items():
+            field = name.removesuffix("?")
+            if field == name or value.get(field) is not None:
+                check(value.get(field), inner, f"{where}.{field}".lstrip("."))
     elif not isinstance(schema, str):
         for number, item in enumerate(value):
             check(item, schema[number if isinstance(schema, tuple) else 0], f"{where}[{number}]")
-
-
-def check_depth(value: Any, levels: int = 20) -> None:
-    """Raises ValueError for values that are nested deeper than any record."""
-    if not levels:
-        raise ValueError("values must be nested at most 20 deep, got more")
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        check_depth(inner, levels - 1)

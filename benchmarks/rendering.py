@@ -6,29 +6,21 @@ table of its rows.
 
 from __future__ import annotations
 
-import colorsys
 import io
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from vit_fast.measure.candidate import COMPILE_MODES
 from vit_fast.measure.clock import SAME, UNKNOWN, format_number
 
 from . import report
-from .candidates import CANDIDATES, DEFAULT_NAMES
-from .records import RECORD_NAME, is_bench, to_json
-from .rows import Record, Row, measured
+from .records import RECORD_NAME, Record, Row, is_bench, measured, to_json
+from .report import Table
 
 REPORT_NAME = "report.html"
-_TEMPLATE = Path(__file__).with_name(REPORT_NAME)
 INK, FAINT, OURS = "#1e293b", "#64748b", "#0f766e"
-GOLDEN = 0.618034  # steps of the hue that keep any number of consecutive colours apart
-_MODES = [one.compiled_in(mode).name for one in CANDIDATES.values() for mode in COMPILE_MODES[: 1 + 4 * one.compilable]]
-# All names, the most frequent first; their order decides the colours.
-NAMES = list(dict.fromkeys((*DEFAULT_NAMES["cpu"], *DEFAULT_NAMES["cuda"], *_MODES)))
 
 
 def files(name: str, record: Record) -> dict[str, bytes]:
@@ -42,75 +34,57 @@ def render(records: Mapping[str, Record]) -> str:
     parts = []
     for name, record in records.items():
         parts.append(f"<h2>{escape(name)}</h2>")
-        parts += _bench(record) if is_bench(record) else [_other(record)]
-        environment = _table("environment", ("", ""), _flat(record, "machine", "configuration"))
-        parts.append(f"<details><summary>Environment</summary>{environment}</details>")
-    return _TEMPLATE.read_text(encoding="utf-8").replace("<!-- body -->", "\n".join(parts), 1)
+        if is_bench(record) and (reasons := report.objections(record)):
+            parts.append(f'<p class="objection" role="note">Must not be cited: {escape("; ".join(reasons))}.</p>')
+        parts += map(_html, report.sections(record) if is_bench(record) else _other(record))
+        environment = Table(
+            "environment", ("", ""), list(_flat({n: record.get(n) for n in ("machine", "configuration")}))
+        )
+        parts.append(f"<details><summary>Environment</summary>{_html(environment)}</details>")
+    template = Path(__file__).with_name(REPORT_NAME).read_text(encoding="utf-8")
+    return template.replace("<!-- body -->", "\n".join(parts), 1)
 
 
-def _bench(record: Record) -> Iterable[str]:
-    yield f"<p>{escape(report.heading(record))}; {escape(report.ceilings_line(record))}.</p>"
-    if reasons := report.objections(record):
-        yield f'<p class="objection" role="note">Must not be cited: {escape("; ".join(reasons))}.</p>'
-    if record["controls"]:
-        yield "<ul>" + "".join(f"<li>{escape(remark)}</li>" for remark in report.remarks(record)) + "</ul>"
-    for caption, titles, lines in report.tables(record):
-        yield _table(f"{caption}; click a heading to sort", titles, lines)
-    if notes := report.not_measured(record):
-        yield "<p>Not measured:</p><ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
-    yield f"<p>Command:</p><pre tabindex=0>{escape(report.command(record))}</pre>"
+def _html(part: str | list[str] | Table) -> str:
+    if isinstance(part, str):
+        return f"<p>{escape(part)}</p>"
+    if not isinstance(part, Table):
+        return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in part) + "</ul>"
+    caption = escape(part.caption)
+    head = "".join(f'<th scope=col aria-sort="none">{escape(title)}</th>' for title in part.titles)
+    lines = []
+    for first, *others in part.rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in others)
+        lines.append(f"<tr><th scope=row>{escape(first)}</th>{cells}</tr>\n")
+    return (
+        f'<div class="scroll" role="region" aria-label="{caption}" tabindex=0><table><caption>{caption}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>\n{''.join(lines)}</tbody></table></div>"
+    )
 
 
-def _other(record: Record) -> str:
-    """Tabulates the rows of another record: texts, numbers and medians."""
+def _other(record: Record) -> Iterator[str | Table]:
+    """Yields the note of another record, and a table of its rows: texts, numbers and medians."""
+    if record.get("note"):
+        yield str(record["note"])
     rows = [{name: _plain(value) for name, value in row.items()} for row in record["rows"]]
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
-    first = f"<p>{escape(str(record['note']))}</p>" if record.get("note") else ""
-    return first + _table("click a heading to sort", names, [[row.get(name, "") for name in names] for row in rows])
+    yield Table("rows", names, [[row.get(name, "") for name in names] for row in rows])
 
 
-def _plain(value: object) -> object:
+def _plain(value: object) -> str:
     if isinstance(value, dict):
         return _plain(value.get("median"))
     if isinstance(value, float):
         return format_number(value, 4)
-    return value if isinstance(value, str | int) and not isinstance(value, bool) else ""
+    return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
 
 
-def _table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table that scrolls; the first cell of a row is its heading."""
-    colour = '<th scope=row style="border-left: .4rem solid {}">' if titles[0] == "candidate" else "<th scope=row>"
-    head = "".join(f'<th scope=col aria-sort="none">{escape(title)}</th>' for title in titles)
-    lines = []
-    for first, *others in rows:
-        cells = "".join(f"<td>{escape(str(cell))}</td>" for cell in others)
-        lines.append(f"<tr>{colour.format(colour_of(str(first)))}{escape(str(first))}</th>{cells}</tr>\n")
-    return (
-        f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex=0><table><caption>{escape(caption)}'
-        f"</caption><thead><tr>{head}</tr></thead><tbody>\n{''.join(lines)}</tbody></table></div>"
-    )
-
-
-def _flat(record: Mapping[str, Any], *names: str) -> list[tuple[str, str]]:
-    found = []
-    for name in names:
-        value = record.get(name)
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
         if isinstance(value, dict):
-            found += [(f"{name}.{key}", text) for key, text in _flat(value, *value)]
+            yield from _flat(value, f"{prefix}{name}.")
         elif value is not None:
-            found.append((name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
-    return found
-
-
-def colour_of(name: str) -> str:
-    """Returns the colour of a candidate, the same in every plot and report: strong for ours, pale for peers."""
-    name = name.partition(" (")[0]  # the notes of a label
-    if name not in NAMES:
-        return FAINT
-    saturation, value = (0.4, 0.85) if CANDIDATES[name.partition("+compile")[0]].peer else (0.9, 0.6)
-    place = NAMES.index(name)
-    parts = colorsys.hsv_to_rgb((0.862 + GOLDEN * place) % 1, saturation, value - 0.1 * (place % 3))
-    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+            yield f"{prefix}{name}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def draw(record: Record) -> bytes:
@@ -119,16 +93,15 @@ def draw(record: Record) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    panels = {title: measured(rows)[::-1] for title, rows in report.groups(record).items() if measured(rows)}
+    panels = {title: found[::-1] for title, rows in report.groups(record).items() if (found := measured(rows))}
     panels = panels or {"nothing was measured": []}
-    notes = [line[:170] for line in report.not_measured(record)[:4]]
-    lines = [report.heading(record), report.ceilings_line(record), *notes]
-    foot = "\n".join(part for line in lines for part in textwrap.wrap(line, 150))
+    lines = [report.heading(record), report.ceilings_line(record), *report.not_measured(record)[:4]]
+    foot = "\n".join(part for line in lines for part in textwrap.wrap(line[:400], 150))
     inches = 0.8 + sum(0.6 + 0.32 * len(rows) for rows in panels.values()) + 0.13 * foot.count("\n")
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     figure = Figure(figsize=(10.0, inches), dpi=150, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
-    title = "ViT throughput, images per second (bold and strong: vit-fast; lines: p20 to p80)"
+    title = "ViT throughput, images per second (green: vit-fast; gray: peers; lines: p20 to p80)"
     figure.suptitle(title, x=0.02, ha="left", size=12, weight="bold", color=INK)
     figure.supxlabel(foot, x=0.02, ha="left", size=7, color=FAINT, parse_math=False)
     heights = [1 + len(rows) for rows in panels.values()]
@@ -147,15 +120,13 @@ def draw(record: Record) -> bytes:
 def _draw_bars(axes: Any, rows: list[Row]) -> None:
     slow, middle, fast = ([row["batch"] / row[field] * 1e3 for row in rows] for field in ("ms_p80", "ms", "ms_p20"))
     whiskers = [[b - a for a, b in zip(low, high, strict=True)] for low, high in ((slow, middle), (middle, fast))]
-    colours = [colour_of(row["candidate"]) for row in rows]
+    colors = [FAINT if row["peer"] else OURS for row in rows]
+    bars = axes.barh(range(len(rows)), middle, 0.72, color=colors, xerr=whiskers, error_kw={"ecolor": INK})
     texts = []
     for row, rate in zip(rows, middle, strict=True):
         ratio = "" if row["ratio_to_best_peer"] is None else f"{row['ratio_to_best_peer']:.2f}x best peer"
         ratio = {SAME: "no difference", UNKNOWN: "not ranked"}.get(row["verdict"], ratio)
         texts.append(", ".join(filter(None, (format_number(rate), ratio))))
-    bars = axes.barh(range(len(rows)), middle, 0.72, color=colours, xerr=whiskers, error_kw={"ecolor": INK})
     axes.bar_label(bars, texts, padding=4, fontsize=8.5, color=INK)
     axes.set_yticks(range(len(rows)), [report.label(row) for row in rows])
-    for name, row in zip(axes.get_yticklabels(), rows, strict=True):
-        name.set_fontweight("normal" if row["peer"] else "bold")
     axes.set_xlim(0, 1.3 * max(fast, default=1.0))

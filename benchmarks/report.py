@@ -14,19 +14,22 @@ import re
 import shlex
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from vit_fast.measure.clock import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE, format_number
 from vit_fast.work import Work
 
-from .records import read_record
-from .rows import PARTS, REST, Record, Row, is_lower, measured, resolution_of
+from .machine import PARTS, REST
+from .records import Record, Row, is_lower, measured, read_record, resolution_of
+
+_BLOCK = re.compile(r"(<!-- (record|summary): (\S+) -->\n).*?(<!-- /record -->)", re.DOTALL)
+MOST_KERNELS = 3  # kernels of each part
+MOST_ON_SCREEN = 7  # columns besides the candidate
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A column of the table: its title, the cell of a measured row, and its rank on the screen, if shown there."""
 
     title: str
@@ -34,11 +37,23 @@ class Column:
     rank: int | None = None
 
 
-def _number(row: Row, field: str, pattern: str | int = 3) -> str:
+class Table(NamedTuple):
+    """A table of text; the first cell of a row is its heading."""
+
+    caption: str
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def _number(field: str, pattern: str | int = 3) -> Callable[[Row], str]:
     """Formats a field by a format string, or with this number of significant digits."""
-    if (value := row.get(field)) is None:
-        return ""
-    return pattern.format(value) if isinstance(pattern, str) else format_number(value, pattern)
+
+    def cell(row: Row) -> str:
+        if (value := row.get(field)) is None:
+            return ""
+        return pattern.format(value) if isinstance(pattern, str) else format_number(value, pattern)
+
+    return cell
 
 
 def _ratio(row: Row) -> str:
@@ -54,29 +69,26 @@ def _ratio(row: Row) -> str:
 
 
 COLUMNS = (
-    Column("precision", lambda row: str(row["precision"]), 0),
-    Column("images/s", lambda row: format_number(row["images_per_s"]), 0),
-    Column("ms", lambda row: _number(row, "ms", 4), 2),
-    Column("[p20, p80]", lambda row: f"[{_number(row, 'ms_p20', 4)}, {_number(row, 'ms_p80', 4)}]"),
-    Column("p90 ms", lambda row: _number(row, "ms_p90", 4)),
-    Column("p99 ms", lambda row: _number(row, "ms_p99", 4), 6),
-    Column("host ms", lambda row: _number(row, "host_ms") + (" bound" if row.get("host_bound") else ""), 7),
-    Column("TFLOP/s", lambda row: _number(row, "TFLOP_per_s")),
-    Column("of ceiling", lambda row: "above" if row["defect"] else _number(row, "ceiling_share", "{:.0%}")),
-    Column("floor ms", lambda row: _number(row, "floor_ms", 4)),
+    Column("precision", _number("precision", "{}"), 0),
+    Column("images/s", _number("images_per_s"), 0),
+    Column("ms", _number("ms", 4), 2),
+    Column(
+        "[p20, p80]", lambda row: "[{}, {}]".format(*(format_number(row[field], 4) for field in ("ms_p20", "ms_p80")))
+    ),
+    Column("p90 ms", _number("ms_p90", 4)),
+    Column("p99 ms", _number("ms_p99", 4), 6),
+    Column("host ms", lambda row: _number("host_ms")(row) + (" bound" if row.get("host_bound") else ""), 7),
+    Column("TFLOP/s", _number("TFLOP_per_s")),
+    Column("of ceiling", lambda row: "above" if row["defect"] else _number("ceiling_share", "{:.0%}")(row)),
+    Column("floor ms", _number("floor_ms", 4)),
     Column("x best peer", _ratio, 1),
-    Column("J/image", lambda row: _number(row, "J_per_image")),
-    Column("peak MiB", lambda row: _number(row, "peak_MiB", "{:,.1f}")),
-    Column("max error", lambda row: _number(row, "max_error", "{:.1e}"), 3),
-    Column("first call s", lambda row: _number(row, "first_call_s")),
-    Column("cold s", lambda row: _number(row, "cold_s"), 5),
-    Column("cold MiB", lambda row: _number(row, "cold_MiB", "{:,.0f}")),
-    Column("agreement", lambda row: _number(row, "agreement", "{:.0%}"), 4),
+    Column("peak MiB", _number("peak_MiB", "{:,.1f}")),
+    Column("max error", _number("max_error", "{:.1e}"), 3),
+    Column("first call s", _number("first_call_s")),
+    Column("cold s", _number("cold_s"), 5),
+    Column("cold MiB", _number("cold_MiB", "{:,.0f}")),
+    Column("agreement", _number("agreement", "{:.0%}"), 4),
 )
-_BLOCK = re.compile(r"(<!-- (record|summary): (\S+) -->\n).*?(<!-- /record -->)", re.DOTALL)
-MOST_KERNELS = 3  # kernels of each part
-MOST_ON_SCREEN = 7  # columns besides the candidate
-TableOf = tuple[str, list[str], list[list[str]]]
 
 
 def groups(record: Record) -> dict[str, list[Row]]:
@@ -92,10 +104,14 @@ def groups(record: Record) -> dict[str, list[Row]]:
     return grouped
 
 
+def _measured_groups(record: Record) -> dict[str, list[Row]]:
+    return {title: found for title, rows in groups(record).items() if (found := measured(rows))}
+
+
 def _contests(record: Record) -> Iterator[tuple[list[Row], Row | None]]:
     """Yields the measured rows of a group at full precision, and the best of vit-fast if there is a peer."""
-    for rows in groups(record).values():
-        if alike := [row for row in measured(rows) if not is_lower(row)]:
+    for rows in _measured_groups(record).values():
+        if alike := [row for row in rows if not is_lower(row)]:
             yield alike, next((row for row in alike if not row["peer"] and row["best_peer"]), None)
 
 
@@ -126,9 +142,7 @@ def closing(record: Record) -> str:
 def remarks(record: Record) -> list[str]:
     """Returns warnings about the run: a busy machine, its resolution, rows above their ceiling."""
     lines = [f"BUSY: {reason}" for reason in record["busy"]]
-    for title, rows in groups(record).items():
-        if not measured(rows):
-            continue
+    for title, rows in _measured_groups(record).items():
         resolution = resolution_of(rows[0], record["controls"])
         if resolution == float("inf"):
             lines.append(f"{title}: cannot be ranked: no candidate was timed twice to measure the noise")
@@ -137,16 +151,14 @@ def remarks(record: Record) -> list[str]:
         else:
             lines.append(f"{title}: resolution {resolution:.1%}; = marks differences below it")
         lines += [f"{title}: DEFECT: {label(row)} at {row['defect']}" for row in rows if row["defect"]]
-    return [*lines, *_best_batches(record)]
-
-
-def _best_batches(record: Record) -> Iterator[str]:
     best: dict[str, Row] = {}
     for row in measured(record["rows"]) if record["configuration"]["batch_sizes"] == ["best"] else []:
         name = " ".join(map(str, (row["model"], row["dtype"], *row["img_size"][:1], row["candidate"])))
         best[name] = max(best.get(name, row), row, key=lambda row: row["images_per_s"])
     for name, row in best.items():
-        yield f"{name}: highest throughput at batch {row['batch']}, {format_number(row['images_per_s'])} images/s"
+        rate = format_number(row["images_per_s"])
+        lines.append(f"{name}: highest throughput at batch {row['batch']}, {rate} images/s")
+    return lines
 
 
 def heading(record: Record) -> str:
@@ -161,13 +173,22 @@ def heading(record: Record) -> str:
     return f"{machine['device']}{driver}; {versions}; vit-fast {record['vit_fast']}{commit}; {date}{busy}"
 
 
+def ceilings_line(record: Record) -> str:
+    """Returns the ceilings that were measured in the run."""
+    ceilings = record["ceilings"]
+    if not ceilings:
+        return "ceilings: not measured"
+    size = ceilings["matmul_size"]
+    matmul = ", ".join(f"{name} {value:.3g} TFLOP/s" for name, value in ceilings["matmul_TFLOP_per_s"].items())
+    copied = ceilings["copy_bytes"] / 2**20
+    return f"ceilings: matmul {size}^3 {matmul}; copy of {copied:.0f} MiB {ceilings['copy_GB_per_s']:.3g} GB/s"
+
+
 def objections(record: Record) -> list[str]:
     """Returns the reasons not to cite a record: a busy machine, a row above its ceiling, an interrupted run."""
     found = [f"the machine was BUSY: {reason}" for reason in record["busy"]]
     found += [f"{label(row)} is at {row['defect']}" for row in record["rows"] if row["defect"]]
-    if record.get("interrupted"):
-        found.append("the run was interrupted")
-    return found
+    return found + ["the run was interrupted"] * bool(record.get("interrupted"))
 
 
 def command(record: Record) -> str:
@@ -188,17 +209,6 @@ def command(record: Record) -> str:
     return shlex.join(words)
 
 
-def ceilings_line(record: Record) -> str:
-    """Returns the ceilings that were measured in the run."""
-    ceilings = record["ceilings"]
-    if not ceilings:
-        return "ceilings: not measured"
-    size = ceilings["matmul_size"]
-    matmul = ", ".join(f"{name} {value:.3g} TFLOP/s" for name, value in ceilings["matmul_TFLOP_per_s"].items())
-    copied = ceilings["copy_bytes"] / 2**20
-    return f"ceilings: matmul {size}^3 {matmul}; copy of {copied:.0f} MiB {ceilings['copy_GB_per_s']:.3g} GB/s"
-
-
 def label(row: Row, *, precision: bool = True) -> str:
     """Returns the candidate, with its precision if lower, its batch size if reduced, and data on the host."""
     notes = [str(row["precision"])] if precision and is_lower(row) else []
@@ -209,18 +219,18 @@ def label(row: Row, *, precision: bool = True) -> str:
 
 def not_measured(record: Record) -> list[str]:
     """Returns the rows without figures by reason, with their groups unless that is all of them."""
-    titles: dict[str, list[str]] = {}
+    titles: dict[str, list[str]] = defaultdict(list)
     grouped = groups(record)
     for title, rows in grouped.items():
         for row in rows:
             if row["status"] != "measured":
                 reason = f"{row['status']}: {row['reason']}" if row["reason"] else str(row["status"])
-                titles.setdefault(f"{label(row)}: {reason}", []).append(title)
+                titles[f"{label(row)}: {reason}"].append(title)
     lines = [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
-    skipped: dict[str, list[str]] = {}
+    skipped: dict[str, list[str]] = defaultdict(list)
     for name in record.get("skipped", ()):
         found, _, dtype = name.removesuffix(")").partition(" (")
-        skipped.setdefault(found, []).append(dtype)
+        skipped[found].append(dtype)
     if skipped:
         every = len(record["configuration"]["dtypes"])
         names = [name if len(of) == every else f"{name} ({', '.join(of)})" for name, of in skipped.items()]
@@ -247,44 +257,18 @@ def columns_in(record: Record, width: int) -> list[Column]:
     return sorted(shown, key=columns.index)
 
 
-def markdown(record: Record) -> str:
-    """Returns the record as markdown tables under its heading."""
-    text = f"Measured on {heading(record)}; {ceilings_line(record)}.\n"
-    for caption, titles, rows in tables(record):
-        lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *([f"`{first}`", *rest] for first, *rest in rows)]
-        text += f"\n{caption}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    if record["controls"]:
-        text += "\n" + "".join(f"- {remark}\n" for remark in remarks(record))
-    if notes := not_measured(record):
-        text += "\nNot measured:\n\n" + "".join(f"- {note}\n" for note in notes)
-    text += f"\nReproduce with `{command(record)}`, or one row with its model, dtype, batch and candidate.\n"
-    return text
-
-
-def summary(record: Record) -> str:
-    """Returns a table for a document: the best of ours, timm and the best peer of each group."""
-    titles = ("model", "precision", "batch", "vit-fast (images/s)", "timm", "best peer", "ratio to best peer")
-    lines = [f"| {' | '.join(titles)} |", "|---|---|---:|---|---:|---|---:|"]
-    for alike, ours in _contests(record):
-        rates = {row["candidate"]: format_number(row["images_per_s"]) for row in alike}
-        if ours is not None:
-            best, peer = (f"{rates[name]} (`{name}`)" for name in (ours["candidate"], ours["best_peer"]))
-            about = ours["model"], ours["dtype"], str(ours["requested_batch"])
-            lines.append(f"| {' | '.join((*about, best, rates.get('timm', ''), peer, _ratio(ours)))} |")
-    return "\n".join([*lines, "", f"Measured on {heading(record)}."]) + "\n"
-
-
-def tables(record: Record, columns: list[Column] | None = None) -> Iterator[TableOf]:
-    """Yields caption, titles and rows of each table: the measured rows of a group, and their profiles."""
+def tables(record: Record, columns: Sequence[Column] | None = None) -> Iterator[Table]:
+    """Yields the tables of the measured rows of each group, and of their profiles."""
     columns = filled_columns(record) if columns is None else columns
-    grouped = {title: measured(rows) for title, rows in groups(record).items() if measured(rows)}
+    grouped = _measured_groups(record)
     for title, rows in grouped.items():
         lines = [[label(row, precision=False), *(column.cell(row) for column in columns)] for row in rows]
-        yield title, ["candidate", *(column.title for column in columns)], lines
+        yield Table(title, ["candidate", *(column.title for column in columns)], lines)
     for title, rows in grouped.items():
         if explained := [row for row in rows if row.get("explained")]:
-            yield f"Time per part, ms per call: {title}", *_parts(record, explained)
-            yield f"Longest kernels: {title}", ["kernel", "candidate", "part", "calls", "ms"], list(_kernels(explained))
+            yield Table(f"Time per part, ms per call: {title}", *_parts(record, explained))
+            heads = ["kernel", "candidate", "part", "calls", "ms"]
+            yield Table(f"Longest kernels: {title}", heads, list(_kernels(explained)))
 
 
 def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
@@ -292,11 +276,10 @@ def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]
     matmul = ceilings.get("matmul_TFLOP_per_s", {}).get("bf16" if dtype == "amp" else dtype)
     least = rows[0]["explained"]["least"] if matmul else {}
     floors = {part: Work(*some).floor_ms(1, matmul, ceilings["copy_GB_per_s"]) for part, some in least.items()}
-    spent: list[dict[str, float]] = []
-    for row in rows:
-        spent.append(defaultdict(float))
+    spent: list[Counter[str]] = [Counter() for _ in rows]
+    for row, found in zip(rows, spent, strict=True):
         for part, _, _, ms in row["explained"]["kernels"]:
-            spent[-1][part] += ms
+            found[part] += ms
     parts = [part for part in (*PARTS, REST, "all") if part in floors or any(part in found for found in spent)]
     lines: list[tuple[str, list[float | None]]] = [
         *((part, [floors.get(part), *(found.get(part) for found in spent)]) for part in parts),
@@ -315,6 +298,43 @@ def _kernels(rows: list[Row]) -> Iterator[list[str]]:
             seen[part] += 1
             if seen[part] <= MOST_KERNELS:
                 yield [name, label(row), part, f"{calls:g}", format_number(ms, 4)]
+
+
+def summary(record: Record) -> str:
+    """Returns a table for a document: the best of ours, timm and the best peer of each group."""
+    titles = ("model", "precision", "batch", "vit-fast (images/s)", "timm", "best peer", "ratio to best peer")
+    lines = [f"| {' | '.join(titles)} |", "|---|---|---:|---|---:|---|---:|"]
+    for alike, ours in _contests(record):
+        rates = {row["candidate"]: format_number(row["images_per_s"]) for row in alike}
+        if ours is not None:
+            best, peer = (f"{rates[name]} (`{name}`)" for name in (ours["candidate"], ours["best_peer"]))
+            about = ours["model"], ours["dtype"], str(ours["requested_batch"])
+            lines.append(f"| {' | '.join((*about, best, rates.get('timm', ''), peer, _ratio(ours)))} |")
+    return "\n".join([*lines, "", f"Measured on {heading(record)}."]) + "\n"
+
+
+def sections(record: Record) -> Iterator[str | list[str] | Table]:
+    """Yields the paragraphs, lists and tables of a record of `vit-fast bench`."""
+    yield f"Measured on {heading(record)}; {ceilings_line(record)}."
+    yield from tables(record)
+    if record["controls"]:
+        yield remarks(record)
+    if notes := not_measured(record):
+        yield "Not measured:"
+        yield notes
+    yield f"Reproduce with `{command(record)}`, or one row with its model, dtype, batch and candidate."
+
+
+def markdown(record: Record) -> str:
+    """Returns the sections of a record as markdown."""
+    blocks = []
+    for part in sections(record):
+        if isinstance(part, Table):
+            lines = [part.titles, ["---", *["---:"] * (len(part.titles) - 1)]]
+            lines += [[f"`{first}`", *rest] for first, *rest in part.rows]
+            part = f"{part.caption}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        blocks.append(part if isinstance(part, str) else "\n".join(f"- {line}" for line in part))
+    return "\n\n".join(blocks) + "\n"
 
 
 def fill(document: str, folder: Path) -> str:

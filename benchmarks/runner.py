@@ -10,28 +10,37 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate, at_most, describe_error, is_out_of_memory
-from vit_fast.measure.clock import Call, Samples, Timing, percentile, time_interleaved
+from vit_fast.measure.clock import Call, Samples, Timing, time_interleaved
 from vit_fast.version import __version__
 
 from . import preparation
-from .configuration import Allocation, Configuration, Planned
-from .correctness import describe_rule
-from .machine import Conditions, best_ceilings, describe, joules_of, measure_ceilings, products_in
-from .preparation import Prepared, Problem, cold_start, make_problem, prepare, release_memory
-from .records import FORMAT, Findings, Journal
-from .rows import Group, Record, Row, Status, add_timing, finish, is_lower, key_of, make_control, make_row, may_gain
+from .configuration import Configuration, Group
+from .journal import Journal
+from .machine import Conditions, best_ceilings, describe, measure_ceilings, products_in
+from .preparation import Prepared, Problem, cold_start, describe_rule, make_problem, prepare, release_memory
+from .records import (
+    FORMAT,
+    Record,
+    Row,
+    Status,
+    add_timing,
+    finish,
+    is_lower,
+    key_of,
+    make_control,
+    make_row,
+    may_gain,
+)
 
 # The second name of the fastest full-precision candidate of a group.
 AGAIN = "again"
 # A measurement that is cut short counts with FLOOR_REPEATS repeats, or with FLOOR_LEAST_REPEATS that took FLOOR_MS.
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
-# On a noisy machine, all candidates get this share of a group's time, and the best ones the rest. The noise is checked
-# every ROUNDS_BETWEEN rounds.
-SHARE_OF_ALL, ROUNDS_BETWEEN = 0.4, 5
+ROUNDS_BETWEEN = 5  # between two checks of the noise
 
 
 class Listener(Protocol):
@@ -50,10 +59,10 @@ class Silent:
 
 
 class Watch:
-    """Decides after every round which candidates to continue with; see clock.time_interleaved.
+    """Decides after every round if the timing of a group goes on; see clock.time_interleaved.
 
-    On a quiet machine, all candidates are timed until the protocol is satisfied. If noise prevents a ranking and this
-    timing has its own share of the time (`allocated`), the best of vit-fast and the best peer get the rest until end_s.
+    It ends when the protocol is satisfied, or at end_s if there are enough repeats. If this timing has its own share of
+    the time (`allocated`), it goes on while noise prevents a ranking.
 
     Attributes:
         best: The fastest candidate at full precision, which is timed twice, and compared with the others.
@@ -67,47 +76,32 @@ class Watch:
         now_s: Callable[[], float], end_s: float, allocated: bool,
     ) -> None:  # fmt: skip
         self._protocol, self._listener, self._now_s, self._end_s = protocol, listener, now_s, end_s
-        self._allocated, self._start_s, self._reported, self.running = allocated, now_s(), 0.0, ""
+        self._allocated, self._reported, self.running = allocated, 0.0, ""
         alike = [name for name, ready in prepared.items() if not is_lower(ready.row)] or list(prepared)
-        self._peers = {name: bool(prepared[name].row["peer"]) for name in alike}
         self.best = min(alike, key=lambda name: prepared[name].call_s)
         self.calls = {name: self._tracked(name, ready.call) for name, ready in prepared.items()}
         self.calls[AGAIN] = self._tracked(self.best, prepared[self.best].call)
-        self._remaining: Collection[str] = ()
         self._samples: Mapping[str, Samples] = {}
         self.again: Callable[[], None] = lambda: None
 
     def __call__(self, number: int, samples: Mapping[str, Samples]) -> Collection[str]:
         self._samples = samples
         self.again()
-        self._remaining = self._remaining or list(samples)
-        going_on = self._decide(number)
+        going_on = () if self._is_done(number) else list(samples)
         share = min(map(self._protocol.share_of, samples.values())) if going_on else 1.0
         self._listener.done((share - self._reported) * (len(samples) - 1))
         self._reported = share
         return going_on
 
-    def _decide(self, number: int) -> Collection[str]:
-        now_s, long_enough = self._now_s(), self._protocol.is_satisfied(self._samples)
-        narrowed = len(self._remaining) < len(self._samples)
-        if long_enough and not self._allocated:
-            return ()
-        if len(self.timings()) < len(self._samples):
-            return self._remaining
-        if now_s >= self._end_s:
-            return ()
-        late = now_s >= self._start_s + SHARE_OF_ALL * (self._end_s - self._start_s)
-        if number % ROUNDS_BETWEEN or not (self._allocated and (long_enough or late)):
-            return self._remaining
-        if clock.control(self._samples[self.best], self._samples[AGAIN])["resolution"] <= clock.UNRANKABLE:
-            return () if long_enough or narrowed else self._remaining
-        sides = [[name for name in self._peers if self._peers[name] is peer] for peer in set(self._peers.values())]
-        fastest = [min(names, key=lambda name: percentile(self._samples[name], 0.5)) for names in sides]
-        fewer = {self.best, AGAIN, *fastest}
-        if not narrowed and len(fewer) < len(self._samples):
-            self._remaining = fewer
-            self._listener.say(f"noisy machine: continuing with {', '.join(sorted(fewer - {AGAIN}))}")
-        return self._remaining
+    def _is_done(self, number: int) -> bool:
+        if self._protocol.is_satisfied(self._samples):
+            if not self._allocated:
+                return True
+            if number % ROUNDS_BETWEEN == 0:
+                control = clock.control(self._samples[self.best], self._samples[AGAIN])
+                if control["resolution"] <= clock.UNRANKABLE:
+                    return True
+        return self._now_s() >= self._end_s and len(self.timings()) == len(self._samples)
 
     def _tracked(self, name: str, call: Call) -> Call:
         def run_it(number: int) -> object:
@@ -130,81 +124,65 @@ def run(configuration: Configuration, listener: Listener | None = None, journal:
 
     A journal stores rows as they are measured. Rows that it contains are not measured again.
     """
-    machine = describe(configuration.device) if journal is None else journal.header["machine"]
-    return _Run(configuration, listener or Silent(), journal or Findings()).record(machine)
+    return _Run(configuration, listener or Silent(), journal or Journal()).record()
 
 
 class _Run:
-    def __init__(self, configuration: Configuration, listener: Listener, findings: Findings) -> None:
-        self.configuration, self.listener, self.findings = configuration, listener, findings
-        self.rows: list[Row] = findings.found["row"]
+    def __init__(self, configuration: Configuration, listener: Listener, journal: Journal) -> None:
+        self.configuration, self.listener, self.journal = configuration, listener, journal
         self.start = time.perf_counter()
-        self.groups = {group: configuration.candidates_of(group) for group in configuration.groups()}
-        self.allocation = Allocation(self.groups)
+        self.planned, self.skipped = configuration.plan()
         self.preparing_s = self.assumed_s = 0.0
 
-    def record(self, machine: dict[str, Any]) -> Record:
-        configuration, found = self.configuration, self.findings.found
-        interrupted = False
+    def record(self) -> Record:
+        configuration, journal, interrupted = self.configuration, self.journal, False
+        self.listener.start(sum(2 * len(self._remaining(group)) + 1 for group in self.planned) + 1)
         try:
             self._take_ceilings()
-            planned = self._allocate()
-            for group in list(planned):
-                if configuration.search and not may_gain(group, self.rows):
-                    del planned[group]
+            for group in list(self.planned):
+                if configuration.search and not may_gain(group, journal.found("row")):
+                    del self.planned[group]
                 elif (remaining := self._remaining(group)) and not self._is_too_late(()):
                     self._run_group(group, remaining)
                     self._take_ceilings()
         except KeyboardInterrupt:
             interrupted = True
             self.listener.say("interrupted: writing what was measured")
-        planned = self.allocation.planned
         why_not: tuple[Status, str] = ("interrupted", "not started") if interrupted else ("skipped", "out of time")
-        for group in planned:
+        for group in self.planned:
             self._refuse(group, self._remaining(group), *why_not)
-        order = [(group.key, candidate.name) for group, candidates in planned.items() for candidate in candidates]
-        self.rows.sort(key=lambda row: order.index((key_of(row), row["candidate"])))
-        ceilings, controls = best_ceilings(found["ceilings"]), found["control"]
-        finish(self.rows, ceilings, controls)
+        order = [(group.key, candidate.name) for group, found in self.planned.items() for candidate in found]
+        rows = sorted(journal.found("row"), key=lambda row: order.index((key_of(row), row["candidate"])))
+        ceilings, controls = best_ceilings(journal.found("ceilings")), journal.found("control")
+        finish(rows, ceilings, controls)
         return {
             "format": FORMAT,
             "vit_fast": __version__,
-            "machine": machine,
+            "machine": journal.header.get("machine") or describe(configuration.device),
             "ceilings": ceilings,
             "controls": controls,
             "busy": list(dict.fromkeys(reason for control in controls for reason in control["conditions"]["busy"])),
             "configuration": configuration.to_dict(),
             "correctness_rule": describe_rule(),
-            "rows": self.rows,
+            "rows": rows,
             "interrupted": interrupted,
-            "skipped": self.allocation.skipped,
-            "seconds": round(time.perf_counter() - self.start, 1),
+            "skipped": self.skipped,
+            "seconds": round(self.elapsed_s(), 1),
         }
 
     def _refuse(self, group: Group, candidates: Sequence[Candidate], status: Status, reason: str) -> None:
         for candidate in candidates:
-            self.findings.add("row", make_row(group, candidate, status, reason))
+            self.journal.add("row", make_row(group, candidate, status, reason))
 
     def _remaining(self, group: Group) -> list[Candidate]:
-        """Returns the allocated candidates of a group that have no row yet."""
-        known = {row["candidate"] for row in self.rows if key_of(row) == group.key}
-        return [candidate for candidate in self.allocation.planned[group] if candidate.name not in known]
-
-    def _allocate(self) -> Planned:
-        configuration, before = self.configuration, self.findings.found["skipped"]
-        skipped = before[0]["candidates"] if before else None if configuration.is_default else ()
-        ceilings = self.findings.found["ceilings"][-1]
-        self.allocation = Allocation(self.groups, configuration.time_budget_s, ceilings, skipped)
-        if not before:
-            self.findings.add("skipped", {"candidates": self.allocation.skipped})
-        planned = self.allocation.planned
-        self.listener.start(sum(2 * len(self._remaining(group)) + 1 for group in planned) + 1)
-        return planned
+        """Returns the planned candidates of a group that have no row yet."""
+        known = {row["candidate"] for row in self.journal.found("row") if key_of(row) == group.key}
+        return [candidate for candidate in self.planned[group] if candidate.name not in known]
 
     def _take_ceilings(self) -> None:
         """Measures the ceilings, which other load lowers: before, between and after the groups."""
         self.listener.now("ceilings of the machine")
-        self.findings.add("ceilings", measure_ceilings(self.configuration.device, self.configuration.product_dtypes()))
+        self.journal.add("ceilings", measure_ceilings(self.configuration.device, self.configuration.product_dtypes()))
         self.listener.done(1)
 
     def _run_group(self, group: Group, candidates: Sequence[Candidate]) -> None:
@@ -248,10 +226,10 @@ class _Run:
                 if row["status"] == "out of memory":
                     too_large.append(candidate)
                 else:
-                    self.findings.add("row", row)
+                    self.journal.add("row", row)
             self.listener.done(2 if ready is None else 1)  # 2: it is not timed
         self.preparing_s += self.elapsed_s() - start_s
-        self.assumed_s += self.allocation.prepared_s(group.as_requested)
+        self.assumed_s += self.configuration.preparing_s(group, candidates)
         return too_large + self._time(group, prepared)
 
     def _prepare(
@@ -262,9 +240,9 @@ class _Run:
         if self._is_too_late(others):
             return None, make_row(group, candidate, "skipped", "out of time")
         begun = [*group.key, candidate.name]
-        if self.findings.has_ended(*begun):
+        if self.journal.has_ended(*begun):
             return None, make_row(group, candidate, "failed", "the process ended twice while preparing this candidate")
-        self.findings.add("begun", begun)
+        self.journal.add("begun", begun)
         ready, row = prepare(candidate, group, problem, explained=self.configuration.explain)
         if ready is not None and self.configuration.cold:
             row.update(cold_start(self.configuration.request, group, candidate.name))
@@ -292,7 +270,7 @@ class _Run:
                     too_large.append(broken.candidate)
                 else:
                     broken.row.update(status="failed", reason=f"during timing: {describe_error(error)}")
-                    self.findings.add("row", broken.row)
+                    self.journal.add("row", broken.row)
             else:
                 add(timings, "skipped")
                 break
@@ -306,16 +284,13 @@ class _Run:
     ) -> None:  # fmt: skip
         if best in timings and AGAIN in timings:
             control = make_control(group, best, timings[best], timings[AGAIN], conditions.summary())
-            self.findings.add("control", control)
+            self.journal.add("control", control)
         for name, ready in prepared.items():
             if name in timings:
                 add_timing(ready.row, timings[name], group)
-                joules = joules_of(ready.call, timings[name].ms, self.configuration.device)
-                if joules is not None and group.model.data is not None:
-                    ready.row["J_per_image"] = joules / group.batch_size
             else:
                 ready.row.update(status=otherwise, reason="too few repeats")
-            self.findings.add("row", ready.row)
+            self.journal.add("row", ready.row)
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
@@ -326,7 +301,12 @@ class _Run:
         return self.elapsed_s() + ahead > self.configuration.time_budget_s
 
     def _end_of_timing_s(self, group: Group) -> float:
+        """Returns the end of the timing of a prepared group: it gets an equal share of the time that remains."""
+        budget_s, groups = self.configuration.time_budget_s, list(self.planned)
         if not self.configuration.is_default:
-            return self.configuration.time_budget_s
+            return budget_s
+        place = [one.key for one in groups].index(group.key)
+        later_s = sum(self.configuration.preparing_s(one, self._remaining(one)) for one in groups[place + 1 :])
         slowness = max(1.0, self.preparing_s / self.assumed_s)
-        return self.allocation.end_of_timing_s(group.as_requested, self.elapsed_s(), slowness)
+        free_s = budget_s - self.elapsed_s() - slowness * later_s
+        return self.elapsed_s() + max(free_s, 0.0) / (len(groups) - place)

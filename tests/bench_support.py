@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from vit_fast.benchmarks import candidates, machine, runner
 from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.configuration import Configuration, make_configuration
-from vit_fast.benchmarks.models import Task, resolve
-from vit_fast.benchmarks.preparation import weights_of
-from vit_fast.benchmarks.rows import SPEED_FIELDS
+from vit_fast.benchmarks.models import Task, resolve, weights_of
+from vit_fast.benchmarks.records import SPEED_FIELDS
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol, Samples
@@ -99,6 +98,12 @@ def plan(*names: str, batch_sizes: tuple[int, ...] = (2,), **fields: object) -> 
         protocol=QUICK,
         **fields,
     )
+
+
+def measure(model: str, *names: str, **fields: object) -> dict:
+    """The record of a model at batch size 2."""
+    fields = {"batch_sizes": [2], "device": "cpu", "protocol": QUICK} | fields
+    return runner.run(make_configuration(models=[model], candidates=names or None, **fields))
 
 
 def rows_by_candidate(record: dict) -> dict[str, dict]:

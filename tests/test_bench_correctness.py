@@ -14,9 +14,16 @@ from torch import Tensor
 from vit_fast import ViTConfig
 from vit_fast.apps.data import sample_image
 from vit_fast.benchmarks.candidates import get_candidate, make
-from vit_fast.benchmarks.correctness import Expected, expect, judge_outputs
-from vit_fast.benchmarks.models import Task, describe_ours, resolve
-from vit_fast.benchmarks.preparation import image_views, random_weights, rotating_batches, rounded
+from vit_fast.benchmarks.models import (
+    Task,
+    describe_ours,
+    image_views,
+    random_weights,
+    resolve,
+    rotating_batches,
+    rounded,
+)
+from vit_fast.benchmarks.preparation import Expected, expect, judge_outputs
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.candidate import Candidate
 from vit_fast.variants import get_variant

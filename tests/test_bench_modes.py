@@ -1,12 +1,10 @@
-"""Modes of a run: latency, search for the best batch size, several image sizes, energy, location of the data."""
+"""Modes of a run: latency, search for the best batch size, several image sizes, location of the data."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import sys
-import types
 from unittest.mock import Mock
 
 import pytest
@@ -14,11 +12,11 @@ import torch
 from bench_support import QUICK, build, samples_of
 
 from vit_fast.apps.data import sample_image
-from vit_fast.benchmarks import configuration, machine, preparation, rendering, report, runner
+from vit_fast.benchmarks import configuration, preparation, rendering, report, runner
 from vit_fast.benchmarks.candidates import parse_candidate
 from vit_fast.benchmarks.configuration import LATENCY, Configuration, make_configuration
 from vit_fast.benchmarks.models import Task
-from vit_fast.benchmarks.rows import PERCENTILE_REPEATS, add_timing, compare_records, finish, make_row
+from vit_fast.benchmarks.records import PERCENTILE_REPEATS, add_timing, compare_records, finish, make_row
 from vit_fast.measure.clock import Timing, percentile
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
@@ -57,7 +55,7 @@ class Simulated:
         for selection in selections:
             row = make_row(group, selection, "measured")
             ms = self.ms[group.batch_size] * (1 if selection.name == "eager" else 2)
-            run.findings.add(
+            run.journal.add(
                 "row", row | {"images_per_s": 1e3 * group.batch_size / ms, "ms": ms, "samples_ms": [ms] * 4}
             )
         return []
@@ -103,26 +101,6 @@ def test_several_image_sizes_are_contests_of_their_own() -> None:
     assert [control["img_size"] for control in record["controls"]] == [[32, 32], [64, 32]]
     assert list(report.groups(record)) == ["vit_test, fp32, batch 2, 32x32", "vit_test, fp32, batch 2, 64x32"]
     assert "--img-size 32,64x32" in report.command(record)
-
-
-def test_energy_is_the_counters_difference_over_calls_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for NVML: a board of 300 W, on which a call takes 10 ms; its counter is in millijoules."""
-    done: list[int] = []
-    nvml = types.ModuleType("pynvml")
-    nvml.nvmlInit = lambda: None
-    nvml.nvmlDeviceGetHandleByPciBusId = lambda bus: bus
-    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 7_000 + 3_000 * len(done)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(machine, "synchronise", lambda device: None)
-    monkeypatch.setattr(machine, "bus_id", lambda properties: "0000:00:00.0")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
-    assert machine.joules_of(done.append, 10.0, torch.device("cuda")) == pytest.approx(3.0)
-    assert len(done) == 50
-    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 1 / 0
-    assert machine.joules_of(done.append, 10.0, torch.device("cuda")) is None
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert machine.joules_of(done.append, 10.0, torch.device("cuda")) is None
-    assert machine.joules_of(done.append, 10.0, torch.device("cpu")) is None and len(done) == 50
 
 
 def test_tf32_rounds_products_of_that_group_alone(add) -> None:
@@ -184,7 +162,7 @@ def test_the_timed_call_copies_from_pinned_memory(training: bool, add, monkeypat
     task, batches = preparation.make_task(group, [sample_image()], meta)
     assert len(pinned) == len(batches) >= 2 and {batch.device.type for batch in batches} == {"cpu"}
     step = lambda _, __, function: Mock(side_effect=function, gradients=lambda x, *_: function(x))  # noqa: E731  # short
-    monkeypatch.setattr(preparation, "stepper", step)
+    monkeypatch.setattr(preparation, "TrainingStep", step)
     _, call, check = preparation._callers(parse_candidate("noting"), task, batches)
     for number in range(3):
         call(number)

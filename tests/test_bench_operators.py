@@ -11,8 +11,8 @@ from bench_support import QUICK, make_task
 from vit_fast.benchmarks import operators, runner
 from vit_fast.benchmarks.candidates import get_candidate, make
 from vit_fast.benchmarks.configuration import make_configuration
-from vit_fast.benchmarks.correctness import expect, judge_outputs, stepper
 from vit_fast.benchmarks.models import resolve
+from vit_fast.benchmarks.preparation import TrainingStep, expect, judge_outputs
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.work import Work
 
@@ -82,13 +82,13 @@ def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: 
 
     def passes() -> bool:
         if training:
-            found = stepper(task, right, faulty).gradients(images, range(5), range(5))
+            found = TrainingStep(task, right, faulty).gradients(images, range(5), range(5))
             return judge_outputs(candidate, task, expected, found).passed
         with torch.no_grad():
             return judge_outputs(candidate, task, expected, faulty(images)).passed
 
     if training:  # all rows that the definition was asked for
-        step = stepper(task, right, right)
+        step = TrainingStep(task, right, right)
         found = step.gradients(images, expected.rows, range(5))
         assert judge_outputs(candidate, task, expected, found).passed
     else:

@@ -1,4 +1,4 @@
-"""A run: what its record holds, and that a candidate that fails, hangs or kills the run does not affect the others."""
+"""A run: its record, its time budget, and that a candidate that fails, hangs or ends it does not affect the others."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from bench_support import QUICK, Notes, assert_no_speed, breaking, build, plan, rows_by_candidate
 
-from vit_fast.benchmarks import machine, preparation, records, runner
-from vit_fast.benchmarks.candidates import choose, parse_candidate
-from vit_fast.benchmarks.configuration import DEFAULT_BATCH_SIZES, make_configuration
+from vit_fast.benchmarks import journal, machine, preparation, records, runner
+from vit_fast.benchmarks.candidates import parse_candidate
+from vit_fast.benchmarks.configuration import Configuration, Group, make_configuration
 from vit_fast.benchmarks.models import Task
+from vit_fast.benchmarks.preparation import Prepared
+from vit_fast.benchmarks.records import make_row
 from vit_fast.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
@@ -176,16 +179,6 @@ def test_a_compiled_candidate_is_checked_and_timed_like_any_other() -> None:
     assert row["first_call_s"] > row["ms"] / 1e3
 
 
-def test_labels_carry_compile_modes() -> None:
-    cpu = torch.device("cpu")
-    assert parse_candidate("timm+compile:max-autotune").name == "timm+compile:max-autotune"
-    assert parse_candidate("timm").compile_mode == "none"
-    assert [s.name for s in choose(["eager", "timm+compile", "eager"], cpu)] == ["eager", "timm+compile"]
-    for device in (cpu, torch.device("cuda")):
-        assert {"eager", "sdpa", "timm+compile", "timm", "transformers"} <= {s.name for s in choose(None, device)}
-    assert DEFAULT_BATCH_SIZES == {"cpu": (1, 8), "cuda": (1, 32, 256)}
-
-
 def test_a_row_above_its_ceiling_is_a_named_defect_and_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     low = {"copy_GB_per_s": 1.0, "copy_bytes": 1, "matmul_TFLOP_per_s": {"fp32": 1e-9}, "matmul_size": 1}
     monkeypatch.setattr(runner, "measure_ceilings", lambda *_: low)
@@ -239,7 +232,7 @@ def test_ctrl_c_keeps_what_was_measured(add) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from vit_fast.benchmarks import candidates, configuration, machine, records, runner
+from vit_fast.benchmarks import candidates, configuration, journal, machine, runner
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
 
@@ -254,64 +247,117 @@ candidates.CANDIDATES["deadly"] = Candidate(base="deadly", builder=deadly)
 chosen = configuration.make_configuration(models=["vit_test"], batch_sizes=[1, 2], dtypes=["fp32"],
     candidates=["eager", "deadly"], device="cpu",
     protocol=Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1))
-journal = records.Journal.begin(Path(sys.argv[1]), chosen.request, machine.describe("cpu"))
-runner.run(chosen, None, journal)
+folder = Path(sys.argv[1])
+resumed = folder.with_name("run.partial").exists()
+about = () if resumed else (chosen.request, machine.describe("cpu"))
+runner.run(chosen, None, (journal.Journal.resume if resumed else journal.Journal.begin)(folder, *about))
 """
 
 
 @pytest.mark.slow
-def test_kill_9_keeps_the_rows_and_the_run_can_go_on(add, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert not folder.exists()
-    with pytest.raises(ValueError, match=r"run\.partial contains an unfinished run; add --resume"):
-        records.check_folder(folder)
-    with (tmp_path / "run.partial" / "rows.jsonl").open("a") as file:
-        file.write('{"kind": "row", "val')  # cut in the middle of a line
+def test_kill_9_keeps_the_rows_and_what_ends_the_process_twice_is_failed(add, tmp_path: Path) -> None:
+    folder, journal_file = tmp_path / "run", tmp_path / "run.partial" / "rows.jsonl"
+    for status in (-signal.SIGKILL, -signal.SIGKILL, 0):
+        ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, text=True)
+        assert ended.returncode == status, ended.stderr
+        assert not folder.exists()
+        with pytest.raises(ValueError, match=r"run\.partial contains an unfinished run; add --resume"):
+            journal.check_folder(folder)
+        with journal_file.open("a") as file:
+            file.write('{"kind": "row", "val')  # cut in the middle of a line
     add("deadly", lambda task: build("sdpa", task))
-    journal = records.Journal.resume(folder)
-    before = list(journal.found["row"])
-    done = [(row["candidate"], row["batch"], row["status"]) for row in before]
-    assert done == [("eager", 1, "measured"), ("deadly", 1, "measured")]
-    again = dataclasses.replace(make_configuration(**journal.header["request"]), protocol=QUICK)
-    record = runner.run(again, None, journal)
-    assert [(row["batch"], row["candidate"], row["status"]) for row in record["rows"]] == [
-        (batch, candidate, "measured") for batch in (1, 2) for candidate in ("eager", "deadly")
-    ]
-    assert [row["ms"] for row in record["rows"][:2]] == [row["ms"] for row in before]
-    assert record["ceilings"]["taken"] >= 4
-    journal.finish({"record.json": records.to_json(record)}, keep=False)
+    again = journal.Journal.resume(folder)
+    assert {(row["candidate"], row["batch"]): row["status"] for row in again.found("row")} == {
+        ("eager", 1): "measured", ("deadly", 1): "measured", ("eager", 2): "measured", ("deadly", 2): "failed"
+    }  # fmt: skip
+    assert any("the process ended twice" in (row["reason"] or "") for row in again.found("row"))
+    record = runner.run(dataclasses.replace(make_configuration(**again.header["request"]), protocol=QUICK), None, again)
+    assert sorted(map(str, record["rows"])) != [] and len(again.found("row")) == len(record["rows"]) == 4
+    again.finish({"record.json": records.to_json(record)}, keep=False)
     assert records.read_record(folder)["rows"] == record["rows"]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    with pytest.raises(ValueError, match="must contain an unfinished run"):
-        records.Journal.resume(folder)
-
-
-AGAIN = KILLED.replace("records.Journal.begin(Path(sys.argv[1]), chosen.request, machine.describe(\"cpu\"))",
-                       "records.Journal.resume(Path(sys.argv[1]))")  # fmt: skip
-
-
-@pytest.mark.slow
-def test_what_ends_the_process_twice_is_failed_and_leaves_the_others(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    for script in (KILLED, AGAIN):
-        ended = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True)
-        assert ended.returncode == -signal.SIGKILL, ended.stderr
-    ended = subprocess.run([sys.executable, "-c", AGAIN, str(folder)], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    found = records.Journal.resume(folder).found["row"]
-    assert {(row["candidate"], row["batch"]): row["status"] for row in found} == {
-        ("eager", 1): "measured",
-        ("deadly", 1): "measured",
-        ("eager", 2): "measured",
-        ("deadly", 2): "failed",
-    }
-    assert any("the process ended twice" in (row["reason"] or "") for row in found)
 
 
 def test_a_run_is_not_gone_on_with_on_another_machine(tmp_path: Path) -> None:
-    journal = records.Journal.begin(tmp_path / "run", {}, machine.describe("cpu"))
-    journal.check_machine(machine.describe("cpu"))
+    begun = journal.Journal.begin(tmp_path / "run", {}, machine.describe("cpu"))
+    begun.check_machine(machine.describe("cpu"))
     with pytest.raises(ValueError, match=r"commit must be .* got another"):
-        journal.check_machine(machine.describe("cpu") | {"commit": "another"})
+        begun.check_machine(machine.describe("cpu") | {"commit": "another"})
+
+
+@pytest.fixture
+def default(monkeypatch: pytest.MonkeyPatch) -> Configuration:
+    """The configuration without arguments, on two cores with bf16 and with every peer installed."""
+    monkeypatch.setattr("vit_fast.benchmarks.configuration.has_bf16", lambda: True)
+    monkeypatch.setattr("vit_fast.measure.candidate.Candidate.missing_packages", lambda _: [])
+    return make_configuration(device="cpu")
+
+
+def test_the_last_candidates_of_a_dtype_are_skipped_if_they_do_not_fit(default: Configuration) -> None:
+    def plan_of(seconds: float) -> tuple[list[list[str]], set[str]]:
+        planned, skipped = dataclasses.replace(default, time_budget_s=seconds).plan()
+        return [[candidate.name for candidate in found] for found in planned.values()], set(skipped)
+
+    (everything, none), (some, skipped), (few, _) = map(plan_of, (float("inf"), default.time_budget_s, 1.0))
+    first = ["timm", "timm+fused+frozen", "openvino", "onnxruntime", "timm+compile:freezing"]
+    assert not none and len(everything) == 4 and everything[0][:5] == some[0][:5] == some[1][:5] == first
+    for chosen, every, group in zip(some, everything, default.groups(), strict=True):
+        assert chosen == [name for name in every if f"{name} ({group.dtype_name})" not in skipped]
+    assert "timm+fused+frozen" in some[2] and "timm+compile (bf16)" in skipped
+    assert few == [first[:2]] * 4
+    named = make_configuration(models=["vit_test"], candidates=["eager", "timm+compile"], time_budget_s=1, device="cpu")
+    assert named.plan()[1] == [], "named candidates are all planned"
+
+
+class Machine:
+    """A clock that simulated calls and preparations advance."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slowness: float, noise: float) -> None:
+        self.now_s, self.slowness, self.noise = 0.0, slowness, noise
+        self.random, self.built = np.random.default_rng(0), set()
+        ceilings = {"copy_GB_per_s": 30.0, "copy_bytes": 1, "matmul_size": 1}
+        ceilings |= {"matmul_TFLOP_per_s": {"fp32": 0.6, "bf16": 1.1}}
+        monkeypatch.setattr(runner.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(self.now_s * 1e9))
+        monkeypatch.setattr(runner, "measure_ceilings", lambda *_: self.spend(1.0) or ceilings)
+        monkeypatch.setattr(runner, "make_problem", lambda *_: self.spend(1.0))
+        monkeypatch.setattr(runner, "prepare", self.prepare)
+
+    def spend(self, seconds: float) -> None:
+        self.now_s += seconds * self.slowness * float(np.exp(self.random.normal(0, self.noise)))
+
+    def prepare(self, candidate: object, group: Group, *_: object, **__: object) -> tuple[Prepared, dict]:
+        key = candidate.name, group.dtype_name  # an exported file serves every batch size
+        compiling_s = {"none": 0.0, "default": 25.0, "freezing": 10.0}[candidate.compile_mode]
+        self.spend(compiling_s + (0.2 if key in self.built else candidate.build_s))
+        self.built.add(key)
+        seconds = 0.014 * group.batch_size * (0.8 if "frozen" in candidate.name else 1.0)
+        row = make_row(group, candidate, "measured") | {"max_error": 1e-6, "allowed_error": 1e-5, "agreement": 1.0}
+        return Prepared(candidate, lambda _: self.spend(seconds), row, seconds), row
+
+
+@pytest.mark.fast_cases("1.0-0.03")
+@pytest.mark.parametrize(("slowness", "noise"), [(0.7, 0.01), (1.0, 0.03), (1.3, 0.05)])
+def test_the_default_run_measures_and_ranks_all_that_it_planned_in_time(slowness, noise, default, monkeypatch) -> None:
+    Machine(monkeypatch, slowness, noise)
+    record = runner.run(default, notes := Notes())
+    assert record["seconds"] <= default.time_budget_s + 10, "and starting and writing take the rest of 180"
+    assert {row["status"] for row in record["rows"]} == {"measured"}
+    assert len({(row["dtype"], row["batch"]) for row in record["rows"]}) == 4
+    verdicts = {row["verdict"] for row in record["rows"] if noise < 0.05 or row["candidate"] == "timm+fused+frozen"}
+    assert verdicts <= {None, "faster", "slower", "no difference"} and "faster" in verdicts
+    assert notes.steps == pytest.approx(notes.total)
+
+
+@pytest.mark.parametrize(("noise", "allocated"), [(0.01, True), (0.6, True), (0.6, False)])
+def test_noise_prolongs_a_timing_that_has_its_own_time(noise: float, allocated: bool, monkeypatch) -> None:
+    clock = Machine(monkeypatch, 1.0, noise)
+    chosen = make_configuration(models=["vit_test"], batch_sizes=[8], dtypes=["fp32"], device="cpu")
+    (group,) = chosen.groups()
+    names = ("timm", "timm+fused+frozen", "openvino")
+    prepared = {name: clock.prepare(parse_candidate(name), group)[0] for name in names}
+    watch = runner.Watch(prepared, chosen.protocol, Notes(), lambda: clock.now_s, 200.0, allocated)
+    assert watch.best == "timm+fused+frozen"
+    timings = runner.time_interleaved(watch.calls, torch.device("cpu"), chosen.protocol, on_round=watch)
+    assert len({timing.repeats for timing in timings.values()}) == 1
+    assert (clock.now_s >= 200) == (noise > 0.5 and allocated) and clock.now_s < 220

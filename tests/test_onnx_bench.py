@@ -9,12 +9,11 @@ from bench_support import QUICK, make_task
 from vit_fast.benchmarks import candidates, machine, runner
 from vit_fast.benchmarks.candidates import get_candidate, make
 from vit_fast.benchmarks.configuration import make_configuration
-from vit_fast.benchmarks.correctness import expect, judge_outputs
-from vit_fast.benchmarks.preparation import cold_start
+from vit_fast.benchmarks.preparation import cold_start, expect, judge_outputs
 from vit_fast.errors import UnsupportedInputError
 
 FP32, BF16 = torch.float32, torch.bfloat16
-CASES = [(name, FP32) for name in ("onnxruntime", "onnxruntime-int8", "torch-onnx", "timm-onnx", "openvino")]
+CASES = [(name, FP32) for name in ("onnxruntime", "onnxruntime-int8", "openvino")]
 
 
 @pytest.mark.fast_cases("onnxruntime-dtype0")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..benchmarks.configuration import Configuration
-    from ..benchmarks.records import Journal
+    from ..benchmarks.journal import Journal
 
 
 def bench(
@@ -74,8 +74,9 @@ def bench(
     table.md, plot.png and report.html. Exits with 1 if a candidate is incorrect or fails, and with 130 after Ctrl-C.
     """
     from ..benchmarks.configuration import make_configuration
+    from ..benchmarks.journal import Journal, check_folder, default_folder
     from ..benchmarks.machine import describe
-    from ..benchmarks.records import Journal, check_folder, default_folder, to_json
+    from ..benchmarks.records import to_json
     from ..benchmarks.rendering import files
     from ..benchmarks.report import closing
     from ..benchmarks.runner import run
@@ -205,8 +206,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare two records of `bench`: print ratio, confidence interval and verdict of each pair of rows."""
-    from ..benchmarks.records import read_record
-    from ..benchmarks.rows import compare_records
+    from ..benchmarks.records import compare_records, read_record
     from ..measure.clock import format_number
 
     comparison = compare_records(read_record(first), read_record(second))

@@ -231,8 +231,7 @@ def open_model(
     from ..apps.data import as_pixels, read_image
     from ..benchmarks.candidates import build_reference
     from ..benchmarks.configuration import make_configuration
-    from ..benchmarks.models import MAX_VIEWS, Task
-    from ..benchmarks.preparation import image_views, random_weights
+    from ..benchmarks.models import MAX_VIEWS, Task, image_views, random_weights
     from ..measure.runtimes import OnnxFile
 
     configuration = make_configuration(
