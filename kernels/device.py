@@ -10,10 +10,8 @@ import torch
 
 @dataclass(frozen=True)
 class Gpu:
-    """Architecture, e.g. sm_90, and number of streaming multiprocessors of a GPU."""
-
-    arch: str
-    sm_count: int
+    arch: str  # e.g. "sm_90"
+    sm_count: int  # streaming multiprocessors
 
 
 # An H200. Launch policies use this GPU for CPU and meta tensors, e.g. in the interpreter and the static checks.
@@ -32,7 +30,6 @@ def has_stand_in() -> bool:
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """Returns the GPU of a device; for the CPU, the stand-in if one is set, else `REFERENCE_GPU`."""
     if device.type != "cuda":
         return _stand_in or REFERENCE_GPU
     return _real_gpu(device.index if device.index is not None else torch.cuda.current_device())
@@ -51,7 +48,6 @@ def generation(arch: str) -> str:
 
 
 def has_fp8(arch: str) -> bool:
-    """True for architectures with e4m3 tensor cores."""
     return int(arch.removeprefix("sm_")) >= 89
 
 
@@ -61,7 +57,7 @@ def starts_early(arch: str) -> bool:
 
 
 def reads_descriptors(arch: str) -> bool:
-    """True for architectures on which kernels use TMA descriptors if the layout of the tensors allows TMA."""
+    """True for architectures on which kernels use TMA descriptors."""
     return generation(arch) != "ampere"
 
 

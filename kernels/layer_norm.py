@@ -146,7 +146,6 @@ def _row_statistics_kernel(
 def row_statistics_launch(
     x: Tensor, part: Tensor, out8: Tensor | None = None, out_scale: Tensor | None = None
 ) -> Launch:
-    """Returns the launch that writes statistics of x [M, C] (fp16 or bf16) to `part`, and x in e4m3 to `out8`."""
     M, C = x.shape
     args = {"x_ptr": x, "part_ptr": part, "out8_ptr": out8, "out_scale_ptr": out_scale, "M": M, "C": C}
     constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
@@ -226,7 +225,6 @@ def chunk(width: int) -> tuple[int, int]:
 def normalise_launch(
     x: Tensor, eps: float, rstd: Tensor, normalised: Tensor, rms: bool = False, mean: Tensor | None = None
 ) -> Launch:
-    """Returns the launch that normalizes x, fp32 [M, C], and writes rstd and mean [M]. With `rms`, the mean is 0."""
     M, C = x.shape
     block, rows = chunk(C)
     args = {"x_ptr": x, "mean_ptr": mean, "rstd_ptr": rstd, "normalised_ptr": normalised, "M": M, "C": C, "eps": eps}

@@ -63,7 +63,7 @@ def _store_pairs(pointer, first, second, offsets, pairs, inside, D: tl.constexpr
 def _load_affine(
     q_ptr, k_ptr, which, head, pairs, inside, D: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Loads the weight or bias of the norm of q (which = 0) or k: [D], or [H D] if WIDE."""
+    """Loads the weight or bias of the norm of q (which = 0) or k."""
     start = head * D if WIDE else head * 0
     if which == 0:
         first, second = _load_pairs(q_ptr, start, pairs, inside, D, INTERLEAVED)

@@ -36,21 +36,12 @@ def packed(tokens: int, head_dim: int, dtype: torch.dtype = BF16, *, offset: int
     return f"attention N{tokens} D{head_dim} {dtype} +{offset}", run
 
 
-def pooling() -> None:
-    """One query per image, with keys and values in one tensor."""
-    q = torch.zeros(2, 2, 1, 64, dtype=BF16, requires_grad=True)
-    kv = torch.zeros(2, 196, 2, 2, 64, dtype=BF16, requires_grad=True)
-    k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
-    out = attention(q, k, v, backend="triton")
-    out.backward(torch.zeros_like(out))
+def separate(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
+    def run() -> None:
+        out = attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), backend="triton")
+        out.backward(torch.zeros_like(out))
 
-
-def expanded_query() -> None:
-    """One query for the whole batch, with stride 0."""
-    q = torch.zeros(1, 2, 16, 64, dtype=BF16, requires_grad=True)
-    k, v = (torch.zeros(4, 2, 50, 64, dtype=BF16, requires_grad=True) for _ in range(2))
-    out = attention(q.expand(4, -1, -1, -1), k, v, backend="triton")
-    out.backward(torch.zeros_like(out))
+    return run
 
 
 def mlp(rows: int, width: int, hidden: int, dtype: torch.dtype = BF16, *, scaled: bool = False) -> Case:
@@ -60,15 +51,8 @@ def mlp(rows: int, width: int, hidden: int, dtype: torch.dtype = BF16, *, scaled
         return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
     def run() -> None:
-        x = zeros(rows, width)
-        parameters = (
-            zeros(width),
-            zeros(width),
-            zeros(hidden, width),
-            zeros(hidden),
-            zeros(width, hidden),
-            zeros(width),
-        )
+        x, shapes = zeros(rows, width), ((width,), (width,), (hidden, width), (hidden,), (width, hidden), (width,))
+        parameters = [zeros(*shape) for shape in shapes]
         layer_scale = zeros(width) if scaled else None
         with torch.no_grad():
             layer_norm_mlp(x, *parameters, layer_scale=layer_scale, backend="triton")
@@ -90,8 +74,10 @@ def cases() -> Iterator[Case]:
     for head_dim in (64, 72):
         yield packed(50, head_dim, offset=1)
         yield packed(50, head_dim, FP32, offset=1)
-    yield "pooling", pooling
-    yield "expanded query", expanded_query
+    kv = torch.zeros(2, 196, 2, 2, 64, dtype=BF16)
+    yield "pooling", separate(torch.zeros(2, 2, 1, 64, dtype=BF16), *kv.permute(2, 0, 3, 1, 4).unbind(0))
+    one = torch.zeros(1, 2, 16, 64, dtype=BF16).expand(4, -1, -1, -1)  # one query for the whole batch, with stride 0
+    yield "expanded query", separate(one, *torch.zeros(2, 4, 2, 50, 64, dtype=BF16).unbind(0))
     for rows in (1, 2, 15, 16, 17, 394):
         for width, hidden, scaled in ((64, 128, False), (192, 768, True), (72, 200, False), (70, 201, True)):
             yield mlp(rows, width, hidden, scaled=scaled)

@@ -66,7 +66,7 @@ def hold(operator: Any, arguments: Arguments, kept: list[Tensor]) -> None:
         assert plan.plans() != [None], operator
         replayed, again = taped(lambda tensors=tensors: operator(*tensors))
         assert_same(ordinary, replayed, tensors)
-        assert [*map(described, leaves(made))] == [*map(described, leaves(again))]
+        assert [*map(described, pytree.tree_leaves(made))] == [*map(described, pytree.tree_leaves(again))]
         elsewhere = moved(tensors)
         replayed, _ = taped(lambda tensors=elsewhere: operator(*tensors))
         assert len(plan.plans()) == 1
@@ -75,10 +75,6 @@ def hold(operator: Any, arguments: Arguments, kept: list[Tensor]) -> None:
         ordinary, _ = taped(lambda tensors=elsewhere: operator(*tensors))
         assert_same(ordinary, replayed, elsewhere)
     kept.clear()
-
-
-def leaves(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)
 
 
 def moved(arguments: Arguments) -> Arguments:
@@ -121,9 +117,8 @@ def cases() -> Iterator[Call]:
             )[0]
         qkv = zeros(2, 17, 3, 2, 64, dtype=dtype, offset=offset).requires_grad_()
         yield lambda qkv=qkv: ops.attention_qkvpacked(qkv, backend="triton")
-        q, k, v = qkv.transpose(1, 3).unbind(2)
         one = zeros(2, 2, 17, 64, dtype=dtype).requires_grad_()
-        for triple in ((q, k, v), (one, one, one)):
+        for triple in (qkv.transpose(1, 3).unbind(2), (one, one, one)):
             yield lambda triple=triple: ops.attention(*triple, backend="triton")
         for keep in (torch.ones(2, 17, dtype=torch.bool), torch.ones(2, 34, dtype=torch.bool)[:, ::2]):
             yield lambda one=one, keep=keep: ops.attention(one, one, one, key_mask=keep, backend="triton")

@@ -49,6 +49,7 @@ SHAPES = [
     *((1, n, n, 1, 64, DTYPES[0]) for n in (1, 17, 129)),
     *((2, 20, 20, 2, d, dtype) for d, dtype in zip(HEAD_DIMS, cycle(DTYPES))),
     *((2, 5, 5, heads, 16, torch.float16) for heads in (12, 16)),
+    (1, 21, 21, 3, 75, torch.float16),
     (1, 1, 196, 2, 72, torch.float16), (1, 3, 300, 2, 64, torch.float16), (1, 70, 5, 2, 32, torch.float16),
     (0, 197, 197, 3, 64, torch.float16),
 ]  # fmt: skip
@@ -103,7 +104,6 @@ def _skip_without_tma(tma: bool) -> None:
 
 FORWARD_CONFIGS = [
     ForwardConfig("row", 64, 128, tiles=1),
-    ForwardConfig("row", 64, 128, tiles=2),
     ForwardConfig("row", 16, 64, tiles=4),
     ForwardConfig("row", 64, 256, tiles=4, num_warps=8),
     ForwardConfig("row", 64, 128, tiles=2, chunks=1),
@@ -136,12 +136,10 @@ def test_every_backward_path(head_dim: int, block_m: int, block_n: int, tma: boo
     do = _gradient_of(q)
     o, lse = nan_output(q)
     attention.attention_forward(q, k, v, o, lse, 0.2)
-    dq, dk, dv = nan_like(q, k, v)
-    (delta,) = nan_like(lse)
-    first, second = backward_launches(q, k, v, o, do, lse, dq, dk, dv, delta, 0.2, config, config)
-    assert first.constants["TMA"] is second.constants["TMA"] is tma
-    first.run()
-    second.run()
+    dq, dk, dv, delta = nan_like(q, k, v, lse)
+    for launch in backward_launches(q, k, v, o, do, lse, dq, dk, dv, delta, 0.2, config, config):
+        assert launch.constants["TMA"] is tma
+        launch.run()
     check_outputs({"dq": dq, "dk": dk, "dv": dv}, q, k, v, do, 0.2)
 
 
@@ -154,19 +152,10 @@ def test_every_layout(kind: str, expected: str) -> None:
 
 @pytest.mark.parametrize(("head_dim", "expected"), [(64, "tma"), (72, "vector"), (20, "scalar")])
 def test_an_output_in_e4m3_takes_no_wide_loads_away(head_dim: int, expected: str) -> None:
-    """With 72 channels, e4m3 rows begin at multiples of 8 bytes, which descriptors cannot write.
-
-    Q, k, v are read as before.
-    """
+    """With 72 channels, e4m3 rows begin at multiples of 8 bytes, which descriptors cannot write."""
     q, k, v = packed_inputs(1, 21, 3, head_dim, torch.float16)
     o = torch.empty(1, 21, 3, head_dim, dtype=torch.float8_e4m3fn, device=q.device).transpose(1, 2)
     assert attention_launch.access_of(q, k, v, o) == expected
-
-
-def test_odd_head_size() -> None:
-    q, k, v = packed_inputs(1, 21, 3, 75, torch.float16)
-    assert attention_launch.access_of(q, k, v) == "scalar"
-    check_attention(q, k, v, _gradient_of(q), 0.1)
 
 
 @pytest.mark.parametrize("n_kv", [5, 70, 261])
@@ -180,7 +169,7 @@ def test_scores_far_below_zero(n_kv: int) -> None:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("size", [1, 30, 300, 1000])
+@pytest.mark.parametrize("size", [1, 30, 1000])
 @pytest.mark.parametrize("kind", ["saturated", "shared"])
 def test_large_scores(kind: str, size: int, dtype: torch.dtype) -> None:
     """Scores of `size`: far apart, so that one key takes nearly all; or all near one another, far from zero.
@@ -202,13 +191,12 @@ def test_nan_stays_in_its_image() -> None:
     q, k, v = packed_inputs(3, 40, 2, 32, torch.float16)
     v[1, 0, 3, 5] = float("nan")
     q[1, 1, 2, 0] = float("nan")
-    do = _gradient_of(q)
     o, lse = nan_output(q)
     attention.attention_forward(q, k, v, o, lse, 0.2)
-    dq, dk, dv = nan_like(q, k, v)
-    attention.attention_backward(q, k, v, o, do, lse, dq, dk, dv, 0.2)
-    for name, value in (("o", o), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv)):
-        assert value[0].isfinite().all() and value[2].isfinite().all(), name
+    gradients = nan_like(q, k, v)
+    attention.attention_backward(q, k, v, o, _gradient_of(q), lse, *gradients, 0.2)
+    for value in (o, lse, *gradients):
+        assert value[0].isfinite().all() and value[2].isfinite().all()
     assert o[1, 0].isnan().any() and o[1, 1, 2].isnan().all()
 
 
@@ -230,7 +218,6 @@ for stride_b, stride_n, wide in ((2**31 + 16, 16, False), (16, 2**27 + 16, True)
     q, k, v = (far_apart(stride_b, stride_n) for _ in range(3))
     assert needs_wide_offsets(q) is wide
     check_attention(q, k, v, far_apart(stride_b, stride_n), 0.25)
-print("right")
 """
 
 
@@ -239,31 +226,24 @@ print("right")
 def test_more_than_two_to_the_31_elements() -> None:
     """Runs in a child: an offset that wraps at 32 bits reads outside the buffer, which may crash the process."""
     run = subprocess.run([sys.executable, "-c", _BEYOND_32_BITS], capture_output=True, text=True)
-    assert run.returncode == 0 and "right" in run.stdout, run.stderr[-2000:]
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
-def test_launches_that_cannot_run_are_refused() -> None:
-    q, k, v = packed_inputs(1, 70, 1, 16, torch.float16)
-    o, lse = nan_output(q)
-    launch = forward_launch(q, k, v, o, lse, 0.25, ForwardConfig("looped", 32, 32))
-    with pytest.raises(ValueError, match="too large"):
-        dataclasses.replace(launch, grid=(2**31,)).run()
-    with pytest.raises(ValueError, match=r"n_kv must be at most 64 .* got 70"):
-        forward_launch(q, k, v, o, lse, 0.25, ForwardConfig("row", 16, 64, chunks=1))
-
-
-def test_every_head_of_every_image_is_on_the_first_grid_axis() -> None:
-    """The other axes end at 65,535; nothing is allocated here."""
+def test_grids() -> None:
+    """All heads are on the first axis, because the others end at 65,535; launches that cannot run are refused."""
     qkv = torch.empty(70_000, 5, 3, 2, 16, device="meta", dtype=torch.float16)
     q, k, v = qkv.transpose(1, 3).unbind(2)
-    lse = torch.empty(70_000, 2, 5, device="meta")
-    config = BackwardConfig(32, 32)
+    lse, config = torch.empty(70_000, 2, 5, device="meta"), BackwardConfig(32, 32)
     launches = (
         forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("row", 16, 64)),
         forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("looped", 32, 32)),
         *backward_launches(q, k, v, q, q, lse, q, k, v, lse, 0.25, config, config),
     )
     assert [launch.grid for launch in launches] == [(140_000,)] * 4
+    with pytest.raises(ValueError, match="too large"):
+        dataclasses.replace(launches[0], grid=(2**31,)).run()
+    with pytest.raises(ValueError, match=r"n_kv must be at most 4 .* got 5"):
+        forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("row", 16, 4, chunks=1))
 
 
 @pytest.mark.gpu
@@ -280,7 +260,7 @@ def test_large(batch: int, tokens: int, heads: int, head_dim: int) -> None:
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_time() -> None:
+def test_the_same_bits_every_time_and_in_a_graph() -> None:
     q, k, v = packed_inputs(8, 197, 12, 64, torch.bfloat16)
     do = _gradient_of(q)
 
@@ -294,24 +274,8 @@ def test_the_same_bits_every_time() -> None:
     first = run()
     for _ in range(250):
         assert all(torch.equal(a, b) for a, b in zip(first, run()))
-
-
-@pytest.mark.gpu
-def test_graph_capture_and_side_stream() -> None:
-    q, k, v = packed_inputs(4, 197, 3, 64, torch.bfloat16)
-    o, lse = nan_output(q)
-    attention.attention_forward(q, k, v, o, lse, 0.125)
-    right = o.clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        o.fill_(float("nan"))
-        attention.attention_forward(q, k, v, o, lse, 0.125)
-    torch.cuda.current_stream().wait_stream(side)
-    assert torch.equal(o, right)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        attention.attention_forward(q, k, v, o, lse, 0.125)
-    o.fill_(float("nan"))
+        captured = run()
     graph.replay()
-    assert torch.equal(o, right)
+    assert all(torch.equal(a, b) for a, b in zip(first, captured))

@@ -1,4 +1,4 @@
-"""Every size of a matmul compiles to what its architecture holds, and its tiles are those that the model prefers."""
+"""Every size of a matmul compiles to what its architecture holds, in processes that compile kernels."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from vit_fast.kernels.device import REFERENCE_GPU, Gpu
 from vit_fast.kernels.inspect import offline
 from vit_fast.kernels.launch import Launch
 from vit_fast.kernels.linear.weight_products import weight_products_launch
-from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands, fits_tma, matmul_launch
-from vit_fast.kernels.matmul.matmul_model import predicted_cycles
+from vit_fast.kernels.matmul.matmul_launch import Operands, fits_tma, matmul_launch
 from vit_fast.kernels.matmul.matmul_policy import Problem, best, config_table
 from vit_fast.kernels.row_parts import row_parts
 
@@ -38,29 +37,22 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, device="meta", dtype=dtype)
 
 
-def operands(epilogue: str, M: int, N: int, K: int, dtype: torch.dtype = HALF) -> Operands:
+def operands(epilogue: str, M: int, N: int, K: int) -> Operands:
     """Everything that the epilogue takes; the row and column parts are large enough for any tile."""
-    full, row, column = meta(M, N, dtype=dtype), meta(M), meta(N)
-    a, b = meta(M, K, dtype=dtype), meta(K, N, dtype=dtype)
+    full, row, column = meta(M, N, dtype=HALF), meta(M), meta(N)
+    a, b, weight = meta(M, K, dtype=HALF), meta(K, N, dtype=HALF), meta(N, K, dtype=HALF)
     if epilogue == "partial":
-        return Operands(a, meta(N, K, dtype=dtype), meta(1, M, N), b_is_nk=True)
+        return Operands(a, weight, meta(1, M, N), b_is_nk=True)
     if epilogue == "layer_norm":
-        weight = meta(N, K, dtype=dtype)
         given = {"mean": row, "rstd": row, "row_part": meta(M, 2, row_parts(K)), "bias": column, "weight_sum": column}
         return Operands(a, weight, full, b_is_nk=True, z=full, **given)
     if epilogue == "residual":
         part = meta(M, 2, row_parts(N))
-        weight = meta(N, K, dtype=dtype)
         return Operands(a, weight, full, b_is_nk=True, residual=full, bias=column, scale=column, out_part=part)
     if epilogue == "activation_grad":
         parts = {"row_part": meta(M, N // 16 + 4), "column_part": meta(M // 16 + 4, 2, N)}
         return Operands(a, b, full, z=full, h=full, mean=row, rstd=row, bias=column, **parts)
     return Operands(a, b, full, x=full, residual=full, mean=row, rstd=row, row_part=meta(M, 48))
-
-
-def problem(arch: str, epilogue: str, sizes: tuple[int, int, int], kind: str = "half", tma: bool = True) -> Problem:
-    gpu, itemsize = Gpu(arch, REFERENCE_GPU.sm_count), 2 if kind == "half" else 4
-    return Problem(gpu, kind, epilogue, tma, sizes, itemsize, 17, narrowest=0, largest=2**31, head=0)
 
 
 def launch(arch: str, epilogue: str, M: int, N: int, K: int) -> Launch:
@@ -69,10 +61,10 @@ def launch(arch: str, epilogue: str, M: int, N: int, K: int) -> Launch:
         pair = meta(K, M, dtype=HALF), meta(K, N, dtype=HALF)
         (config,) = config_table(arch, "half", "weight_products", fits_tma(pair))
         return weight_products_launch([pair], [meta(1, M, N)], config)
-    given = operands(epilogue, M, N, K)
-    config, _ = best(problem(arch, epilogue, (M, N, K), tma=fits_tma(given.tiled())))
+    given, gpu = operands(epilogue, M, N, K), Gpu(arch, REFERENCE_GPU.sm_count)
+    problem = Problem(gpu, "half", epilogue, fits_tma(given.tiled()), given.sizes, 2, 17, 0, 2**31, 0)
     activation = "gelu" if epilogue in ("layer_norm", "activation_grad") else "identity"
-    return matmul_launch(given, epilogue=epilogue, config=config, activation=activation)
+    return matmul_launch(given, epilogue=epilogue, config=best(problem)[0], activation=activation)
 
 
 def grid(arch: str) -> list[Case]:
@@ -137,30 +129,3 @@ def test_sizes_are_not_compiled_anew() -> None:
     cases = [("sm_90", epilogue, M, 768, 768) for epilogue in EPILOGUES for M in (50_432, 50_433)]
     cases += [("sm_90", PRODUCTS, 768, 768, K) for K in (1, 17, 50_432)]
     assert len(set(in_compiler("binaries", cases))) == len(EPILOGUES) + 1
-
-
-def test_the_model_orders_what_is_certain() -> None:
-    config, gpu = MatmulConfig(128, 128, 64), Gpu("sm_90", 100)
-    base = predicted_cycles(config, (1280, 1280, 768), 2, gpu, 7)
-    assert predicted_cycles(config, (1281, 1280, 768), 2, gpu, 7) > base  # one tile more than multiprocessors
-    assert predicted_cycles(config, (1280, 1280, 1536), 2, gpu, 7) > base
-    assert predicted_cycles(config, (1280, 1280, 768), 4, gpu, 7) > base
-    assert predicted_cycles(config, (1280, 1280, 768), 2, gpu, 17) > base
-    assert predicted_cycles(config, (1280, 1280, 768), 2, Gpu("sm_90", 50), 7) > base
-
-
-@pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_120"])
-def test_few_rows_are_cut_along_k(arch: str) -> None:
-    """fc2 of ViT-B at batch 1 has 48 of the smallest tiles, a third of the multiprocessors."""
-    config, splits = best(problem(arch, "residual", (197, 768, 3072)), 8)
-    assert config in config_table(arch, "half", "partial", True)
-    assert config.tiles(197, 768) * splits > 80
-
-
-@pytest.mark.parametrize("arch", offline.ARCHS)
-def test_no_rows_have_a_configuration(arch: str) -> None:
-    """An empty batch launches nothing, but is asked for its tiles all the same."""
-    for kind, tma in itertools.product(("half", "tf32"), (True, False)):
-        config, splits = best(problem(arch, "residual", (0, 768, 768), kind, tma), 8)
-        assert config in config_table(arch, kind, "residual", tma)
-        assert splits == 1

@@ -5,6 +5,7 @@ After a change of the policy, run `python tests/test_matmul_tiles.py` to rewrite
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from unittest import mock
 
@@ -15,20 +16,23 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.kernels.device import Gpu
+from vit_fast.kernels.device import REFERENCE_GPU, Gpu
 from vit_fast.kernels.inspect import baseline, offline
 from vit_fast.kernels.inspect.stand_in_driver import SM_COUNTS
 from vit_fast.kernels.linear import linear
 from vit_fast.kernels.matmul import matmul_policy
 from vit_fast.kernels.matmul.matmul_launch import EPILOGUES, MatmulConfig, Operands
+from vit_fast.kernels.matmul.matmul_model import predicted_cycles
+from vit_fast.kernels.matmul.matmul_policy import NORMED_HEADS, Problem, best, config_table
 from vit_fast.kernels.row_parts import row_parts
 
 PATH = Path(__file__).with_name("matmul_tiles.txt")
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 WIDTHS = {"ViT-B": 768, "ViT-L": 1024}
 BATCHES = (1, 8, 64, 256)
+LAYERS = ("qkv", "proj", "fc1", "fc2")
 TOKENS = 197
-
+every_arch = pytest.mark.parametrize("arch", offline.ARCHS)
 
 TITLE = """\
 bf16, patches of 16 at 224 pixels: tile, parts of K where it is cut, and waves, tiles a multiprocessor gets on average.
@@ -37,23 +41,20 @@ Written by `python tests/test_matmul_tiles.py`.
 """
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, device="meta", dtype=dtype)
-
-
-def chosen(gpu: Gpu, layer: str, M: int, C: int) -> list[tuple[MatmulConfig, int, int]]:
+def chosen(arch: str, layer: str, M: int, C: int) -> list[tuple[MatmulConfig, int, int]]:
     """Configuration, parts of K and tiles of each launch of a layer, as the launchers ask for them in inference."""
     N, K = {"qkv": (3 * C, C), "proj": (C, C), "fc1": (4 * C, C), "fc2": (C, 4 * C)}[layer]
-    a, b, out = (_meta(*shape, dtype=torch.bfloat16) for shape in ((M, K), (N, K), (M, N)))
+    a, b, out = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((M, K), (N, K), (M, N)))
     with (
-        mock.patch.object(matmul_policy, "gpu_of", lambda device: gpu),
+        mock.patch.object(matmul_policy, "gpu_of", lambda device: Gpu(arch, SM_COUNTS[arch])),
         mock.patch.object(matmul_policy, "is_interpreted", lambda: False),
     ):
         if layer not in ("proj", "fc2"):
             activation = "gelu" if layer == "fc1" else "identity"
             config = matmul_policy.matmul_config(Operands(a, b, out, b_is_nk=True), "layer_norm", activation)
             return [(config, 1, config.tiles(M, N))]
-        operands = Operands(a, b, out, b_is_nk=True, residual=out, out_part=_meta(M, 2, row_parts(N)))
+        statistics = torch.empty(M, 2, row_parts(N), device="meta")
+        operands = Operands(a, b, out, b_is_nk=True, residual=out, out_part=statistics)
         first = matmul_policy.rows_in_whole_waves(operands)
         found = []
         for rows in (slice(0, first), slice(first, M)) if first < M else (slice(0, M),):
@@ -62,25 +63,19 @@ def chosen(gpu: Gpu, layer: str, M: int, C: int) -> list[tuple[MatmulConfig, int
     return found
 
 
-def _tile(config: MatmulConfig, parts: int) -> str:
-    return f"{config.block_m}x{config.block_n}" + (f"/{parts}" if parts > 1 else "")
-
-
 def table() -> str:
     lines = [TITLE]
     for arch in ARCHS:
-        gpu = Gpu(arch, SM_COUNTS[arch])
-        lines.append(f"{arch}, {gpu.sm_count} multiprocessors")
-        for model, width in WIDTHS.items():
-            for batch in BATCHES:
-                line = f"  {model} {batch:4d}"
-                for layer in ("qkv", "proj", "fc1", "fc2"):
-                    launches = chosen(gpu, layer, TOKENS * batch, width)
-                    words = [
-                        f"{_tile(config, parts):9s} {tiles / gpu.sm_count:6.2f}" for config, parts, tiles in launches
-                    ]
-                    line += f"   {layer} {' + '.join(words)}"
-                lines.append(line)
+        lines.append(f"{arch}, {SM_COUNTS[arch]} multiprocessors")
+        for (model, width), batch in itertools.product(WIDTHS.items(), BATCHES):
+            line = f"  {model} {batch:4d}"
+            for layer in LAYERS:
+                words = []
+                for config, parts, tiles in chosen(arch, layer, TOKENS * batch, width):
+                    tile = f"{config.block_m}x{config.block_n}" + (f"/{parts}" if parts > 1 else "")
+                    words.append(f"{tile:9s} {tiles / SM_COUNTS[arch]:6.2f}")
+                line += f"   {layer} {' + '.join(words)}"
+            lines.append(line)
     return "\n".join(lines) + "\n"
 
 
@@ -93,48 +88,66 @@ def test_every_chosen_tile_is_built_offline_without_spills(arch: str) -> None:
     recorded = baseline.read_baseline()["builds"]
     built = {build.key(arch) for build in offline.builds(arch)}
     whole = {"qkv": "no activation", "fc1": "gelu"}
-    for width in WIDTHS.values():
-        for batch in BATCHES:
-            for layer in ("qkv", "proj", "fc1", "fc2"):
-                for config, parts, _ in chosen(Gpu(arch, SM_COUNTS[arch]), layer, TOKENS * batch, width):
-                    kernel = "matmul_layer_norm" if layer in whole else "matmul_residual"
-                    what = "5 parts" if parts > 1 else whole.get(layer, "bias, LayerScale, residual, statistics")
-                    tile = f"{config.block_m}x{config.block_n}x{config.block_k} {'TMA' if config.tma else 'pointers'}"
-                    key = f"{arch}/{kernel}/half {tile} {what}"
-                    assert key in built
-                    assert recorded.get(key, {"spills": 0})["spills"] == 0  # of all builds for sm_90
+    for width, batch, layer in itertools.product(WIDTHS.values(), BATCHES, LAYERS):
+        for config, parts, _ in chosen(arch, layer, TOKENS * batch, width):
+            kernel = "matmul_layer_norm" if layer in whole else "matmul_residual"
+            what = "5 parts" if parts > 1 else whole.get(layer, "bias, LayerScale, residual, statistics")
+            tile = f"{config.block_m}x{config.block_n}x{config.block_k} {'TMA' if config.tma else 'pointers'}"
+            key = f"{arch}/{kernel}/half {tile} {what}"
+            assert key in built
+            assert recorded.get(key, {"spills": 0})["spills"] == 0  # of all builds for sm_90
 
 
-@pytest.mark.parametrize("arch", offline.ARCHS)
-@pytest.mark.parametrize("kind", ["half", "tf32"])
-@pytest.mark.parametrize("tma", [True, False])
-def test_every_architecture_has_tiles_for_everything(arch: str, kind: str, tma: bool) -> None:
-    for epilogue in (*EPILOGUES, "weight_products"):
-        table = matmul_policy.config_table(arch, kind, epilogue, tma)
+@every_arch
+def test_tables(arch: str) -> None:
+    for kind, tma, epilogue in itertools.product(("half", "tf32"), (True, False), (*EPILOGUES, "weight_products")):
+        table = config_table(arch, kind, epilogue, tma)
         assert bool(table) == (epilogue != "qk_norm" or kind == "half")  # of half precision alone
-        assert tma or not any(config.tma for config in table)
+        assert not any(config.tma for config in table) or (tma and arch in ("sm_90", "sm_100", "sm_103"))
         areas = [config.block_m * config.block_n for config in table]
         assert areas == sorted(areas, reverse=True)
+        if table and epilogue == "qk_norm":
+            assert {config.sub_tile_width for config in table} == set(NORMED_HEADS)
 
 
-def test_no_descriptors_before_hopper() -> None:
-    for arch in ("sm_80", "sm_86", "sm_89", "sm_120"):
-        assert not any(c.tma for c in matmul_policy.config_table(arch, "half", "layer_norm", True))
+def problem(arch: str, sizes: tuple[int, int, int], kind: str = "half", tma: bool = True) -> Problem:
+    gpu, itemsize = Gpu(arch, REFERENCE_GPU.sm_count), 2 if kind == "half" else 4
+    return Problem(gpu, kind, "residual", tma, sizes, itemsize, 17, narrowest=0, largest=2**31, head=0)
 
 
-@pytest.mark.parametrize("arch", offline.ARCHS)
-@pytest.mark.parametrize("tma", [True, False])
-def test_a_piece_of_a_tile_can_be_a_head_of_each_size(arch: str, tma: bool) -> None:
-    pieces = {config.sub_tile_width for config in matmul_policy.config_table(arch, "half", "qk_norm", tma)}
-    assert pieces == set(matmul_policy.NORMED_HEADS)
+@pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_120"])
+def test_few_rows_are_cut_along_k(arch: str) -> None:
+    """fc2 of ViT-B at batch 1 has 48 of the smallest tiles, a third of the multiprocessors."""
+    config, splits = best(problem(arch, (197, 768, 3072)), 8)
+    assert config in config_table(arch, "half", "partial", True)
+    assert config.tiles(197, 768) * splits > 80
+
+
+@every_arch
+def test_no_rows_have_a_configuration(arch: str) -> None:
+    """An empty batch launches nothing, but is asked for its tiles all the same."""
+    for kind, tma in itertools.product(("half", "tf32"), (True, False)):
+        config, splits = best(problem(arch, (0, 768, 768), kind, tma), 8)
+        assert config in config_table(arch, kind, "residual", tma)
+        assert splits == 1
 
 
 def test_a_part_of_a_wave_gets_a_launch_of_its_own() -> None:
     """fc2 of ViT-B at batch 64 on sm_90 has 2.25 waves of the widest tiles, which take as long as 3."""
-    (wide, whole, tiles), (_, parts, rest) = chosen(Gpu("sm_90", 132), "fc2", TOKENS * 64, 768)
+    (wide, whole, tiles), (_, parts, rest) = chosen("sm_90", "fc2", TOKENS * 64, 768)
     assert (wide.block_m, wide.block_n, whole, tiles) == (128, 256, 1, 2 * 132)
     assert parts > 1 and rest <= 132
-    assert len(chosen(Gpu("sm_90", 132), "fc2", TOKENS * 256, 768)) == 1  # 8.95 waves are as good as 9
+    assert len(chosen("sm_90", "fc2", TOKENS * 256, 768)) == 1  # 8.95 waves are as good as 9
+
+
+def test_the_model_orders_what_is_certain() -> None:
+    config, gpu = MatmulConfig(128, 128, 64), Gpu("sm_90", 100)
+    base = predicted_cycles(config, (1280, 1280, 768), 2, gpu, 7)
+    assert predicted_cycles(config, (1281, 1280, 768), 2, gpu, 7) > base  # one tile more than multiprocessors
+    assert predicted_cycles(config, (1280, 1280, 1536), 2, gpu, 7) > base
+    assert predicted_cycles(config, (1280, 1280, 768), 4, gpu, 7) > base
+    assert predicted_cycles(config, (1280, 1280, 768), 2, gpu, 17) > base
+    assert predicted_cycles(config, (1280, 1280, 768), 2, Gpu("sm_90", 50), 7) > base
 
 
 @pytest.mark.parametrize("splits", [1, 2])

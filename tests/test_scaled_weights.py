@@ -56,14 +56,11 @@ def test_weights_of_a_backward(given: torch.dtype, wanted: torch.dtype, size: fl
         assert_rounded_once(made.weight, exact)
 
 
-def test_weights_that_lie_elsewhere() -> None:
+def test_weights_are_copied_only_if_necessary() -> None:
     weight, scale = random(72, 48, dtype=torch.float32), random(96, dtype=torch.float32)
     for turned, of_two in ((weight.t(), scale[::2]), (weight[:48], scale[48:])):
         (made,) = scaled_weights([(turned, of_two)], torch.bfloat16)
         assert_rounded_once(made.weight, turned.double() * of_two.double()[:, None])
-
-
-def test_weights_that_lie_ready_are_themselves() -> None:
     ready, other = random(8, 16, dtype=torch.bfloat16), random(8, 16, dtype=torch.float32)
     first, second, third = in_dtype(torch.bfloat16, ready, other, ready.t())
     assert first is ready and second.dtype == torch.bfloat16

@@ -28,7 +28,7 @@ def access_of(*tensors: torch.Tensor) -> str:
 
     Rows of e4m3 tensors, which are only outputs, may be aligned to 8 instead of 16 bytes, e.g. with 72 channels.
     """
-    if tma_allows(*tensors):
+    if all(map(tma_allows, tensors)):
         return "tma"
     aligned = all(
         tensor.storage_offset() * tensor.element_size() % _VECTOR_BYTES == 0
@@ -39,12 +39,8 @@ def access_of(*tensors: torch.Tensor) -> str:
     return "vector" if aligned else "scalar"
 
 
-def tma_allows(*tensors: torch.Tensor) -> bool:
-    """True if all tensors [B, H, N, D] can have TMA descriptors."""
-    return all(_tma_allows(tensor) for tensor in tensors)
-
-
-def _tma_allows(tensor: torch.Tensor) -> bool:
+def tma_allows(tensor: torch.Tensor) -> bool:
+    """True if a tensor [B, H, N, D] can have TMA descriptors."""
     size = tensor.element_size()
     if tensor.data_ptr() % _TMA_ALIGNMENT or tensor.storage_offset() * size % _TMA_ALIGNMENT:
         return False
@@ -88,19 +84,18 @@ def tiled_launch(
     pieces: Sequence[int], tiles: int, config: ForwardConfig | BackwardConfig, args: dict[str, Any],
     constants: Mapping[str, Any], sequences: torch.Tensor | None, keep: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
-    """Returns the launch of an attention kernel. A program owns tiles of queries and loops over keys, or vice versa.
+    """Returns the launch of an attention kernel. A program owns tiles of `own`, and loops over `streamed`.
 
     Args:
-        own, streamed: Tensors [B, H, N, D] by argument name. A program owns tiles of `own`, and loops over `streamed`.
+        own, streamed: Tensors [B, H, N, D] by argument name.
         block: Rows of an own tile.
         pieces: Rows of the streamed tiles, up to three sizes; 0 if absent.
         tiles: Programs per head. Ignored for packed inputs.
-        args, constants: Further arguments of the kernel.
     """
     fixed = sequences is None and keep is None
     tensors = {**own, **streamed}
     rows, q = next(iter(own.values())), tensors["q"]
-    tma = config.tma and tma_allows(*(tensors if fixed else streamed).values())
+    tma = config.tma and all(map(tma_allows, (tensors if fixed else streamed).values()))
     align = _common_alignment(*tensors.values())
     args |= {"n_heads": q.shape[1], "n_q": q.shape[2], "n_kv": tensors["k"].shape[2]}
     if not isinstance(config, ForwardConfig) or config.scheme == "looped":

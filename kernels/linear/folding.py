@@ -153,7 +153,6 @@ class FoldedLinear:
 
 
 def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear]) -> Launch:
-    """Returns the launch that folds one or two contiguous linear layers into `folded`."""
     args: dict[str, Any] = {}
     block, rows = chunk(max(linear.weight.shape[1] for linear in linears))
     for suffix, linear, into in zip(("", "2"), [*linears, None], [*folded, None]):

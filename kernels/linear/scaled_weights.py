@@ -88,7 +88,6 @@ class ScaledWeight:
 
 
 def scaled_weights_launch(pairs: Sequence[tuple[Tensor, Tensor | None]], into: Sequence[ScaledWeight]) -> Launch:
-    """Returns the launch that scales up to three contiguous weights and writes them to `into`."""
     args: dict[str, Any] = {}
     block, rows = chunk(max(weight.shape[1] for weight, _ in pairs))
     empty = [(None, None)] * _AT_ONCE

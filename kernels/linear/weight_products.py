@@ -81,24 +81,21 @@ Pair = tuple[Tensor, Tensor]
 
 
 def weight_products_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config: MatmulConfig) -> Launch:
-    """Returns the launch that computes the parts of a^T b for one to four pairs.
+    """Returns the launch for one to four pairs of contiguous a [M, P] and b [M, Q].
 
-    Args:
-        pairs: a [M, P] and b [M, Q], contiguous.
-        out: Output: fp32 [splits, P, Q] per pair.
-        config: Tile of P, Q and M in `block_m`, `block_n` and `block_k`.
+    `block_m`, `block_n` and `block_k` of `config` are the tile of P, Q and M.
     """
     (first, _), splits = pairs[0], out[0].shape[0]
     args: dict[str, Any] = {"M": first.shape[0], "splits": splits}
     tiles = 0
-    for index, suffix in enumerate(("", "2", "3", "4")):
-        a, b = pairs[index] if index < len(pairs) else (None, None)
-        P, Q = (0, 0) if a is None or b is None else (a.shape[1], b.shape[1])
+    absent = [(None, None)] * 4
+    for suffix, (a, b), result in zip(("", "2", "3", "4"), [*pairs, *absent], [*out, *[None] * 4]):
+        P, Q = (0, 0) if result is None else result.shape[1:]
         tiles += config.tiles(P, Q)
         args |= {
             f"a{suffix}": tiled(a, config.block_k, config.block_m, config.tma),
             f"b{suffix}": tiled(b, config.block_k, config.block_n, config.tma),
-            f"out{suffix}": None if a is None else out[index], f"P{suffix}": P, f"Q{suffix}": Q,
+            f"out{suffix}": result, f"P{suffix}": P, f"Q{suffix}": Q,
         }  # fmt: skip
     constants = {
         "BLOCK_P": config.block_m, "BLOCK_Q": config.block_n, "BLOCK_M": config.block_k, "GROUP": config.group_m,

@@ -28,10 +28,7 @@ def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def tile_offsets(row, col, columns, ROWS: tl.constexpr, COLS: tl.constexpr, AT_ONCE: tl.constexpr = 0):
-    """Returns int64 element offsets of a tile; offsets within the tile are computed in int32.
-
-    AT_ONCE: Maximum number of columns that a thread reads at once; 0 for no limit.
-    """
+    """Returns int64 element offsets of a tile. A thread reads up to AT_ONCE columns at once; 0 for no limit."""
     base = tl.cast(row, tl.int64) * columns + col
     cols = tl.arange(0, COLS)
     if AT_ONCE:
@@ -70,10 +67,7 @@ def accumulate(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Returns the fp32 tile of A B at (row, col), summed over k in [k_start, k_stop).
-
-    Both bounds are multiples of BLOCK_K; k_stop may also be K.
-    """
+    """Returns the fp32 tile of A B at (row, col), summed over k from k_start to k_stop, multiples of BLOCK_K or K."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(k_start, k_stop, BLOCK_K):
         if A_IS_KM:
@@ -90,7 +84,6 @@ def accumulate(
 
 @triton.jit
 def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Returns the left and the right half of a tile."""
     return tl.split(tile.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
 
 
@@ -128,10 +121,7 @@ def load_rows(pointer, row, M, ROWS: tl.constexpr):
 
 @triton.jit
 def sum_row_parts(pointer, row, M, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns the sum of each of ROWS rows of [M, PARTS].
-
-    Loads transposed tiles and reduces their first axis, like `combine_statistics`.
-    """
+    """Returns the sum of each of ROWS rows of [M, PARTS]; loads transposed tiles, like `combine_statistics`."""
     step = tl.arange(0, ROWS)
     base = pointer + tl.cast(row, tl.int64) * PARTS
     total = tl.zeros((ROWS,), tl.float32)
