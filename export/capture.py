@@ -51,7 +51,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> tuple[ir.Model, int]:
     with vit.exporting("sdpa", options.dynamic_size), _quiet(), torch.no_grad():
         exported = _torch_export(_Exported(vit, options, dtype).eval(), vit, options)
         model = _to_onnx(exported, options)
-    _rename_symbols(model)
+    _name_dimensions(model, vit)
     common_passes.ClearMetadataAndDocStringPass()(model)
     packed = sum(node.target is exported_attention._opoverload for node in exported.graph.nodes)
     return model, packed
@@ -109,21 +109,21 @@ def _untranslatable(exported: Any, error: BaseException) -> list[str]:
 
 def _failing_module(module: nn.Module, example: Tensor) -> str:
     """Runs torch.export again, and returns the module whose forward was entered last."""
-    names = {m: name.removeprefix("model.") or "the model itself" for name, m in module.named_modules()}
-    entered: list[str] = []
+    entered: list[nn.Module] = []
+
+    def enter(entering: nn.Module, _: Any) -> None:
+        entered.append(entering)
 
     def leave(*_: Any) -> None:
         entered.pop()
 
     hooks = nn.modules.module
-    handles = [hooks.register_module_forward_hook(leave)]
-    handles.append(
-        hooks.register_module_forward_pre_hook(lambda m, args: entered.append(names.get(m, type(m).__name__)))
-    )
+    handles = [hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave)]
     try:
         torch.export.export(module, (example,), strict=False)
     except Exception:  # the same error again
-        return f"module {entered[-1]!r}" if entered else "the model"
+        names = {each: name.removeprefix("model.") or "the model itself" for name, each in module.named_modules()}
+        return f"module {names.get(entered[-1], type(entered[-1]).__name__)!r}" if entered else "the model"
     finally:
         for handle in handles:
             handle.remove()
@@ -135,31 +135,22 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
-def _rename_symbols(model: ir.Model) -> None:
-    """Renames torch's symbols, such as s34, to "batch", and "rows" and "columns" of patches."""
-    symbol, names = re.compile(r"[A-Za-z_]\w*"), dict[str, str]()
-    for dim, name in zip(model.graph.inputs[0].shape or (), (BATCH, "channels", "rows", "columns")):
-        names |= dict.fromkeys(symbol.findall(str(dim)), name)
-    for value in (*model.graph.inputs, *(output for node in model.graph for output in node.outputs)):
-        if value.shape is not None:
-            named = [
-                d if isinstance(d, int) or d.value is None else symbol.sub(lambda m: names.get(m[0], m[0]), d.value)
-                for d in value.shape
-            ]
-            value.shape = ir.Shape(named)
+def _name_dimensions(model: ir.Model, vit: ImageModel) -> None:
+    """Names dynamic dimensions "batch", and "rows" and "columns" of patches, instead of torch's s34."""
+    names = (BATCH, "channels", *(f"{patch}*{name}" for patch, name in zip(vit.patch_hw, ("rows", "columns"))))
+    for value in (model.graph.inputs[0], model.graph.outputs[0]):
+        dims = enumerate(value.shape or ())
+        value.shape = ir.Shape([dim if isinstance(dim, int) else names[i] for i, dim in dims])
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hides progress messages and deprecation warnings of torch's exporter."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
+        logging.disable(disabled)

@@ -103,17 +103,11 @@ def quantise_products(
         for one in [ranges[str(value.name)]]
     }
     quantizer = QDQQuantizer(
-        _with_types(model, products),
-        per_channel=scheme.kind != "e4m3",
-        reduce_range=False,
-        weight_qType=of_weights,
-        activation_qType=types[scheme.kind],
-        tensors_range=TensorsData(CalibrationMethod.MinMax, limits),
-        nodes_to_quantize=[product.node.name for product in products],
-        nodes_to_exclude=[],
-        op_types_to_quantize=["MatMul"],
+        _with_types(model, products), per_channel=scheme.kind != "e4m3", weight_qType=of_weights,
+        activation_qType=types[scheme.kind], tensors_range=TensorsData(CalibrationMethod.MinMax, limits),
         extra_options={"OpTypesToExcludeOutputQuantization": ["MatMul"], "TensorQuantOverrides": overrides},
-    )
+        **_only(products),
+    )  # fmt: skip
     made = _quantised(quantizer)
     if fused:
         for rule in _FUSIONS:  # first with a bias
@@ -131,20 +125,18 @@ def quantise_dynamically(model: ir.Model, products: Sequence[Product]) -> ir.Mod
     proto = ir.serde.serialize_model(model)
     del proto.graph.value_info[:]  # the quantizer infers all shapes again
     quantizer = ONNXQuantizer(
-        proto,
-        per_channel=True,
-        reduce_range=False,
-        mode=QuantizationMode.IntegerOps,
-        static=False,
-        weight_qType=QuantType.QInt8,
-        activation_qType=QuantType.QUInt8,
-        tensors_range=None,
-        nodes_to_quantize=[product.node.name for product in products],
-        nodes_to_exclude=[],
-        op_types_to_quantize=["MatMul"],
-        extra_options={"MatMulConstBOnly": True, "DefaultTensorType": onnx.TensorProto.FLOAT},
-    )
+        proto, mode=QuantizationMode.IntegerOps, static=False, per_channel=True, tensors_range=None,
+        weight_qType=QuantType.QInt8, activation_qType=QuantType.QUInt8,
+        extra_options={"MatMulConstBOnly": True, "DefaultTensorType": onnx.TensorProto.FLOAT}, **_only(products),
+    )  # fmt: skip
     return _quantised(quantizer)
+
+
+def _only(products: Sequence[Product]) -> dict[str, Any]:
+    nodes = [product.node.name for product in products]
+    return {
+        "nodes_to_quantize": nodes, "nodes_to_exclude": [], "op_types_to_quantize": ["MatMul"], "reduce_range": False,
+    }  # fmt: skip
 
 
 def _with_types(model: ir.Model, products: Sequence[Product]) -> onnx.ModelProto:

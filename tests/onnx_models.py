@@ -65,10 +65,6 @@ def transformers_vit() -> nn.Module:
     )
 
 
-def transformers_deit_with_teacher() -> nn.Module:
-    return of_transformers("DeiT", "DeiTForImageClassificationWithTeacher", num_labels=10)
-
-
 def transformers_siglip2() -> nn.Module:
     return of_transformers("Siglip2Vision", "Siglip2VisionModel", num_patches=16)
 
@@ -92,6 +88,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "timm": timm_vit,
     "timm_siglip": lambda: timm_vit(class_token=False, global_pool="map"),
     "transformers_vit": transformers_vit,
+    "transformers_two_heads": lambda: of_transformers("DeiT", "DeiTForImageClassificationWithTeacher", num_labels=10),
     "transformers_dinov2": lambda: of_transformers("Dinov2", "Dinov2Model"),
     "transformers_clip": lambda: of_transformers("CLIPVision", "CLIPVisionModel"),
     "transformers_siglip": lambda: of_transformers("SiglipVision", "SiglipVisionModel"),

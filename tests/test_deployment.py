@@ -130,15 +130,12 @@ def test_what_the_client_in_cpp_refuses(cpp_client: Path, file: Exports, tmp_pat
     (tmp_path / "short.pgm").write_bytes(b"P5\n# by hand\n8 8\n255\n" + bytes(63))
     (tmp_path / "colours.ppm").write_bytes(b"P6 8 8 255\n" + bytes(192))
     (tmp_path / "short.raw").write_bytes(bytes(252))
-    features = saying(file("half"), tmp_path / "features.onnx", "output", "features")
     for model, image, message in (
         (file("pixels"), "short.pgm", "short.pgm: ends before its last pixel"),
         (file("pixels"), "colours.ppm", "colours.ppm: must be a binary 8-bit PGM file (P5)"),
-        (file("pixels"), "none.pgm", "none.pgm: must be"),
         (file("half"), "short.raw", "short.raw: must have 256 bytes"),
         (file("half"), "none.raw", "none.raw: cannot open file"),
         (file("any size"), "short.raw", "must have a fixed image size"),
-        (features, "short.raw", "the model must output classes, got features"),
         (tmp_path / "none.onnx", "short.raw", "none.onnx"),
     ):
         with pytest.raises(subprocess.CalledProcessError) as raised:
