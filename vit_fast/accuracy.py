@@ -70,18 +70,12 @@ def judge(
     if not result.shape == eager.shape == exact.shape:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (result, eager, exact))
         raise ValueError(f"result, eager and exact must have equal shapes, got {shapes}")
-    eager_error = error_of(eager, exact, measure)
-    return Accuracy(
-        error_of(result, exact, measure), eager_error, allowed_error(eager_error, exact, result.dtype, factor, measure)
-    )
+    error, eager_error = error_of(result, exact, measure), error_of(eager, exact, measure)
+    return Accuracy(error, eager_error, allowed_error(eager_error, exact, result.dtype, factor, measure))
 
 
 def allowed_error(
-    eager_error: float,
-    exact: Tensor,
-    dtype: torch.dtype,
-    factor: float = FORWARD_FACTOR,
-    measure: Measure = "largest",
+    eager_error: float, exact: Tensor, dtype: torch.dtype, factor: float = FORWARD_FACTOR, measure: Measure = "largest"
 ) -> float:
     """Returns the largest error that passes, given eager's error in `dtype` and the exact output; see judge."""
     rounding = torch.finfo(dtype).eps / 2 * size_of(exact, measure)

@@ -42,13 +42,7 @@ class PatchEmbed(nn.Module):
         self.config = config
         self.stem = conv_stem(config.in_chans, config.stem_channels) if config.stem_channels else nn.Identity()
         channels = config.stem_channels[-1] if config.stem_channels else config.in_chans
-        self.proj = nn.Conv2d(
-            channels,
-            config.embed_dim,
-            kernel_size=config.patch_hw,
-            stride=config.patch_hw,
-            bias=not config.pre_norm,
-        )
+        self.proj = nn.Conv2d(channels, config.embed_dim, config.patch_hw, config.patch_hw, bias=not config.pre_norm)
         self.norm = make_norm(config, config.embed_dim) if config.embed_norm else nn.Identity()
 
     def forward(self, images: Tensor) -> tuple[Tensor, Size]:

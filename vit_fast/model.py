@@ -83,10 +83,6 @@ class Block(nn.Module):
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), *rope)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
-    def attention_map(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """Returns the attention weights [B, H, N, N] for this block's input [B, N, C]."""
-        return self.attn.attention_map(self.norm1(x), *rope)
-
 
 class Blocks(nn.Sequential):
     """Runs blocks in sequence and passes the rotary embedding to each."""
@@ -124,26 +120,20 @@ class VisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         check_type("config", config, ViTConfig)
-        self.config = config
         check_type("data_config", data_config, DataConfig, type(None))
         check_type("class_names", class_names, Iterable, type(None))
-        self.data_config = data_config or DataConfig()
+        self.config, self.data_config = config, data_config or DataConfig()
         self.class_names = None if class_names is None else tuple(class_names)
-        self.num_classes, self.embed_dim, self.num_features = (
-            config.num_classes,
-            config.embed_dim,
-            config.embed_dim,
-        )
-        self.num_prefix_tokens = config.num_prefix_tokens
-        self.distilled_training = False
-        self.grad_checkpointing = False
+        self.num_classes, self.num_prefix_tokens = config.num_classes, config.num_prefix_tokens
+        self.embed_dim = self.num_features = C = config.embed_dim
+        self.distilled_training = self.grad_checkpointing = False
 
-        C = config.embed_dim
         self.patch_embed = PatchEmbed(config)
         self.cls_token = nn.Parameter(torch.empty(1, 1, C)) if config.class_token else None
         self.dist_token = nn.Parameter(torch.empty(1, 1, C)) if config.distilled else None
         self.reg_token = nn.Parameter(torch.empty(1, config.reg_tokens, C)) if config.reg_tokens else None
-        self.pos_embed = self._make_pos_embed()
+        positions = config.num_patches + (config.num_prefix_tokens if config.pos_embed_covers_prefix else 0)
+        self.pos_embed = nn.Parameter(torch.empty(1, positions, C)) if config.pos_embed == "learn" else None
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
         self.norm_pre = _norm(config, config.pre_norm)
         drop_paths = [config.drop_path_rate * i / max(config.depth - 1, 1) for i in range(config.depth)]
@@ -178,13 +168,12 @@ class VisionTransformer(nn.Module):
         """Maps images to tokens [B, N, C], starting with the prefix tokens (equation 1)."""
         patches, grid = self.patch_embed(images)
         pos_embed = pos_embed_for(self.config, self.pos_embed, grid, patches)
-        prefix = [token.expand(patches.shape[0], -1, -1) for token in self._prefix_tokens()]
-        if pos_embed is None:
-            z = torch.cat([*prefix, patches], dim=1)
-        elif self.config.pos_embed_covers_prefix:
-            z = torch.cat([*prefix, patches], dim=1) + pos_embed
-        else:
-            z = torch.cat([*prefix, patches + pos_embed], dim=1)
+        if pos_embed is not None and not self.config.pos_embed_covers_prefix:
+            patches = patches + pos_embed
+        tokens = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
+        z = torch.cat([*(token.expand(patches.shape[0], -1, -1) for token in tokens), patches], dim=1)
+        if pos_embed is not None and self.config.pos_embed_covers_prefix:
+            z = z + pos_embed
         return self.norm_pre(self.pos_drop(z))
 
     def rope(self, images: Tensor, z: Tensor) -> tuple[Tensor, ...]:
@@ -208,11 +197,19 @@ class VisionTransformer(nn.Module):
         return self.attn_pool(tokens if self.config.pool_include_prefix else patches)
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Pools tokens [B, N, C] and applies the head (equation 4); pre_logits returns the input of the head."""
-        if self.head_dist is not None:
-            return self._forward_head_distilled(tokens, pre_logits)
-        features = self.head_drop(self.fc_norm(self.pool(tokens)))
-        return features if pre_logits else self.head(features)
+        """Pools tokens [B, N, C] and applies the head (equation 4); pre_logits returns the input of the head.
+
+        With DeiT's distillation token, it returns the mean of the two tokens' outputs.
+        """
+        if self.head_dist is None:
+            features = self.head_drop(self.fc_norm(self.pool(tokens)))
+            return features if pre_logits else self.head(features)
+        x, x_dist = (self.head_drop(self.fc_norm(tokens[:, i])) for i in range(2))
+        if not pre_logits:
+            x, x_dist = self.head(x), self.head_dist(x_dist)
+            if self.training and self.distilled_training:
+                return x, x_dist
+        return (x + x_dist) / 2
 
     def attention_maps(self, images: Tensor, blocks: Iterable[int] | None = None) -> dict[int, Tensor]:
         """Returns the attention weights of blocks.
@@ -238,7 +235,7 @@ class VisionTransformer(nn.Module):
             if index in wanted:
                 if not isinstance(block, Block):
                     raise ValueError(f"blocks.{index} must be a vit_fast.model.Block, got {type(block).__name__}")
-                maps[index] = block.attention_map(z, *rope)
+                maps[index] = block.attn.attention_map(block.norm1(z), *rope)
             if len(maps) == len(wanted):
                 break
             z = block(z, *rope)
@@ -267,30 +264,11 @@ class VisionTransformer(nn.Module):
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
-        for token in (self.dist_token, self.pos_embed if isinstance(self.pos_embed, nn.Parameter) else None):
+        for token in (self.dist_token, self.pos_embed):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)
         if self.attn_pool is not None:
             nn.init.trunc_normal_(self.attn_pool.latent, std=self.embed_dim**-0.5)
-
-    def _make_pos_embed(self) -> nn.Parameter | None:
-        config = self.config
-        if config.pos_embed != "learn":
-            return None
-        prefix = config.num_prefix_tokens if config.pos_embed_covers_prefix else 0
-        return nn.Parameter(torch.empty(1, prefix + config.num_patches, config.embed_dim))
-
-    def _prefix_tokens(self) -> list[Tensor]:
-        return [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
-
-    def _forward_head_distilled(self, tokens: Tensor, pre_logits: bool) -> Tensor | tuple[Tensor, Tensor]:
-        x, x_dist = (self.head_drop(self.fc_norm(tokens[:, i])) for i in range(2))
-        if pre_logits:
-            return (x + x_dist) / 2
-        logits, logits_dist = self.head(x), self.head_dist(x_dist)  # type: ignore[misc]  # the caller checked head_dist
-        if self.training and self.distilled_training:
-            return logits, logits_dist
-        return (logits + logits_dist) / 2
 
 
 def _norm(config: ViTConfig, present: bool = True, width: int | None = None) -> nn.Module:
