@@ -62,8 +62,8 @@ def reads_descriptors(arch: str) -> bool:
 
 
 def matrix_instruction(arch: str) -> str:
-    """Returns the MMA instruction of half precision and TF32, named as in `Stats.has` (inspect/offline.py)."""
-    return {"ampere": "HMMA", "hopper": "HGMMA", "blackwell": "TCGEN05"}[generation(arch)]
+    """Returns the MMA instruction of half precision and TF32, named as in `inspect/static_checks.py`."""
+    return {"ampere": "hmma", "hopper": "hgmma", "blackwell": "tcgen05"}[generation(arch)]
 
 
 def product_kind(dtype: torch.dtype) -> str:

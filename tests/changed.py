@@ -22,7 +22,7 @@ KERNELS = (
     "attention_*", "matmul_*", "mlp_*", "modern_blocks", "rotary*",
     "weight_gradients", "scaled_weights", "block_operator", "operators", "fp8_block",
 )  # fmt: skip
-COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up", "device_model")
+COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up")
 FUSED = (
     "fuse*", "traced_parts", "handed_statistics", "freeze", "kept_weights", "mlp_operator",
     "transformers_attention", "packed", "graph_*",

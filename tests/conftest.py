@@ -54,7 +54,7 @@ WHOLE = {
 
 
 # Tools of this repository, which no version of a library changes: the rest of the time goes to what one may change.
-TOOLS = ("test_bench_", "test_device_model", "test_docs", "test_emulator_", "test_execute", "test_matmul_tiles",
+TOOLS = ("test_bench_", "test_docs", "test_emulator_", "test_execute", "test_matmul_tiles",
          "test_structure")  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def main(arch: str) -> None:
         except Exception as error:  # whatever goes wrong is this case's result, and the others go on
             problems.append(f"{type(error).__name__}: {error}"[:400])
         counters = driver.counters()
-        print(json.dumps({"case": name, "problems": problems + driver.violations(), **counters.as_dict()}), flush=True)
+        print(json.dumps({"case": name, "problems": problems + driver.violations(), **counters._asdict()}), flush=True)
 
 
 if __name__ == "__main__":

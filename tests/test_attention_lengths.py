@@ -20,8 +20,8 @@ DECISIVE = [(1, 1), (1, 577), (17, 2)]
 
 _COMPILE = """
 import json, sys
-from vit_fast.kernels.inspect import offline
-from vit_fast.kernels.inspect.attention_offline import builds_of_lengths
+from vit_fast.kernels.inspect import offline, static_checks
+from vit_fast.kernels.inspect.attention_builds import builds_of_lengths
 arch, lengths = sys.argv[1], json.loads(sys.argv[2])
 seen, bad = set(), []
 for build in builds_of_lengths(arch, lengths):
@@ -30,7 +30,7 @@ for build in builds_of_lengths(arch, lengths):
         continue
     seen.add(variant)
     try:
-        problems = offline.problems(build, offline.compile_build(build, arch), arch)
+        problems = static_checks.problems(build, static_checks.compile_build(build, arch), arch)
     except Exception as error:
         problems = [repr(error)]
     bad += [f"{build.kernel} {build.case}: {problem}" for problem in problems]
@@ -41,7 +41,7 @@ print(json.dumps([len(seen), bad]))
 _COUNT = """
 import json
 from vit_fast.kernels.inspect import offline
-from vit_fast.kernels.inspect.attention_offline import builds_of_lengths
+from vit_fast.kernels.inspect.attention_builds import builds_of_lengths
 found = {}
 for build in builds_of_lengths("sm_90", [(n, n) for n in range(1, 257)]):
     found.setdefault(build.kernel, {}).setdefault(offline.specialisation(build.launch), []).append(build.case)

@@ -24,7 +24,7 @@ from vit_fast.blocks.block import run_blocks
 from vit_fast.kernels import plan
 from vit_fast.kernels.attention import attention_policy
 from vit_fast.kernels.device import starts_early
-from vit_fast.kernels.inspect import offline
+from vit_fast.kernels.inspect import offline, static_checks
 from vit_fast.kernels.linear import linear
 from vit_fast.kernels.matmul import matmul_policy
 from vit_fast.ops import attention_qkvpacked, layer_norm_mlp, reference
@@ -72,7 +72,7 @@ def test_a_replayed_plan_computes_the_same_bits(cases: str, monkeypatch: pytest.
 @pytest.mark.skipif(KERNEL_ARCH not in SAME_PTX, reason="compiled for the architecture that is executed")
 def test_architectures_that_share_their_ptx_have_the_same() -> None:
     """Compiles a build of every kernel for this architecture and for the one whose PTX is executed."""
-    builds = {build.kernel: build for build in offline.builds(KERNEL_ARCH)}
+    builds = {build.kernel: build for build in static_checks.builds(KERNEL_ARCH)}
     for kernel, build in builds.items():
         compiled = (offline.compile_launch(build.launch, arch) for arch in (KERNEL_ARCH, SAME_PTX[KERNEL_ARCH]))
         own, executed = (re.sub(r"\.target sm_\d+", "", one.asm["ptx"]) for one in compiled)

@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.kernels.device import REFERENCE_GPU, Gpu
-from vit_fast.kernels.inspect import offline
+from vit_fast.kernels.inspect import offline, static_checks
 from vit_fast.kernels.launch import Launch
 from vit_fast.kernels.linear.weight_products import weight_products_launch
 from vit_fast.kernels.matmul.matmul_launch import Operands, fits_tma, matmul_launch
@@ -80,8 +80,8 @@ def compiled(cases: Sequence[Case]) -> list[tuple[int, list[str]]]:
     found = []
     for arch, *case in cases:
         build = offline.Build("matmul", str(case), launch(arch, *case))
-        stats = offline.compile_build(build, arch)
-        found.append((stats.spills, offline.problems(build, stats, arch)))
+        stats = static_checks.compile_build(build, arch)
+        found.append((static_checks.spills(stats), static_checks.problems(build, stats, arch)))
     return found
 
 

@@ -6,19 +6,20 @@ After a change of the policy, run `python tests/test_matmul_tiles.py` to rewrite
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from children import environment, run_python
 from kernel_support import DEVICE
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.kernels.device import REFERENCE_GPU, Gpu
-from vit_fast.kernels.inspect import baseline, offline
-from vit_fast.kernels.inspect.stand_in_driver import SM_COUNTS
+from vit_fast.kernels.inspect import offline
 from vit_fast.kernels.linear import linear
 from vit_fast.kernels.matmul import matmul_policy
 from vit_fast.kernels.matmul.matmul_launch import EPILOGUES, MatmulConfig, Operands
@@ -46,7 +47,7 @@ def chosen(arch: str, layer: str, M: int, C: int) -> list[tuple[MatmulConfig, in
     N, K = {"qkv": (3 * C, C), "proj": (C, C), "fc1": (4 * C, C), "fc2": (C, 4 * C)}[layer]
     a, b, out = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((M, K), (N, K), (M, N)))
     with (
-        mock.patch.object(matmul_policy, "gpu_of", lambda device: Gpu(arch, SM_COUNTS[arch])),
+        mock.patch.object(matmul_policy, "gpu_of", lambda device: offline.gpu(arch)),
         mock.patch.object(matmul_policy, "is_interpreted", lambda: False),
     ):
         if layer not in ("proj", "fc2"):
@@ -66,14 +67,14 @@ def chosen(arch: str, layer: str, M: int, C: int) -> list[tuple[MatmulConfig, in
 def table() -> str:
     lines = [TITLE]
     for arch in ARCHS:
-        lines.append(f"{arch}, {SM_COUNTS[arch]} multiprocessors")
+        lines.append(f"{arch}, {offline.gpu(arch).sm_count} multiprocessors")
         for (model, width), batch in itertools.product(WIDTHS.items(), BATCHES):
             line = f"  {model} {batch:4d}"
             for layer in LAYERS:
                 words = []
                 for config, parts, tiles in chosen(arch, layer, TOKENS * batch, width):
                     tile = f"{config.block_m}x{config.block_n}" + (f"/{parts}" if parts > 1 else "")
-                    words.append(f"{tile:9s} {tiles / SM_COUNTS[arch]:6.2f}")
+                    words.append(f"{tile:9s} {tiles / offline.gpu(arch).sm_count:6.2f}")
                 line += f"   {layer} {' + '.join(words)}"
             lines.append(line)
     return "\n".join(lines) + "\n"
@@ -83,19 +84,26 @@ def test_the_chosen_tiles_are_those_of_the_table() -> None:
     assert table() == PATH.read_text()
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_chosen_tile_is_built_offline_without_spills(arch: str) -> None:
-    recorded = baseline.read_baseline()["builds"]
-    built = {build.key(arch) for build in offline.builds(arch)}
-    whole = {"qkv": "no activation", "fc1": "gelu"}
-    for width, batch, layer in itertools.product(WIDTHS.values(), BATCHES, LAYERS):
+_TILES = """
+import json, sys
+from vit_fast.kernels.inspect import static_checks
+found = {}
+for arch in sys.argv[1:]:
+    builds = [build.launch.constants for build in static_checks.builds(arch) if build.case.startswith("bf16")]
+    matmuls = [constants for constants in builds if "EPILOGUE" in constants]
+    found[arch] = [[c["EPILOGUE"], c["ACTIVATION"], c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"]] for c in matmuls]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_every_chosen_tile_is_built_offline() -> None:
+    built = json.loads(run_python(["-c", _TILES, *ARCHS], environment()))
+    for arch, width, batch, layer in itertools.product(ARCHS, WIDTHS.values(), BATCHES, LAYERS):
         for config, parts, _ in chosen(arch, layer, TOKENS * batch, width):
-            kernel = "matmul_layer_norm" if layer in whole else "matmul_residual"
-            what = "5 parts" if parts > 1 else whole.get(layer, "bias, LayerScale, residual, statistics")
-            tile = f"{config.block_m}x{config.block_n}x{config.block_k} {'TMA' if config.tma else 'pointers'}"
-            key = f"{arch}/{kernel}/half {tile} {what}"
-            assert key in built
-            assert recorded.get(key, {"spills": 0})["spills"] == 0  # of all builds for sm_90
+            epilogue = "layer_norm" if layer in ("qkv", "fc1") else "residual" if parts == 1 else "partial"
+            activation = "gelu" if layer == "fc1" else "identity"
+            assert [epilogue, activation, config.block_m, config.block_n, config.block_k] in built[arch]
 
 
 @every_arch

@@ -16,7 +16,7 @@ from children import run_python
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.commands import host_time
+from vit_fast.commands import block_times
 from vit_fast.kernels.device import reads_descriptors
 from vit_fast.kernels.inspect import stand_in_driver
 
@@ -243,6 +243,6 @@ def test_the_command_reports_host_time(environment: dict[str, str]) -> None:
     towers = {(row["size"], row["candidate"]): row["launches"] for row in report["towers"]}
     assert len(towers) == 8
     assert all(launches == (0 if name == "graph" else 161) for (_, name), launches in towers.items())
-    text = host_time.render(report)
+    text = block_times.host_time_text(report)
     assert "No GPU time is measured" in text
     assert all(name in text for name in rows)

@@ -1,101 +1,104 @@
-"""Compiled kernels: no spills, no serialised wgmma, the expected instructions; the policy."""
+"""Compiled kernels: no spills, no serialized wgmma, the expected instructions; modeled device time; the policy."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import environment, run_python
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from vit_fast.commands.block_times import MODELED, device_time_text, summed
 from vit_fast.kernels.attention.attention_policy import Problem, forward_config
-from vit_fast.kernels.inspect import baseline, offline
+from vit_fast.kernels.inspect import offline, static_checks
+from vit_fast.kernels.launch import Launch
 
-STATS = offline.Stats(
-    registers=160, stack_bytes=0, spill_loads=0, spill_stores=0, shared_bytes=60_000, ctas_per_sm=3, warps=4,
-    instructions=1000, hgmma=25, hmma=0, tcgen05=0, tma_loads=7, tma_stores=1, async_copies=0, seconds=0.5,
-    wgmma_waits=6, wgmma_waits_in_ptx=6, grid_waits=1, grid_starts=1,
-)  # fmt: skip
+STATS = {
+    "registers": 160, "stack_bytes": 0, "spill_loads": 0, "spill_stores": 0, "shared_bytes": 60_000, "ctas_per_sm": 3,
+    "warps": 4, "instructions": 1000, "hgmma": 25, "hmma": 0, "tcgen05": 0, "e4m3": 0, "tma_loads": 7, "tma_stores": 1,
+    "wgmma_waits": 6, "wgmma_waits_in_ptx": 6, "grid_waits": 1, "grid_starts": 1, "early_accesses": 0,
+}  # fmt: skip
+
+BUILD = offline.Build("kernel", "case", Launch(None, (1,), {}, {"DEPENDENT": True}), needs=("hgmma",))
 
 
-def run_compiler(command: list[str]) -> Any:
+def run_compiler(*command: str) -> Any:
     """Returns what a process prints as JSON that compiles kernels instead of interpreting them."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
-    assert run.returncode in (0, 1), run.stderr[-2000:]
-    return json.loads(run.stdout)
+    return json.loads(run_python([*command], environment()))
 
 
-_COMPILE = """
+_CORE = """
 import json, sys
-from vit_fast.kernels.inspect import offline
-wanted = {f"{arch}/{case}": arch for arch, cases in json.loads(sys.argv[1]).items() for case in cases}
-found = {}
-for arch in dict.fromkeys(wanted.values()):
-    for build in offline.builds(arch):
-        if build.key(arch) in wanted:
-            stats = offline.compile_build(build, arch)
-            found[build.key(arch)] = stats.as_dict() | {"problems": offline.problems(build, stats, arch)}
-print(json.dumps(found))
+from vit_fast.commands.kernels import collect
+print(json.dumps(collect([sys.argv[1]], core=True, update_baseline=False)))
 """
-
-
-def compile_builds(keys: dict[str, tuple[str, ...]]) -> dict[str, dict[str, Any]]:
-    """Compiles the named builds of each architecture; returns their statistics and problems."""
-    found: dict[str, dict[str, Any]] = run_compiler(["-c", _COMPILE, json.dumps(keys)])
-    assert len(found) == sum(map(len, keys.values()))
-    return found
-
-
-@pytest.mark.slow
-def test_attention_and_fc1_keep_their_bars() -> None:
-    """On sm_90 with N = 197, D = 64, and fc1 with GELU: no spills, at most 184 registers, wgmma and TMA in and out."""
-    row, fc1 = "attention_fwd_row/bf16 N197 D64 B256 tma", "matmul_layer_norm/half 128x256x64 TMA gelu"
-    found = compile_builds({"sm_90": (row, fc1)})
-    for build in found.values():
-        assert build["problems"] == []
-        assert build["spill_loads"] == build["spill_stores"] == 0
-        assert build["registers"] <= 184
-        assert build["hgmma"] and build["tma_loads"] and build["tma_stores"]
-    assert found[f"sm_90/{row}"]["shared_bytes"] <= 64 * 1024
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
-def test_kernels_of_small_batches_start_early(arch: str) -> None:
-    """Their machine code waits for the previous launch and lets the next one start."""
-    matmul = "half 64x64x64 TMA" if arch == "sm_90" else "half 64x64x64 pointers"
-    keys = (f"matmul_layer_norm/{matmul} gelu", f"matmul_residual/{matmul} 5 parts", "finish_residual/bf16")
-    found = compile_builds({arch: keys})
-    assert [build["grid_waits"] for build in found.values()] == [1] * 3
-    assert not {key: build["problems"] for key, build in found.items() if build["problems"]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", offline.ARCHS)
 def test_core_builds(arch: str) -> None:
-    """No build spills, serialises wgmma or became worse than the baseline; the instructions are the expected ones."""
-    code = (
-        "import json; from vit_fast.commands.kernels import collect\n"
-        f"print(json.dumps(collect([{arch!r}], core=True, update_baseline=False)))"
-    )
-    report = run_compiler(["-c", code])
-    rows = report["builds"]
-    assert {row["arch"] for row in rows} == {arch}
-    assert not [f"{row['kernel']} {row['case']}: {row['problems']}" for row in rows if row["problems"]]
-
-    eight_bit = [row for row in rows if row["case"].startswith("fp8")]
-    for row in eight_bit:
-        assert row["case"].startswith("fp8 128x256x128 TMA")
-        assert row["e4m3"] and row["tma_loads"] and row["tma_stores"]
+    """No build spills, serializes wgmma or became worse than the baseline; the instructions are the expected ones."""
+    rows = {f"{row['kernel']}/{row['case']}": row for row in run_compiler("-c", _CORE, arch)["builds"]}
+    assert rows and not {name: row["problems"] for name, row in rows.items() if row["problems"]}
     if arch == "sm_90":
+        attention = rows["attention_fwd_row/bf16 N197 D64 B256 tma"]
+        assert attention["shared_bytes"] <= 64 * 1024
+        for row in (attention, rows["matmul_layer_norm/bf16 gelu 128x256x64 TMA gelu"]):
+            assert row["registers"] <= 184 and row["hgmma"] and row["tma_loads"] and row["tma_stores"]
+        eight_bit = [
+            row for row in rows.values() if row["case"].startswith("fp8") and row["kernel"] != "row_statistics"
+        ]
         assert {row["kernel"] for row in eight_bit} == {"matmul_layer_norm", "matmul_residual"}
+        assert all(row["e4m3"] and row["tma_loads"] and row["tma_stores"] for row in eight_bit)
+
+
+_COMPILE = """
+import json, sys
+from vit_fast.kernels.inspect import static_checks
+wanted, found = json.loads(sys.argv[1]), {}
+for arch, cases in wanted.items():
+    for build in static_checks.builds(arch):
+        if f"{build.kernel}/{build.case}" in cases:
+            stats = static_checks.compile_build(build, arch)
+            found[build.key(arch)] = stats | {"problems": static_checks.problems(build, stats, arch)}
+print(json.dumps(found))
+"""
+# Small batches, whose kernels wait for the previous launch and let the next one start.
+_EARLY = {
+    "sm_90": ("matmul_layer_norm/bf16 gelu 64x64x64 TMA gelu", "matmul_partial/bf16 gelu 64x64x64 TMA"),
+    "sm_120": ("matmul_layer_norm/bf16 gelu 64x64x64 pointers gelu", "matmul_partial/bf16 gelu 64x64x64 pointers"),
+}
+# With default settings, or with the tiles of other architectures, these kernels spilled.
+_ONCE_SPILLED = {
+    "sm_80": ("vector_grad/fp32 gelu, training",),
+    "sm_89": (
+        "attention_bwd_dkdv/tf32 N257 D80 B256 tma packed",
+        "attention_bwd_dq/tf32 N257 D80 B256 tma masked",
+        "attention_fwd_looped/bf16 N64 D128 B256 tma packed",
+    ),
+    "sm_100": (
+        "finish_residual/bf16 gelu",
+        "matmul_layer_norm/bf16 gelu 64x64x64 pointers gelu",
+        "matmul_layer_norm/fp8 proj and fc2, gelu 128x128x64 TMA",
+        "matmul_activation_grad/fp16 gelu alone, training 128x128x64 TMA gelu",
+        "matmul_activation_grad/bf16 gelu_tanh, training 128x128x64 TMA gelu_tanh",
+        "matmul_gated_grad/autocast gated silu, training 128x64x64 TMA silu",
+        "qk_norm_rope_grad/fp32 layer_norm, rope D64, training",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [_EARLY, _ONCE_SPILLED], ids=["early", "once spilled"])
+def test_builds_of_other_sizes(cases: dict[str, tuple[str, ...]]) -> None:
+    found = run_compiler("-c", _COMPILE, json.dumps(cases))
+    assert len(found) == sum(map(len, cases.values())), found.keys()
+    assert not {key: row["problems"] for key, row in found.items() if row["problems"]}
+    assert cases is not _EARLY or {row["grid_waits"] for row in found.values()} == {1}
 
 
 @pytest.mark.parametrize(
@@ -104,19 +107,18 @@ def test_core_builds(arch: str) -> None:
         ({"registers": 177}, "registers grew"),
         ({"instructions": 1101}, "instructions grew"),
         ({"wgmma_waits": 7}, "wgmma_waits grew from 6 to 7"),
-        ({"hgmma": 0}, "HGMMA"),
-        ({"tma_loads": 0}, "TMA loads"),
-        ({"tma_stores": 0}, "TMA stores"),
+        ({"hgmma": 0}, "hgmma"),
+        ({"tma_stores": 0}, "tma_stores"),
     ],
 )
 def test_what_became_worse_is_found(change: dict[str, int], word: str, tmp_path: Path) -> None:
-    baseline.write_baseline({"a": STATS}, tmp_path / "baseline.json")
-    before = baseline.read_baseline(tmp_path / "baseline.json")
-    assert baseline.is_comparable(before)
-    assert baseline.regressions(before, "a", replace(STATS, registers=176, instructions=1100)) == []
-    (problem,) = baseline.regressions(before, "a", replace(STATS, **change))
+    static_checks.write_baseline({"a": STATS}, tmp_path / "baseline.json")
+    before = static_checks.read_baseline(tmp_path / "baseline.json")
+    assert static_checks.is_comparable(before)
+    assert static_checks.regressions(before, "a", STATS | {"registers": 176, "instructions": 1100}) == []
+    (problem,) = static_checks.regressions(before, "a", STATS | change)
     assert word in problem
-    assert "not in the baseline" in baseline.regressions(before, "b", STATS)[0]
+    assert "not in the baseline" in static_checks.regressions(before, "b", STATS)[0]
 
 
 @pytest.mark.parametrize(
@@ -124,19 +126,17 @@ def test_what_became_worse_is_found(change: dict[str, int], word: str, tmp_path:
     [
         ({"spill_loads": 2}, "spills: 2 loads"),
         ({"wgmma_waits": 25}, "wgmma is serialized: 25 waits, 6 in PTX"),
-        ({"hgmma": 0}, "no HGMMA"),
-        ({"grid_waits": 0}, "no ACQBULK"),
-        ({"grid_starts": 0}, "no PREEXIT"),
+        ({"hgmma": 0}, "no hgmma"),
+        ({"grid_waits": 0}, "no grid_waits"),
+        ({"grid_starts": 0}, "no grid_starts"),
         ({"early_accesses": 2}, "2 accesses to global memory before ACQBULK"),
         ({"shared_bytes": 300_000}, "shared memory"),
         ({"ctas_per_sm": 0}, "does not fit"),
     ],
 )
 def test_what_must_not_be_shipped_is_found(change: dict[str, int], word: str) -> None:
-    builds = (build for build in offline.builds("sm_90") if "HGMMA" in build.needs)
-    build = next(build for build in builds if build.launch.constants.get("DEPENDENT"))
-    assert offline.problems(build, replace(STATS), "sm_90") == []
-    (problem,) = offline.problems(build, replace(STATS, **change), "sm_90")
+    assert static_checks.problems(BUILD, STATS, "sm_90") == []
+    (problem,) = static_checks.problems(BUILD, STATS | change, "sm_90")
     assert word in problem
 
 
@@ -145,59 +145,35 @@ def test_an_access_before_the_wait_for_the_previous_launch_is_counted() -> None:
     for first, count in ((0, 0), (3, 1)):
         order = [lines[first], *lines[:first], *lines[first + 1 :]]
         sass = "".join(f"        /*{16 * i:04x}*/   {line} ;\n" for i, line in enumerate(order))
-        assert offline.early_accesses(sass) == count
+        assert static_checks.early_accesses(sass) == count
 
 
-def test_unknown_architecture() -> None:
-    with pytest.raises(ValueError, match="sm_90"):
-        list(offline.builds("sm_75"))
+_KEYS = """
+import json
+from vit_fast.kernels.inspect import offline, static_checks
+keys = [build.key(arch) for arch in offline.ARCHS for build in static_checks.builds(arch, core=arch != "sm_90")]
+print(json.dumps(keys))
+"""
 
 
-def test_no_build_of_the_baseline_spills_or_waits_for_every_wgmma() -> None:
-    """The committed baseline contains the recorded builds and no others."""
-    recorded = baseline.read_baseline()["builds"]
+@pytest.mark.slow
+def test_the_baseline_contains_the_recorded_builds_which_do_not_spill() -> None:
+    recorded = static_checks.read_baseline()["builds"]
     builds = {key: counts for key, counts in recorded.items() if key.startswith(offline.ARCHS)}  # of this triton
     assert {key.partition("/")[0] for key in recorded} <= {*offline.ARCHS, "sm_103"}
-    both = ((arch, build) for arch in offline.ARCHS for build in offline.builds(arch))
-    assert builds.keys() == {build.key(arch) for arch, build in both if baseline.is_recorded(build, arch)}
+    assert builds.keys() == set(run_compiler("-c", _KEYS))
     assert not {key: counts["spills"] for key, counts in builds.items() if counts["spills"]}
-    # two instructions may wait once each without being serialised; `problems` compares with PTX
+    # two instructions may wait once each without being serialized; `problems` compares with PTX
     waits = [counts for counts in builds.values() if counts["hgmma"] > 2]
     assert not [counts for counts in waits if not 0 < counts["wgmma_waits"] < counts["hgmma"]]
 
 
 def test_builds_that_no_longer_exist_leave_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, build = tmp_path / "baseline.json", next(offline.builds("sm_90"))
-    monkeypatch.setattr(baseline, "builds", lambda arch: [build] if arch == "sm_90" else [])
-    baseline.write_baseline({build.key("sm_90"): STATS, "sm_90/removed/bf16": STATS}, path)
-    baseline.write_baseline({"sm_90/new/bf16": STATS}, path)
-    assert baseline.read_baseline(path)["builds"].keys() == {build.key("sm_90"), "sm_90/new/bf16"}
-
-
-# What left to itself, or with the tiles of its neighbours, moved registers to memory and back.
-_ONCE_SPILLED = {
-    "sm_80": ("vector_grad of a block/fp32", "vector_grad before a residual/fp32"),
-    "sm_89": (
-        "attention_varlen_dkdv/tf32 N257 D80 B256 tma packed",
-        "attention_varlen_dq/tf32 N257 D80 B256 tma masked",
-        "attention_varlen_fwd/bf16 N64 D128 B256 tma packed",
-    ),
-    "sm_100": (
-        "finish_residual/bf16",
-        "matmul_layer_norm/half 64x64x64 pointers gelu",
-        "matmul_layer_norm/half 128x128x64 TMA gelu to e4m3",
-        "matmul_activation_grad/half 64x64x64 TMA gelu with a factor",
-        "matmul_activation_grad/half 128x128x64 TMA gelu_tanh",
-        "matmul_gated_grad/half 128x64x64 TMA silu of normalised rows",
-        "qk_norm_rope_grad/fp32 layer_norm, rope D64",
-    ),
-}
-
-
-@pytest.mark.slow
-def test_what_spilled_once_does_not_again() -> None:
-    found = compile_builds(_ONCE_SPILLED)
-    assert not {key: row["problems"] for key, row in found.items() if row["problems"]}
+    path = tmp_path / "baseline.json"
+    monkeypatch.setattr(static_checks, "builds", lambda arch, core=False: [BUILD] if arch == "sm_90" else [])
+    static_checks.write_baseline({BUILD.key("sm_90"): STATS, "sm_90/removed/bf16": STATS}, path)
+    static_checks.write_baseline({"sm_90/new/bf16": STATS}, path)
+    assert static_checks.read_baseline(path)["builds"].keys() == {BUILD.key("sm_90"), "sm_90/new/bf16"}
 
 
 def test_measured_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,3 +185,94 @@ def test_measured_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(attention_policy, "_table", lambda: table)
     assert forward_config(problem) == attention_policy.ForwardConfig(**measured, dependent=True)
     assert forward_config(replace(problem, arch="sm_100")).block_n == 64
+
+
+# ---- modeled device time ----
+
+# With instructions as they were counted in SASS of tiles of 128 x 256; nothing is compiled here.
+_MODEL = """
+import json
+from vit_fast.commands.block_times import record_block
+from vit_fast.kernels.inspect.device_model import Loops, model_launch
+counted = {"identity": 1130, "gelu": 2411, "residual": 2381, "activation_grad": 4782, "layer_norm_grad": 1804}
+stats = {"registers": 184, "ctas_per_sm": 3, "warps": 4}
+found = {}
+for batch in (1, 64, 256, -128):
+    rows = []
+    for launch in record_block("vit_base_patch16_224", abs(batch), "sm_90", training=batch < 0):
+        c = launch.constants
+        loops = Loops(823, 0, 600)
+        if "EPILOGUE" in c:
+            tile = counted.get(c["EPILOGUE"]) or counted[c["ACTIVATION"]]
+            loops = Loops(110, tile * c["BLOCK_M"] * c["BLOCK_N"] // 128 // launch.num_warps // 32, 500)
+        rows.append(model_launch(launch, "sm_90", loops, stats))
+    found[batch] = rows
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def modeled() -> dict[str, list[dict[str, Any]]]:
+    """Rows per batch size; a negative one is in training."""
+    found: dict[str, list[dict[str, Any]]] = run_compiler("-c", _MODEL)
+    return found
+
+
+@pytest.mark.slow
+def test_a_block_of_vit_b_at_batch_256(modeled: dict[str, list[dict[str, Any]]]) -> None:
+    """Computed by hand: qkv 252 us, attention 100, proj 102, fc1 406, fc2 336; floors 226, 100, 76, 301, 301."""
+    rows = modeled["256"]
+    assert [row["modelled_us"] for row in rows] == pytest.approx([252, 102, 102, 406, 336], rel=0.02)
+    assert [row["floor_us"] for row in rows] == pytest.approx([226, 101, 77, 301, 301], rel=0.02)
+    assert [row["waves"] for row in rows if row["tile"]] == [26.86, 8.95, 35.82, 8.95]
+    assert rows[1]["bottleneck"] == "DRAM"
+    assert rows[3]["MB"] == pytest.approx((50_432 * (768 + 3072) + 3072 * 768) * 2 / 1e6, rel=0.02)
+    assert rows[3]["GFLOP"] == pytest.approx(2 * 50_432 * 768 * 3072 / 1e9, rel=1e-3)
+    assert rows[3]["issue_us"] == pytest.approx(36 * (12 * 1024 + 2411 * 2) / 1755, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_training_has_three_times_the_matmuls_of_the_forward(modeled: dict[str, list[dict[str, Any]]]) -> None:
+    """The attention's backward has seven matmuls for the two of its forward."""
+    layers, attention = 2 * 128 * 197 * 12 * 768**2, 4 * 128 * 12 * 197**2 * 64
+    rows = modeled["-128"]
+    assert sum(row["GFLOP"] for row in rows) == pytest.approx((3 * layers + 4.5 * attention) / 1e9, rel=1e-3)
+    (products,) = (row for row in rows if row["kernel"] == "weight_products")
+    assert products["tile"].startswith("128x256x64/") and products["GFLOP"] == pytest.approx(layers / 1e9, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_nothing_is_modeled_below_its_floor(modeled: dict[str, list[dict[str, Any]]]) -> None:
+    for rows in modeled.values():
+        assert all(row["modelled_us"] >= row["floor_us"] > 0 for row in rows)
+    assert sum(row["modelled_us"] for row in modeled["64"]) < sum(row["modelled_us"] for row in modeled["256"]) / 3
+    assert [row["kernel"] for row in modeled["1"]][-2:] == ["matmul, partial", "finish_residual"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_the_command_counts_what_it_compiles(arch: str) -> None:
+    command = ["-m", "vit_fast.cli", "kernels", "--model", "vit_base_patch16_224", "--batch-sizes", "8", "--arch", arch]
+    report = run_compiler(*command, "--json")
+    matmuls = [row for row in report["launches"] if row["tile"]]
+    assert len(matmuls) == 4
+    assert all(row["step_instructions"] > 50 and row["tile_instructions"] > 200 for row in matmuls)
+    assert report["layer"]["modelled_us"] > report["layer"]["floor_us"]
+    assert report | summed(report["launches"]) == report
+    text = device_time_text(report)
+    assert MODELED in text and f"12 blocks: modeled {12 * report['layer']['modelled_us'] / 1e3:.2f} ms" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--model", "vit_base_patch16_224", "--arch", "sm_75"], "arch must be one of sm_80"),
+        (["--model", "vit_bse_patch16_224"], "unknown model 'vit_bse_patch16_224'"),
+    ],
+)
+def test_the_command_names_what_is_unknown(options: list[str], error: str, capfd: pytest.CaptureFixture[str]) -> None:
+    from vit_fast.cli import main
+
+    with pytest.raises(SystemExit) as caught:
+        main(["kernels", *options])
+    assert caught.value.code == 2 and error in capfd.readouterr().err

@@ -14,9 +14,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,21 +24,15 @@ from triton.backends.nvidia.driver import CudaDriver, include_dirs
 
 from ..device import Gpu, has_stand_in, set_stand_in
 from ..launch import is_interpreted
-from .offline import LIMITS
+from . import offline
 
-# Numbers of multiprocessors: A100, A10, L40S, H200, B200, B300, RTX 5090.
-SM_COUNTS = {
-    "sm_80": 108, "sm_86": 72, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 160, "sm_120": 170,
-}  # fmt: skip
 _SOURCE = Path(__file__).with_name("stand_in_driver.c")
-_COUNTERS = ("launches", "dependent", "descriptors", "modules", "violations", "largest_shared")
 
 
-@dataclass(frozen=True)
-class Counters:
+class Counters(NamedTuple):
     """Number of driver calls since the stand-in was installed or reset.
 
-    Args:
+    Attributes:
         dependent: Programmatic dependent launches.
         descriptors: Encoded tensor maps, including rejected ones.
         modules: Loaded kernels.
@@ -54,9 +47,6 @@ class Counters:
     violations: int
     largest_shared: int
 
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
-
 
 class StandInDriver:
     """The stand-in driver of this process; `install` creates it."""
@@ -67,7 +57,7 @@ class StandInDriver:
         library.stand_in_violation.restype = ctypes.c_char_p
 
     def counters(self) -> Counters:
-        values = (ctypes.c_long.in_dll(self._library, f"stand_in_{name}").value for name in _COUNTERS)
+        values = (ctypes.c_long.in_dll(self._library, f"stand_in_{name}").value for name in Counters._fields)
         return Counters(*values)
 
     def violations(self) -> list[str]:
@@ -83,14 +73,13 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
     """Makes the stand-in Triton's driver for this process. Must be called before the first launch.
 
     Args:
-        arch: One of `SM_COUNTS`, e.g. "sm_90".
+        arch: One of `offline.ARCHS`, e.g. "sm_90".
         library: A libcuda.so.1 that contains `stand_in_driver.c`; built if None.
     Raises:
         ValueError: the architecture is unknown.
         RuntimeError: CUDA or the interpreter is active, a driver is already loaded, or the stand-in cannot be built.
     """
-    if arch not in SM_COUNTS:
-        raise ValueError(f"arch must be one of {', '.join(SM_COUNTS)}, got {arch!r}")
+    limits, gpu = offline.architecture(arch), offline.gpu(arch)
     if torch.cuda.is_available():
         raise RuntimeError(
             "the stand-in driver requires a machine without a GPU: hide the GPU with CUDA_VISIBLE_DEVICES=''"
@@ -108,8 +97,6 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
         raise RuntimeError(
             "the real libcuda.so.1 is loaded in this process: install the stand-in driver in a new process"
         )
-    gpu = Gpu(arch, SM_COUNTS[arch])
-    limits = LIMITS[arch]
     number = int(arch.removeprefix("sm_"))
     loaded.stand_in_configure(number, gpu.sm_count, limits.shared_bytes_per_block, limits.shared_bytes)
     triton.runtime.driver.set_active(_TritonDriver(number))

@@ -172,10 +172,11 @@ def matmul_launch(
     dependent = config.dependent and o.b_is_nk  # B is then a weight
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
-    # early loads need registers: with e4m3, load one sub-tile of the residual early; with fp32, do not load x early
+    # early loads need registers: with e4m3, load one sub-tile of the residual early; with fp32 or a second output, do
+    # not load x early
     early = 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles
     if o.x is not None:
-        early = int(o.x.element_size() == 2)
+        early = int(o.x.element_size() == 2 and o.h is None)
     reads_z = epilogue in ("activation_grad", "gated_grad")
     if reads_z:  # the widest tiles with gelu_tanh have no registers for early loads
         early = int(o.a.element_size() == 2 and not (activation == "gelu_tanh" and cols == 256))

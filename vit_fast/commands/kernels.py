@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -60,9 +60,11 @@ def kernels(
     chosen = [name for name, given in modes.items() if given]
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)} cannot be used together")
-    mode = chosen[0] if chosen else None
+    mode = chosen[0] if chosen else ""
     if sizes is not None and mode not in ("--warm-up", "--model"):
         raise ValueError(f"--batch-sizes requires --warm-up or --model, got {batch_sizes}")
+    if mode == "--model" and sizes is not None and (len(sizes) != 1 or sizes[0] < 1):
+        raise ValueError(f"--batch-sizes must be one integer >= 1 with --model, got {batch_sizes}")
     given = {"--arch": arch is not None, "--json": as_json, "--update-baseline": update_baseline}
     for option, is_given in given.items():
         if is_given and (mode in ("--warm-up", "--tune") or (mode and option == "--update-baseline")):
@@ -77,35 +79,34 @@ def kernels(
             err=True,
         )
         raise typer.Exit(2)
-    if host:
-        _print_host_time(arch or "sm_90", as_json=as_json)
-        return
-    if model is not None:
-        if sizes is not None and (len(sizes) != 1 or sizes[0] < 1):
-            raise ValueError(f"--batch-sizes must be one integer >= 1 with --model, got {batch_sizes}")
-        _print_device_time(model, sizes[0] if sizes else 256, arch or "sm_90", as_json=as_json)
-        return
-    if tune:
-        from ..kernels.inspect.attention_tuning import tune as search
-
-        try:
-            search(report=typer.echo)
-        except RuntimeError as error:
-            typer.echo(f"vit-fast kernels --tune: {error}", err=True)
-            raise typer.Exit(2) from error
-        return
     try:
-        report = collect(
-            arch.split(",") if arch else None, core=False, update_baseline=update_baseline, progress=not as_json
-        )
+        if tune:
+            from ..kernels.inspect.attention_tuning import tune as search
+
+            search(report=typer.echo)
+            return
+        if host:
+            from .block_times import host_time_text as text_of
+            from .block_times import measure_host_time
+
+            report = measure_host_time(arch or "sm_90")
+            failed = bool(report["violations"])
+        elif model is not None:
+            from .block_times import device_time_text as text_of
+            from .block_times import model_device_time
+
+            report = model_device_time(model, sizes[0] if sizes else 256, arch or "sm_90")
+            failed = False
+        else:
+            text_of = _summary
+            archs = arch.split(",") if arch else None
+            report = collect(archs, core=False, update_baseline=update_baseline, progress=not as_json)
+            failed = any(row["problems"] for row in report["builds"])
     except (RuntimeError, ValueError, ImportError) as error:
-        typer.echo(f"vit-fast kernels: {error}", err=True)
+        typer.echo(f"vit-fast kernels{' ' if mode else ''}{mode}: {error}", err=True)
         raise typer.Exit(2) from error
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        _print_summary(report)
-    if any(row["problems"] for row in report["builds"]):
+    typer.echo(json.dumps(report, indent=2) if as_json else text_of(report))
+    if failed:
         raise typer.Exit(1)
 
 
@@ -134,30 +135,6 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _print_host_time(arch: str, *, as_json: bool) -> None:
-    from .host_time import measure, render
-
-    try:
-        report = measure(arch)
-    except RuntimeError as error:
-        typer.echo(f"vit-fast kernels --host: {error}", err=True)
-        raise typer.Exit(2) from error
-    typer.echo(json.dumps(report, indent=2) if as_json else render(report))
-    if report["violations"]:
-        raise typer.Exit(1)
-
-
-def _print_device_time(name: str, batch: int, arch: str, *, as_json: bool) -> None:
-    from .device_time import model_block, render
-
-    try:
-        report = model_block(name, batch, arch)
-    except (RuntimeError, ValueError, ImportError) as error:
-        typer.echo(f"vit-fast kernels --model: {error}", err=True)
-        raise typer.Exit(2) from error
-    typer.echo(json.dumps(report, indent=2) if as_json else render(report))
-
-
 def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progress: bool = False) -> dict[str, Any]:
     """Compiles the kernels, compares them with the baseline, and returns data for JSON.
 
@@ -169,43 +146,38 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
     import triton
 
     from ..kernels import launch
-    from ..kernels.inspect import baseline, offline
+    from ..kernels.inspect import offline, static_checks
 
     if launch.is_interpreted():
         raise RuntimeError("TRITON_INTERPRET must be unset, because Triton's interpreter compiles nothing")
     # check all names first, because compilation takes minutes
-    wanted = [
-        (arch, build) for arch in archs or offline.ARCHS for build in offline.builds(arch) if build.core or not core
-    ]
-    before = baseline.read_baseline() if baseline.BASELINE_PATH.exists() else {"triton": None, "builds": {}}
-    comparable = baseline.is_comparable(before) and not update_baseline
+    wanted = [(arch, build) for arch in archs or offline.ARCHS for build in static_checks.builds(arch, core)]
+    before: dict[str, Any] = {"triton": None, "builds": {}}
+    if static_checks.BASELINE_PATH.exists():
+        before = static_checks.read_baseline()
+    comparable = static_checks.is_comparable(before) and not update_baseline
+    rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
-
-    def compile_one(arch: str, build: Any) -> dict[str, Any]:
-        row: dict[str, Any] = {"arch": arch, "kernel": build.kernel, "case": build.case}
-        try:
-            stats = offline.compile_build(build, arch)
-        except Exception as error:  # record a compiler failure in this row and continue
-            row["problems"] = [f"does not compile: {type(error).__name__}: {_last_line(error)}"]
-        else:
-            recorded = baseline.is_recorded(build, arch)
-            if recorded:
-                found[build.key(arch)] = stats
-            row |= stats.as_dict()
-            row["problems"] = offline.problems(build, stats, arch)
-            if comparable and recorded:
-                row["problems"] += baseline.regressions(before, build.key(arch), stats)
-        return row
-
-    rows = []
     with _progress("builds compiled") as bar:
-        for one in wanted:
-            rows.append(compile_one(*one))
+        for arch, build in wanted:
+            row: dict[str, Any] = {"arch": arch, "kernel": build.kernel, "case": build.case}
+            try:
+                stats = static_checks.compile_build(build, arch)
+            except Exception as error:  # record a compiler failure in this row and continue
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                row["problems"] = [f"does not compile: {type(error).__name__}: {lines[-1][:200] if lines else ''}"]
+            else:
+                row |= stats | {"problems": static_checks.problems(build, stats, arch)}
+                if static_checks.is_recorded(build, arch):
+                    found[build.key(arch)] = stats
+                    if comparable:
+                        row["problems"] += static_checks.regressions(before, build.key(arch), stats)
+            rows.append(row)
             if progress:
-                typer.echo(_line(rows[-1]))
+                typer.echo(_line(row))
             bar(len(rows), len(wanted))
     if update_baseline:
-        baseline.write_baseline(found)
+        static_checks.write_baseline(found)
     return {
         "triton": triton.__version__,
         "baseline_triton": before["triton"],
@@ -214,31 +186,23 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
     }
 
 
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:200] if lines else ""
-
-
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Mapping[str, Any]) -> str:
     head = f"{row['arch']:7s} {row['kernel']:24s} {row['case']:28s}"
     if "registers" not in row:
         return head + " " + "; ".join(row["problems"])
+    matrix = [f"{row[name]} {name.upper()}" for name in ("hgmma", "tcgen05", "hmma") if row[name]]
     counts = (
         f"{row['registers']:3d} registers, {row['spill_loads'] + row['spill_stores']} spills, "
         f"{row['shared_bytes'] / 1024:.0f} KiB shared, {row['ctas_per_sm']} CTA/SM, "
-        f"{_matrix_instructions(row)}, TMA {row['tma_loads']}/{row['tma_stores']}, {row['instructions']} instructions"
+        f"{' '.join(matrix) or 'no matrix instructions'}, TMA {row['tma_loads']}/{row['tma_stores']}, "
+        f"{row['instructions']} instructions"
     )
     return f"{head} {counts}" + "".join(f"  <- {problem}" for problem in row["problems"])
 
 
-def _matrix_instructions(row: dict[str, Any]) -> str:
-    names = (("hgmma", "HGMMA"), ("tcgen05", "TCGEN05"), ("hmma", "HMMA"))
-    counted = [f"{row[field]} {name}" for field, name in names if row[field]]
-    return " ".join(counted) or "no matrix instructions"
-
-
-def _print_summary(report: dict[str, Any]) -> None:
+def _summary(report: Mapping[str, Any]) -> str:
     bad = sum(bool(row["problems"]) for row in report["builds"])
-    typer.echo(f"{len(report['builds'])} builds with triton {report['triton']}, {bad} with problems")
+    text = f"{len(report['builds'])} builds with triton {report['triton']}, {bad} with problems"
     if not report["compared_with_baseline"]:
-        typer.echo(f"not compared with the baseline, which was written with triton {report['baseline_triton']}")
+        text += f"\nnot compared with the baseline, which was written with triton {report['baseline_triton']}"
+    return text

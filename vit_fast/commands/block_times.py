@@ -1,12 +1,12 @@
-"""`vit-fast kernels --host`: counts the launches of a block and measures their host time, without a GPU.
+"""Launches of a block without a GPU: host time (`vit-fast kernels --host`), modeled device time (`--model`).
 
-    report = measure("sm_90")        # in separate processes
-    print(render(report))
-
-Triton's launch path runs unchanged, with a stand-in driver that launches nothing
+Host time: Triton's launch path runs unchanged, with a stand-in driver that launches nothing
 (`kernels/inspect/stand_in_driver.py`). Launches and tensor map descriptors are counted for ViT-B, B = 1. Time is
 measured for blocks of vit-fast and timm (eager) with small tensors, so that dispatch dominates. It is process CPU time,
 which excludes the work of a real CUDA driver and allocator.
+
+Device time: launches are recorded, compiled, and modeled from machine code and tile sizes
+(`kernels/inspect/device_model.py`). Nothing is measured.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,29 +35,36 @@ from ..blocks.block import run_blocks
 from ..ops.attention import attention_qkvpacked
 from ..ops.block import fused_block
 from ..ops.descriptions import BlockTensors
+from ..variants import get_variant
 
 if TYPE_CHECKING:
     from ..kernels.inspect.stand_in_driver import StandInDriver
+    from ..kernels.launch import Launch
 
-NOTE = "Host time of Triton's launch path, with a stand-in driver that runs no kernels. No GPU time is measured."
+MEASURED = "Host time of Triton's launch path, with a stand-in driver that runs no kernels. No GPU time is measured."
+MODELED = "Modeled from machine code and tile sizes, not measured."
 MODEL = "vit_base_patch16_224"
 DEPTH = 12  # blocks of MODEL; they share the overhead of a compiled call
 NARROW = {"embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8}
 REPEATS = 15
 SECONDS_A_REPEAT = 0.02
+_COLUMNS = {
+    "kernel": "launch", "tile": "tile/parts", "waves": "waves", "MB": "MB", "GFLOP": "GFLOP", "registers": "registers",
+    "step_instructions": "step", "tile_instructions": "tile", "issue_us": "issue us", "floor_us": "floor us",
+    "modelled_us": "modeled us", "bottleneck": "bottleneck",
+}  # fmt: skip
 
 Call = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class HostCall:
+class HostCall(NamedTuple):
     """A call, and the number of blocks that it runs."""
 
     call: Call
     blocks: int = 1
 
 
-def measure(arch: str) -> dict[str, Any]:
+def measure_host_time(arch: str) -> dict[str, Any]:
     """Returns the results of `vit-fast kernels --host`: compiles in a new process, and measures in a second one.
 
     Args:
@@ -69,20 +75,14 @@ def measure(arch: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="vit-fast-host-") as cache:
         cold = _run(arch, "compile", cache)
         report = _run(arch, "measure", cache)
-    report["seconds_cold"] = cold["seconds"]
-    report["seconds_warm"] = report.pop("seconds")
-    return report
+    return report | {"seconds_cold": cold["seconds"], "seconds_warm": report.pop("seconds")}
 
 
 def _run(arch: str, what: str, cache: str) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # keep one heap: otherwise malloc maps large tensors again in each call, unlike on a GPU
-    environment |= {
-        "TRITON_CACHE_DIR": cache,
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": str(2**30),
-        "MALLOC_TRIM_THRESHOLD_": str(2**30),
-    }
+    heap = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2**30))
+    environment |= {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", **heap}
     command = [sys.executable, "-c", f"from {__name__} import run_child; run_child({arch!r}, {what!r})"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -93,10 +93,9 @@ def _run(arch: str, what: str, cache: str) -> dict[str, Any]:
 
 
 def run_child(arch: str, what: str) -> None:
-    """Installs the stand-in driver in this process, measures, and prints the results as JSON.
+    """Installs the stand-in driver in this process, counts launches, and prints the results as JSON.
 
     Args:
-        arch: See measure.
         what: "compile" counts only, "measure" also measures time.
     """
     from ..kernels.inspect import stand_in_driver
@@ -104,28 +103,22 @@ def run_child(arch: str, what: str) -> None:
     torch.set_num_threads(1)
     driver = stand_in_driver.install(arch)
     start = time.perf_counter()
-    full = our_calls()
-    counts = {name: count(driver, one) for name, one in full.items()}
+    counts = {name: _count(driver, one) for name, one in _our_calls().items()}
     report: dict[str, Any] = {"seconds": round(time.perf_counter() - start, 2)}
     if what == "measure":
-        machine = describe("cpu")
         report |= {
-            "note": NOTE, "arch": arch, "machine": machine, "kernels": driver.counters().modules,
+            "note": MEASURED, "arch": arch, "machine": describe("cpu"), "kernels": driver.counters().modules,
             "violations": driver.violations(),
         }  # fmt: skip
-        compiled = compiled_calls(**NARROW)
-        counts |= {name: count(driver, one) for name, one in compiled.items()}
-        report["rows"] = _rows(our_calls(**NARROW) | compiled, counts)
+        compiled = _compiled_calls(**NARROW)
+        counts |= {name: _count(driver, one) for name, one in compiled.items()}
+        report["rows"] = _rows(_our_calls(**NARROW) | compiled, counts)
         report["towers"] = _tower_rows(driver)
     print(json.dumps(report))
 
 
-def our_calls(**changes: Any) -> dict[str, HostCall]:
-    """Returns calls of vit-fast's operators, and of a block in inference and in training.
-
-    Args:
-        changes: Fields of ViT-B's configuration to replace.
-    """
+def _our_calls(**changes: Any) -> dict[str, HostCall]:
+    """Returns calls of operators and of a block. `changes`: fields of ViT-B's configuration."""
     model, x = _model_and_tokens(**changes)
     calls = {name: HostCall(_without_gradient(call)) for name, call in _operator_calls(model.blocks[0], x).items()}
     frozen = copy.deepcopy(model.blocks).eval()
@@ -134,8 +127,7 @@ def our_calls(**changes: Any) -> dict[str, HostCall]:
     return calls | _block_calls(model.blocks, run_blocks, x)
 
 
-def compiled_calls(**changes: Any) -> dict[str, HostCall]:
-    """Returns calls of vit-fast's blocks, compiled by torch.compile into one graph; see our_calls."""
+def _compiled_calls(**changes: Any) -> dict[str, HostCall]:
     model, x = _model_and_tokens(**changes)
     compiled = torch.compile(partial(run_blocks, model.blocks.eval()), fullgraph=True, dynamic=False)
     return {"block, inference, compiled": HostCall(_without_gradient(partial(compiled, x)), DEPTH)}
@@ -146,26 +138,7 @@ def _model_and_tokens(**changes: Any) -> tuple[Any, Tensor]:
     return model, torch.zeros(1, model.config.seqlen, model.config.embed_dim, dtype=torch.bfloat16)
 
 
-def _tower_rows(driver: StandInDriver) -> list[dict[str, Any]]:
-    """Returns launches and host time of Qwen2.5-VL's tower per image size, without and with (empty) graphs."""
-    from ..run import graph_runner
-
-    def capture(run: Call, device: torch.device, pool: object) -> Call:
-        output = run()
-        return lambda: output
-
-    graph_runner.capture = capture
-    graph_runner._no_graph_reasons = lambda model, like: []
-    rows = []
-    for size, candidates in tower_calls("cpu", scale=8, **NARROW_TOWER).items():
-        calls = {name: HostCall(call) for name, call in candidates.items()}
-        counts = {name: count(driver, one) for name, one in calls.items()}
-        times = _host_us(calls)
-        rows += [{"size": size, "candidate": name, **counts[name], "us": times[name]} for name in calls]
-    return rows
-
-
-def timm_calls() -> dict[str, HostCall]:
+def _timm_calls() -> dict[str, HostCall]:
     """Returns calls of timm's blocks in eager mode with small tensors; {} if timm is not installed."""
     if importlib.util.find_spec("timm") is None:
         return {}
@@ -201,12 +174,10 @@ def _without_gradient(call: Call) -> Call:
 def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
     """Returns calls of the operators with a block's tensors. Both halves pass on LayerNorm statistics."""
     attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
-    absent: Any = (None,) * 7
-    first = partial(
-        fused_block, x, None, BlockTensors(
-            norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias, None, *absent
-        ), heads=attn.num_heads, eps=(norm1.eps, 0.0), next_statistics=True,
+    half = BlockTensors(
+        norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias
     )  # fmt: skip
+    first = partial(fused_block, x, None, half, heads=attn.num_heads, eps=(norm1.eps, 0.0), next_statistics=True)
     packed = x.new_zeros(*x.shape[:-1], 3, attn.num_heads, x.shape[-1] // attn.num_heads)
     with torch.no_grad():
         _, statistics = first()
@@ -222,7 +193,7 @@ def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
     }  # fmt: skip
 
 
-def count(driver: StandInDriver, one: HostCall) -> dict[str, float]:
+def _count(driver: StandInDriver, one: HostCall) -> dict[str, float]:
     """Counts the steady-state launches and descriptors of a block."""
     for _ in range(4):
         one.call()
@@ -230,15 +201,13 @@ def count(driver: StandInDriver, one: HostCall) -> dict[str, float]:
     one.call()
     after = driver.counters()
     return {
-        "launches": (after.launches - before.launches) / one.blocks,
-        "descriptors": (after.descriptors - before.descriptors) / one.blocks,
-    }
+        name: (getattr(after, name) - getattr(before, name)) / one.blocks for name in ("launches", "descriptors")
+    }  # fmt: skip
 
 
 def _rows(ours: Mapping[str, HostCall], counts: Mapping[str, dict[str, float]]) -> list[dict[str, Any]]:
-    timm = timm_calls()
     both = {("ours", name): one for name, one in ours.items()}
-    both |= {("timm", name): one for name, one in timm.items()}
+    both |= {("timm", name): one for name, one in _timm_calls().items()}
     times = _host_us(both)
     rows = []
     for name in ours:
@@ -248,29 +217,45 @@ def _rows(ours: Mapping[str, HostCall], counts: Mapping[str, dict[str, float]]) 
     return rows
 
 
+def _tower_rows(driver: StandInDriver) -> list[dict[str, Any]]:
+    """Returns launches and host time of Qwen2.5-VL's tower per image size, without and with (empty) graphs."""
+    from ..run import graph_runner
+
+    def capture(run: Call, device: torch.device, pool: object) -> Call:
+        output = run()
+        return lambda: output
+
+    graph_runner.capture = capture
+    graph_runner._no_graph_reasons = lambda model, like: []
+    rows = []
+    for size, candidates in tower_calls("cpu", scale=8, **NARROW_TOWER).items():
+        calls = {name: HostCall(call) for name, call in candidates.items()}
+        counts = {name: _count(driver, one) for name, one in calls.items()}
+        times = _host_us(calls)
+        rows += [{"size": size, "candidate": name, **counts[name], "us": times[name]} for name in calls]
+    return rows
+
+
 def _host_us(timed: Mapping[Any, HostCall]) -> dict[Any, dict[str, float]]:
     """Returns process CPU time per block in microseconds: median, 20th and 80th percentile of interleaved rounds."""
-    calls = {}
+    repeats = {}
     for key, one in timed.items():
         one.call()
-        calls[key] = max(1, round(SECONDS_A_REPEAT / max(_seconds(one, 1), 1e-6)))
+        repeats[key] = max(1, round(SECONDS_A_REPEAT / max(_seconds(one, 1), 1e-6)))
     samples: dict[Any, list[float]] = {key: [] for key in timed}
     gc.collect()
     gc.disable()
     try:
         for _ in range(REPEATS):
             for key, one in timed.items():
-                samples[key].append(_seconds(one, calls[key]) / calls[key] / one.blocks * 1e6)
+                samples[key].append(_seconds(one, repeats[key]) / repeats[key] / one.blocks * 1e6)
     finally:
         gc.enable()
     found = {}
     for key, values in samples.items():
-        fifths = statistics.quantiles(values, n=5)
-        found[key] = {
-            "median": round(statistics.median(values), 1),
-            "p20": round(fifths[0], 1),
-            "p80": round(fifths[-1], 1),
-        }
+        p20, *_, p80 = statistics.quantiles(values, n=5)
+        us = {"median": statistics.median(values), "p20": p20, "p80": p80}
+        found[key] = {name: round(value, 1) for name, value in us.items()}
     return found
 
 
@@ -281,14 +266,13 @@ def _seconds(one: HostCall, calls: int) -> float:
     return time.process_time() - start
 
 
-def render(report: Mapping[str, Any]) -> str:
-    """Formats a report as text."""
+def host_time_text(report: Mapping[str, Any]) -> str:
     machine, packages = report["machine"], report["machine"]["packages"]
-    columns = "vit-fast us (p20-p80)", "timm us (p20-p80)"
     lines = [
         report["note"],
         f"{report['arch']}; {machine['cpu']}, 1 thread, torch {packages['torch']}, triton {packages['triton']}",
-        f"{'':28s} {'launches':>8s} {'descriptors':>11s} {columns[0]:>24s} {columns[1]:>24s}     ratio",
+        f"{'':28s} {'launches':>8s} {'descriptors':>11s} {'vit-fast us (p20-p80)':>24s} {'timm us (p20-p80)':>24s} "
+        "    ratio",
     ]
     for row in report["rows"]:
         lines.append(
@@ -297,22 +281,93 @@ def render(report: Mapping[str, Any]) -> str:
         )
     if all(row["timm_us"] is None for row in report["rows"]):
         lines.append("timm is not installed, so there is no comparison: pip install timm")
-    lines.append(
+    lines += [
         "Launches and descriptors are counted for ViT-B, B = 1, bf16. Times are microseconds per block with "
-        "embed_dim=64 and 17 tokens."
-    )
-    lines.append(
+        "embed_dim=64 and 17 tokens.",
         f"{report['kernels']} kernels compiled for ViT-B: {report['seconds_cold']:.1f} s cold, "
-        f"{report['seconds_warm']:.1f} s with a warm cache"
-    )
+        f"{report['seconds_warm']:.1f} s with a warm cache",
+    ]
     if report["towers"]:
         lines.append("Qwen2.5-VL's tower with embed_dim=64, at 1/8 of each image size; graphs are not replayed:")
         lines.append(f"{'':18s} {'':8s} {'launches':>8s} {'host us (p20-p80)':>24s}")
     for row in report["towers"]:
-        spread = _spread(row["us"])
-        lines.append(f"{row['size']:18s} {row['candidate']:8s} {row['launches']:8g} {spread:>24s}")
+        lines.append(f"{row['size']:18s} {row['candidate']:8s} {row['launches']:8g} {_spread(row['us']):>24s}")
     return "\n".join([*lines, *(f"rejected by the driver: {text}" for text in report["violations"])])
 
 
 def _spread(us: Mapping[str, float] | None) -> str:
     return "" if us is None else f"{us['median']:.0f} ({us['p20']:.0f}-{us['p80']:.0f})"
+
+
+def model_device_time(name: str, batch: int, arch: str) -> dict[str, Any]:
+    """Returns a row per launch of a frozen block in bf16, and the sums in microseconds.
+
+    The key "training" contains the same for forward and backward.
+
+    Raises:
+        ValueError: the model or the architecture is unknown.
+        RuntimeError: triton's interpreter is active.
+    """
+    from ..kernels.inspect import device_model, offline
+
+    layers, gpu = get_variant(name).config.depth, offline.architecture(arch)
+    frozen, training = (
+        summed(device_model.model_launches(record_block(name, batch, arch, step), arch)) for step in (False, True)
+    )
+    return {
+        "note": MODELED, "arch": arch, "gpu": gpu.gpu, "clock_GHz": gpu.clock, "DRAM_GB_per_s": gpu.dram,
+        "multiprocessors": gpu.sm_count, "model": name, "batch": batch, "dtype": "bf16", "layers": layers,
+        **frozen, "training": training,
+    }  # fmt: skip
+
+
+def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the rows with their sums."""
+    sums = {key: round(sum(row[key] for row in rows), 2) for key in ("issue_us", "floor_us", "modelled_us")}
+    return {"launches": rows, "layer": sums}
+
+
+def record_block(name: str, batch: int, arch: str, training: bool = False) -> list[Launch]:
+    """Returns the launches of a block that reuses the LayerNorm statistics of the previous block.
+
+    Args:
+        training: True for forward and backward, False for the forward with frozen weights.
+    """
+    from ..kernels.inspect import offline
+
+    with torch.set_grad_enabled(training), offline.recorded(offline.gpu(arch)) as launches:
+        model = create_model(name, backend="triton", depth=2).bfloat16()
+        config = model.config
+        x = torch.empty(batch, config.seqlen, config.embed_dim, dtype=torch.bfloat16, requires_grad=training)
+        rope = model.rope(torch.empty(1, config.in_chans, *config.image_hw), x)
+        if not training:
+            freeze(model.blocks)
+        launches.clear()
+        y = run_blocks(model.blocks, x, *rope)
+        found = launches[-(len(launches) // 2) :]
+        if training:
+            launches.clear()
+            y.backward(torch.empty_like(y))
+            found += launches[: len(launches) // 2]
+    return found
+
+
+def device_time_text(report: Mapping[str, Any]) -> str:
+    lines = [
+        f"{report['model']}, batch {report['batch']}, bf16, one of {report['layers']} blocks",
+        f"{report['arch']}: {report['gpu']}, {report['multiprocessors']} multiprocessors, {report['clock_GHz']} GHz, "
+        f"{report['DRAM_GB_per_s']} GB/s",
+        report["note"] + " step: instructions per warp in one iteration of the main loop; tile: outside the loop.",
+    ]
+    for what, part in (("frozen forward", report), ("training, forward and backward", report["training"])):
+        rows = [list(_COLUMNS.values()), *([str(row[key]) for key in _COLUMNS] for row in part["launches"])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        sums, layers = part["layer"], report["layers"]
+        lines += [
+            "",
+            f"{what}:",
+            *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+            f"block: issue {sums['issue_us']} us, floor {sums['floor_us']} us, modeled {sums['modelled_us']} us",
+            f"{layers} blocks: modeled {layers * sums['modelled_us'] / 1e3:.2f} ms",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,263 @@
+"""Builds of the kernels of blocks: launches of the operators, recorded in every configuration of their matmuls.
+
+`_BLOCKS` and `_FP8_BLOCKS` list the blocks. Sizes are those of ViT-B/16, in FP8 those of ViT-L/16. The numbers of
+images and tokens do not change a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from vit_fast.ops import rotary
+from vit_fast.ops.block import fused_block
+from vit_fast.ops.descriptions import BlockTensors, Norm, QkNorm, Rope
+from vit_fast.ops.fp8 import Fp8Block, Fp8Linear, fused_block_fp8
+
+from ..activations import ACTIVATIONS
+from ..device import has_fp8, matrix_instruction, product_kind
+from ..launch import Launch
+from ..linear import weight_products
+from ..matmul import matmul_policy
+from ..matmul.matmul_launch import MatmulConfig
+from . import offline
+from .offline import Build
+
+_PARTS = 5  # of K; all numbers of parts but 1 share a kernel
+_IMAGES, _TOKENS, _PREFIX = 2, 200, 1
+_C, _F, _C8, _F8 = 768, 3072, 1024, 4096
+_HALF, _FULL, _E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+# Dtypes of the residual stream and the parameters, and of the matmuls (under autocast).
+_DTYPES = {
+    "bf16": (_HALF, _HALF), "fp32": (_FULL, _FULL), "autocast": (_FULL, _HALF), "fp16": (torch.float16, torch.float16),
+}  # fmt: skip
+
+_MLP, _ATTENTION = {"halves": ("mlp",)}, {"halves": ("attention",)}
+_HEADS72, _HEADS128 = {"head_dim": 72, "heads": 16}, {"head_dim": 128, "heads": 6}
+# (name, keys of `_DTYPES`, arguments of `_block`). "first": only with the first configuration of each matmul.
+_BLOCKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("gelu", "bf16 fp32 autocast", {}),
+    ("gelu alone", "fp16", {**_MLP, "first": True}),
+    ("gated silu", "bf16 fp32 autocast", {**_MLP, "activation": "silu", "gated": True}),
+    *((name, "bf16 fp32", {**_MLP, "activation": name, "first": True}) for name in ACTIVATIONS[1:]),
+    ("gated gelu", "bf16", {**_MLP, "gated": True, "first": True}),
+    ("RMSNorm", "bf16", {**_MLP, "norm": "rms_norm"}),
+    ("gated RMSNorm", "bf16", {**_MLP, "norm": "rms_norm", "gated": True}),
+    ("norm before fc2", "bf16 fp32", {**_MLP, "inner": True}),
+    ("gated silu, norm before fc2", "bf16", {**_MLP, "inner": True, "activation": "silu", "gated": True}),
+    ("MLP without residual", "bf16", {**_MLP, "residual": False, "first": True}),
+    ("attention without residual", "bf16", {**_ATTENTION, "residual": False, "first": True}),
+    ("rope D64", "bf16 fp32", {**_ATTENTION, "rope": "half"}),
+    ("rope D72 of each image", "bf16 fp32", {**_ATTENTION, **_HEADS72, "rope": "half", "tables": _IMAGES}),
+    ("interleaved rope D72", "bf16 fp32", {**_ATTENTION, **_HEADS72, "rope": "interleaved", "first": True}),
+    ("layer_norm, rope D64", "bf16 fp32", {**_ATTENTION, "rope": "half", "qk_norm": "layer_norm"}),
+    ("layer_norm, rope D128", "bf16", {**_ATTENTION, **_HEADS128, "rope": "half", "qk_norm": "layer_norm"}),
+    ("rms_norm D64", "bf16", {**_ATTENTION, "qk_norm": "rms_norm", "first": True}),
+    ("rms_norm D128", "bf16 fp32", {**_ATTENTION, **_HEADS128, "qk_norm": "rms_norm", "first": True}),
+    ("rms_norm of 25x128", "bf16 fp32",
+     {**_ATTENTION, "head_dim": 128, "heads": 25, "qk_norm": "rms_norm", "over": "width", "first": True}),
+)  # fmt: skip
+_CORE = ("bf16 gelu", "bf16 gelu, training", "fp8 gelu")  # calls with core builds
+_SPLIT = ("bf16 gelu", "fp32 gelu", "fp8 gelu")  # calls for which residual matmuls are split along K
+_ALL = ("qkv", "proj", "fc1", "fc2")
+# Arguments of `_fp8_block` by name.
+_FP8_BLOCKS: dict[str, dict[str, Any]] = {
+    "gelu": {},
+    "gated silu": {"gated": True},
+    "rope D64": {"rope": True},
+    "qkv and fc1, gelu": {"quantized": ("qkv", "fc1")},
+    "qkv and fc1, gated silu": {"quantized": ("qkv", "fc1"), "gated": True},
+    "proj and fc2, gelu": {"quantized": ("proj", "fc2")},
+    "proj and fc2, gated silu": {"quantized": ("proj", "fc2"), "gated": True},
+}
+
+_Call = Callable[[], Any]
+
+
+def _block(
+    stream: torch.dtype, training: bool, *, halves: tuple[str, ...] = ("attention", "mlp"), norm: str = "layer_norm",
+    activation: str = "gelu", gated: bool = False, inner: bool = False, residual: bool = True, heads: int = 12,
+    head_dim: int = 64, rope: str = "", tables: int = 1, qk_norm: str = "", over: str = "head",
+) -> _Call:  # fmt: skip
+    """Returns a call of the operator, in training with its backward, on uninitialized tensors."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=stream, requires_grad=training)
+
+    given: dict[str, Tensor] = {}
+    inside = heads * head_dim
+    if "attention" in halves:
+        given |= {"norm1_weight": empty(_C), "qkv_weight": empty(3 * inside, _C), "qkv_bias": empty(3 * inside)}
+        given |= {"proj_weight": empty(_C, inside), "proj_bias": empty(_C), "scale1": empty(_C)}
+    if "mlp" in halves:
+        given |= {"norm2_weight": empty(_C), "fc1_weight": empty(_F, _C), "fc1_bias": empty(_F)}
+        given |= {"fc2_weight": empty(_C, _F), "fc2_bias": empty(_C), "scale2": empty(_C)}
+    if norm == "layer_norm":
+        given |= {name.replace("weight", "bias"): empty(_C) for name in given if name.startswith("norm")}
+    if gated:
+        given |= {"gate_weight": empty(_F, _C), "gate_bias": empty(_F)}
+    if inner:
+        given |= {"inner_weight": empty(_F), "inner_bias": empty(_F)}
+    options: dict[str, Any] = {"inner_norm": ("layer_norm", 1e-6)} if inner else {}
+    if qk_norm:
+        size = inside if over == "width" else head_dim
+        norms = [Norm(empty(size), empty(size) if qk_norm == "layer_norm" else None, kind=qk_norm) for _ in range(2)]
+        options["qk_norm"] = QkNorm(norms[0], norms[1], over)
+    if rope:
+        options["rope"] = _rope(head_dim, rope, tables)
+    x = empty(_IMAGES, _TOKENS, _C)
+    call = partial(
+        fused_block, x, None, BlockTensors(**given), heads=heads, eps=(1e-6, 1e-6), norm=norm, activation=activation,
+        residual=residual, next_statistics=True, **options,
+    )  # fmt: skip
+    return partial(_with_backward, call, x) if training else call
+
+
+def _rope(head_dim: int, layout: str, images: int = 1) -> Rope:
+    cos, sin = torch.empty(2, images, 1, _TOKENS - _PREFIX, head_dim // 2)
+    return Rope(cos, sin, _PREFIX, layout)
+
+
+def _with_backward(call: _Call, x: Tensor) -> None:
+    result = call()
+    y = result if isinstance(result, Tensor) else result[0]
+    torch.autograd.grad(y, x, torch.empty_like(y))
+
+
+def _qk_norm_rope(dtype: torch.dtype, norm: str, head_dim: int = 64) -> _Call:
+    """Returns a call of the operator of qk-norm and rotary embeddings, with its backward."""
+    qkv = torch.empty(_IMAGES, _TOKENS, 3, 12, head_dim, dtype=dtype, requires_grad=True)
+    weight, bias = (torch.empty(head_dim, dtype=dtype, requires_grad=True) for _ in range(2))
+    one = Norm(weight, bias, kind=norm)
+    qk_norm, rope = QkNorm(one, one) if norm else None, _rope(head_dim, "half")
+    call = partial(rotary.qk_norm_rope, qkv, qk_norm=qk_norm, rope=rope, backend="triton")
+    return partial(_with_backward, call, qkv)
+
+
+def _fp8_block(*, quantized: tuple[str, ...] = _ALL, gated: bool = False, rope: bool = False) -> _Call:
+    def linear(name: str, rows: int, columns: int) -> Fp8Linear:
+        after_norm, eight = name in ("qkv", "fc1"), name in quantized
+        factor = torch.empty(columns if after_norm else 1) if eight else None
+        scale = torch.empty(rows) if eight or not after_norm else None
+        weight = torch.empty(rows, columns, dtype=_E4M3 if eight else _HALF)
+        return Fp8Linear(weight, torch.empty(rows), scale, torch.empty(rows) if after_norm else None, factor)
+
+    block = Fp8Block(
+        linear("qkv", 3 * _C8, _C8), linear("proj", _C8, _C8), linear("fc1", 2 * _F8 if gated else _F8, _C8),
+        linear("fc2", _C8, _F8), 64 if rope else 0,
+    )  # fmt: skip
+    x = torch.empty(_IMAGES, _TOKENS, _C8, dtype=_HALF)
+    return partial(
+        fused_block_fp8, x, None, None, block, block.qkv.operand_factor, heads=16, attention_scale=None,
+        eps=(1e-6, 1e-6), activation="silu" if gated else "gelu", rope=_rope(64, "half") if rope else None,
+    )  # fmt: skip
+
+
+def _calls(arch: str) -> Iterator[tuple[str, torch.dtype, bool, _Call]]:
+    """Yields name, dtype of the matmuls, True for the first configuration only, and call."""
+    for name, dtypes, options in _BLOCKS:
+        given = {key: value for key, value in options.items() if key != "first"}
+        for one, training in product(dtypes.split(), (False, True)):
+            stream, dtype = _DTYPES[one]
+            ending = ", training" if training else ""
+            yield f"{one} {name}{ending}", dtype, "first" in options, _block(stream, training, **given)
+    for name, options in _FP8_BLOCKS.items() if has_fp8(arch) else ():
+        yield f"fp8 {name}", _HALF, False, _fp8_block(**options)
+    for dtype, norm in product((_HALF, _FULL), ("", "layer_norm")):
+        one = "bf16" if dtype == _HALF else "fp32"
+        yield f"{one} {norm or 'rope'} alone, training", dtype, True, _qk_norm_rope(dtype, norm)
+
+
+class _Configurations:
+    """Replaces the launch policy of matmuls: every matmul gets configuration `number` of its table, or the last one.
+
+    Args:
+        splits: True to continue the table of a matmul with the configurations of split-K.
+    Attributes:
+        number: Set by the caller.
+        count: The length of the longest table so far.
+    """
+
+    def __init__(self, arch: str, splits: bool) -> None:
+        self.arch, self.splits = arch, splits
+        self.number, self.count = 0, 1
+
+    def _table(self, kind: str, epilogue: str) -> list[MatmulConfig]:
+        """Lists the configurations for tensors with and without TMA descriptors."""
+        tables = (matmul_policy.config_table(self.arch, kind, epilogue, tma) for tma in (True, False))
+        return list(dict.fromkeys(config for table in tables for config in table))
+
+    def _take(self, table: list[tuple[MatmulConfig, int]]) -> tuple[MatmulConfig, int]:
+        self.count = max(self.count, len(table))
+        return table[min(self.number, len(table) - 1)]
+
+    def _best(self, problem: matmul_policy.Problem, most: int = 1) -> tuple[MatmulConfig, int]:
+        whole = [config for config in self._table(problem.kind, problem.epilogue) if problem.allows(config)]
+        partial = self._table(problem.kind, "partial") if most > 1 and self.splits else []
+        return self._take([*((config, 1) for config in whole), *((config, _PARTS) for config in partial)])
+
+    def _of_products(self, pairs: Any) -> tuple[MatmulConfig, int]:
+        kind = product_kind(pairs[0][0].dtype)
+        return self._take([(config, _PARTS) for config in self._table(kind, "weight_products")])
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        with (
+            mock.patch.object(matmul_policy, "best", self._best),
+            mock.patch.object(matmul_policy, "best_head", lambda problem: problem.sizes[0]),
+            mock.patch.object(weight_products, "products_config", self._of_products),
+        ):
+            yield
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def block_builds(arch: str, core: bool = False) -> Iterator[Build]:
+    """Yields a build for each launch of each call; `core`: only of the calls with core builds."""
+    gpu = offline.gpu(arch)
+    for name, dtype, first_only, call in _calls(arch):
+        if core and name not in _CORE:
+            continue
+        configurations = _Configurations(arch, splits=name in _SPLIT)
+        while configurations.number < configurations.count:
+            autocast = torch.autocast("cpu", dtype, enabled=dtype != _FULL)
+            with _tf32(), autocast, configurations.chosen(), offline.recorded(gpu) as launches:
+                call()
+            for launch in launches:
+                if "attention" not in launch.kernel.__name__:  # see attention_builds.py
+                    yield _build(arch, name, launch, core=configurations.number == 0 and name in _CORE)
+            configurations.number += 1
+            if core or first_only:
+                break
+
+
+def _build(arch: str, name: str, launch: Launch, core: bool) -> Build:
+    c = launch.constants
+    kernel = launch.kernel.__name__.strip("_").removesuffix("_kernel")
+    is_matmul, needs = "EPILOGUE" in c, ()
+    if is_matmul or "BLOCK_P" in c:
+        a = launch.args["a"]
+        dtype = getattr(a, "base", a).dtype
+        needs = ("e4m3" if dtype == _E4M3 else matrix_instruction(arch), *(("tma_loads",) if c["TMA"] else ()))
+        tile = "x".join(str(c[f"BLOCK_{axis}"]) for axis in ("MNK" if is_matmul else "PQM"))
+        name = f"{name} {tile} {'TMA' if c['TMA'] else 'pointers'}"
+    if is_matmul:
+        kernel = f"{kernel}_{c['EPILOGUE']}"
+        name += f" {c['ACTIVATION']}" if c["ACTIVATION"] != "identity" else ""
+    core &= arch == "sm_90" or (kernel == "matmul_layer_norm" and name.endswith("gelu"))
+    return Build(kernel, name, launch, core=core, needs=needs)

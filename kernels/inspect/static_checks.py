@@ -1,0 +1,190 @@
+"""Kernels in every shipped configuration: statistics, reasons not to ship them, and the committed baseline.
+
+The baseline contains all builds for sm_90, and the core builds for other architectures. Only
+`vit-fast kernels --update-baseline` changes `baseline.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from ..device import REFERENCE_GPU
+from . import offline
+from .attention_builds import attention_builds
+from .block_builds import block_builds
+from .offline import Build, architecture
+
+Stats = dict[str, int]
+"""Resources and instruction counts of a compiled kernel.
+
+Keys: registers, stack_bytes, shared_bytes, ctas_per_sm, warps, instructions, and numbers of instructions: spill_loads,
+spill_stores, async_copies, hgmma, hmma, tcgen05, e4m3 (MMA instructions), tma_loads, tma_stores, grid_waits (ACQBULK)
+and grid_starts (PREEXIT) of dependent launches. `early_accesses`: accesses to global memory before ACQBULK
+(ptx.py). If SASS has more `wgmma_waits` than `wgmma_waits_in_ptx`, ptxas has serialized wgmma (warnings C75xx).
+"""
+
+BASELINE_PATH = Path(__file__).with_name("baseline.json")
+ALLOWED_GROWTH = 1.10
+_GROWING = ("registers", "instructions", "wgmma_waits")
+_MUST_STAY = ("hgmma", "tcgen05", "tma_loads", "tma_stores")
+_RECORDED = ("registers", "instructions", "spills", "shared_bytes", "ctas_per_sm", "hmma", *_MUST_STAY)
+
+_GLOBAL_ACCESSES = {"ATOM", "ATOMG", "LD", "LDG", "LDGSTS", "RED", "REDG", "ST", "STG", "UBLKCP", "UTMALDG", "UTMASTG"}
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
+
+
+def builds(arch: str, core: bool = False) -> Iterator[Build]:
+    """Yields the shipped builds for an architecture, or its core builds only. Builds with equal kernels occur once.
+
+    Raises:
+        ValueError: the architecture is unknown.
+    """
+    architecture(arch)
+    kernels, keys = set(), set()
+    for build in (*attention_builds(arch), *block_builds(arch, core)):
+        if (kernel := offline.specialisation(build.launch)) in kernels:
+            continue
+        kernels.add(kernel)
+        number = 2
+        unnumbered = build.case
+        while build.key(arch) in keys:
+            build = replace(build, case=f"{unnumbered} ({number})")
+            number += 1
+        keys.add(build.key(arch))
+        if build.core or not core:
+            yield build
+
+
+def compile_build(build: Build, arch: str) -> Stats:
+    return read_stats(offline.compile_launch(build.launch, arch), arch)
+
+
+def disassemble(compiled: Any, flag: str = "-sass") -> str:
+    """Returns the output of cuobjdump for a compiled kernel: machine code (SASS), or with -res-usage, resources."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        return subprocess.run([cuobjdump, flag, path], capture_output=True, text=True, check=True).stdout
+
+
+def early_accesses(sass: str) -> int:
+    """Returns the number of global memory accesses before ACQBULK (griddepcontrol.wait), excluding prefetches."""
+    names = _INSTRUCTION.findall(sass)
+    before = names[: names.index("ACQBULK")] if "ACQBULK" in names else []
+    return sum(name in _GLOBAL_ACCESSES for name in before)
+
+
+def read_stats(compiled: Any, arch: str) -> Stats:
+    """Reads the statistics of a compiled kernel; raises RuntimeError if cuobjdump printed no resource line."""
+    usage, sass = disassemble(compiled, "-res-usage"), disassemble(compiled)
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if match is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {usage[:200]!r}")
+    mix, metadata = Counter(_INSTRUCTION.findall(sass)), compiled.metadata
+    stats = {
+        "registers": int(match[1]), "stack_bytes": int(match[2]), "shared_bytes": int(metadata.shared),
+        "warps": int(getattr(metadata, "total_num_warps", None) or metadata.num_warps),
+        "instructions": sum(mix.values()) - mix["NOP"], "spill_loads": mix["LDL"], "spill_stores": mix["STL"],
+        "hgmma": mix["HGMMA"] + mix["QGMMA"] + mix["IGMMA"], "hmma": mix["HMMA"],
+        "tcgen05": sum(count for name, count in mix.items() if name.startswith("UTC") and name.endswith("MMA")),
+        "e4m3": mix["QGMMA"] + mix["QMMA"] + mix["UTCQMMA"],
+        "tma_loads": mix["UTMALDG"], "tma_stores": mix["UTMASTG"], "async_copies": mix["LDGSTS"],
+        "grid_waits": mix["ACQBULK"], "grid_starts": mix["PREEXIT"], "early_accesses": early_accesses(sass),
+        "wgmma_waits": sass.count("WARPGROUP.DEPBAR"),
+        "wgmma_waits_in_ptx": compiled.asm["ptx"].count("wgmma.wait_group"),
+    }  # fmt: skip
+    return stats | {"ctas_per_sm": _occupancy(stats, arch, int(getattr(metadata, "tmem_size", None) or 0))}
+
+
+def _occupancy(stats: Stats, arch: str, tensor_columns: int) -> int:
+    """Returns blocks per multiprocessor."""
+    limits, warps = architecture(arch), stats["warps"]
+    registers_per_warp = (max(stats["registers"], 1) + 7) // 8 * 8 * 32
+    by_registers = 65_536 // registers_per_warp // warps
+    by_shared = limits.shared_bytes // (stats["shared_bytes"] + offline.KIB)
+    by_tensor_memory = 512 // tensor_columns if tensor_columns else limits.blocks
+    return min(by_registers, by_shared, by_tensor_memory, limits.threads // (32 * warps), limits.blocks)
+
+
+def problems(build: Build, stats: Stats, arch: str) -> list[str]:
+    """Lists reasons not to ship a build."""
+    found = []
+    if spills(stats):
+        found.append(f"spills: {stats['spill_loads']} loads, {stats['spill_stores']} stores")
+    if stats["wgmma_waits"] > stats["wgmma_waits_in_ptx"]:
+        found.append(f"wgmma is serialized: {stats['wgmma_waits']} waits, {stats['wgmma_waits_in_ptx']} in PTX")
+    dependent = ("grid_waits", "grid_starts") if build.launch.constants.get("DEPENDENT") else ()
+    found += [f"no {name} in the machine code" for name in (*build.needs, *dependent) if not stats[name]]
+    if stats["early_accesses"]:
+        found.append(f"{stats['early_accesses']} accesses to global memory before ACQBULK")
+    if stats["shared_bytes"] > (most := architecture(arch).shared_bytes_per_block):
+        found.append(f"{stats['shared_bytes']} bytes of shared memory, {arch} has {most} per block")
+    if stats["ctas_per_sm"] < 1:
+        found.append("does not fit on a multiprocessor")
+    return found
+
+
+def spills(stats: Stats) -> int:
+    """Returns the number of instructions that move registers to or from local memory."""
+    return stats["spill_loads"] + stats["spill_stores"]
+
+
+def is_recorded(build: Build, arch: str) -> bool:
+    return build.core or arch == REFERENCE_GPU.arch
+
+
+def read_baseline(path: Path = BASELINE_PATH) -> dict[str, Any]:
+    """Returns the baseline: {"triton": version, "builds": {key: statistics}}."""
+    baseline: dict[str, Any] = json.loads(path.read_text())
+    return baseline
+
+
+def is_comparable(baseline: Mapping[str, Any]) -> bool:
+    """True if the baseline was written with the installed triton version."""
+    return bool(baseline["triton"] == triton.__version__)
+
+
+def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:
+    """Lists the statistics of a build that are worse than in the baseline; reports if the baseline lacks the build."""
+    before = baseline["builds"].get(key)
+    if before is None:
+        return ["not in the baseline: run vit-fast kernels --update-baseline"]
+    found = [
+        f"{name} grew from {before[name]} to {now[name]}"
+        for name in _GROWING
+        if name in before and now[name] > ALLOWED_GROWTH * before[name]
+    ]
+    return found + [f"lost its {name}" for name in _MUST_STAY if before[name] and not now[name]]
+
+
+def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
+    """Writes `found`. Preserves other entries whose builds still exist, if the triton version is unchanged."""
+    kept: dict[str, Any] = {}
+    if path.exists() and is_comparable(old := read_baseline(path)):
+        existing = {
+            build.key(arch)
+            for arch in offline.ARCHS
+            for build in builds(arch, core=arch != REFERENCE_GPU.arch)
+            if is_recorded(build, arch)
+        }
+        kept = {key: counts for key, counts in old["builds"].items() if key in existing}
+    for key, stats in found.items():
+        names = (*_RECORDED, "wgmma_waits") if stats["wgmma_waits"] else _RECORDED
+        counts = stats | {"spills": spills(stats)}
+        kept[key] = {name: counts[name] for name in names}
+    lines = [f"  {json.dumps(key)}: {json.dumps(kept[key])}" for key in sorted(kept)]
+    text = f'{{"triton": {json.dumps(triton.__version__)}, "builds": {{\n' + ",\n".join(lines) + "\n}}\n"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
