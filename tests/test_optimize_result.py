@@ -47,40 +47,25 @@ def timm_model() -> nn.Module:
     return model
 
 
-def _set(path: str, value: Any) -> Callable[[nn.Module], None]:
-    owner, _, name = path.rpartition(".")
-    return lambda model: setattr(model.get_submodule(owner), name, value)
-
-
-@torch.no_grad()
-def _write(model: nn.Module) -> None:
-    model.head.weight.add_(1)
-
-
 def _write_numpy(model: nn.Module) -> None:
     model.blocks[1].mlp.fc1.weight.detach().numpy()[:] *= -1
 
 
-def _swap_data(model: nn.Module) -> None:
-    model.norm.weight.data = torch.full_like(model.norm.weight, 7.0)
+def _replace_forward(model: nn.Module) -> None:
+    model.blocks[1].mlp.forward = lambda x: x * 0
 
 
 # In this order, each on top of the ones before.
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
-    "eps": _set("blocks.1.norm1.eps", 0.5),
-    "activation": _set("blocks.0.mlp.act", nn.ReLU()),
+    "eps": lambda model: setattr(model.blocks[1].norm1, "eps", 0.5),
     "data": lambda model: model.blocks[0].attn.qkv.weight.data.mul_(3),
     "numpy": _write_numpy,
-    "in place": _write,
-    "other data": _swap_data,
-    "buffer in place": lambda model: model.pos_embed.add_(1),
+    "buffer": lambda model: model.pos_embed.add_(1),
     "hook": lambda model: model.blocks[0].register_forward_hook(lambda module, args, output: output * 0),
-    "forward": _set("blocks.1.mlp.forward", lambda x: x * 0),
+    "forward": _replace_forward,
     "load_state_dict": lambda model: model.load_state_dict({n: v * 2 for n, v in model.state_dict().items()}),
-    "parameter": _set("head.bias", nn.Parameter(torch.ones(5))),
-    "module": _set("head", nn.Linear(32, 5)),
+    "module": lambda model: setattr(model, "head", nn.Linear(32, 5)),
     "training": lambda model: model.train(),
-    "dtype": lambda model: model.to(torch.bfloat16),
     "device": lambda model: model.to("meta"),
 }
 

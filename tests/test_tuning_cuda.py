@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +15,7 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.measure.build import build
-from vit_fast.measure.cache import CachedResult
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.optimization import deploy
 from vit_fast.measure.search import Refused
 from vit_fast.measure.trials import Expected, Trials
 
@@ -123,23 +119,6 @@ def test_failing_candidates_do_not_end_the_search(model, images, monkeypatch) ->
             patch.setattr("vit_fast.measure.trials.build", lambda *_, error=error: fail(error))
             trials.prepare(FUSED, 60)
     trials.prepare(Candidate(), 60)
-
-
-@pytest.mark.parametrize("engine", ["compile", "max-autotune"])
-def test_compiled_models_are_exported_as_a_package(model, images, engine, tmp_path: Path, monkeypatch) -> None:
-    """Without the compiler: it gets a program that computes what the model does."""
-    packed: list[Any] = []
-
-    def pack(program: Any, package_path: io.BytesIO) -> None:
-        packed.append(program)
-        package_path.write(b"a package")
-
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", pack)
-    found = CachedResult({}, Candidate(engine, precision="bf16"), {})
-    written = deploy(found, model, images, tmp_path / "deployed")
-    assert [path.name for path in written] == ["model.pt2", "optimize.json"]
-    output = packed[0].module()(images.bfloat16())
-    torch.testing.assert_close(output.float(), model(images), atol=0.3, rtol=0.1)
 
 
 def test_fp8_is_calibrated_and_computes(images, graphs: list[Tape], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,8 +73,8 @@ class Machine:
         self.now += ms / 1e3
         return ms
 
-    def compare(self, candidates: Sequence[Simulated]) -> None:
-        assert {candidate.name for candidate in candidates} == self.held
+    def tell(self, what: str) -> None:
+        assert f"{len(self.held)} candidates" in what
 
     def release(self, candidate: Simulated) -> None:
         self.held.remove(candidate.name)

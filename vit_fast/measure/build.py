@@ -37,8 +37,6 @@ class Optimized(nn.Module):
     It takes the same inputs and returns outputs of the same dtypes. Its modules and methods are hidden, `parameters()`,
     `buffers()` and `state_dict()` return copies, and setting, loading, converting, moving or training raises an error.
     Change the original model and optimize it again.
-
-    `original` must not change, `function` takes its inputs, and `output_dtypes` are of its floating outputs.
     """
 
     def __init__(
@@ -141,13 +139,8 @@ def build(
 ) -> Optimized:
     """Builds a candidate for a model in evaluation mode, which is not changed; the result may share its weights.
 
-    Args:
-        candidate, model, example: What to build; the example is a tensor, a tuple of arguments, or a mapping of them.
-        output: The model's output for the example.
-        image_files: Image files to calibrate int8 and fp8 with; empty means the sample image of matplotlib.
-        min_agreement: Top-1 agreement of a classifier in fp8 on these images; sensitive layers stay in bf16.
-    Raises:
-        UnsupportedInputError: the candidate is not available for this model or here; all reasons.
+    `output` is the model's output for the example. `image_files` calibrate int8 and fp8, by default with the sample
+    image. To reach `min_agreement`, sensitive layers of a classifier in fp8 stay in bf16. Raises UnsupportedInputError.
     """
     hooked = [name or "the model" for name, module in model.named_modules() if is_hooked(module)]
     if candidate != ORIGINAL and hooked:
@@ -167,11 +160,7 @@ def build(
 def changed_copy(
     candidate: Candidate, model: nn.Module, example: Any, image_files: Sequence[str | Path], min_agreement: float = 0.0
 ) -> nn.Module:
-    """Returns a copy of the model in the candidate's precision, fused and frozen; it shares parameters if possible.
-
-    Raises:
-        UnsupportedInputError: nothing can be fused, the backend is unavailable, or min_agreement cannot be reached.
-    """
+    """Returns a copy of the model in the candidate's precision, fused and frozen; it shares parameters if possible."""
     if candidate.precision == "fp8" and (reasons := fp8_reasons(tensors_in(example)[0].device)):
         raise UnsupportedInputError(candidate.name, reasons)
     shared: dict[int, Any] = {}

@@ -57,16 +57,11 @@ class Candidate:
         attention, mlp: Backends of `vit_fast.fuse` for attention, and for LayerNorm + MLP; None does not fuse them.
         precision: Number format of the computation, if it is lower than the model's.
         frozen: True to prepare weights once, by `vit_fast.freeze` or by torch.compile's freezing.
-        threads: CPU threads; None means torch's number.
-        split: Images per call of the model, which splits a batch; None does not split it.
-        base, summary: Name and description of a candidate of the benchmark.
-        builder: Builds this candidate for a benchmarks.models.Task. Returns a function of images: an nn.Module if
-            compilable. Raises UnsupportedInputError with all reasons.
+        split: Images per call of the model, which splits a batch.
+        builder: Builds a candidate of the benchmark for a benchmarks.models.Task: a function of images, which is an
+            nn.Module if compilable. Raises UnsupportedInputError with all reasons.
         packages: Packages that must be installed, besides torch.
         peer: True for another project's implementation. Ratios are relative to the fastest peer.
-        compilable, trainable: True if torch.compile accepts it, and if it can run training steps.
-        fullgraph: True to compile it without graph breaks.
-        context: Context manager of each call.
         tolerance: Largest allowed error as a share of the largest output, for lower precision; None means the rule of
             vit_fast.accuracy.
         build_s: Estimated seconds to build and check the first one on two CPU cores, without compilation.
@@ -205,11 +200,7 @@ class Verdict:
 def judge(
     leaves: Sequence[object], reference: Reference, factor: float = FORWARD_FACTOR, tolerance: float | None = None
 ) -> Verdict:
-    """Compares the outputs of a whole batch with the reference.
-
-    `factor` is FORWARD_FACTOR or GRADIENT_FACTOR. `tolerance` is the largest error as a share of the largest output,
-    for lower precision; None means the accuracy rule.
-    """
+    """Compares the outputs of a whole batch with the reference; see Candidate.tolerance."""
     limits: list[dict[Measure, float]] = [{"largest": (tolerance or 0) * size_of(exact)} for exact in reference.exact]
     if tolerance is None:
         each = zip(reference.exact, reference.eager_errors, reference.dtypes, strict=True)
@@ -260,11 +251,8 @@ COMPILERS = ("g++", "c++", "clang++", "cc1plus", "clang", "as", "ld", "ptxas")
 def at_most(seconds: float) -> Iterator[Callable[[], None]]:
     """Raises TimeoutError in a block after `seconds`, and ends the compilers that were started in the block.
 
-    An alarm of the caller is delayed until the block ends. Code that never returns to Python is not interrupted, nor is
-    code outside the main thread.
-
-    Yields:
-        A function that restarts the limit.
+    Yields a function that restarts the limit. An alarm of the caller is delayed until the block ends. Code that never
+    returns to Python is not interrupted, nor is code outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
@@ -346,11 +334,9 @@ def describe_error(error: Exception) -> str:
 def patient_interrupt(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
     """Raises KeyboardInterrupt at the first of these signals and ignores the second, so that results are still written.
 
-    The third one raises again, in case a library swallowed the first. The caller's own handler runs before that. Does
-    nothing outside the main thread, nor for a signal that this process ignores.
-
-    Yields:
-        A function that raises KeyboardInterrupt again, if other code has swallowed it.
+    The caller's own handler runs before that. The third signal raises again, in case a library swallowed the first.
+    Yields a function that raises KeyboardInterrupt again, if other code has swallowed it. Does nothing outside the main
+    thread, nor for a signal that this process ignores.
     """
     pressed = 0
 
@@ -367,9 +353,9 @@ def patient_interrupt(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
         if pressed != 2:
             raise KeyboardInterrupt
 
-    is_main = threading.current_thread() is threading.main_thread()
-    heard = [which for which in signals if is_main and signal.getsignal(which) not in (signal.SIG_IGN, None)]
-    before = {which: signal.signal(which, handle) for which in heard}
+    heard = signals if threading.current_thread() is threading.main_thread() else ()
+    ignored = signal.SIG_IGN, None
+    before = {which: signal.signal(which, handle) for which in heard if signal.getsignal(which) not in ignored}
     try:
         yield check
     finally:

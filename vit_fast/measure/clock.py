@@ -154,11 +154,10 @@ def time_interleaved(
     *,
     on_round: Callable[[int, Mapping[str, Samples]], Collection[str]] | None = None,
 ) -> dict[str, Timing]:
-    """Times several calls interleaved until each satisfies the protocol; exceptions of a call are not caught.
+    """Times several calls, functions of the round's number, interleaved until each satisfies the protocol.
 
-    Args:
-        calls: Functions of the round's number, which selects their inputs.
-        on_round: Called after every round with its number and the samples so far; returns the names to continue with.
+    `on_round` is called after every round with its number and the samples so far; it returns the names to continue
+    with. Exceptions of a call are not caught.
     """
     device = torch.device(device)
     protocol = Protocol() if protocol is None else protocol
@@ -248,14 +247,10 @@ def without_profiler_chatter() -> Iterator[None]:
 
 
 def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5) -> float:
-    """Returns the speedup of `other` over `base`: base time / other time.
+    """Returns the speedup of `other` over `base`: the ratio of their quantiles `share`, base time / other time.
 
-    Args:
-        base_ms, other_ms: Durations in ms in the order of measurement.
-        paired: True if samples with the same index are from the same round. For share 0.5, the result is then the
-            median of the ratios per round, in which machine drift cancels. For another share, the result is
-            the ratio of the two quantiles.
-        share: The quantile that is compared, from 0 to 1; 0.5 is the median.
+    If samples with the same index are from the same round (`paired`), the median is that of the ratios per round, in
+    which machine drift cancels.
     """
     return float(_ratios(np.asarray(base_ms)[None], np.asarray(other_ms)[None], paired, share)[0])
 
@@ -263,9 +258,9 @@ def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, 
 def ratio_interval(
     base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5
 ) -> tuple[float, float]:
-    """Returns the 99 % confidence interval of `ratio` with the same arguments.
+    """Returns the 99 % confidence interval of `ratio`, by a circular block bootstrap.
 
-    Uses a circular block bootstrap, because consecutive samples are correlated (bursts, drift).
+    Blocks, because consecutive samples are correlated (bursts, drift).
     """
     generator = np.random.default_rng(0)
     base, other = np.asarray(base_ms), np.asarray(other_ms)

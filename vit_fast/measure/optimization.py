@@ -68,7 +68,13 @@ class Optimization:
 
     Attributes:
         model: An independent, read-only copy of the model, run by the candidate; see docs/howto/optimize.md.
+        candidate: The fastest candidate.
         table: All candidates, the original first; empty for a cached result.
+        speedup: Speed relative to the original.
+        speedup_over_compile: Speed relative to the best of torch.compile alone; None if that was not tried.
+        resolution: The smallest difference that could be measured, as a share; None if it was not measured.
+        objective: "throughput" or "latency".
+        from_cache: True for a cached result, which was built and checked again.
         cached: The stored form of the result.
     """
 
@@ -78,34 +84,28 @@ class Optimization:
 
     @property
     def candidate(self) -> Candidate:
-        """The fastest candidate."""
         return self.cached.candidate
 
     @property
     def speedup(self) -> float:
-        """Speed relative to the original."""
         return float(self.cached.figures["speedup"])
 
     @property
     def speedup_over_compile(self) -> float | None:
-        """Speed relative to the best of torch.compile alone; None if that was not tried."""
         found: float | None = self.cached.figures["speedup_over_compile"]
         return found
 
     @property
     def resolution(self) -> float | None:
-        """The smallest difference that could be measured, as a share; None if it was not measured."""
         found: float | None = self.cached.figures["resolution"]
         return found
 
     @property
     def objective(self) -> str:
-        """The criterion, "throughput" or "latency"."""
         return str(self.cached.key["request"]["objective"])
 
     @property
     def from_cache(self) -> bool:
-        """True for a cached result, which was built and checked again."""
         return not self.table
 
     def __str__(self) -> str:
@@ -203,7 +203,7 @@ def optimize(
         key = cache.key_of(model, example, request)
         trials = Trials(
             model, example, images if allowed else (), image_files, min_agreement, memory_limit,
-            start=start, tell=progress, check_interrupt=check_interrupt,
+            start=start, progress=progress, check_interrupt=check_interrupt,
         )  # fmt: skip
         cached = None if again else cache.look_up(key)
         if cached is not None and cached.suffices(budget_s):
@@ -348,11 +348,7 @@ def deploy(
     A candidate of ONNX Runtime or OpenVINO becomes model.onnx, one of torch.compile an AOTInductor package model.pt2
     for `torch._inductor.aoti_load_package`, any other an exported program model.pt2 for `torch.export.load` (after
     `import vit_fast`, which registers the operators). Inputs must be in the candidate's precision. The caller sets
-    threads, CUDA graphs and the splitting of batches, see optimize.json.
-
-    Raises:
-        OSError: the folder exists or cannot be written.
-        UnsupportedInputError: the model cannot be exported.
+    threads, CUDA graphs and the splitting of batches. Raises OSError, or UnsupportedInputError if the export fails.
     """
     check_new_folder(folder)
     candidate, images = result.candidate, only_images(example)

@@ -150,7 +150,7 @@ class _Search:
 
     def halve(self) -> None:
         rounds = FIRST_ROUNDS
-        self.bench.compare([trial.candidate for trial in self.running])
+        self.bench.tell(f"timing {len(self.running)} candidates, interleaved")
         while self.rounds < ENOUGH_ROUNDS or (self.rounds < MOST_ROUNDS and (self._resolution() or FINE) >= FINE):
             if (leader := self._best()) is not self.leader:
                 self.leader, self.again = leader, []

@@ -22,7 +22,7 @@ from ..errors import UnsupportedInputError
 from ..fusion.fuse import unfuse
 from ..ops.backends import triton_unavailable_reasons
 from ..version import installed
-from .build import Optimized, build, call, tensors_in, with_inputs
+from .build import Optimized, arguments, build, call, tensors_in, with_inputs
 from .candidate import (
     AS_FILE,
     ORIGINAL,
@@ -119,7 +119,8 @@ class Expected:
     def __init__(self, model: nn.Module, example: Any, others: Sequence[Any] = ()) -> None:
         self.batches = [example, *others]
         with torch.no_grad():
-            self.output = _untouched(model, example)
+            _check_untouched(model, *pytree.tree_map_only(Tensor, torch.clone, arguments(example)))
+            self.output = call(model, example)
             first, second = leaves_of(self.output), leaves_of(call(model, example))
             if not first:
                 raise ValueError(f"the model must return floating-point tensors, got {type(self.output).__name__}")
@@ -188,25 +189,19 @@ def first_batch(example: Any) -> int:
     return int(tensors_in(example)[0].shape[0])
 
 
-def _untouched(model: nn.Module, example: Any) -> Any:
-    """Returns the model's output; if the model writes into its tensors, restores those that are not parameters."""
-
-    def versions() -> dict[str, list[int]]:  # torch does not count writes to inference tensors
-        return {name: [0 if one.is_inference() else one._version for one in all_] for name, all_ in watched.items()}
-
-    watched: dict[str, tuple[Tensor, ...]] = {"its input": tuple(tensors_in(example))}
+def _check_untouched(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises ValueError if the model writes into its input, buffers or parameters; may change all of them."""
+    watched: dict[str, tuple[Tensor, ...]] = {"its input": tuple(tensors_in((args, kwargs)))}
     watched |= {name: (buffer,) for name, buffer in model.named_buffers()}
-    kept = {name: [tensor.clone() for tensor in tensors] for name, tensors in watched.items()}
-    watched["its parameters"] = tuple(model.parameters())  # not copied above, because they can be large
-    before = versions()
-    output = call(model, example)
-    written = [name for name, version in versions().items() if version != before[name]]
-    for name in written:
-        for tensor, value in zip(watched[name], kept.get(name, ())):
-            tensor.copy_(value)
-    if written:
+    watched["its parameters"] = tuple(model.parameters())
+
+    def versions(name: str) -> list[int]:  # torch does not count writes to inference tensors
+        return [0 if tensor.is_inference() else tensor._version for tensor in watched[name]]
+
+    before = {name: versions(name) for name in watched}
+    model(*args, **kwargs)
+    if written := [name for name in watched if versions(name) != before[name]]:
         raise ValueError(f"forward must not modify {', '.join(written[:3])} in place")
-    return output
 
 
 def _exact(model: nn.Module) -> tuple[Callable[..., Any], float]:
@@ -229,45 +224,34 @@ def _naming_fp64() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Checked:
-    """Result of checking one candidate.
-
-    Attributes:
-        allowed: The allowed error; None for a candidate of lower precision.
-        agreement: Fraction of images with the model's top-1 class or, without logits [B, classes], with a cosine
-            similarity of at least SAME_DIRECTION.
-        first_call_s: Seconds for building the candidate and its first call, including compilation.
-        peak_bytes: Peak memory that a call allocates, plus memory that building the candidate added (its weights).
-    """
+    """Error, allowed error (None at lower precision), agreement (see same_class), time and memory of a candidate."""
 
     error: float
     allowed: float | None
     agreement: float
-    first_call_s: float
-    peak_bytes: int
+    first_call_s: float  # of building it and of its first call, including compilation
+    peak_bytes: int  # that a call allocates, and that building it added (its weights)
 
 
 class Trials:
     """Builds, checks and times candidates for a model in evaluation mode. It is the argument `bench` of search.search.
 
-    Args:
-        others: More batches like the example, to measure agreement.
-        min_agreement, memory_limit: See optimize.
-        start: Value of time.perf_counter at the start of the search; None means now.
-        tell: Called with the name of each step and the seconds since the start.
-        check_interrupt: Called before each build and timed call; see patient_interrupt.
+    `others` are more batches like the example, to measure agreement. `start` is the value of time.perf_counter at the
+    start of the search. `progress` is called with the name of each step and the seconds since then, `check_interrupt`
+    before each build and timed call.
     """
 
     def __init__(
         self, model: nn.Module, example: Any, others: Sequence[Any] = (), image_files: Sequence[str | Path] = (),
         min_agreement: float = 0.99, memory_limit: int | None = None, *, start: float | None = None,
-        tell: Callable[[str, float], None] | None = None, check_interrupt: Callable[[], None] = lambda: None,
+        progress: Callable[[str, float], None] | None = None, check_interrupt: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.model, self.example, self.image_files = model, example, image_files
         self.min_agreement, self.memory_limit = min_agreement, memory_limit
         self.start = time.perf_counter() if start is None else start
-        self.tell, self.check_interrupt = tell, check_interrupt
+        self.progress, self.check_interrupt = progress, check_interrupt
         self.device = device_of_example(example)
-        self._tell("the reference in fp64")
+        self.tell("the reference in fp64")
         self.expected = Expected(model, example, others)
         self.checked: dict[Candidate, Checked] = {}
         self.took: dict[Candidate, float] = {}  # preparation in seconds, also if it timed out
@@ -294,7 +278,7 @@ class Trials:
     def prepare(self, candidate: Candidate, seconds: float) -> None:
         """Builds and checks a candidate; raises Refused, or OutOfTime after `seconds`."""
         self.check_interrupt()
-        self._tell(candidate.name)
+        self.tell(candidate.name)
         start = time.perf_counter()
         try:
             # the original has no time limit
@@ -339,12 +323,9 @@ class Trials:
             raise Refused(_in_words(error)) from None
         return samples[-1]
 
-    def compare(self, candidates: Sequence[Candidate]) -> None:
-        self._tell(f"timing {len(candidates)} candidates, interleaved")
-
-    def _tell(self, what: str) -> None:
-        if self.tell is not None:
-            self.tell(what, self.elapsed_s())
+    def tell(self, what: str) -> None:
+        if self.progress is not None:
+            self.progress(what, self.elapsed_s())
 
     def release(self, candidate: Candidate) -> None:
         self.prepared.pop(candidate, None)
