@@ -47,7 +47,7 @@ def build(name: str, task: Task) -> nn.Module:
     return candidates.build(get_candidate(name), task)
 
 
-def make_task(word: str, dtype: torch.dtype = torch.float32, training: bool = False, batch: int = 5) -> Task:
+def task_of(word: str, dtype: torch.dtype = torch.float32, training: bool = False, batch: int = 5) -> Task:
     """The task of a model or operator on the CPU."""
     (model,) = resolve(word)(None)
     return Task(model, weights_of(model, dtype), dtype, torch.device("cpu"), batch, training)

@@ -1,4 +1,4 @@
-"""The gate before a speed row: peers with the same weights pass it, and anything that is wrong does not."""
+"""The check before a candidate is timed: it passes with the same weights, and any mistake is noticed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import itertools
 
 import pytest
 import torch
-from bench_support import build, named
+from bench_support import QUICK, build, named, task_of
 from torch import Tensor
 
 from vit_fast import ViTConfig
 from vit_fast.apps.data import sample_image
+from vit_fast.benchmarks import candidates, machine, operators, runner
 from vit_fast.benchmarks.candidates import get_candidate, make
+from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.models import (
     Task,
     describe_ours,
@@ -23,12 +25,13 @@ from vit_fast.benchmarks.models import (
     rotating_batches,
     rounded,
 )
-from vit_fast.benchmarks.preparation import Expected, expect, judge_outputs
+from vit_fast.benchmarks.preparation import Expected, TrainingStep, cold_start, expect, judge_outputs
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.candidate import Candidate
 from vit_fast.variants import get_variant
 
 CPU = torch.device("cpu")
+PARTS = ("attention:20x2x16", "mlp:14x32x64", "matmul:14x32x64", "block:vit_test")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2}
 
@@ -52,12 +55,31 @@ def verdict_of(candidate: Candidate, task: Task, images: Tensor, expected: Expec
         return judge_outputs(candidate, task, expected, make(candidate, task)(images)).reason
 
 
+IMPLEMENTATIONS = ("eager", "sdpa", "timm", "transformers", "torchvision")
+
+
 @pytest.mark.each_value
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["eager", "sdpa", "timm", "transformers", "torchvision"])
-def test_every_implementation_passes_with_the_same_weights(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *itertools.product(IMPLEMENTATIONS, DTYPES),
+        ("onnxruntime", torch.float32),
+        pytest.param("onnxruntime-int8", torch.float32, marks=pytest.mark.slow),
+        pytest.param("openvino", torch.float32, marks=pytest.mark.slow),
+        pytest.param("openvino", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_every_implementation_passes_with_the_same_weights_and_not_with_other_images(name, dtype) -> None:
     task, images = make_task(get_variant("vit_test").config, dtype)
-    assert verdict_of(get_candidate(name), task, images, expect(task, images)) is None
+    candidate, expected = get_candidate(name), expect(task, images)
+    if missing := candidate.missing_packages():
+        pytest.skip(f"not installed: {missing}")
+    if name == "openvino" and dtype == torch.bfloat16 and not machine.has_bf16():
+        pytest.skip("needs a CPU with bf16 matmuls")
+    with torch.inference_mode():
+        outputs = make(candidate, task)(images)
+    assert judge_outputs(candidate, task, expected, outputs).passed
+    assert not judge_outputs(candidate, task, expected, outputs.roll(1, dims=0)).passed
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 10), marks=pytest.mark.slow)], ids=str)
@@ -177,43 +199,47 @@ def test_a_candidate_of_fewer_bits_is_held_to_its_own_tolerance() -> None:
     assert not judge_outputs(roomy, task, expected, coarse + 1).passed
 
 
-def test_our_model_in_e4m3_passes_and_is_not_what_it_is_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    candidate, config = get_candidate("triton-fp8"), get_variant("vit_test").config
-    task, images = make_task(config, torch.bfloat16)
+def test_our_model_in_e4m3_passes_and_is_not_what_it_is_in_bf16() -> None:
+    candidate = get_candidate("triton-fp8")
+    task, images = make_task(get_variant("vit_test").config, torch.bfloat16)
     with torch.inference_mode():
         found = make(candidate, task)(images)
         assert judge_outputs(candidate, task, expect(task, images), found).passed
         assert not torch.equal(found, make(get_candidate("triton"), task)(images))
-    monkeypatch.setattr(
-        "vit_fast.measure.build.changed_copy", lambda *_: pytest.fail("what cannot run is not calibrated")
-    )
-    with pytest.raises(UnsupportedInputError, match="float32"):
-        make(candidate, make_task(config)[0])
-    block = dataclasses.replace(task, model=dataclasses.replace(task.model, block=True))
-    for name in ("triton-fp8", "torchao-fp8"):
-        with pytest.raises(UnsupportedInputError, match="a single block or operator"):
-            make(get_candidate(name), block)
 
 
-def test_peers_refuse_what_they_cannot_express_with_all_reasons() -> None:
-    task, _ = make_task(shrunk("vit_small_patch14_reg4_dinov2", num_classes=10))
-    for name in ("transformers", "torchvision"):
-        with pytest.raises(UnsupportedInputError) as refusal:
-            make(get_candidate(name), task)
-        text = str(refusal.value)
-        assert all(reason in text for reason in ("reg_tokens must be 0", "no_embed_class must be", "init_values"))
-
-
-def test_no_parameter_is_zero_or_uniform() -> None:
-    for name in (
-        "vit_test",
-        "deit_tiny_distilled_patch16_224",
-        "vit_base_patch16_siglip_224",
-        "vit_small_hybrid_patch1_224",
-    ):
-        for parameter, tensor in random_weights(shrunk(name)).items():
-            assert tensor.std() > 1e-3, parameter
-            assert torch.isfinite(tensor).all(), parameter
+@pytest.mark.parametrize(
+    ("name", "word", "dtype", "reasons"),
+    [
+        ("onnxruntime", "vit_test", torch.bfloat16, ["no bf16 kernels for CPUs"]),
+        ("onnxruntime-int8", "vit_test", torch.float16, ["must be fp32 for int8"]),
+        ("openvino", "vit_test", torch.float16, ["must run on the CPU in fp32 or bf16, got torch.float16"]),
+        ("triton-fp8", "vit_test", torch.float32, ["float32"]),
+        ("triton-fp8", "block:vit_test", torch.bfloat16, ["a single block or operator"]),
+        ("torchao-fp8", "block:vit_test", torch.bfloat16, ["a single block or operator"]),
+        ("cublaslt", "mlp:14x32x64", torch.float32, ["it needs a GPU", "the activation must be gelu_tanh"]),
+        ("cublaslt", "attention:20x2x16", torch.float32, ["has no attention"]),
+        ("flex", "vit_test", torch.float32, ["must be a single operator, got vit_test"]),
+        ("eager", "timm:test_vit", torch.float32, ["must be one of `vit-fast models`"]),
+        *(
+            (
+                name,
+                "vit_small_patch14_reg4_dinov2",
+                torch.float32,
+                ["reg_tokens must be 0", "no_embed_class", "init_values"],
+            )
+            for name in ("transformers", "torchvision")
+        ),
+    ],
+)
+def test_unsupported_tasks_are_refused_before_anything_is_built(name, word, dtype, reasons, monkeypatch) -> None:
+    monkeypatch.setattr(candidates, "_exported", None)
+    monkeypatch.setattr("vit_fast.measure.build.changed_copy", None)
+    (model,) = resolve(word)((64, 64)) if word.startswith("timm") else resolve(word)(None)
+    weights = None if model.config is None and model.operator is None else {}
+    with pytest.raises(UnsupportedInputError) as refusal:
+        make(get_candidate(name), Task(model, weights, dtype, CPU, 1))
+    assert all(reason in str(refusal.value) for reason in reasons), refusal.value
 
 
 def test_batches_are_real_different_images_in_memory_of_their_own() -> None:
@@ -228,3 +254,78 @@ def test_batches_are_real_different_images_in_memory_of_their_own() -> None:
     assert all(batch.shape == (3, 3, 512, 512) and batch.std() > 0.1 for batch in batches)
     assert not torch.equal(batches[0], batches[1])
     assert len({image.numpy().tobytes() for image in batches[0]}) == 3
+
+
+@pytest.mark.usefixtures("small_ceilings")
+@pytest.mark.fast_cases("False")
+@pytest.mark.parametrize("training", [False, True])
+def test_all_that_can_run_here_is_right_and_measured(training: bool) -> None:
+    labels = ["eager", "sdpa", "timm", "timm+fused"]
+    plan = make_configuration(
+        models=PARTS, batch_sizes=[3], dtypes=["fp32"], candidates=labels, device="cpu", train=training, protocol=QUICK
+    )
+    rows = {(row["model"], row["candidate"]): row for row in runner.run(plan)["rows"]}
+    measured = {key for key, row in rows.items() if row["status"] == "measured"}
+    assert measured == {
+        ("attention:20x2x16", "eager"), ("attention:20x2x16", "sdpa"), ("mlp:14x32x64", "eager"),
+        ("mlp:14x32x64", "sdpa"), ("matmul:14x32x64", "eager"), *(("block:vit_test", label) for label in labels),
+    }  # fmt: skip
+    assert {row["status"] for key, row in rows.items() if key not in measured} == {"unsupported"}
+    row = rows["mlp:14x32x64", "eager"]
+    assert row["img_size"] == [14, 32] and row["peer"] and row["FLOP"] > 0 < row["bytes"]
+    assert not rows["block:vit_test", "sdpa"]["peer"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("word", PARTS)
+def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: torch.dtype) -> None:
+    """Checks the timed size; for a backward, also the gradient of a single parameter."""
+    task = task_of(word, dtype, training)
+    images = torch.randn(5, *task.model.shape).to(dtype)
+    expected, candidate = expect(task, images), get_candidate("sdpa" if word != PARTS[2] else "eager")
+    factor = torch.ones(5, *[1] * len(task.model.shape), dtype=dtype)
+    right = make(candidate, task)
+
+    def faulty(x: torch.Tensor) -> torch.Tensor:
+        out = right(x)
+        return out * factor.view(-1, *[1] * (out.ndim - 1))
+
+    def passes() -> bool:
+        if training:
+            found = TrainingStep(task, right, faulty).gradients(images, range(5), range(5))
+            return judge_outputs(candidate, task, expected, found).passed
+        with torch.no_grad():
+            return judge_outputs(candidate, task, expected, faulty(images)).passed
+
+    if training:  # all rows that the definition was asked for
+        step = TrainingStep(task, right, right)
+        found = step.gradients(images, expected.rows, range(5))
+        assert judge_outputs(candidate, task, expected, found).passed
+    else:
+        assert passes()
+    factor[-1] = 1.1
+    assert not passes()
+
+
+def test_a_peer_is_two_lines_and_is_measured_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function into the table, a name: what a package that is not here would add."""
+    monkeypatch.setitem(operators._ATTENTION, "mine", lambda qkv: qkv[:, :, 0])
+    task = task_of("attention:20x2x16")
+    images = torch.randn(5, 20, 3, 2, 16)
+    candidate = dataclasses.replace(get_candidate("flex"), base="mine")
+    found = judge_outputs(candidate, task, expect(task, images), make(candidate, task)(images))
+    assert "error must be at most" in found.reason
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_ceilings")
+def test_a_cold_start_counts_the_export_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    request = make_configuration(models=["vit_test"], batch_sizes=[2], dtypes=["fp32"], device="cpu").request
+    plan = make_configuration(**request | {"candidates": ["onnxruntime"], "cold": True, "protocol": QUICK})
+    (row,) = runner.run(plan)["rows"]
+    assert row["status"] == "measured" and row["cold_s"] > row["first_call_s"] > 0
+    assert 100 < row["cold_MiB"] < 20_000
+    failed = cold_start(request, plan.groups()[0], "triton")
+    assert set(failed) == {"cold_failed"} and "TRITON_INTERPRET" in failed["cold_failed"]

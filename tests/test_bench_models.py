@@ -1,30 +1,35 @@
-"""Models of one's own in the benchmark: by id, file and function; and training steps, held by their gradients."""
+"""Models and modes of the benchmark: every form of --models, training, latency, batch size, data on the host."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from bench_support import QUICK, build
+from bench_support import QUICK, build, measure, samples_of
 from command_line import run
 from onnx_models import randomised
 from PIL import Image
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.benchmarks import candidates, models, runner
-from vit_fast.benchmarks.candidates import choose
-from vit_fast.benchmarks.configuration import make_configuration
+from vit_fast.apps.data import sample_image
+from vit_fast.benchmarks import configuration, models, preparation, rendering, report, runner
+from vit_fast.benchmarks.candidates import parse_candidate
+from vit_fast.benchmarks.configuration import LATENCY, Configuration, make_configuration
 from vit_fast.benchmarks.models import Task, resolve
-from vit_fast.benchmarks.report import command
+from vit_fast.benchmarks.records import PERCENTILE_REPEATS, add_timing, compare_records, make_row
+from vit_fast.measure.clock import Timing
 from vit_fast.variants import get_variant
 from vit_fast.work import Counter, total, work
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
+VIT_TEST = {"models": ["vit_test"], "dtypes": ["fp32"], "device": "cpu"}
 MODULE = """
 import torch
 from torch import nn
@@ -50,24 +55,12 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def measure(model: str, *labels: str, **fields: object) -> list[dict]:
-    plan = make_configuration(
-        models=[model], batch_sizes=[2], candidates=labels or None, device="cpu", protocol=QUICK, **fields
-    )
-    return runner.run(plan)["rows"]
+def measured_rows(*words: str, **fields: object) -> list[dict]:
+    return measure(*words, **fields)["rows"]
 
 
 def assert_measured(rows: list[dict], *labels: str) -> None:
     assert {row["candidate"]: row["status"] for row in rows} == dict.fromkeys(labels, "measured"), rows
-
-
-@pytest.mark.slow
-def test_a_timm_id_is_measured_as_it_is_and_fused_and_exported() -> None:
-    rows = measure("timm:test_vit", "given", "given+fused", "onnxruntime", img_size=[64])
-    assert_measured(rows, "given", "given+fused", "onnxruntime")
-    given = rows[0]
-    assert given["model"] == "timm:test_vit" and given["img_size"] == [64, 64] and given["TFLOP_per_s"] > 0
-    assert given["best_peer"] in ("given", "onnxruntime") and given["precision"] == "fp32"
 
 
 def test_a_model_counts_what_our_formula_counts() -> None:
@@ -87,7 +80,7 @@ def test_a_transformers_folder_is_measured_with_its_weights(in_a_folder: Path) -
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(model.make()(images), made(pixel_values=images).logits)
-    assert_measured(measure("hf:mine", "given", "given+fused"), "given", "given+fused")
+    assert_measured(measured_rows("hf:mine", "given", "given+fused"), "given", "given+fused")
 
 
 def test_weights_are_measured_beside_the_peers(in_a_folder: Path) -> None:
@@ -95,7 +88,7 @@ def test_weights_are_measured_beside_the_peers(in_a_folder: Path) -> None:
     vit_fast.save(model, "mine.safetensors")
     (found,) = resolve("mine.safetensors")(None)
     assert torch.equal(found.weights["head.weight"], model.head.weight)
-    assert_measured(measure("mine.safetensors", "sdpa", "timm"), "sdpa", "timm")
+    assert_measured(measured_rows("mine.safetensors", "sdpa", "timm"), "sdpa", "timm")
     with pytest.raises(ValueError, match=r"must be \(32, 32\)"):
         resolve("mine.safetensors")((64, 64))
 
@@ -104,7 +97,7 @@ def test_weights_are_measured_beside_the_peers(in_a_folder: Path) -> None:
 def test_an_onnx_file_is_measured_as_it_is(in_a_folder: Path) -> None:
     model = randomised(vit_fast.create_model("vit_test", backend="sdpa"))
     vit_fast.export.export_onnx(model, in_a_folder / "mine.onnx", verify=False)
-    rows = measure("mine.onnx", "onnxruntime", "openvino")
+    rows = measured_rows("mine.onnx", "onnxruntime", "openvino")
     assert_measured(rows, "onnxruntime", "openvino")
     with torch.no_grad(), Counter() as counter:
         model(torch.zeros(2, 3, 32, 32))
@@ -112,14 +105,13 @@ def test_an_onnx_file_is_measured_as_it_is(in_a_folder: Path) -> None:
         assert (row["FLOP"], row["bytes"]) == (counter.work.flop, 4 * counter.work.elements)
         assert row["model"] == "mine.onnx" and row["TFLOP_per_s"] > 0
     vit_fast.export.export_onnx(model, in_a_folder / "half.onnx", precision="fp16", verify=False)
-    (row,) = measure("half.onnx", "onnxruntime")  # which is no share of the ceiling of fp32
+    (row,) = measured_rows("half.onnx", "onnxruntime")  # which is no share of the ceiling of fp32
     assert (row["precision"], row["dtype"], row["ceiling_share"], row["defect"]) == ("fp16", "fp32", None, None)
     assert row["TFLOP_per_s"] > 0
 
 
 def test_a_function_gives_a_model(in_a_folder: Path) -> None:
-    rows = measure("my_models:convolution", "given", "given+fused", img_size=[32, 64])
-    given, fused = rows
+    given, fused = measured_rows("my_models:convolution", "given", "given+fused", img_size=[32, 64])
     assert given["status"] == "measured" and given["img_size"] == [32, 64]
     assert fused["status"] == "unsupported" and "no attention or MLP" in fused["reason"]
 
@@ -140,7 +132,6 @@ def test_an_installed_command_finds_modules_in_the_working_directory(tmp_path: P
         ("bomb.png", "bomb"),
         ("folder", "no image"),
         ("--models vit_bse_patch16_224", "vit_base_patch16_224"),
-        ("--models vit_nothing_*", "unknown model"),
         ("--models ,", "models must not be empty"),
         ("--models my_models:none", "my_models:none"),
         ("--models my_models:number", "must return an nn.Module, got int"),
@@ -158,10 +149,7 @@ def test_an_installed_command_finds_modules_in_the_working_directory(tmp_path: P
         ("--batch-sizes 1,x", "1,x"),
         ("--batch-sizes 99999999999", "which needs at least"),
         ("--models vit_test --dtypes float32", "fp32, fp16, bf16"),
-        ("--models vit_test none.jpg", "none.jpg"),
         ("--resume folder --train", "must be the only option"),
-        ("--resume folder --explain", "must be the only option"),
-        ("--resume folder --data host", "must be the only option"),
         ("--resume text.jpg --models vit_test", "must be the only option"),
         ("--models vit_test --device toaster", "toaster"),
         ("--models vit_test --device cuda:63", "CUDA devices"),
@@ -169,11 +157,9 @@ def test_an_installed_command_finds_modules_in_the_working_directory(tmp_path: P
         ("--data host --device cpu", "got host"),
         ("--models vit_test --time-budget -1", "time_budget_s"),
         ("--models vit_test --out text.jpg", "new or empty folder"),
-        ("--models vit_test --out text.jpg/below", "is a file"),
         ("--models vit_test --out .", "is not empty"),
         ("--models timm:test_vit --img-size 63", "timm:test_vit"),
         ("--models vit_test --img-size 1x2x3", "got 1x2x3"),
-        ("--models vit_test --img-size ax2", "got ax2"),
         ("--models vit_test --amp", "--amp requires --train"),
         ("--models vit_test --train --amp --dtypes bf16", "parameters stay in fp32"),
     ],
@@ -197,7 +183,7 @@ def test_bad_input_is_one_line_before_any_model_is_built(
 @pytest.mark.fast_cases("amp")
 @pytest.mark.parametrize("fields", [{}, {"dtypes": ["bf16"]}, {"amp": True}], ids=["fp32", "bf16", "amp"])
 def test_training_steps_of_every_library_pass_and_count_three_times(fields: dict) -> None:
-    rows = measure("vit_test", "sdpa", "timm", "transformers", "torchvision", train=True, **fields)
+    rows = measured_rows("vit_test", "sdpa", "timm", "transformers", "torchvision", train=True, **fields)
     assert_measured(rows, "sdpa", "timm", "transformers", "torchvision")
     assert {(row["task"], row["dtype"]) for row in rows} == {
         ("training", "amp" if "amp" in fields else fields.get("dtypes", ["fp32"])[0])
@@ -233,19 +219,11 @@ def test_a_wrong_gradient_gets_no_speed(add) -> None:
     """Outputs are right: of a gradient that is too large, and of a parameter that is forgotten."""
     add("too large", lambda task: _Wrong(build("sdpa", task), forgets=False))
     add("forgotten", lambda task: _Wrong(build("sdpa", task), forgets=True))
-    assert_measured(measure("vit_test", "too large", "forgotten"), "too large", "forgotten")
-    large, forgotten = measure("vit_test", "too large", "forgotten", train=True)
+    assert_measured(measured_rows("vit_test", "too large", "forgotten"), "too large", "forgotten")
+    large, forgotten = measured_rows("vit_test", "too large", "forgotten", train=True)
     assert large["status"] == forgotten["status"] == "incorrect" and large["ms"] is forgotten["ms"] is None
     assert "error must be at most" in large["reason"]
     assert "the norm of all parameters' gradients" in forgotten["reason"]
-
-
-@pytest.mark.slow
-def test_only_modules_are_trained() -> None:
-    (row,) = measure("vit_test", "onnxruntime", train=True)
-    assert row["status"] == "unsupported" and "training needs an nn.Module" in row["reason"]
-    labels = {selection.name for selection in choose(None, torch.device("cpu"), "ours", training=True)}
-    assert {"sdpa", "timm", "timm+fused"} <= labels and not any("onnx" in label for label in labels)
 
 
 @pytest.mark.parametrize("supported", [True, False])
@@ -263,23 +241,158 @@ def test_a_cpu_measures_peers_and_ours_in_every_dtype_that_they_have_there(suppo
     } == {"fp32"}
 
 
-def test_the_command_of_a_record_measures_the_same(in_a_folder: Path) -> None:
-    plan = make_configuration(
-        models=["timm:test_vit"], train=True, amp=True, img_size=[64], batch_sizes=[2], device="cpu"
-    )
-    text = command({"configuration": plan.to_dict()})
-    assert "--models timm:test_vit" in text and "--train --amp --img-size 64" in text and "--dtypes" not in text
-    again = make_configuration(**plan.request)
-    assert dataclasses.replace(again, models=()) == dataclasses.replace(plan, models=())
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"train": True, "amp": True, "img_size": [64], "batch_sizes": [2]}, "--train --amp --img-size 64"),
+        ({"latency": True}, "--latency"),
+        ({"batch_sizes": "best"}, "--batch-sizes best"),
+        ({"seconds": 0.2}, "--seconds 0.2"),
+        ({"img_size": [[32], [64, 32]]}, "--img-size 32,64x32"),
+    ],
+)
+def test_the_command_of_a_record_and_its_request_repeat_the_run(fields: dict, words: str) -> None:
+    made = make_configuration(models=["vit_test"], candidates=["sdpa"], device="cpu", **fields)
+    text = report.command({"configuration": made.to_dict()})
+    assert words in text and "--models vit_test" in text
+    again = make_configuration(**json.loads(json.dumps(made.request)))
+    assert again.to_dict() == made.to_dict() and again.time_budget_s == math.inf
 
 
-def test_our_candidates_refuse_a_model_of_another_shape() -> None:
-    (model,) = resolve("timm:test_vit")((64, 64))
-    task = Task(model, None, torch.float32, torch.device("cpu"), 1)
-    for name in ("eager", "timm", "given"):
-        candidate = candidates.get_candidate(name)
-        if name == "given":
-            assert isinstance(candidates.make(candidate, task), nn.Module)
-        else:
-            with pytest.raises(vit_fast.UnsupportedInputError, match="must be one of `vit-fast models`"):
-                candidates.make(candidate, task)
+def test_latency_is_of_one_image_and_has_percentiles() -> None:
+    made = make_configuration(candidates=["sdpa"], latency=True, **VIT_TEST)
+    assert made.batch_sizes == (1,) and made.protocol == LATENCY
+    with pytest.raises(ValueError, match="must be 1 or absent with --latency"):
+        make_configuration(latency=True, batch_sizes=[1, 8], **VIT_TEST)
+    (group,) = made.groups()
+    rows = [make_row(group, parse_candidate("sdpa"), "measured") for _ in range(2)]
+    samples = [1 + number / 10 for number in range(PERCENTILE_REPEATS)]
+    for row, taken in zip(rows, (samples, samples[1:]), strict=True):
+        add_timing(row, Timing.from_samples(taken), group)
+    assert (rows[0]["ms_p90"], rows[0]["ms_p99"]) == pytest.approx((9.91, 10.801))
+    assert rows[1]["ms_p90"] is rows[1]["ms_p99"] is None, "too few"
+
+
+@pytest.mark.fast_cases("ms1-tried1")
+@pytest.mark.parametrize(
+    ("ms", "tried"),
+    [
+        ({1: 1.0, 2: 1.5, 4: 2.5, 8: 5.0, 16: 10.0}, [1, 2, 4, 8]),  # 8 gains nothing over 4
+        ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0, 32: 1.0, 64: 1.0}, [1, 2, 4, 8, 16, 32, 64]),
+        ({1: 1.0, 2: 3.0}, [1, 2]),
+    ],
+)
+def test_the_batch_is_doubled_as_long_as_that_gains(ms, tried, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which a call takes so many ms by its batch size, and twice as long with sdpa."""
+
+    def simulate(self: object, group: object, candidates: list) -> list:
+        for candidate in candidates:
+            row = make_row(group, candidate, "measured")
+            duration = ms[group.batch_size] * (1 if candidate.name == "eager" else 2)
+            rate = 1e3 * group.batch_size / duration
+            self.journal.add("row", row | {"images_per_s": rate, "ms": duration, "samples_ms": [duration] * 4})
+        return []
+
+    monkeypatch.setattr(runner._Run, "_measure_group", simulate)
+    record = runner.run(make_configuration(candidates=["eager", "sdpa"], batch_sizes="best", **VIT_TEST))
+    assert list(dict.fromkeys(row["requested_batch"] for row in record["rows"])) == tried
+    best = max(tried, key=lambda batch: batch / ms[batch])
+    lines = [line for line in report.remarks(record) if "highest throughput" in line]
+    assert len(lines) == 2 and all(f"at batch {best}, " in line for line in lines)
+
+
+def test_several_image_sizes_are_contests_of_their_own() -> None:
+    record = measure("vit_test", "eager", "sdpa", img_size=[[32], [64, 32]], dtypes=["fp32"])
+    assert [(row["img_size"], row["tokens"], row["status"]) for row in record["rows"]] == [
+        (size, tokens, "measured") for size, tokens in (([32, 32], 17), ([64, 32], 33)) for _ in range(2)
+    ]
+    assert [control["img_size"] for control in record["controls"]] == [[32, 32], [64, 32]]
+    assert list(report.groups(record)) == ["vit_test, fp32, batch 2, 32x32", "vit_test, fp32, batch 2, 64x32"]
+
+
+def test_tf32_rounds_products_of_that_group_alone(add) -> None:
+    """Asked for on a GPU; what the definition, the ceiling and a candidate see is told by torch itself."""
+    with pytest.raises(ValueError, match="must be one of fp32, fp16, bf16 on cpu, got 'tf32'"):
+        make_configuration(candidates=["eager"], **VIT_TEST | {"dtypes": ["tf32"]})
+    seen: dict[str, set[str]] = {}
+
+    def watched(task: Task) -> object:
+        model = build("sdpa", task)
+
+        def answer(images: torch.Tensor) -> torch.Tensor:
+            seen.setdefault(str(task.batch_size), set()).add(torch.get_float32_matmul_precision())
+            return model(images)
+
+        return answer
+
+    add("watched", watched)
+    before = torch.get_float32_matmul_precision()
+    plan = make_configuration(candidates=["watched"], batch_sizes=[2], protocol=QUICK, **VIT_TEST)
+    record = runner.run(dataclasses.replace(plan, dtypes=("fp32", "tf32")))
+    assert [(row["dtype"], row["status"]) for row in record["rows"]] == [("fp32", "measured"), ("tf32", "measured")]
+    assert seen == {"2": {before, "high"}} and torch.get_float32_matmul_precision() == before
+    assert set(record["ceilings"]["matmul_TFLOP_per_s"]) == {"fp32", "tf32"}
+
+
+def on_host(monkeypatch: pytest.MonkeyPatch, **asked: object) -> Configuration:
+    """Simulates --data host on a CPU, because pinned memory needs CUDA."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda batch: batch.clone())
+    made = make_configuration(candidates=["eager", "timm"], batch_sizes=[2], protocol=QUICK, **VIT_TEST, **asked)
+    return dataclasses.replace(made, data="host", request=made.request | {"data": "host"})
+
+
+def test_data_on_the_host_is_named_everywhere_and_pairs_with_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = runner.run(on_host(monkeypatch))
+    assert [(row["status"], row["data"]) for row in record["rows"]] == [("measured", "host")] * 2
+    assert record["controls"][0]["data"] == record["configuration"]["data"] == "host"
+    assert record["rows"][0]["best_peer"] == "timm" and record["rows"][0]["ratio_interval"] is not None
+    assert list(report.groups(record)) == ["vit_test, fp32, batch 2, 32x32, data on the host"]
+    for text in (rendering.render({"host": record}), report.markdown(record)):
+        assert "timm (data on the host)" in text and "--data host" in text
+    other = json.loads(json.dumps(record))
+    for row in [*other["rows"], *other["controls"]]:
+        row["data"] = "device"
+    assert not compare_records(record, other)["pairs"] and len(compare_records(record, record)["pairs"]) == 2
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_timed_call_copies_from_pinned_memory(training: bool, add, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches stay on the host; what is called, and what is checked, is given them on the device, here torch's meta."""
+    pinned, given = [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda batch: pinned.append(batch) or batch)
+
+    class Noting(torch.nn.Linear):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            given.append(images.device.type)
+            return super().forward(images.flatten(1))
+
+    add("noting", lambda task: Noting(3072, 10, device=task.device))
+    (group,) = make_configuration(candidates=["noting"], batch_sizes=[2], train=training, **VIT_TEST).groups()
+    group, meta = dataclasses.replace(group, data="host"), torch.device("meta")
+    task, batches = preparation.make_task(group, [sample_image()], meta)
+    assert len(pinned) == len(batches) >= 2 and {batch.device.type for batch in batches} == {"cpu"}
+    step = lambda _, __, function: Mock(side_effect=function, gradients=lambda x, *_: function(x))  # noqa: E731  # short
+    monkeypatch.setattr(preparation, "TrainingStep", step)
+    _, call, check = preparation._callers(parse_candidate("noting"), task, batches)
+    for number in range(3):
+        call(number)
+    check()
+    assert given == ["meta"] * 4
+
+
+def test_seconds_last_as_long_as_said_and_are_not_cut_short() -> None:
+    share_of = make_configuration(candidates=["sdpa"], batch_sizes=[1], seconds=0.2, **VIT_TEST).protocol.share_of
+    assert share_of(samples_of([0.05] * 1000)) < 1 == share_of(samples_of([0.05] * 4000))
+    for refused in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="seconds must be a number of seconds >= 0"):
+            make_configuration(seconds=refused, **VIT_TEST)
+
+
+def test_data_on_the_host_is_for_images_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configuration, "_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(configuration, "memory_bytes", lambda device: None)
+    asked = {"dtypes": ["fp32"], "candidates": ["eager"], "batch_sizes": [2], "data": "host"}
+    made = make_configuration(models=["vit_test"], **asked)
+    assert [group.data for group in made.groups()] == ["host"]
+    with pytest.raises(ValueError, match="--data must be device, or host for a model that takes images on a GPU"):
+        make_configuration(models=["attention:20x2x16"], **asked)

@@ -171,14 +171,6 @@ def test_a_spent_time_budget_starts_nothing_new_and_says_so(monkeypatch: pytest.
     assert all(row["reason"] == "out of time" for row in record["rows"])
 
 
-@pytest.mark.slow
-def test_a_compiled_candidate_is_checked_and_timed_like_any_other() -> None:
-    record = runner.run(plan("sdpa+compile"))
-    row = record["rows"][0]
-    assert (row["status"], row["compile_mode"]) == ("measured", "default"), row
-    assert row["first_call_s"] > row["ms"] / 1e3
-
-
 def test_a_row_above_its_ceiling_is_a_named_defect_and_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     low = {"copy_GB_per_s": 1.0, "copy_bytes": 1, "matmul_TFLOP_per_s": {"fp32": 1e-9}, "matmul_size": 1}
     monkeypatch.setattr(runner, "measure_ceilings", lambda *_: low)

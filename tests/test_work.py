@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import vit_fast
+from vit_fast.benchmarks.models import resolve
 from vit_fast.config import RopeConfig
-from vit_fast.variants import get_variant
 from vit_fast.work import Counter, Work, total, work
 
 VARIANTS = {
@@ -41,13 +41,6 @@ def test_formula_is_what_torch_counts(overrides, batch):
     assert total(work(model.config, batch).values()) == counter.work
 
 
-def test_a_products_work_by_hand():
-    """A linear layer with 6 rows, 4 to 5 channels: 240 operations; 24 + 20 + 5 + 30 elements."""
-    with torch.no_grad(), Counter() as counter:
-        torch.nn.Linear(4, 5)(torch.randn(6, 4))
-    assert counter.work == Work(240, 79)
-
-
 def test_layers_that_torch_runs_as_one_operator_are_counted():
     """3 images of 7 tokens, 8 wide, 16 hidden: four linears and the attention; in evaluation torch has a fast path."""
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
@@ -63,8 +56,27 @@ def test_floor_is_the_longer_of_computing_and_moving():
     assert Work(10**9, 10**6).floor_ms(4, 1.0, 100.0) == pytest.approx(1.0)
 
 
-def test_vit_b_by_hand():
-    config = get_variant("vit_base_patch16_224").config
-    parts = work(config, 256)
-    assert parts["linears"].flop == 256 * 197 * config.depth * 24 * 768**2
-    assert parts["attention"].elements == 256 * 197 * config.depth * 4 * 768
+def test_work_by_hand() -> None:
+    """ViT-B's layer at batch 2: q k^T and p v; two products of 394 rows."""
+    rows = 2 * 197
+    (attention, mlp, matmul) = (
+        resolve(w)(None)[0] for w in ("attention:197x12x64", "mlp:197x768x3072", "matmul:197x768x3072")
+    )
+    forward = Work(4 * 2 * 12 * 197 * 197 * 64, 4 * rows * 768)
+    assert attention.parts(2, False) == {"attention": forward}
+    assert attention.parts(2, True) == {"attention": Work(forward.flop * 5 // 2, 8 * rows * 768)}
+    flop, weights = 2 * rows * 768 * 3072, 768 * 3072
+    assert mlp.parts(2, False) == {"linears": Work(2 * flop, 2 * rows * 768 + 2 * rows * 3072 + 2 * weights)}
+    assert mlp.parts(2, True) == {"linears": Work(4 * flop, 3 * rows * 768 + 6 * rows * 3072 + 4 * weights)}
+    assert matmul.parts(2, False) == {"linears": Work(flop, rows * 768 + rows * 3072 + weights)}
+
+
+def test_a_block_is_a_share_of_its_model() -> None:
+    (whole,), (block,) = resolve("vit_test")(None), resolve("block:vit_test")(None)
+    of_all = whole.parts(3, False)
+    depth = whole.config.depth
+    assert block.parts(3, False)["linears"] == Work(
+        of_all["linears"].flop // depth, of_all["linears"].elements // depth
+    )
+    assert block.parts(3, True)["attention"].flop == 2 * of_all["attention"].flop // depth
+    assert block.shape == (17, 64) and block.data is None
