@@ -27,19 +27,12 @@ E4M3 = Scheme("e4m3", power_of_two=True)
 
 @dataclass(frozen=True)
 class LinearCalibration:
-    """Calibration of one linear layer.
+    """Calibration of one linear layer."""
 
-    Attributes:
-        name: The layer's name in the model; the first name if several layers have the same input.
-        method: Method that gave the range of the input: "largest", "percentile ..." or "mean squared error".
-        smoothed: True if SmoothQuant moved the scale of large input channels into the weight.
-        error: Relative root mean square error of the layer's output in e4m3.
-    """
-
-    name: str
-    method: str
-    smoothed: bool
-    error: float
+    name: str  # the first name if several layers have the same input
+    method: str  # gave the range of the input: "largest", "percentile ..." or "mean squared error"
+    smoothed: bool  # SmoothQuant moved the scale of large input channels into the weight
+    error: float  # relative root mean square error of the layer's output in e4m3
 
 
 @dataclass(frozen=True)

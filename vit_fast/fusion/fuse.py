@@ -167,29 +167,26 @@ class _Walk:
     def visit(self, name: str, module: nn.Module, inside_unknown: bool = False) -> bool:
         """Adds the rows of a module and all modules inside it; returns True if there are any.
 
-        Args:
-            inside_unknown: True if an enclosing module is skipped or looks fusable. Modules inside it get no row if
-                only their class name looks fusable.
+        `inside_unknown`: an enclosing module is skipped or looks fusable. Then, a fusable class name causes no row.
         """
         if module in self._has_row:
             return self._has_row[module]
         self._has_row[module] = True
-        if isinstance(module, FusedPatchConv):
+        form, reason = (type(module), None) if isinstance(module, FusedModule) else form_or_reason(type(module))
+        if form is FusedPatchConv:
             return True
-        if isinstance(module, FusedContainer):
-            return self._visit_children(name, module, inside_unknown)
-        form: type[FusedModule] | None
-        if isinstance(module, FusedModule):
-            form = type(module)
+        if form is None:
+            found = self._visit_other(name, module, reason, inside_unknown)
+        elif issubclass(form, FusedContainer):
+            found = self._visit_children(name, module, inside_unknown)
+            fits = not isinstance(module, form) and form.fits(module, self._blocks)
+            if fits and not _reasons(module, form, Finding()):
+                self.changes.append(([module], lambda: _set_fused_class(module, form, self.requested)))
         else:
-            form, reason = form_or_reason(type(module))
-            if form is None:
-                return self._visit_other(name, module, reason, inside_unknown)
-            if issubclass(form, FusedContainer):
-                return self._visit_container(name, module, form, inside_unknown)
-        is_skipped = self._visit_fusable(name, module, form)
-        self._visit_children(name, module, inside_unknown=is_skipped)
-        return True
+            self._visit_children(name, module, inside_unknown=self._visit_fusable(name, module, form))
+            found = True
+        self._has_row[module] = found
+        return found
 
     def _visit_children(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
         prefix = f"{name}." if name else ""
@@ -198,8 +195,9 @@ class _Walk:
 
     def _visit_other(self, name: str, module: nn.Module, reason: str | None, inside_unknown: bool) -> bool:
         """Adds a row for a module without a fused form if a reason is known or it looks fusable."""
+        class_name = type(module).__name__
         if reason:
-            part = "norm + MLP" if "Block" in type(module).__name__ else "attention"
+            part = "norm + MLP" if "Block" in class_name else "attention"
             self.rows.append(_row(name, module, part, [reason]))
             self._visit_children(name, module, inside_unknown=True)
             return True
@@ -207,49 +205,41 @@ class _Walk:
         if is_elsewhere and not inside_unknown:
             self.elsewhere.append(f"{name} ({type(module).__qualname__})")
         inside_unknown = inside_unknown or is_elsewhere
-        looks_fusable = LOOKS_FUSABLE.search(type(module).__name__) is not None
+        looks_fusable = LOOKS_FUSABLE.search(class_name) is not None
         found = self._visit_children(name, module, inside_unknown or looks_fusable)
-        part = "attention" if "Att" in type(module).__name__ else "norm + MLP"
-        looks_fusable = looks_fusable and (part == "attention" or is_near_attention(self.model, name))
-        if looks_fusable and not (found or inside_unknown) and next(module.parameters(), None) is not None:
-            reason = f"{type(module).__qualname__} is not a supported class"
-            self.rows.append(_row(name, module, part, [reason]))
-            found = True
-        self._has_row[module] = found
-        return found
-
-    def _visit_container(self, name: str, module: nn.Module, form: type[FusedContainer], inside_unknown: bool) -> bool:
-        """Fuses a container if all its blocks are fused."""
-        found = self._visit_children(name, module, inside_unknown)
-        if form.fits(module, self._blocks) and not _instance_reasons(module, form):
-            self.changes.append(([module], lambda: _set_fused_class(module, form, self.requested)))
-        self._has_row[module] = found
-        return found
+        if found or inside_unknown or not looks_fusable or next(module.parameters(), None) is None:
+            return found
+        part = "attention" if "Att" in class_name else "norm + MLP"
+        if part != "attention" and not is_near_attention(self.model, name):
+            return False
+        self.rows.append(_row(name, module, part, [f"{type(module).__qualname__} is not a supported class"]))
+        return True
 
     def _visit_fusable(self, name: str, module: nn.Module, form: type[FusedModule]) -> bool:
         """Handles a module that has a fused class, or got it earlier; returns True if it is skipped."""
         finding = form.examine(module)
-        if isinstance(module, FusedModule):
-            reasons, notes = _reasons_now(module, finding), ["already fused", *finding.notes]
-        else:
-            reasons, notes = _instance_reasons(module, form) or list(finding.reasons), list(finding.notes)
+        notes = [*(["already fused"] if isinstance(module, FusedModule) else []), *finding.notes]
+        reasons = _reasons(module, form, finding)
         if not reasons:
             reasons, backend_notes = self._backend_reasons(module, form)
             notes += backend_notes
         self.rows.append(_row(name, module, form.kind, reasons, () if reasons else notes))
+        change: Callable[[], None] | None = None
         if not reasons:
             self._has_row.update(dict.fromkeys(finding.bypassed, True))
-        if not isinstance(module, FusedModule):
-            if not reasons:
-                self.changes.append(([module], lambda: _set_fused_class(module, form, self.requested)))
+            if isinstance(module, FusedModule):
+                change = functools.partial(module.prepare, self.requested)
+            else:
+                change = functools.partial(_set_fused_class, module, form, self.requested)
                 if issubclass(form, FusedNormMlp):
                     self._blocks.add(module)
-        elif not reasons:
-            self.changes.append(([module], lambda: module.prepare(self.requested)))
-        elif "original" in vars(form) and not forward_is_replaced(module):
-            self.changes.append(([module], lambda: _restore_class(module)))
-        else:  # keep the class: fully_shard changed it, or a forward set on the instance may call its forward
-            self.changes.append(([module], lambda: module.set_fused_backend("sdpa")))
+        elif isinstance(module, FusedModule):
+            if "original" in vars(form) and not forward_is_replaced(module):
+                change = functools.partial(_restore_class, module)
+            else:  # keep the class: fully_shard changed it, or a forward set on the instance may call its forward
+                change = functools.partial(module.set_fused_backend, "sdpa")
+        if change is not None:
+            self.changes.append(([module], change))
         return bool(reasons)
 
     def add_normalize(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
@@ -311,21 +301,17 @@ def _checked_backend(model: nn.Module, backend: str) -> str:
     return resolved
 
 
-def _instance_reasons(module: nn.Module, form: type[FusedModule]) -> list[str]:
+def _reasons(module: nn.Module, form: type[FusedModule], finding: Finding) -> list[str]:
+    """Returns the reasons why a module cannot be fused, or can no longer be fused."""
+    if isinstance(module, FusedModule):
+        reasons = ["its forward was replaced on the instance"] if forward_is_replaced(module) else []
+        # sharded weights are no reason: fully_shard was called after fuse, and gathers them before forward
+        sharded = tuple(f", got {type_name(each)}" for each in module.parameters() if type(each).__name__ == "DTensor")
+        return reasons + [reason for reason in finding.reasons if not reason.endswith(sharded)]
     reasons = forward_reasons(module)
     if not reasons and type(module).forward is not form.original_forward:
         reasons.append(f"{type(module).__qualname__}.forward was replaced on the class")
-    return reasons
-
-
-def _reasons_now(module: FusedModule, finding: Finding) -> list[str]:
-    """Returns the reasons why a module that was fused earlier can no longer be fused.
-
-    Sharded weights are no reason, because fully_shard was called after fuse and gathers them before forward.
-    """
-    reasons = ["its forward was replaced on the instance"] if forward_is_replaced(module) else []
-    sharded = tuple(f", got {type_name(each)}" for each in module.parameters() if type(each).__name__ == "DTensor")
-    return reasons + [reason for reason in finding.reasons if not reason.endswith(sharded)]
+    return reasons or list(finding.reasons)
 
 
 def _reads_text_or_decodes(module: nn.Module) -> bool:

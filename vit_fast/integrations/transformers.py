@@ -116,11 +116,7 @@ def _packed_by(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Tensor | N
 def padding_mask(
     batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """Builds the attention mask for "vit_fast".
-
-    Expands padding masks without a copy, so attention_forward identifies them by their strides. transformers would
-    inspect the values, which synchronizes with the device. Builds other masks like transformers' sdpa_mask.
-    """
+    """Builds the attention mask for "vit_fast", which recognizes padding masks by their strides, not their values."""
     others = ("q_offset", "kv_offset", "local_size", "use_vmap")
     alone = kwargs.get("mask_function") is bidirectional_mask_function and not any(map(kwargs.get, others))
     if alone and attention_mask is not None and attention_mask.shape == (batch_size, kv_length):
@@ -131,16 +127,9 @@ def padding_mask(
     return mask
 
 
-def register_attention() -> None:
-    """Registers attn_implementation="vit_fast". Importing this file calls it."""
-    AttentionInterface.register(ATTENTION_NAME, attention_forward)
-    if AttentionMaskInterface is not None:
-        AttentionMaskInterface.register(
-            ATTENTION_NAME, sdpa_mask if bidirectional_mask_function is None else padding_mask
-        )
-
-
-register_attention()
+AttentionInterface.register(ATTENTION_NAME, attention_forward)
+if AttentionMaskInterface is not None:
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask if bidirectional_mask_function is None else padding_mask)
 
 
 def graph_vision_tower(

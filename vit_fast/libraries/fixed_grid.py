@@ -6,7 +6,6 @@ and windows. For one fixed grid, these are constants.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -39,7 +38,11 @@ class FixedGrid(nn.Module):
 
     def __init__(self, tower: nn.Module, image_hw: int | Size) -> None:
         super().__init__()
-        raise_unsupported("FixedGrid", _reasons(tower))
+        package = "timm" if comes_from("timm", tower) else "transformers"
+        reasons = version_reasons() if package == "transformers" else []
+        if not any(comes_from(package, tower, name) for name in TOWERS):
+            reasons = [f"the tower must be one of {', '.join(TOWERS)}, got a {type(tower).__name__}"]
+        raise_unsupported("FixedGrid", reasons)
         self.tower: Any = tower
         facts: Any = getattr(tower, "config", None) or tower.embeds  # NaFlexVit has no config
         self.is_qwen = any(comes_from("transformers", tower, name) for name in QWEN)
@@ -110,20 +113,13 @@ class FixedGrid(nn.Module):
 
 
 class FixedGridModel(ImageModel):
-    def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
-        """Does nothing, because fused layers can be exported."""
-
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
         output: Tensor = self.model(images, features=head == "features")
         return output
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """Describes a FixedGrid for export; returns None for another model.
-
-    Raises:
-        UnsupportedInputError: Qwen's tower is not fused; transformers' own layers read lengths on the host.
-    """
+    """Describes a FixedGrid for export; returns None for another model. Qwen's own layers read lengths on the host."""
     if not isinstance(model, FixedGrid):
         return None
     tower: Any = model.tower
@@ -145,10 +141,3 @@ def recognise(model: nn.Module) -> ImageModel | None:
         num_classes=0 if config is not None else int(tower.num_classes),
         config={} if config is None else config.to_diff_dict(),
     )
-
-
-def _reasons(tower: nn.Module) -> list[str]:
-    package = "timm" if comes_from("timm", tower) else "transformers"
-    if not any(comes_from(package, tower, name) for name in TOWERS):
-        return [f"the tower must be one of {', '.join(TOWERS)}, got a {type(tower).__name__}"]
-    return version_reasons() if package == "transformers" else []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..blocks.fused import FusedContainer, FusedModule
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from . import fixed_grid, google, openai, ours, torch_nn, torchvision
+from . import fixed_grid, google, openai, ours, torchvision
 from .interface.image_model import ImageModel
 from .interface.packed_tower import PackedTower
 from .interface.weight_names import Converted
@@ -33,7 +33,7 @@ FUSABLE = {
     "timm": (timm_blocks, timm_towers),
     "transformers": (families,),
     "torchvision": (torchvision,),
-    "torch": (torch_nn,),
+    "torch": (torchvision,),
 }
 
 ATTENTION = re.compile("att(n|ention)", re.IGNORECASE)

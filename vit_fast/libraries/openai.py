@@ -31,10 +31,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """Converts CLIP's names to timm's.
-
-    Transposes the projection, adds zeros as its bias, and adds a batch axis to class token and positions.
-    """
+    """Converts CLIP's names to timm's, transposes the projection, and adds zeros as its bias."""
     converted = rename(state, NAME, RULES)
     converted.add_batch_axis()
     if "head.weight" in converted.tensors:

@@ -1,4 +1,4 @@
-"""torchvision's VisionTransformer: weight names, a peer with our weights, models for export, and fused blocks."""
+"""torchvision's VisionTransformer: weight names, peer, models for export; fused layers of torchvision and torch.nn."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..blocks.fused import Forms, FusedNormMlp, fused_class
+from ..blocks.fused import Finding, Forms, FusedBlocks, FusedModule, FusedNormMlp, fused_class
 from ..blocks.parts import AttentionParts, MlpParts
-from ..blocks.reading import Reader
+from ..blocks.plain import PLAIN, is_touched, tensor_reasons, touch_reasons
+from ..blocks.reading import Reader, dropout_notes
 from ..config import ViTConfig
-from ..errors import UnsupportedInputError
+from ..errors import UnsupportedInputError, type_name
+from ..ops import attention_qkvpacked
 from .interface.image_model import Head, ImageModel, comes_from, raise_unsupported
 from .interface.weight_names import Converted, Rule, config_reasons, plain_vit_reasons, rename
-from .torch_nn import MultiheadAttentionMixin
 
 NAME = "torchvision"
 PEER = "torchvision's VisionTransformer"
@@ -48,11 +51,7 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
 
 
 def build_peer(config: ViTConfig) -> nn.Module:
-    """Builds torchvision's VisionTransformer of this shape.
-
-    Raises:
-        UnsupportedInputError: torchvision has no such model; lists all reasons.
-    """
+    """Builds torchvision's model of this shape; raises UnsupportedInputError with all reasons if there is none."""
     problems = plain_vit_reasons(config) + config_reasons(config, act_layer=("gelu",), qkv_bias=(True,), in_chans=(3,))
     for name, (height, width) in (("img_size", config.image_hw), ("patch_size", config.patch_hw)):
         if height != width:
@@ -122,6 +121,85 @@ class TorchvisionModel(ImageModel):
 # --- fusing ---------------------------------------------------------------------------------------------------
 
 
+class MultiheadAttentionMixin(FusedModule):
+    """Self-attention, mha(x, x, x, need_weights=False) without masks, as a fused operator.
+
+    Other calls (cross-attention, masks, returned weights, dropout in training) run the original forward.
+    """
+
+    kind = "attention"
+
+    @classmethod
+    def examine(cls, module: Any) -> Finding:
+        if module.in_proj_weight is None:
+            return Finding(["kdim and vdim must equal embed_dim"])
+        reasons = tensor_reasons("in_proj_weight", module.in_proj_weight)
+        if module.bias_k is not None or module.bias_v is not None:
+            reasons.append("it appends learned tokens to keys and values (add_bias_kv)")
+        if module.add_zero_attn:
+            reasons.append("it appends a zero token to keys and values (add_zero_attn)")
+        if type(module.out_proj) is not NonDynamicallyQuantizableLinear:
+            reasons.append(f"out_proj must be torch's own linear, got {type_name(module.out_proj)}")
+        notes = ["calls other than mha(x, x, x, need_weights=False) without masks run torch's forward"]
+        notes += dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
+        return Finding(reasons + touch_reasons([("out_proj", module.out_proj)]), notes)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Maps [B, N, C] (or [N, B, C] without batch_first) to the same shape, and returns None as weights."""
+        masked = key_padding_mask is not None or attn_mask is not None or is_causal
+        self_attention = query is key and key is value and query.dim() == 3 and not query.is_nested
+        dropping = self.training and self.dropout > 0
+        changed = type(self.out_proj) is not NonDynamicallyQuantizableLinear
+        changed = changed or any(type(parameter) not in PLAIN for parameter in self._parameters.values())
+        if masked or need_weights or not self_attention or dropping or changed or is_touched(self.out_proj):
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        x = query if self.batch_first else query.transpose(0, 1)
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
+        mixed = attention_qkvpacked(qkv, backend=self.vit_fast_backend).flatten(2)
+        mixed = F.linear(mixed, self.out_proj.weight, self.out_proj.bias)
+        return (mixed if self.batch_first else mixed.transpose(0, 1)), None
+
+
+class TransformerEncoderLayerMixin(FusedNormMlp):
+    """A pre-norm TransformerEncoderLayer with norm2, feed-forward and residual as one operator."""
+
+    @classmethod
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        if not block.value("norm_first"):
+            block.reasons.append("norm_first must be True, got False")
+            return None
+        return block.mlp("norm2", "linear1", "activation", "linear2", dropouts=("dropout", "dropout2"))
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Maps [B, N, C] (or [N, B, C] without batch_first) to the same shape."""
+        masks: dict[str, Any] = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
+        given = is_causal or any(mask is not None for mask in masks.values())
+        parts = self.ready()
+        if given or src.is_nested or parts is None:
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        normed = self.norm1(src)
+        mixed, _ = self.self_attn(normed, normed, normed, need_weights=False)
+        return self.norm_mlp(parts, src + self.dropout1(mixed))
+
+
 class EncoderBlockMixin(FusedNormMlp):
     """torchvision's EncoderBlock, fused as a whole or by its parts."""
 
@@ -157,7 +235,17 @@ class EncoderBlockMixin(FusedNormMlp):
         return self.dropout(x) + input
 
 
-SKIPPED = {"ShiftedWindowAttention": "windowed attention with a position bias"}
-
-FORMS = Forms(globals(), {"torchvision.models.vision_transformer.EncoderBlock": EncoderBlockMixin})
+SKIPPED = {
+    "ShiftedWindowAttention": "windowed attention with a position bias",
+    "TransformerDecoderLayer": "a decoder layer: causal and cross-attention",
+}
+FORMS = Forms(
+    globals(),
+    {
+        "torch.nn.modules.activation.MultiheadAttention": MultiheadAttentionMixin,
+        "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayerMixin,
+        "torch.nn.modules.container.Sequential": FusedBlocks,
+        "torchvision.models.vision_transformer.EncoderBlock": EncoderBlockMixin,
+    },
+)
 __getattr__ = FORMS.named

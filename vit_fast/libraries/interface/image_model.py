@@ -39,13 +39,9 @@ class ImageModel(abc.ABC):
     config: dict[str, Any] = field(default_factory=dict)  # of the library, as plain data
     takes_bytes: bool = False  # `fuse` folded the normalization into the model, which takes pixels from 0 to 255
 
-    @abc.abstractmethod
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
-        """Prepares the model for export, with any image size if requested; `undo` restores it.
-
-        Raises:
-            UnsupportedInputError: the model supports one image size only.
-        """
+        """Prepares the model for export, with any image size if requested; `undo` restores it."""
+        return
 
     @abc.abstractmethod
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:

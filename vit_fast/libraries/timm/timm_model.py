@@ -58,25 +58,19 @@ def wrote(config: Mapping[str, Any]) -> bool:
 
 
 def read_config(config: Mapping[str, Any]) -> Facts:
-    """Reads timm's config.json: the name of a variant, and pretrained_cfg with size, preprocessing and optional labels.
-
-    Raises:
-        ValueError: it sets an option that ViTConfig does not have.
-    """
+    """Reads timm's config.json; raises ValueError if it sets an option that ViTConfig does not have."""
     facts = Facts(class_names=_class_names(config))
     pretrained = config.get("pretrained_cfg") or config
-    num_classes = config.get("num_classes", pretrained.get("num_classes"))
-    input_size = pretrained.get("input_size")
+    fields: dict[str, Any] = dict(config.get("model_args") or {})
+    if (num_classes := config.get("num_classes", pretrained.get("num_classes"))) is not None:
+        fields["num_classes"] = num_classes
+    if (input_size := pretrained.get("input_size")) is not None:
+        fields |= {"in_chans": input_size[0], "img_size": tuple(input_size[1:])}
     try:
         variant = get_variant(str(config.get("architecture", "")))
     except ValueError as error:
         facts.notes.append(f"config.json: {error}")
     else:
-        fields: dict[str, Any] = dict(config.get("model_args") or {})
-        if num_classes is not None:
-            fields["num_classes"] = num_classes
-        if input_size is not None:
-            fields |= {"in_chans": input_size[0], "img_size": tuple(input_size[1:])}
         facts.config = variant.config.replace(**fields)
     keys = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
     known = {key: pretrained[key] for key in keys if pretrained.get(key) is not None}
@@ -101,11 +95,7 @@ def _class_names(config: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def build_peer(config: ViTConfig) -> nn.Module:
-    """Builds timm's VisionTransformer of this shape, or its DeiT class for a distilled model.
-
-    Raises:
-        UnsupportedInputError: timm has no such model; lists all reasons.
-    """
+    """Builds timm's model of this shape; raises UnsupportedInputError with all reasons if there is none."""
     supported = {
         "pos_embed": "learn", "stem_channels": (), "rope": None, "mlp_layer": "mlp", "norm_layer": "layer_norm",
         "embed_norm": False, "pool_heads": None, "pool_mlp_ratio": None,
@@ -136,11 +126,7 @@ _SHARED_FIELDS = (
 
 
 def recognise(model: Any) -> ImageModel | None:
-    """Describes a model of timm for export; returns None for another model.
-
-    Raises:
-        UnsupportedInputError: its image size is unknown.
-    """
+    """Describes a model of timm for export; returns None for another model."""
     if not comes_from(NAME, model) or not hasattr(model, "forward_head") or not hasattr(model, "patch_embed"):
         return None
     pretrained = getattr(model, "pretrained_cfg", None) or {}

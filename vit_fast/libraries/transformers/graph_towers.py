@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -222,21 +222,15 @@ def patchify(images: Tensor, patch_hw: Size) -> Tensor:
 
 
 def packed_tower(tower: Any) -> PackedTower | None:
-    """Returns the PackedTower of a tower; None for other models.
-
-    Raises:
-        UnsupportedInputError: transformers is too old for images of any size.
-    """
+    """Returns the PackedTower of a tower; None for other models."""
     if not comes_from("transformers", tower):
         return None
-    form: type[PackedTower]
+    forms: dict[str, Callable[[Any], PackedTower]]
+    forms = {"PixtralVisionModel": PixtralTower, "Siglip2VisionModel": Siglip2Tower}
+    form = next((form for name, form in forms.items() if comes_from("transformers", tower, name)), None)
     if {"qwen2_vl", *LIKE_QWEN} & set(type(tower).__module__.split(".")) and hasattr(tower, "patch_embed"):
         form = GridTower
-    elif comes_from("transformers", tower, "PixtralVisionModel"):
-        form = PixtralTower
-    elif comes_from("transformers", tower, "Siglip2VisionModel"):
-        form = Siglip2Tower
-    else:
+    if form is None:
         return _image_tower(tower)
     raise_unsupported("packed vision towers", version_reasons())
     return form(tower)
@@ -256,6 +250,5 @@ def _image_tower(tower: Any) -> ImageTower | None:
 
 def version_reasons() -> list[str]:
     """Returns a reason if transformers cannot compute the metadata of packed towers."""
-    if importlib.util.find_spec("transformers.vision_utils") is not None:
-        return []
-    return ["transformers must have transformers.vision_utils: install version 5.23"]
+    known = importlib.util.find_spec("transformers.vision_utils") is not None
+    return [] if known else ["transformers must have transformers.vision_utils: install version 5.23"]

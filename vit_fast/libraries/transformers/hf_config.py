@@ -45,11 +45,7 @@ def wrote(config: Mapping[str, Any]) -> bool:
 
 
 def read_config(config: Mapping[str, Any]) -> Facts:
-    """Reads transformers' config.json: shape, head and class names.
-
-    Raises:
-        ValueError: see vit_fields.
-    """
+    """Reads transformers' config.json: shape, head and class names."""
     facts = Facts(config=ViTConfig(**vit_fields(config)))
     labels = config.get("id2label")
     if labels and facts.config is not None and facts.config.num_classes == len(labels):
@@ -58,11 +54,7 @@ def read_config(config: Mapping[str, Any]) -> Facts:
 
 
 def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ViTConfig's fields from a transformers config.json of ViT, DeiT, DINOv2, DINOv3, CLIP or SigLIP.
-
-    Raises:
-        ValueError: the model type, activation or MLP is not supported.
-    """
+    """Returns ViTConfig's fields from a transformers config.json; raises ValueError if the model is not supported."""
     family = str(config.get("model_type", "")).removesuffix("_vision_model")
     if family not in _DEFAULTS:
         raise ValueError(f"model_type must be one of {', '.join(_DEFAULTS)}, got {config.get('model_type')!r}")
@@ -136,11 +128,7 @@ def _classifies(config: Mapping[str, Any]) -> bool:
 
 
 def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
-    """Returns the DataConfig of a transformers preprocessor_config.json, in either format.
-
-    Raises:
-        ValueError: DataConfig cannot represent the preprocessing.
-    """
+    """Returns the DataConfig of a preprocessor_config.json; raises ValueError if DataConfig cannot represent it."""
     if not processor.get("do_rescale", True) or not math.isclose(processor.get("rescale_factor", 1 / 255), 1 / 255):
         raise ValueError("it does not scale pixels to [0, 1]")
     is_vit = _class_name(processor).startswith("ViT")

@@ -143,11 +143,7 @@ def _siglip_head_problem(config: ViTConfig) -> str | None:
 
 
 def build_peer(config: ViTConfig) -> nn.Module:
-    """Builds transformers' ViTForImageClassification of this shape, with scaled_dot_product_attention.
-
-    Raises:
-        UnsupportedInputError: transformers has no such model; lists all reasons.
-    """
+    """Builds transformers' model of this shape; raises UnsupportedInputError with all reasons if there is none."""
     raise_unsupported("transformers' ViT", plain_vit_reasons(config))
     from transformers import ViTConfig as TheirConfig
     from transformers import ViTForImageClassification
@@ -179,11 +175,7 @@ _ATTENTION_NAME = "vit_fast_export"
 
 
 def recognise(model: Any) -> ImageModel | None:
-    """Describes a vision model of transformers for export; returns None for others, and for models of images and text.
-
-    Raises:
-        UnsupportedInputError: it needs more arguments than images, or has complex positions.
-    """
+    """Describes a vision model of transformers for export; returns None for other models."""
     if not comes_from(NAME, model) or not hasattr(getattr(model, "config", None), "patch_size"):
         return None
     config = model.config
@@ -214,8 +206,6 @@ def recognise(model: Any) -> ImageModel | None:
 
 
 class TransformersModel(ImageModel):
-    """A vision model of transformers."""
-
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         """Selects an attention function for which transformers creates no mask, because images have no padding."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
