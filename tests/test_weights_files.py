@@ -206,11 +206,7 @@ def test_damaged_metadata_is_refused(tmp_path: Path) -> None:
         save_file(_state(), path, metadata={"vit_fast": text})
         with pytest.raises(WeightsError, match="its vit-fast metadata cannot be read"):
             load(path)
-    for field, size, message in (  # larger than the file, and refused before the model is built
-        ("depth", 10**6, "depth must be at most 1024, got 1000000"),
-        ("depth", 1000, "must contain the .* parameters of its config's blocks, got"),
-        ("embed_dim", 65536, "must contain the .* parameters of its config's blocks, got"),
-    ):
+    for field, size, message in (("depth", 10**6, "depth must be at most 1024, got 1000000"), ("depth", 3, "missing")):
         described = metadata | {"config": metadata["config"] | {field: size}}
         save_file(_state(), path, metadata={"vit_fast": json.dumps(described)})
         with pytest.raises(WeightsError, match=message):

@@ -28,13 +28,7 @@ Measure = Literal["largest", "rms"]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Error of a result, and the allowed error.
-
-    Attributes:
-        error: Error relative to fp64; infinite if the result contains NaN or infinity.
-        eager_error: Error of eager in the same dtype.
-        allowed: Largest error that passes.
-    """
+    """Error of a result, and the allowed error."""
 
     error: float
     eager_error: float

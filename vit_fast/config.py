@@ -281,12 +281,9 @@ class ViTConfig:
         stem = sum(9 * before * after for before, after in itertools.pairwise(channels))
         embedding = stem + channels[-1] * math.prod(self.patch_hw) * C + self.num_prefix_tokens * C
         pool = 4 * C * C + 2 * C * self.pool_hidden_dim if self.global_pool == "map" else 0
-        return self.block_parameters() + positions + embedding + pool + (1 + self.distilled) * self.num_classes * C
-
-    def block_parameters(self) -> int:
-        """Returns the number of parameters of all blocks, without biases and norms."""
         mlp = (3 if self.mlp_layer == "swiglu" else 2) * self.hidden_dim
-        return self.depth * self.embed_dim * (4 * self.embed_dim + mlp)
+        blocks = self.depth * C * (4 * C + mlp)
+        return blocks + positions + embedding + pool + (1 + self.distilled) * self.num_classes * C
 
 
 def _check_each(config: ViTConfig) -> None:

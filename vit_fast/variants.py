@@ -260,12 +260,7 @@ def list_models(pattern: str = "*") -> list[str]:
 
 
 def get_variant(name: str) -> Variant:
-    """Returns the configuration of a named model.
-
-    Raises:
-        ValueError: the name is unknown; the message lists similar names, or the reason why a timm model is not
-            supported.
-    """
+    """Returns the configuration of a named model."""
     if name not in _VARIANTS:
         for pattern, reason in NOT_HERE.items():
             if fnmatch.fnmatchcase(name, pattern):

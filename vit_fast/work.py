@@ -87,11 +87,7 @@ def _head(config: ViTConfig, B: int) -> Iterator[Work]:
 
 
 class Counter(TorchDispatchMode):
-    """Context that counts the work of all operators with torch's FLOP formulas; does not support inference_mode.
-
-    Attributes:
-        work: Work so far.
-    """
+    """Context that counts the work of all operators with torch's FLOP formulas; does not support inference_mode."""
 
     work = Work()
 

@@ -23,17 +23,7 @@ BATCH_SIZE, TOP = 32, 5
 
 
 def open_classifier(weights: str, model_name: str | None, backend: str, device: str) -> VisionTransformer:
-    """Builds a model that returns one row of logits per image.
-
-    Args:
-        weights: A weights file, a folder, or a Hugging Face Hub id.
-        model_name: One of list_models(), for weights without a config.
-        backend: See create_model.
-        device: "auto", or a device of torch.
-    Raises:
-        ValueError: the weights have no config and model_name is None, the model has no head or does not pool, or the
-            device does not exist.
-    """
+    """Builds a model that returns one row of logits per image."""
     if model_name is not None:
         model = create_model(model_name, weights=weights, backend=backend)
     elif (source := open_source(weights)).config is None:
@@ -56,22 +46,14 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
 
 
 def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:
-    """Returns the given names, otherwise the names stored with the weights, otherwise "class 0", "class 1", ...
-
-    Raises:
-        ValueError: the number of given names differs from the number of classes.
-    """
+    """Returns the given names, otherwise the names stored with the weights, otherwise "class 0", "class 1", ..."""
     if given is not None and len(given) != count:
         raise ValueError(f"--classes must contain {count} names, one per class of the model, got {len(given)}")
     return given or known or [f"class {i}" for i in range(count)]
 
 
 def read_class_names(path: Path) -> list[str]:
-    """Reads class names from a text file (one per line) or from JSON (a list, or an object from index to name).
-
-    Raises:
-        ValueError: the file is missing or has another structure.
-    """
+    """Reads class names from a text file (one per line) or from JSON (a list, or an object from index to name)."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix.lower() != ".json":
@@ -114,12 +96,6 @@ def rows(
 
     A row contains path, label, index, probability, `probabilities` (softmax in fp64) and `embedding` (the input of the
     head), the last two as arrays. The row of an unreadable image contains only path and error.
-
-    Args:
-        workers: Additional processes that read images.
-    Raises:
-        ValueError: the logits of an image are not finite.
-        ReaderLostError: a worker ended early.
     """
     parameter = next(model.parameters())
     order = iter(files)
@@ -152,14 +128,6 @@ def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | Non
 
     A subfolder's name is the name of a class, or its index. Other names, such as ImageNet's n01440764, must be as many
     as there are classes; their alphabetical order gives the index.
-
-    Args:
-        folder: Folder with at least two subfolders.
-        classes: Number of the model's classes.
-        class_names: Names of the model's classes, if known.
-    Raises:
-        ImageError: the folder does not exist, or has fewer than two subfolders or an empty one.
-        ValueError: the subfolders do not match the model's classes.
     """
     images = ImageFolder(folder)
     names = images.class_names
@@ -180,20 +148,12 @@ def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | Non
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Outputs of a classifier for labeled images.
-
-    Attributes:
-        files: The N images.
-        labels: Their classes [N].
-        predicted: The most probable classes [N, min(5, classes)], in descending order of probability.
-        probabilities: Probabilities of `predicted`.
-        classes: Number of classes.
-    """
+    """Outputs of a classifier for labeled images."""
 
     files: list[Path]
-    labels: np.ndarray
-    predicted: np.ndarray
-    probabilities: np.ndarray
+    labels: np.ndarray  # [N]
+    predicted: np.ndarray  # the most probable classes [N, min(5, classes)], in descending order
+    probabilities: np.ndarray  # of `predicted`
     classes: int
 
     @property
@@ -247,11 +207,7 @@ def evaluate(labelled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float
 
 
 def draw_confusion(evaluation: Evaluation, names: Sequence[str], path: Path) -> None:
-    """Draws the confusion matrix, normalized by row; up to 40 classes also show counts.
-
-    Raises:
-        ValueError: matplotlib cannot write a file with this suffix.
-    """
+    """Draws the confusion matrix, normalized by row; up to 40 classes also show counts."""
     from matplotlib.figure import Figure
 
     counts = evaluation.confusion

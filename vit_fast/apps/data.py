@@ -57,11 +57,7 @@ def raising_reader_lost() -> Iterator[None]:
 
 
 def sample_image() -> Path:
-    """Returns the path of a sample image: the portrait of Grace Hopper in matplotlib's wheel.
-
-    Raises:
-        ImageError: matplotlib or its sample data is not installed.
-    """
+    """Returns the path of a sample image: the portrait of Grace Hopper in matplotlib's wheel."""
     spec = importlib.util.find_spec("matplotlib")  # not imported, because the import takes a quarter of a second
     if spec is not None and spec.origin is not None:
         path = Path(spec.origin).parent / "mpl-data" / "sample_data" / "grace_hopper.jpg"
@@ -71,12 +67,7 @@ def sample_image() -> Path:
 
 
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
-    """Returns image files: each given file, and the files with an image suffix in each given folder, sorted.
-
-    Raises:
-        ImageError: a path does not exist or is not a regular file, or a folder contains no image; lists all of them.
-        TypeError: paths is a single path.
-    """
+    """Returns image files: each given file, and the files with an image suffix in each given folder, sorted."""
     if isinstance(paths, str | Path):
         raise TypeError(f"paths must be a list, got {str(paths)!r}; pass [{str(paths)!r}]")
     check_type("images", paths, Iterable)
@@ -104,10 +95,6 @@ def read_image(path: str | Path) -> Image.Image:
     """Reads an image file as 8-bit RGB and applies its EXIF orientation.
 
     Repeats gray values in three channels, keeps the upper 8 of 16 bits, and drops alpha, like timm and torchvision.
-
-    Raises:
-        ImageError: the file is missing, damaged or not an image, or has more pixels than Pillow's limit against
-            decompression bombs.
     """
     check_type("path", path, str, os.PathLike)
     path = Path(path)
@@ -143,11 +130,6 @@ def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -
     """Builds timm's evaluation transform: resize, center crop, scale to [0, 1], normalize.
 
     For one input channel, averages a mean and standard deviation of three channels.
-
-    Returns:
-        A function that turns a Pillow image into a float32 tensor [in_chans, *image_hw].
-    Raises:
-        ValueError: in_chans is neither 3 (RGB) nor 1 (gray), or mean and std have another number of channels.
     """
     if in_chans not in (1, 3):
         raise ValueError(f"in_chans must be 1 (gray) or 3 (RGB) for image files, got {in_chans}")
@@ -193,11 +175,7 @@ def _cover(image: Image.Image, target_hw: Size) -> Size:
 
 
 class ImageFolder:
-    """Labeled images of a folder with one subfolder per class; classes are in alphabetical order.
-
-    Raises:
-        ImageError: the folder does not exist, or has fewer than two subfolders or an empty one.
-    """
+    """Labeled images of a folder with one subfolder per class; classes are in alphabetical order."""
 
     def __init__(self, folder: Path) -> None:
         names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else ()
@@ -215,12 +193,7 @@ class ImageFolder:
 
 
 def load_images(paths: Sequence[str | Path], model: VisionTransformer) -> Tensor:
-    """Loads and preprocesses image files and folders for a model: [B, in_chans, height, width], float32, on the CPU.
-
-    Raises:
-        ImageError: see find_images and read_image.
-        ValueError: paths is empty.
-    """
+    """Loads and preprocesses image files and folders for a model: [B, in_chans, height, width], float32, on the CPU."""
     files = find_images(paths)
     if not files:
         raise ValueError("paths must contain at least one image or folder, got none")
@@ -233,9 +206,6 @@ def read_images(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -
 
     The first files might all be of one class, because files are often sorted by class. None means matplotlib's sample
     image.
-
-    Raises:
-        ImageError: a file cannot be read, or paths is empty.
     """
     files = find_images([sample_image()] if paths is None else paths)
     if not files:

@@ -32,9 +32,6 @@ class SmallImages:
     """Images in memory: pixels [n, height, width] (gray) or [n, height, width, 3] (RGB), and labels [n].
 
     `mirrored` is True if a flipped image belongs to the same class, which is not true for digits.
-
-    Raises:
-        ImageError: there is no image, or pixels, labels and names do not match.
     """
 
     def __init__(
@@ -59,11 +56,7 @@ LabelledImages = ImageFolder | SmallImages
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training and validation images of the same classes.
-
-    Raises:
-        ValueError: the classes differ.
-    """
+    """Training and validation images of the same classes."""
 
     train: LabelledImages
     held_out: LabelledImages | None

@@ -66,13 +66,7 @@ mixed = kernel.attention_qkvpacked(qkv)  # [8, 197, 12, 64]
 
 
 def build_hf_kernel(folder: str | Path) -> Path:
-    """Writes the repository of a Hub kernel, ready to upload, into a new or empty folder.
-
-    Returns:
-        The folder of the only build variant, which `kernels.get_local_kernel` loads.
-    Raises:
-        FileExistsError: the folder is not empty.
-    """
+    """Writes the repository of a Hub kernel, ready to upload, into a new or empty folder."""
     folder = Path(folder)
     check_new_folder(folder)
     sources = _sources()

@@ -140,11 +140,7 @@ ALONE = Processes()
 
 @contextlib.contextmanager
 def joined(strategy: str) -> Iterator[Processes]:
-    """Initializes the process group under torchrun. Free all wrapped models before the context ends.
-
-    Raises:
-        ValueError: the strategy is unknown.
-    """
+    """Initializes the process group under torchrun. Free all wrapped models before the context ends."""
     if strategy not in ("ddp", "fsdp"):
         raise ValueError(f"--parallel must be ddp or fsdp, got {strategy}")
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -200,13 +196,7 @@ class Trainer:
         self.step_count = 0
 
     def step(self, images: Tensor, labels: Tensor) -> Measure:
-        """Updates the parameters with a batch [B, C, H, W] per process.
-
-        Returns:
-            The measure over all processes, before the update.
-        Raises:
-            TrainingError: the loss is not finite; the parameters are unchanged.
-        """
+        """Updates the parameters with a batch [B, C, H, W] per process."""
         self.model.train()
         device = self.parameters[0].device
         images, labels = images.to(device), labels.to(device)
@@ -236,12 +226,7 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self, batches: Iterable[tuple[Tensor, Tensor]], own: int) -> Measure:
-        """Measures loss and accuracy on validation images, with the averaged weights if ema_decay is set.
-
-        Args:
-            batches: Images and labels; the same number of batches in each process.
-            own: Number of images to count. The others fill the last batch of this process.
-        """
+        """Measures loss and accuracy on validation images, with the averaged weights if ema_decay is set."""
         self.model.eval()
         device = self.parameters[0].device
         found = torch.zeros(3, dtype=torch.float64, device=device)

@@ -51,15 +51,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] = ()) -> TrainConfig:
-    """Returns the recipe of a variant with changed fields.
-
-    Args:
-        variant: A name of `vit-fast models`; TrainConfig's defaults apply to names without a recipe.
-        given: Fields of TrainConfig; None means the value of the recipe.
-        settings: More fields, as NAME=VALUE.
-    Raises:
-        ValueError, TypeError: a field is unknown, given twice, or invalid.
-    """
+    """Returns the recipe of a variant with changed fields."""
     fields = {name: value for name, value in given.items() if value is not None}
     for setting in settings:
         name, equals, text = setting.partition("=")
@@ -189,13 +181,7 @@ def _start(out: Path, processes: Processes) -> None:
 
 
 def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
-    """Restores a trainer to the end of the run's last finished epoch; returns the rows of the log.
-
-    Args:
-        about: Properties of the run by name. They must be the same as in the interrupted run.
-    Raises:
-        TrainingError: the checkpoint is missing, damaged, or of another run.
-    """
+    """Restores a trainer to the end of the run's last finished epoch; returns the rows of the log."""
     path = out / CHECKPOINT
     state = _read(path)
     compared = {"the config": (state["config"], asdict(trainer.config))}

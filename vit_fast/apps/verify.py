@@ -27,14 +27,7 @@ Outputs = Callable[[str, torch.dtype], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one case, an operator or a model with its shape, in one dtype.
-
-    Attributes:
-        error: Largest error; None if the backend failed.
-        eager_error: Largest error of eager in the same dtype.
-        allowed: Largest error that passes.
-        problem: Exception of a backend that failed.
-    """
+    """Result of one case, an operator or a model with its shape, in one dtype."""
 
     case: str
     backend: str
@@ -68,16 +61,7 @@ class Verification:
 
 
 def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | None = None) -> Verification:
-    """Compares backends with the fp64 reference on this machine.
-
-    Args:
-        backends: "sdpa", "triton", or "auto".
-        device: Device to compute on; None means CUDA if available, otherwise the CPU. On a CPU, "triton" runs in
-            Triton's interpreter, with smaller shapes and without bf16, which the interpreter computes incorrectly.
-    Raises:
-        ValueError: a backend is unknown, or backends is empty.
-        UnsupportedInputError: a backend cannot run here.
-    """
+    """Compares backends with the fp64 reference on this machine."""
     if not backends:
         raise ValueError("backends must contain at least one backend, got none")
     place = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -92,7 +76,7 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
 
 
 def _rows(backend: str, device: torch.device, interpreted: bool) -> Iterator[Row]:
-    # compiled kernels compute fp32 matmuls in TF32
+    # Triton's interpreter computes bf16 incorrectly; compiled kernels compute fp32 matmuls in TF32
     dtypes = ("fp32", "fp16") if interpreted else ("fp16", "bf16") if backend == "triton" else tuple(_DTYPES)
     for dtype in dtypes:
         for case, function, inputs in _operators(device, interpreted):

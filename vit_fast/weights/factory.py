@@ -65,7 +65,6 @@ def create_model(
             raise ValueError(
                 f"{name} has no config of a supported model: pass a name of list_models() and weights={name!r}"
             )
-        source.check_size()
         config, data_config = source.config, source.data_config
     else:
         variant = get_variant(name)

@@ -161,7 +161,6 @@ def load(
     opened = open_source(source)
     if opened.config is None:
         raise WeightsError(f"{opened.name} has no config: call create_model(name, weights=...)")
-    opened.check_size()
     place = as_device(device or "cpu")
     names = opened.class_names
     if names is not None and len(names) != opened.config.num_classes:

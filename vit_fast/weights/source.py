@@ -45,36 +45,14 @@ class WeightsError(VitFastError, ValueError):
 
 @dataclass
 class Source(Facts):
-    """A state dict with the parameter names of its library, and its metadata.
-
-    Attributes:
-        name: Path or repository, for messages.
-        tensors: The state dict.
-    """
+    """A state dict with the parameter names of its library, and its metadata."""
 
     name: str
     tensors: dict[str, Tensor]
 
-    def check_size(self) -> None:
-        """Raises WeightsError if the blocks of the config need more parameters than the source has."""
-        needed = 0 if self.config is None else self.config.block_parameters()
-        if needed > (held := sum(tensor.numel() for tensor in self.tensors.values())):
-            raise WeightsError(
-                f"{self.name}: must contain the {needed:,} parameters of its config's blocks, got {held:,}"
-            )
-
 
 def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
-    """Reads weights from a state dict, a file, a folder or the Hub.
-
-    Args:
-        source: A state dict; a .safetensors, .pth, .pt, .bin (read with `weights_only=True`) or .npz file; a folder
-            with config.json and weights, like a Hub repository; or a Hub id such as "google/vit-base-patch16-224",
-            optionally followed by `@revision`.
-    Raises:
-        WeightsError: the source cannot be read.
-        TypeError: source has another type.
-    """
+    """Reads weights from a state dict, a file, a folder like a Hub repository, or a Hub id `owner/name[@revision]`."""
     if isinstance(source, Source):
         return source
     if isinstance(source, Mapping):
@@ -105,11 +83,7 @@ def hub_id(source: str | Path) -> str | None:
 
 
 def read_file(path: Path) -> Source:
-    """Reads a weights file. Its suffix determines the format.
-
-    Raises:
-        WeightsError: the file is missing or damaged, has another format, or contains objects other than tensors.
-    """
+    """Reads a weights file. Its suffix determines the format."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise WeightsError(f"{path}: must end in one of {', '.join(SUFFIXES)}")
