@@ -7,27 +7,20 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from bench_support import samples_of
 
 from vit_fast.measure import clock, device_clock
-from vit_fast.measure.clock import Protocol, percentile, time_interleaved
+from vit_fast.measure.clock import Protocol, time_interleaved
 from vit_fast.measure.device_clock import CudaQueue, DeviceClock, Instant
 
 CPU = torch.device("cpu")
 SIX = Protocol(repeats=6, seconds=0.0, least_repeats=6, warmup_repeats=2, warmup_seconds=10.0)
 QUICK = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1, launch="hidden")
 COUNTED = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1)
-
-
-def test_percentiles_interpolate() -> None:
-    samples = [5.0, 1.0, 4.0, 2.0, 8.0, 7.0]
-    assert percentile(samples, 0.2) == pytest.approx(np.quantile(samples, 0.2))
-    timing = clock.Timing.from_samples(samples)
-    assert (timing.ms, timing.repeats) == (4.5, 6) and timing.ms_p20 < timing.ms < timing.ms_p80
 
 
 def test_only_messages_of_the_profiler_are_removed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -159,9 +152,10 @@ class Simulated:
         return run
 
 
+@dataclass
 class Mark:
-    def __init__(self, gpu: Simulated, passes: float) -> None:
-        self.gpu, self.passes = gpu, passes
+    gpu: Simulated
+    passes: float
 
     def query(self) -> bool:
         return self.gpu.host >= self.passes

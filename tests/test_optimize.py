@@ -316,17 +316,13 @@ def test_what_is_tried(monkeypatch) -> None:
     compiled = {Candidate("compile", frozen=True), dataclasses.replace(FROZEN, engine="compile")}
     assert {FROZEN, dataclasses.replace(FROZEN, precision="bf16"), *compiled} <= set(candidates(cpu, ["bf16"]))
     monkeypatch.setattr(f"{module}.triton_unavailable_reasons", lambda device: ())
-    names = [choice.name for choice in candidates(cuda, ["fp16"])]
-    assert {"fused triton", "fused triton, frozen, graphs", "attention triton, MLP sdpa"} <= set(names)
-    assert {"fused triton, torch.compile", "fused triton, fp16", "ONNX Runtime, fp16"} <= set(names)
+    names = {choice.name for choice in candidates(cuda, ["fp16"])}
+    assert {"fused triton, frozen, graphs", "attention triton, MLP sdpa", "fused triton, fp16"} <= names
     assert not any("bf16" in name or "int8" in name or "threads" in name for name in names)
     for device in (cuda, cpu):
         lossless = candidates(device, ())
         assert lossless == sorted(lossless, key=lambda choice: ENGINE_S[choice.engine]), "quick ones come first"
-        lossy = candidates(device, PRECISIONS)
-        assert lossless == [choice for choice in lossy if choice.precision is None], "and else in the same order"
     assert candidates_of_file(cuda, ["int8"]) == [Candidate("onnxruntime", graphs=True), Candidate("tensorrt")]
     monkeypatch.setattr(f"{module}.triton_unavailable_reasons", lambda device: ("no compiler",))
-    assert not any("triton" in choice.name for choice in candidates(cuda, []))
     monkeypatch.setattr(f"{module}.installed", lambda name: None)
-    assert {choice.engine for choice in candidates(cpu, ["bf16", "int8"])} == {"torch", "compile"}
+    assert not any("triton" in choice.name or choice.runs_file for choice in candidates(cuda, []))
