@@ -57,9 +57,6 @@ def test_every_reason_is_listed() -> None:
 def test_bad_inputs_are_named(change: Callable[..., tuple[Tensor, Tensor, Tensor]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ops.attention(*change(*_separate()), backend="triton")
-
-
-def test_packed_input_of_the_wrong_shape_is_named() -> None:
     with pytest.raises(ValueError, match=r"qkv must have shape \[B, N, 3, H, D\]"):
         ops.attention_qkvpacked(torch.randn(2, 17, 2, 2, 16, device=DEVICE), backend="triton")
 
@@ -155,29 +152,16 @@ def _qkv(head_dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-@pytest.mark.fast_cases("False")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_stand_in_inside_transforms_is_torchs(compiled: bool, kernel_calls: list[str]) -> None:
+def test_the_stand_in_inside_transforms_is_torchs(kernel_calls: list[str]) -> None:
     q, k, v = _qkv()
 
     def results(sdpa: Callable[..., Tensor]) -> tuple[Any, ...]:
         def loss(q: Tensor) -> Tensor:
             return sdpa(q, k, v).square().sum()
 
-        def per_sample(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return sdpa(q[None], k[None], v[None]).square().sum()
-
-        functions: list[tuple[Any, ...]] = [
-            (torch.func.grad(loss), q),
-            (torch.vmap(sdpa), q[:, None], k[:, None], v[:, None]),
-            (torch.vmap(torch.func.grad(per_sample)), q, k, v),
-        ]
-        if not compiled:
-            functions.append((sdpa_kernel(SDPBackend.MATH)(lambda q: torch.func.jvp(loss, (q,), (q,))), q))
-        torch._dynamo.reset()
-        return tuple(
-            (torch.compile(f, backend="aot_eager", fullgraph=True) if compiled else f)(*args) for f, *args in functions
-        )
+        with sdpa_kernel(SDPBackend.MATH):
+            jvp = torch.func.jvp(loss, (q,), (q,))
+        return torch.func.grad(loss)(q), torch.vmap(sdpa)(q[:, None], k[:, None], v[:, None]), jvp
 
     _close(results(ops.scaled_dot_product_attention), results(F.scaled_dot_product_attention))
     assert kernel_calls == []
@@ -205,6 +189,7 @@ def test_the_stand_in_under_fx(kernel_calls: list[str]) -> None:
         _close(traced(q, k, v, *extra), F.scaled_dot_product_attention(q, k, v))
 
 
+@pytest.mark.fast_cases("False")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_stand_in_obeys_a_restriction_to_the_formula(compiled: bool, kernel_calls: list[str]) -> None:
     q, k, v = _qkv()
@@ -217,11 +202,6 @@ def test_the_stand_in_obeys_a_restriction_to_the_formula(compiled: bool, kernel_
     function = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
     _close(function(q), F.scaled_dot_product_attention(q, k, v))
     assert kernel_calls == []
-    if not compiled:
-        x = q.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(attend(x).square().sum(), x, create_graph=True)
-        grad.sum().backward()  # the second derivative, which the kernel has not
-        assert x.grad is not None and x.grad.isfinite().all()
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
         ops.scaled_dot_product_attention(q, k, v)
     assert kernel_calls == ["kernel"]
