@@ -24,7 +24,7 @@ KERNELS = (
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up")
 FUSED = (
-    "fuse*", "traced_parts", "handed_statistics", "freeze", "kept_weights", "mlp_operator",
+    "fuse*", "traced_parts", "handed_statistics", "freeze", "mlp_operator",
     "transformers_attention", "packed", "graph_*",
 )  # fmt: skip
 FP8 = ("fp8_*", "calibrate")
