@@ -45,6 +45,7 @@ TARGET_DEVICES = {"ort-cpu": "cpu", "ort-cuda": "gpu", "tensorrt": "gpu"}
 ACCELERATOR_MODES = {"fp32": "FP32", "fp16": "FP16", "int8": "INT8"}
 QUEUE_DELAY_US = 500
 LABELS = "labels.txt"
+CHECKED = ("verification", "accuracy", "eight_bit")  # metadata in the section "Checked" of a card
 BATCHES = (1, 8, 64)
 """Smallest, typical and largest batch size of an engine."""
 SIDES = (0.5, 1.0, 2.0)
@@ -226,9 +227,7 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
         raise damaged(path, repr(error)) from None
     facts = {"license": license_name or "unknown: ask the source of the weights"} | info.facts()
     rows = [(name, shortened(value)) for name, value in facts.items() if name not in CHECKED and name != "config"]
-    run = [f'runner = OnnxRunner("{path.name}")', "probabilities = runner.probabilities([image])"]
-    if info.metadata.get("target") == "tensorrt":
-        run += ["", f"# as a TensorRT engine: {trtexec_line(replace(info, path=path.name))}"]
+    engine = info.metadata.get("target") == "tensorrt"
     hashes = []
     for file in files:
         with file.open("rb") as content:
@@ -238,16 +237,13 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
         *("---", f"license: {license_name or 'unknown'}", "library_name: onnx", "---", "", f"# {path.name}", ""),
         *_markdown(("field", "value"), rows),
         *("", "## Checked", "", *checked, "", "## Run", "", "    from vit_fast.export import OnnxRunner", ""),
-        *("    " + line if line else "" for line in run),
+        f'    probabilities = OnnxRunner("{path.name}").probabilities([image])',
+        *([f"    # as a TensorRT engine: {trtexec_line(replace(info, path=path.name))}"] if engine else []),
         *("", "## Files", "", *_markdown(("file", "bytes", "sha256"), hashes), ""),
     ]
     with file_aside(card) as aside:
         aside.write_text("\n".join(lines), encoding="utf-8")
     return card
-
-
-CHECKED = ("verification", "accuracy", "eight_bit")
-"""Metadata that the section "Checked" of a card contains."""
 
 
 def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

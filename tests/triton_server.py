@@ -1,4 +1,4 @@
-"""A stand-in for NVIDIA's Triton Inference Server: serves a model repository over its HTTP protocol by ONNX Runtime.
+"""A stand-in for NVIDIA's Triton Inference Server: serves a model repository with its protocol by ONNX Runtime.
 
 It reads config.pbtxt by the server's own schema, refuses what that does not describe, runs the warm-up requests before
 it is ready, and knows the extensions for binary data and classification.
@@ -7,11 +7,9 @@ it is ready, and knows the extensions for binary data and classification.
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,41 +87,15 @@ class Served:
         return {"outputs": [{"name": wanted["name"], "datatype": "BYTES", "shape": shape, "data": lines}]}
 
 
-@contextmanager
-def serving(repository: Path) -> Iterator[tuple[str, dict[str, Served]]]:
-    """The address of a server, on a free port, and its models by name; stopped in the end."""
-    models = {folder.name: Served(folder) for folder in repository.iterdir()}
+def opener(models: dict[str, Served]) -> Callable[[Any], io.BytesIO]:
+    """Replaces urllib.request.urlopen: answers requests for metadata and inference of these models."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            name = self.path.strip("/").split("/")[-1]
-            self._answer(200, models[name].facts if name in models else {})
+    def answer(request: Any) -> io.BytesIO:
+        address = request if isinstance(request, str) else request.full_url
+        model = models[address.partition("/v2/models/")[2].partition("/")[0]]
+        if isinstance(request, str):
+            return io.BytesIO(json.dumps(model.facts).encode())
+        cut = int(request.get_header("Inference-header-content-length"))
+        return io.BytesIO(json.dumps(model.infer(json.loads(request.data[:cut]), request.data[cut:])).encode())
 
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            cut = int(self.headers.get("Inference-Header-Content-Length", len(body)))
-            name = self.path.strip("/").split("/")[2]
-            try:
-                self._answer(200, models[name].infer(json.loads(body[:cut]), body[cut:]))
-            except (ValueError, KeyError) as error:
-                self._answer(400, {"error": str(error)})
-
-        def _answer(self, status: int, content: dict[str, Any]) -> None:
-            body = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", models
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return answer

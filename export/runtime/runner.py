@@ -48,21 +48,21 @@ def reasons_against(kind: str) -> list[str]:
         ]
     if kind == "openvino":
         return []
+    from onnxruntime.capi import build_and_package_info as build
+
     _preload()
-    major = _cuda_major()
+    major = int(getattr(build, "cuda_version", "12").split(".")[0])  # of the CUDA that it was built for
     names = ("cudart.so.{0}", "cublas.so.{0}", "cublasLt.so.{0}", "curand.so.10", "cufft.so.{1}", "cudnn.so.9")
-    missing = [library for name in names if not _loads(library := f"lib{name.format(major, major - 1)}")]
-    reasons = []
-    if not _loads("libcuda.so.1"):
-        reasons.append(
-            "libcuda.so.1 is missing: there is no NVIDIA driver, or this container cannot see it (--gpus all)"
+    toolkit = [f"lib{name.format(major, major - 1)}" for name in names]
+    remedy = f"pip install 'onnxruntime-gpu[cuda,cudnn]', or install CUDA {major} and cuDNN 9 on the library path"
+    driver = "there is no NVIDIA driver, or this container cannot see it (--gpus all)"
+    needed = [(["libcuda.so.1"], f"{{}} is missing: {driver}"), (toolkit, f"missing {{}}: {remedy}")]
+    if kind == "tensorrt":
+        needed.append(
+            (["libnvinfer.so.10", "libnvonnxparser.so.10"], "TensorRT 10 is missing ({}): pip install tensorrt")
         )
-    if kind == "tensorrt" and (trt := [n for n in ("libnvinfer.so.10", "libnvonnxparser.so.10") if not _loads(n)]):
-        reasons.append(f"TensorRT 10 is missing ({', '.join(trt)}): pip install tensorrt")
-    if missing:
-        remedy = f"pip install 'onnxruntime-gpu[cuda,cudnn]', or install CUDA {major} and cuDNN 9 on the library path"
-        reasons.append(f"missing {', '.join(missing)}: {remedy}")
-    return reasons
+    missing = [([name for name in libraries if not _loads(name)], message) for libraries, message in needed]
+    return [message.format(", ".join(absent)) for absent, message in missing if absent]
 
 
 def open_session(
@@ -107,19 +107,8 @@ def _preload() -> None:
     """Loads CUDA and cuDNN from the nvidia-* wheels, without ONNX Runtime's messages."""
     import onnxruntime
 
-    if hasattr(onnxruntime, "preload_dlls"):
-        with contextlib.redirect_stdout(io.StringIO()):
-            onnxruntime.preload_dlls()
-
-
-def _cuda_major() -> int:
-    """Returns the major version of CUDA for which this onnxruntime was built."""
-    try:
-        from onnxruntime.capi.build_and_package_info import cuda_version
-
-        return int(cuda_version.split(".")[0])
-    except (ImportError, ValueError, AttributeError):
-        return 12
+    with contextlib.redirect_stdout(io.StringIO()):
+        onnxruntime.preload_dlls()
 
 
 def _loads(library: str) -> bool:
