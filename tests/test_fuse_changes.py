@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import LIBRARIES, SUBJECTS, attributes_of, classes_of, gradients, plain_vit, tiny_timm
+from fused_models import LIBRARIES, SUBJECTS, attributes_of, classes_of, plain_vit, tiny_timm
 from kernel_support import DEVICE
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -112,13 +112,6 @@ def test_a_change_takes_effect_and_is_skipped_with_a_reason(library: str, change
             reasons = " | ".join(text for row in vit_fast.fuse(each, backend).skipped for text in row.reasons)
             assert reason in reasons if reason else not reasons
             torch.testing.assert_close(each(images), expected, **close)
-
-
-def test_lora_around_the_projections_of_attention_is_trained() -> None:
-    model, images = tiny_timm(), torch.randn(2, 3, 32, 32)
-    model.blocks[0].attn.qkv = LoraLinear(model.blocks[0].attn.qkv)
-    vit_fast.fuse(model).require_all()
-    assert any(".up." in name for name in gradients(SUBJECTS["timm-vit"], model, {"x": images})[1])
 
 
 @pytest.mark.each_value

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import IMAGE, SUBJECTS, Subject, of_depth, rotary_of_depth
+from fused_models import IMAGE, Subject, of_depth, rotary_of_depth
 from torch import Tensor, nn
 
 import vit_fast
@@ -105,24 +105,6 @@ def test_a_block_that_is_not_fused_in_a_fused_sequential(backend: str) -> None:
         assert vit_fast.fuse(blocks, backend).require_all()
         assert all(block.ready() is not None for block in blocks)
         torch.testing.assert_close(blocks(X), expected(X), rtol=1e-4, atol=1e-4)
-
-
-def test_what_timm_does_with_slices() -> None:
-    model, images = SUBJECTS["timm-vit"].build().eval(), torch.randn(2, 3, IMAGE, IMAGE)
-    twin = copy.deepcopy(model)
-    vit_fast.fuse(model, "sdpa").require_all()
-    with torch.no_grad():
-        for options in ({"stop_early": True, "indices": 1}, {"indices": [0], "output_fmt": "NLC"}):
-            for found, expected in zip(
-                model.forward_intermediates(images, **options), twin.forward_intermediates(images, **options)
-            ):
-                torch.testing.assert_close(found, expected)
-        for each in (model, twin):
-            each.prune_intermediate_layers([0])
-        torch.testing.assert_close(model(images), twin(images))
-        vit_fast.unfuse(model)
-        assert type(model.blocks) is nn.Sequential and len(model.blocks) == 1
-        torch.testing.assert_close(model(images), twin(images))
 
 
 @pytest.mark.parametrize("operation", ["first", "sum", "product"])

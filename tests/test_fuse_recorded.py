@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,44 +82,6 @@ def test_a_tower_that_was_wrapped_is_not_pickled_as_its_original() -> None:
     model.__class__ = type("Wrapped", (type(model),), {})
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickle.dumps(model)
-
-
-@pytest.mark.parametrize("backend", ("sdpa", "triton"))
-@pytest.mark.parametrize("container", (nn.ModuleList, nn.Sequential))
-def test_a_user_model_records_the_parts_of_layers(container: type[nn.Module], backend: str) -> None:
-    """A recorder on an MLP, or on a layer in a fused Sequential, is treated like any other hook."""
-    pytest.importorskip("transformers", minversion="5.6")
-    vit = importlib.import_module("transformers.models.vit.modeling_vit")
-    recording = importlib.import_module("transformers.utils.output_capturing")
-
-    class Model(vit.ViTPreTrainedModel):  # type: ignore[misc, name-defined]
-        _can_record_outputs = {  # noqa: RUF012  # as in transformers
-            "hidden_states": vit.ViTLayer,
-            "mlps": recording.OutputRecorder(vit.ViTMLP, index=0),
-            "mixed": recording.OutputRecorder(vit.ViTAttention, index=0),
-        }
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            layers = [vit.ViTLayer(config) for _ in range(2)]
-            self.layers = container(layers) if container is nn.ModuleList else container(*layers)
-            self.post_init()
-
-        @recording.capture_outputs
-        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-            for layer in self.layers if container is nn.ModuleList else [self.layers]:
-                hidden_states = layer(hidden_states)
-            return transformers.modeling_outputs.BaseModelOutput(last_hidden_state=hidden_states)
-
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(hidden_size=64, num_attention_heads=2, intermediate_size=96)
-    plain, inputs = Model(config).eval(), {"hidden_states": torch.randn(1, 5, 64)}
-    for asked, count in ((HIDDEN, 4), ("output_mlps", 3), ("output_mixed", 3)):
-        fused = copy.deepcopy(plain)
-        vit_fast.fuse(fused, backend)
-        right = outputs(plain, inputs, asked)
-        assert len(right) == count
-        torch.testing.assert_close(outputs(fused, inputs, asked), right, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["pixtral", "siglip2"])
