@@ -7,8 +7,6 @@ import copy
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,31 +149,6 @@ def test_a_run_that_was_killed_while_it_removed_its_parts_resumes(
         patch.setattr(prediction.shutil, "rmtree", lambda path, **how: None)
         _predict(model, folder, out)
     assert _predict(model, folder, out).taken == taken
-    _check(model, folder, out)
-
-
-@pytest.mark.slow
-def test_a_killed_command_resumes(
-    model: VisionTransformer, folder: Path, weights: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = (
-        "import os, signal, sys, typer\n"
-        "from vit_fast.apps import prediction\n"
-        "prediction.PART = 4\n"
-        "typer.echo = lambda text, err: text.startswith('12 of') and os.kill(os.getpid(), signal.SIGKILL)\n"
-        "from vit_fast.cli import main; main(sys.argv[1:])"
-    )
-    arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(out), "--workers", "1"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-    )
-    assert done.returncode == -signal.SIGKILL and not out.exists()
-    assert run(*arguments) == 0
-    captured = capsys.readouterr()
-    assert f"{COUNT} images, 12 of them from an earlier run, 2 unreadable" in captured.out
-    for name in BAD:
-        assert f"unreadable image: {folder / name}" in captured.err
     _check(model, folder, out)
 
 
