@@ -1,7 +1,9 @@
 """Runs the parts of `make test-full` that a change requires, by the folders that it touches.
 
-    python tests/changed.py                 # what differs from where this branch left main, or from the last commit
+    python tests/changed.py                 # compares with the commit at which this branch left main, or on main, with
+                                            # the previous commit
     python tests/changed.py --list          # prints the commands and runs nothing
+    python tests/changed.py --minutes 20    # starts no test after 20 minutes; other options are passed to pytest, too
 
 Fast tests are left out: `make test` runs all of them.
 """
@@ -39,8 +41,6 @@ TRAINING = ("train*",)
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
     "kernels/attention": ("attention_*", *COMPILED, "packed", "block_operator", "fp8_block"),
-    "kernels/linear": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
-    "kernels/matmul": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
     "kernels/inspect": (*COMPILED, "attention_tuning", "packaging"),
     "vit_fast": (*FUSED, *FP8, *PREDICTION, *MODEL, "stand_in_driver", "autocast", "runtime", "cli"),
     "vit_fast/blocks": (*FUSED, *FP8, *MODEL, "stand_in_driver", "autocast", "runtime"),
@@ -50,16 +50,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vit_fast/apps": (*PREDICTION, *TRAINING, "docs"),
     "vit_fast/ops": (*KERNELS, *FP8, "stand_in_driver", "autocast", "transforms", "auto_backend"),
     "vit_fast/libraries": LIBRARIES,
-    "vit_fast/libraries/interface": LIBRARIES,
-    "vit_fast/libraries/timm": LIBRARIES,
-    "vit_fast/libraries/transformers": LIBRARIES,
     "vit_fast/integrations": FUSED,
     "vit_fast/weights": ("weights_*", "model_against_timm", "calibrate"),
     "vit_fast/measure": (*TUNING, *BENCH),
     "vit_fast/figures": ("figures", "bench_report"),
     "vit_fast/commands": ("cli", "*_cli", "docs", "predict*", "train", "deployment"),
     "export": (*EXPORT, "tuning_runtimes", "optimize_*"),
-    "export/runtime": (*EXPORT, "tuning_runtimes", "optimize_*"),
     "benchmarks": BENCH,
     "docs": ("docs",),
     "examples": ("deployment",),
@@ -68,21 +64,19 @@ PARTS: dict[str, tuple[str, ...]] = {
     "pyproject.toml": ("packaging", "docs"),
     "constraints.txt": (*EXPORT, *FUSED, "packaging", "interpreter_speed"),
 }
-# Whoever changes these also runs some kernels as PTX; all of them are `make test-execute`.
-EXECUTED = ("kernels", "kernels/attention", "kernels/linear", "kernels/matmul", "tests/emulator")
+EXECUTED = ("kernels", "tests/emulator")  # folders for which some kernels run on the PTX emulator
 EXECUTE = ["tests/execute.py", "sm_90", "tests/test_executed_kernels.py"]
 
 
-def folders_of(path: str) -> list[str]:
-    """Returns the keys of PARTS for a path: the longest that it lies in, none for a file without tests."""
-    found = [key for key in PARTS if path == key or path.startswith(f"{key}/")]
-    return [max(found, key=len)] if found else []
+def folder_of(path: str) -> str | None:
+    """Returns the longest key of PARTS that contains a path."""
+    return max((key for key in PARTS if path == key or path.startswith(f"{key}/")), key=len, default=None)
 
 
 def tests_of(paths: Iterable[str]) -> list[str]:
     """Returns the test files that changed paths require."""
     paths = set(paths)
-    patterns = {pattern for path in paths for folder in folders_of(path) for pattern in PARTS[folder]}
+    patterns = {pattern for path in paths if (folder := folder_of(path)) for pattern in PARTS[folder]}
     files = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "tests").glob("test_*.py"))
     shared = [Path(path).stem for path in paths if fnmatch(path, "tests/*.py") and path not in files]
     imports = re.compile(rf"^(?:import|from) ({'|'.join(shared)})\b", re.MULTILINE) if shared else None
@@ -101,7 +95,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def base_commit() -> str | None:
-    """Returns where HEAD left main; on main itself its parent; None where git knows neither."""
+    """Returns the commit at which HEAD left main; on main its parent; None if git knows neither."""
     head = _git("rev-parse", "HEAD")
     for main in ("origin/main", "main"):
         base = _git("merge-base", "HEAD", main)
@@ -111,7 +105,7 @@ def base_commit() -> str | None:
 
 
 def changed_paths(base: str) -> list[str]:
-    """Returns what differs from a commit, with what is not committed yet."""
+    """Returns the paths that differ from a commit, including uncommitted files."""
     listed = (_git("diff", "--name-only", base), _git("ls-files", "--others", "--exclude-standard"))
     return [path for part in listed if part for path in part.splitlines()]
 
@@ -119,15 +113,16 @@ def changed_paths(base: str) -> list[str]:
 def main(arguments: list[str]) -> int:
     base = base_commit()
     if base is None:
-        print("git knows no earlier commit to compare with: nothing but `make test` is required")
+        print("git knows no earlier commit to compare with: only `make test` is required")
         return 0
     paths = changed_paths(base)
     files = tests_of(paths)
-    workers = ["-n", os.environ.get("JOBS", "auto"), "--dist", "worksteal"]
-    commands = [["-m", "pytest", "--only-slow", *workers, *files]] if files else []
-    if any(folder in EXECUTED for path in paths for folder in folders_of(path)):
-        commands.append([*EXECUTE, *workers])
-    print(f"{len(paths)} files differ from {base[:10]}; required of `make test-full`: {len(files)} files of tests")
+    options = ["-n", os.environ.get("JOBS", "auto"), "--dist", "worksteal"]
+    options += [argument for argument in arguments if argument != "--list"]
+    commands = [["-m", "pytest", "--only-slow", *options, *files]] if files else []
+    if any(path.startswith(EXECUTED) and not path.startswith("kernels/inspect") for path in paths):
+        commands.append([*EXECUTE, *options])
+    print(f"{len(paths)} files differ from {base[:10]}, which requires slow tests of {len(files)} files")
     for command in commands:
         print("python", *command, flush=True)
         if "--list" in arguments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 import torchvision_cpu
 
 torchvision_cpu.install_import_hook()
+STARTED = time.monotonic()
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What was once found on this machine decides nothing in a test; this folder not even root can make.
@@ -42,6 +44,7 @@ settings.load_profile("executed" if KERNEL_ARCH else os.environ.get("HYPOTHESIS_
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run what only `make test-full` runs")
     parser.addoption("--only-slow", action="store_true", help="run of this what takes no minutes, and no fast test")
+    parser.addoption("--minutes", type=float, help="skip the tests that would start later than this")
     parser.addoption("--oldest", action="store_true", help="run what depends on versions, and a tenth of the rest")
 
 
@@ -95,6 +98,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if INTERPRETED or "fp32 matmuls must be allowed to use TF32" not in str(error):
             raise
         pytest.skip("only the interpreter computes exact fp32 matmuls")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - STARTED > 60 * minutes:
+        pytest.skip(f"not started within {minutes:g} minutes")
 
 
 @pytest.fixture(autouse=True)
