@@ -206,7 +206,6 @@ TOWER_SIZES = {
     "thumbnail": (1, 16, 16),
     "16-frame video": (8, 24, 36),
 }
-NARROW_TOWER = {"hidden_size": 64, "num_heads": 1, "intermediate_size": 128, "out_hidden_size": 64}
 
 
 def tower_calls(device: str, scale: int = 1, **changes: int) -> dict[str, dict[str, Callable[[], object]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,9 @@ Config = ForwardConfig | BackwardConfig
 
 # (batch, tokens, heads, head_dim): one shape per class of the table (`Problem.shape_class`) that ViTs use.
 SHAPES = (
-    (256, 197, 12, 64),
-    (64, 577, 16, 64),
-    (64, 256, 16, 80),
-    (64, 257, 16, 80),
-    (32, 256, 16, 72),
-    (32, 729, 16, 72),
-    (64, 197, 12, 32),
-    (64, 577, 12, 128),
-)
+    (256, 197, 12, 64), (64, 577, 16, 64), (64, 256, 16, 80), (64, 257, 16, 80), (32, 256, 16, 72), (32, 729, 16, 72),
+    (64, 197, 12, 32), (64, 577, 12, 128),
+)  # fmt: skip
 _TOLERANCE = 2e-2  # absolute and relative, for bf16 outputs of order one
 
 
@@ -63,20 +58,17 @@ def candidates(task: Task) -> Iterator[Config]:
     yield task.by_rule
     tma = task.problem.uses_tma
     if task.kernel != "forward":
-        for block_m, block_n in ((64, 64), (128, 64), (64, 128), (64, 32), (32, 64)):
-            for num_warps in (4, 8):
-                for num_stages in (1, 2, 3):
-                    yield BackwardConfig(block_m, block_n, num_warps, num_stages, tma)
+        tiles = ((64, 64), (128, 64), (64, 128), (64, 32), (32, 64))
+        for (block_m, block_n), num_warps, num_stages in product(tiles, (4, 8), (1, 2, 3)):
+            yield BackwardConfig(block_m, block_n, num_warps, num_stages, tma)
         return
     if task.problem.n_kv <= MAX_ROW_KEYS:
-        for largest, chunks in ROW_CHUNKS:
-            for tiles in (1, 2, 4):
-                for num_stages in (1, 2):
-                    for maxnreg in (None, 168):
-                        yield ForwardConfig("row", 64, largest, tiles, chunks, 4, num_stages, tma, maxnreg)
-    for block_m, block_n, num_warps in ((64, 128, 4), (64, 64, 4), (128, 128, 8), (128, 64, 8), (128, 64, 4)):
-        for num_stages in (2, 3):
-            yield ForwardConfig("looped", block_m, block_n, num_warps=num_warps, num_stages=num_stages, tma=tma)
+        choices = product(ROW_CHUNKS, (1, 2, 4), (1, 2), (None, 168))
+        for (largest, chunks), per_program, num_stages, maxnreg in choices:
+            yield ForwardConfig("row", 64, largest, per_program, chunks, 4, num_stages, tma, maxnreg)
+    warps = ((64, 128, 4), (64, 64, 4), (128, 128, 8), (128, 64, 8), (128, 64, 4))
+    for (block_m, block_n, num_warps), num_stages in product(warps, (2, 3)):
+        yield ForwardConfig("looped", block_m, block_n, num_warps=num_warps, num_stages=num_stages, tma=tma)
 
 
 def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, float]:
@@ -87,30 +79,24 @@ def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, flo
     Raises:
         RuntimeError: the default configuration does not run, or no configuration gives finite outputs.
     """
-    best: tuple[Config, float] | None = None
-    right: list[torch.Tensor] | None = None
+    times: dict[Config, float] = {}
+    expected: list[torch.Tensor] | None = None
     for config in candidates(task):
         try:
             for output in task.outputs:
                 output.fill_(torch.nan)
             task.launch(config).run()
-            if right is None:
-                right = [output.clone() for output in task.outputs]
-            if not all(
-                torch.allclose(output, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
-                for output, expected in zip(task.outputs, right)
-            ):
-                continue
-            ms = measure(task.launch(config))
+            if expected is None:
+                expected = [output.clone() for output in task.outputs]
+            pairs = zip(task.outputs, expected)
+            if all(torch.allclose(*pair, atol=_TOLERANCE, rtol=_TOLERANCE) for pair in pairs):
+                times[config] = measure(task.launch(config))
         except Exception:  # e.g. a compiler error, or too much shared memory
-            if right is None:
+            if expected is None:
                 raise RuntimeError(f"the default configuration of {task.kernel} does not run: {config}") from None
-            continue
-        if best is None or ms < best[1]:
-            best = (config, ms)
-    if best is None:
+    if not times:
         raise RuntimeError(f"no configuration of {task.kernel} gives finite outputs")
-    return best
+    return min(times.items(), key=lambda item: item[1])
 
 
 def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.device) -> Iterator[Task]:

@@ -11,7 +11,7 @@ import pytest
 import tiers
 from execute import ARCHS
 
-from .binding import Emulator, Profile, Schedule
+from .binding import Emulator, Schedule
 from .process import start
 
 # ptxas removes such a copy or serializes all wgmma of the function, which is correct but slow. `vit-fast kernels` shows
@@ -24,7 +24,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=1, help="of the random schedules of the PTX emulator")
     parser.addoption("--schedules", default="fixed,random", help="of the PTX emulator: fixed, random or both")
     parser.addoption("--share", action="store_true", help="run this architecture's share of the cases; see execute.py")
-    parser.addoption("--profile", action="store_true", help="figures of every kernel that the PTX emulator executed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,22 +88,3 @@ def _explain(item: pytest.Item, emulator: Emulator) -> str:
     reports = "\n".join(str(report) for report in found if report.kind != MERGED_OR_SERIALISED)
     how = f"{os.environ['VIT_FAST_EXECUTE']} --seed {item.config.getoption('seed')} '{item.nodeid}'"
     return f"{reports}\nto repeat: python tests/execute.py {how}" if reports else ""
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.getoption("profile") and _emulator in config.stash:
-        for kernel in config.stash[_emulator].profile():
-            terminalreporter.write_line(_figures(kernel))
-
-
-def _figures(kernel: Profile) -> str:
-    """Returns instructions per CTA, and wavefronts and sectors relative to the minimum."""
-    executed = sum(row.executed for row in kernel.rows)
-    text = f"{kernel.kernel}: {kernel.launches} launches, {executed / kernel.ctas:.0f} instructions a CTA"
-    for family in ("ld.shared", "st.shared", "ldmatrix", "stmatrix", "ld.global", "st.global", "cp.async"):
-        rows = [row for row in kernel.rows if row.opcode.startswith(family) and row.accesses]
-        wavefronts, ideal = sum(row.wavefronts for row in rows), sum(row.ideal_wavefronts for row in rows)
-        sectors, size = sum(row.sectors for row in rows), sum(row.bytes for row in rows)
-        text += f"; {family} {wavefronts / ideal:.2f} wavefronts" if ideal else ""
-        text += f"; {family} {32 * sectors / size:.2f} bytes of sectors a byte" if sectors else ""
-    return text

@@ -19,7 +19,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,7 +29,6 @@ from torch import Tensor, nn
 
 from .. import create_model, freeze
 from ..benchmarks.machine import describe
-from ..benchmarks.operators import NARROW_TOWER, tower_calls
 from ..blocks.block import run_blocks
 from ..ops.attention import attention_qkvpacked
 from ..ops.block import fused_block
@@ -65,26 +63,18 @@ class HostCall(NamedTuple):
 
 
 def measure_host_time(arch: str) -> dict[str, Any]:
-    """Returns the results of `vit-fast kernels --host`: compiles in a new process, and measures in a second one.
+    """Returns the results of `vit-fast kernels --host`, measured in a new process.
 
     Args:
         arch: Architecture of the launches, e.g. "sm_90".
     Raises:
-        RuntimeError: a process failed, e.g. without a C compiler, with a GPU, or for an unknown architecture.
+        RuntimeError: the process failed, e.g. without a C compiler, with a GPU, or for an unknown architecture.
     """
-    with tempfile.TemporaryDirectory(prefix="vit-fast-host-") as cache:
-        cold = _run(arch, "compile", cache)
-        report = _run(arch, "measure", cache)
-    return report | {"seconds_cold": cold["seconds"], "seconds_warm": report.pop("seconds")}
-
-
-def _run(arch: str, what: str, cache: str) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # keep one heap: otherwise malloc maps large tensors again in each call, unlike on a GPU
     heap = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2**30))
-    environment |= {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", **heap}
-    command = [sys.executable, "-c", f"from {__name__} import run_child; run_child({arch!r}, {what!r})"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-c", f"from {__name__} import run_child; run_child({arch!r})"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | heap | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise RuntimeError(lines[-1].partition("Error: ")[2] or lines[-1])
@@ -92,28 +82,20 @@ def _run(arch: str, what: str, cache: str) -> dict[str, Any]:
     return report
 
 
-def run_child(arch: str, what: str) -> None:
-    """Installs the stand-in driver in this process, counts launches, and prints the results as JSON.
-
-    Args:
-        what: "compile" counts only, "measure" also measures time.
-    """
+def run_child(arch: str) -> None:
+    """Installs the stand-in driver in this process, counts launches, measures, and prints the results as JSON."""
     from ..kernels.inspect import stand_in_driver
 
     torch.set_num_threads(1)
     driver = stand_in_driver.install(arch)
-    start = time.perf_counter()
     counts = {name: _count(driver, one) for name, one in _our_calls().items()}
-    report: dict[str, Any] = {"seconds": round(time.perf_counter() - start, 2)}
-    if what == "measure":
-        report |= {
-            "note": MEASURED, "arch": arch, "machine": describe("cpu"), "kernels": driver.counters().modules,
-            "violations": driver.violations(),
-        }  # fmt: skip
-        compiled = _compiled_calls(**NARROW)
-        counts |= {name: _count(driver, one) for name, one in compiled.items()}
-        report["rows"] = _rows(_our_calls(**NARROW) | compiled, counts)
-        report["towers"] = _tower_rows(driver)
+    kernels, narrow = driver.counters().modules, _our_calls(**NARROW)
+    for name, one in _compiled_calls(**NARROW).items():
+        narrow[name], counts[name] = one, _count(driver, one)
+    report = {
+        "note": MEASURED, "arch": arch, "machine": describe("cpu"), "kernels": kernels, "rows": _rows(narrow, counts),
+        "violations": driver.violations(),
+    }  # fmt: skip
     print(json.dumps(report))
 
 
@@ -217,25 +199,6 @@ def _rows(ours: Mapping[str, HostCall], counts: Mapping[str, dict[str, float]]) 
     return rows
 
 
-def _tower_rows(driver: StandInDriver) -> list[dict[str, Any]]:
-    """Returns launches and host time of Qwen2.5-VL's tower per image size, without and with (empty) graphs."""
-    from ..run import graph_runner
-
-    def capture(run: Call, device: torch.device, pool: object) -> Call:
-        output = run()
-        return lambda: output
-
-    graph_runner.capture = capture
-    graph_runner._no_graph_reasons = lambda model, like: []
-    rows = []
-    for size, candidates in tower_calls("cpu", scale=8, **NARROW_TOWER).items():
-        calls = {name: HostCall(call) for name, call in candidates.items()}
-        counts = {name: _count(driver, one) for name, one in calls.items()}
-        times = _host_us(calls)
-        rows += [{"size": size, "candidate": name, **counts[name], "us": times[name]} for name in calls]
-    return rows
-
-
 def _host_us(timed: Mapping[Any, HostCall]) -> dict[Any, dict[str, float]]:
     """Returns process CPU time per block in microseconds: median, 20th and 80th percentile of interleaved rounds."""
     repeats = {}
@@ -284,14 +247,8 @@ def host_time_text(report: Mapping[str, Any]) -> str:
     lines += [
         "Launches and descriptors are counted for ViT-B, B = 1, bf16. Times are microseconds per block with "
         "embed_dim=64 and 17 tokens.",
-        f"{report['kernels']} kernels compiled for ViT-B: {report['seconds_cold']:.1f} s cold, "
-        f"{report['seconds_warm']:.1f} s with a warm cache",
+        f"{report['kernels']} kernels were compiled for ViT-B.",
     ]
-    if report["towers"]:
-        lines.append("Qwen2.5-VL's tower with embed_dim=64, at 1/8 of each image size; graphs are not replayed:")
-        lines.append(f"{'':18s} {'':8s} {'launches':>8s} {'host us (p20-p80)':>24s}")
-    for row in report["towers"]:
-        lines.append(f"{row['size']:18s} {row['candidate']:8s} {row['launches']:8g} {_spread(row['us']):>24s}")
     return "\n".join([*lines, *(f"rejected by the driver: {text}" for text in report["violations"])])
 
 
