@@ -90,16 +90,16 @@ def search(
         candidates: In the order in which to try them; hashable, with their number of `changes`.
         budget_s: Seconds. A candidate or a round that does not fit is not started.
     """
-    found = _Search(bench, original, budget_s, SHARE[objective])
-    found.prepare(found.original, budget_s)
+    run = _Search(bench, original, budget_s, SHARE[objective])
+    run.prepare(run.original, budget_s)
     interrupted = False
     try:
-        found.scout(candidates, SCOUTING_SHARE)
-        found.vary()
-        found.halve()
+        run.scout(candidates, SCOUTING_SHARE)
+        run.vary()
+        run.halve()
     except KeyboardInterrupt:
         interrupted = True
-    return found.conclude(interrupted)
+    return run.conclude(interrupted)
 
 
 class _Search:
