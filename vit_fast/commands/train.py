@@ -69,27 +69,24 @@ def train(
                     _print_epoch(row, config.epochs)
 
             opened = open_data(data, validation)
+            overrides = {"num_classes": len(opened.train.class_names), "drop_path_rate": drop_path}
             # Do not store the model in a variable: it must be freed before the process group.
             rows = run(
-                _model(model, weights, backend, config, len(opened.train.class_names), drop_path, img_size), opened,
-                out, config, resume=resume, workers=workers, processes=processes, on_step=on_step, on_epoch=on_epoch,
+                _model(model, weights, backend, config.seed, img_size, **overrides), opened, out, config,
+                resume=resume, workers=workers, processes=processes, on_step=on_step, on_epoch=on_epoch,
             )  # fmt: skip
     if first and rows:
         _print_result(out, rows, config)
 
 
-def _model(
-    name: str, weights: str | None, backend: str, config: TrainConfig, classes: int, drop_path: float, size: int | None
-) -> Any:
+def _model(name: str, weights: str | None, backend: str, seed: int, size: int | None, **overrides: Any) -> Any:
     import torch
 
     from ..weights.factory import create_model
 
-    torch.manual_seed(config.seed)
+    torch.manual_seed(seed)
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    overrides: dict[str, Any] = {"num_classes": classes, "drop_path_rate": drop_path}
-    if size is not None:
-        overrides["img_size"] = size
+    overrides |= {} if size is None else {"img_size": size}
     return create_model(model_name(name), weights=weights, backend=backend, device=device, **overrides)
 
 
@@ -153,11 +150,7 @@ def _draw_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 @contextmanager
 def _tensorboard_rows(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields a function that writes a row of the log to out/tensorboard; it does nothing if out is None.
-
-    Raises:
-        MissingPackageError: TensorBoard is not installed.
-    """
+    """Yields a function that writes a row of the log to out/tensorboard; it does nothing if out is None."""
     if out is None:
         yield lambda row: None
         return

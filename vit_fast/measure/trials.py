@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,24 +58,21 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Can
     found: list[Candidate] = []
     precisions: tuple[Precision | None, ...] = (None, "bf16", "fp16") if on_cuda else (None, "bf16")
     for precision in (each for each in precisions if each is None or each in allowed):
-        for attention, mlp in [(name, name) for name in backends] + list(itertools.permutations(backends, 2)):
+        for attention, mlp in itertools.product(backends, repeat=2):
             fused = Candidate(attention=attention, mlp=mlp, precision=precision)
-            graphed = dataclasses.replace(fused, graphs=True, frozen=attention == mlp == "triton")
-            frozen = dataclasses.replace(fused, frozen=True)
-            found += [fused, graphed] if on_cuda else [frozen, fused]
+            graphed = replace(fused, graphs=True, frozen=attention == mlp == "triton")
+            found += [fused, graphed] if on_cuda else [replace(fused, frozen=True), fused]
         compiled = Candidate("compile", precision=precision)
         # on a CPU, freezing packs weights for its matmuls; on CUDA, our kernels are part of the compiled graph
-        other: dict[str, Any] = {"attention": backends[0], "mlp": backends[0], "frozen": not on_cuda}
-        found += [dataclasses.replace(compiled, **other), compiled]
-        found += [] if on_cuda else [dataclasses.replace(compiled, frozen=True)]  # for a model that cannot be fused
-        found += [dataclasses.replace(compiled, engine="max-autotune", **other)] if on_cuda else []
+        fused = replace(compiled, attention=backends[0], mlp=backends[0], frozen=not on_cuda)
+        found += [fused, compiled]
+        found += [replace(fused, engine="max-autotune") if on_cuda else replace(compiled, frozen=True)]
     if "fp8" in allowed:  # if it is unavailable, the table says why
         eight_bit = Candidate(attention="triton", mlp="triton", precision="fp8")
-        found += [eight_bit, *([dataclasses.replace(eight_bit, graphs=True)] if on_cuda else [])]
-    smaller: Precision = "fp16" if on_cuda else "int8"
+        found += [eight_bit, replace(eight_bit, graphs=True)] if on_cuda else [eight_bit]
     for candidate in _runtimes(device):
-        fewer: Precision = "bf16" if candidate.engine == "openvino" else smaller
-        found += [candidate, *([dataclasses.replace(candidate, precision=fewer)] if fewer in allowed else [])]
+        fewer: Precision = "bf16" if candidate.engine == "openvino" else "fp16" if on_cuda else "int8"
+        found += [candidate, replace(candidate, precision=fewer)] if fewer in allowed else [candidate]
     # lower precision, if allowed, gains most, so slow full-precision candidates come last
     return sorted(found, key=lambda c: (c.engine != "torch" and not c.precision, ENGINE_S[c.engine], not c.precision))
 
@@ -106,7 +102,7 @@ def variations(candidate: Candidate, device: torch.device, batch: int) -> list[C
     if device.type == "cpu":
         used, there = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
         changes += [{"threads": count} for count in dict.fromkeys((used // 2, there)) if count not in (0, used)]
-    return [dataclasses.replace(candidate, **change) for change in changes]
+    return [replace(candidate, **change) for change in changes]
 
 
 class Expected:
