@@ -116,30 +116,21 @@ def test_statistics_of_pieces_of_every_size(C: int, sub_tiles: int, monkeypatch:
     _check_statistics(out, part)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-def test_linears_are_folded_together(count: int, dtype: torch.dtype) -> None:
-    """Matches folding each layer separately, bit for bit, with any parameter absent, and the fp64 formula."""
+def test_linears_are_folded_together(dtype: torch.dtype) -> None:
+    """With any parameter absent, and with other layouts of the weight."""
     linears = [
         folding.NormedLinear(normal(48, 96, seed=1), normal(48, seed=2), normal(96, seed=3), normal(96, seed=4)),
         folding.NormedLinear(normal(33, 40, seed=5).t().contiguous().t(), None, None, normal(40, seed=6)),
         folding.NormedLinear(normal(7, 2100, seed=7), None, normal(2100, seed=8), None),
-    ][:count]
-    alone = [folding.fold_linear(one, dtype) for one in linears]
-    together = folding.fold_linears(linears, dtype)
-    for one, single, folded in zip(linears, alone, together, strict=True):
-        scaled = one.weight.double() * (1 if one.gamma is None else one.gamma.double())
-        centred = scaled - scaled.mean(1, keepdim=True)
-        shift = (0 if one.beta is None else one.weight.double() @ one.beta.double()) + (
-            0 if one.bias is None else one.bias
-        )
+    ]
+    for one, folded in zip(linears, folding.fold_linears(linears, dtype), strict=True):
+        weight = one.weight.double()
+        scaled = weight * (1 if one.gamma is None else one.gamma.double())
+        shift = torch.zeros_like(weight[:, 0]) if one.bias is None else one.bias.double()
+        shift = shift if one.beta is None else shift + weight @ one.beta.double()
         assert folded.weight.dtype == dtype
+        centred = scaled - scaled.mean(1, keepdim=True)
         torch.testing.assert_close(folded.weight.double(), centred, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
         torch.testing.assert_close(folded.weight_sum.double(), folded.weight.double().sum(1), rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(
-            folded.shift.double(), torch.zeros_like(folded.shift).double() + shift, rtol=1e-5, atol=1e-4
-        )
-        for name in ("weight", "weight_sum", "shift"):
-            if one.weight.shape[1] == max(other.weight.shape[1] for other in linears):  # cut into the same chunks
-                assert torch.equal(getattr(single, name), getattr(folded, name))
+        torch.testing.assert_close(folded.shift.double(), shift, rtol=1e-5, atol=1e-4)

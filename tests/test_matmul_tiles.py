@@ -23,8 +23,7 @@ from vit_fast.kernels.inspect import offline
 from vit_fast.kernels.linear import linear
 from vit_fast.kernels.matmul import matmul_policy
 from vit_fast.kernels.matmul.matmul_launch import EPILOGUES, MatmulConfig, Operands
-from vit_fast.kernels.matmul.matmul_model import predicted_cycles
-from vit_fast.kernels.matmul.matmul_policy import NORMED_HEADS, Problem, best, config_table
+from vit_fast.kernels.matmul.matmul_policy import NORMED_HEADS, Problem, best, config_table, predicted_cycles
 from vit_fast.kernels.row_parts import row_parts
 
 PATH = Path(__file__).with_name("matmul_tiles.txt")

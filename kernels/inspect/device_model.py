@@ -1,6 +1,6 @@
 """Estimates the device time of launches from their machine code and the launch policy, without measurements.
 
-Matmuls are modeled as in `matmul_model.py`, but with epilogue instructions counted in SASS. The time of other kernels
+Matmuls are modeled as in `matmul_policy.py`, but with epilogue instructions counted in SASS. The time of other kernels
 is estimated from instructions, waves and bytes; a loop without MMA counts as one iteration. No estimate is below
 the DRAM time to read and write all tensors once. `floor_us` is the longer of compute and DRAM time, at sustained rates.
 """
@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch import Launch, ceil_div
 from ..matmul.matmul_launch import MatmulConfig
-from ..matmul.matmul_model import DRAIN, ISSUE, OVERHEAD, PRODUCTS, launch_cycles
+from ..matmul.matmul_policy import DRAIN, ISSUE, OVERHEAD, PRODUCTS, launch_cycles
 from . import offline
 from .static_checks import Stats, disassemble, read_stats
 
