@@ -315,21 +315,6 @@ def qk_norm_rope_launch(
     return Launch(_qk_norm_rope_kernel, (blocks * parts,), args, constants, num_warps=warps, device=x.device)
 
 
-def qk_norm_rope_grad_launch(
-    grad: Tensor, x: Tensor, out: Tensor, part: Tensor | None, settings: QkvSettings
-) -> Launch:
-    """Returns the launch that writes dx to `out`, which may be `grad`, and partial sums to `part`. Requires norms."""
-    args, constants, blocks, warps = _arguments(x, settings)
-    parts = 2 if out is grad else 3
-    args |= {"grad_ptr": grad, "out_ptr": out, "part_ptr": part, "blocks": blocks}
-    programs = parts * (blocks if part is None else part.shape[0])
-    # without maxnreg, ptxas uses 96 registers and spills on sm_100
-    return Launch(
-        _qk_norm_rope_grad_kernel, (programs,), args, constants | {"PARTS": parts}, num_warps=warps, maxnreg=128,
-        device=x.device,
-    )  # fmt: skip
-
-
 def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
     """Returns a copy of x [B, N, 3, H, D], which must be contiguous, with q and k normalized and rotated."""
     out = torch.empty_like(x)
@@ -351,10 +336,16 @@ def qk_norm_rope_gradients(
     if x is None:
         qk_norm_rope_launch(grad, out, settings, inverse=True).run()
         return out, None
-    part = None
+    args, constants, blocks, warps = _arguments(x, settings)
+    part, parts, programs = None, 2 if out is grad else 3, blocks
     if settings.weights is not None or settings.biases is not None:
-        programs = max(1, min(_arguments(x, settings)[2], 2 * gpu_of(x.device).sm_count))
+        programs = max(1, min(blocks, 2 * gpu_of(x.device).sm_count))
         width = x.shape[-2] * x.shape[-1] if settings.wide else x.shape[-1]
         part = torch.empty(programs, 2, 2, width, dtype=torch.float32, device=x.device)
-    qk_norm_rope_grad_launch(grad, x, out, part, settings).run()
+    args |= {"grad_ptr": grad, "out_ptr": out, "part_ptr": part, "blocks": blocks}
+    # without maxnreg, ptxas uses 96 registers and spills on sm_100
+    Launch(
+        _qk_norm_rope_grad_kernel, (programs * parts,), args, constants | {"PARTS": parts}, num_warps=warps,
+        maxnreg=128, device=x.device,
+    ).run()  # fmt: skip
     return out, None if part is None else part.sum(0)

@@ -152,19 +152,6 @@ class FoldedLinear:
     scale: Tensor | None = None  # scales of a weight in e4m3, fp32 [F]; None for other dtypes
 
 
-def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear]) -> Launch:
-    args: dict[str, Any] = {}
-    block, rows = chunk(max(linear.weight.shape[1] for linear in linears))
-    for suffix, linear, into in zip(("", "2"), [*linears, None], [*folded, None]):
-        args |= pointers(suffix, linear, weight="weight", gamma="gamma", beta="beta", bias="bias", gate="gate")
-        args |= pointers(suffix, linear, gate_bias="gate_bias")
-        args |= pointers(suffix, into, folded="weight", sum="weight_sum", shift="shift")
-        args |= {f"F{suffix}": linear.rows if linear else 0, f"C{suffix}": linear.weight.shape[1] if linear else 0}
-    programs = sum(ceil_div(linear.rows, rows) for linear in linears)
-    constants = {"HEAD": linears[0].rope_head, "ROWS": rows, "BLOCK_C": block}
-    return Launch(_fold_kernel, (programs,), args, constants, num_warps=4, device=linears[0].weight.device)
-
-
 def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[FoldedLinear]:
     """Folds LayerNorms into the linear layers that follow, for x in `dtype`. A kernel folds up to two layers."""
     folded = []
@@ -174,8 +161,21 @@ def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[Fo
         weight = linear.weight.new_empty((linear.rows, linear.weight.shape[1]), dtype=dtype)
         folded.append(FoldedLinear(weight, None if linear.rms else sums, shift))
     for first in range(0, len(dense), 2):
-        fold_launch(dense[first : first + 2], folded[first : first + 2]).run()
+        _fold(dense[first : first + 2], folded[first : first + 2])
     return folded
+
+
+def _fold(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear]) -> None:
+    args: dict[str, Any] = {}
+    block, rows = chunk(max(linear.weight.shape[1] for linear in linears))
+    for suffix, linear, into in zip(("", "2"), [*linears, None], [*folded, None]):
+        args |= pointers(suffix, linear, weight="weight", gamma="gamma", beta="beta", bias="bias", gate="gate")
+        args |= pointers(suffix, linear, gate_bias="gate_bias")
+        args |= pointers(suffix, into, folded="weight", sum="weight_sum", shift="shift")
+        args |= {f"F{suffix}": linear.rows if linear else 0, f"C{suffix}": linear.weight.shape[1] if linear else 0}
+    programs = sum(ceil_div(linear.rows, rows) for linear in linears)
+    constants = {"HEAD": linears[0].rope_head, "ROWS": rows, "BLOCK_C": block}
+    Launch(_fold_kernel, (programs,), args, constants, num_warps=4, device=linears[0].weight.device).run()
 
 
 def fold_linear(linear: NormedLinear, dtype: torch.dtype) -> FoldedLinear:

@@ -169,11 +169,14 @@ def _layer_norm_grad_kernel(
             store_chunk(out_ptr, dx, start, cols, mask)
 
 
-def layer_norm_grad_launch(
-    grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, out: Tensor,
-    normalised: Tensor | None, summed: Tensor, sum_part: Tensor, rms: bool = False,
-) -> Launch:  # fmt: skip
+def layer_norm_gradient(
+    grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, summed: Tensor, rms: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns [residual +] dx, n in the dtype of the matmuls, and partial sums of `summed` over M."""
     (M, C), F = grad.shape, summed.shape[1]
+    out = torch.empty_like(grad, dtype=rows.input_dtype)
+    normalised = None if rows.mean is None else torch.empty_like(rows.source)
+    sum_part = new_column_sums(summed)
     block, count = chunk(C)
     args = {
         "grad_ptr": grad, "gamma_ptr": gamma, "source_ptr": rows.source, "mean_ptr": rows.mean,
@@ -182,15 +185,5 @@ def layer_norm_grad_launch(
     }  # fmt: skip
     constants = {"RMS": rms, "ROWS": count, "BLOCK_C": block}
     programs = ceil_div(M, count) + column_sum_tiles(summed)
-    return Launch(_layer_norm_grad_kernel, (programs,), args, constants, num_warps=4, device=grad.device)
-
-
-def layer_norm_gradient(
-    grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, summed: Tensor, rms: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns [residual +] dx, n in the dtype of the matmuls, and partial sums of `summed` over M."""
-    out = torch.empty_like(grad, dtype=rows.input_dtype)
-    normalised = None if rows.mean is None else torch.empty_like(rows.source)
-    sum_part = new_column_sums(summed)
-    layer_norm_grad_launch(grad, gamma, rows, residual, out, normalised, summed, sum_part, rms).run()
+    Launch(_layer_norm_grad_kernel, (programs,), args, constants, num_warps=4, device=grad.device).run()
     return out, rows.source if normalised is None else normalised, sum_part

@@ -110,24 +110,16 @@ def _along_kernel(
         tl.store(along_ptr + rows, total / F, mask=inside)
 
 
-def along_launch(
-    grad: Tensor, branch: Tensor, scale: Tensor | None, width: int, along: Tensor, sum_part: Tensor
-) -> Launch:
+def along_rows(grad: Tensor, branch: Tensor, scale: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    """Returns `along`, fp32 [M], and the partial sums of dy over M; `width` is F."""
+    along, sum_part = grad.new_empty(grad.shape[0], dtype=torch.float32), new_column_sums(grad)
     M, C = grad.shape
     block, count = chunk(C)
     args = {
-        "grad_ptr": grad, "branch_ptr": branch, "scale_ptr": scale, "along_ptr": along, "sum_part_ptr": sum_part,
-        "M": M, "C": C, "F": width,
+        "grad_ptr": grad, "branch_ptr": branch, "scale_ptr": None if scale is None else scale.contiguous(),
+        "along_ptr": along, "sum_part_ptr": sum_part, "M": M, "C": C, "F": width,
     }  # fmt: skip
-    constants = {"ROWS": count, "BLOCK_C": block}
-    programs = ceil_div(M, count) + column_sum_tiles(grad)
+    programs, constants = ceil_div(M, count) + column_sum_tiles(grad), {"ROWS": count, "BLOCK_C": block}
     # without maxnreg, ptxas uses 40 registers and spills on sm_100
-    return Launch(_along_kernel, (programs,), args, constants, num_warps=4, maxnreg=64, device=grad.device)
-
-
-def along_rows(grad: Tensor, branch: Tensor, scale: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
-    """Returns `along`, fp32 [M], and the partial sums of dy over M."""
-    along, sum_part = grad.new_empty(grad.shape[0], dtype=torch.float32), new_column_sums(grad)
-    scale = None if scale is None else scale.contiguous()
-    along_launch(grad, branch, scale, width, along, sum_part).run()
+    Launch(_along_kernel, (programs,), args, constants, num_warps=4, maxnreg=64, device=grad.device).run()
     return along, sum_part

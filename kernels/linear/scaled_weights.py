@@ -87,23 +87,10 @@ class ScaledWeight:
     factor: Tensor | None
 
 
-def scaled_weights_launch(pairs: Sequence[tuple[Tensor, Tensor | None]], into: Sequence[ScaledWeight]) -> Launch:
-    args: dict[str, Any] = {}
-    block, rows = chunk(max(weight.shape[1] for weight, _ in pairs))
-    empty = [(None, None)] * _AT_ONCE
-    for suffix, (weight, scale), made in zip(("", "2", "3"), [*pairs, *empty], [*into, *[None] * _AT_ONCE]):
-        F, C = (0, 0) if weight is None else weight.shape
-        args |= pointers(suffix, made, factor="factor", scaled="weight")
-        args |= {f"weight{suffix}_ptr": weight, f"scale{suffix}_ptr": scale, f"F{suffix}": F, f"C{suffix}": C}
-    programs = sum(ceil_div(weight.shape[0], rows) for weight, _ in pairs)
-    constants = {"ROWS": rows, "BLOCK_C": block}
-    return Launch(_scaled_weights_kernel, (programs,), args, constants, num_warps=4, device=pairs[0][0].device)
-
-
 def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> list[ScaledWeight]:
     """Returns diag(ls) W in `dtype` for each pair of W [F, C] and ls [F]; W in `dtype` if ls is None."""
     made: list[ScaledWeight] = []
-    todo: list[tuple[tuple[Tensor, Tensor | None], ScaledWeight]] = []
+    todo: list[tuple[Tensor, Tensor | None, ScaledWeight]] = []
     for weight, scale in pairs:
         dense = weight.contiguous()
         if scale is None and dense.dtype == dtype:
@@ -112,10 +99,22 @@ def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.d
         factored = scale is not None and dtype == torch.float16
         factor = dense.new_empty(dense.shape[1], dtype=torch.float32) if factored else None
         made.append(ScaledWeight(torch.empty_like(dense, dtype=dtype), factor))
-        todo.append(((dense, scale if scale is None else scale.contiguous()), made[-1]))
+        todo.append((dense, scale if scale is None else scale.contiguous(), made[-1]))
     for first in range(0, len(todo), _AT_ONCE):
-        scaled_weights_launch(*zip(*todo[first : first + _AT_ONCE])).run()
+        _scale(todo[first : first + _AT_ONCE])
     return made
+
+
+def _scale(weights: Sequence[tuple[Tensor, Tensor | None, ScaledWeight]]) -> None:
+    args: dict[str, Any] = {}
+    block, rows = chunk(max(weight.shape[1] for weight, _, _ in weights))
+    for suffix, (weight, scale, made) in zip(("", "2", "3"), [*weights, *[(None, None, None)] * _AT_ONCE]):
+        F, C = (0, 0) if weight is None else weight.shape
+        args |= pointers(suffix, made, factor="factor", scaled="weight")
+        args |= {f"weight{suffix}_ptr": weight, f"scale{suffix}_ptr": scale, f"F{suffix}": F, f"C{suffix}": C}
+    programs = sum(ceil_div(weight.shape[0], rows) for weight, _, _ in weights)
+    constants = {"ROWS": rows, "BLOCK_C": block}
+    Launch(_scaled_weights_kernel, (programs,), args, constants, num_warps=4, device=weights[0][0].device).run()
 
 
 def in_dtype(dtype: torch.dtype, *weights: Tensor) -> list[Tensor]:

@@ -296,7 +296,7 @@ Folded = tuple[FoldedProducts, Gradients]
 Residual = tuple[ResidualProducts, Gradients]
 
 
-def room_for(products: FoldedProducts | ResidualProducts) -> Gradients:
+def _room_for(products: FoldedProducts | ResidualProducts) -> Gradients:
     """Allocates the gradients of the parameters of the layer."""
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": products.part.device}
     _, rows, cols = products.part.shape
@@ -320,7 +320,7 @@ def _slots(folded: Sequence[Folded], residual: Sequence[Residual]) -> list[tuple
     return [(suffix, *slot) for suffix, slot in zip(("", "2", "3", "4"), (slot for pair in pairs for slot in pair))]
 
 
-def weight_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -> Launch:
+def _run_weight_gradients(folded: Sequence[Folded], residual: Sequence[Residual]) -> None:
     args: dict[str, Any] = {}
     programs = M = 0
     for suffix, products, found in _slots(folded, residual):
@@ -349,11 +349,11 @@ def weight_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -
                 programs += column_sum_tiles(products.grad)
     constants = {"ROWS": ROWS, "COLS": COLS}
     device = (folded or residual)[0][0].part.device
-    return Launch(_weight_grad_kernel, (programs,), args | {"M": M}, constants, num_warps=4, device=device)
+    Launch(_weight_grad_kernel, (programs,), args | {"M": M}, constants, num_warps=4, device=device).run()
 
 
-def vector_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -> Launch:
-    """Returns the launch of `_vector_grad_kernel`; the grid is empty if there are no vectors."""
+def _run_vector_gradients(folded: Sequence[Folded], residual: Sequence[Residual]) -> None:
+    """Launches `_vector_grad_kernel`; the grid is empty if there are no vectors."""
     args: dict[str, Any] = {}
     programs = sums = 0
     for suffix, products, found in _slots(folded, residual):
@@ -378,18 +378,18 @@ def vector_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -
         args |= {f"F{suffix}": F, f"C{suffix}": C}
     constants = {"WEIGHT_ROWS": ROWS, "WEIGHT_COLS": COLS, "COLS": _VECTOR_COLS}
     device = (folded or residual)[0][0].part.device
-    return Launch(
+    Launch(
         _vector_grad_kernel, (programs,), args | {"sums": sums}, constants,
         num_warps=4, maxnreg=_REGISTERS, device=device,
-    )  # fmt: skip
+    ).run()  # fmt: skip
 
 
 def parameter_gradients(
     folded: Sequence[FoldedProducts], residual: Sequence[ResidualProducts]
 ) -> tuple[list[Gradients], list[Gradients]]:
     """Returns the gradients of up to two linear layers after LayerNorms and two before residuals, with equal M."""
-    first = [(products, room_for(products)) for products in folded]
-    second = [(products, room_for(products)) for products in residual]
-    weight_grad_launch(first, second).run()
-    vector_grad_launch(first, second).run()
+    first = [(products, _room_for(products)) for products in folded]
+    second = [(products, _room_for(products)) for products in residual]
+    _run_weight_gradients(first, second)
+    _run_vector_gradients(first, second)
     return [found for _, found in first], [found for _, found in second]
