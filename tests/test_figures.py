@@ -113,13 +113,6 @@ def test_figures_depend_on_the_image(model, name: str, tmp_path: Path) -> None:
     assert np.array_equal(drawn[0], other) == (name == "positions"), "only positions do not"
 
 
-def test_titles_of_narrow_figures_are_not_cut() -> None:
-    small = vit_fast.create_model("vit_test", img_size=8, patch_size=2, in_chans=1)
-    for figure in (figures.filters(small), figures.rollout(small)):
-        (title,) = (text for text in figure.texts if text.get_weight() == "bold")
-        assert 0 <= title.get_window_extent().x0 < title.get_window_extent().x1 <= figure.bbox.x1
-
-
 def test_patches_are_in_place(model) -> None:
     """An image of one color per patch, with white gaps."""
     colors = np.random.default_rng(0).integers(0, 200, (4, 4, 3)).astype(np.uint8)

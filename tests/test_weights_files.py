@@ -57,27 +57,6 @@ def test_every_format(suffix: str, tmp_path: Path) -> None:
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".pth"])
-def test_flipped_bytes_never_end_in_another_exception(suffix: str, tmp_path: Path) -> None:
-    state = {name: tensor[..., :8].contiguous() for name, tensor in _state().items()}
-    path = tmp_path / f"weights{suffix}"
-    if suffix == ".npz":
-        np.savez_compressed(path, **_arrays(state))
-    else:
-        torch.save(state, path, _use_new_zipfile_serialization=False)
-    content, random = path.read_bytes(), np.random.default_rng(0)
-    refused = 0
-    for _ in range(60):
-        damaged = np.frombuffer(content, np.uint8).copy()
-        damaged[random.integers(0, len(damaged), 20)] = random.integers(0, 256, 20)
-        path.write_bytes(damaged.tobytes())
-        try:
-            open_source(path)
-        except WeightsError:
-            refused += 1
-    assert refused > 0
-
-
 class _Payload:
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
         return os.system, ("touch executed",)

@@ -60,11 +60,6 @@ class Activations:
     attention: tuple[Tensor, ...]
     features: Tensor
 
-    def of_patches(self, block: int) -> Tensor:
-        """Returns the attention weights between patches [B, H, patches, patches], normalized per row."""
-        weights = self.attention[block][..., self.prefix :, self.prefix :]
-        return weights / weights.sum(-1, keepdim=True)
-
     def rollout(self) -> Tensor:
         """Returns attention rollout: the contribution of each patch to each token after all blocks, [B, N, patches].
 
@@ -84,8 +79,8 @@ class Activations:
         """
         places = torch.cartesian_prod(*(torch.arange(count).float() * side for count, side in zip(self.grid, patch_px)))
         apart = torch.cdist(places, places)
-        found = [(self.of_patches(block) * apart).sum(-1).mean((0, 2)) for block in range(len(self.attention))]
-        return torch.stack(found)
+        between = [weights[..., self.prefix :, self.prefix :] for weights in self.attention]
+        return torch.stack([((weights * apart).sum(-1) / weights.sum(-1)).mean((0, 2)) for weights in between])
 
 
 class _Watcher(TorchFunctionMode):
