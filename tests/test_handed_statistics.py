@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -62,29 +61,16 @@ def test_every_librarys_blocks_hand_them_on(library: str, handed_on: list[bool])
     assert_gradients_within(grads, before_grads, exact_grads, 3)
 
 
-def in_place(x: Tensor) -> Tensor:
-    return x.mul_(3)
-
-
-def through_a_view(x: Tensor) -> Tensor:
-    x[:, 1:].add_(2)
-    return x
-
-
 def other_data(x: Tensor) -> Tensor:
     x.data = x.data * 3
     return x
 
 
-def another_tensor(x: Tensor) -> Tensor:
-    return x * 3
-
-
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "in place": in_place,
-    "a view": through_a_view,
+    "in place": lambda x: x.mul_(3),
+    "a view": lambda x: (x[:, 1:].add_(2), x)[1],
     "other data": other_data,
-    "another tensor": another_tensor,
+    "another tensor": lambda x: x * 3,
     "a copy": copy.deepcopy,
 }
 
@@ -146,20 +132,8 @@ def test_nothing_is_handed_to_another_thread_or_after_another_block(handed_on: l
     assert handed_on == [False, False, False, False]
 
 
-def test_hidden_states_stay_ordinary_tensors() -> None:
-    """They are saved without extra state."""
-    first, _ = blocks_of("timm")
-    with torch.no_grad():
-        x = first(torch.randn(2, 5, 64, dtype=torch.bfloat16, device=DEVICE))
-    assert vars(x) == {}
-    saved = io.BytesIO()
-    torch.save(x, saved)
-    saved.seek(0)
-    assert torch.equal(torch.load(saved, weights_only=True), x)
-
-
 @pytest.mark.fast_cases("False-transformers")
-@pytest.mark.parametrize("library", ["timm", "transformers", "ours"])
+@pytest.mark.parametrize("library", ["timm", "transformers"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks_do_the_same_twice(library: str, reentrant: bool) -> None:
     """torch compares what is kept for the backward in both runs; the statistics are of the kept."""

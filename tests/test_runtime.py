@@ -55,15 +55,6 @@ def test_one_graph_serves_every_batch_size(name: str) -> None:
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_without_dynamic_batch_each_size_is_compiled() -> None:
-    model = SUBJECTS["timm-vit"].build().eval()
-    compiled = vit_fast.compile(model)
-    compiled(torch.randn(2, 3, 32, 32))
-    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
-        compiled(torch.randn(3, 3, 32, 32))
-
-
-@pytest.mark.usefixtures("quick_compiler")
 def test_a_graph_break_is_an_error_unless_allowed() -> None:
     class Breaking(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,28 +66,18 @@ def test_a_graph_break_is_an_error_unless_allowed() -> None:
     assert vit_fast.compile(Breaking(), fullgraph=False)(torch.zeros(2, 3)).sum() == 6
 
 
-def test_freezing_makes_constants_of_the_weights_and_holds_during_a_call_alone() -> None:
-    model, x = torch.nn.Linear(8, 8).eval().requires_grad_(False), torch.randn(2, 8)
-    run = compile_frozen(model)
-    before = run(x)
-    torch.testing.assert_close(before, model(x))
-    model.weight.mul_(2)
-    assert torch.equal(run(x), before), "the graph still reads the weights"
-    assert not inductor.freezing and torch.is_grad_enabled()
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        run()
-    assert not inductor.freezing
-
-
-def test_a_frozen_graph_is_not_that_of_another_model_compiled_without_freezing() -> None:
+def test_freezing_makes_constants_of_the_weights_during_a_call_alone() -> None:
+    """The graph is also not that of a model that was compiled without freezing before."""
     model, x = torch.nn.Linear(8, 8).eval().requires_grad_(False), torch.randn(2, 8)
     plain, run = vit_fast.compile(model), compile_frozen(model)
     with torch.no_grad():
         plain(x)
-        before = run(x)
-        model.weight.mul_(2)
-        assert torch.equal(run(x), before), "the graph of plain, which reads the weights, ran"
-        torch.testing.assert_close(plain(x), model(x))
+    before = run(x)
+    torch.testing.assert_close(before, model(x))
+    model.weight.mul_(2)
+    assert torch.equal(run(x), before), "the graph still reads the weights"
+    torch.testing.assert_close(plain(x), model(x))
+    assert not inductor.freezing and torch.is_grad_enabled()
 
 
 def test_compile_names_its_modes() -> None:
@@ -135,7 +116,7 @@ def test_graph_runner_refuses_what_it_cannot_use(arguments: dict[str, object], m
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "torchvision-vit", "ours"])
+@pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "ours"])
 def test_captured_graphs_compute_what_the_model_does(name: str) -> None:
     model = SUBJECTS[name].build().eval().cuda().half()
     if name == "transformers-vit":
@@ -224,20 +205,6 @@ def test_threads_and_streams_take_turns() -> None:
     with torch.no_grad():
         for images, result in zip(batches, results, strict=True):
             torch.testing.assert_close(result, model(images), rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.gpu
-def test_a_fused_model_on_a_side_stream() -> None:
-    model = SUBJECTS["timm-vit"].build().eval().cuda()
-    images, stream = torch.randn(4, 3, 32, 32, device="cuda"), torch.cuda.Stream()
-    vit_fast.fuse(model)
-    with torch.no_grad():
-        expected = model(images)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            found = model(images)
-        stream.synchronize()
-    torch.testing.assert_close(found, expected)
 
 
 def test_refresh_takes_over_what_torch_cannot_see() -> None:

@@ -24,13 +24,8 @@ def pack(
 ) -> list[tuple[int, list[int]]]:
     """Packs images into bins of the largest budget by first-fit decreasing; a bin gets the smallest budget that fits.
 
-    Args:
-        lengths: Tokens of each image, at most the largest budget.
-        sequences: Attention sequences of each image, at most `max_sequences`.
-        budgets: Tokens of the buffers.
-        max_sequences: Sequences of the buffers.
-    Returns:
-        The budget of each bin, and its images in the order of the call.
+    `lengths` and `sequences` are the tokens and attention sequences of each image. Returns the budget of each bin, and
+    its images in the order of the call.
     """
     largest = max(budgets)
     bins: list[tuple[list[int], list[int]]] = []  # free tokens and sequences, and the images
@@ -150,10 +145,7 @@ class Watched:
         ]
 
     def change(self, runner: object) -> str | None:
-        """Returns an error message if the model changed after the capture. Called before every replay.
-
-        `runner` may replace the model's forward.
-        """
+        """Returns an error message if the model changed after the capture; `runner` may replace its forward."""
         for place, name, tensor, address in self._tensors:
             if place.get(name) is not tensor or tensor.data_ptr() != address:
                 return "tensors must not be replaced or moved after the capture: build another GraphRunner"

@@ -55,14 +55,11 @@ def compile(
 
 
 def compile_frozen(function: Callable[..., Any], *, fullgraph: bool = True) -> Callable[..., Any]:
-    """Compiles a model for inference with its weights as constants, so that torch can optimize their layout.
-
-    Sets torch._inductor.config.freezing during each call: torch also reads it while tracing, so the option of
-    torch.compile alone has no effect. The option keeps torch from running the code that it compiled for another model
-    of the same class without freezing. Later changes of the weights have no effect.
-    """
+    """Compiles a model for inference with its weights as constants; later changes of the weights have no effect."""
     from torch._inductor import config
 
+    # torch reads config.freezing also while it traces. The option keeps torch from running the code that it compiled
+    # for another model of the same class without freezing.
     compiled: Any = torch.compile(function, fullgraph=fullgraph, dynamic=False, options={"freezing": True})
 
     def run(*args: Any, **kwargs: Any) -> Any:
