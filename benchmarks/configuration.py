@@ -98,14 +98,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A checked run: every model x dtype x batch size, with its candidates; see make_configuration.
+    """A checked run: every model x dtype x batch size, with its candidates by kind of model.
 
-    Attributes:
-        candidates: The candidates by kind of model.
-        images: Images that fill the batches.
-        time_budget_s: Seconds after which nothing is started; infinite without a limit.
-        search: True to try larger batch sizes only while throughput grows.
-        request: The arguments of make_configuration, as plain data to repeat the run.
+    After `time_budget_s` nothing is started. `search` tries larger batch sizes only while throughput grows. `request`
+    are the arguments of make_configuration, as plain data to repeat the run.
     """
 
     models: tuple[Model, ...]
@@ -147,12 +143,12 @@ class Configuration:
             every = self.candidates[group.model.kind]
             planned[group] = [c for c in every if group.dtype_name == "fp32" or c.base not in lacks_bf16]
         left_s = PLANNED_SHARE * self.time_budget_s - sum(
-            self.preparing_s(group, []) + self._timed_s(group) for group in planned
+            self.preparing_s(group, []) + self.timed_s(group) for group in planned
         )
         names = list(dict.fromkeys(c.name for found in planned.values() for c in found))
         for name, dtype in ((name, dtype) for name in names for dtype in self.dtypes):
             needed_s = sum(
-                self.preparing_s(group, [c]) - GROUP_S + self._timed_s(group)
+                self.preparing_s(group, [c]) - GROUP_S + self.timed_s(group)
                 for group, found in planned.items()
                 for c in found
                 if (c.name, group.dtype_name) == (name, dtype)
@@ -176,7 +172,8 @@ class Configuration:
                 seconds += CALLS_BEFORE * self._call_s(group)
         return seconds
 
-    def _timed_s(self, group: Group) -> float:
+    def timed_s(self, group: Group) -> float:
+        """Estimates the seconds of the shortest timing of a candidate."""
         return max(TIMED_S, TIMED_CALLS * self._call_s(group))
 
     def _call_s(self, group: Group) -> float:
@@ -226,14 +223,8 @@ def make_configuration(
 ) -> Configuration:
     """Checks the arguments, and fills in defaults for the device; see the options of `vit-fast bench`.
 
-    Args:
-        models: Names, patterns, ids, files or functions; see models.resolve.
-        batch_sizes: Images per call; "best" doubles the batch size while throughput grows.
-        img_size: Height and width of the images, or several pairs; None means each model's own.
-        time_budget_s: Seconds; 0 means no limit, the default with `candidates` or `seconds`.
-        protocol: Length of a measurement, instead of the default.
-    Raises:
-        ValueError: an argument is unknown, out of range or unreadable. Nothing has been built.
+    `time_budget_s` is 0 for no limit, the default with `candidates` or `seconds`. ValueError if an argument is unknown,
+    out of range or unreadable.
     """
     request = {name: value for name, value in locals().items() if name != "protocol"}
     kind = (where := _device(device)).type
@@ -252,14 +243,24 @@ def make_configuration(
     choose(candidates, where)
     search = batch_sizes == "best"
     sizes = SEARCHED[kind] if batch_sizes == "best" else (1,) if latency else batch_sizes
-    sizes = _batch_sizes(DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes)
+    sizes = _some("batch sizes", DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes)
+    if min(sizes) < 1:
+        raise ValueError(f"the batch size must be >= 1, got {min(sizes)}")
     found = _some("models", [model for make in resolved for size in img_sizes for model in make(size)])
     by_default = dtypes is None and candidates is None and not train
     if by_default and kind == "cpu" and has_bf16() and all(model.kind in BOTH_DTYPES for model in found):
         names = ("fp32", "bf16")
     if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
         raise ValueError(f"--data must be device, or host for a model that takes images on a GPU, got {data}")
-    configuration = Configuration(
+    per_image, available = max(_least_bytes(model, names) for model in found), memory_bytes(where)
+    if search and available is not None:
+        sizes = tuple(size for size in sizes if size * per_image <= available) or (1,)
+    elif available is not None and max(sizes) * per_image > available:
+        raise ValueError(
+            f"the batch size must be at most {max(1, available // per_image):,}, got {max(sizes)}, which needs at least"
+            f" {max(sizes) * per_image / 2**30:,.0f} GiB, {where} has {available / 2**30:,.0f} GiB"
+        )
+    return Configuration(
         models=found,
         batch_sizes=sizes,
         dtypes=names,
@@ -275,28 +276,12 @@ def make_configuration(
         search=search,
         request=request | {"images": [str(Path(image).absolute()) for image in images], "device": str(where)},
     )
-    available = memory_bytes(where)
-    if available is None:
-        return configuration
-    if search:
-        fitting = tuple(size for size in configuration.batch_sizes if _least_bytes(configuration, size) <= available)
-        return dataclasses.replace(configuration, batch_sizes=fitting or (1,))
-    most = max(configuration.batch_sizes)
-    if (needed := _least_bytes(configuration, most)) > available:
-        raise ValueError(
-            f"the batch size must be at most {max(1, most * available // needed):,}, got {most}, which needs at least"
-            f" {needed / 2**30:,.0f} GiB, {where} has {available / 2**30:,.0f} GiB"
-        )
-    return configuration
 
 
-def _least_bytes(configuration: Configuration, batch: int) -> int:
-    """Estimates the least memory of a call: two inputs, the residual stream and one hidden layer."""
-    values = 0
-    for model in configuration.models:
-        tokens = 0 if model.config is None else model.config.seqlen * (model.config.embed_dim + model.config.hidden_dim)
-        values = max(values, 2 * math.prod(model.shape) + tokens)
-    return batch * values * min(DTYPES[name].itemsize for name in configuration.dtypes)
+def _least_bytes(model: Model, dtypes: Sequence[str]) -> int:
+    """Estimates the least memory of a call per image: two inputs, the residual stream and one hidden layer."""
+    tokens = 0 if model.config is None else model.config.seqlen * (model.config.embed_dim + model.config.hidden_dim)
+    return (2 * math.prod(model.shape) + tokens) * min(DTYPES[name].itemsize for name in dtypes)
 
 
 def _device(name: str) -> torch.device:
@@ -317,12 +302,6 @@ def _sizes(img_size: Sequence[int] | Sequence[Sequence[int]] | None) -> list[Siz
         if len(sides) not in (1, 2) or min(sides) < 1:
             raise ValueError(f"--img-size must be N or HEIGHTxWIDTH in pixels, got {'x'.join(map(str, sides))}")
     return [(sides[0], sides[-1]) for sides in several] or [None]
-
-
-def _batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    if too_small := [size for size in sizes if size < 1]:
-        raise ValueError(f"the batch size must be >= 1, got {too_small[0]}")
-    return _some("batch sizes", sizes)
 
 
 def _dtypes(names: Sequence[str], device: torch.device) -> tuple[str, ...]:

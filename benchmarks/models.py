@@ -45,19 +45,12 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model to measure.
+    """A model to measure: of one of our shapes (`config`), a function that makes it, an ONNX file, or an operator.
 
-    Attributes:
-        name: The word of `--models`, or the name of a file without folders.
-        shape: Shape of one input: [channels, height, width], or tokens first.
-        data: Preprocessing of images; None for a model that takes random numbers.
-        parts: Returns the work of each part for a batch size, in inference or training; None if it is unknown.
-        config: Configuration of one of our shapes, which every library can build.
-        weights: Its weights under our names; None means random ones.
-        make: Builds any other model, in fp32 on the CPU.
-        onnx, precision: Path of an ONNX file, and the precision of its weights, if lower than fp32.
-        block: True for the first block only.
-        source: The word of `--models`, if that is not the name.
+    `shape` is of one input: [channels, height, width], or tokens first. `data` is None for random inputs. `parts`
+    returns the work of each part for a batch size, in inference or training. `weights` None means random ones.
+    `precision` is of the weights of an ONNX file, if lower than fp32. `source` is the word of `--models`, if not the
+    name. `block` means the first block only.
     """
 
     name: str
@@ -297,7 +290,7 @@ def _function(name: str) -> Callable[[], nn.Module]:
             raise ValueError(f"{name}() without arguments raises {type(error).__name__}: {error}") from error
         if not isinstance(model, nn.Module):
             raise ValueError(f"{name}() must return an nn.Module, got {type(model).__name__}")
-        return model.eval()
+        return model
 
     return functools.partial(_seeded, checked)
 
@@ -327,10 +320,8 @@ class OutputOf(nn.Module):
 def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
     """Draws parameters under our names in fp32 on the CPU, none of them zero or alike.
 
-    A fresh model has zero biases, unit norms and near-zero tokens, so a candidate that ignores one of them would pass.
-    Here every parameter changes the logits, attention is far from uniform (queries and keys are doubled), and tokens
-    and positions are small enough that the logits depend on the image: between two images they differ by about ten
-    times the allowed error in bf16.
+    A candidate that ignores a zero bias or a unit norm would pass. Here every parameter changes the logits, attention
+    is far from uniform, and tokens and positions are small enough that the logits depend on the image.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):

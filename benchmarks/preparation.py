@@ -125,9 +125,8 @@ class TrainingStep:
 class Expected(Reference):
     """The expected outputs of every candidate of a group, or in training the images' gradients.
 
-    Attributes:
-        parameters: For training, eager's error and the fp64 value of the norm of all gradients (of a part: of each).
-        classes: Classes in fp64 of the batches after the first, to measure agreement.
+    `parameters` are eager's errors and the fp64 values of further gradients. `classes` are of the batches after the
+    first, to measure agreement.
     """
 
     parameters: Sequence[tuple[float, Tensor]] = ()

@@ -143,13 +143,7 @@ def may_gain(group: Group, rows: Sequence[Row]) -> bool:
 
 
 def compare_records(first: Record, second: Record) -> dict[str, Any]:
-    """Pairs the rows of two records.
-
-    Returns:
-        Plain data. pairs: fields that identify them, images_per_s of both, the ratio of the second to the first with
-        its interval (None without samples), the resolution as a share (None without a control), the verdict; unpaired:
-        rows without a pair; warnings.
-    """
+    """Returns pairs of rows of two records with ratio, interval, resolution and verdict; unpaired rows; warnings."""
     rows, others = (
         {tuple(str(row[field]) for field in KEY_FIELDS): row for row in record["rows"]} for record in (first, second)
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
@@ -41,6 +42,7 @@ AGAIN = "again"
 # A measurement that is cut short counts with FLOOR_REPEATS repeats, or with FLOOR_LEAST_REPEATS that took FLOOR_MS.
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
 ROUNDS_BETWEEN = 5  # between two checks of the noise
+SHARES = 1.3  # of its estimated share of the time that preparing a group may take
 
 
 class Listener(Protocol):
@@ -62,13 +64,8 @@ class Watch:
     """Decides after every round if the timing of a group goes on; see clock.time_interleaved.
 
     It ends when the protocol is satisfied, or at end_s if there are enough repeats. If this timing has its own share of
-    the time (`allocated`), it goes on while noise prevents a ranking.
-
-    Attributes:
-        best: The fastest candidate at full precision, which is timed twice, and compared with the others.
-        calls: The calls to time, with the second name of `best`.
-        running: The name of the candidate that was called last.
-        again: Called after every round.
+    the time (`allocated`), it goes on while noise prevents a ranking. The fastest candidate at full precision (`best`)
+    is timed twice. `running` is the candidate that was called last; `again` is called after every round.
     """
 
     def __init__(
@@ -133,6 +130,7 @@ class _Run:
         self.start = time.perf_counter()
         self.planned, self.skipped = configuration.plan()
         self.preparing_s = self.assumed_s = 0.0
+        self.latest_s = configuration.time_budget_s
 
     def record(self) -> Record:
         configuration, journal, interrupted = self.configuration, self.journal, False
@@ -205,6 +203,7 @@ class _Run:
     def _measure_group(self, group: Group, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Adds a row for every candidate; returns those that did not fit into memory."""
         configuration, start_s = self.configuration, self.elapsed_s()
+        self.latest_s = self._latest_s(group)
         self.listener.now(f"{group}: images and the fp64 reference")
         try:
             problem = make_problem(group, configuration.images, configuration.device)
@@ -237,7 +236,8 @@ class _Run:
     ) -> tuple[Prepared | None, Row]:
         if missing := candidate.missing_packages():
             return None, make_row(group, candidate, "not installed", f"pip install {' '.join(missing)}")
-        if self._is_too_late(others):
+        needed_s = self.configuration.preparing_s(group, [candidate]) if self.configuration.is_default else 0.0
+        if self._is_too_late(others) or self.elapsed_s() + needed_s > self.latest_s:
             return None, make_row(group, candidate, "skipped", "out of time")
         begun = [*group.key, candidate.name]
         if self.journal.has_ended(*begun):
@@ -300,13 +300,25 @@ class _Run:
         ahead = sum(other.call_s for other in others) * FLOOR_LEAST_REPEATS
         return self.elapsed_s() + ahead > self.configuration.time_budget_s
 
+    def _latest_s(self, group: Group) -> float:
+        """Returns the time at which the preparation of a group ends, so that a slow machine reaches all groups."""
+        configuration, following = self.configuration, self._from(group)
+        if not configuration.is_default:
+            return configuration.time_budget_s
+        preparing_s = [configuration.preparing_s(one, self._remaining(one)) for one in following]
+        timing_s = [configuration.timed_s(one) * (1 + len(self._remaining(one))) for one in following]
+        left_s = configuration.time_budget_s - self.elapsed_s()
+        return self.elapsed_s() + SHARES * left_s * preparing_s[0] / sum(preparing_s + timing_s)
+
     def _end_of_timing_s(self, group: Group) -> float:
         """Returns the end of the timing of a prepared group: it gets an equal share of the time that remains."""
-        budget_s, groups = self.configuration.time_budget_s, list(self.planned)
-        if not self.configuration.is_default:
-            return budget_s
-        place = [one.key for one in groups].index(group.key)
-        later_s = sum(self.configuration.preparing_s(one, self._remaining(one)) for one in groups[place + 1 :])
-        slowness = max(1.0, self.preparing_s / self.assumed_s)
-        free_s = budget_s - self.elapsed_s() - slowness * later_s
-        return self.elapsed_s() + max(free_s, 0.0) / (len(groups) - place)
+        configuration, (_, *later) = self.configuration, self._from(group)
+        if not configuration.is_default:
+            return configuration.time_budget_s
+        later_s = sum(configuration.preparing_s(one, self._remaining(one)) for one in later)
+        free_s = configuration.time_budget_s - self.elapsed_s() - max(1.0, self.preparing_s / self.assumed_s) * later_s
+        return self.elapsed_s() + max(free_s, 0.0) / (1 + len(later))
+
+    def _from(self, group: Group) -> list[Group]:
+        """Returns the planned groups from this one on."""
+        return list(itertools.dropwhile(lambda one: one.key != group.key, self.planned))

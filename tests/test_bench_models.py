@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,8 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.apps.data import sample_image
-from vit_fast.benchmarks import configuration, models, preparation, rendering, report, runner
+from vit_fast.benchmarks import configuration, models, rendering, report, runner
 from vit_fast.benchmarks.candidates import parse_candidate
 from vit_fast.benchmarks.configuration import LATENCY, Configuration, make_configuration
 from vit_fast.benchmarks.models import Task, resolve
@@ -114,15 +112,6 @@ def test_a_function_gives_a_model(in_a_folder: Path) -> None:
     given, fused = measured_rows("my_models:convolution", "given", "given+fused", img_size=[32, 64])
     assert given["status"] == "measured" and given["img_size"] == [32, 64]
     assert fused["status"] == "unsupported" and "no attention or MLP" in fused["reason"]
-
-
-def test_an_installed_command_finds_modules_in_the_working_directory(tmp_path: Path, monkeypatch) -> None:
-    """Also `show`, which takes the same words; sys.path as it is in a script of an environment's bin folder."""
-    (tmp_path / "only_here.py").write_text("import torch\ndef make(): return torch.nn.Conv2d(3, 8, 4, 4)\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".", str(tmp_path))])
-    assert run("show", "only_here:make", "--figures", "filters", "--out", "seen", "--img-size", "32") == 0
-    assert (tmp_path / "seen" / "filters.png").is_file()
 
 
 @pytest.mark.parametrize(
@@ -353,31 +342,6 @@ def test_data_on_the_host_is_named_everywhere_and_pairs_with_no_other(monkeypatc
     for row in [*other["rows"], *other["controls"]]:
         row["data"] = "device"
     assert not compare_records(record, other)["pairs"] and len(compare_records(record, record)["pairs"]) == 2
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_the_timed_call_copies_from_pinned_memory(training: bool, add, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches stay on the host; what is called, and what is checked, is given them on the device, here torch's meta."""
-    pinned, given = [], []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda batch: pinned.append(batch) or batch)
-
-    class Noting(torch.nn.Linear):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            given.append(images.device.type)
-            return super().forward(images.flatten(1))
-
-    add("noting", lambda task: Noting(3072, 10, device=task.device))
-    (group,) = make_configuration(candidates=["noting"], batch_sizes=[2], train=training, **VIT_TEST).groups()
-    group, meta = dataclasses.replace(group, data="host"), torch.device("meta")
-    task, batches = preparation.make_task(group, [sample_image()], meta)
-    assert len(pinned) == len(batches) >= 2 and {batch.device.type for batch in batches} == {"cpu"}
-    step = lambda _, __, function: Mock(side_effect=function, gradients=lambda x, *_: function(x))  # noqa: E731  # short
-    monkeypatch.setattr(preparation, "TrainingStep", step)
-    _, call, check = preparation._callers(parse_candidate("noting"), task, batches)
-    for number in range(3):
-        call(number)
-    check()
-    assert given == ["meta"] * 4
 
 
 def test_seconds_last_as_long_as_said_and_are_not_cut_short() -> None:
