@@ -139,7 +139,7 @@ def _draw_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for axes, (title, scale, *fields) in zip(figure.subplots(1, 2), panels, strict=True):
         axes.set(title=title, xlabel="epoch")
         axes.grid(axis="y", alpha=0.3)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         for field, name in zip(fields, ("training", "validation"), strict=True):
             if rows[-1][field] is not None:
                 values = [scale * row[field] for row in rows]

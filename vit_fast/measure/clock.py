@@ -54,9 +54,8 @@ class Protocol:
     A call is timed until it has `repeats` samples, or `least_repeats` samples and `seconds` (with untimed calls),
     whichever is first. Before, it is called up to `warmup_repeats` times or for `warmup_seconds`, at least once.
 
-    Attributes:
-        launch: On CUDA, "counted" includes the host's time to launch the call, as in a latency-bound program; "hidden"
-            queues the call behind other work, so that only device time counts.
+    On CUDA, `launch` "counted" includes the host's time to launch the call, as in a latency-bound program; "hidden"
+    queues the call behind other work, so that only device time counts.
     """
 
     repeats: int = 50

@@ -42,24 +42,16 @@ FIGURES = "optimize.json"
 
 @dataclass(frozen=True)
 class Row:
-    """The outcome of a candidate.
-
-    Attributes:
-        ms: Median duration of a call, or the 90th percentile for the objective "latency".
-        images_per_s: Throughput at this duration.
-        speedup: Speed relative to the original.
-        checked: Errors, agreement, first call and memory; None if it failed the check.
-        reason: Why it was not chosen; None for the chosen candidate.
-    """
+    """The outcome of a candidate; None if it was not timed, or failed its check."""
 
     candidate: Candidate
-    ms: float | None
+    ms: float | None  # median duration of a call, or the 90th percentile for the objective "latency"
     images_per_s: float | None
     images_per_s_interval: tuple[float, float] | None
-    speedup: float | None
+    speedup: float | None  # relative to the original
     speedup_interval: tuple[float, float] | None
     checked: Checked | None
-    reason: str | None
+    reason: str | None  # why it was not chosen
 
 
 @dataclass(frozen=True, eq=False)

@@ -123,23 +123,19 @@ def open_file(
 
 @functools.cache
 def _core() -> Any:
-    """Returns the only openvino.Core of the process.
-
-    Each Core installs a stack for signal handlers, and restores the previous stack when it is deleted. With several
-    Cores, that stack may be freed already; the next signal with a Python handler then crashes the process.
-    """
+    """Returns the only openvino.Core of the process."""
+    # Each Core installs a stack for signal handlers, and restores the previous stack when it is deleted. With several
+    # Cores, that stack may be freed already; the next signal with a Python handler then crashes the process.
     import openvino
 
     return openvino.Core()
 
 
 class _Openvino:
-    """Runs an ONNX file in OpenVINO on the CPU.
+    """Runs an ONNX file in OpenVINO on the CPU; `precision` is that of the matmuls of a file in fp32.
 
-    Args:
-        precision: Precision of the matmuls of a file in fp32.
-        images_in_bf16: Images are given in bf16, although the file takes fp32. OpenVINO converts them. If torch did,
-            its threads would keep the cores busy while OpenVINO runs, which took 2 ms of 7.
+    If images are in bf16, although the file takes fp32, OpenVINO converts them. If torch did, its threads would keep
+    the cores busy while OpenVINO runs, which took 2 ms of 7.
     """
 
     def __init__(self, path: Path, threads: int | None, precision: str, images_in_bf16: bool) -> None:

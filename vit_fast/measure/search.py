@@ -80,15 +80,10 @@ def paired(one: Sequence[float], other: Sequence[float]) -> tuple[Sequence[float
 def search(
     bench: Any, original: Any, candidates: Sequence[Any], *, budget_s: float, objective: Objective = "throughput"
 ) -> Found:
-    """Finds the fastest candidate within a budget.
+    """Finds the fastest candidate within a budget; tries them in this order. Ctrl-C returns the best so far.
 
-    The result is never measurably slower than the original. Ctrl-C returns the best so far.
-
-    Args:
-        bench: Prepares, times and releases candidates, and has the clock; see trials.Trials.
-        original: The candidate that the others are compared to. It is prepared first, and its errors are raised.
-        candidates: In the order in which to try them; hashable, with their number of `changes`.
-        budget_s: Seconds. A candidate or a round that does not fit is not started.
+    `bench` prepares, times and releases candidates, and has the clock; see trials.Trials. The original is prepared
+    first, and its errors are raised. A candidate or a round that does not fit into the budget is not started.
     """
     run = _Search(bench, original, budget_s, SHARE[objective])
     run.prepare(run.original, budget_s)
