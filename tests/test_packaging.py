@@ -9,18 +9,15 @@ import venv
 import zipfile
 from pathlib import Path
 
+import children
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = ("triton", "timm", "transformers", "torchvision", "onnx", "onnxscript", "onnxruntime", "matplotlib", "typer")
 
 
-def run_python(code: str, cwd: Path = ROOT, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, env=os.environ | environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(code: str) -> str:
+    return children.run_python(["-c", code], os.environ, ROOT)
 
 
 def test_import_needs_and_loads_no_optional_package():
@@ -28,7 +25,7 @@ def test_import_needs_and_loads_no_optional_package():
     paths = [path.relative_to(ROOT) for path in (ROOT / "vit_fast" / "libraries").rglob("[a-z]*.py")]
     libraries = [".".join(path.with_suffix("").parts) for path in paths]
     assert len(libraries) >= 10
-    run_python(
+    run(
         f"""
 import importlib, sys, torch
 before = set(sys.modules)
@@ -64,17 +61,13 @@ def test_every_public_name_is_there():
 @pytest.mark.slow
 def test_transformers_imports_from_the_repository_root():
     """A regular top-level package `kernels` here would be taken for Hugging Face's."""
-    assert "ViTModel" in run_python("from transformers import ViTModel; print(ViTModel)")
-    for folder in ("kernels", "export", "benchmarks", "tests"):
-        if folder != "export":
-            assert not (ROOT / folder / "__init__.py").exists()
+    assert "ViTModel" in run("from transformers import ViTModel; print(ViTModel)")
+    assert not [folder for folder in ("kernels", "benchmarks", "tests") if (ROOT / folder / "__init__.py").exists()]
 
 
 def test_links_reach_the_top_level_folders():
-    for folder in ("kernels", "export", "benchmarks"):
-        link = ROOT / "vit_fast" / folder
-        assert link.is_symlink()
-        assert link.readlink() == Path(f"../{folder}")
+    links = {folder: ROOT / "vit_fast" / folder for folder in ("kernels", "export", "benchmarks")}
+    assert {folder: link.readlink() for folder, link in links.items()} == {name: Path(f"../{name}") for name in links}
 
 
 def test_set_up_prints_a_line_for_each_step_and_no_warning_of_pip(tmp_path):

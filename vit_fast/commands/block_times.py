@@ -20,9 +20,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -55,13 +55,6 @@ _COLUMNS = {
 Call = Callable[[], object]
 
 
-class HostCall(NamedTuple):
-    """A call, and the number of blocks that it runs."""
-
-    call: Call
-    blocks: int = 1
-
-
 def measure_host_time(arch: str) -> dict[str, Any]:
     """Returns the results of `vit-fast kernels --host`, measured in a new process.
 
@@ -88,31 +81,31 @@ def run_child(arch: str) -> None:
 
     torch.set_num_threads(1)
     driver = stand_in_driver.install(arch)
-    counts = {name: _count(driver, one) for name, one in _our_calls().items()}
+    counts = {name: _count(driver, name, call) for name, call in _our_calls().items()}
     kernels, narrow = driver.counters().modules, _our_calls(**NARROW)
-    for name, one in _compiled_calls(**NARROW).items():
-        narrow[name], counts[name] = one, _count(driver, one)
+    compiled = _compiled_calls(**NARROW)
+    counts |= {name: _count(driver, name, call) for name, call in compiled.items()}
     report = {
-        "note": MEASURED, "arch": arch, "machine": describe("cpu"), "kernels": kernels, "rows": _rows(narrow, counts),
-        "violations": driver.violations(),
+        "note": MEASURED, "arch": arch, "machine": describe("cpu"), "kernels": kernels,
+        "rows": _rows(narrow | compiled, counts), "violations": driver.violations(),
     }  # fmt: skip
     print(json.dumps(report))
 
 
-def _our_calls(**changes: Any) -> dict[str, HostCall]:
+def _our_calls(**changes: Any) -> dict[str, Call]:
     """Returns calls of operators and of a block. `changes`: fields of ViT-B's configuration."""
     model, x = _model_and_tokens(**changes)
-    calls = {name: HostCall(_without_gradient(call)) for name, call in _operator_calls(model.blocks[0], x).items()}
+    calls = {name: _without_gradient(call) for name, call in _operator_calls(model.blocks[0], x).items()}
     frozen = copy.deepcopy(model.blocks).eval()
     freeze(frozen)
-    calls["block, inference, frozen"] = HostCall(_without_gradient(partial(run_blocks, frozen, x)), DEPTH)
+    calls["block, inference, frozen"] = _without_gradient(partial(run_blocks, frozen, x))
     return calls | _block_calls(model.blocks, run_blocks, x)
 
 
-def _compiled_calls(**changes: Any) -> dict[str, HostCall]:
+def _compiled_calls(**changes: Any) -> dict[str, Call]:
     model, x = _model_and_tokens(**changes)
     compiled = torch.compile(partial(run_blocks, model.blocks.eval()), fullgraph=True, dynamic=False)
-    return {"block, inference, compiled": HostCall(_without_gradient(partial(compiled, x)), DEPTH)}
+    return {"block, inference, compiled": _without_gradient(partial(compiled, x))}
 
 
 def _model_and_tokens(**changes: Any) -> tuple[Any, Tensor]:
@@ -120,7 +113,7 @@ def _model_and_tokens(**changes: Any) -> tuple[Any, Tensor]:
     return model, torch.zeros(1, model.config.seqlen, model.config.embed_dim, dtype=torch.bfloat16)
 
 
-def _timm_calls() -> dict[str, HostCall]:
+def _timm_calls() -> dict[str, Call]:
     """Returns calls of timm's blocks in eager mode with small tensors; {} if timm is not installed."""
     if importlib.util.find_spec("timm") is None:
         return {}
@@ -132,9 +125,7 @@ def _timm_calls() -> dict[str, HostCall]:
     return _block_calls(blocks, nn.Sequential.forward, torch.zeros(1, tokens, width, dtype=torch.bfloat16))
 
 
-def _block_calls(
-    blocks: nn.Sequential, run: Callable[[nn.Sequential, Tensor], Tensor], x: Tensor
-) -> dict[str, HostCall]:
+def _block_calls(blocks: nn.Sequential, run: Callable[[nn.Sequential, Tensor], Tensor], x: Tensor) -> dict[str, Call]:
     evaluated, trained = copy.deepcopy(blocks).eval(), blocks.train()
     wanted = (x.clone().requires_grad_(), *trained.parameters())
     grad_output = torch.zeros_like(x)
@@ -143,9 +134,9 @@ def _block_calls(
         return torch.autograd.grad(run(trained, wanted[0]), wanted, grad_output)
 
     return {
-        "block, inference": HostCall(_without_gradient(partial(run, evaluated, x)), DEPTH),
-        "block, training forward": HostCall(partial(run, trained, wanted[0]), DEPTH),
-        "block, forward + backward": HostCall(step, DEPTH),
+        "block, inference": _without_gradient(partial(run, evaluated, x)),
+        "block, training forward": partial(run, trained, wanted[0]),
+        "block, forward + backward": step,
     }
 
 
@@ -175,21 +166,25 @@ def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
     }  # fmt: skip
 
 
-def _count(driver: StandInDriver, one: HostCall) -> dict[str, float]:
+def _blocks(name: str) -> int:
+    """Returns the number of blocks that a call runs."""
+    return DEPTH if name.startswith("block") else 1
+
+
+def _count(driver: StandInDriver, name: str, call: Call) -> dict[str, float]:
     """Counts the steady-state launches and descriptors of a block."""
     for _ in range(4):
-        one.call()
+        call()
     before = driver.counters()
-    one.call()
+    call()
     after = driver.counters()
-    return {
-        name: (getattr(after, name) - getattr(before, name)) / one.blocks for name in ("launches", "descriptors")
-    }  # fmt: skip
+    launches, descriptors = after.launches - before.launches, after.descriptors - before.descriptors
+    return {"launches": launches / _blocks(name), "descriptors": descriptors / _blocks(name)}
 
 
-def _rows(ours: Mapping[str, HostCall], counts: Mapping[str, dict[str, float]]) -> list[dict[str, Any]]:
-    both = {("ours", name): one for name, one in ours.items()}
-    both |= {("timm", name): one for name, one in _timm_calls().items()}
+def _rows(ours: Mapping[str, Call], counts: Mapping[str, dict[str, float]]) -> list[dict[str, Any]]:
+    both = {("ours", name): call for name, call in ours.items()}
+    both |= {("timm", name): call for name, call in _timm_calls().items()}
     times = _host_us(both)
     rows = []
     for name in ours:
@@ -199,19 +194,19 @@ def _rows(ours: Mapping[str, HostCall], counts: Mapping[str, dict[str, float]]) 
     return rows
 
 
-def _host_us(timed: Mapping[Any, HostCall]) -> dict[Any, dict[str, float]]:
+def _host_us(timed: Mapping[tuple[str, str], Call]) -> dict[tuple[str, str], dict[str, float]]:
     """Returns process CPU time per block in microseconds: median, 20th and 80th percentile of interleaved rounds."""
     repeats = {}
-    for key, one in timed.items():
-        one.call()
-        repeats[key] = max(1, round(SECONDS_A_REPEAT / max(_seconds(one, 1), 1e-6)))
-    samples: dict[Any, list[float]] = {key: [] for key in timed}
+    for key, call in timed.items():
+        call()
+        repeats[key] = max(1, round(SECONDS_A_REPEAT / max(_seconds(call, 1), 1e-6)))
+    samples: dict[tuple[str, str], list[float]] = {key: [] for key in timed}
     gc.collect()
     gc.disable()
     try:
         for _ in range(REPEATS):
-            for key, one in timed.items():
-                samples[key].append(_seconds(one, repeats[key]) / repeats[key] / one.blocks * 1e6)
+            for key, call in timed.items():
+                samples[key].append(_seconds(call, repeats[key]) / repeats[key] / _blocks(key[1]) * 1e6)
     finally:
         gc.enable()
     found = {}
@@ -222,38 +217,39 @@ def _host_us(timed: Mapping[Any, HostCall]) -> dict[Any, dict[str, float]]:
     return found
 
 
-def _seconds(one: HostCall, calls: int) -> float:
+def _seconds(call: Call, repeats: int) -> float:
     start = time.process_time()
-    for _ in range(calls):
-        one.call()
+    for _ in range(repeats):
+        call()
     return time.process_time() - start
 
 
 def host_time_text(report: Mapping[str, Any]) -> str:
-    machine, packages = report["machine"], report["machine"]["packages"]
+    machine, packages, rows = report["machine"], report["machine"]["packages"], report["rows"]
+    cells = [["", "launches", "descriptors", "vit-fast us (p20-p80)", "timm us (p20-p80)", "ratio"]]
+    for row in rows:
+        counts = (f"{row[name]:g}" for name in ("launches", "descriptors"))
+        times = (_spread(row[name]) for name in ("ours_us", "timm_us"))
+        cells.append([row["name"], *counts, *times, "" if row["ratio"] is None else str(row["ratio"])])
     lines = [
         report["note"],
         f"{report['arch']}; {machine['cpu']}, 1 thread, torch {packages['torch']}, triton {packages['triton']}",
-        f"{'':28s} {'launches':>8s} {'descriptors':>11s} {'vit-fast us (p20-p80)':>24s} {'timm us (p20-p80)':>24s} "
-        "    ratio",
-    ]
-    for row in report["rows"]:
-        lines.append(
-            f"{row['name']:28s} {row['launches']:8g} {row['descriptors']:11g} {_spread(row['ours_us']):>24s} "
-            f"{_spread(row['timm_us']):>24s} {'' if row['ratio'] is None else row['ratio']:>9}"
-        )
-    if all(row["timm_us"] is None for row in report["rows"]):
-        lines.append("timm is not installed, so there is no comparison: pip install timm")
-    lines += [
+        *_aligned(cells),
         "Launches and descriptors are counted for ViT-B, B = 1, bf16. Times are microseconds per block with "
         "embed_dim=64 and 17 tokens.",
-        f"{report['kernels']} kernels were compiled for ViT-B.",
     ]
+    if all(row["timm_us"] is None for row in rows):
+        lines.append("timm is not installed, so there is no comparison: pip install timm")
     return "\n".join([*lines, *(f"rejected by the driver: {text}" for text in report["violations"])])
 
 
 def _spread(us: Mapping[str, float] | None) -> str:
     return "" if us is None else f"{us['median']:.0f} ({us['p20']:.0f}-{us['p80']:.0f})"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def model_device_time(name: str, batch: int, arch: str) -> dict[str, Any]:
@@ -318,12 +314,11 @@ def device_time_text(report: Mapping[str, Any]) -> str:
     ]
     for what, part in (("frozen forward", report), ("training, forward and backward", report["training"])):
         rows = [list(_COLUMNS.values()), *([str(row[key]) for key in _COLUMNS] for row in part["launches"])]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         sums, layers = part["layer"], report["layers"]
         lines += [
             "",
             f"{what}:",
-            *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+            *_aligned(rows),
             f"block: issue {sums['issue_us']} us, floor {sums['floor_us']} us, modeled {sums['modelled_us']} us",
             f"{layers} blocks: modeled {layers * sums['modelled_us'] / 1e3:.2f} ms",
         ]
