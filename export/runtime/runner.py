@@ -241,11 +241,6 @@ class OnnxRunner:
             return results[0]
         return torch.cat(results) if isinstance(images, Tensor) else np.concatenate(results)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises an error for pickle and copy.deepcopy: a session cannot leave its process."""
-        reason = f"ONNX Runtime cannot copy a session; open the file again: OnnxRunner({str(self.path)!r})"
-        raise UnsupportedInputError("pickling or copying an OnnxRunner", [reason])
-
     def probabilities(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Returns class probabilities [B, classes] of images; see `prepare` for the preprocessing.
 
