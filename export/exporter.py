@@ -27,7 +27,7 @@ from vit_fast.version import __version__, installed
 from . import graphs
 from .capture import capture
 from .deployment import trtexec_line
-from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, opset_for
+from .options import ATTENTION_OPSET, BF16_OPSET, DEFAULT_OPSET, ExportOptions, Precision, Target
 from .preprocessing import prepend, preprocessing_model
 from .quantise import quantise
 from .report import ExportReport
@@ -90,8 +90,10 @@ def export_onnx(
     path = Path(path)
     if path.suffix != ".onnx":
         raise ValueError(f"path must end in .onnx, got {str(path)!r}")
+    if opset is None:
+        opset = BF16_OPSET if precision == "bf16" else DEFAULT_OPSET
     options = ExportOptions(
-        opset=opset_for(precision) if opset is None else opset, dynamic_batch=dynamic_batch, dynamic_size=dynamic_size,
+        opset=opset, dynamic_batch=dynamic_batch, dynamic_size=dynamic_size,
         precision=precision, preprocess=preprocess, target=target, output=output, external_data=external_data,
     )  # fmt: skip
     if runs_in_fp8(model):

@@ -17,8 +17,6 @@ Precision = Literal["fp32", "fp16", "bf16", "int8", "int8-dynamic", "fp8"]
 MIN_OPSET, DEFAULT_OPSET, ATTENTION_OPSET, BF16_OPSET = 18, 20, 23, 22
 HALF_SCALES_OPSET = 19
 """First opset whose QuantizeLinear supports fp16 and e4m3."""
-TRT_PRECISIONS = ("fp32", "fp16", "bf16", "int8", "fp8")
-FP8_TARGETS = ("generic", "tensorrt")
 
 BUDGETS: dict[str, float] = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 5e-2}
 """Largest |file - eager| / max(1, largest |eager|) that passes. For 8-bit precisions, see `report.Check`."""
@@ -53,16 +51,16 @@ class ExportOptions:
 
     def _conflicts(self) -> list[str]:
         conflicts = []
-        if self.target == "tensorrt" and self.precision not in TRT_PRECISIONS:
-            conflicts.append(f"precision must be one of {', '.join(TRT_PRECISIONS)} for TensorRT")
+        if self.target == "tensorrt" and self.precision == "int8-dynamic":
+            conflicts.append("precision must be one of fp32, fp16, bf16, int8, fp8 for TensorRT")
         if self.target == "tensorrt" and self.preprocess:
             conflicts.append("preprocess must be False for TensorRT (no antialiased Resize): use target='ort-cuda'")
         if self.precision == "bf16" and self.target == "ort-cpu":
             conflicts.append("ONNX Runtime's CPU provider has no bf16 Conv, MatMul or LayerNormalization")
         if self.precision == "bf16" and self.opset < BF16_OPSET:
             conflicts.append(f"opset must be at least {BF16_OPSET} for bf16 Conv")
-        if self.precision == "fp8" and self.target not in FP8_TARGETS:
-            conflicts.append(f"target must be one of {', '.join(FP8_TARGETS)} for fp8, got {self.target}")
+        if self.precision == "fp8" and self.targets_ort:
+            conflicts.append(f"target must be one of generic, tensorrt for fp8, got {self.target}")
         if self.is_eight_bit and self.dtype == "fp16" and self.opset < HALF_SCALES_OPSET:
             conflicts.append(f"opset must be at least {HALF_SCALES_OPSET} for scales in fp16")
         if self.dynamic_size and self.preprocess:
@@ -99,11 +97,6 @@ class ExportOptions:
     def budget(self) -> str:
         """The largest allowed error, in words."""
         return EIGHT_BIT_BUDGET if self.is_eight_bit else f"max error <= {BUDGETS[self.precision]:g}"
-
-
-def opset_for(precision: str) -> int:
-    """Returns the oldest opset that supports a precision, but at least the default."""
-    return BF16_OPSET if precision == "bf16" else DEFAULT_OPSET
 
 
 def newest_opset() -> int:
