@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
-from pathlib import Path
 from typing import Any
 
-import children
 import pytest
 import torch
 from kernel_support import DEVICE
@@ -244,49 +240,3 @@ def test_budgets_are_suggested_for_sizes() -> None:
     for wrong, message in (([], "at least one image"), ([(3,)], "got \\(3,\\)"), ([(0, 3)], "got \\(0, 3\\)")):
         with pytest.raises(ValueError, match=message):
             vit_fast.budgets_for(wrong)
-
-
-_GRAPH_COUNTS = """
-import json
-import pytest
-import torch
-import tower_calls
-import vit_fast
-from graph_tapes import install
-from vit_fast.kernels.inspect import stand_in_driver
-driver = stand_in_driver.install("sm_90")
-tapes = install(pytest.MonkeyPatch())
-found = {}
-for name in ("qwen2_5_vl", "pixtral", "siglip2", "naflexvit, mixed"):
-    family = tower_calls.FAMILIES[name]
-    tower = family.build().bfloat16().eval()
-    vit_fast.fuse(tower, "triton")
-    runner = vit_fast.GraphRunner(tower, budgets=(64,))
-    made = []
-    for sizes in (tower_calls.MIXED, ((2, 4),), tower_calls.MIXED[:2]):
-        inputs = family.call(sizes)
-        for key, value in (inputs["x"] if "x" in inputs else inputs).items():
-            if value.is_floating_point():
-                (inputs["x"] if "x" in inputs else inputs)[key] = value.bfloat16()
-        runner(**inputs)
-        before = driver.counters().launches
-        tapes[-1].replay()
-        made.append(driver.counters().launches - before)
-    found[name] = [made, tapes[-1].launches, runner.stats().graphs]
-print(json.dumps([found, driver.violations()]))
-"""
-
-
-@pytest.mark.slow
-def test_a_graph_of_a_tower_repeats_the_launches_of_its_capture(tmp_path: Path) -> None:
-    """Five or six launches a block and one before the first, whatever images are replayed."""
-    own = children.environment(str(tmp_path))
-    path = os.pathsep.join([own["PYTHONPATH"], str(Path(__file__).parent)])
-    found, violations = json.loads(
-        children.run_python(["-c", _GRAPH_COUNTS], own | {"PYTHONPATH": path, "VIT_FAST_EXECUTE": "sm_90"})
-    )
-    assert violations == []
-    assert {name: launches for name, (_, launches, _) in found.items()} == {
-        "qwen2_5_vl": 11, "pixtral": 11, "siglip2": 11, "naflexvit, mixed": 13,
-    }  # fmt: skip
-    assert all(made == [launches] * 3 and graphs == 1 for made, launches, graphs in found.values())

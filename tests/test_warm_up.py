@@ -33,21 +33,6 @@ def test_calls_compile_nothing_afterwards(environment: dict[str, str]) -> None:
     assert run_python([str(CALLS), "warm"], environment) == "ok"
 
 
-_COMMAND = """
-from vit_fast.cli import main
-from vit_fast.kernels.inspect import stand_in_driver
-stand_in_driver.install("sm_90")
-main(["kernels", "--warm-up", "vit_test", "--batch-sizes", "1,2"])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
-def test_the_command_says_what_was_compiled(environment: dict[str, str]) -> None:
-    out = run_python(["-c", _COMMAND], environment)
-    assert "kernels in" in out and "compiled" in out
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is something to compile")
 def test_without_a_gpu_there_is_nothing_to_compile(capsys: pytest.CaptureFixture[str]) -> None:
     model = vit_fast.create_model("vit_test")
