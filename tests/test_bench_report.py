@@ -111,7 +111,9 @@ def test_the_text_names_resolution_defects_and_what_was_not_measured(record):
     ):
         assert line in text, line
     assert "125%" not in text and "| above |" in text and "| `optimized` |" not in text
-    record["rows"][1].update(batch=record["rows"][1]["batch"], requested_batch=64)
+    assert "host ms" not in text, "only GPUs have this column"
+    record["rows"][1].update(batch=record["rows"][1]["batch"], requested_batch=64, host_ms=11.0, host_bound=True)
+    assert re.search(r"\| host ms \|(.*\n)*.*\| 11(\.0)? bound \|", report.markdown(record))
     assert f"| `{record['rows'][1]['candidate']} (batch 1)` |" in report.markdown(record)
 
 
