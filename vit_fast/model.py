@@ -112,11 +112,7 @@ class VisionTransformer(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ViTConfig,
-        *,
-        data_config: DataConfig | None = None,
-        class_names: Iterable[str] | None = None,
+        self, config: ViTConfig, *, data_config: DataConfig | None = None, class_names: Iterable[str] | None = None
     ) -> None:
         super().__init__()
         check_type("config", config, ViTConfig)

@@ -106,7 +106,7 @@ class _Watcher(TorchFunctionMode):
 
 def _weights(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *args: Any,
-    **kwargs: Any,
+    **kwargs: Any
 ) -> Tensor:  # fmt: skip
     """Returns attention weights [B, H, N_q, N_kv]: the output of torch's function with the identity as value."""
     identity = torch.eye(key.shape[-2], device=key.device).expand(*key.shape[:-1], -1)

@@ -66,10 +66,7 @@ class WeightsReport:
 
 
 def load_weights(
-    model: VisionTransformer,
-    source: str | Path | Mapping[str, Any] | Source,
-    *,
-    replace_head: bool = False,
+    model: VisionTransformer, source: str | Path | Mapping[str, Any] | Source, *, replace_head: bool = False
 ) -> WeightsReport:
     """Loads weights of any supported library into a model.
 
