@@ -21,5 +21,5 @@ def environment(cache: str | None = None) -> dict[str, str]:
 def run_python(command: list[str], environment: Mapping[str, str], folder: Path | None = None) -> str:
     """Runs Python in a child and returns its output."""
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import children
@@ -24,39 +22,14 @@ CASES = {
 @pytest.mark.parametrize("arch", CASES)
 def test_kernels_are_executed(arch: str) -> None:
     file, cases = CASES[arch]
-    command = [
-        sys.executable,
-        str(TESTS / "execute.py"),
-        arch,
-        str(TESTS / file),
-        "-k",
-        cases,
-        "-p",
-        "no:cacheprovider",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=children.environment())
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert f"PTX emulator: {arch}, seed 1" in done.stdout
-    assert " 2 passed" in done.stdout  # with a fixed and with a random schedule
+    command = [str(TESTS / "execute.py"), arch, str(TESTS / file), "-k", cases, "-p", "no:cacheprovider"]
+    printed = children.run_python(command, children.environment())
+    assert f"PTX emulator: {arch}, seed 1" in printed
+    assert " 2 passed" in printed  # with a fixed and with a random schedule
 
 
 def test_the_tests_that_are_executed_exist() -> None:
     assert [name for name in execute.KERNEL_TESTS if not (TESTS / f"{name}.py").exists()] == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_libraries_are_built_once_for_a_state_of_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = build.build()
-
-    def compile_again(*arguments: object) -> None:
-        raise AssertionError("compiled")
-
-    monkeypatch.setattr(build, "_compile", compile_again)
-    assert build.build() == folder
-    monkeypatch.setattr(build, "OPTIONS", [*build.OPTIONS, "-DANOTHER"])
-    with pytest.raises(AssertionError, match="compiled"):
-        build.build()
 
 
 def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
