@@ -44,8 +44,9 @@ from .attention_tiles import (
 
 @triton.jit
 def _dq_step(
-    k, v, start, n_kv, queries, dq, KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr
-):
+    k, v, start, n_kv, queries, dq,
+    KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
     """Adds the contribution of keys start .. start + KEYS to dq / scale of a query tile."""
     qt, dot, lse, delta, keep, qk_scale = queries
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
@@ -130,7 +131,7 @@ def _attention_bwd_dq_kernel(
 @triton.jit
 def _dkdv_step(
     q, do, start, n_q, keys, gradients,
-    QUERIES: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    QUERIES: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of queries start .. start + QUERIES to dk / scale and dv of a key tile."""
     kt, vt, lse_ptr, delta_ptr, row_offset, qk_scale = keys

@@ -134,8 +134,9 @@ def _attention_fwd_row_kernel(
 
 @triton.jit
 def _online_step(
-    k, v, start, n_kv, queries, state, KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr
-):
+    k, v, start, n_kv, queries, state,
+    KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
     """Adds keys start .. start + KEYS to the running maximum, sum and output of a query tile.
 
     With `keep`, all keys so far may be masked; the running maximum is then -inf.
@@ -154,7 +155,9 @@ def _online_step(
     p = tl.math.exp2(scores * qk_scale - shift[:, None])
     rescale = tl.math.exp2(row_max - shift)
     total = total * rescale + tl.sum(p, 1)
-    return new_max, total, dot_add(p, vt, scaled(acc, rescale[:, None]))
+    if not FIRST:
+        acc = scaled(acc, rescale[:, None])
+    return new_max, total, dot_add(p, vt, acc)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -201,7 +204,7 @@ def _attention_fwd_looped_kernel(
         state = _online_step(
             (k_c, k_c_hi, b, h, k_stride_b, k_stride_h, k_stride_n),
             (v_c, v_c_hi, b, h, v_stride_b, v_stride_h, v_stride_n),
-            full_end + TAIL_B, n_kv, shared, state, TAIL_C, FORM, TMA, MASKED,
+            full_end + TAIL_B, n_kv, shared, state, TAIL_C, FORM, TMA, MASKED, False,
         )  # fmt: skip
     row_max, total, acc = state
     lse = row_max + tl.math.log2(total)

@@ -255,7 +255,8 @@ def over_tiles(
     tiles, because separate loops for full and last tiles would spill.
 
     Args:
-        step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED) that returns the new state.
+        step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new
+            state; FIRST: `state` is the initial state.
         first, second: Sources of full tiles; last_first, last_second: of the other tiles.
     """
     if FIXED and FULL and TMA:
@@ -264,14 +265,14 @@ def over_tiles(
         tl.assume(full_end > 0)
     if FULL or (TMA and not FIXED):
         for start in tl.range(begin, full_end, BLOCK, num_stages=STAGES):
-            state = step(first, second, start, end, shared, state, BLOCK, FORM, TMA, False)
+            state = step(first, second, start, end, shared, state, BLOCK, FORM, TMA, False, False)
     if FIXED:
         if TAIL > 0:
-            state = step(last_first, last_second, full_end, end, shared, state, TAIL, FORM, TMA, MASKED)
+            state = step(last_first, last_second, full_end, end, shared, state, TAIL, FORM, TMA, MASKED, not FULL)
     elif TMA:
         if full_end < end:
-            state = step(last_first, last_second, full_end, end, shared, state, BLOCK, FORM, False, True)
+            state = step(last_first, last_second, full_end, end, shared, state, BLOCK, FORM, False, True, False)
     else:
         for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-            state = step(last_first, last_second, start, end, shared, state, BLOCK, FORM, False, True)
+            state = step(last_first, last_second, start, end, shared, state, BLOCK, FORM, False, True, False)
     return state
