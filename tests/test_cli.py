@@ -83,15 +83,9 @@ assert not {"torch", "numpy", "triton", "timm"} & set(sys.modules)
     assert vit_fast.__version__ in python(code)
 
 
-def test_importing_export_does_not_import_optional_libraries() -> None:
-    libraries = {"onnx", "onnxscript", "onnxruntime", "timm", "transformers"}
-    python(f"import sys, vit_fast.export; assert vit_fast.export.__all__; assert not {libraries} & set(sys.modules)")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["import vit_fast", "import torch, vit_fast; torch.ops.vit_fast.attention"])
-def test_public_names_are_available_before_and_after_torch(first: str) -> None:
-    python(f"{first}; assert all(hasattr(vit_fast, name) for name in vit_fast.__all__)")
+def test_operators_are_registered_if_torch_is_imported_first() -> None:
+    python("import torch, vit_fast; torch.ops.vit_fast.attention")
 
 
 def test_the_shell_completes_commands() -> None:

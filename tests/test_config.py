@@ -17,40 +17,27 @@ ERRORS = [
     ({"img_size": 225}, r"img_size must be a multiple of 16 pixels in height .*got 225"),
     ({"img_size": (224, 230), "patch_size": (16, 14)}, r"img_size .* 14 pixels in width .*got 230"),
     ({"img_size": 0}, r"img_size must be a positive integer .*, got 0"),
-    ({"img_size": (1, 2, 3)}, r"img_size must be .*\(height, width\), got \(1, 2, 3\)"),
     ({"img_size": 224.0}, "img_size must be a positive integer .*, got 224.0"),
     ({"img_size": 16 * 10**9}, "img_size must be at most"),
-    ({"patch_size": -1}, "patch_size must be .*, got -1"),
     ({"in_chans": 0}, "in_chans must be an integer >= 1, got 0"),
     ({"num_classes": -1}, "num_classes must be an integer >= 0, got -1"),
-    ({"num_classes": 2**31}, "num_classes must be at most"),
-    ({"depth": True}, "depth must be an integer .*, got True"),
     ({"depth": 10**5}, "depth must be at most 1024, got 100000"),
-    ({"embed_dim": 10**10}, "embed_dim must be at most .*, got 10000000000"),
     ({"mlp_ratio": 0.0}, "mlp_ratio times embed_dim must be at least 1, got mlp_ratio=0.0"),
-    ({"mlp_ratio": float("inf")}, "mlp_ratio must be a finite number, got inf"),
     ({"mlp_ratio": 1e300}, r"mlp_ratio times embed_dim must be at most .*, got 1e\+300"),
     ({"norm_eps": 0.0}, "norm_eps must be positive, got 0.0"),
-    ({"norm_eps": float("nan")}, "norm_eps must be a finite number, got nan"),
     ({"init_values": "1e-5"}, "init_values must be a finite number, got '1e-5'"),
-    ({"drop_rate": "a"}, "drop_rate must be a finite number, got 'a'"),
     ({"drop_path_rate": -0.1}, r"drop_path_rate must be in \[0, 1\), got -0.1"),
     ({"stem_channels": 64}, "stem_channels must be a tuple of integers, got 64"),
-    ({"stem_channels": (0,)}, "stem_channels must be .*, got 0"),
     ({"stem_channels": (64, 64), "img_size": 224}, "img_size .* 64 pixels .*stem stride 4"),
     ({"pos_embed": "rope"}, "pos_embed must be one of 'learn', 'sincos1d', 'sincos2d', 'none', got 'rope'"),
     ({"act_layer": "mish"}, "act_layer must be one of 'gelu', .*, got 'mish'"),
-    ({"mlp_layer": "gated"}, "mlp_layer must be one of 'mlp', 'swiglu', got 'gated'"),
-    ({"norm_layer": "batch_norm"}, "norm_layer must be one of"),
     ({"global_pool": "max"}, "global_pool must be one of 'token', 'avg', 'map', '', got 'max'"),
     ({"class_token": False}, "global_pool must be .*class_token=False, got 'token'"),
     ({"distilled": True, "global_pool": "avg"}, "distilled=True needs .*global_pool='token'"),
     ({"distilled": True, "reg_tokens": 4}, "reg_tokens must be 0 for distilled=True, got 4"),
     ({"embed_dim": 6, "num_heads": 1, "pos_embed": "sincos2d"}, "embed_dim must be a multiple of 4 .*, got 6"),
-    ({"pool_mlp_ratio": "4"}, "pool_mlp_ratio must be a finite number, got '4'"),
     ({"pool_mlp_ratio": 4.0}, "pool_mlp_ratio require global_pool='map', got 'token'"),
     ({"pool_mlp_ratio": 0.0, "global_pool": "map"}, "pool_mlp_ratio times embed_dim must be at least 1, got"),
-    ({"pool_mlp_ratio": 1e200, "global_pool": "map"}, "pool_mlp_ratio times embed_dim must be at most"),
     ({"final_norm": False, "fc_norm": True}, "final_norm must be True for fc_norm=True, got False"),
     ({"rope": RopeConfig(), "embed_dim": 60, "num_heads": 6}, "head_dim must be a multiple of 4"),
 ]
@@ -62,11 +49,6 @@ def test_an_invalid_field_is_refused(fields, message):
         ViTConfig(**fields)
 
 
-def test_an_offset_of_positions_needs_coordinates_that_have_one():
-    with pytest.raises(ValueError, match="require coordinates='index', got 'centred'"):
-        RopeConfig(offset=1.0)
-
-
 def test_config_is_frozen_and_survives_json():
     config = ViTConfig(img_size=(64, 96), patch_size=(8, 16), stem_channels=(8,), init_values=1e-5)
     with pytest.raises(AttributeError):
@@ -76,34 +58,23 @@ def test_config_is_frozen_and_survives_json():
     assert DataConfig.from_dict(json.loads(json.dumps(data.to_dict()))) == data
 
 
-@pytest.mark.parametrize("name", ["eva02_enormous_patch14_clip_224", "vit_small_patch16_rope_mixed_ape_224"])
-def test_what_timm_alone_has_is_refused_with_the_reason(name):
-    with pytest.raises(
-        ValueError, match=rf"model '{name}' is not supported, because .* (normalize|learns its own rotary)"
-    ):
-        vit_fast.create_model(name)
-
-
-def test_unknown_fields_are_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"ViTConfig fields must be .*embed_dim.*, got widht"):
-        ViTConfig().replace(widht=3)
-    with pytest.raises(ValueError, match=r"ViTConfig fields must be .*, got widht"):
-        ViTConfig.from_dict({"widht": 3})
-
-
 @pytest.mark.parametrize(
-    ("fields", "word"),
+    ("call", "message"),
     [
-        ({"std": (1, 0, 1)}, "std"),
-        ({"mean": (1,)}, "mean and std"),
-        ({"crop_pct": 0}, "crop_pct must be .*, got 0"),
-        ({"interpolation": "area"}, "interpolation must be one of .*, got 'area'"),
-        ({"crop_mode": "border"}, "crop_mode must be one of .*, got 'border'"),
+        (lambda: vit_fast.create_model("eva02_enormous_patch14_clip_224"), "because its blocks normalize the outputs"),
+        (lambda: vit_fast.create_model("vit_small_patch16_rope_mixed_ape_224"), "because each .* learns its own"),
+        (lambda: ViTConfig().replace(widht=3), "ViTConfig fields must be .*embed_dim.*, got widht"),
+        (lambda: ViTConfig.from_dict({"widht": 3}), "ViTConfig fields must be .*, got widht"),
+        (lambda: RopeConfig(offset=1.0), "require coordinates='index', got 'centred'"),
+        (lambda: DataConfig(std=(1, 0, 1)), "std"),
+        (lambda: DataConfig(mean=(1,)), "mean and std"),
+        (lambda: DataConfig(crop_pct=0), "crop_pct must be .*, got 0"),
+        (lambda: DataConfig(interpolation="area"), "interpolation must be one of .*, got 'area'"),
     ],
 )
-def test_data_config_checks_itself(fields, word):
-    with pytest.raises(ValueError, match=word):
-        DataConfig(**fields)
+def test_other_names_and_fields_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_derived_sizes_of_a_rectangular_image():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import struct
-import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,10 +30,14 @@ def _noise(height: int, width: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "nearest", "lanczos"])
 @pytest.mark.parametrize(
-    ("image_hw", "crop_pct", "crop_mode"),
-    [((224, 224), 0.9, "center"), ((96, 160), 0.875, "center"), ((64, 48), 1.0, "squash"), ((98, 98), 0.95, "squash")],
+    ("image_hw", "crop_pct", "crop_mode", "interpolation"),
+    [
+        ((224, 224), 0.9, "center", "bicubic"),
+        ((96, 160), 0.875, "center", "bilinear"),
+        ((64, 48), 1.0, "squash", "nearest"),
+        ((98, 98), 0.95, "squash", "lanczos"),
+    ],
 )
 def test_transform_equals_timms(image_hw: tuple[int, int], crop_pct: float, crop_mode: str, interpolation: str) -> None:
     import timm.data
@@ -89,27 +92,20 @@ def test_read_image_converts_every_kind_to_rgb(tmp_path: Path) -> None:
     assert turned.size == (4, 6) and turned.getpixel((3, 0)) == (255, 0, 0)
 
 
-def _png_header(width: int, height: int) -> bytes:
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 64)) + chunk(b"IEND", b"")
-
-
-def test_read_image_refuses_what_is_not_an_image(tmp_path: Path) -> None:
+def test_read_image_refuses_what_is_not_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sample_image().read_bytes()
     for name, content, message in (
         ("text.png", b"not an image", "not an image"),
         ("empty.jpg", b"", "not an image"),
         ("truncated.jpg", whole[: len(whole) // 2], "truncated"),
-        ("bomb.png", _png_header(10_000, 10_000), "decompression bomb"),  # Pillow only warns about this one
-        ("larger_bomb.png", _png_header(60_000, 60_000), "decompression bomb"),
-        ("broken.png", _png_header(40, 40), "cannot be read"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ImageError, match=message):
             read_image(tmp_path / name)
+    for pixels in (150_000, 250_000):  # Pillow only warns about images with up to twice its limit
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pixels)
+        with pytest.raises(ImageError, match="decompression bomb"):
+            read_image(sample_image())
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
     (tmp_path / "link.png").symlink_to("gone.png")
     assert tmp_path / "link.png" in find_images([tmp_path]), "dangling links in a folder are not ignored"
@@ -153,14 +149,11 @@ def test_the_bundled_digits() -> None:
     data = open_data()
     assert (len(data.train), len(data.held_out)) == (1437, 360)
     assert data.train.class_names == tuple("0123456789")
-    sums = np.zeros((10, 8, 8))
-    for image, label in map(data.train.read, range(1437)):
-        assert image.mode == "L" and image.size == (8, 8)
-        sums[label] += np.asarray(image)
+    sums = np.stack([data.train.pixels[data.train.labels == label].sum(0) for label in range(10)])
     means = sums / np.linalg.norm(sums, axis=(1, 2), keepdims=True)
-    held_out = map(data.held_out.read, range(360))
-    hits = [np.tensordot(means, np.asarray(image)).argmax() == label for image, label in held_out]
-    assert np.mean(hits) > 0.8, "most images are nearest to the mean of their own digit"
+    images, labels = zip(*map(data.held_out.read, range(360)))
+    nearest = np.einsum("dhw,nhw->nd", means, np.stack([np.asarray(image) for image in images])).argmax(1)
+    assert np.mean(nearest == labels) > 0.8, "most images are nearest to the mean of their own digit"
 
 
 def _write_mnist(folder: Path) -> dict[str, np.ndarray]:
@@ -196,23 +189,15 @@ def test_mnist_of_torchvision(tmp_path: Path, name: str, opened: str, last: str)
 
 def test_cifar_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("torchvision.datasets")
-    folder, rng = tmp_path / "cifar-10-batches-py", np.random.default_rng(0)
-    folder.mkdir()
-    images = {f"data_batch_{i}": rng.integers(0, 256, (2, 3, 32, 32), dtype=np.uint8) for i in range(1, 6)}
-    for name, pixels in (images | {"test_batch": images["data_batch_1"]}).items():
-        (folder / name).write_bytes(pickle.dumps({"data": pixels.reshape(2, 3072), "labels": [3, 9]}))
-    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": names}))
-    with pytest.raises(ImageError, match="torchvision cannot read it as CIFAR10: Dataset not found or corrupted"):
-        open_data(tmp_path)  # another checksum than the data set's: nothing is unpickled
-    monkeypatch.setattr(datasets.CIFAR10, "_check_integrity", lambda self: True)
-    monkeypatch.setattr(datasets.CIFAR10, "meta", datasets.CIFAR10.meta | {"md5": None})
-    data = open_data(folder)
-    assert data.train.class_names == tuple(names) and data.train.mirrored
-    assert (len(data.train), len(data.held_out)) == (10, 2)
-    image, label = data.train.read(9)
-    np.testing.assert_array_equal(np.asarray(image), images["data_batch_5"][1].transpose(1, 2, 0))
-    assert label == 9
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+    content = SimpleNamespace(data=pixels, targets=[1, 0], classes=["cat", "dog"])
+    monkeypatch.setattr(datasets, "CIFAR10", lambda root, train: content)
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    for path in (tmp_path, tmp_path / "cifar-10-batches-py"):
+        data = open_data(path)
+        image, label = data.train.read(0)
+        assert data.train.class_names == ("cat", "dog") and data.train.mirrored and label == 1
+        np.testing.assert_array_equal(np.asarray(image), pixels[0])
 
 
 def test_damaged_and_other_training_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

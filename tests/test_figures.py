@@ -12,6 +12,7 @@ from command_line import run
 from fused_models import SUBJECTS
 from PIL import Image
 from torch import nn
+from weights_peers import randomise
 
 import vit_fast
 from vit_fast import figures
@@ -22,11 +23,7 @@ from vit_fast.figures.activations import Activations, components, patch_filters,
 
 @pytest.fixture
 def model() -> nn.Module:
-    model = vit_fast.create_model("vit_test", depth=3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return randomise(vit_fast.create_model("vit_test", depth=3))
 
 
 def test_recorded_attention_and_features_are_the_models(model) -> None:
@@ -44,11 +41,8 @@ def test_recorded_attention_and_features_are_the_models(model) -> None:
 
 @pytest.mark.parametrize(
     ("name", "prefix"),
-    [
-        ("timm-vit", 1), ("timm-dinov2-registers", 5), ("timm-siglip", 0), ("timm-dinov3", 5), ("transformers-vit", 1),
-        ("transformers-clip", 1), ("torchvision-vit", 1),
-    ],
-)  # fmt: skip
+    [("timm-siglip", 0), ("timm-dinov3", 5), ("transformers-vit", 1), ("transformers-clip", 1), ("torchvision-vit", 1)],
+)
 def test_every_library(name: str, prefix: int) -> None:
     model = SUBJECTS[name].build().eval()
     (images,) = SUBJECTS[name].inputs().values()
@@ -128,10 +122,8 @@ def test_blocks_and_heads_are_selected(model) -> None:
     assert [axes.get_title() for axes in figure.axes] == ["block 0, head 1", "block 2, head 1"]
     for options, message in (
         ({"blocks": [3]}, "blocks must be between -3 and 2, got 3"),
-        ({"blocks": "a"}, "blocks must be between -3 and 2, got a"),
         ({"heads": [9]}, r"heads must be between 0 and \d+, got 9"),
         ({"blocks": []}, "must contain at least one"),
-        ({"heads": []}, "must contain at least one"),
     ):
         with pytest.raises(ValueError, match=message):
             figures.attention(model, **options)

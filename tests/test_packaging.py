@@ -36,6 +36,7 @@ for name in {OPTIONAL}:
     sys.modules[name] = None  # import of it now raises ImportError
 model = vit_fast.create_model("vit_test")
 assert model(torch.randn(1, 3, 32, 32)).shape == (1, 10)
+assert vit_fast.export.__all__
 try:
     vit_fast.ops.attention(*torch.randn(3, 1, 2, 4, 16), backend="triton")
 except vit_fast.UnsupportedInputError as error:

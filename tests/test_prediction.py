@@ -103,16 +103,12 @@ def test_file_contains_the_models_outputs(
     assert sorted(path.name for path in out.parent.iterdir()) == ["images", "out.parquet"]
 
 
-class _Interrupted(Exception):
-    pass
-
-
 def test_a_run_resumes(model: VisionTransformer, folder: Path, out: Path) -> None:
     def interrupt(images: int) -> None:
         if images == 8:
-            raise _Interrupted
+            raise InterruptedError
 
-    with pytest.raises(_Interrupted):
+    with pytest.raises(InterruptedError):
         _predict(model, folder, out, on_part=interrupt)
     assert not out.exists()
     parts = out.with_name("out.parquet.parts")
@@ -141,10 +137,10 @@ def test_a_run_that_was_killed_while_it_removed_its_parts_resumes(
 
     def killed(path: Path, **options: object) -> None:
         if next(left, None) is None:
-            raise _Interrupted
+            raise InterruptedError
         unlink(path, **options)
 
-    with monkeypatch.context() as patch, contextlib.suppress(_Interrupted):
+    with monkeypatch.context() as patch, contextlib.suppress(InterruptedError):
         patch.setattr(Path, "unlink", killed)
         patch.setattr(prediction.shutil, "rmtree", lambda path, **how: None)
         _predict(model, folder, out)
@@ -152,44 +148,30 @@ def test_a_run_that_was_killed_while_it_removed_its_parts_resumes(
     _check(model, folder, out)
 
 
-def _kill_readers() -> None:
-    for process in multiprocessing.active_children():
-        process.kill()
-
-
-def test_a_killed_reader_costs_at_most_a_part(model: VisionTransformer, folder: Path, out: Path) -> None:
-    parts: list[int] = []
-
-    def on_part(images: int) -> None:
-        parts.append(images)
-        if images == 4:
-            _kill_readers()
-
-    done = _predict(model, folder, out, workers=2, on_part=on_part)
-    assert (done.images, done.taken) == (COUNT, 0)
-    assert len(done.lost) == 1 and "a worker that reads images was lost" in done.lost[0]
-    assert parts == [*range(4, COUNT, 4), COUNT], "finished parts are not repeated"
-    _check(model, folder, out)
-
-
-def test_readers_that_always_die_end_the_run(
-    model: VisionTransformer, folder: Path, weights: Path, out: Path, monkeypatch: Any, capsys: Any
+@pytest.mark.parametrize("always", [False, True])
+def test_killed_readers_are_replaced_unless_they_always_die(
+    model: VisionTransformer, folder: Path, out: Path, always: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prediction, "PART", 12)
-    features, calls = VisionTransformer.forward_features, iter(range(100))
+    monkeypatch.setattr(prediction, "PART", 12 if always else 4)  # four batches, or two
+    parts, batches = [], iter(range(100))
 
-    def killing(self: VisionTransformer, images: torch.Tensor) -> torch.Tensor:
-        if next(calls) >= 4:  # after the first part
-            _kill_readers()
-        return features(self, images)
+    def kill(*_: object) -> None:
+        batch = next(batches)
+        for process in multiprocessing.active_children() if batch == 4 or (always and batch > 4) else ():
+            process.kill()
 
-    arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(out)]
-    with monkeypatch.context() as patch:
-        patch.setattr(VisionTransformer, "forward_features", killing)
-        assert run(*arguments, "--workers", "1") == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "reads images was lost" in error and str(folder / "12.png") in error and str(folder / "22.png") in error
-    assert run(*arguments, "--workers", "0") == 0 and "12 of them from an earlier run" in capsys.readouterr().out
+    hook = model.patch_embed.register_forward_pre_hook(kill)
+    if always:
+        with pytest.raises(PredictionError, match=r"reads images was lost.* between .*12.png and .*22.png: re-run"):
+            _predict(model, folder, out, workers=1)
+        hook.remove()
+        assert _predict(model, folder, out).taken == 12
+    else:
+        done = _predict(model, folder, out, workers=1, on_part=parts.append)
+        assert (done.images, done.taken) == (COUNT, 0)
+        assert len(done.lost) == 1 and "a worker that reads images was lost" in done.lost[0]
+        assert parts == [*range(4, COUNT, 4), COUNT], "finished parts are not repeated"
+        hook.remove()
     _check(model, folder, out)
 
 

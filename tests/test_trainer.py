@@ -15,19 +15,17 @@ def _model(**overrides: object) -> VisionTransformer:
     return create_model("vit_test", **{"num_classes": 2, **overrides})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("epochs", 0), ("batch_size", 0), ("accumulation", 0), ("layer_decay", 1.5), ("layer_decay", 0.0),
-        ("label_smoothing", 1.0), ("ema_decay", 1.0), ("mixup", -0.1), ("max_grad_norm", float("inf")),
-        ("patience", -1), ("schedule", "linear"), ("lr", 0.0), ("weight_decay", -1.0),
-        ("warmup_epochs", float("nan")), ("dtype", "int8"), ("epochs", 1.5), ("augment", "maybe"), ("seed", 0.5),
-        ("seed", 2**63),
-    ],
-)  # fmt: skip
-def test_an_invalid_setting_is_refused(field: str, value: object) -> None:
+INVALID = {
+    "epochs": 0, "batch_size": 1.5, "accumulation": 0, "layer_decay": 1.5, "label_smoothing": 1.0, "ema_decay": 1.0,
+    "mixup": -0.1, "max_grad_norm": float("inf"), "patience": -1, "schedule": "linear", "lr": 0.0,
+    "warmup_epochs": float("nan"), "dtype": "int8", "augment": "maybe", "seed": 2**63,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", INVALID)
+def test_an_invalid_setting_is_refused(field: str) -> None:
     with pytest.raises((ValueError, TypeError), match=f"{field} must be"):
-        TrainConfig(**{field: value})
+        TrainConfig(**{field: INVALID[field]})
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
@@ -87,18 +85,11 @@ def test_each_option_follows_its_formula() -> None:
 
 
 def test_gradients_are_clipped_if_requested(monkeypatch: pytest.MonkeyPatch) -> None:
-    norms = []
-    step = torch.optim.AdamW.step
-
-    def seen(self: torch.optim.AdamW, *args: object) -> object:
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        norms.append(torch.nn.utils.get_total_norm(gradients).item())
-        return step(self, *args)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", seen)
-    images = 100 * torch.randn(8, 3, 32, 32)
+    monkeypatch.setattr(torch.optim.AdamW, "zero_grad", lambda self, **how: None)  # to read the gradients afterwards
+    images, norms = 100 * torch.randn(8, 3, 32, 32), []
     for limit in (0.0, 0.1):
-        _step(images, max_grad_norm=limit)
+        _, trainer = _step(images, max_grad_norm=limit)
+        norms.append(torch.nn.utils.get_total_norm([parameter.grad for parameter in trainer.parameters]).item())
     assert norms[0] > 0.2 and norms[1] == pytest.approx(0.1, rel=1e-3)
 
 
@@ -119,22 +110,14 @@ def _losses_of_32_steps(backend: str = "eager", **options: object) -> torch.Tens
     return torch.tensor([trainer.step(crops, torch.arange(16) // 4 % 2).loss for _ in range(32)])
 
 
-@pytest.fixture(scope="module")
-def eager_losses() -> torch.Tensor:
-    return _losses_of_32_steps()
-
-
-@pytest.mark.fast_cases("other0")
-@pytest.mark.parametrize(
-    "other", [{"backend": "sdpa"}, {"grad_checkpointing": True}, {"dtype": "bf16"}, {"accumulation": 4}]
-)
-def test_losses_of_32_steps_match_eager(other: dict[str, object], eager_losses: torch.Tensor) -> None:
-    assert eager_losses[-1] < 0.5 * eager_losses[0]
-    difference = (_losses_of_32_steps(**other) - eager_losses).abs()
-    if other.get("dtype") == "bf16":  # the loss jumps from step 10 on; rounding decides when, by torch's version
-        assert difference[:9].max() <= 5e-3 and difference[-8:].max() <= 5e-2
-    else:
-        assert difference.max() <= 2e-5
+def test_losses_of_32_steps_match_eager() -> None:
+    eager = _losses_of_32_steps()
+    assert eager[-1] < 0.5 * eager[0]
+    other = _losses_of_32_steps("sdpa", grad_checkpointing=True, accumulation=4)
+    assert (other - eager).abs().max() <= 2e-5
+    difference = (_losses_of_32_steps(dtype="bf16") - eager).abs()
+    # the loss jumps from step 10 on; rounding decides when, by torch's version
+    assert 0 < difference[:9].max() <= 5e-3 and difference[-8:].max() <= 5e-2
 
 
 @pytest.mark.parametrize("steps", [4, pytest.param(50, marks=pytest.mark.slow(minutes=True))])

@@ -93,8 +93,6 @@ def test_other_sources_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(WeightsError, match=message):
             load_weights(model, source)
-    with pytest.raises(TypeError, match=r"model must be a VisionTransformer, got torch\.nn\.modules\.linear\.Linear"):
-        load_weights(torch.nn.Linear(1, 1), {})
 
 
 def test_an_error_lists_everything_and_leaves_the_model_unchanged() -> None:
@@ -133,7 +131,6 @@ def test_a_head_of_another_size_is_replaced_only_if_requested(tmp_path: Path) ->
     ]
     fitting = create_model("vit_test")
     assert load_weights(fitting, state, replace_head=True).replaced == []
-    assert torch.equal(fitting.head.weight, state["head.weight"])
     report = load_weights(create_model("vit_test", num_classes=0), state)
     assert report.ignored == ["head.weight", "head.bias"] and "ignored head.weight, head.bias" in str(report)
     torch.save(state, tmp_path / "plain.pth")

@@ -73,7 +73,7 @@ def test_a_timm_repository(timm_repository: str, state: dict[str, Tensor]) -> No
         mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear", crop_pct=0.95, crop_mode="center"
     )
     assert model.class_names == ("tench, Tinca tinca", "n2", "n3", "n4", "n5")
-    for name in (timm_repository, f"hf-hub:{timm_repository}", f"{timm_repository}@main"):
+    for name in (f"hf-hub:{timm_repository}", f"{timm_repository}@main"):
         model = create_model(name)
         assert model.config.image_hw == (64, 64) and model.config.embed_dim == 64
     model = create_model(timm_repository, num_classes=3)
@@ -164,34 +164,27 @@ def test_invalid_repositories_are_refused_in_one_line(state: dict[str, Tensor], 
         assert "\n" not in str(caught.value)
 
 
+CROPPED = {"do_center_crop": True, "crop_size": {"height": 224, "width": 224}}
+OLD = {"do_center_crop": True, "crop_size": 224, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.5] * 3, "resample": 3}
+
+
 @pytest.mark.parametrize(
     ("processor", "expected"),
     [
-        (  # google/vit-base-patch16-224, the old format
-            {"do_resize": True, "do_normalize": True, "resample": 2, "size": 224},
-            {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "squash"},
+        # google/vit-base-patch16-224, openai/clip and facebook/deit (one number, yet both sides) in the old format
+        ({"resample": 2, "size": 224}, {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "squash"}),
+        (
+            OLD | {"feature_extractor_type": "CLIPFeatureExtractor", "size": 224},
+            {"mean": (0.5, 0.4, 0.3), "crop_pct": 1.0, "crop_mode": "center"},
         ),
-        (  # openai/clip, the old format
-            {
-                "feature_extractor_type": "CLIPFeatureExtractor", "do_center_crop": True, "crop_size": 224, "size": 224,
-                "resample": 3, "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28],
-            },
-            {"mean": (0.48, 0.46, 0.41), "std": (0.27, 0.26, 0.28), "crop_pct": 1.0, "crop_mode": "center"},
+        (
+            OLD | {"feature_extractor_type": "DeiTFeatureExtractor", "size": 256},
+            {"mean": (0.5, 0.4, 0.3), "crop_pct": 0.875, "crop_mode": "squash"},
         ),
-        (  # facebook/deit, the old format: one number, yet both sides
-            {
-                "feature_extractor_type": "DeiTFeatureExtractor", "do_center_crop": True, "crop_size": 224, "size": 256,
-                "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-            },
-            {"crop_pct": 0.875, "crop_mode": "squash"},
-        ),
-        (  # facebook/dinov2
-            {"do_center_crop": True, "crop_size": {"height": 224, "width": 224}, "size": {"shortest_edge": 256},
-             "resample": 3},
-            {"crop_pct": 0.875, "crop_mode": "center"},
-        ),
-        (  # facebook/deit
-            {"do_center_crop": True, "crop_size": {"height": 224, "width": 224}, "size": {"height": 256, "width": 256}},
+        # facebook/dinov2, facebook/deit
+        (CROPPED | {"size": {"shortest_edge": 256}, "resample": 3}, {"crop_pct": 0.875, "crop_mode": "center"}),
+        (
+            CROPPED | {"size": {"height": 256, "width": 256}},
             {"crop_pct": 0.875, "crop_mode": "squash", "interpolation": "bilinear"},
         ),
         (
@@ -204,7 +197,7 @@ def test_invalid_repositories_are_refused_in_one_line(state: dict[str, Tensor], 
         ({"size": {"height": 224, "width": 448}}, None),
         ({"size": {"shortest_edge": 224}}, None),
     ],
-)  # fmt: skip
+)
 def test_preprocessor_configs(processor: dict[str, Any], expected: dict[str, Any] | None) -> None:
     if expected is None:
         with pytest.raises(ValueError, match="it "):
