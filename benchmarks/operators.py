@@ -220,8 +220,7 @@ def tower_calls(device: str, scale: int = 1, **changes: int) -> dict[str, dict[s
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel as Tower
 
     from vit_fast.fusion.freezing import freeze
-    from vit_fast.run.budgets import budgets_for
-    from vit_fast.run.graph_runner import GraphRunner
+    from vit_fast.run.graph_runner import GraphRunner, budgets_for
 
     config = Qwen2_5_VLConfig(vision_config=changes).vision_config
     tower: nn.Module = Tower._from_config(config).to(device, torch.bfloat16).eval()

@@ -24,7 +24,7 @@ KERNELS = (
     "attention_*", "matmul_*", "mlp_*", "modern_blocks", "rotary*",
     "weight_gradients", "scaled_weights", "block_operator", "operators", "fp8_block",
 )  # fmt: skip
-COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up")
+COMPILED = ("static_kernels", "stand_in_driver", "warm_up")
 FUSED = (
     "fuse*", "traced_parts", "handed_statistics", "freeze", "mlp_operator",
     "transformers_attention", "packed", "graph_*",
@@ -46,7 +46,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vit_fast/blocks": (*FUSED, *FP8, *MODEL, "stand_in_driver", "autocast", "runtime"),
     "vit_fast/fusion": (*FUSED, *FP8, *MODEL, "stand_in_driver", "autocast", "runtime"),
     "vit_fast/quantization": (*FP8, "export_eight_bit*"),
-    "vit_fast/run": ("runtime", "graph_*", "warm_up", "new_batch_sizes", "stand_in_driver"),
+    "vit_fast/run": ("runtime", "graph_*", "warm_up", "stand_in_driver"),
     "vit_fast/apps": (*PREDICTION, *TRAINING, "docs"),
     "vit_fast/ops": (*KERNELS, *FP8, "stand_in_driver", "autocast", "transforms", "auto_backend"),
     "vit_fast/libraries": LIBRARIES,

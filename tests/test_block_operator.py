@@ -53,31 +53,10 @@ def by_halves(
     return fused_block(x, statistics, second, eps=(0.0, 1e-5), norm=norm, next_statistics=True)
 
 
-def assert_equal(ours: tuple[Any, ...], others: tuple[Any, ...]) -> None:
-    assert len(ours) == len(others)
-    for one, other in zip(ours, others):
-        assert (one is None) == (other is None)
-        assert one is None or (one.dtype == other.dtype and torch.equal(one, other))
-
-
 def by_one(
     x: Tensor, statistics: Tensor | None, tensors: BlockTensors, norm: str = "layer_norm"
 ) -> tuple[Tensor, Tensor | None]:
     return fused_block(x, statistics, tensors, norm=norm, **SETTINGS)
-
-
-def hold(x: Tensor, tensors: BlockTensors, norm: str = "layer_norm") -> None:
-    """Inference, of two blocks, the second with the statistics of the first; training and every gradient."""
-    leaves = [tensor for tensor in (x, *tensors) if tensor is not None]
-    found, grad = [], torch.randn(x.shape, device=DEVICE)
-    for run in (by_one, by_halves):
-        with torch.no_grad():
-            inference = run(*run(x, None, tensors, norm), tensors, norm)
-        y, statistics = run(x, None, tensors, norm)
-        gradients = torch.autograd.grad(y, leaves, grad.to(y.dtype))
-        found.append((*inference, y.detach(), statistics, *gradients))
-    assert_equal(found[0], found[1])
-    assert all(tensor.isfinite().all() for tensor in found[0] if tensor is not None)
 
 
 @pytest.mark.parametrize(
@@ -85,24 +64,26 @@ def hold(x: Tensor, tensors: BlockTensors, norm: str = "layer_norm") -> None:
     [
         (torch.float32, None, {}),
         (torch.float16, None, {}),
-        (torch.bfloat16, None, {}),
         (torch.bfloat16, torch.float32, {}),
         (torch.bfloat16, torch.float32, {"autocast": True}),
         (torch.bfloat16, None, {"absent": OPTIONAL}),
         (torch.bfloat16, None, {"absent": {"norm1_bias": None, "norm2_bias": None}, "norm": "rms_norm"}),
     ],
-    ids=["fp32", "fp16", "bf16", "parameters in fp32", "autocast", "nothing optional", "RMSNorm"],
+    ids=["fp32", "fp16", "parameters in fp32", "autocast", "nothing optional", "RMSNorm"],
 )
 def test_it_is_its_halves(dtype: torch.dtype, parameters: torch.dtype | None, options: dict[str, Any]) -> None:
+    """Bit for bit: two blocks, of which the second reuses the statistics of the first; and every gradient."""
     norm = options.get("norm", "layer_norm")
     x, tensors = make(dtype, parameters, **options.get("absent", {}))
+    leaves = [tensor for tensor in (x, *tensors) if tensor is not None]
+    found = []
     with torch.autocast(DEVICE, torch.bfloat16, enabled="autocast" in options):
-        hold(x, tensors, norm)
-    if norm == "rms_norm":
-        with torch.no_grad():
-            frozen = fold(tensors, torch.bfloat16, norm)
-            assert frozen.qkv_sum is not None and frozen.qkv_sum.numel() == 0
-            assert torch.equal(by_one(x, None, frozen, norm)[0], by_one(x, None, tensors, norm)[0])
+        for run in (by_one, by_halves):
+            with torch.no_grad():
+                inference = run(*run(x, None, tensors, norm), tensors, norm)
+            y, _ = run(x, None, tensors, norm)
+            found.append((*inference, y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 @pytest.mark.each_value
@@ -175,22 +156,11 @@ def test_a_small_layer_scale_keeps_its_branch(gamma: float) -> None:
     assert torch.autograd.grad(y.sum(), scale)[0].isfinite().all()
 
 
-@pytest.mark.fast_cases("torch.bfloat16")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_folded_beforehand_it_is_the_same(dtype: torch.dtype) -> None:
-    x, tensors = make(dtype, torch.float32)
-    with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
-        frozen = fold(tensors, torch.bfloat16)
-        assert_equal(by_one(x, None, frozen), by_one(x, None, tensors))
-        tensors.fc1_weight.zero_()  # it follows no change
-        assert not torch.equal(by_one(x, None, frozen)[0], by_one(x, None, tensors)[0])
-    with pytest.raises(UnsupportedInputError, match="folded weights have no gradients"):
-        by_one(x, None, frozen)
-
-
-def test_tensors_of_another_dtype_are_refused() -> None:
+def test_what_is_refused() -> None:
     x, tensors = make(torch.float32)
     with pytest.raises(UnsupportedInputError, match=r"weight must be .*, got torch\.float64"):
         by_one(x, None, tensors._replace(qkv_weight=tensors.qkv_weight.double()))
     with torch.no_grad(), pytest.raises(UnsupportedInputError, match=r"got torch\.bfloat16"):
         by_one(x, None, fold(tensors, torch.bfloat16))
+    with pytest.raises(UnsupportedInputError, match="folded weights have no gradients"):
+        by_one(x, None, fold(tensors, torch.float32))

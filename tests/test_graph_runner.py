@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from tower_calls import BUDGETS, EVERY_CODE, FAMILIES, MIXED, Family, Sizes, grids
 
 import vit_fast
-from vit_fast.run.budgets import pack
+from vit_fast.run.graph_runner import pack
 
 pytest.importorskip("transformers.vision_utils")
 TOO_LARGE = ((8, 10),)

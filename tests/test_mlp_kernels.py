@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import assert_within
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_execution import DTYPES, KERNEL_ARCH
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from vit_fast.kernels import plan
 from vit_fast.kernels.launch import Launch
-from vit_fast.kernels.linear import hidden_norm, linear
+from vit_fast.kernels.linear import linear
 from vit_fast.kernels.matmul import matmul_policy
 from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands
 from vit_fast.ops.reference import ACTIVATIONS
@@ -37,18 +36,14 @@ any_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.mark.each_value
 @any_dtype
-@pytest.mark.parametrize("M", [1, 127, 128, 129, 197])
-def test_row_counts(M: int, dtype: torch.dtype) -> None:
-    check_case(make_case(M, 48, 72, dtype))
-
-
-@pytest.mark.each_value
-@any_dtype
 @any_form
-@pytest.mark.parametrize(("C", "F"), [(192, 264), (100, 150), (65, 33), (40, 328), (8, 8), (1, 3)])
-def test_widths(C: int, F: int, form: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("M", "C", "F"),
+    [(17, 192, 264), (1, 48, 72), (127, 100, 150), (128, 65, 33), (129, 40, 328), (197, 8, 8), (17, 1, 3)],
+)
+def test_sizes(M: int, C: int, F: int, form: str, dtype: torch.dtype) -> None:
     """Multiples of 8 go through tensor descriptors, the others through pointers."""
-    check_case(make_case(17, C, F, dtype, **FORMS[form]))
+    check_case(make_case(M, C, F, dtype, **FORMS[form]))
 
 
 @pytest.mark.each_value
@@ -107,25 +102,6 @@ def test_unusual_tokens(tokens: str, form: str, dtype: torch.dtype) -> None:
     with torch.no_grad():
         TOKENS[tokens](case.x)
     check_case(case)
-
-
-@pytest.mark.fast_cases("800.0-torch.bfloat16")
-@any_dtype
-@pytest.mark.parametrize("size", [100.0, 800.0, 5000.0])
-def test_one_massive_channel(size: float, dtype: torch.dtype) -> None:
-    """Compares root mean squares over six draws: the gradient of gamma has one element 100 times the others."""
-    draws: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    for seed in range(6):
-        case = make_case(30, 128, 72, dtype, seed=seed)
-        with torch.no_grad():
-            case.x[:, 7] += size
-        ours, eager, exact = (
-            case.to(d).run(b) for d, b in ((dtype, "triton"), (dtype, "eager"), (torch.float64, "eager"))
-        )
-        for name in ours:
-            draws.setdefault(name, []).append((ours[name], eager[name], exact[name]))
-    for name, results in draws.items():
-        assert_within(*(torch.stack(each) for each in zip(*results)), 2 if name == "y" else 3, name)
 
 
 @pytest.mark.parametrize("size", [1e-5, 30.0])
@@ -198,8 +174,7 @@ def test_no_matmul_takes_tiles_that_are_not_compiled_offline(gated: bool, monkey
         usable[epilogue] = matmul_policy.is_usable(config, operands, epilogue)
         return launch(operands, epilogue=epilogue, config=config, **rest)
 
-    for module in (linear, hidden_norm):
-        monkeypatch.setattr(module, "matmul_launch", watched)
+    monkeypatch.setattr(linear, "matmul_launch", watched)
     make_case(9, 64, 48, torch.bfloat16, gated=gated, inner_norm="layer_norm").run("triton")
     of_gate = {"gated", "gated_grad"} if gated else {"layer_norm", "activation_grad"}
     assert usable.keys() >= {*of_gate, "residual"} and all(usable.values()), usable

@@ -1,4 +1,4 @@
-"""layer_norm_mlp as an operator: layouts, statistics, memory, changed weights, errors; and a model that runs it."""
+"""layer_norm_mlp as an operator: layouts, statistics, memory, changed weights, errors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from fused_models import assert_within
 from mlp_support import DEVICE, Case, assert_rule, make_case, statistics_of
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor
 
 import vit_fast
-from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.kernels.matmul.matmul_tiles import load_rows, load_tile, store_tile
+from vit_fast.kernels.matmul.matmul_tiles import load_tile, store_tile
 from vit_fast.ops import LayerNormMLP, Norm, layer_norm_mlp
 from vit_fast.ops.reference import ACTIVATIONS
 
@@ -28,26 +25,6 @@ from vit_fast.ops.reference import ACTIVATIONS
 @pytest.fixture
 def case() -> Case:
     return make_case(18, 32, 48, torch.float32)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("overrides", [{}, {"init_values": 0.5, "qkv_bias": False, "act_layer": "quick_gelu"}])
-def test_model_against_fp64(overrides: dict[str, Any], dtype: torch.dtype) -> None:
-    """Logits within twice eager's error and one rounding; parameter gradients within three times."""
-    model = vit_fast.create_model("vit_test", backend="eager", **overrides).to(DEVICE)
-    images = torch.randn(3, 3, 32, 32, device=DEVICE)
-
-    def run(backend: str, target: torch.dtype) -> list[Tensor]:
-        twin = copy.deepcopy(model)
-        vit_fast.set_backend(twin, backend)
-        logits = twin.to(target)(images.to(dtype).to(target))
-        logits.square().sum().backward()
-        return [logits.detach(), *(parameter.grad for parameter in twin.parameters())]
-
-    names = ["logits", *(name for name, _ in model.named_parameters())]
-    for name, *results in zip(names, run("triton", dtype), run("eager", dtype), run("eager", torch.float64)):
-        assert_within(*results, FORWARD_FACTOR if name == "logits" else GRADIENT_FACTOR, name)
 
 
 @pytest.mark.each_value
@@ -140,15 +117,6 @@ def test_fewer_gradients_than_parameters(case: Case) -> None:
     assert torch.equal(gradient, expected["d fc1_weight"])
 
 
-def test_flop_are_those_of_the_eager_formula() -> None:
-    counts = []
-    for backend in ("triton", "eager"):
-        with FlopCounterMode(display=False) as counter:
-            make_case(18, 32, 48, torch.float32, gated=True).run(backend)
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1]
-
-
 # --- arguments and the module ----------------------------------------------------------------------------------------
 
 NAMES = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
@@ -201,54 +169,15 @@ def test_module(options: dict[str, Any]) -> None:
         LayerNormMLP(32, 48, activation="mish")
 
 
-# --- changed weights -------------------------------------------------------------------------------------------------
-
-
-def _agrees(mlp: LayerNormMLP, x: Tensor) -> bool:
-    results = []
-    for backend, dtype in (("triton", torch.float32), ("eager", torch.float32), ("eager", torch.float64)):
-        twin = copy.copy(mlp) if dtype == torch.float32 else copy.deepcopy(mlp).double()
-        twin.backend = backend
-        with torch.no_grad():
-            results.append(twin(x.to(dtype)))
-    return judge(*results, FORWARD_FACTOR).passed
-
-
-def _replace_parameter(mlp: LayerNormMLP) -> None:
-    """A new parameter, likely at the old address, with the same version."""
-    old = mlp.norm.weight.data_ptr()
-    for _ in range(50):
-        mlp.norm.weight = nn.Parameter(torch.randn(32, device=DEVICE))
-        if mlp.norm.weight.data_ptr() == old:
-            break
-
-
-def _swap_data(mlp: LayerNormMLP) -> None:
-    """Gives the same parameters other storages, as FSDP and .to() do."""
-    shapes = [parameter.shape for parameter in mlp.parameters()]
-    for parameter in mlp.parameters():
-        parameter.data = torch.empty(0, device=DEVICE)
-    for parameter, shape in zip(mlp.parameters(), shapes):
-        parameter.data = torch.randn(shape, device=DEVICE)
-
-
-def _write_data(mlp: LayerNormMLP) -> None:
-    """Writes as peft and many loaders do: torch counts no new version."""
-    for parameter in mlp.parameters():
-        parameter.data.add_(torch.randn_like(parameter))
-
-
 def test_the_operator_caches_nothing_of_its_weights() -> None:
-    mlp, other, x = LayerNormMLP(32, 48).to(DEVICE), LayerNormMLP(32, 48).to(DEVICE), torch.randn(6, 32, device=DEVICE)
-    mlp.backend = other.backend = "triton"
-    other.fc1.weight = mlp.fc1.weight  # what is folded into a shared weight differs
-    nn.init.constant_(other.norm.weight, 2.0)
-    assert _agrees(mlp, x) and _agrees(other, x)
-    for change in (_write_data, _replace_parameter, _swap_data):
-        before = mlp(x).detach()
-        change(mlp)
-        assert _agrees(mlp, x), change
-        assert not torch.allclose(mlp(x), before, atol=1e-3), change
+    """Also after writes of which torch counts no new version, as peft and many loaders make them."""
+    mlp, x = LayerNormMLP(32, 48, backend="triton").to(DEVICE), torch.randn(6, 32, device=DEVICE)
+    for _ in range(2):
+        eager = copy.copy(mlp)
+        eager.backend = "eager"
+        torch.testing.assert_close(mlp(x), eager(x), atol=1e-4, rtol=1e-4)
+        for parameter in mlp.parameters():
+            parameter.data.add_(torch.randn_like(parameter))
 
 
 @pytest.mark.fast_cases("aot_eager")
@@ -281,18 +210,6 @@ def test_tiles_beyond_two_to_the_31_elements(rows: int, columns: int) -> None:
     target[row:, col:] = 0
     _copy_tile_kernel[(1,)](source, target, row, col, rows, columns, 32)
     assert torch.equal(target[row:, col:], source[row:, col:])
-
-
-@triton.jit
-def _copy_rows_kernel(source, target, row, M, SIZE: tl.constexpr):
-    tl.store(target + tl.arange(0, SIZE), load_rows(source, row, M, SIZE))
-
-
-def test_row_vectors_end_at_their_end() -> None:
-    source = torch.arange(1.0, 101.0, device=DEVICE)
-    target = torch.full((32,), float("nan"), device=DEVICE)
-    _copy_rows_kernel[(1,)](source, target, 90, 100, 32)
-    assert torch.equal(target, torch.cat([source[90:], source.new_zeros(22)]))
 
 
 def test_training_keeps_less_than_torch() -> None:

@@ -80,39 +80,36 @@ def test_freezing_makes_constants_of_the_weights_during_a_call_alone() -> None:
     assert not inductor.freezing and torch.is_grad_enabled()
 
 
-def test_compile_names_its_modes() -> None:
-    with pytest.raises(ValueError, match="mode must be one of 'default', 'reduce-overhead', 'max-autotune'"):
-        vit_fast.compile(nn.Linear(2, 2), mode="fast")
+IMAGES = torch.zeros(1, 3, 32, 32)
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: vit_fast.compile(nn.Identity(), mode="fast"), "mode must be one of 'default', 'reduce-overhead'"),
+    (lambda: runner(batch_sizes=()), "batch_sizes must be one or more positive integers"),
+    (lambda: runner(batch_sizes=(0, 4)), "batch_sizes must be one or more positive integers"),
+    (lambda: runner(fallback="cpu"), "fallback must be one of 'error', 'eager', got 'cpu'"),
+    (lambda: runner(torch.zeros(3)), r"example must have shape .*, got \(3,\)"),
+    (lambda: runner()(IMAGES[:, :, :16]), r"images must be \[B, 3, 32, 32\] .*, got \(1, 3, 16, 32\) torch.float32"),
+    (lambda: runner(fallback="error"), "(?s)no CUDA device.*example must be on a CUDA device, got cpu.*'eager' runs"),
+]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
-def test_graph_runner_without_cuda_says_so_or_runs_plainly() -> None:
-    model, example = SUBJECTS["timm-vit"].build(), torch.randn(1, 3, 32, 32)
-    with pytest.raises(vit_fast.UnsupportedInputError) as error:
-        vit_fast.GraphRunner(model, example)
-    reasons = "this machine has no CUDA device", "example must be on a CUDA device, got cpu"
-    assert error.value.reasons == (*reasons, "fallback='eager' runs the model without graphs")
-    runner = vit_fast.GraphRunner(model, example, fallback="eager")
-    assert not runner.captured
-    images = torch.randn(5, 3, 32, 32)
-    torch.testing.assert_close(runner(images), model(images))
-    with pytest.raises(ValueError, match=r"images must be \[B, 3, 32, 32\] .*, got \(5, 3, 16, 32\) torch.float32"):
-        runner(images[:, :, :16])
+def runner(example: torch.Tensor = IMAGES, fallback: str = "eager", **options: object) -> vit_fast.GraphRunner:
+    return vit_fast.GraphRunner(nn.Identity(), example, fallback=fallback, **options)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batch_sizes": ()}, "one or more positive integers"),
-        ({"batch_sizes": (0, 4)}, "one or more positive integers"),
-        ({"fallback": "cpu"}, "fallback must be one of 'error', 'eager', got 'cpu'"),
-        ({"example": torch.zeros(3)}, r"example must have shape .*, got \(3,\)"),
-    ],
-)
-def test_graph_runner_refuses_what_it_cannot_use(arguments: dict[str, object], message: str) -> None:
-    given: dict[str, object] = {"example": torch.zeros(1, 3, 32, 32), "fallback": "eager"} | arguments
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_errors(case: int) -> None:
+    call, message = REFUSED[case]
+    if "no CUDA" in message and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
     with pytest.raises(ValueError, match=message):
-        vit_fast.GraphRunner(nn.Identity(), **given)
+        call()
+
+
+def test_a_runner_without_graphs_runs_the_model() -> None:
+    model = SUBJECTS["timm-vit"].build()
+    eager, images = vit_fast.GraphRunner(model, IMAGES, fallback="eager"), torch.randn(5, 3, 32, 32)
+    assert not eager.captured
+    torch.testing.assert_close(eager(images), model(images))
 
 
 @pytest.mark.gpu

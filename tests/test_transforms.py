@@ -35,8 +35,9 @@ def _drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
 torch.manual_seed(1)
 HALF = _drawn((C,), (C,), (3 * C, C), (3 * C,), (C, C), (C,))
 MLP = _drawn((C,), (C,), (48, C), (48,), (C, 48), (C,))
+GATE = dict(zip(("gate_weight", "gate_bias"), _drawn((48, C), (48,))))
 KV = torch.randn(2, 1, HEADS, 5, 16, device=DEVICE)
-PARAMETERS = (*HALF, *MLP, KV)
+PARAMETERS = (*HALF, *MLP, *GATE.values(), KV)
 
 
 def _block(x: Tensor, backend: str) -> Tensor:
@@ -57,7 +58,7 @@ def _attention(x: Tensor, backend: str) -> Tensor:
 OPERATORS: dict[str, Operator] = {
     "attention": _attention,
     "attention_qkvpacked": lambda x, backend: ops.attention_qkvpacked(x.reshape(-1, 2, 3, 1, 16), backend=backend),
-    "layer_norm_mlp": lambda x, backend: ops.layer_norm_mlp(x, *MLP, backend=backend),
+    "layer_norm_mlp": lambda x, backend: ops.layer_norm_mlp(x, *MLP, **GATE, backend=backend),
     "block": _block,
 }
 every_operator = pytest.mark.parametrize("operator", OPERATORS)

@@ -1,7 +1,8 @@
-"""warm_up: afterwards calls compile nothing, the model is as it was, and what is wrong is said."""
+"""warm_up: later calls compile nothing or, for other batch sizes, few kernels; the model stays the same; errors."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import vit_fast
 pytest.importorskip("triton", reason="the kernels need triton")
 
 CALLS = Path(__file__).with_name("warm_up_calls.py")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this test is for machines without a GPU")
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +28,63 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
+@without_gpu
 def test_calls_compile_nothing_afterwards(environment: dict[str, str]) -> None:
     """Ours and a fused model, inference and training; then from the cache on disk in a process of its own."""
     assert run_python([str(CALLS), "cold"], environment) == "ok"
     assert run_python([str(CALLS), "warm"], environment) == "ok"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is something to compile")
+# The kernels of a block for batch sizes from 1 to 256, and how many each batch size needs first.
+_COUNT = """
+import json, sys, torch, vit_fast
+from vit_fast.blocks.block import run_blocks
+from vit_fast.kernels.inspect import offline, stand_in_driver
+from vit_fast.kernels.launch import Launch
+
+arch, cases = json.loads(sys.argv[1])
+stand_in_driver.install(arch)
+seen, told, first = {}, [], {}
+
+def record(launch):
+    specialisation = offline.specialisation(launch)
+    if specialisation not in seen:
+        constants = sorted((name, str(value)) for name, value in launch.constants.items())
+        kinds = [(name, str(getattr(value, "dtype", type(value)))) for name, value in launch.args.items()]
+        seen[specialisation] = repr((launch.kernel.__name__, constants, kinds, launch.options()))
+        first[batch] = first.get(batch, 0) + 1
+
+Launch.run = record
+for name, training in cases:
+    seen, first = {}, {}
+    model = vit_fast.create_model(name, backend="triton", depth=1, num_classes=0).bfloat16().train(training)
+    for batch in (*range(1, 97), *range(104, 257, 8)):
+        x = torch.empty(batch, 197, model.config.embed_dim, dtype=torch.bfloat16, requires_grad=training)
+        with torch.set_grad_enabled(training):
+            out = run_blocks(model.blocks, x)
+        if training:
+            out.backward(torch.empty_like(out))
+    told.append([len(set(seen.values())), first])
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.slow
+@without_gpu
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_a_new_batch_size_compiles_few_kernels(arch: str) -> None:
+    """At most one from 17 images on and none above 88; below that a few, with tiles for small batches."""
+    cases = [(f"vit_{size}_patch16_224", training) for size, training in
+             (("small", False), ("base", False), ("large", False), ("base", True))]  # fmt: skip
+    counts = json.loads(run_python(["-c", _COUNT, json.dumps([arch, cases])], children.environment()))
+    for (name, training), (different, first) in zip(cases, counts, strict=True):
+        assert sum(first.values()) == different  # nothing anew for a number of rows, of parts, or an address
+        assert len(first) > 1  # other tiles at other sizes
+        for after, most in ((1, 5 if training else 3), (16 if training else 11, 1), (88, 0)):
+            assert all(count <= most for batch, count in first.items() if int(batch) > after), name
+
+
+@without_gpu
 def test_without_a_gpu_there_is_nothing_to_compile(capsys: pytest.CaptureFixture[str]) -> None:
     model = vit_fast.create_model("vit_test")
     done = vit_fast.warm_up(model, [1], progress=lambda *_: pytest.fail("nothing is done"))

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from .libraries.fixed_grid import FixedGrid
     from .measure.optimization import Optimization, load_optimized, optimize
     from .model import VisionTransformer
-    from .run.budgets import budgets_for
-    from .run.graph_runner import GraphRunner
+    from .run.graph_runner import GraphRunner, budgets_for
     from .run.runtime import WarmUp, compile, warm_up
     from .variants import list_models
     from .weights import load, load_weights, save
@@ -42,8 +41,7 @@ _MODULES = {
     ".libraries.fixed_grid": "FixedGrid",
     ".measure.optimization": "Optimization load_optimized optimize",
     ".model": "VisionTransformer",
-    ".run.budgets": "budgets_for",
-    ".run.graph_runner": "GraphRunner",
+    ".run.graph_runner": "GraphRunner budgets_for",
     ".run.runtime": "WarmUp compile warm_up",
     ".variants": "list_models",
     ".weights": "load load_weights save",

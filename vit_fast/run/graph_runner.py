@@ -1,13 +1,15 @@
-"""CUDA graphs for image models and packed vision towers."""
+"""CUDA graphs for image models and packed vision towers, and token budgets for packed images."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import inspect
+import itertools
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -16,16 +18,33 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..arguments import check_batch_sizes, check_choice, check_integer
-from ..blocks.fused import FusedModule
-from ..blocks.plain import forward_is_replaced, is_hooked
+from ..blocks.block import parts_of
+from ..blocks.fused import FusedModule, FusedNormMlp
+from ..blocks.plain import Watch, forward_is_replaced, is_hooked, touch_reasons
 from ..errors import UnsupportedInputError, check_type
 from ..fusion.freezing import freeze, frozen_of
 from ..libraries.interface.image_model import required_input_reasons
 from ..libraries.interface.packed_tower import Call, ImageTower, Options, PackedTower, Part
 from ..libraries.known import fused_form, packed_tower
-from .budgets import GraphStats, Watched, capture, pack
+from .runtime import capture
 
 Fallback = Literal["error", "eager"]
+
+
+@dataclass
+class GraphStats:
+    """Counters of a `GraphRunner`."""
+
+    graphs: int = 0  # captured
+    hits: dict[int, int] = field(default_factory=dict)  # runs per budget; a call may need several
+    tokens: int = 0  # of images in these runs
+    padding: int = 0  # padding tokens in these runs
+    fallbacks: int = 0  # calls that ran eagerly
+
+    @property
+    def padding_share(self) -> float:
+        """Share of padding tokens in all runs."""
+        return self.padding / max(self.padding + self.tokens, 1)
 
 
 class GraphRunner:
@@ -136,10 +155,6 @@ class GraphRunner:
         """Copies and pickles as the model's own forward, because CUDA graphs cannot be copied."""
         return own_forward, (self.model,)
 
-    @property
-    def original(self) -> Callable[..., Any]:
-        return own_forward(self.model)
-
     def stats(self) -> GraphStats:
         """Returns the counts so far."""
         with self._lock:
@@ -171,9 +186,8 @@ class GraphRunner:
                     self._last_done = stream.record_event()
 
     def _reasons(self, call: Call, given: Any) -> Iterator[str]:
-        largest = self.budgets[-1]
-        if max(call.lengths) > largest:
-            yield f"an image must have at most {largest} tokens, the largest budget, got {max(call.lengths)}"
+        if (longest := max(call.lengths)) > self.budgets[-1]:
+            yield f"an image must have at most {self.budgets[-1]} tokens, the largest budget, got {longest}"
         if max(call.sequences) > self._sequences:
             yield f"a video must have at most max_images={self._sequences} frames, got {max(call.sequences)}"
         if change := self._watched.change(self):
@@ -245,17 +259,16 @@ def _no_graph_reasons(model: nn.Module, like: Tensor) -> list[str]:
 
 
 def _host_reads(model: nn.Module) -> list[str]:
-    reasons = []
     for cls in dict.fromkeys(type(module) for module in model.modules()):
         if reason := getattr(cls, "host_reads", ""):
-            reasons.append(reason)
-        elif "patch_attention_mask" in inspect.signature(cls.forward).parameters:
-            reasons.append(f"{cls.__name__} copies its patch mask to the host, which CUDA graphs cannot capture")
-    return reasons[:1]
+            return [reason]
+        if "patch_attention_mask" in inspect.signature(cls.forward).parameters:
+            return [f"{cls.__name__} copies its patch mask to the host, which CUDA graphs cannot capture"]
+    return []
 
 
 def _autocast(device: torch.device) -> list[str]:
-    """Returns a reason under autocast: a graph would ignore it, or reuse weights that were cast during the capture."""
+    # a graph would ignore autocast, or reuse weights that were cast during the capture
     active = torch.is_autocast_enabled(device.type)
     return ["autocast must be off: convert the model to half precision"] if active else []
 
@@ -281,3 +294,103 @@ def _fit_tower(model: nn.Module) -> PackedTower:
     if reasons:
         raise UnsupportedInputError("GraphRunner with budgets", reasons[:3])
     return tower
+
+
+class Watched:
+    """A model at capture time: modules, parameters, buffers, and settings of fused blocks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._modules = model, list(model.modules())
+        edges, values = [], [(model, "__class__", type(model)), (type(model), "forward", type(model).forward)]
+        for module in self._modules:
+            edges += [(module, name, child) for name, child in module._modules.items() if child is not None]
+            values += parts_of(module).watch.values if isinstance(module, FusedNormMlp) else ()
+        self._watch = Watch(model, edges, values)
+        self._forward, self._known = vars(model).get("forward"), self._hooked_or_replaced()
+        self._tensors = [
+            (place, name, tensor, tensor.data_ptr())
+            for module in self._modules
+            for place in (module._parameters, module._buffers)
+            for name, tensor in place.items()
+            if tensor is not None
+        ]
+
+    def change(self, runner: object) -> str | None:
+        """Returns an error message if the model changed after the capture; `runner` may replace its forward."""
+        for place, name, tensor, address in self._tensors:
+            if place.get(name) is not tensor or tensor.data_ptr() != address:
+                return "tensors must not be replaced or moved after the capture: build another GraphRunner"
+        if any(module.training for module in self._modules):
+            return "the model must be in evaluation mode: call eval()"
+        forward = vars(self._model).get("forward")
+        if forward is not self._forward and forward is not runner:
+            return "the model's forward was replaced on the instance: call `del model.forward`"
+        if self._watch.holds(self._model) and not is_hooked(self._model):
+            return None
+        if new := [reason for reason in self._hooked_or_replaced() if reason not in self._known]:
+            return f"{new[0]}: revert this, or build another GraphRunner"
+        if self._watch.holds(self._model):  # the same hooks as at capture time
+            return None
+        return "modules and settings must not be replaced or unfused after the capture: build another GraphRunner"
+
+    def _hooked_or_replaced(self) -> list[str]:
+        own = ["the model has hooks, which would no longer run"] if is_hooked(self._model) else []
+        return own + touch_reasons([named for named in self._model.named_modules() if named[0]])
+
+
+def pack(
+    lengths: Sequence[int], sequences: Sequence[int], budgets: Sequence[int], max_sequences: int
+) -> list[tuple[int, list[int]]]:
+    """Packs images of some tokens and attention sequences by first-fit decreasing; returns budgets and their images."""
+    largest = max(budgets)
+    bins: list[tuple[list[int], list[int]]] = []  # free tokens and sequences, and the images
+    for image in sorted(range(len(lengths)), key=lambda image: -lengths[image]):
+        length, number = lengths[image], sequences[image]
+        found = next((one for one in bins if length <= one[0][0] and number <= one[0][1]), None)
+        if found is None:
+            found = [largest, max_sequences], []
+            bins.append(found)
+        found[0][0] -= length
+        found[0][1] -= number
+        found[1].append(image)
+    return [(min(b for b in budgets if b >= largest - free[0]), sorted(images)) for free, images in bins]
+
+
+def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int = 4) -> tuple[int, ...]:
+    """Suggests token budgets: those that need the fewest padding tokens if each image runs alone.
+
+    Args:
+        sizes: (height, width) or (frames, height, width) of each image, as in spatial_shapes and image_grid_thw.
+        patch_size: Pixels per side of a patch, if height and width are in pixels.
+        count: Maximum number of budgets.
+    Returns:
+        Multiples of 64 tokens, ascending; the last one fits the patches of the largest image. For a NaFlexVit, add
+        its class and register tokens to each budget, once per image.
+    Raises:
+        ValueError: sizes is empty, or a size is not two or three positive integers.
+    """
+    check_integer("patch_size", patch_size, 1)
+    check_integer("count", count, 1)
+    check_type("sizes", sizes, list, tuple)
+    rounded: list[int] = []
+    for size in sizes:
+        if len(size) not in (2, 3) or any(int(side) < 1 for side in size):
+            raise ValueError(f"sizes must be (height, width) or (frames, height, width), got {tuple(size)}")
+        *frames, height, width = map(int, size)
+        patches = (frames or [1])[0] * -(-height // patch_size) * -(-width // patch_size)
+        rounded.append(-(-patches // 64) * 64)
+    if not rounded:
+        raise ValueError("sizes must contain at least one image, got none")
+    options = sorted(set(rounded))
+    images = [0, *itertools.accumulate(rounded.count(option) for option in options)]
+    tokens = [0, *itertools.accumulate(option * rounded.count(option) for option in options)]
+    # best[end]: least padding for the first `end` options, and the budgets for it
+    best: list[tuple[float, tuple[int, ...]]] = [(0, ()), *[(float("inf"), ())] * len(options)]
+    for _ in range(min(count, len(options))):
+        longer = list(best)
+        for start, end in itertools.combinations(range(len(options) + 1), 2):
+            top = options[end - 1]
+            padding = best[start][0] + top * (images[end] - images[start]) - (tokens[end] - tokens[start])
+            longer[end] = min(longer[end], (padding, (*best[start][1], top)))
+        best = longer
+    return best[-1][1]

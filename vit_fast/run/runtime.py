@@ -1,4 +1,4 @@
-"""Compiles a model before it serves calls: `compile` with torch.compile, `warm_up` the Triton kernels of a model."""
+"""Prepares a model for calls: torch.compile, the capture of a CUDA graph, and warm-up of Triton kernels."""
 
 from __future__ import annotations
 
@@ -87,6 +87,26 @@ def _mark_batch_dynamic(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] > 1:
             torch._dynamo.mark_dynamic(value, 0)
+
+
+def capture(run: Callable[[], Any], device: torch.device, pool: Any) -> Callable[[], Any]:
+    """Captures a CUDA graph, and returns a function that replays it. Each replay overwrites the outputs."""
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # compiles and autotunes kernels, and allocates workspaces
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return output
+
+    return replay
 
 
 @dataclass(frozen=True)
