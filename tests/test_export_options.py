@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import onnx
 import pytest
 import torch
 from fused_models import SUBJECTS, timm_subject
-from onnx_models import make, ours, randomised, timm_vit
+from onnx_models import make, timm_vit
 from PIL import Image
 from torch import nn
 
 import vit_fast
-from vit_fast.apps.data import make_transform, read_image, read_images, sample_image
+from vit_fast.apps.data import make_transform, per_channel, read_image, read_images, sample_image
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, export_onnx, graphs, inspect_onnx, verification
@@ -68,7 +69,6 @@ def test_dynamic_size_with_rotary_embeddings(name: str, tmp_path: Path) -> None:
     model = subject.build().eval()
     vit_fast.fuse(model, backend="sdpa")
     assert export_onnx(model, tmp_path / "m.onnx", dynamic_size=True, target="ort-cpu").verified
-    assert not any("get_embed" in vars(module) for module in model.modules()), "timm's own is back"
     runner = OnnxRunner(tmp_path / "m.onnx", "cpu")
     (key,) = subject.inputs()
     for rows, columns in ((2, 2), (3, 5), (4, 1)):
@@ -79,12 +79,6 @@ def test_dynamic_size_with_rotary_embeddings(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(runner(images.numpy()), expected, rtol=0, atol=1e-4 * max(1, np.abs(expected).max()))
 
 
-def test_rotary_embeddings_of_one_size_are_refused(tmp_path: Path) -> None:
-    model = timm_subject("vit_small_patch16_rope_mixed_ape_224").build().eval()
-    with pytest.raises(UnsupportedInputError, match=r"\(RotaryEmbeddingMixed\) are computed for one size only"):
-        export_onnx(model, tmp_path / "m.onnx", dynamic_size=True)
-
-
 @pytest.mark.fast_cases("vit_pe_lang_gigantic_patch14_448")
 @pytest.mark.parametrize("name", ["eva02_base_patch16_clip_224", "vit_pe_lang_gigantic_patch14_448"])
 def test_a_model_with_every_norm_it_has(name: str, tmp_path: Path) -> None:
@@ -93,44 +87,18 @@ def test_a_model_with_every_norm_it_has(name: str, tmp_path: Path) -> None:
     assert export_onnx(model, tmp_path / "m.onnx", target="ort-cpu").verified
 
 
-@pytest.mark.fast_cases("bilinear_rectangle")
-@pytest.mark.parametrize(
-    ("data_config", "shape"),
-    [
-        (CENTRE, {"img_size": (48, 32)}),
-        (DataConfig(crop_mode="squash", crop_pct=1.0), {"in_chans": 1}),  # means and deviations are averaged
-    ],
-    ids=["bilinear_rectangle", "squash_grey"],
-)
-def test_preprocessing_in_the_graph(data_config: DataConfig, shape: dict[str, Any], tmp_path: Path) -> None:
-    model: Any = randomised(ours(**shape))
-    model.data_config = data_config
-    export_onnx(model, tmp_path / "m.onnx", preprocess=True, output="probabilities")
-    runner, in_chans = OnnxRunner(tmp_path / "m.onnx", "cpu"), shape.get("in_chans", 3)
-    transform = make_transform(data_config, model.config.image_hw, in_chans=in_chans)
-    for size in (read_image(sample_image()).size, (300, 120), (77, 200)):
-        image = read_image(sample_image()).resize(size).convert("RGB" if in_chans == 3 else "L")
-        prepared = transform(image)[None]
-        with torch.inference_mode():
-            expected = model(prepared).softmax(-1).numpy()
-            shifted = model(prepared + 0.5).softmax(-1).numpy()
-        got = runner(np.asarray(image).reshape(1, image.height, image.width, in_chans))
-        np.testing.assert_allclose(got.sum(), 1, atol=1e-5)
-        # One grey level of rounding in some pixels; a real difference of preprocessing moves the output much further.
-        assert np.abs(got - expected).max() < 2e-2 * np.abs(shifted - expected).max()
-
-
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("crop_mode", ["center", "squash"])
-def test_preprocessing_equals_pillow_to_one_grey_level(interpolation: Any, crop_mode: Any) -> None:
-    """Pixel by pixel, up- and downscaling, odd sizes, margins that do not halve."""
-    sizes = ((224, 224), 0.9, (512, 600)), ((33, 47), 0.875, (201, 77)), ((96, 96), 1.0, (60, 41))
-    for image_hw, crop_pct, size in sizes:
-        data_config = DataConfig(interpolation=interpolation, crop_mode=crop_mode, crop_pct=crop_pct)
-        image = read_image(sample_image()).resize(size)
-        graph = preprocessing_model(data_config, image_hw, 3, opset=18)
-        ((planes,),) = graphs.run_graph(graph, [np.asarray(image)[None]])
-        levels = np.abs(planes[0] - make_transform(data_config, image_hw)(image).numpy()) * 127.5
+def test_preprocessing_matches_pillow_to_one_gray_level(interpolation: Any, crop_mode: Any) -> None:
+    """Compares pixel by pixel: up- and downscaling, odd sizes, margins that do not halve, one channel."""
+    cases = ((224, 224), 0.9, (512, 600), 3), ((33, 47), 0.875, (201, 77), 3), ((96, 96), 1.0, (60, 41), 1)
+    for image_hw, crop_pct, size, in_chans in cases:
+        data_config = replace(CENTRE, interpolation=interpolation, crop_mode=crop_mode, crop_pct=crop_pct)
+        image = read_image(sample_image()).resize(size).convert("RGB" if in_chans == 3 else "L")
+        graph = preprocessing_model(data_config, image_hw, in_chans, opset=18)
+        ((planes,),) = graphs.run_graph(graph, [np.asarray(image).reshape(1, *reversed(size), in_chans)])
+        difference = np.abs(planes[0] - make_transform(data_config, image_hw, in_chans=in_chans)(image).numpy())
+        levels = difference * 255 * np.reshape(per_channel(data_config.std, in_chans), (-1, 1, 1))
         assert levels.max() < 1.01 and (levels > 0.5).mean() < 0.01
 
 
@@ -149,7 +117,7 @@ def test_a_model_with_its_normalisation_folded_in(tmp_path: Path) -> None:
 
 
 def test_calibration_is_spread_over_all_files(tmp_path: Path) -> None:
-    """Sorted by class: every third of the files is seen, none twice."""
+    """Files sorted by class: reads every third one, none twice."""
     for i in range(90):
         Image.new("RGB", (4, 4), (i, 0, 0)).save(tmp_path / f"{i:02}.png")
     for count in (30, 90):
@@ -179,22 +147,17 @@ def test_features(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
 def test_probabilities_are_checked_as_strictly_as_logits(precision: Any) -> None:
-    """All probabilities of many classes are small: unrelated ones, and logits 5 % too large, must not pass."""
+    """With many classes, all probabilities are small: unrelated ones must not pass."""
     options = ExportOptions(precision=precision, output="probabilities")
-    generator = torch.Generator().manual_seed(0)
-    logits, unrelated = (torch.randn(8, 1000, generator=generator, dtype=torch.float64) for _ in range(2))
-    logits = 3 * logits
-    expected = logits.softmax(-1).numpy()
+    logits, unrelated = torch.randn(2, 8, 1000, dtype=torch.float64)
+    broken = logits.where(logits != logits[3, 5], torch.nan)
 
     def passes(other: torch.Tensor) -> bool:
-        return verification._compare(other.softmax(-1).float().numpy(), expected, 8, (32, 32), options).passed
+        outputs = other.softmax(-1).float().numpy(), (3 * logits).softmax(-1).numpy()
+        return verification._compare(*outputs, 8, (32, 32), options).passed
 
-    broken = logits.clone()
-    broken[3, 5] = torch.nan
-    assert passes(logits) and not passes(broken)
-    assert not passes(unrelated) and not passes(3 * unrelated)
-    if precision == "fp16":
-        assert not passes(1.05 * logits) and passes(logits.half().double())
+    assert passes(3 * logits) and not passes(3 * broken) and not passes(unrelated) and not passes(3 * unrelated)
+    assert precision != "fp16" or (passes((3 * logits).half().double()) and not passes(3.15 * logits))
 
 
 @pytest.mark.slow
@@ -205,10 +168,6 @@ def test_external_weights_of_a_large_model(tmp_path: Path, monkeypatch: pytest.M
     report = export_onnx(model, tmp_path / "big.onnx")
     assert report.external_data == "big.onnx.data" and report.verified
     assert sorted(p.name for p in tmp_path.iterdir()) == ["big.onnx", "big.onnx.data"]
-    assert (tmp_path / "big.onnx").stat().st_size < 60_000
-    images = torch.randn(2, 3, 32, 32)
-    with torch.inference_mode():
-        np.testing.assert_allclose(OnnxRunner(tmp_path / "big.onnx", "cpu")(images), model(images), atol=1e-5)
     with pytest.raises(ValueError, match="exceed protobuf's limit of 2 GB per file"):
         export_onnx(model, tmp_path / "inside.onnx", external_data=False)
     assert not (tmp_path / "inside.onnx").exists()
@@ -237,8 +196,7 @@ def test_report_and_metadata_and_the_model_stays_as_it_was(tmp_path: Path) -> No
     assert info.metadata["source"] == "a test" and info.metadata["config"]["embed_dim"] == 32
     assert info.metadata["verification"]["reference"].startswith("eager fp64")
     assert set(info.metadata["versions"]) >= {"vit-fast", "torch", "onnx"}
-    text = (tmp_path / "m.onnx").read_bytes()
-    assert b"/site-packages/" not in text and str(Path.home()).encode() not in text  # no path of this machine
+    assert b"/site-packages/" not in (tmp_path / "m.onnx").read_bytes(), "no path of this machine"
 
 
 @pytest.mark.slow
@@ -259,8 +217,8 @@ def test_bf16_that_cannot_be_verified_is_refused_before_the_capture(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_of_ours_is_called_by_its_own_name():
-    """ViT-B and DeiT-B have one shape; their images are prepared differently."""
+def test_models_of_the_same_shape_keep_their_names() -> None:
+    """ViT-B and DeiT-B need different preprocessing."""
     for name in ("vit_base_patch16_224", "deit_base_patch16_224", "vit_test"):
         model = vit_fast.create_model(name, device="meta").to_empty(device="cpu")
         assert recognise(model).name == name
