@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from command_line import run
@@ -123,7 +124,7 @@ def test_a_file_that_computes_something_else_is_removed(model: nn.Module, tmp_pa
 
     def save_damaged(graph: Any, path: Path, external: bool | None) -> None:
         weight = graph.graph.initializers["model.patch_embed.proj.weight"]
-        weight.const_value = type(weight.const_value)(weight.const_value.numpy() * 1.001, name=weight.name)
+        weight.const_value = ir.tensor(weight.const_value.numpy() * 1.001, name=weight.name)
         real(graph, path, external)
 
     monkeypatch.setattr(graphs, "save", save_damaged)

@@ -1,4 +1,4 @@
-"""Operation counts of ONNX files from their graphs; they match torch's count for the exported model."""
+"""Operation counts of ONNX files from their graphs match torch's count for the exported model."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ def counted(model: nn.Module, batch: int) -> Work:
     return counter.work
 
 
-def written(model: nn.Module, path: Path, **options: object) -> Path:
-    vit_fast.export.export_onnx(model, path, verify=False, **options)
-    return path
-
-
 def matches(path: Path, model: nn.Module, batch: int) -> bool:
     """True if the FLOP are equal, and the elements except for those of biases."""
     found, expected = count_work(path, (batch, 3, 32, 32)), counted(model, batch)
@@ -41,54 +36,47 @@ def matches(path: Path, model: nn.Module, batch: int) -> bool:
 
 
 @pytest.mark.parametrize("name", ["generic", "plain"])
-def test_a_file_counts_what_torch_counts(name: str, exported: Any) -> None:
+def test_counts_match_torch(name: str, exported: Any) -> None:
     assert matches(exported(name), exported.model, 1) and matches(exported(name), exported.model, 3)
     assert narrow_precision(exported(name)) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("family", "options"),
     [
-        {"opset": 23}, {"target": "ort-cuda"}, {"target": "tensorrt"}, {"precision": "fp16"},
-        {"precision": "int8", "calibration": [sample_image()]},
+        ("vit", {"opset": 23}), ("vit", {"target": "ort-cuda"}), ("vit", {"target": "tensorrt"}),
+        ("vit", {"precision": "fp16"}), ("vit", {"precision": "int8", "calibration": [sample_image()]}),
+        *((family, {}) for family in ("deit_distilled", "dinov2_registers", "hybrid", "timm", "torchvision")),
     ],
-    ids=lambda options: "-".join(str(value) for name, value in options.items() if name != "calibration"),
 )  # fmt: skip
-def test_every_form_of_a_file_counts_what_torch_counts(options: dict, tmp_path: Path) -> None:
-    model = make("vit")
-    path = written(model, tmp_path / "m.onnx", **options)
+def test_counts_of_every_form_and_family_match_torch(family: str, options: Any, tmp_path: Path) -> None:
+    model, path = make(family), tmp_path / "m.onnx"
+    vit_fast.export.export_onnx(model, path, verify=False, **options)
     assert matches(path, model, 3) and narrow_precision(path) == options.get("precision")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["deit_distilled", "dinov2_registers", "hybrid", "timm", "torchvision"])
-def test_every_family_counts_what_torch_counts(family: str, tmp_path: Path) -> None:
-    model = make(family)
-    assert matches(written(model, tmp_path / "m.onnx"), model, 2)
 
 
 @pytest.mark.slow
 def test_gates_and_a_fixed_batch(tmp_path: Path) -> None:
     """Three images are three calls of a file that takes one."""
-    model = randomised(ours(mlp_layer="swiglu", act_layer="silu"))
-    path = written(model, tmp_path / "m.onnx", dynamic_batch=False)
+    model, path = randomised(ours(mlp_layer="swiglu", act_layer="silu")), tmp_path / "m.onnx"
+    vit_fast.export.export_onnx(model, path, verify=False, dynamic_batch=False)
     assert count_work(path, (3, 3, 32, 32)).flop == 3 * counted(model, 1).flop
 
 
-def file_of(path: Path, *nodes: onnx.NodeProto, **weights: list[int]) -> Path:
-    """A graph from x [B, 4, 6, 8] to y, with constants of these shapes."""
+def file_of(path: Path, node: onnx.NodeProto, **weights: list[int]) -> Path:
+    """Writes a node from x [B, 4, 6, 8] to y, with constants of these shapes."""
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", 4, 6, 8])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
     constants = [onnx.numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in weights.items()]
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
-    graph = helper.make_graph(list(nodes), "g", [x], [y], constants)
+    graph = helper.make_graph([node], "g", [x], [y], constants)
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
     return path
 
 
-def test_products_by_hand(tmp_path: Path) -> None:
-    """A convolution in two groups; a linear of 2 x 4 x 6 rows."""
+def test_counts_by_hand(tmp_path: Path) -> None:
+    """A convolution in two groups; a linear layer of 2 x 4 x 6 tokens."""
     conv = helper.make_node("Conv", ["x", "w", "b"], ["y"], group=2)
     path = file_of(tmp_path / "conv.onnx", conv, w=[10, 2, 3, 3], b=[10])
     assert count_work(path, (2, 4, 6, 8)) == Work(2 * 2 * 9 * 2 * 10 * 4 * 6, 2 * 4 * 6 * 8 + 180 + 2 * 10 * 4 * 6)
@@ -97,20 +85,16 @@ def test_products_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("node", "reason"),
+    ("operator", "attributes", "reason"),
     [
-        (helper.make_node("Einsum", ["x", "w"], ["y"], equation="bchw,wk->bchk"), "Einsum: no formula"),
-        (helper.make_node("MatMulNBits", ["x", "w"], ["y"], domain="com.microsoft"), "MatMulNBits"),
-        (
-            helper.make_node("Attention", ["x", "w"], ["y"], domain="com.microsoft", num_heads=2),
-            "packed qkv|cannot be inferred",
-        ),
-        (helper.make_node("Anything", ["x"], ["y"], domain="mine"), "mine.Anything|cannot be inferred"),
+        ("Einsum", {"equation": "bchw,wk->bchk"}, "Einsum: no formula"),
+        ("MatMulNBits", {"domain": "com.microsoft"}, "MatMulNBits"),
+        ("Attention", {"domain": "com.microsoft", "num_heads": 2}, "packed qkv|cannot be inferred"),
+        ("Anything", {"domain": "mine"}, "mine.Anything|cannot be inferred"),
     ],
-    ids=["einsum", "packed weights", "packed projections", "a stranger's"],
 )
-def test_what_has_no_formula_is_not_counted(node: onnx.NodeProto, reason: str, tmp_path: Path) -> None:
-    path = file_of(tmp_path / "m.onnx", node, w=[8, 5])
+def test_operators_without_a_formula_raise(operator: str, attributes: Any, reason: str, tmp_path: Path) -> None:
+    path = file_of(tmp_path / "m.onnx", helper.make_node(operator, ["x", "w"], ["y"], **attributes), w=[8, 5])
     with pytest.raises(UncountedError, match=reason):
         count_work(path, (2, 4, 6, 8))
     with pytest.raises(UncountedError, match="must have 3 axes, got 4"):
