@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,11 +28,11 @@ from vit_fast.fusion.fuse import fuse, set_backend
 from vit_fast.libraries.interface.weight_names import take_weights
 from vit_fast.libraries.known import PEERS
 from vit_fast.libraries.transformers import hf_model
-from vit_fast.measure.candidate import AS_FILE, COMPILE_MODES, PRECISIONS, RUNTIMES, Candidate
+from vit_fast.measure.candidate import AS_FILE, COMPILE_MODES, PRECISIONS, RUNTIMES, Candidate, Engine, Precision
 from vit_fast.model import VisionTransformer
 
 from . import operators
-from .models import Model, OutputOf, Task
+from .models import Model, OutputOf, Task, weights_of
 
 # The most important ones first: the last ones are skipped if time runs out.
 DEFAULT_NAMES = {
@@ -104,7 +105,6 @@ def choose(
 # The allowed error of lower precision as a share of the largest output; the accuracy rule is for full precision.
 LOSSY_TOLERANCE = 0.35
 ORT = ("onnx", "onnxscript", "onnxruntime")
-MOST_FILES = 4  # exported files that are cached for further batch sizes
 
 Function = Callable[[Tensor], Tensor]
 
@@ -241,29 +241,24 @@ def build_file(candidate: Candidate, task: Task) -> Function:
         raise UnsupportedInputError(RUNTIMES[candidate.engine], reasons)
     if not fp32:
         candidate = dataclasses.replace(candidate, precision="bf16" if bf16 else "fp16")
-    path = task.model.onnx or _exported(candidate, task)
+    if (path := task.model.onnx) is None:
+        exported = _exported(candidate.engine, candidate.precision, task.model, task.dtype, task.device)
+        path = Path(exported.name) / "model.onnx"
     run = open_file(candidate, path, _images(task, task.batch_size), task.model.image_hw)
     return lambda images: run(images if in_openvino else images.float()).to(task.dtype)
 
 
-# The exported files of this run with their weights: one file serves all batch sizes.
-_Key = tuple[Model, str, str | None, torch.device]
-_files: dict[_Key, tuple[object, tempfile.TemporaryDirectory[str]]] = {}
-
-
-def _exported(candidate: Candidate, task: Task) -> Path:
+@functools.lru_cache(maxsize=4)
+def _exported(
+    engine: Engine, precision: Precision | None, model: Model, dtype: torch.dtype, device: torch.device
+) -> tempfile.TemporaryDirectory[str]:
+    """Exports a model to model.onnx in a folder, once for all batch sizes."""
     from vit_fast.measure.runtimes import write_onnx
 
-    key = task.model, candidate.engine, candidate.precision, task.device
-    weights, folder = _files.pop(key, (None, None))
-    if folder is None or weights is not task.weights:
-        folder = tempfile.TemporaryDirectory()
-        example = _images(task, task.batch_size)
-        write_onnx(candidate, _exportable(task), Path(folder.name) / "model.onnx", example, ())
-    while len(_files) >= MOST_FILES:
-        del _files[next(iter(_files))]
-    _files[key] = task.weights, folder
-    return Path(folder.name) / "model.onnx"
+    task, folder = Task(model, weights_of(model, dtype), dtype, device, 1), tempfile.TemporaryDirectory()
+    path = Path(folder.name) / "model.onnx"
+    write_onnx(Candidate(engine, precision=precision), _exportable(task), path, _images(task, 1), ())
+    return folder
 
 
 def _exportable(task: Task) -> nn.Module:

@@ -118,7 +118,7 @@ def measure(job: Job, folder: Path) -> None:
         left_s = job.limit_s - SPARE_S - (time.monotonic() - start)
         configuration = make_configuration(**request, protocol=PROTOCOL, time_budget_s=max(left_s, 1.0))
         journal = Journal.begin(folder / str(number), configuration.request, describe(configuration.device))
-        record = run(configuration, None, journal)
+        record = run(configuration, journal=journal)
         journal.finish({RECORD_NAME: to_json(record)}, keep=False)
 
 

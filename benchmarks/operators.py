@@ -1,4 +1,4 @@
-"""Single operators as models, with the functions of all libraries that compute them; calls of a vision tower.
+"""Single operators as models, with the functions of all libraries that compute them.
 
 attention:197x12x64               softmax attention on packed qkv [B, tokens, 3, heads, head_dim]
 mlp:197x768x3072[:activation]     LayerNorm + MLP + residual on [B, tokens, width]; gelu by default
@@ -11,7 +11,6 @@ table below, and its name and packages to candidates.py.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 
 from vit_fast import ops
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.fusion.fuse import fuse
 from vit_fast.ops.reference import ACTIVATIONS
 from vit_fast.work import Work
 
@@ -197,45 +195,3 @@ _MATMUL: dict[str, Function] = {"eager": F.linear, "triton": _matmul}
 # On a CPU, the epilogue of _addmm_activation is exact GELU.
 _ON_A_GPU = ("flash-attn", "xformers", "cublaslt", "transformer-engine")
 _OF_GELU_TANH = ("cublaslt", "transformer-engine")
-
-
-# Frames after temporal merging, height and width in patches of 14 pixels.
-TOWER_SIZES = {
-    "document": (1, 92, 66),
-    "photo": (1, 54, 72),
-    "thumbnail": (1, 16, 16),
-    "16-frame video": (8, 24, 36),
-}
-
-
-def tower_calls(device: str, scale: int = 1, **changes: int) -> dict[str, dict[str, Callable[[], object]]]:
-    """Returns calls of Qwen2.5-VL's tower by size and candidate: "eager", fused and frozen, and "graph".
-
-    `scale` divides height and width; `changes` replace fields of the tower's configuration. The result is empty
-    without a transformers that has such towers.
-    """
-    if not all(map(importlib.util.find_spec, ("transformers", "transformers.vision_utils"))):
-        return {}
-    from transformers import Qwen2_5_VLConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel as Tower
-
-    from vit_fast.fusion.freezing import freeze
-    from vit_fast.run.graph_runner import GraphRunner, budgets_for
-
-    config = Qwen2_5_VLConfig(vision_config=changes).vision_config
-    tower: nn.Module = Tower._from_config(config).to(device, torch.bfloat16).eval()
-    fuse(tower, "triton")
-    freeze(tower)
-    merge = config.spatial_merge_size
-    grids = {
-        name: (frames, *(-(-side // scale // merge) * merge for side in sides))
-        for name, (frames, *sides) in TOWER_SIZES.items()
-    }
-    runner = GraphRunner(tower, budgets=budgets_for(list(grids.values())))
-    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    calls: dict[str, dict[str, Callable[[], object]]] = {}
-    for name, grid in grids.items():
-        patches = torch.zeros(grid[0] * grid[1] * grid[2], width, dtype=torch.bfloat16, device=device)
-        run = torch.no_grad()(partial(tower, patches, torch.tensor([grid], device=device)))
-        calls[name] = {"eager": run, "graph": partial(runner, patches, torch.tensor([grid]))}
-    return calls

@@ -5,15 +5,15 @@ A row is one candidate in one group, with its status, and its figures if it is c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from vit_fast.measure import clock
-from vit_fast.measure.candidate import Candidate
+from vit_fast.measure.candidate import Candidate, describe_error
 from vit_fast.measure.clock import Timing, percentile
 from vit_fast.work import Work, total
 
@@ -215,32 +215,34 @@ def read_record(path: str | Path) -> Record:
 def read_any(path: str | Path) -> Record:
     """Reads a record of bench, gpu-check or kernels --host --json; see read_record."""
     path = Path(path)
+    content = (path / RECORD_NAME if path.is_dir() else path).read_bytes()
+    with damaged(path):
+        record: Record = json.loads(content)
+        rows = record["rows"]
+        if not is_bench(record):
+            return record
+        if record["format"] == BEFORE:
+            _upgrade(record)
+        if record["format"] != FORMAT:
+            raise ValueError(f"the format must be {FORMAT}, got {record['format']}")
+        record["rows"] = [dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS)) | row for row in rows]
+        return record
+
+
+@contextlib.contextmanager
+def damaged(*paths: str | Path) -> Iterator[None]:
+    """Raises ValueError that names the records, if reading or using them fails in the block."""
     try:
-        return _checked(json.loads((path / RECORD_NAME if path.is_dir() else path).read_bytes()))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: must be a record of bench, gpu-check or kernels --host --json: {error}") from None
+        yield
+    except Exception as error:  # of any type
+        names = ", ".join(map(str, paths))
+        rule = "must be a record of bench, gpu-check or kernels --host --json"
+        raise ValueError(f"{names}: {rule}, got a damaged one: {describe_error(error)}") from None
 
 
 def is_bench(record: Record) -> bool:
     """True for a record of `vit-fast bench` of any version."""
     return str(record.get("format", "")).startswith(FORMAT.partition("/")[0])
-
-
-def _checked(record: Record) -> Record:
-    check(record, {"machine": {}, "rows": [{}]})
-    if not is_bench(record):
-        return record
-    if record["format"] == BEFORE:
-        check(record, {"controls": [{}], "plan?": {}})
-        _upgrade(record)
-    if record["format"] != FORMAT:
-        raise ValueError(f"the format must be {FORMAT}, got {record['format']}")
-    record["rows"] = [dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS)) | row for row in record["rows"]]
-    check(record, _RECORD | {"ceilings": _CEILINGS if record.get("ceilings") else {}})
-    for number, row in enumerate(record["rows"]):
-        if row["status"] == "measured":
-            check(row, _MEASURED, f"rows[{number}]")
-    return record
 
 
 def _upgrade(record: Record) -> None:
@@ -259,66 +261,3 @@ def _upgrade(record: Record) -> None:
             row.setdefault("between_runs", row["resolution"])
         if row.get("status") == "wrong":
             row["status"] = "incorrect"
-
-
-_KINDS = {
-    "a string": lambda v: isinstance(v, str),
-    "a boolean": lambda v: isinstance(v, bool),
-    "a list": lambda v: isinstance(v, list),
-    "an object": lambda v: isinstance(v, dict),
-    "an integer >= 1": lambda v: isinstance(v, int) and v is not True and v >= 1,
-    "a number >= 0": lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v < math.inf,
-    "a number > 0": lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf,
-}
-
-
-def _all(kind: str, names: str) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), kind)
-
-
-_ABOUT = _all("a string", "model dtype data candidate") | _all("an integer >= 1", "batch requested_batch")
-_ROW = _ABOUT | _all("a string", "task precision status compile_mode reason? defect?")
-_ROW |= {"img_size": ["an integer >= 1"], "peer": "a boolean", "images_per_s?": "a number > 0"}
-_MEASURED = {
-    **_all("a number > 0", "images_per_s ms ms_p20 ms_p80"),
-    **dict.fromkeys((f"{name}?" for name in (*CHECKED_FIELDS, *SPEED_FIELDS, "cold_s", "cold_MiB")), "a number >= 0"),
-    **_all("a string", "verdict? best_peer? defect?"),
-    "ratio_to_best_peer?": "a number > 0",
-    "host_bound?": "a boolean",
-    "samples_ms?": ["a number > 0"],
-    "ratio_interval?": ("a number > 0", "a number > 0"),
-    "explained?": {
-        "kernels": [("a string", "a string", "a number >= 0", "a number >= 0")],
-        "least": {"*": ("a number >= 0", "a number >= 0")},
-    },
-}
-_CEILINGS = {"matmul_TFLOP_per_s": {"*": "a number > 0"}} | _all("a number > 0", "copy_GB_per_s copy_bytes matmul_size")
-_RECORD = {
-    "vit_fast": "a string",
-    "busy": ["a string"],
-    "skipped?": ["a string"],
-    "configuration": {"images": ["a string"], "dtypes": ["a string"], "batch_sizes": "a list", "img_size?": "a list"},
-    "machine": _all("a string", "device date float32_matmul_precision commit?")
-    | {"threads": "an integer >= 1", "packages": {}, "gpu?": {}},
-    "controls": [_ABOUT | {"img_size": "a list"} | _all("a number >= 0", "resolution between_runs")],
-    "rows": [_ROW],
-}
-
-
-def check(value: Any, schema: Any, where: str = "") -> None:
-    """Raises ValueError for a value that does not match a schema.
-
-    A schema is a kind, [one] for every item, a tuple for each item, or a dict of fields: "*" is every field, and a name
-    that ends with "?" may be null or missing.
-    """
-    kind = schema if isinstance(schema, str) else "an object" if isinstance(schema, dict) else "a list"
-    if not _KINDS[kind](value) or (isinstance(schema, tuple) and len(value) != len(schema)):
-        raise ValueError(f"{where or 'the record'} must be {kind}, got {repr(value)[:60]}")
-    if isinstance(schema, dict):
-        for name, inner in (dict.fromkeys(value, schema["*"]) if "*" in schema else schema).items():
-            field = name.removesuffix("?")
-            if field == name or value.get(field) is not None:
-                check(value.get(field), inner, f"{where}.{field}".lstrip("."))
-    elif not isinstance(schema, str):
-        for number, item in enumerate(value):
-            check(item, schema[number if isinstance(schema, tuple) else 0], f"{where}[{number}]")

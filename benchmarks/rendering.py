@@ -16,7 +16,7 @@ from typing import Any
 from vit_fast.measure.clock import SAME, UNKNOWN, format_number
 
 from . import report
-from .records import RECORD_NAME, Record, Row, is_bench, measured, to_json
+from .records import RECORD_NAME, Record, Row, damaged, is_bench, measured, to_json
 from .report import Table
 
 REPORT_NAME = "report.html"
@@ -31,18 +31,21 @@ def files(name: str, record: Record) -> dict[str, bytes]:
 
 def render(records: Mapping[str, Record]) -> str:
     """Returns the HTML page of records by name; see records.read_any."""
-    parts = []
+    parts: list[str] = []
     for name, record in records.items():
-        parts.append(f"<h2>{escape(name)}</h2>")
-        if is_bench(record) and (reasons := report.objections(record)):
-            parts.append(f'<p class="objection" role="note">Must not be cited: {escape("; ".join(reasons))}.</p>')
-        parts += map(_html, report.sections(record) if is_bench(record) else _other(record))
-        environment = Table(
-            "environment", ("", ""), list(_flat({n: record.get(n) for n in ("machine", "configuration")}))
-        )
-        parts.append(f"<details><summary>Environment</summary>{_html(environment)}</details>")
+        with damaged(name):
+            parts += _sections(name, record)
     template = Path(__file__).with_name(REPORT_NAME).read_text(encoding="utf-8")
     return template.replace("<!-- body -->", "\n".join(parts), 1)
+
+
+def _sections(name: str, record: Record) -> Iterator[str]:
+    yield f"<h2>{escape(name)}</h2>"
+    if is_bench(record) and (reasons := report.objections(record)):
+        yield f'<p class="objection" role="note">Must not be cited: {escape("; ".join(reasons))}.</p>'
+    yield from map(_html, report.sections(record) if is_bench(record) else _other(record))
+    environment = list(_flat({part: record.get(part) for part in ("machine", "configuration")}))
+    yield f"<details><summary>Environment</summary>{_html(Table('environment', ('', ''), environment))}</details>"
 
 
 def _html(part: str | list[str] | Table) -> str:

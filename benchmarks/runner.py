@@ -11,7 +11,6 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
 
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate, at_most, describe_error, is_out_of_memory
@@ -45,21 +44,6 @@ ROUNDS_BETWEEN = 5  # between two checks of the noise
 SHARES = 1.3  # of its estimated share of the time that preparing a group may take
 
 
-class Listener(Protocol):
-    """Receives the progress of a run: the number of steps, the current step, finished steps, and messages."""
-
-    def start(self, steps: int) -> None: ...
-    def now(self, what: str) -> None: ...
-    def done(self, steps: float) -> None: ...
-    def say(self, text: str) -> None: ...
-
-
-class Silent:
-    """Ignores the progress of a run."""
-
-    start = now = done = say = staticmethod(lambda _: None)
-
-
 class Watch:
     """Decides after every round if the timing of a group goes on; see clock.time_interleaved.
 
@@ -69,26 +53,22 @@ class Watch:
     """
 
     def __init__(
-        self, prepared: Mapping[str, Prepared], protocol: clock.Protocol, listener: Listener,
-        now_s: Callable[[], float], end_s: float, allocated: bool,
+        self, prepared: Mapping[str, Prepared], protocol: clock.Protocol, now_s: Callable[[], float], end_s: float,
+        allocated: bool,
     ) -> None:  # fmt: skip
-        self._protocol, self._listener, self._now_s, self._end_s = protocol, listener, now_s, end_s
-        self._allocated, self._reported, self.running = allocated, 0.0, ""
+        self._protocol, self._now_s, self._end_s, self._allocated = protocol, now_s, end_s, allocated
         alike = [name for name, ready in prepared.items() if not is_lower(ready.row)] or list(prepared)
         self.best = min(alike, key=lambda name: prepared[name].call_s)
         self.calls = {name: self._tracked(name, ready.call) for name, ready in prepared.items()}
         self.calls[AGAIN] = self._tracked(self.best, prepared[self.best].call)
+        self.running = ""
         self._samples: Mapping[str, Samples] = {}
         self.again: Callable[[], None] = lambda: None
 
     def __call__(self, number: int, samples: Mapping[str, Samples]) -> Collection[str]:
         self._samples = samples
         self.again()
-        going_on = () if self._is_done(number) else list(samples)
-        share = min(map(self._protocol.share_of, samples.values())) if going_on else 1.0
-        self._listener.done((share - self._reported) * (len(samples) - 1))
-        self._reported = share
-        return going_on
+        return () if self._is_done(number) else list(samples)
 
     def _is_done(self, number: int) -> bool:
         if self._protocol.is_satisfied(self._samples):
@@ -116,17 +96,19 @@ class Watch:
         }
 
 
-def run(configuration: Configuration, listener: Listener | None = None, journal: Journal | None = None) -> Record:
+def run(
+    configuration: Configuration, tell: Callable[[str], object] = lambda step: None, journal: Journal | None = None
+) -> Record:
     """Runs a configuration, and returns the record: plain data with a row per candidate and group.
 
-    A journal stores rows as they are measured. Rows that it contains are not measured again.
+    `tell` is called with the name of each step. Rows that the journal contains are not measured again.
     """
-    return _Run(configuration, listener or Silent(), journal or Journal()).record()
+    return _Run(configuration, tell, journal or Journal()).record()
 
 
 class _Run:
-    def __init__(self, configuration: Configuration, listener: Listener, journal: Journal) -> None:
-        self.configuration, self.listener, self.journal = configuration, listener, journal
+    def __init__(self, configuration: Configuration, tell: Callable[[str], object], journal: Journal) -> None:
+        self.configuration, self.tell, self.journal = configuration, tell, journal
         self.start = time.perf_counter()
         self.planned, self.skipped = configuration.plan()
         self.preparing_s = self.assumed_s = 0.0
@@ -134,7 +116,6 @@ class _Run:
 
     def record(self) -> Record:
         configuration, journal, interrupted = self.configuration, self.journal, False
-        self.listener.start(sum(2 * len(self._remaining(group)) + 1 for group in self.planned) + 1)
         try:
             self._take_ceilings()
             for group in list(self.planned):
@@ -145,7 +126,7 @@ class _Run:
                     self._take_ceilings()
         except KeyboardInterrupt:
             interrupted = True
-            self.listener.say("interrupted: writing what was measured")
+            self.tell("interrupted: writing what was measured")
         why_not: tuple[Status, str] = ("interrupted", "not started") if interrupted else ("skipped", "out of time")
         for group in self.planned:
             self._refuse(group, self._remaining(group), *why_not)
@@ -179,9 +160,8 @@ class _Run:
 
     def _take_ceilings(self) -> None:
         """Measures the ceilings, which other load lowers: before, between and after the groups."""
-        self.listener.now("ceilings of the machine")
+        self.tell("ceilings of the machine")
         self.journal.add("ceilings", measure_ceilings(self.configuration.device, self.configuration.product_dtypes()))
-        self.listener.done(1)
 
     def _run_group(self, group: Group, candidates: Sequence[Candidate]) -> None:
         try:
@@ -191,32 +171,29 @@ class _Run:
             release_memory(self.configuration.device)
         if not too_large:
             return
-        names = ", ".join(candidate.name for candidate in too_large)
         if group.batch_size == 1:
-            self.listener.say(f"{group}: out of memory: {names}")
             self._refuse(group, too_large, "out of memory", "batch 1 does not fit into memory")
             return
         half = dataclasses.replace(group, batch_size=group.batch_size // 2)
-        self.listener.say(f"{group}: out of memory, retrying with batch {half.batch_size}: {names}")
+        self.tell(f"{group}: out of memory, retrying with batch {half.batch_size}")
         self._run_group(half, too_large)
 
     def _measure_group(self, group: Group, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Adds a row for every candidate; returns those that did not fit into memory."""
         configuration, start_s = self.configuration, self.elapsed_s()
         self.latest_s = self._latest_s(group)
-        self.listener.now(f"{group}: images and the fp64 reference")
+        self.tell(f"{group}: images and the fp64 reference")
         try:
             problem = make_problem(group, configuration.images, configuration.device)
         except Exception as error:  # e.g. a dtype that an operator does not support
             if is_out_of_memory(error):
                 return list(candidates)
-            self.listener.say(f"{group}: the reference FAILED: {describe_error(error)}")
             self._refuse(group, candidates, "failed", f"reference: {describe_error(error)}")
             return []
         prepared: dict[str, Prepared] = {}
         too_large = []
         for candidate in candidates:
-            self.listener.now(f"{group}: {candidate.name}")
+            self.tell(f"{group}: {candidate.name}")
             ready, row = self._prepare(candidate, group, problem, list(prepared.values()))
             if ready is not None:
                 prepared[candidate.name] = ready
@@ -226,7 +203,6 @@ class _Run:
                     too_large.append(candidate)
                 else:
                     self.journal.add("row", row)
-            self.listener.done(2 if ready is None else 1)  # 2: it is not timed
         self.preparing_s += self.elapsed_s() - start_s
         self.assumed_s += self.configuration.preparing_s(group, candidates)
         return too_large + self._time(group, prepared)
@@ -246,17 +222,15 @@ class _Run:
         ready, row = prepare(candidate, group, problem, explained=self.configuration.explain)
         if ready is not None and self.configuration.cold:
             row.update(cold_start(self.configuration.request, group, candidate.name))
-        if row["status"] in ("incorrect", "failed"):
-            self.listener.say(f"{group}: {candidate.name} is {row['status'].upper()}: {row['reason'][:200]}")
         return ready, row
 
     def _time(self, group: Group, prepared: dict[str, Prepared]) -> list[Candidate]:
         too_large: list[Candidate] = []
         while prepared:
-            self.listener.now(f"{group}: timing {len(prepared)} candidates, interleaved")
+            self.tell(f"{group}: timing {len(prepared)} candidates, interleaved")
             end_s, conditions = self._end_of_timing_s(group), Conditions(self.configuration.device)
             protocol = dataclasses.replace(self.configuration.protocol, launch=group.launch)
-            watch = Watch(prepared, protocol, self.listener, self.elapsed_s, end_s, self.configuration.is_default)
+            watch = Watch(prepared, protocol, self.elapsed_s, end_s, self.configuration.is_default)
             add = functools.partial(self._add_timed, group, prepared, watch.best, conditions)
             try:
                 with conditions.watch(), at_most(preparation.CANDIDATE_SECONDS) as watch.again:

@@ -69,25 +69,6 @@ def breaking(error: Callable[[], None], after: int = 9, above: int = 0) -> Calla
     return make
 
 
-class Notes:
-    """A listener that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.total, self.steps, self.said, self.doing = 0, 0.0, [], []
-
-    def start(self, steps: int) -> None:
-        self.total = steps
-
-    def now(self, what: str) -> None:
-        self.doing.append(what)
-
-    def done(self, steps: float) -> None:
-        self.steps += steps
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-
 def plan(*names: str, batch_sizes: tuple[int, ...] = (2,), **fields: object) -> Configuration:
     return make_configuration(
         models=["vit_test"],

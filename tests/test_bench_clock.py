@@ -15,7 +15,7 @@ from bench_support import samples_of
 
 from vit_fast.measure import clock, device_clock
 from vit_fast.measure.clock import Protocol, time_interleaved
-from vit_fast.measure.device_clock import CudaQueue, DeviceClock, Instant
+from vit_fast.measure.device_clock import CudaQueue, DeviceClock
 
 CPU = torch.device("cpu")
 SIX = Protocol(repeats=6, seconds=0.0, least_repeats=6, warmup_repeats=2, warmup_seconds=10.0)
@@ -193,17 +193,6 @@ def test_counted_launches_are_the_slower_of_host_and_device(gpu: Simulated) -> N
     assert found["device"].ms == pytest.approx(5.0 + 0.01, rel=1e-6)
     assert found["host"].host_ms == pytest.approx(11.0) and not found["host"].host_bound
     assert gpu.flushes == 0
-
-
-def test_instants_are_a_timer_of_the_devices_time(gpu: Simulated) -> None:
-    """Queued calls take the device's time, unless the host is slower."""
-    for host_ms, device_ms, expected in ((0.02, 5.0, 5.0), (0.7, 0.1, 0.7)):
-        call = gpu.call(host_ms, device_ms)
-        call(0)
-        start = Instant(gpu)
-        for number in range(50):
-            call(number)
-        assert (Instant(gpu) - start) / 50 == pytest.approx(expected / 1e3, rel=0.05)
 
 
 def test_host_bound_calls_do_not_affect_others(gpu: Simulated) -> None:

@@ -41,6 +41,7 @@ def argument(help_text: str, **settings: Any) -> Any:
     return typer.Argument(help=help_text, **settings)
 
 
+PLAIN: Any = {"soft_wrap": True, "highlight": False, "markup": False}  # options of Console.print for texts
 AsJson = Annotated[bool, option("Print JSON, and everything else to stderr.", "--json")]
 Backend = Annotated[str, option("auto, eager, sdpa or triton.")]
 ClassNames = Annotated[

@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..cli import AsJson, Device, argument, integers, option, split_words, table, wide_console
+from ..cli import PLAIN, AsJson, Device, argument, integers, option, split_words, table, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from ..benchmarks.configuration import Configuration
-    from ..benchmarks.journal import Journal
 
 
 def bench(
@@ -73,6 +70,8 @@ def bench(
     Without arguments, measures a small ViT, which takes less than three minutes on two CPU cores. Writes record.json,
     table.md, plot.png and report.html. Exits with 1 if a candidate is incorrect or fails, and with 130 after Ctrl-C.
     """
+    from rich.markup import escape
+
     from ..benchmarks.configuration import make_configuration
     from ..benchmarks.journal import Journal, check_folder, default_folder
     from ..benchmarks.machine import describe
@@ -116,34 +115,33 @@ def bench(
                 f"--resume {resume} must be the only option besides --json, because the run has stored its options"
             )
         journal = Journal.resume(resume)
-        configuration = _repeat(journal)
+        try:
+            configuration = make_configuration(**journal.header["request"])
+        except TypeError as error:
+            message = f"{journal.folder}: the run belongs to another version of vit-fast ({error}): start a new run"
+            raise ValueError(message) from None
         journal.check_machine(describe(configuration.device))
     with patient_interrupt(signal.SIGINT, signal.SIGTERM):
-        with _Progress(console) as progress:
-            record = run(configuration, progress, journal)
+        with console.status("preparing") as status:
+
+            def tell(step: str) -> None:
+                if console.is_terminal:
+                    status.update(escape(step))
+                else:
+                    console.print(f"... {step}", **PLAIN)
+
+            record = run(configuration, tell, journal)
         _print_record(console, record)
         journal.finish(files(journal.folder.name, record), keep=record["interrupted"])
-    console.print(f"wrote {journal.folder}/", soft_wrap=True, highlight=False)
-    console.print(closing(record), soft_wrap=True, highlight=False, markup=False)
+    console.print(f"wrote {journal.folder}/", **PLAIN)
+    console.print(closing(record), **PLAIN)
     if as_json:
         typer.echo(to_json(record), nl=False)
     if record["interrupted"]:
-        console.print(f"to resume: vit-fast bench --resume {journal.folder}", soft_wrap=True, highlight=False)
+        console.print(f"to resume: vit-fast bench --resume {journal.folder}", **PLAIN)
         raise typer.Exit(130)
     if any(row["status"] in ("incorrect", "failed") for row in record["rows"]):
         raise typer.Exit(1)
-
-
-def _repeat(journal: Journal) -> Configuration:
-    """Rebuilds the configuration of an interrupted run; raises ValueError if another version started it."""
-    from ..benchmarks.configuration import make_configuration
-
-    try:
-        return make_configuration(**journal.header["request"])
-    except TypeError as error:
-        raise ValueError(
-            f"{journal.folder}: the run belongs to another version of vit-fast ({error}): start a new run"
-        ) from None
 
 
 def _print_candidates(console: Console) -> None:
@@ -162,42 +160,11 @@ def _print_record(console: Console, record: dict[str, Any]) -> None:
     from ..benchmarks.report import ceilings_line, columns_in, heading, not_measured, remarks, tables
 
     for line in (heading(record), ceilings_line(record), *remarks(record)):
-        console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+        console.print(line, **PLAIN)
     for caption, titles, rows in tables(record, columns_in(record, console.width)):
         console.print(table(caption, titles, rows))
     for line in not_measured(record):
-        console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
-
-
-class _Progress:
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        columns = BarColumn(24), TimeElapsedColumn(), TextColumn("remaining:"), TimeRemainingColumn()
-        text = TextColumn("{task.description}", markup=False)
-        self._progress = Progress(*columns, text, console=console, transient=True)
-        self._task = self._progress.add_task("preparing", total=None)
-
-    def __enter__(self) -> _Progress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def start(self, steps: int) -> None:
-        self._progress.update(self._task, total=steps)
-
-    def now(self, what: str) -> None:
-        self._progress.update(self._task, description=what)
-        if not self._progress.console.is_terminal:
-            self.say(f"... {what}")
-
-    def done(self, steps: float) -> None:
-        self._progress.advance(self._task, steps)
-
-    def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, **PLAIN)
 
 
 def compare(
@@ -206,10 +173,12 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare two records of `bench`: print ratio, confidence interval and verdict of each pair of rows."""
-    from ..benchmarks.records import compare_records, read_record
+    from ..benchmarks.records import compare_records, damaged, read_record
     from ..measure.clock import format_number
 
-    comparison = compare_records(read_record(first), read_record(second))
+    one, other = read_record(first), read_record(second)
+    with damaged(first, second):
+        comparison = compare_records(one, other)
     if as_json:
         typer.echo(json.dumps(comparison, indent=2))
         return
@@ -225,7 +194,7 @@ def compare(
     console = wide_console()
     console.print(table("second / first, images per second", titles, rows, texts=len(texts)))
     for line in (*comparison["warnings"], *comparison["unpaired"]):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        console.print(line, **PLAIN)
 
 
 def report(

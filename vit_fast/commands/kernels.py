@@ -10,43 +10,37 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cli import AsJson, integers
+from ..cli import AsJson, integers, option
 
 
 def kernels(
-    arch: Annotated[
-        str | None, typer.Option(help="Architectures, separated by commas, e.g. sm_80,sm_90 (default: all).")
-    ] = None,
+    arch: Annotated[str | None, option("Architectures, separated by commas, e.g. sm_80,sm_90 (default: all).")] = None,
     as_json: AsJson = False,
     update_baseline: Annotated[
-        bool, typer.Option("--update-baseline", help="Write the registers and instructions to the committed baseline.")
+        bool, option("Write the registers and instructions to the committed baseline.", "--update-baseline")
     ] = False,
     tune: Annotated[
-        bool, typer.Option("--tune", help="On a GPU: tune the attention kernels and write their table of tile sizes.")
+        bool, option("On a GPU: tune the attention kernels and write their table of tile sizes.", "--tune")
     ] = False,
     warm_up: Annotated[
-        str | None,
-        typer.Option("--warm-up", help="On a GPU: compile the kernels of this model in bf16 into Triton's cache."),
+        str | None, option("On a GPU: compile the kernels of this model in bf16 into Triton's cache.")
     ] = None,
     batch_sizes: Annotated[
         str | None,
-        typer.Option(
-            help="With --warm-up: batch sizes, separated by commas (default: 1). With --model: a single batch size "
+        option(
+            "With --warm-up: batch sizes, separated by commas (default: 1). With --model: a single batch size "
             "(default: 256)."
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            help="Estimate the GPU time of one block of this model, frozen and in training (default arch: sm_90).",
-        ),
+        option("Estimate the GPU time of one block of this model, frozen and in training (default arch: sm_90)."),
     ] = None,
     host: Annotated[
         bool,
-        typer.Option(
+        option(
+            "Count the kernel launches of one block and measure their CPU launch overhead (default arch: sm_90).",
             "--host",
-            help="Count the kernel launches of one block and measure their CPU launch overhead (default arch: sm_90).",
         ),
     ] = False,
 ) -> None:
@@ -66,9 +60,9 @@ def kernels(
     if mode == "--model" and sizes is not None and (len(sizes) != 1 or sizes[0] < 1):
         raise ValueError(f"--batch-sizes must be one integer >= 1 with --model, got {batch_sizes}")
     given = {"--arch": arch is not None, "--json": as_json, "--update-baseline": update_baseline}
-    for option, is_given in given.items():
-        if is_given and (mode in ("--warm-up", "--tune") or (mode and option == "--update-baseline")):
-            raise ValueError(f"{option} must not be used with {mode}")
+    for name, is_given in given.items():
+        if is_given and (mode in ("--warm-up", "--tune") or (mode and name == "--update-baseline")):
+            raise ValueError(f"{name} must not be used with {mode}")
     if warm_up is not None:
         _warm_up(warm_up, sizes or [1])
         return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..cli import AsJson, Device, ImageSize, argument, integers, option, split_words, table, wide_console
+from ..cli import PLAIN, AsJson, Device, ImageSize, argument, integers, option, split_words, table, wide_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -93,14 +93,13 @@ def optimize(
         )
     if result.table:
         console.print(_table(result))
-    plain: dict[str, Any] = {"soft_wrap": True, "highlight": False, "markup": False}
-    console.print(f"{opened.model.name}, batch {batch}: {result}", **plain)
+    console.print(f"{opened.model.name}, batch {batch}: {result}", **PLAIN)
     if save is not None:
         result.save(save)
-        console.print(f"wrote {save}", **plain)
+        console.print(f"wrote {save}", **PLAIN)
     if export is not None:
         for path in deploy(result.cached, opened.module, opened.example, export, opened.image_files):
-            console.print(f"wrote {path}", **plain)
+            console.print(f"wrote {path}", **PLAIN)
     if as_json:
         rows = [_plain(row) for row in result.table]
         typer.echo(json.dumps(result.cached.to_dict() | {"name": result.candidate.name, "table": rows}, indent=2))

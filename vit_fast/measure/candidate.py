@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import os
 import signal
 import sys
 import threading
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, get_args
 
@@ -244,12 +242,11 @@ def same_class(one: Tensor, other: Tensor) -> Tensor:
 # Limits. The alarm repeats after this time, because a weakref callback, a `__del__` or a handler may swallow its error.
 # It is also the time for cleanup while an error unwinds.
 REPEAT_S = 2.0
-COMPILERS = ("g++", "c++", "clang++", "cc1plus", "clang", "as", "ld", "ptxas")
 
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[Callable[[], None]]:
-    """Raises TimeoutError in a block after `seconds`, and ends the compilers that were started in the block.
+    """Raises TimeoutError in a block after `seconds`, and cancels the compilations that Inductor has queued.
 
     Yields a function that restarts the limit. An alarm of the caller is delayed until the block ends. Code that never
     returns to Python is not interrupted, nor is code outside the main thread.
@@ -268,7 +265,7 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), REPEAT_S)
 
     (left, every), start = signal.setitimer(signal.ITIMER_REAL, 0), time.monotonic()
-    outer, children = signal.signal(signal.SIGALRM, end), _descendants()
+    outer = signal.signal(signal.SIGALRM, end)
     again()
     try:
         yield again
@@ -282,35 +279,24 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
         finally:  # an alarm may arrive here, too
             signal.signal(signal.SIGALRM, outer)
             if expired:
-                _end_compilers(children)
+                _cancel_compilations()
             if left:
                 signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), every)
 
 
-def _descendants(pid: int | str = "self") -> set[int]:
-    found: set[int] = set()
-    with contextlib.suppress(OSError):  # it has ended
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):
-            found.update(map(int, path.read_text().split()))
-    return found.union(*map(_descendants, found))
-
-
-def _end_compilers(before: set[int]) -> None:
-    """Ends the compilers that were started since, and Inductor's workers: they would disturb the next timing."""
+def _cancel_compilations() -> None:
+    """Cancels what Inductor has queued and ends its workers: they would disturb the next timing."""
     inductor = sys.modules.get("torch._inductor.async_compile")
-    if inductor is not None:
-        pool = inductor.AsyncCompile.pool
-        if pool.cache_info().currsize:
-            pool().shutdown(wait=False, cancel_futures=True)
-            pool.cache_clear()
-        for processes in inductor._pool_set:
-            if (worker := getattr(processes, "process", None)) is not None:
-                worker.kill()  # its own workers end with it
-        inductor.after_fork()  # the next compilation starts others
-    for pid in _descendants() - before:
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() in COMPILERS:
-                os.kill(pid, signal.SIGKILL)
+    if inductor is None:
+        return
+    pool = inductor.AsyncCompile.pool
+    if pool.cache_info().currsize:
+        pool().shutdown(wait=False, cancel_futures=True)
+        pool.cache_clear()
+    for processes in inductor._pool_set:
+        if (worker := getattr(processes, "process", None)) is not None:
+            worker.kill()  # its own workers end with it
+    inductor.after_fork()  # the next compilation starts others
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

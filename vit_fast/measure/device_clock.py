@@ -75,17 +75,6 @@ class CudaQueue:
 open_queue = functools.cache(CudaQueue)  # calibrated once per process and device
 
 
-class Instant:
-    """A device event, for timers such as pytest-benchmark's; the difference of two is seconds of the device."""
-
-    def __init__(self, queue: CudaQueue | None = None) -> None:
-        self.event = (open_queue(torch.device("cuda")) if queue is None else queue).mark()
-
-    def __sub__(self, earlier: Instant) -> float:
-        self.event.synchronize()
-        return float(earlier.event.elapsed_time(self.event)) / 1e3
-
-
 class DeviceClock:
     """Times one call, a function of the round's number, by CUDA events.
 
