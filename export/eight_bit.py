@@ -18,7 +18,8 @@ from onnxscript.rewriter import pattern, rewrite
 
 from vit_fast.quantization.schemes import Range, Scheme
 
-from .graphs import MICROSOFT, constant_of
+from .graphs import constant_of
+from .options import MICROSOFT
 
 ZEROS: dict[str, Any] = {"int8": np.int8, "uint8": np.uint8, "e4m3": ml_dtypes.float8_e4m3fn}
 

@@ -31,8 +31,7 @@ from vit_fast.ops import attention_qkvpacked, qk_norm_rope, reference
 from vit_fast.ops.attention import softmax_scale
 from vit_fast.ops.descriptions import Keys, Rope
 
-from .graphs import MICROSOFT
-from .options import ExportOptions
+from .options import MICROSOFT, ExportOptions
 
 
 @library.custom_op("vit_fast::exported_attention", mutates_args=())

@@ -25,8 +25,8 @@ from vit_fast.libraries.known import recognise
 from vit_fast.version import __version__, installed
 
 from . import graphs
-from .capture import capture
 from .deployment import trtexec_line
+from .graphs import capture
 from .options import ATTENTION_OPSET, BF16_OPSET, DEFAULT_OPSET, ExportOptions, Precision, Target
 from .preprocessing import prepend, preprocessing_model
 from .quantise import quantise

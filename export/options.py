@@ -15,6 +15,7 @@ Target = Literal["generic", "ort-cpu", "ort-cuda", "tensorrt"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int8-dynamic", "fp8"]
 
 MIN_OPSET, DEFAULT_OPSET, ATTENTION_OPSET, BF16_OPSET = 18, 20, 23, 22
+MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
 HALF_SCALES_OPSET = 19
 """First opset whose QuantizeLinear supports fp16 and e4m3."""
 

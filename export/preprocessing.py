@@ -17,7 +17,7 @@ from vit_fast.apps.data import per_channel
 from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError
 
-from .capture import BATCH
+from .graphs import BATCH
 
 MODES = {"bicubic": "cubic", "bilinear": "linear"}  # not nearest: ONNX Runtime breaks ties differently from Pillow
 
