@@ -27,11 +27,12 @@ LIBRARIES = ("timm", "transformers")
 HEADER = """# Supported classes
 
 Look up what `vit_fast.fuse` does with each class of timm and transformers that contains attention. Tested with
-{versions}. The outcome is one of:
+{versions}. The last column contains:
 
 - **fused**: `fuse` replaces all attention and all norm + MLP modules.
 - **partly**: `fuse` replaces some of these modules. The reasons for the others follow.
 - **skipped**: `fuse` replaces none of these modules. The reasons follow.
+- **not checked**: The class needs a package that was not installed.
 - **token budgets**: `GraphRunner(tower, budgets=...)` captures the class for [images of any size](howto/towers.md).
 - **token budgets, one size**: `GraphRunner` captures the class for any number of images of one size.
 

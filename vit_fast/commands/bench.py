@@ -199,7 +199,7 @@ def compare(
 
 def report(
     records: Annotated[
-        list[Path], argument("Records, or their folders: of `bench`, `make gpu-check` or `kernels --host --json`.")
+        list[Path], argument("Records of `bench`, `make gpu-check` or `kernels --host --json`, or their folders.")
     ],
     out: Annotated[Path, option("Output file.")] = Path("report.html"),
 ) -> None:

@@ -34,7 +34,10 @@ def kernels(
     ] = None,
     model: Annotated[
         str | None,
-        option("Estimate the GPU time of one block of this model, frozen and in training (default arch: sm_90)."),
+        option(
+            "List the launches of one block of this model, frozen and in training, and estimate their GPU time "
+            "(default arch: sm_90)."
+        ),
     ] = None,
     host: Annotated[
         bool,
