@@ -155,21 +155,30 @@ def test_killed_readers_are_replaced_unless_they_always_die(
     monkeypatch.setattr(prediction, "PART", 12 if always else 4)  # four batches, or two
     parts, batches = [], iter(range(100))
 
-    def kill(*_: object) -> None:
-        batch = next(batches)
-        for process in multiprocessing.active_children() if batch == 4 or (always and batch > 4) else ():
+    def kill() -> None:
+        for process in multiprocessing.active_children():
             process.kill()
+            process.join()  # torch's signal handler must not raise here
 
-    hook = model.patch_embed.register_forward_pre_hook(kill)
+    def on_batch(*_: object) -> None:
+        if next(batches) >= 4 if always else not parts and next(batches) == 0:
+            kill()
+
+    def on_part(images: int) -> None:
+        parts.append(images)
+        if images == 8:
+            kill()
+
+    hook = model.patch_embed.register_forward_pre_hook(on_batch)
     if always:
         with pytest.raises(PredictionError, match=r"reads images was lost.* between .*12.png and .*22.png: re-run"):
             _predict(model, folder, out, workers=1)
         hook.remove()
         assert _predict(model, folder, out).taken == 12
     else:
-        done = _predict(model, folder, out, workers=1, on_part=parts.append)
+        done = _predict(model, folder, out, workers=1, on_part=on_part)
         assert (done.images, done.taken) == (COUNT, 0)
-        assert len(done.lost) == 1 and "a worker that reads images was lost" in done.lost[0]
+        assert len(done.lost) == 2 and all("a worker that reads images was lost" in lost for lost in done.lost)
         assert parts == [*range(4, COUNT, 4), COUNT], "finished parts are not repeated"
         hook.remove()
     _check(model, folder, out)

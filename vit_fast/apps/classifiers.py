@@ -17,7 +17,7 @@ from ..model import VisionTransformer
 from ..weights import load
 from ..weights.factory import create_model
 from ..weights.source import open_source
-from .data import ImageError, ImageFolder, make_transform, raising_reader_lost, read_image
+from .data import ImageError, ImageFolder, batches_of, make_transform, read_image
 
 BATCH_SIZE, TOP = 32, 5
 
@@ -99,28 +99,27 @@ def rows(
     """
     parameter = next(model.parameters())
     order = iter(files)
-    with raising_reader_lost():
-        for images, errors in DataLoader(_Files(files, model), BATCH_SIZE, num_workers=workers):
-            tokens = model.forward_features(images.to(parameter.device, parameter.dtype))
-            logits, embeddings = (model.forward_head(tokens, pre_logits=pre_logits) for pre_logits in (False, True))
-            assert isinstance(logits, Tensor) and isinstance(embeddings, Tensor)  # in evaluation mode
-            for error, row, embedding in zip(errors, logits.double().cpu(), embeddings.float().cpu()):
-                file = next(order)
-                if error:
-                    yield {"path": str(file), "error": error}
-                    continue
-                if not row.isfinite().all():
-                    raise ValueError(f"{file}: the model's logits are not finite")
-                probabilities = row.softmax(dim=0)
-                best = int(probabilities.argmax())
-                yield {
-                    "path": str(file),
-                    "label": class_names[best],
-                    "index": best,
-                    "probability": probabilities[best].item(),
-                    "probabilities": probabilities.numpy(),
-                    "embedding": embedding.numpy(),
-                }
+    for images, errors in batches_of(DataLoader(_Files(files, model), BATCH_SIZE, num_workers=workers)):
+        tokens = model.forward_features(images.to(parameter.device, parameter.dtype))
+        logits, embeddings = (model.forward_head(tokens, pre_logits=pre_logits) for pre_logits in (False, True))
+        assert isinstance(logits, Tensor) and isinstance(embeddings, Tensor)  # in evaluation mode
+        for error, row, embedding in zip(errors, logits.double().cpu(), embeddings.float().cpu()):
+            file = next(order)
+            if error:
+                yield {"path": str(file), "error": error}
+                continue
+            if not row.isfinite().all():
+                raise ValueError(f"{file}: the model's logits are not finite")
+            probabilities = row.softmax(dim=0)
+            best = int(probabilities.argmax())
+            yield {
+                "path": str(file),
+                "label": class_names[best],
+                "index": best,
+                "probability": probabilities[best].item(),
+                "probabilities": probabilities.numpy(),
+                "embedding": embedding.numpy(),
+            }
 
 
 def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | None) -> list[tuple[Path, int]]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 import os
 import signal
 import struct
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +21,8 @@ from ..config import DataConfig, Size
 from ..errors import VitFastError, check_type
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from ..model import VisionTransformer
 
 CALIBRATION_IMAGES = 32
@@ -41,19 +41,18 @@ class ReaderLostError(VitFastError, RuntimeError):
     """A worker process that reads images ended early."""
 
 
-@contextlib.contextmanager
-def raising_reader_lost() -> Iterator[None]:
-    """Turns the exception of a DataLoader whose worker died, e.g. because memory ran out, into ReaderLostError."""
+def batches_of(loader: DataLoader[Any]) -> Generator[Any]:
+    """Yields the batches of a loader; raises ReaderLostError if a worker died, e.g. because memory ran out."""
     handler = signal.getsignal(signal.SIGCHLD)
+    batches = iter(loader)
+    if signal.getsignal(signal.SIGCHLD) is not handler:
+        signal.signal(signal.SIGCHLD, handler)  # torch's handler would raise anywhere, e.g. while the caller writes
     try:
-        yield
+        yield from batches
     except (RuntimeError, ConnectionError, EOFError) as error:  # the last two if the pipe closes before the exit
         if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
             raise
         raise ReaderLostError(f"a worker that reads images was lost: {str(error).strip()}") from None
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, handler)  # torch's handler raises anywhere, also after the loop
 
 
 def sample_image() -> Path:

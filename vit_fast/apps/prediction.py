@@ -130,8 +130,8 @@ def _compute(
     import pyarrow.parquet as pq
 
     lost: list[str] = []
+    left_when_lost = None  # the number of missing parts when the last worker was lost
     while missing:
-        count = len(missing)
         try:
             with contextlib.closing(tables(list(itertools.chain(*missing.values())))) as stream:
                 for (name, chunk), table in zip(list(missing.items()), stream, strict=True):
@@ -141,9 +141,10 @@ def _compute(
                     del missing[name]
                     on_left(sum(map(len, missing.values())))
         except ReaderLostError as error:
-            if len(missing) == count:  # repeating the same images would not help
+            if len(missing) == left_when_lost:  # at the same images again
                 first = next(iter(missing.values()))
                 raise PredictionError(f"{error} between {first[0]} and {first[-1]}: re-run to resume") from None
+            left_when_lost = len(missing)
             lost.append(str(error))
     return lost
 

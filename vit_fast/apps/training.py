@@ -28,7 +28,7 @@ from ..files import check_replaceable, file_aside
 from ..model import VisionTransformer
 from ..weights.load import save_tensors
 from ..weights.source import read_file
-from .data import raising_reader_lost
+from .data import batches_of
 from .datasets import LabelledImages, PreparedImages, TrainingData, mixed_seed
 from .trainer import ALONE, Measure, Processes, TrainConfig, Trainer, TrainingError
 
@@ -117,11 +117,10 @@ def train(
         images.epoch = epoch  # restarted workers read it
         sampler.set_epoch(epoch)
         measures: list[Measure] = []
-        with raising_reader_lost():
-            for step, batch in enumerate(loader):
-                measures.append(trainer.step(*batch))
-                on_step(epoch, step, steps, measures[-1])
-            held_out = None if data.held_out is None else _measure(trainer, data.held_out, workers)
+        for step, batch in enumerate(batches_of(loader)):
+            measures.append(trainer.step(*batch))
+            on_step(epoch, step, steps, measures[-1])
+        held_out = None if data.held_out is None else _measure(trainer, data.held_out, workers)
         seen = sum(measure.seen for measure in measures)
         row: Row = {
             "epoch": epoch,
@@ -170,7 +169,8 @@ def _measure(trainer: Trainer, source: LabelledImages, workers: int) -> Measure:
     own = list(range(rank, len(source), world))
     filled = own + [0] * (math.ceil(len(source) / world) - len(own))
     images: Subset[Any] = Subset(PreparedImages(source, trainer.model), filled)
-    return trainer.measure(DataLoader(images, trainer.config.batch_size // world, num_workers=workers), len(own))
+    loader = DataLoader(images, trainer.config.batch_size // world, num_workers=workers)
+    return trainer.measure(batches_of(loader), len(own))
 
 
 def _start(out: Path, processes: Processes) -> None:
