@@ -154,14 +154,16 @@ def _name_dimensions(model: ir.Model, vit: ImageModel) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hides progress messages and deprecation warnings of torch's exporter."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir"))}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(disabled)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions, packed: int) -> list[Fusion]:
