@@ -304,9 +304,10 @@ class _Session:
         """Returns the output [B, ...] of images that were checked, with their type and device."""
         if isinstance(images, Tensor):
             return self._run_on_cuda(images)
+        images = np.ascontiguousarray(images)  # torch does not support negative strides
         if self._graph_device is not None:
             return self._run_on_cuda(torch.from_numpy(images).to(f"cuda:{self._graph_device}")).cpu().numpy()
-        inputs = {self._signature.input: np.ascontiguousarray(images)}
+        inputs = {self._signature.input: images}
         return self._call(images.shape, lambda: self._session.run([self._signature.output], inputs)[0])
 
     def _run_on_cuda(self, images: Tensor) -> Tensor:
