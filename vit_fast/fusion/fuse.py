@@ -173,7 +173,7 @@ class _Walk:
             return self._has_row[module]
         self._has_row[module] = True
         form, reason = (type(module), None) if isinstance(module, FusedModule) else form_or_reason(type(module))
-        if form is FusedPatchConv:
+        if isinstance(module, FusedPatchConv):
             return True
         if form is None:
             found = self._visit_other(name, module, reason, inside_unknown)
