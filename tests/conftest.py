@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # What depends on the versions of libraries: compile, export, launches, public API.
 WHOLE = {
-    "test_export_errors", "test_export_options", "test_fuse_matrix", "test_fuse_tracing",
+    "test_export_errors", "test_export_options", "test_fuse_matrix",
     "test_model", "test_onnx_runner", "test_packaging", "test_runtime", "test_stand_in_driver", "test_static_kernels",
     "test_traced_parts", "test_warm_up",
 }  # fmt: skip

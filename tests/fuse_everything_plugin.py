@@ -1,8 +1,6 @@
-"""A pytest plugin that fuses every model another project's suite builds; CONTRIBUTING says how to run one through it.
+"""A pytest plugin that fuses every model that another project's test suite builds; see CONTRIBUTING.md.
 
-A model of transformers is fused at the end of its constructor (`PreTrainedModel.post_init`), one of timm by
-`timm.create_model`, one of torchvision by `VisionTransformer.__init__`: before the suite trains, saves, copies or
-exports it. The last line of the run counts what was fused: a run in which nothing was proves nothing.
+The last line of the run counts what was fused: a run in which nothing was proves nothing.
 """
 
 from __future__ import annotations

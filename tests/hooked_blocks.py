@@ -146,10 +146,6 @@ def hook_the_input(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
     return owner.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True).remove
 
 
-def hook_without_change(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
-    return owner.get_submodule(name).register_forward_hook(lambda module, args, output: _noted(seen, args, {})).remove
-
-
 def set_a_forward(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
     module = owner.get_submodule(name)
     before = module.forward
@@ -162,36 +158,8 @@ def set_a_forward(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
     return lambda: module.__dict__.pop("forward")
 
 
-class Wrapped(nn.Module):
-    """A replacement of a module, with its attributes."""
-
-    def __init__(self, inner: nn.Module, seen: list[Any]) -> None:
-        super().__init__()
-        self.inner = inner
-        self.__dict__["seen"] = seen
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.seen.append("called")
-        return changed(self.inner(*args, **kwargs), 1.5)
-
-
-def replace(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
-    path, _, last = name.rpartition(".")
-    parent, before = owner.get_submodule(path), owner.get_submodule(name)
-    if not last or isinstance(parent, nn.Sequential | nn.MultiheadAttention):
-        return lambda: None  # the block itself, or a module whose forward its library does not call
-    setattr(parent, last, Wrapped(before, seen))
-    return lambda: setattr(parent, last, before)
-
-
 Change = Callable[[nn.Module, str, list[Any]], Undo]
-CHANGES: tuple[Change, ...] = (hook_the_output, hook_the_input, hook_without_change, set_a_forward, replace)
+CHANGES: tuple[Change, ...] = (hook_the_output, hook_the_input, set_a_forward)
 
 
 def run(block: nn.Module, call: Call) -> Tensor:

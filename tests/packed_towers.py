@@ -1,15 +1,20 @@
-"""Small towers for images of any size, packed or padded, with random weights and inputs for images of given sizes."""
+"""Small towers for images of any size, packed or padded, with random weights, and calls for images of given sizes."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from fused_models import Subject, timm_subject
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from vit_fast.libraries.transformers.families import LIKE_QWEN
 
 # kernel_support has the same constant, but selects the interpreter, which processes with the stand-in cannot use
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -18,6 +23,8 @@ Sizes = Sequence[tuple[int, int]]  # height and width in patches
 BATCHES: tuple[Sizes, ...] = (((4, 6), (2, 2), (8, 4)), ((2, 2),), ((10, 2), (2, 2)))
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 32, "depth": 2, "num_heads": 2}
 QWEN = {**SIZES, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
+MIXED: Sizes = ((4, 6), (2, 2), (8, 4), (2, 4))
+BUDGETS = (16, 64)
 ENCODER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -37,12 +44,12 @@ def squares(sizes: Sizes) -> dict[str, Any]:
     return {"pixel_values": torch.randn(len(sizes), 3, 16, 16, device=DEVICE)}
 
 
-def padded(sizes: Sizes, values: int = 3 * 4 * 4) -> tuple[Tensor, Tensor, Tensor]:
+def padded(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     """Returns patches, shapes and mask, with at least one patch of padding."""
     shapes = torch.tensor(sizes, dtype=torch.int64, device=DEVICE).reshape(-1, 2)
     width = int(shapes.prod(1).max()) + 1 if sizes else 1
     mask = torch.arange(width, device=DEVICE) < shapes.prod(1)[:, None]
-    return torch.randn(len(sizes), width, values, device=DEVICE), shapes, mask
+    return torch.randn(len(sizes), width, 3 * 4 * 4, device=DEVICE), shapes, mask
 
 
 def siglip2(sizes: Sizes) -> dict[str, Any]:
@@ -50,16 +57,32 @@ def siglip2(sizes: Sizes) -> dict[str, Any]:
     return {"pixel_values": patches, "pixel_attention_mask": mask.long(), "spatial_shapes": shapes}
 
 
-def naflex(sizes: Sizes, values: int = 3 * 4 * 4) -> dict[str, Any]:
-    patches, _, mask = padded(sizes, values)
+def naflex(sizes: Sizes) -> dict[str, Any]:
+    patches, _, mask = padded(sizes)
     places = torch.zeros((*mask.shape, 2), dtype=torch.int64, device=DEVICE)
     for row, (height, width) in zip(places, sizes):
         row[: height * width] = torch.cartesian_prod(torch.arange(height), torch.arange(width))
     return {"x": patches, "patch_coord": places, "patch_valid": mask}
 
 
-def batches(call: Callable[[Sizes], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    return lambda batch=0: call(BATCHES[batch])
+@dataclass(frozen=True)
+class Tower(Subject):
+    """A tower, its call with images of given sizes, and the outputs of a call without padding."""
+
+    call: Callable[[Sizes], dict[str, Any]] = grids
+    real: Callable[[Any, Sizes], list[Any]] = lambda outputs, sizes: pytree.tree_leaves(outputs)
+
+
+def tower_of(
+    make: Callable[[], nn.Module], call: Callable[[Sizes], dict[str, Any]], output: Any = None, **rest: Any
+) -> Tower:
+    return Tower(make, lambda batch=0: call(BATCHES[batch]), output or (lambda result: result), call, **rest)
+
+
+def siglip2_outputs(outputs: Any, sizes: Sizes) -> list[Any]:
+    mask = padded(sizes)[2]
+    leaves = pytree.tree_leaves(outputs)
+    return [leaf[mask] if isinstance(leaf, Tensor) and leaf.shape[:2] == mask.shape else leaf for leaf in leaves]
 
 
 def made(path: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
@@ -75,13 +98,34 @@ def made(path: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
     return make
 
 
-def naflexvit(name: str, **settings: Any) -> Subject:
-    subject = timm_subject(name, init_values=None, **settings)
-    return Subject(lambda: subject.make().to(DEVICE), batches(lambda sizes: naflex(sizes, 3 * 16 * 16)))
+def naflexvit(name: str, **settings: Any) -> Tower:
+    subject = timm_subject(name, patch_size=4, init_values=None, **settings)
+    return tower_of(lambda: subject.make().to(DEVICE), naflex)
 
 
-def qwen(path: str, config: str, **settings: Any) -> Subject:
-    return Subject(made(path, config, **{**QWEN, **settings}), batches(grids), lambda result: result.pooler_output)
+def qwen(path: str, config: str, values: int = 3 * 2 * 4 * 4, **settings: Any) -> Tower:
+    make = made(path, config, **{**QWEN, **settings})
+    return tower_of(make, lambda sizes: grids(sizes, values=values), lambda result: result.pooler_output)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
+    "glm4v": {"image_size": 16},
+}
+TOWER_CLASSES = {
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoeVisionTransformerPretrainedModel",
+    "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel",
+    "qwen3_omni_moe": "Qwen3OmniMoeVisionEncoder",
+}
+
+
+def like_qwen(family: str, **sizes: Any) -> Tower:
+    name = LIKE_QWEN[family]
+    settings = SETTINGS.get(family, {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}) | sizes
+    config = f"{name}EncoderConfig" if family == "qwen3_omni_moe" else f"{name}Config"
+    values = 3 * 4 * 4 * (1 if family == "ernie4_5_vl_moe" else QWEN["temporal_patch_size"])
+    path = f"{family}.modeling_{family}.{TOWER_CLASSES.get(family, f'{name}Model')}"
+    return qwen(path, config, values, **settings)
 
 
 LLAMA4 = {
@@ -90,49 +134,39 @@ LLAMA4 = {
 }  # fmt: skip
 
 
-def towers_of_depth(depth: int) -> dict[str, Subject]:
+def towers_of_depth(depth: int) -> dict[str, Tower]:
     """Returns the towers of transformers with this depth."""
     sizes = ENCODER | {"num_hidden_layers": depth}
+
+    def encoder(path: str, config: str, call: Any, pick: str = "last_hidden_state", **rest: Any) -> Tower:
+        real = {"real": rest.pop("real")} if "real" in rest else {}
+        return tower_of(made(path, config, **sizes | rest), call, lambda result: getattr(result, pick), **real)
+
+    pixtral = encoder(
+        "pixtral.modeling_pixtral.PixtralVisionModel", "PixtralVisionConfig", padded_images, image_size=40, patch_size=4
+    )
     return {
         "qwen2_vl": qwen(
             "qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig",
             depth=depth, embed_dim=64, mlp_ratio=2,
         ),
-        "qwen2_5_vl": qwen(
-            "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig",
-            depth=depth, window_size=16, fullatt_block_indexes=[1],
+        "qwen2_5_vl": like_qwen("qwen2_5_vl", depth=depth),
+        "qwen3_vl": like_qwen("qwen3_vl", depth=depth),
+        # because RMSNorm makes the sum of squares constant
+        "pixtral": dataclasses.replace(pixtral, output=lambda result: result.last_hidden_state.square()),
+        "siglip2": encoder(
+            "siglip2.modeling_siglip2.Siglip2VisionModel", "Siglip2VisionConfig", siglip2, "pooler_output",
+            num_patches=9, patch_size=4, real=siglip2_outputs,
         ),
-        "qwen3_vl": qwen(
-            "qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel", "Qwen3VLVisionConfig",
-            depth=depth, num_position_embeddings=16, deepstack_visual_indexes=[0],
+        "idefics3": encoder(
+            "idefics3.modeling_idefics3.Idefics3VisionTransformer", "Idefics3VisionConfig", squares, image_size=16,
+            patch_size=4,
         ),
-        "pixtral": Subject(
-            made("pixtral.modeling_pixtral.PixtralVisionModel", "PixtralVisionConfig", **sizes,
-                 image_size=40, patch_size=4),
-            batches(padded_images),
-            lambda result: result.last_hidden_state.square(),  # because RMSNorm makes the sum of squares constant
-        ),
-        "siglip2": Subject(
-            made("siglip2.modeling_siglip2.Siglip2VisionModel", "Siglip2VisionConfig", **sizes,
-                 num_patches=9, patch_size=4),
-            batches(siglip2),
-            lambda result: result.pooler_output,
-        ),
-        "idefics3": Subject(
-            made("idefics3.modeling_idefics3.Idefics3VisionTransformer", "Idefics3VisionConfig", **sizes,
-                 image_size=16, patch_size=4),
-            batches(squares),
-            lambda result: result.last_hidden_state,
-        ),
-        "llama4": Subject(
-            made("llama4.modeling_llama4.Llama4VisionModel", "Llama4VisionConfig", **{**sizes, **LLAMA4}),
-            batches(squares),
-            lambda result: result.last_hidden_state,
-        ),
+        "llama4": encoder("llama4.modeling_llama4.Llama4VisionModel", "Llama4VisionConfig", squares, **LLAMA4),
     }  # fmt: skip
 
 
-def naflex_of_depth(depth: int) -> dict[str, Subject]:
+def naflex_of_depth(depth: int) -> dict[str, Tower]:
     """Returns NaFlexVits with this depth."""
     gap = "naflexvit_base_patch16_gap"
     return {
@@ -143,7 +177,7 @@ def naflex_of_depth(depth: int) -> dict[str, Subject]:
     }
 
 
-def packed_of_depth(depth: int) -> dict[str, Subject]:
+def packed_of_depth(depth: int) -> dict[str, Tower]:
     """Returns a tower for each way in which blocks get the sizes of images."""
     names = ("qwen2_5_vl", "pixtral", "siglip2", "averaged", "rotary, a table an image")
     every = towers_of_depth(depth) | naflex_of_depth(depth)
@@ -151,3 +185,24 @@ def packed_of_depth(depth: int) -> dict[str, Subject]:
 
 
 TOWERS, NAFLEX = towers_of_depth(2), naflex_of_depth(2)
+# the towers that GraphRunner packs; one that needs no packing has images of one size
+FAMILIES: dict[str, Tower] = {
+    **{name: TOWERS[name] for name in ("qwen2_vl", "pixtral", "siglip2")},
+    **{family: like_qwen(family) for family in LIKE_QWEN},
+    "naflexvit": NAFLEX["averaged"],
+    "naflexvit, pooling head": naflexvit("naflexvit_base_patch16_map"),
+    "naflexvit, axial, registers": naflexvit(
+        "naflexvit_base_patch16_gap", rope_type="axial", reg_tokens=2, class_token=True
+    ),
+    "naflexvit, mixed": naflexvit("naflexvit_base_patch16_gap", rope_type="mixed"),
+    "internvl": tower_of(
+        made("internvl.modeling_internvl.InternVLVisionModel", "InternVLVisionConfig", **ENCODER, image_size=[16, 16],
+             patch_size=[4, 4]),
+        squares,
+    ),
+    "deepseek_vl": tower_of(  # its tower is SigLIP's
+        made("siglip.modeling_siglip.SiglipVisionModel", "SiglipVisionConfig", **ENCODER, image_size=16, patch_size=4),
+        squares,
+    ),
+}  # fmt: skip
+EVERY_CODE = ("qwen2_5_vl", "qwen3_vl", "glm4v", "pixtral", "siglip2", "naflexvit, mixed", "internvl")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -37,32 +35,9 @@ class LoraLinear(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-class DoubledLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-def quantize(block: Any) -> None:
-    torch.backends.quantized.engine = torch.backends.quantized.supported_engines[-1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.ao is deprecated
-        torch.ao.quantization.quantize_dynamic(block, {nn.Linear}, dtype=torch.qint8, inplace=True)
-
-
-def hook_in_a_new_dictionary(block: Any) -> None:
-    block.mlp.fc2._forward_hooks = OrderedDict()
-    block.mlp.fc2.register_forward_hook(lambda module, args, output: 2 * output)
-
-
 def hook_attention_dropout(block: Any) -> None:
     block.attn.fused_attn = False  # with its fused attention, timm does not call the module
     block.attn.attn_drop.register_forward_hook(lambda module, args, output: output * 2)
-
-
-def make_a_buffer(block: Any) -> None:
-    weight = block.norm2.weight.detach()
-    del block.norm2.weight
-    block.norm2.register_buffer("weight", 2 * weight)
 
 
 # Changes of timm's and our blocks, with the reason that fuse then reports, or None if it can still fuse the block
@@ -72,17 +47,13 @@ CHANGES: dict[str, tuple[Change, str | None]] = {
     "parametrization": (
         lambda block: nn.utils.parametrizations.weight_norm(block.mlp.fc1), "must be torch.nn.Linear itself, got ",
     ),
-    "class": (lambda block: setattr(block.mlp.fc1, "__class__", DoubledLinear), "torch.nn.Linear itself, got"),
-    "quantized linears": (quantize, "got torch.ao.nn.quantized.dynamic.modules.linear.Linear"),
     "pruning": (lambda block: prune.l1_unstructured(block.mlp.fc2, "weight", 0.5), "mlp.fc2 has hooks"),
-    "hook in a new dictionary": (hook_in_a_new_dictionary, "mlp.fc2 has hooks, which would no longer run"),
     "hook on attention dropout": (hook_attention_dropout, "attn_drop has hooks"),
     "other norm": (lambda block: setattr(block, "norm2", nn.Softmax(-1)), "or RMSNorm, got a Softmax"),
     "norm without epsilon": (
         lambda block: setattr(block, "norm2", nn.RMSNorm(64)), "norm2.eps must be a number, got None",
     ),
     "other MLP": (lambda block: setattr(block, "mlp", nn.Linear(64, 64)), "mlp must be the Mlp of "),
-    "a buffer": (make_a_buffer, None),
 }  # fmt: skip
 OF_TIMM: dict[str, tuple[Change, str | None]] = {
     "activation": (lambda block: setattr(block.mlp, "act", nn.GELU(approximate="tanh")), None),
@@ -106,12 +77,11 @@ def test_a_change_takes_effect_and_is_skipped_with_a_reason(library: str, change
             torch.manual_seed(5)
             apply(each.blocks[0])
         expected = twin(images)
-        close = {"rtol": 1e-5, "atol": 1e-5} if backend == "sdpa" else {"rtol": 1e-4, "atol": 1e-4}
-        torch.testing.assert_close(model(images), expected, **close)
+        torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
         for each in (model, twin):
             reasons = " | ".join(text for row in vit_fast.fuse(each, backend).skipped for text in row.reasons)
             assert reason in reasons if reason else not reasons
-            torch.testing.assert_close(each(images), expected, **close)
+            torch.testing.assert_close(each(images), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.each_value
@@ -140,8 +110,7 @@ def test_a_forward_replaced_on_an_instance_or_in_the_library(monkeypatch: pytest
         model = tiny_timm().eval()
         if fused_first:
             vit_fast.fuse(model, "sdpa").require_all()
-        before = model.blocks[0].forward
-        model.blocks[0].forward = lambda x, _before=before, **masks: _before(x, **masks) * 2
+        set_forward(model.blocks[0])
         expected = model(images)
         (row,) = vit_fast.fuse(model, "eager").skipped
         assert row.reasons == ("its forward was replaced on the instance",)
@@ -205,30 +174,17 @@ def test_weights_of_another_class_run_by_their_own_linear(library: str) -> None:
         torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-4, atol=1e-4)
 
 
-def hook_by_hand(module: nn.Module) -> Callable[[], None]:
-    """Sets a forward on the instance, as accelerate's hooks do."""
-    before = module.forward
-    module.forward = functools.partial(lambda *args, **kwargs: before(*args, **kwargs))
-    return lambda: setattr(module, "forward", before)
-
-
-def hook_by_accelerate(module: nn.Module) -> Callable[[], None]:
-    hooks = pytest.importorskip("accelerate.hooks")
-    hooks.add_hook_to_module(module, hooks.ModelHook())
-    return lambda: hooks.remove_hook_from_module(module)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("hook", [hook_by_hand, hook_by_accelerate])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_model_stays_fused_after_hooks_were_removed(library: str, hook: Callable[[nn.Module], Any]) -> None:
+def test_a_model_stays_fused_after_accelerate_removed_its_hooks(library: str) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
     subject = SUBJECTS[LIBRARIES[library]]
     model, inputs = subject.build().eval(), subject.inputs()
     expected = subject.run(model, inputs)
     vit_fast.fuse(model, "sdpa").require_all()
-    for remove in [hook(module) for module in model.modules()]:
+    for module in model.modules():
+        hooks.add_hook_to_module(module, hooks.ModelHook())
         torch.testing.assert_close(subject.run(model, inputs), expected)
-        remove()
+        hooks.remove_hook_from_module(module)
     torch.testing.assert_close(subject.run(model, inputs), expected)
     assert all(block.ready() is not None for block in model.modules() if isinstance(block, FusedNormMlp))
     assert vit_fast.fuse(model, "eager").require_all()

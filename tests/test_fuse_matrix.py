@@ -1,6 +1,6 @@
 """A fused model of each library in all supported uses: training, copies, pickles, export, compile and others.
 
-DDP and FSDP2 are in test_fuse_distributed.py; CUDA graphs, side streams and second devices in test_runtime.py.
+DDP and FSDP2 are in test_fuse_distributed.py, CUDA graphs and streams in test_runtime.py.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,17 @@ def test_the_kernels_export_without_themselves(library: str, strict: bool) -> No
     torch.testing.assert_close(subject.output(program.module()(**inputs)).cpu(), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, torch.jit.script])
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+def test_torch_fx_and_torchscript_get_the_original_forward(library: str, trace: Callable[..., nn.Module]) -> None:
+    _, model, inputs, expected = fused(library)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = trace(model)
+    with torch.no_grad():
+        torch.testing.assert_close(traced(*inputs.values()), expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["timm", "transformers"])
 def test_compiled_training(library: str) -> None:
@@ -91,15 +103,8 @@ def test_gradient_checkpointing_as_the_library_does_it(library: str) -> None:
     subject, model, inputs, _ = fused(library)
     model.train()
     output, grads = gradients(subject, model, inputs)
-    norms = {
-        "timm": "blocks.0.norm1",
-        "timm-rotary": "blocks.0.norm1",
-        "ours": "blocks.0.norm1",
-        "transformers": "0.layernorm_before",
-        "torchvision": "encoder.layers.encoder_layer_0.ln_1",
-    }
-    calls = []
-    norm = next(module for name, module in model.named_modules() if name.endswith(norms[library]))
+    calls: list[int] = []
+    norm = next(module for module in model.modules() if isinstance(module, nn.LayerNorm))
     norm.register_forward_hook(lambda *_: calls.append(1))
     if library == "torchvision":  # it has no option: torch's checkpoint_sequential does not checkpoint the last segment
         blocks = model.encoder.layers

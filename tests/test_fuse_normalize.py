@@ -75,7 +75,10 @@ def test_it_compiles_pickles_and_may_be_given_again() -> None:
         vit_fast.fuse(model, normalize=(MEAN, STD))
         torch.testing.assert_close(model(pixels), expected)
         vit_fast.fuse(model)  # without normalize, the folded normalization stays
-        torch.testing.assert_close(model(pixels), expected)
+        for each in (model, torch.fx.symbolic_trace(model)):
+            torch.testing.assert_close(each(pixels), expected)
+    with pytest.raises(Exception, match="annotation"), pytest.warns(DeprecationWarning):
+        torch.jit.script(model)  # would lose the normalization
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fused_models import Subject, assert_same_results, classes_of, gradients
 from kernel_support import DEVICE
-from packed_towers import BATCHES, ENCODER, NAFLEX, QWEN, TOWERS, grids, siglip2
+from packed_towers import BATCHES, ENCODER, NAFLEX, TOWERS, grids, siglip2
 
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
@@ -55,16 +55,6 @@ def test_a_tower_runs_by_kernels(name: str) -> None:
         torch.testing.assert_close(tower.run(model, inputs), tower.run(plain, inputs), **close)
 
 
-def test_what_pads_an_image_changes_nothing() -> None:
-    tower = NAFLEX["pooled by attention"]
-    model, inputs = tower.build().eval(), tower.inputs()
-    vit_fast.fuse(model, "sdpa").require_all()
-    with torch.no_grad():
-        right = model(**inputs)
-        other = {**inputs, "x": inputs["x"].masked_fill(~inputs["patch_valid"][..., None], 7.0)}
-        assert torch.equal(model(**other), right)
-
-
 @pytest.mark.parametrize("change", ["dropout", "own mask", "hook"])
 def test_calls_for_timms_own_forward_get_masks_that_it_knows(change: str) -> None:
     """Without torch's attention, timm adds masks to the scores. A boolean mask would be added as 0 and 1."""
@@ -99,6 +89,14 @@ def test_images_of_one_size_need_no_mask() -> None:
         torch.testing.assert_close(model(images), right)
 
 
+def test_padding_changes_nothing() -> None:
+    tower = NAFLEX["pooled by attention"]
+    model, inputs = tower.build().eval(), tower.inputs()
+    vit_fast.fuse(model, "sdpa").require_all()
+    padded = inputs["x"].masked_fill(~inputs["patch_valid"][..., None], 7.0)
+    assert torch.equal(model(**inputs | {"x": padded}), model(**inputs))
+
+
 def test_nan_in_one_image_stays_in_it() -> None:
     tower = TOWERS["qwen2_5_vl"]
     model = tower.build().eval()
@@ -109,33 +107,6 @@ def test_nan_in_one_image_stays_in_it() -> None:
     found = model(**inputs).pooler_output
     assert found[12:14].isnan().all()
     assert torch.equal(found[:12], right[:12]) and torch.equal(found[14:], right[14:])
-
-
-def test_a_whole_chat_model_runs_its_tower_by_ours() -> None:
-    """fuse(model) fuses the whole vision tower like fuse(model.visual), and reports the language model as elsewhere."""
-    transformers = pytest.importorskip("transformers", minversion="5.0")
-    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
-    text |= {"num_key_value_heads": 2, "vocab_size": 100, "rope_parameters": rope, "bos_token_id": 0, "eos_token_id": 0}
-    vision = QWEN | {"window_size": 16, "fullatt_block_indexes": [1]}
-    tokens = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
-    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
-    torch.manual_seed(0)
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config).to(DEVICE)
-    plain = copy.deepcopy(model)
-    report = vit_fast.fuse(model, "sdpa")
-    assert {row.name for row in report.fused} == {
-        f"model.visual.blocks.{i}{part}" for i in (0, 1) for part in ("", ".attn")
-    }
-    assert report.require_all().elsewhere == ("model.language_model (Qwen2_5_VLTextModel)",)
-    assert "model.language_model (Qwen2_5_VLTextModel) is a language model" in str(report)
-    grid = torch.tensor([[1, 4, 6], [1, 2, 2]], device=DEVICE)
-    ids = torch.tensor([[1, 92, *[90] * 6, 93, 7, 92, 90, 93, 5]], device=DEVICE)
-    types = (ids == 90).int()
-    inputs = {"pixel_values": torch.randn(28, 96, device=DEVICE), "image_grid_thw": grid, "input_ids": ids}
-    inputs |= {"mm_token_type_ids": types}
-    chat = Subject(lambda: model, dict, lambda result: result.logits)
-    assert_same_results(*(gradients(chat, each, copy.deepcopy(inputs)) for each in (model, plain)))
 
 
 def test_a_whole_model_of_images_and_texts_is_fused() -> None:
@@ -171,32 +142,27 @@ def test_calls_that_ask_for_more_run_the_original() -> None:
     assert len(seen) == 1
 
 
-NEEDS = {
-    "qwen2_vl": "grid_thw",
-    "qwen2_5_vl": "grid_thw",
-    "qwen3_vl": "grid_thw",
-    "siglip2": "pixel_attention_mask",
-}
+SIZES_ON_THE_HOST = "it reads the sizes of its images on the host"
+COMPLEX = r"positions are complex numbers \(rotary_embedding"
 
 
-@pytest.mark.fast_cases("pixtral")
-@pytest.mark.parametrize("name", [*NEEDS, "pixtral", "llama4"])
-def test_functions_for_images_alone_report_why_they_do_not_support_a_tower(name: str, tmp_path: Path) -> None:
-    """Checks export, GraphRunner and recorded attention."""
+@pytest.mark.parametrize(
+    ("name", "exported", "captured"),
+    [("qwen2_5_vl", "grid_thw", "grid_thw"), ("siglip2", "pixel_attention_mask", "pixel_attention_mask"),
+     ("pixtral", "torch.export", SIZES_ON_THE_HOST), ("llama4", COMPLEX, None)],
+)  # fmt: skip
+def test_functions_for_images_alone_report_why_they_do_not_support_a_tower(
+    name: str, exported: str, captured: str | None, tmp_path: Path
+) -> None:
     tower = TOWERS[name]
     model = tower.build().eval()
     vit_fast.fuse(model, "sdpa")
     first = next(iter(tower.inputs().values()))
-    reason = rf"its forward must require only images, but also requires {NEEDS.get(name)}"
-    exported = {"pixtral": "torch.export", "llama4": r"positions are complex numbers \(rotary_embedding"}.get(
-        name, reason
-    )
     with pytest.raises(UnsupportedInputError, match=exported):
         export_onnx(model, tmp_path / "m.onnx")
-    if name != "llama4":
-        captured = "it reads the sizes of its images on the host" if name == "pixtral" else reason
+    if captured is not None:
         with pytest.raises(UnsupportedInputError, match=captured):
             vit_fast.GraphRunner(model, first)
-    if name in NEEDS:
-        with pytest.raises(UnsupportedInputError, match=reason):
+    if exported == captured:
+        with pytest.raises(UnsupportedInputError, match=rf"must require only images, but also requires {captured}"):
             record_activations(model, first)

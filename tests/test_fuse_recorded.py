@@ -11,23 +11,20 @@ from typing import Any
 import pytest
 import torch
 from fused_models import SUBJECTS
+from packed_towers import TOWERS
 from torch import Tensor, nn
 
 import vit_fast
 
 transformers = pytest.importorskip("transformers")
 
-PACKED = ("pixtral", "siglip2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "llama4")
-NAMES = (*(name for name in SUBJECTS if name.startswith("transformers-")), *PACKED)
+NAMES = (*(name for name in SUBJECTS if name.startswith("transformers-")), *TOWERS)
 HIDDEN, WEIGHTS = "output_hidden_states", "output_attentions"
 
 
 def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    if name in SUBJECTS:
-        return SUBJECTS[name].build().eval(), SUBJECTS[name].inputs()
-    from packed_towers import TOWERS
-
-    return TOWERS[name].build().eval(), TOWERS[name].inputs(0)
+    subject = SUBJECTS[name] if name in SUBJECTS else TOWERS[name]
+    return subject.build().eval(), subject.inputs()
 
 
 def tensors(output: Any) -> dict[str, Tensor]:

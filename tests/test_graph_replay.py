@@ -9,8 +9,8 @@ import pytest
 import torch
 from graph_tapes import install
 from kernel_execution import DTYPES
+from packed_towers import EVERY_CODE, FAMILIES, MIXED
 from torch import Tensor
-from tower_calls import EVERY_CODE, FAMILIES, MIXED
 
 import vit_fast
 

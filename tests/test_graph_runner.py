@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from kernel_support import DEVICE
+from packed_towers import BUDGETS, EVERY_CODE, FAMILIES, MIXED, Sizes, Tower, grids
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from tower_calls import BUDGETS, EVERY_CODE, FAMILIES, MIXED, Family, Sizes, grids
 
 import vit_fast
 from vit_fast.run.graph_runner import pack
@@ -32,7 +32,7 @@ BACKEND = "sdpa" if DEVICE.type == "cpu" else "triton"  # sdpa reads lengths on 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5} if DEVICE.type == "cpu" else {"rtol": 3e-2, "atol": 3e-2}
 
 
-def build(name: str) -> tuple[Family, nn.Module, nn.Module]:
+def build(name: str) -> tuple[Tower, nn.Module, nn.Module]:
     """A family, its tower fused, and its tower as the library made it."""
     family = FAMILIES[name]
     tower = family.build().eval()
@@ -50,7 +50,7 @@ def assert_equal(found: Any, expected: Any, **tolerance: float) -> None:
             assert one == other
 
 
-def compare(family: Family, runner: Any, plain: nn.Module, sizes: Sizes, **options: Any) -> None:
+def compare(family: Tower, runner: Any, plain: nn.Module, sizes: Sizes, **options: Any) -> None:
     inputs = family.call(sizes) | options
     with torch.no_grad():
         expected = plain(**copy.deepcopy(inputs))

@@ -1,4 +1,4 @@
-"""graph_vision_tower: vision-language models generate the same tokens with and without it."""
+"""Vision-language models, fused and with graph_vision_tower: same gradients and generated tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fused_models import Subject, assert_same_results, gradients
 from packed_towers import ENCODER, QWEN
 from torch import nn
 
@@ -51,18 +52,9 @@ def mistral() -> tuple[nn.Module, Inputs]:
     return model, inputs | {"pixel_values": torch.randn(2, 3, 24, 24), "image_sizes": sizes}
 
 
-def internvl() -> tuple[nn.Module, Inputs]:
-    vision = transformers.InternVLVisionConfig(**ENCODER, image_size=[16, 16], patch_size=[4, 4])
-    text, tokens = transformers.Qwen2Config(**TEXT), (*[IMAGE] * 4, 7, *[IMAGE] * 4)
-    model, inputs = generator("InternVL", text, vision, tokens, image_token_id=IMAGE, image_seq_length=4)
-    return model, inputs | {"pixel_values": torch.randn(2, 3, 16, 16)}
-
-
 MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
-    "qwen2_vl": lambda: qwen("Qwen2VL", embed_dim=64, hidden_size=32, mlp_ratio=2),
     "qwen2_5_vl": lambda: qwen("Qwen2_5_VL", window_size=16, fullatt_block_indexes=[1]),
     "mistral3": mistral,
-    "internvl": internvl,
 }
 
 
@@ -97,11 +89,23 @@ def test_generate_returns_the_same_tokens(name: str) -> None:
     assert sum(runner.stats().hits.values()) == 2, "the copy and the model run without graphs"
 
 
+def test_a_whole_chat_model_trains_and_reports_its_language_model_as_elsewhere() -> None:
+    model, inputs = build("qwen2_5_vl")
+    plain = copy.deepcopy(model)
+    report = vit_fast.fuse(model, "sdpa")
+    assert {row.name for row in report.fused} == {
+        f"model.visual.blocks.{i}{part}" for i in (0, 1) for part in ("", ".attn")
+    }
+    assert "model.language_model (Qwen2_5_VLTextModel) is a language model" in str(report.require_all())
+    chat = Subject(lambda: model, dict, lambda result: result.logits)
+    assert_same_results(*(gradients(chat, each, copy.deepcopy(inputs)) for each in (model, plain)))
+
+
 def test_what_becomes_of_a_model_with_a_runner() -> None:
     """Checks training, pickles, a second runner, and models without a tower."""
     from vit_fast.integrations.transformers import graph_vision_tower, ungraph_vision_tower
 
-    model, inputs = build("qwen2_vl")
+    model, inputs = build("qwen2_5_vl")
     visual = model.model.visual
     vit_fast.fuse(visual, "sdpa")
     runner = graph_vision_tower(model, budgets=(32,))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..blocks.fused import FusedContainer, FusedModule
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from . import fixed_grid, google, openai, ours, torchvision
+from . import fixed_grid, ours, research_files, torchvision
 from .interface.image_model import ImageModel
 from .interface.packed_tower import PackedTower
 from .interface.weight_names import Converted
@@ -23,7 +23,7 @@ from .transformers import families, graph_towers, hf_config, hf_model
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-NAMED_WEIGHTS = (google, torchvision, hf_model, openai, timm_model)
+NAMED_WEIGHTS = (research_files.GOOGLE, torchvision, hf_model, research_files.CLIP, timm_model)
 CONFIGURATIONS = (timm_model, hf_config)
 PEERS = (timm_model, hf_model, torchvision)
 IMAGE_MODELS = (ours, fixed_grid, timm_model, hf_model, torchvision)

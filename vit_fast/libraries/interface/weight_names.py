@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,14 @@ class Converted:
         self.tensors["cls_token"] = self.tensors["cls_token"].double() + positions[:, :1].double()
         self.tensors["pos_embed"] = positions[:, 1:]
         self.origins["cls_token"] = (*self.origins["cls_token"], *self.origins["pos_embed"])
+
+
+class WeightNames(NamedTuple):
+    """What a library's file defines of weights, where one file describes several layouts."""
+
+    NAME: str
+    SIGNATURE: str
+    convert: Callable[[Mapping[str, Tensor], ViTConfig], Converted]
 
 
 def parts(pattern: str, names: Sequence[str], whole: str) -> tuple[Rule, ...]:

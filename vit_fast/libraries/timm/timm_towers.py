@@ -8,15 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from ...blocks.block import run_blocks, run_packed_blocks
 from ...blocks.fused import Forms, FusedContainer, FusedModule
-from ...blocks.packed import is_plain_call
-from ...blocks.parts import BlockParts, block_tensors, drops, drops_path
 from ...blocks.plain import is_touched
-from ...layers import ACTIVATIONS
-from ...ops.descriptions import BlockTensors, Keys
+from ...ops.descriptions import Keys
 from ...ops.registration import is_exporting
 from ..interface.image_model import comes_from
 from ..interface.packed_tower import Call, PaddedTower, read_grids
@@ -64,7 +60,7 @@ def _run_for_one_token(blocks: Any, x: Tensor) -> Tensor:
     *others, last = blocks
     if not torch.compiler.is_compiling():
         output = run_packed_blocks(blocks, x, outputs=1)
-        return _run_all_tokens(blocks, x) if output is None else output
+        return blocks(x) if output is None else output
     supported = isinstance(last, BlockMixin) and last.vit_fast_backend == "sdpa" and not last.training
     if not supported or last._forward_hooks or is_touched(last):
         return blocks(x)
@@ -72,61 +68,6 @@ def _run_for_one_token(blocks: Any, x: Tensor) -> Tensor:
     if parts is None or parts.attention is None or parts.fp8 is not None:
         return blocks(x)
     return _first_token(last, run_blocks(others, x))
-
-
-def _run_all_tokens(blocks: nn.Sequential, x: Tensor) -> Tensor:
-    """Runs blocks in a call without gradients, [B, N, C] -> [B, N, C], bitwise as timm does.
-
-    On a CPU, skips the calls of their modules if nothing observes these, which take 6 % of a small model's time.
-    """
-    plain = is_plain_call(x) and not (_has_any_global_hook() or blocks._forward_hooks or is_touched(blocks))
-    ready = [_as_timm_computes(block) for block in blocks] if plain else [None]
-    if None in ready:
-        output: Tensor = blocks(x)
-        return output
-    for parts in ready:
-        x = _run_block(parts, x)
-    return x
-
-
-def _as_timm_computes(block: Any) -> BlockParts | None:
-    """Returns the parts of a block that `_run_block` computes bitwise as timm does; None for other blocks."""
-    if not isinstance(block, BlockMixin) or block.vit_fast_backend != "sdpa" or block._forward_hooks:
-        return None
-    parts = None if is_touched(block) else block.ready()
-    if parts is None or parts.attention is None or parts.mlp is None or parts.fp8 is not None:
-        return None
-    attention, mlp = parts.attention, parts.mlp
-    norms = {type(norm.module).__name__ for norm in (attention.norm, mlp.norm)}
-    others = attention.qk_norm, mlp.gate, mlp.inner_norm
-    if norms != {"LayerNorm"} or others != (None, None, None) or not attention.module.__dict__.get("fused_attn"):
-        return None
-    dropping = drops(attention.dropouts) or drops_path(attention.drop_path) or drops_path(mlp.drop_path)
-    return None if dropping else parts
-
-
-def _run_block(parts: Any, x: Tensor) -> Tensor:
-    t = block_tensors(parts.attention, parts.mlp)
-    x = _added(_attend(t, parts.attention, x), t.scale1, x)
-    return _added(_run_mlp(t, parts.mlp, x), t.scale2, x)
-
-
-# Separate functions release large tensors early. Otherwise, a batch of eight in fp32 takes 14 % longer.
-def _attend(t: BlockTensors, parts: Any, x: Tensor) -> Tensor:
-    normed = torch.layer_norm(x, x.shape[-1:], t.norm1_weight, t.norm1_bias, parts.norm.eps, False)
-    qkv = F.linear(normed, t.qkv_weight, t.qkv_bias)
-    q, k, v = qkv.view(*qkv.shape[:-1], 3, parts.num_heads, -1).transpose(1, 3).unbind(2)
-    return F.linear(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), t.proj_weight, t.proj_bias)
-
-
-def _run_mlp(t: BlockTensors, parts: Any, x: Tensor) -> Tensor:
-    normed = torch.layer_norm(x, x.shape[-1:], t.norm2_weight, t.norm2_bias, parts.norm.eps, False)
-    return F.linear(ACTIVATIONS[parts.activation](F.linear(normed, t.fc1_weight, t.fc1_bias)), t.fc2_weight, t.fc2_bias)
-
-
-def _added(branch: Tensor, scale: Tensor | None, x: Tensor) -> Tensor:
-    branch = branch if scale is None else branch * scale
-    return branch.add_(x) if branch.dtype is x.dtype else x + branch
 
 
 def _first_token(block: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weight names of Google's .npz files: vision_transformer and big_vision, also with SigLIP's attention pooling."""
+"""Weight names in files of research code: Google's JAX models, and CLIP of OpenAI and OpenCLIP."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..config import ViTConfig
-from .interface.weight_names import Converted, Rule, parts, rename
+from .interface.weight_names import Converted, Rule, WeightNames, parts, rename
 
-NAME = "Google JAX"
-SIGNATURE = r"(^|/)embedding/kernel$"
+# --- Google's .npz files: vision_transformer and big_vision, also with SigLIP's attention pooling ----------------
 
 _BLOCK = r"Transformer/encoderblock_(\d+)/"
 _MHA = r"MultiHeadDotProductAttention_\d/"
 _MLP = r"MlpBlock_\d/Dense_"
 _POOL = r"MAPHead_0/"
 
-RULES: tuple[Rule, ...] = (
+_RULES: tuple[Rule, ...] = (
     (r"cls", "cls_token"),
     (r"pos_embedding|Transformer/posembed_input/pos_embedding", "pos_embed"),
     (r"embedding/(weight|bias)", r"patch_embed.proj.\1"),
@@ -45,7 +44,7 @@ RULES: tuple[Rule, ...] = (
 _PREFIX = re.compile(r"(.*/)?embedding/kernel")
 
 
-def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
+def _convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     """Converts Google's names to timm's: transposes kernels to [out, in], flattens heads, and unstacks blocks."""
     prefix = next(m[1] or "" for m in map(_PREFIX.fullmatch, sorted(state, key=len)) if m)
     tensors: dict[str, Tensor] = {}
@@ -54,7 +53,7 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
         for inner, layer in _unstack(name.removeprefix(prefix), array):
             renamed = re.sub(r"/(kernel|scale)$", "/weight", inner)
             tensors[renamed], source_of[renamed] = _to_torch(inner, layer), name
-    converted = rename(tensors, NAME, RULES)
+    converted = rename(tensors, "Google JAX", _RULES)
     converted.ignored = sorted({source_of[name] for name in converted.ignored})
     converted.origins = {ours: tuple(source_of[name] for name in theirs) for ours, theirs in converted.origins.items()}
     converted.add_batch_axis()
@@ -81,3 +80,38 @@ def _to_torch(name: str, array: Tensor) -> Tensor:
         into_heads = re.search(r"/(query|key|value)/kernel$", name)
         array = array.flatten(1) if into_heads else array.flatten(0, 1)
     return array.t().contiguous() if array.dim() == 2 else array
+
+
+GOOGLE = WeightNames("Google JAX", r"(^|/)embedding/kernel$", _convert)
+
+# --- the image tower of CLIP ------------------------------------------------------------------------------------
+
+_CLIP_BLOCK = r"visual\.transformer\.resblocks\.(\d+)\."
+
+_CLIP_RULES: tuple[Rule, ...] = (
+    (r"visual\.class_embedding", "cls_token"),
+    (r"visual\.positional_embedding", "pos_embed"),
+    (r"visual\.proj", "head.weight"),
+    (r"visual\.conv1\.weight", "patch_embed.proj.weight"),
+    (r"visual\.ln_pre\.(weight|bias)", r"norm_pre.\1"),
+    (r"visual\.ln_post\.(weight|bias)", r"norm.\1"),
+    (_CLIP_BLOCK + r"ln_([12])\.(weight|bias)", r"blocks.\1.norm\2.\3"),
+    (_CLIP_BLOCK + r"attn\.in_proj_(weight|bias)", r"blocks.\1.attn.qkv.\2"),
+    (_CLIP_BLOCK + r"attn\.out_proj\.(weight|bias)", r"blocks.\1.attn.proj.\2"),
+    (_CLIP_BLOCK + r"mlp\.c_fc\.(weight|bias)", r"blocks.\1.mlp.fc1.\2"),
+    (_CLIP_BLOCK + r"mlp\.c_proj\.(weight|bias)", r"blocks.\1.mlp.fc2.\2"),
+    (r"(?!visual\.).+", None),  # the text tower has no prefix
+)
+
+
+def _convert_clip(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
+    """Converts CLIP's names to timm's, transposes the projection, and adds zeros as its bias."""
+    converted = rename(state, "OpenAI CLIP", _CLIP_RULES)
+    converted.add_batch_axis()
+    if "head.weight" in converted.tensors:
+        converted.tensors["head.weight"] = converted.tensors["head.weight"].t().contiguous()
+        converted.add_head_bias("the projection")
+    return converted
+
+
+CLIP = WeightNames("OpenAI CLIP", r"^visual\.conv1\.weight$", _convert_clip)
