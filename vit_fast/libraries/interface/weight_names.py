@@ -64,7 +64,7 @@ class Converted:
 
 
 class WeightNames(NamedTuple):
-    """What a library's file defines of weights, where one file describes several layouts."""
+    """A layout of weights in a file that describes several; otherwise, the module of a library has these attributes."""
 
     NAME: str
     SIGNATURE: str
