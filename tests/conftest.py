@@ -57,8 +57,7 @@ WHOLE = {
 
 
 # Tools of this repository, which no version of a library changes: the rest of the time goes to what one may change.
-TOOLS = ("test_bench_", "test_docs", "test_emulator_", "test_execute", "test_matmul_tiles",
-         "test_structure")  # fmt: skip
+TOOLS = ("test_bench_", "test_docs", "test_emulator_", "test_execute", "test_structure")
 
 
 def _of_oldest(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -171,7 +171,7 @@ def test_no_matmul_takes_tiles_that_are_not_compiled_offline(gated: bool, monkey
     launch = linear.matmul_launch
 
     def watched(operands: Operands, *, epilogue: str, config: MatmulConfig, **rest: Any) -> Launch:
-        usable[epilogue] = matmul_policy.is_usable(config, operands, epilogue)
+        usable[epilogue] = matmul_policy._problem(operands, epilogue).allows(config)
         return launch(operands, epilogue=epilogue, config=config, **rest)
 
     monkeypatch.setattr(linear, "matmul_launch", watched)

@@ -88,11 +88,6 @@ def _problem(operands: Operands, epilogue: str, activation: str = "identity") ->
     )  # fmt: skip
 
 
-def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
-    """True if these operands can use a configuration of the table."""
-    return _problem(operands, epilogue).allows(config)
-
-
 def matmul_config(operands: Operands, epilogue: str, activation: str = "identity") -> MatmulConfig:
     """Returns the configuration for these operands on their device; for the interpreter, the largest usable tile."""
     problem = _problem(operands, epilogue, activation)
