@@ -28,10 +28,9 @@ from hypothesis import HealthCheck, settings  # noqa: E402  # as above
 
 if INTERPRETED:
     import interpreter
-    import interpreter_speed
 
-    interpreter.make_bf16_exact()
-    interpreter_speed.search_once()
+    interpreter.correct()
+    interpreter.accelerate()
 
 settings.register_profile(
     "quick", max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True

@@ -1,19 +1,26 @@
-"""Makes bf16 and e4m3 right under Triton's interpreter, for tests only.
+"""Patches of Triton's interpreter, for tests only: `correct` changes results, `accelerate` does not.
 
-Without it `tl.dot` multiplies the bit patterns of bf16 operands and casts to bf16 truncate (triton 3.6 to 3.9).
+Without `correct`, `tl.dot` multiplies the bit patterns of bf16 operands and casts to bf16 truncate (triton 3.6 to 3.9).
 Operands are widened to fp32 before the product, which is exact, and casts round to nearest even as the hardware does.
 Casts to e4m3 send ties away from zero, wrap around past 448 and make NaN a number; casts from it take NaN for 480.
+
+Without `accelerate`, the interpreter searches triton.language for functions to replace at every call of a device
+function, although they nearly always are replaced already: half of its time. It also looks for overflows of integers
+and discards what it finds, describes the shape of every result anew, and computes erf of one number at a time.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
-import triton.runtime.interpreter as interpreter
+from triton.language import core
+from triton.runtime import interpreter
 
 
 def _widen(handle: Any) -> Any:
@@ -45,8 +52,8 @@ def _from_e4m3(values: np.ndarray) -> np.ndarray:
 
 
 @cache
-def make_bf16_exact() -> None:
-    """Patch the interpreter once for this process."""
+def correct() -> None:
+    """Patches the products and casts of the interpreter."""
     builder = interpreter.InterpreterBuilder
     create_dot = builder.create_dot
     convert_float = interpreter._convert_float
@@ -65,3 +72,63 @@ def make_bf16_exact() -> None:
 
     builder.create_dot = dot
     interpreter._convert_float = convert
+
+
+@cache
+def _languages(function: Any) -> tuple[Any, ...]:
+    """The modules of triton.language that a device function sees."""
+    return tuple(value for value in function.__globals__.values() if value is tl or value is tl.core)
+
+
+def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(tl.core.is_builtin(language.load) for language in _languages(self.fn)):
+        interpreter._patch_lang(self.fn)
+    try:
+        return self.rewrite()(*args, **kwargs)
+    except Exception as error:
+        raise interpreter.InterpreterError(repr(error)) from error
+
+
+@cache
+def _shape_of_tensor(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """A tensor's number of elements and its shape, of the sizes."""
+    return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle = handle
+    self.type = type
+    self.dtype = type.scalar
+    self.numel, self.shape = _shape_of_tensor(tuple(type.shape) if type.is_block() else ())
+
+
+@cache
+def _shape_of_block(shape: tuple[int, ...]) -> tuple[Any, int]:
+    """A block's shape, of sizes that are allowed, and its number of elements."""
+    if not shape:
+        raise TypeError("0d block_type is forbidden")
+    return core.tuple(shape), core.validate_block_shape(shape)
+
+
+def _init_block(self: Any, element_ty: Any, shape: Any) -> None:
+    assert isinstance(shape, list | core.tuple)
+    self.element_ty = element_ty
+    sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+    self.shape, self.numel = _shape_of_block(sizes)
+
+
+def _erf(values: np.ndarray) -> np.ndarray:
+    """Computes erf of fp32 in fp64, as the interpreter does, for the whole array at once."""
+    return torch.from_numpy(np.array(values, dtype=np.float64)).erf_().numpy().astype(np.float32)
+
+
+@cache
+def accelerate() -> None:
+    interpreter.InterpretedFunction.__call__ = _call_device_function
+    options = interpreter.interpreter_builder.options
+    assert not options.debug  # otherwise overflows decide about assertions
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    interpreter.np_erf_fp32 = _erf
+    core.tensor.__init__ = _init_tensor
+    core.block_type.__init__ = _init_block
+    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")

@@ -6,15 +6,17 @@ buffers that an operator allocates for itself may lie elsewhere, each in one oth
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from launch_tapes import BF16, FP32, Address, Arguments, described, listen, taped, zeros
 from our_operators import calls_of, each_tensor
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from triton.backends.nvidia import driver as nvidia
 
 from vit_fast import ops
 from vit_fast.kernels import plan
@@ -23,6 +25,66 @@ from vit_fast.ops import Norm, QkNorm, Rope
 from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Keys
 from vit_fast.ops.fp8 import fused_block_fp8, quantize_block
+
+BF16, FP32 = torch.bfloat16, torch.float32
+Arguments = tuple[Any, ...]
+Call = Callable[[], Tensor]
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
+    """A tensor that starts `offset` elements behind an aligned address."""
+    size = torch.Size(shape)
+    return torch.zeros(size.numel() + offset, dtype=dtype)[offset:].view(size)
+
+
+# ---- the arguments of the functions in C that launch kernels ----
+
+
+class Address(int):
+    """An argument that is an address."""
+
+
+tapes = threading.local()
+
+
+def listen() -> None:
+    """Tapes the calls of every launcher; must be called before any kernel is compiled."""
+    wrap = nvidia.wrap_handle_tensordesc
+
+    def wrap_taped(launcher: Any, *args: Any) -> Any:
+        def taped(*arguments: Any) -> None:
+            getattr(tapes, "tape", []).append((launcher, *arguments))
+            launcher(*arguments)
+
+        return wrap(taped, *args)
+
+    nvidia.wrap_handle_tensordesc = wrap_taped
+
+
+def taped(call: Callable[[], Any]) -> tuple[list[list[Any]], Any]:
+    """Returns the flat arguments of each launch of a call, and its result."""
+    tapes.tape = []
+    result = call()
+    return [list(_flattened(arguments)) for arguments in tapes.tape], result
+
+
+def _flattened(arguments: Any) -> Iterator[Any]:
+    for value in arguments:
+        if isinstance(value, list | tuple):
+            yield from _flattened(value)
+        elif type(value).__name__ == "PyCUtensorMap":
+            words = ctypes.string_at(id(value) + type(value).__basicsize__ - 128, 128)
+            yield Address(int.from_bytes(words[:8], "little"))
+            yield words[8:]
+        else:
+            yield Address(value.data_ptr()) if isinstance(value, Tensor) else value
+
+
+# ---- the comparison ----
+
+
+def described(result: Any) -> list[tuple[Any, ...]]:
+    return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in pytree.tree_leaves(result)]
 
 
 def keep_what_is_recorded() -> list[Tensor]:
@@ -66,7 +128,7 @@ def hold(operator: Any, arguments: Arguments, kept: list[Tensor]) -> None:
         assert plan.plans() != [None], operator
         replayed, again = taped(lambda tensors=tensors: operator(*tensors))
         assert_same(ordinary, replayed, tensors)
-        assert [*map(described, pytree.tree_leaves(made))] == [*map(described, pytree.tree_leaves(again))]
+        assert described(made) == described(again)
         elsewhere = moved(tensors)
         replayed, _ = taped(lambda tensors=elsewhere: operator(*tensors))
         assert len(plan.plans()) == 1
@@ -90,7 +152,7 @@ def elsewhere(tensor: Tensor) -> Tensor:
     return memory[start:].as_strided(tensor.shape, tensor.stride(), start)
 
 
-Call = Callable[[], Tensor]
+# ---- the calls ----
 
 
 def cases() -> Iterator[Call]:
@@ -166,21 +228,23 @@ def modern_cases() -> Iterator[Call]:
         yield lambda x=x, tensors=tensors, options=options: fused_block(x, None, tensors, **options)[0]
 
 
-def fp8_cases() -> Iterator[Call]:
-    """Blocks in e4m3: the first, which makes its operand, and one behind another."""
+def fp8_block() -> tuple[tuple[Tensor, None, None], Any, Tensor, dict[str, Any]]:
+    """Returns the arguments of `fused_block_fp8` for the first block: what is known of x, block, scale and options."""
     x, ones = zeros(2, 17, 64), torch.ones(64)
     tensors = BlockTensors(
         None, None, zeros(192, 64), zeros(192), zeros(64, 64), zeros(64), zeros(64), None, None, zeros(128, 64),
         zeros(128), zeros(64, 128), zeros(64), zeros(64),
     )  # fmt: skip
     block = quantize_block(tensors, BlockScales(ones, ones[0], ones, ones[0]), BF16)
-    options = {"heads": 1, "attention_scale": 0.125, "eps": (1e-6, 1e-5), "activation": "gelu"}
+    return (x, None, None), block, ones, {
+        "heads": 1, "attention_scale": 0.125, "eps": (1e-6, 1e-6), "activation": "gelu"
+    }  # fmt: skip
 
-    def two() -> Tensor:
-        first = fused_block_fp8(x, None, None, block, ones, **options)
-        return fused_block_fp8(*first, block, None, **options)[0]
 
-    yield two
+def fp8_cases() -> Iterator[Call]:
+    """Blocks in e4m3: the first, which makes its operand, and one behind another."""
+    first, block, scale, options = fp8_block()
+    yield lambda: fused_block_fp8(*fused_block_fp8(*first, block, scale, **options), block, None, **options)[0]
 
 
 def calls(case: Call) -> list[tuple[Any, Arguments]]:

@@ -1,21 +1,21 @@
-"""Tests that need execution: launch plans replayed, CUDA graphs, a compiled model, TF32, the short sums of FP8."""
+"""Tests that need execution: replayed launch plans, CUDA graphs, a compiled model, TF32, FP8, synchronization."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import planned_launches
 import pytest
 import test_fp8_block
 import torch
-from emulator.binding import Emulator
+from emulator.binding import Emulator, Found, Schedule
 from emulator.process import SAME_PTX
 from kernel_execution import KERNEL_ARCH, WITHOUT_FP8
 from our_operators import each_tensor
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import vit_fast
 from vit_fast import set_backend
@@ -32,21 +32,16 @@ from vit_fast.ops import attention_qkvpacked, layer_norm_mlp, reference
 pytestmark = pytest.mark.executed
 
 BF16 = torch.bfloat16
+Call = tuple[Callable[..., Tensor], list[Tensor], Tensor]  # function, inputs, gradient of the output
 
 
 # ---- launch plans ----
 
 
 def _random(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
-    """Replaces launch_tapes.zeros by random tensors."""
+    """Replaces planned_launches.zeros by random tensors."""
     size = torch.Size(shape).numel()
     return (torch.randn(size + offset) / 4).to(dtype)[offset:].view(shape)
-
-
-def _copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same values elsewhere."""
-    moved: tuple[Any, ...] = each_tensor(lambda tensor: planned_launches.elsewhere(tensor).copy_(tensor), arguments)
-    return moved
 
 
 @pytest.mark.parametrize("cases", ["cases", "block_cases", "modern_cases", "fp8_cases"])
@@ -59,9 +54,10 @@ def test_a_replayed_plan_computes_the_same_bits(cases: str, monkeypatch: pytest.
     for operator, arguments in found:
         plan.forget()
         results = [operator(*arguments) for _ in range(3)]  # compiled, recorded, replayed
-        results.append(operator(*_copied(arguments)))
+        moved = each_tensor(lambda tensor: planned_launches.elsewhere(tensor).copy_(tensor), arguments)
+        results.append(operator(*moved))
         assert len(plan.plans()) == 1
-        for one in zip(*map(planned_launches.leaves, results), strict=True):
+        for one in zip(*map(tree_leaves, results), strict=True):
             ordinary, *planned = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in one)
             assert all(torch.equal(ordinary, bits) for bits in planned), operator
 
@@ -182,71 +178,99 @@ def test_kernels_that_start_early_compute_the_same_bits(
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-# ---- memory ----
+# ---- operators, forward and backward ----
+
+
+def _attention(N: int, D: int, dtype: torch.dtype = torch.float32) -> Call:
+    qkv = torch.randn(1, N, 3, 2, D, dtype=dtype, requires_grad=True)
+    return attention_qkvpacked, [qkv], torch.randn(1, N, 2, D, dtype=dtype)
+
+
+def _mlp(M: int, C: int, F: int, dtype: torch.dtype = torch.float32) -> Call:
+    shapes = ((C,), (C,), (F, C), (F,), (C, F), (C,))
+    tensors = [torch.randn(M, C), *(torch.randn(shape) / 8 for shape in shapes)]
+    return layer_norm_mlp, [tensor.to(dtype).requires_grad_() for tensor in tensors], torch.randn(M, C).to(dtype)
+
+
+def _run(call: Call, backend: str = "triton", dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Returns the output and the gradients."""
+    function, tensors, grad = call
+    tensors = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in tensors]
+    out = function(*tensors, backend=backend)
+    return [out.detach(), *torch.autograd.grad(out, tensors, grad.to(out.dtype))]
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [(_attention, sizes) for sizes in ((17, 64), (50, 32), (197, 64), (65, 16), (257, 32), (9, 72))]
+    + [(_mlp, sizes) for sizes in ((1, 64, 128), (70, 192, 264), (129, 72, 200), (33, 100, 150))],
+)
+def test_tf32(
+    make: Callable[..., Call], sizes: tuple[int, ...], emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operands of TF32 have 11 bits. At least one instruction computes with them, through TMA or by pointers."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    emulator.profile()
+    call = make(*sizes)
+    for found, exact in zip(_run(call), _run(call, "eager", torch.float64), strict=True):
+        error = float((found.double() - exact).abs().max() / exact.abs().max())
+        assert error < 4e-3, error
+    assert any(found.executed for found in emulator.find("tf32.tf32"))
+
+
+SYNCHRONISATION = ("bar.sync", "wait_group", "fence", "try_wait", "commit_group", "griddepcontrol.wait")
+SCHEDULES = (Schedule(), Schedule(early=1), Schedule(seed=7, early=2))
+
+
+def _is_the_same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("make", "sizes"), [(_attention, (100, 64)), (_mlp, (20, 136, 72))])
+def test_every_synchronisation_is_needed_or_not_missed(
+    make: Callable[..., Call], sizes: tuple[int, ...], schedule: Schedule, emulator: Emulator
+) -> None:
+    """Every barrier, wait and fence left out in turn must be reported, or change nothing."""
+    if schedule != Schedule():
+        pytest.skip("it brings its own schedules")
+    call = make(*sizes, dtype=BF16)
+    _run(call)  # compiles
+    emulator.profile()
+    expected = _run(call)
+    executed = [found for word in SYNCHRONISATION for found in emulator.find(word) if found.executed]
+    assert executed
+    assert emulator.reports() == []
+    missed: list[Found] = []
+    for instruction in executed:
+        reported, same = False, True
+        with emulator.without(instruction):
+            for schedule in SCHEDULES:
+                emulator.schedule(schedule)
+                same &= _is_the_same(_run(call), expected)
+                reported = bool(emulator.reports())
+                if reported:
+                    break
+        assert reported or same, instruction
+        if not reported:
+            missed.append(instruction)
+    emulator.schedule(Schedule())
+    assert _is_the_same(_run(call), expected)
+    share = 1 - len(missed) / len(executed)
+    print(f"{share:.0%} of {len(executed)} reported; not needed here:", *missed, sep="\n  ")
+    assert not [found for found in missed if "try_wait" in found.opcode or "griddepcontrol" in found.opcode]
+    assert share > 0.5, missed  # Triton writes barriers that others make redundant
 
 
 def test_weight_gradients_use_whole_sectors_and_all_banks(emulator: Emulator) -> None:
     """Parts in fp32 are read beside weights in bf16, and sums over rows pass through shared memory."""
-    shapes = ((128,), (128,), (256, 128), (256,), (128, 256), (128,))
-    tensors = [torch.randn(*shape).to(BF16).requires_grad_() for shape in ((40, 128), *shapes)]
-    y = layer_norm_mlp(*tensors, backend="triton")
     emulator.profile()
-    y.backward(torch.randn_like(y))
+    _run(_mlp(40, 128, 256, BF16))
     found = {kernel.kernel: kernel.rows for kernel in emulator.profile()}
     for name in ("_weight_grad_kernel", "_vector_grad_kernel"):
         rows = found[name]
         loads = [row for row in rows if row.opcode.startswith("ld.global")]
         assert 32 * sum(row.sectors for row in loads) <= 1.1 * sum(row.bytes for row in loads), name
         assert sum(row.wavefronts for row in rows) <= 2.5 * sum(row.ideal_wavefronts for row in rows), name
-
-
-# ---- precisions ----
-
-
-def _assert_near(found: Tensor, exact: Tensor) -> None:
-    """Operands of TF32 have 11 bits."""
-    error = float((found.double() - exact).abs().max() / exact.abs().max())
-    assert error < 4e-3, error
-
-
-@pytest.fixture
-def tf32(emulator: Emulator) -> Iterator[None]:
-    """Products in TF32, which at least one instruction computed."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    emulator.profile()
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-    assert any(found.executed for found in emulator.find("tf32.tf32"))
-
-
-@pytest.mark.parametrize(("N", "D"), [(17, 64), (50, 32), (197, 64), (65, 16), (257, 32), (9, 72)])
-def test_tf32_attention(N: int, D: int, tf32: None) -> None:
-    qkv, do = torch.randn(1, N, 3, 2, D, requires_grad=True), torch.randn(1, N, 2, D)
-    out = attention_qkvpacked(qkv, backend="triton")
-    (gradient,) = torch.autograd.grad(out, qkv, do)
-    exact = qkv.detach().double().requires_grad_()
-    right = attention_qkvpacked(exact, backend="eager")
-    _assert_near(out, right)
-    _assert_near(gradient, torch.autograd.grad(right, exact, do.double())[0])
-
-
-@pytest.mark.parametrize(("M", "C", "F"), [(1, 64, 128), (70, 192, 264), (129, 72, 200), (33, 100, 150)])
-def test_tf32_mlp(M: int, C: int, F: int, tf32: None) -> None:
-    """Through TMA and by pointers, forward and every gradient."""
-    shapes = ((C,), (C,), (F, C), (F,), (C, F), (C,))
-    tensors = [torch.randn(M, C, requires_grad=True), *((torch.randn(s) / 8).requires_grad_() for s in shapes)]
-    dy = torch.randn(M, C)
-    y = layer_norm_mlp(*tensors, backend="triton")
-    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    right = layer_norm_mlp(*exact, backend="eager")
-    _assert_near(y, right)
-    for found, gradient in zip(
-        torch.autograd.grad(y, tensors, dy), torch.autograd.grad(right, exact, dy.double()), strict=True
-    ):
-        _assert_near(found, gradient)
 
 
 @pytest.mark.skipif(KERNEL_ARCH != "sm_90", reason="wgmma of 8-bit floats is sm_90's")

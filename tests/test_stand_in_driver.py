@@ -22,11 +22,7 @@ from vit_fast.kernels.inspect import stand_in_driver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
 
-CASES = Path(__file__).with_name("launch_cases.py")
-HOUSE = Path(__file__).with_name("house.py")
-DRIVER = Path(__file__).with_name("driver_rules.py")
-PLANS = Path(__file__).with_name("planned_launches.py")
-RULES = Path(__file__).with_name("plan_rules.py")
+TESTS = Path(__file__).parent
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
@@ -41,7 +37,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.slow(minutes=True)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_launch_and_tensor_map_is_legal_in_full(arch: str, environment: dict[str, str]) -> None:
-    rows = [json.loads(line) for line in run_python([str(CASES), arch], environment).splitlines()]
+    rows = [json.loads(line) for line in run_python([str(TESTS / "launch_cases.py"), arch], environment).splitlines()]
     assert {row["case"]: row["problems"] for row in rows if row["problems"]} == {}
     assert all(row["launches"] for row in rows)
     described = {row["case"]: row["descriptors"] for row in rows}
@@ -52,7 +48,7 @@ def test_every_launch_and_tensor_map_is_legal_in_full(arch: str, environment: di
 @pytest.mark.slow
 def test_a_frozen_block_runs_few_functions(environment: dict[str, str]) -> None:
     """Upper bounds, as above: files and functions of this repository in a call whose launch plan is recorded."""
-    files, functions = map(int, run_python([str(HOUSE), "block"], environment).split())
+    files, functions = map(int, run_python([str(TESTS / "house.py"), "block"], environment).split())
     assert 0 < files <= 12
     assert files < functions <= 40
 
@@ -60,29 +56,18 @@ def test_a_frozen_block_runs_few_functions(environment: dict[str, str]) -> None:
 _FP8_COUNTS = """
 import json
 import torch
+from planned_launches import fp8_block
 from vit_fast.kernels.inspect import stand_in_driver
-from vit_fast.ops.descriptions import BlockScales, BlockTensors, Rope
 from vit_fast.ops.backends import fp8_reasons
-from vit_fast.ops.fp8 import fused_block_fp8, quantize_block
+from vit_fast.ops.fp8 import fused_block_fp8
 driver = stand_in_driver.install("ARCH")
-C, F, ones = 128, 256, torch.ones(128)
-shapes = (C,), (C,), (3 * C, C), (3 * C,), (C, C), *[(C,)] * 4, (F, C), (F,), (C, F), (C,), (C,), (F, C), (F,)
-tensors = BlockTensors(*(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes))
-scales = BlockScales(ones, ones[0], ones, ones[0])
-positions = Rope(torch.ones(196, 32), torch.zeros(196, 32), 1)
 reasons, counts = fp8_reasons(torch.device("cpu")), []
-for absent in [] if reasons else ({}, {"fc1": None}, {"fc2": None, "proj": None}, {"qkv": None}):
-    own = scales._replace(**absent)
-    for rope, head in ((None, 0), (positions, 64)):
-        block = quantize_block(tensors, own, torch.bfloat16, rope_head=head)
-        known, made = (torch.zeros(2, 197, C, dtype=torch.bfloat16), None, None), []
-        options = {"heads": 2, "attention_scale": None, "eps": (1e-6, 1e-6), "activation": "silu", "rope": rope}
-        for _ in range(5):
-            before = driver.counters().launches
-            with torch.no_grad():
-                known = fused_block_fp8(*known, block, own.qkv, **options)
-            made.append(driver.counters().launches - before)
-        counts.append(made)
+if not reasons:
+    known, block, scale, options = fp8_block()
+    for _ in range(5):
+        before = driver.counters().launches
+        known = fused_block_fp8(*known, block, scale, **options)
+        counts.append(driver.counters().launches - before)
 print(json.dumps([reasons, counts, driver.violations()]))
 """
 
@@ -97,7 +82,7 @@ def test_a_block_in_fp8_is_five_launches(arch: str, environment: dict[str, str])
     if arch == "sm_86":
         assert "compute capability 8.9 or higher, got 8.6" in reasons[0]
     else:
-        assert reasons == [] and counts == [[6, 5, 5, 5, 5]] * 8
+        assert reasons == [] and counts == [6, 5, 5, 5, 5]
 
 
 _LIBRARY_COUNTS = """
@@ -161,10 +146,9 @@ def test_a_block_of_every_library_launches_what_it_needs(of_depth: str, environm
     gradients of fc2, fc1, which is folded again, proj, attention (two) and qkv, the first LayerNorm's, all products of
     the weight gradients, and the parameters' gradients in two; nothing is left to torch.
     """
-    path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])
     module = "packed_towers" if of_depth == "packed_of_depth" else "fused_models"
     code = f"from {module} import {of_depth} as of_depth\n{_LIBRARY_COUNTS}"
-    counts, by_torch = json.loads(run_python(["-c", code], environment | {"PYTHONPATH": path}))
+    counts, by_torch = json.loads(run_python(["-c", code], environment))
     usual, others = TRAINING[of_depth]
     assert others.keys() <= counts.keys() and (by_torch == [] or of_depth == "qk_norm_of_depth")
     for name, (shallow, deep) in ((name, made) for name, made in counts.items() if made):
@@ -175,20 +159,15 @@ def test_a_block_of_every_library_launches_what_it_needs(of_depth: str, environm
 
 
 @pytest.mark.slow
-def test_illegal_launches_are_refused_and_legal_ones_cached(environment: dict[str, str]) -> None:
-    assert run_python([str(DRIVER)], environment) == "ok"
+def test_rules_for_launches_and_plans(environment: dict[str, str]) -> None:
+    assert run_python([str(TESTS / "launch_rules.py")], environment) == "ok"
 
 
 @pytest.mark.parametrize(
     "every", [pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow(minutes=True))]
 )
 def test_a_plan_launches_what_the_call_without_it_launches(environment: dict[str, str], every: int) -> None:
-    assert run_python([str(PLANS), str(every)], environment) == "ok"
-
-
-@pytest.mark.slow
-def test_what_is_planned_and_when(environment: dict[str, str]) -> None:
-    assert run_python([str(RULES)], environment) == "ok"
+    assert run_python([str(TESTS / "planned_launches.py"), str(every)], environment) == "ok"
 
 
 _REFUSALS = """
