@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from typing import Any
 
 import torch
 from kernel_execution import DTYPES, HAS_GPU
@@ -17,16 +19,6 @@ def assert_as_exact_as_eager(name: str, value: Tensor, eager: Tensor, exact: Ten
     """The rule of accuracy, over the largest error."""
     found = judge(value, eager, exact, factor)
     assert found.passed, f"{name}: {found}"
-
-
-def attention_with_gradients(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Eager attention in a dtype: o, dq, dk, dv."""
-    q, k, v = (tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v))
-    o = (q * scale @ k.transpose(-1, -2)).softmax(-1) @ v
-    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do.to(dtype))
-    return o.detach(), dq, dk, dv
 
 
 def packed_inputs(
@@ -53,29 +45,39 @@ def nan_output(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_outputs(found: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> None:
-    """Holds outputs of attention, by name, against fp64."""
-    names = ("o", "dq", "dk", "dv")
-    exact = dict(zip(names, attention_with_gradients(q, k, v, do, scale, torch.float64)))
-    eager = dict(zip(names, attention_with_gradients(q, k, v, do, scale, q.dtype)))
+    """Compares outputs of attention, by name, with eager attention in fp64."""
+
+    def eager(dtype: torch.dtype) -> dict[str, Tensor]:
+        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v)]
+        o = (inputs[0] * scale @ inputs[1].mT).softmax(-1) @ inputs[2]
+        gradients = torch.autograd.grad(o, inputs, do.to(dtype))
+        return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *gradients)))
+
+    same_dtype, exact = eager(q.dtype), eager(torch.float64)
     for name, value in found.items():
         factor = FORWARD_FACTOR if name == "o" else GRADIENT_FACTOR
-        assert_as_exact_as_eager(name, value, eager[name], exact[name], factor)
+        assert_as_exact_as_eager(name, value, same_dtype[name], exact[name], factor)
 
 
-def check_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> None:
-    """Run the kernels forward and backward and hold every output against fp64."""
+def run_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, **which: Any) -> dict[str, Tensor]:
+    """Runs the kernels over NaN, and returns o, dq, dk, dv and lse by name."""
     from vit_fast.kernels.attention.attention import attention_backward, attention_forward
 
     o, lse = nan_output(q)
-    attention_forward(q, k, v, o, lse, scale)
+    attention_forward(q, k, v, o, lse, scale, **which)
     dq, dk, dv = nan_like(q.contiguous(), k.contiguous(), v.contiguous())
-    attention_backward(q, k, v, o, do, lse, dq, dk, dv, scale)
-    check_outputs({"o": o, "dq": dq, "dk": dk, "dv": dv}, q, k, v, do, scale)
-    if lse.numel() == 0:
-        return
-    scores = q.double() * scale @ k.double().transpose(-1, -2)
-    right_lse = scores.logsumexp(-1) / torch.log(torch.tensor(2.0, dtype=torch.float64))
-    assert error_of(lse, right_lse) <= 1e-5 * max(1.0, float(right_lse.abs().max()))
+    attention_backward(q, k, v, o, do, lse, dq, dk, dv, scale, **which)
+    return {"o": o, "dq": dq, "dk": dk, "dv": dv, "lse": lse}
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> None:
+    """Runs the kernels forward and backward, and compares every output with fp64."""
+    found = run_attention(q, k, v, do, scale)
+    lse = found.pop("lse")
+    check_outputs(found, q, k, v, do, scale)
+    if lse.numel():
+        exact = (q.double() * scale @ k.double().mT).logsumexp(-1) / math.log(2)
+        assert error_of(lse, exact) <= 1e-5 * max(1.0, float(exact.abs().max()))
 
 
 # What the kernels make of each layout.

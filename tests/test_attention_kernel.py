@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
+import os
 from itertools import cycle
 
 import pytest
 import torch
+from children import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_execution import DTYPES, KERNEL_ARCH
@@ -20,6 +20,7 @@ from kernel_support import (
     nan_like,
     nan_output,
     packed_inputs,
+    run_attention,
     strided,
 )
 
@@ -150,14 +151,6 @@ def test_every_layout(kind: str, expected: str) -> None:
     check_attention(q, k, v, strided(kind, (2, 2, 33, 64), torch.float16), 0.125)
 
 
-@pytest.mark.parametrize(("head_dim", "expected"), [(64, "tma"), (72, "vector"), (20, "scalar")])
-def test_an_output_in_e4m3_takes_no_wide_loads_away(head_dim: int, expected: str) -> None:
-    """With 72 channels, e4m3 rows begin at multiples of 8 bytes, which descriptors cannot write."""
-    q, k, v = packed_inputs(1, 21, 3, head_dim, torch.float16)
-    o = torch.empty(1, 21, 3, head_dim, dtype=torch.float8_e4m3fn, device=q.device).transpose(1, 2)
-    assert attention_launch.access_of(q, k, v, o) == expected
-
-
 @pytest.mark.parametrize("n_kv", [5, 70, 261])
 def test_scores_far_below_zero(n_kv: int) -> None:
     """Every real score near -2000: a key that is not there, with score 0, must not count, nor overflow."""
@@ -191,13 +184,10 @@ def test_nan_stays_in_its_image() -> None:
     q, k, v = packed_inputs(3, 40, 2, 32, torch.float16)
     v[1, 0, 3, 5] = float("nan")
     q[1, 1, 2, 0] = float("nan")
-    o, lse = nan_output(q)
-    attention.attention_forward(q, k, v, o, lse, 0.2)
-    gradients = nan_like(q, k, v)
-    attention.attention_backward(q, k, v, o, _gradient_of(q), lse, *gradients, 0.2)
-    for value in (o, lse, *gradients):
+    found = run_attention(q, k, v, _gradient_of(q), 0.2)
+    for value in found.values():
         assert value[0].isfinite().all() and value[2].isfinite().all()
-    assert o[1, 0].isnan().any() and o[1, 1, 2].isnan().all()
+    assert found["o"][1, 0].isnan().any() and found["o"][1, 1, 2].isnan().all()
 
 
 _BEYOND_32_BITS = """
@@ -225,8 +215,7 @@ for stride_b, stride_n, wide in ((2**31 + 16, 16, False), (16, 2**27 + 16, True)
 @pytest.mark.skipif(KERNEL_ARCH is not None, reason="a process of its own, without the emulator")
 def test_more_than_two_to_the_31_elements() -> None:
     """Runs in a child: an offset that wraps at 32 bits reads outside the buffer, which may crash the process."""
-    run = subprocess.run([sys.executable, "-c", _BEYOND_32_BITS], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
+    run_python(["-c", _BEYOND_32_BITS], os.environ)
 
 
 def test_grids() -> None:
@@ -263,19 +252,12 @@ def test_large(batch: int, tokens: int, heads: int, head_dim: int) -> None:
 def test_the_same_bits_every_time_and_in_a_graph() -> None:
     q, k, v = packed_inputs(8, 197, 12, 64, torch.bfloat16)
     do = _gradient_of(q)
-
-    def run() -> tuple[torch.Tensor, ...]:
-        o, lse = nan_output(q)
-        attention.attention_forward(q, k, v, o, lse, 0.125)
-        gradients = nan_like(q, k, v)
-        attention.attention_backward(q, k, v, o, do, lse, *gradients, 0.125)
-        return o, lse, *gradients
-
-    first = run()
+    first = run_attention(q, k, v, do, 0.125)
     for _ in range(250):
-        assert all(torch.equal(a, b) for a, b in zip(first, run()))
+        again = run_attention(q, k, v, do, 0.125)
+        assert all(torch.equal(value, again[name]) for name, value in first.items())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run()
+        captured = run_attention(q, k, v, do, 0.125)
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(first, captured))
+    assert all(torch.equal(value, captured[name]) for name, value in first.items())
