@@ -285,63 +285,61 @@ class ViTConfig:
         return blocks + positions + embedding + pool + (1 + self.distilled) * self.num_classes * C
 
 
+_CHOICES: dict[str, Any] = {
+    "global_pool": GlobalPool, "pos_embed": PosEmbed, "norm_layer": NormLayer, "mlp_layer": MlpLayer,
+    "act_layer": Activation,
+}  # fmt: skip
+_MINIMA = {
+    "depth": 1, "in_chans": 1, "embed_dim": 1, "num_heads": 1, "pool_heads": 1, "num_classes": 0, "reg_tokens": 0,
+}  # fmt: skip
+
+
 def _check_each(config: ViTConfig) -> None:
-    check_number("norm_eps", config.norm_eps, positive=True)
-    check_number("mlp_ratio", config.mlp_ratio)
-    for name in ("init_values", "pool_mlp_ratio"):
-        if getattr(config, name) is not None:
-            check_number(name, getattr(config, name))
-    check_integer("depth", config.depth, 1, MAX_DEPTH)
-    for name in ("in_chans", "embed_dim", "num_heads", *(("pool_heads",) if config.pool_heads is not None else ())):
-        check_integer(name, getattr(config, name), minimum=1)
-    for name in ("num_classes", "reg_tokens"):
-        check_integer(name, getattr(config, name), minimum=0)
     for field in dataclasses.fields(config):
-        if isinstance(field.default, bool):
-            check_choice(field.name, getattr(config, field.name), (True, False))
+        name, value = field.name, getattr(config, field.name)
+        if value is None and field.default is None:
+            continue
+        if name in _CHOICES:
+            check_choice(name, value, get_args(_CHOICES[name]))
+        elif name in _MINIMA:
+            check_integer(name, value, _MINIMA[name], MAX_DEPTH if name == "depth" else MAX_SIZE)
+        elif "bool" in str(field.type):
+            check_choice(name, value, (True, False))
+        elif "float" in str(field.type):
+            check_number(name, value, positive=name == "norm_eps")
+            if name.endswith("_rate") and not 0 <= value < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {value}")
     check_type("rope", config.rope, RopeConfig, type(None))
     for channels in config.stem_channels:
         check_integer("stem_channels", channels, minimum=1)
-    for name in ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"):
-        check_number(name, getattr(config, name))
-        if not 0 <= getattr(config, name) < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {getattr(config, name)}")
-    check_choice("global_pool", config.global_pool, get_args(GlobalPool))
-    check_choice("pos_embed", config.pos_embed, get_args(PosEmbed))
-    check_choice("norm_layer", config.norm_layer, get_args(NormLayer))
-    check_choice("mlp_layer", config.mlp_layer, get_args(MlpLayer))
-    check_choice("act_layer", config.act_layer, get_args(Activation))
 
 
 def _check_together(config: ViTConfig) -> None:
-    for name, ratio in (("mlp_ratio", config.mlp_ratio), ("pool_mlp_ratio", config.pool_mlp_ratio or 0)):
-        if not config.embed_dim * ratio <= MAX_SIZE:
-            raise ValueError(f"{name} times embed_dim must be at most {MAX_SIZE}, got {ratio} x {config.embed_dim}")
-    if config.mlp_ratio <= 0 or config.hidden_dim < 1:
-        raise ValueError(f"mlp_ratio times embed_dim must be at least 1, got mlp_ratio={config.mlp_ratio}")
-    if config.embed_dim % config.num_heads:
-        raise ValueError(f"embed_dim must be a multiple of num_heads={config.num_heads}, got {config.embed_dim}")
+    width = config.embed_dim
+    for name, ratio in (("mlp_ratio", config.mlp_ratio), ("pool_mlp_ratio", config.pool_mlp_ratio)):
+        if ratio is not None and not 1 <= width * ratio <= MAX_SIZE:
+            raise ValueError(f"{name} times embed_dim must be between 1 and {MAX_SIZE}, got {ratio} x {width}")
+    for name, heads in (("num_heads", config.num_heads), ("pool_heads", config.pool_heads)):
+        if heads is not None and width % heads:
+            raise ValueError(f"embed_dim must be a multiple of {name}={heads}, got {width}")
     for axis, pixels, cell in zip(("height", "width"), config.image_hw, config.patch_pixels, strict=True):
         if pixels % cell:
             patch = f"(patch_size={config.patch_size}, stem stride {config.stem_stride})"
             raise ValueError(f"img_size must be a multiple of {cell} pixels in {axis} {patch}, got {pixels}")
-    if (heads := config.pool_heads) is not None and config.embed_dim % heads:
-        raise ValueError(f"pool_heads must divide embed_dim={config.embed_dim}, got {heads}")
-    if config.pool_hidden_dim < 1:
-        raise ValueError(f"pool_mlp_ratio times embed_dim must be at least 1, got {config.pool_mlp_ratio}")
-    if config.global_pool != "map" and (config.pool_include_prefix or {heads, config.pool_mlp_ratio} != {None}):
+    for kind, divisor in (("sincos1d", 2), ("sincos2d", 4)):
+        if config.pos_embed == kind and width % divisor:
+            raise ValueError(f"embed_dim must be a multiple of {divisor} for {kind}, got {width}")
+    if config.rope is not None and config.head_dim % 4:
+        raise ValueError(f"head_dim must be a multiple of 4 for rope, got {config.head_dim}")
+    if config.global_pool == "token" and not config.class_token:
+        raise ValueError("global_pool must be 'avg', 'map' or '' for class_token=False, got 'token'")
+    pools = config.pool_include_prefix or config.pool_heads is not None or config.pool_mlp_ratio is not None
+    if pools and config.global_pool != "map":
         options = "pool_include_prefix, pool_heads and pool_mlp_ratio"
         raise ValueError(f"{options} require global_pool='map', got {config.global_pool!r}")
     if config.fc_norm and not config.final_norm:
         raise ValueError("final_norm must be True for fc_norm=True, got False")
-    if config.global_pool == "token" and not config.class_token:
-        raise ValueError("global_pool must be 'avg', 'map' or '' for class_token=False, got 'token'")
     if config.distilled and not (config.class_token and config.global_pool == "token"):
         raise ValueError("distilled=True needs class_token=True and global_pool='token'")
     if config.distilled and config.reg_tokens:
         raise ValueError(f"reg_tokens must be 0 for distilled=True, got {config.reg_tokens}")
-    if config.rope is not None and config.head_dim % 4:
-        raise ValueError(f"head_dim must be a multiple of 4 for rope, got {config.head_dim}")
-    for kind, divisor in (("sincos1d", 2), ("sincos2d", 4)):
-        if config.pos_embed == kind and config.embed_dim % divisor:
-            raise ValueError(f"embed_dim must be a multiple of {divisor} for {kind}, got {config.embed_dim}")

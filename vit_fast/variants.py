@@ -4,65 +4,36 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from .config import DataConfig, RopeConfig, ViTConfig
 from .errors import check_type
 
-Shape = dict[str, Any]
+# The sizes that names contain, such as "base" in vit_base_patch16_224.
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"embed_dim": 192, "depth": 12, "num_heads": 3},
+    "small": {"embed_dim": 384, "depth": 12, "num_heads": 6},
+    "medium": {"embed_dim": 512, "depth": 12, "num_heads": 8},
+    "mediumd": {"embed_dim": 512, "depth": 20, "num_heads": 8, "qkv_bias": False},
+    "betwixt": {"embed_dim": 640, "depth": 12, "num_heads": 10},
+    "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},
+    "large": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+    "so400m": {"embed_dim": 1152, "depth": 27, "num_heads": 16, "mlp_ratio": 3.7362},
+    "huge": {"embed_dim": 1280, "depth": 32, "num_heads": 16},
+    "giant": {"embed_dim": 1536, "depth": 40, "num_heads": 24, "mlp_ratio": 2.66667},
+    "gigantic": {"embed_dim": 1536, "depth": 50, "num_heads": 16, "mlp_ratio": 8960 / 1536, "class_token": False},
+    "7b": {"embed_dim": 4096, "depth": 40, "num_heads": 32, "mlp_ratio": 2.0},
+}
 
-TINY: Shape = {"embed_dim": 192, "depth": 12, "num_heads": 3}
-SMALL: Shape = {"embed_dim": 384, "depth": 12, "num_heads": 6}
-MEDIUM: Shape = {"embed_dim": 512, "depth": 12, "num_heads": 8}
-BASE: Shape = {"embed_dim": 768, "depth": 12, "num_heads": 12}
-LARGE: Shape = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
-HUGE: Shape = {"embed_dim": 1280, "depth": 32, "num_heads": 16}
-GIGANTIC: Shape = {"embed_dim": 1536, "depth": 50, "num_heads": 16, "mlp_ratio": 8960 / 1536, "class_token": False}
-SO400M: Shape = {"embed_dim": 1152, "depth": 27, "num_heads": 16, "mlp_ratio": 3.7362}
-
-DEIT3 = {"no_embed_class": True, "init_values": 1e-6}
-DINOV2 = {"img_size": 518, "patch_size": 14, "init_values": 1e-5, "num_classes": 0}
-DINOV2_REG4 = {**DINOV2, "reg_tokens": 4, "no_embed_class": True}
-GIANT: Shape = {"embed_dim": 1536, "depth": 40, "num_heads": 24, "mlp_ratio": 2.66667}
-CLIP = {"pre_norm": True, "norm_eps": 1e-5}
-SIGLIP = {"class_token": False, "global_pool": "map", "num_classes": 0}
-
-DINOV3 = {
-    "img_size": 256, "class_token": True, "reg_tokens": 4, "pos_embed": "none", "rope": RopeConfig(),
-    "qkv_bias": False, "init_values": 1e-5, "norm_eps": 1e-5, "global_pool": "avg", "fc_norm": False,
-    "num_classes": 0, "dynamic_img_size": True,
-}  # fmt: skip
-DINOV3_BIASES = {**DINOV3, "qkv_bias": True}
-SWIGLU: Shape = {"mlp_layer": "swiglu", "act_layer": "silu"}
-EVA02 = {
-    **SWIGLU, "patch_size": 14, "mlp_ratio": 4 * 2 / 3,
-    "rope": RopeConfig(coordinates="index", temperature=10000.0, layout="interleaved", reference_grid=(16, 16)),
-    "global_pool": "avg",
-}  # fmt: skip
-
-EVA02_CLIP = {**EVA02, "global_pool": "token", "scale_attn_norm": True, "scale_mlp_norm": True}
-PE_CORE: Shape = {**CLIP, "global_pool": "map", "pool_heads": 8, "pool_mlp_ratio": 4.0, "pool_include_prefix": True}
-PE_TOWER: Shape = {**CLIP, "global_pool": "avg", "final_norm": False, "num_classes": 0}
-ROPE_AXIAL: Shape = {
-    "init_values": 1e-5, "rope": RopeConfig(coordinates="index", layout="interleaved", columns_first=True),
-}  # fmt: skip
-ROPE_GAP: Shape = {
-    "img_size": 256, "class_token": False, "reg_tokens": 1, "pos_embed": "none", "init_values": 1e-5,
-    "rope": EVA02["rope"], "global_pool": "avg",
-}  # fmt: skip
-AIMV2: Shape = {
-    "patch_size": 14, "depth": 24, "class_token": False, "global_pool": "avg", "fc_norm": False, "qkv_bias": False,
-    "proj_bias": False, "norm_layer": "rms_norm", "norm_eps": 1e-5, "embed_norm": True, "num_classes": 0,
-}  # fmt: skip
-
-INCEPTION = DataConfig()
-INCEPTION_FULL = DataConfig(crop_pct=1.0)
+INCEPTION, INCEPTION_FULL = DataConfig(), DataConfig(crop_pct=1.0)
 IMAGENET = DataConfig(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 IMAGENET_FULL = DataConfig(mean=IMAGENET.mean, std=IMAGENET.std, crop_pct=1.0)
 OPENAI = DataConfig(mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711))
 OPENAI_FULL = DataConfig(mean=OPENAI.mean, std=OPENAI.std, crop_pct=1.0)
 OPENAI_SQUASHED = DataConfig(mean=OPENAI.mean, std=OPENAI.std, crop_pct=1.0, crop_mode="squash")
+MNIST = DataConfig(mean=(0.1307,), std=(0.3081,), crop_pct=1.0)
 
 
 @dataclass(frozen=True)
@@ -82,172 +53,159 @@ NOT_HERE = {
 }
 
 
-def _add(name: str, data: DataConfig, *shapes: Shape, **fields: Any) -> None:
-    merged = {field: value for shape in (*shapes, fields) for field, value in shape.items()}
-    _VARIANTS[name] = Variant(ViTConfig(**merged), data)
+def _add(data: DataConfig, names: str, **fields: Any) -> None:
+    """Adds variants. A name gives size, patch size and image size, as in vit_base_patch16_384; fields override them."""
+    for name in names.split():
+        shape = next((SIZES[word] for word in name.split("_") if word in SIZES), {})
+        patch, img = re.search(r"patch(\d+)", name), re.search(r"_(\d+)$", name)
+        sizes = {"patch_size": int(patch[1])} if patch else {}
+        sizes |= {"img_size": int(img[1])} if img else {}
+        _VARIANTS[name] = Variant(ViTConfig(**{**shape, **sizes, **fields}), data)
 
 
-for _size, _shape, _patches in (
-    ("tiny", TINY, (16,)),
-    ("small", SMALL, (32, 16)),
-    ("base", BASE, (32, 16)),
-    ("large", LARGE, (32, 16)),
+def _rope(**fields: Any) -> RopeConfig:
+    return RopeConfig(coordinates="index", layout="interleaved", **fields)
+
+
+_add(INCEPTION, "vit_tiny_patch16_224 vit_small_patch32_224 vit_small_patch16_224 vit_base_patch32_224")
+_add(INCEPTION, "vit_base_patch16_224 vit_base_patch8_224 vit_large_patch32_224 vit_large_patch16_224")
+_add(INCEPTION, "vit_large_patch14_224")
+_add(INCEPTION, "vit_huge_patch14_224", num_classes=0)
+_add(INCEPTION_FULL, "vit_tiny_patch16_384 vit_small_patch32_384 vit_small_patch16_384 vit_base_patch32_384")
+_add(INCEPTION_FULL, "vit_base_patch16_384 vit_large_patch32_384 vit_large_patch16_384")
+_add(IMAGENET, "vit_small_patch8_224", num_classes=0)
+
+_add(IMAGENET, "deit_tiny_patch16_224 deit_small_patch16_224 deit_base_patch16_224")
+_add(IMAGENET_FULL, "deit_base_patch16_384")
+for _name in ("deit_tiny_distilled_patch16_224", "deit_small_distilled_patch16_224", "deit_base_distilled_patch16_224"):
+    _add(IMAGENET, _name, distilled=True)
+_add(IMAGENET_FULL, "deit_base_distilled_patch16_384", distilled=True)
+
+DEIT3: dict[str, Any] = {"no_embed_class": True, "init_values": 1e-6}
+for _size in ("small", "medium", "base", "large"):
+    _add(IMAGENET, f"deit3_{_size}_patch16_224", **DEIT3)
+_add(IMAGENET, "deit3_huge_patch14_224", **DEIT3)
+_add(IMAGENET_FULL, "deit3_small_patch16_384 deit3_base_patch16_384 deit3_large_patch16_384", **DEIT3)
+
+SWIGLU = {"mlp_layer": "swiglu", "act_layer": "silu"}
+DINOV2: dict[str, Any] = {"img_size": 518, "init_values": 1e-5, "num_classes": 0}
+for _size, _mlp in (("small", {}), ("base", {}), ("large", {}), ("giant", SWIGLU)):
+    _add(IMAGENET_FULL, f"vit_{_size}_patch14_dinov2", **DINOV2, **_mlp)
+    _add(IMAGENET_FULL, f"vit_{_size}_patch14_reg4_dinov2", **DINOV2, **_mlp, reg_tokens=4, no_embed_class=True)
+
+CLIP: dict[str, Any] = {"pre_norm": True, "norm_eps": 1e-5}
+for _name, _projection in (
+    ("base_patch32", 512),
+    ("base_patch16", 512),
+    ("large_patch14", 768),
+    ("huge_patch14", 1024),
 ):
-    for _patch in _patches:
-        _add(f"vit_{_size}_patch{_patch}_224", INCEPTION, _shape, patch_size=_patch)
-        _add(f"vit_{_size}_patch{_patch}_384", INCEPTION_FULL, _shape, patch_size=_patch, img_size=384)
-_add("vit_small_patch8_224", IMAGENET, SMALL, patch_size=8, num_classes=0)
-_add("vit_base_patch8_224", INCEPTION, BASE, patch_size=8)
-_add("vit_large_patch14_224", INCEPTION, LARGE, patch_size=14)
-_add("vit_huge_patch14_224", INCEPTION, HUGE, patch_size=14, num_classes=0)
+    _add(OPENAI, f"vit_{_name}_clip_224", **CLIP, num_classes=_projection)
+    _add(OPENAI, f"vit_{_name}_clip_quickgelu_224", **CLIP, num_classes=_projection, act_layer="quick_gelu")
 
-for _size, _shape in (("tiny", TINY), ("small", SMALL), ("base", BASE)):
-    _add(f"deit_{_size}_patch16_224", IMAGENET, _shape)
-    _add(f"deit_{_size}_distilled_patch16_224", IMAGENET, _shape, distilled=True)
-_add("deit_base_patch16_384", IMAGENET_FULL, BASE, img_size=384)
-_add("deit_base_distilled_patch16_384", IMAGENET_FULL, BASE, img_size=384, distilled=True)
-
-for _size, _shape in (("small", SMALL), ("medium", MEDIUM), ("base", BASE), ("large", LARGE)):
-    _add(f"deit3_{_size}_patch16_224", IMAGENET, _shape, DEIT3)
-    if _size != "medium":
-        _add(f"deit3_{_size}_patch16_384", IMAGENET_FULL, _shape, DEIT3, img_size=384)
-_add("deit3_huge_patch14_224", IMAGENET, HUGE, DEIT3, patch_size=14)
-
-for _size, _shape in (("small", SMALL), ("base", BASE), ("large", LARGE), ("giant", GIANT | SWIGLU)):
-    _add(f"vit_{_size}_patch14_dinov2", IMAGENET_FULL, _shape, DINOV2)
-    _add(f"vit_{_size}_patch14_reg4_dinov2", IMAGENET_FULL, _shape, DINOV2_REG4)
-
-for _size, _shape, _patch, _projection in (
-    ("base", BASE, 32, 512),
-    ("base", BASE, 16, 512),
-    ("large", LARGE, 14, 768),
-    ("huge", HUGE, 14, 1024),
+SIGLIP: dict[str, Any] = {"class_token": False, "global_pool": "map", "num_classes": 0}
+for _name, _sides, _act in (
+    ("base_patch16", (224, 256, 384, 512), "gelu"),
+    ("large_patch16", (256, 384), "gelu"),
+    ("so400m_patch14", (224, 378), "gelu"),
+    ("so400m_patch16", (256, 384, 512), "gelu_tanh"),
 ):
-    _stem = f"vit_{_size}_patch{_patch}_clip"
-    _add(f"{_stem}_224", OPENAI, _shape, CLIP, patch_size=_patch, num_classes=_projection)
-    _add(
-        f"{_stem}_quickgelu_224",
-        OPENAI,
-        _shape,
-        CLIP,
-        patch_size=_patch,
-        num_classes=_projection,
-        act_layer="quick_gelu",
-    )
+    for _side in _sides:
+        _add(INCEPTION, f"vit_{_name}_siglip_{_side}", **SIGLIP, act_layer=_act)
 
-for _img in (224, 256, 384, 512):
-    _add(f"vit_base_patch16_siglip_{_img}", INCEPTION, BASE, SIGLIP, img_size=_img)
-for _img in (256, 384):
-    _add(f"vit_large_patch16_siglip_{_img}", INCEPTION, LARGE, SIGLIP, img_size=_img)
-for _img in (224, 378):
-    _add(f"vit_so400m_patch14_siglip_{_img}", INCEPTION, SO400M, SIGLIP, patch_size=14, img_size=_img)
-for _img in (256, 384, 512):
-    _add(
-        f"vit_so400m_patch16_siglip_{_img}",
-        INCEPTION,
-        SO400M,
-        SIGLIP,
-        patch_size=16,
-        img_size=_img,
-        act_layer="gelu_tanh",
-    )
+DINOV3: dict[str, Any] = {
+    "img_size": 256, "class_token": True, "reg_tokens": 4, "pos_embed": "none", "rope": RopeConfig(),
+    "init_values": 1e-5, "norm_eps": 1e-5, "global_pool": "avg", "fc_norm": False, "num_classes": 0,
+    "dynamic_img_size": True,
+}  # fmt: skip
+HUGE_PLUS: dict[str, Any] = {**SWIGLU, "num_heads": 20}
+for _size, _fields in (("small", {}), ("small_plus", SWIGLU), ("base", {}), ("large", {}), ("huge_plus", HUGE_PLUS)):
+    _add(IMAGENET_FULL, f"vit_{_size}_patch16_dinov3", **DINOV3, **_fields, qkv_bias=False)
+    _add(IMAGENET_FULL, f"vit_{_size}_patch16_dinov3_qkvb", **DINOV3, **_fields)
+_add(IMAGENET_FULL, "vit_7b_patch16_dinov3", **DINOV3, **SWIGLU, qkv_bias=False)
 
-for _size, _shape in (
-    ("small", SMALL),
-    ("small_plus", SMALL | SWIGLU),
-    ("base", BASE),
-    ("large", LARGE),
-    ("huge_plus", HUGE | SWIGLU | {"num_heads": 20}),
+EVA02: dict[str, Any] = {**SWIGLU, "mlp_ratio": 4 * 2 / 3, "rope": _rope(temperature=10000.0, reference_grid=(16, 16))}
+for _size, _side, _data, _norm in (
+    ("tiny", 336, OPENAI_FULL, False),
+    ("small", 336, OPENAI_FULL, False),
+    ("base", 448, OPENAI_SQUASHED, True),
+    ("large", 448, OPENAI_SQUASHED, True),
 ):
-    _add(f"vit_{_size}_patch16_dinov3", IMAGENET_FULL, _shape, DINOV3)
-    _add(f"vit_{_size}_patch16_dinov3_qkvb", IMAGENET_FULL, _shape, DINOV3_BIASES)
-_add("vit_7b_patch16_dinov3", IMAGENET_FULL, SWIGLU, DINOV3, embed_dim=4096, depth=40, num_heads=32, mlp_ratio=2.0)
-
-for _size, _shape, _img, _data in (
-    ("tiny", TINY, 336, OPENAI_FULL),
-    ("small", SMALL, 336, OPENAI_FULL),
-    ("base", BASE | {"scale_mlp_norm": True}, 448, OPENAI_SQUASHED),
-    ("large", LARGE | {"scale_mlp_norm": True}, 448, OPENAI_SQUASHED),
-):
-    _add(f"eva02_{_size}_patch14_224", OPENAI, _shape, EVA02, num_classes=0)
-    _add(f"eva02_{_size}_patch14_{_img}", _data, _shape, EVA02, img_size=_img)
-
-for _size, _shape, _patch, _img, _data, _projection in (
-    ("base", BASE, 16, 224, OPENAI, 512),
-    ("large", LARGE, 14, 224, OPENAI, 768),
-    ("large", LARGE, 14, 336, OPENAI_FULL, 768),
-):
-    _fields = {"patch_size": _patch, "img_size": _img, "num_classes": _projection}
-    _add(f"eva02_{_size}_patch{_patch}_clip_{_img}", _data, _shape, EVA02_CLIP, _fields)
+    _add(OPENAI, f"eva02_{_size}_patch14_224", **EVA02, scale_mlp_norm=_norm, global_pool="avg", num_classes=0)
+    _add(_data, f"eva02_{_size}_patch14_{_side}", **EVA02, scale_mlp_norm=_norm, global_pool="avg")
+EVA02_CLIP: dict[str, Any] = {**EVA02, "scale_attn_norm": True, "scale_mlp_norm": True}
+_add(OPENAI, "eva02_base_patch16_clip_224", **EVA02_CLIP, num_classes=512)
+_add(OPENAI, "eva02_large_patch14_clip_224", **EVA02_CLIP, num_classes=768)
+_add(OPENAI_FULL, "eva02_large_patch14_clip_336", **EVA02_CLIP, num_classes=768)
 
 
-def _add_pe(kind: str, size: str, patch: int, img: int, *shapes: Shape, **fields: Any) -> None:
+def _add_pe(name: str, **fields: Any) -> None:
     """Adds a Perception Encoder; patch indices start at one if there is a class token."""
-    rope = RopeConfig(
-        coordinates="index",
-        temperature=10000.0,
-        layout="interleaved",
-        reference_grid=(img // patch, img // patch),
-        offset=0.0 if size == "gigantic" else 1.0,
-        columns_first=True,
-    )
-    name = f"vit_pe_{kind}_{size}_patch{patch}_{img}"
-    _add(name, INCEPTION_FULL, *shapes, patch_size=patch, img_size=img, rope=rope, **fields)
+    patch, side = (int(number) for number in re.findall(r"\d+", name))
+    offset = 0.0 if "gigantic" in name else 1.0
+    grid = (side // patch, side // patch)
+    rope = _rope(temperature=10000.0, reference_grid=grid, offset=offset, columns_first=True)
+    _add(INCEPTION_FULL, f"vit_pe_{name}", **CLIP, rope=rope, **fields)
 
 
-for _size, _shape, _patch, _img, _projection in (
-    ("tiny", TINY, 16, 384, 512),
-    ("small", SMALL, 16, 384, 512),
-    ("base", BASE, 16, 224, 1024),
-    ("large", LARGE, 14, 336, 1024),
-    ("gigantic", GIGANTIC, 14, 448, 1280),
+PE_CORE: dict[str, Any] = {"global_pool": "map", "pool_heads": 8, "pool_mlp_ratio": 4.0, "pool_include_prefix": True}
+PE_TOWER: dict[str, Any] = {"global_pool": "avg", "final_norm": False, "num_classes": 0}
+for _name, _projection in (
+    ("tiny_patch16_384", 512),
+    ("small_patch16_384", 512),
+    ("base_patch16_224", 1024),
+    ("large_patch14_336", 1024),
+    ("gigantic_patch14_448", 1280),
 ):
-    _add_pe("core", _size, _patch, _img, _shape, PE_CORE, num_classes=_projection)
-for _size, _shape in (("large", LARGE | {"depth": 23}), ("gigantic", GIGANTIC | {"depth": 47})):
-    _add_pe("lang", _size, 14, 448, _shape, PE_TOWER, init_values=0.1)
-for _size, _shape, _patch, _img in (
-    ("tiny", TINY, 16, 512),
-    ("small", SMALL, 16, 512),
-    ("base", BASE, 16, 512),
-    ("large", LARGE, 14, 448),
-    ("gigantic", GIGANTIC | {"init_values": 0.1}, 14, 448),
-):
-    _add_pe("spatial", _size, _patch, _img, _shape, PE_TOWER)
+    _add_pe(f"core_{_name}", **PE_CORE, num_classes=_projection)
+_add_pe("lang_large_patch14_448", **PE_TOWER, init_values=0.1, depth=23)
+_add_pe("lang_gigantic_patch14_448", **PE_TOWER, init_values=0.1, depth=47)
+for _name in ("tiny_patch16_512", "small_patch16_512", "base_patch16_512", "large_patch14_448"):
+    _add_pe(f"spatial_{_name}", **PE_TOWER)
+_add_pe("spatial_gigantic_patch14_448", **PE_TOWER, init_values=0.1)
 
-for _name, _shape, _data in (
-    ("medium_patch16_rope_reg1", MEDIUM, INCEPTION),
-    ("mediumd_patch16_rope_reg1", MEDIUM | {"depth": 20, "qkv_bias": False}, INCEPTION),
-    ("betwixt_patch16_rope_reg4", {"embed_dim": 640, "num_heads": 10, "reg_tokens": 4}, OPENAI),
-    ("base_patch16_rope_reg1", BASE, INCEPTION),
+for _name, _data, _registers in (
+    ("vit_medium_patch16_rope_reg1_gap_256", INCEPTION, 1),
+    ("vit_mediumd_patch16_rope_reg1_gap_256", INCEPTION, 1),
+    ("vit_betwixt_patch16_rope_reg4_gap_256", OPENAI, 4),
+    ("vit_base_patch16_rope_reg1_gap_256", INCEPTION, 1),
 ):
-    _data = DataConfig(mean=_data.mean, std=_data.std, crop_pct=0.95)
-    _add(f"vit_{_name}_gap_256", _data, ROPE_GAP, _shape)
-for _size, _shape in (("small", SMALL), ("base", BASE), ("large", LARGE)):
-    _add(f"vit_{_size}_patch16_rope_224", IMAGENET, _shape, ROPE_AXIAL, pos_embed="none")
-    _add(f"vit_{_size}_patch16_rope_ape_224", IMAGENET, _shape, ROPE_AXIAL, no_embed_class=True)
+    _add(
+        DataConfig(mean=_data.mean, std=_data.std, crop_pct=0.95), _name, class_token=False, reg_tokens=_registers,
+        pos_embed="none", init_values=1e-5, rope=EVA02["rope"], global_pool="avg",
+    )  # fmt: skip
+for _size in ("small", "base", "large"):
+    _axial: dict[str, Any] = {"init_values": 1e-5, "rope": _rope(columns_first=True)}
+    _add(IMAGENET, f"vit_{_size}_patch16_rope_224", **_axial, pos_embed="none")
+    _add(IMAGENET, f"vit_{_size}_patch16_rope_ape_224", **_axial, no_embed_class=True)
 
-for _size, _shape in (
-    ("large", {"embed_dim": 1024, "num_heads": 8, "mlp_ratio": 2.75}),
-    ("huge", {"embed_dim": 1536, "num_heads": 12, "mlp_ratio": 2.6667}),
-    ("1b", {"embed_dim": 2048, "num_heads": 16, "mlp_ratio": 2.75}),
-    ("3b", {"embed_dim": 3072, "num_heads": 24, "mlp_ratio": 2.6667}),
+AIMV2: dict[str, Any] = {
+    **SWIGLU, "depth": 24, "class_token": False, "global_pool": "avg", "fc_norm": False, "qkv_bias": False,
+    "proj_bias": False, "norm_layer": "rms_norm", "norm_eps": 1e-5, "embed_norm": True, "num_classes": 0,
+}  # fmt: skip
+for _size, _width, _heads, _ratio in (
+    ("large", 1024, 8, 2.75),
+    ("huge", 1536, 12, 2.6667),
+    ("1b", 2048, 16, 2.75),
+    ("3b", 3072, 24, 2.6667),
 ):
-    for _img in (224, 336, 448):
-        _add(f"aimv2_{_size}_patch14_{_img}", OPENAI_FULL, SWIGLU, AIMV2, _shape, img_size=_img)
+    _names = " ".join(f"aimv2_{_size}_patch14_{side}" for side in (224, 336, 448))
+    _add(OPENAI_FULL, _names, **AIMV2, embed_dim=_width, num_heads=_heads, mlp_ratio=_ratio)
 
 # Section 3.1's hybrid: 16-pixel tokens made of a stride-16 feature map (patch 1) or of a stride-4 one (patch 4).
-_add("vit_small_hybrid_patch1_224", INCEPTION, SMALL, patch_size=1, stem_channels=(48, 96, 192, 384))
-_add("vit_base_hybrid_patch4_224", INCEPTION, BASE, patch_size=4, stem_channels=(64, 128))
+_add(INCEPTION, "vit_small_hybrid_patch1_224", stem_channels=(48, 96, 192, 384))
+_add(INCEPTION, "vit_base_hybrid_patch4_224", stem_channels=(64, 128))
 
 # For tests: every code path of a real model in less than a millisecond of GPU time.
-_add("vit_test", INCEPTION, embed_dim=64, depth=2, num_heads=2, img_size=32, patch_size=8, num_classes=10)
+_add(INCEPTION, "vit_test", embed_dim=64, depth=2, num_heads=2, img_size=32, patch_size=8, num_classes=10)
 
-# The model of tutorials that build a ViT from scratch, and one that is large enough for digits.
-MNIST = {"img_size": 28, "patch_size": 4, "in_chans": 1, "num_classes": 10}
-GREY = DataConfig(mean=(0.1307,), std=(0.3081,), crop_pct=1.0)  # mean and std of MNIST
-_add("vit_mnist", GREY, MNIST, embed_dim=8, depth=2, num_heads=2, pos_embed="sincos1d")
-SMALL_DATA = {"pos_embed": "sincos2d", "class_token": False, "global_pool": "avg"}  # fewer learned parameters
-_add("vit_micro_patch7_28", GREY, MNIST, SMALL_DATA, patch_size=7, embed_dim=64, depth=4, num_heads=4)
+# The model of tutorials that build a ViT from scratch, and one for digits, with fewer learned parameters.
+GRAY: dict[str, Any] = {"in_chans": 1, "num_classes": 10}
+_add(MNIST, "vit_mnist", **GRAY, img_size=28, patch_size=4, embed_dim=8, depth=2, num_heads=2, pos_embed="sincos1d")
+_add(
+    MNIST, "vit_micro_patch7_28", **GRAY, embed_dim=64, depth=4, num_heads=4, pos_embed="sincos2d",
+    class_token=False, global_pool="avg",
+)  # fmt: skip
 
 
 def list_models(pattern: str = "*") -> list[str]:
