@@ -116,9 +116,9 @@ def test_list_models_takes_wildcards():
 
 def test_the_largest_vits_are_accepted_and_counted():
     """ViT-22B (arXiv 2302.05442), and a narrow one of a thousand layers (DeepNet, arXiv 2203.00555)."""
-    config = ViTConfig(embed_dim=6144, depth=48, num_heads=48, patch_size=14, num_classes=30_000)
-    assert config.num_parameters() == pytest.approx(21.9e9, rel=0.01)
-    assert ViTConfig(depth=1000, embed_dim=512, num_heads=8).num_parameters() == pytest.approx(3.2e9, rel=0.02)
-    for name in ("vit_base_patch16_224", "vit_so400m_patch14_siglip_224", "vit_test"):
-        counted = model_rows(name)[0]["parameters"]
-        assert get_variant(name).config.num_parameters() == pytest.approx(counted, rel=0.02)
+    for fields, parameters in (
+        ({"embed_dim": 6144, "depth": 48, "num_heads": 48, "patch_size": 14, "num_classes": 30_000}, 21.9e9),
+        ({"depth": 1000, "embed_dim": 512, "num_heads": 8}, 3.2e9),
+    ):
+        model = vit_fast.create_model("vit_base_patch16_224", device="meta", **fields)
+        assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(parameters, rel=0.02)

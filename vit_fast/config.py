@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -272,17 +270,6 @@ class ViTConfig:
         if isinstance(known.get("rope"), Mapping):
             known["rope"] = RopeConfig(**known_fields(RopeConfig, known["rope"]))
         return cls(**known)
-
-    def num_parameters(self) -> int:
-        """Returns the number of parameters of the model, without biases and norms."""
-        C, channels = self.embed_dim, (self.in_chans, *self.stem_channels)
-        positions = 0 if self.pos_embed == "none" and self.rope is None else self.num_patches * C
-        stem = sum(9 * before * after for before, after in itertools.pairwise(channels))
-        embedding = stem + channels[-1] * math.prod(self.patch_hw) * C + self.num_prefix_tokens * C
-        pool = 4 * C * C + 2 * C * self.pool_hidden_dim if self.global_pool == "map" else 0
-        mlp = (3 if self.mlp_layer == "swiglu" else 2) * self.hidden_dim
-        blocks = self.depth * C * (4 * C + mlp)
-        return blocks + positions + embedding + pool + (1 + self.distilled) * self.num_classes * C
 
 
 _CHOICES: dict[str, Any] = {

@@ -93,12 +93,6 @@ class Blocks(nn.Sequential):
             x = block(x, *rope)
         return x
 
-    def __add__(self, other: nn.Sequential) -> Blocks:
-        return Blocks(*super().__add__(other))
-
-    def __mul__(self, other: int) -> Blocks:
-        return Blocks(*super().__mul__(other))
-
 
 class VisionTransformer(nn.Module):
     """Vision Transformer in plain PyTorch: patch and position embedding, blocks, pooling and linear head.
@@ -219,21 +213,18 @@ class VisionTransformer(nn.Module):
             ValueError: a block does not exist, or was replaced.
         """
         depth = self.config.depth
-        wanted = set(range(depth)) if blocks is None else set()
-        for index in blocks or ():
+        wanted = list(range(depth) if blocks is None else blocks)
+        for index in wanted:
             if not -depth <= index < depth:
                 raise ValueError(f"blocks must be between {-depth} and {depth - 1}, got {index}")
-            wanted.add(index % depth)
         maps: dict[int, Tensor] = {}
         z = self.embed(images)
         rope = self.rope(images, z)
         for index, block in enumerate(self.blocks):
-            if index in wanted:
+            if index in wanted or index - depth in wanted:
                 if not isinstance(block, Block):
                     raise ValueError(f"blocks.{index} must be a vit_fast.model.Block, got {type(block).__name__}")
                 maps[index] = block.attn.attention_map(block.norm1(z), *rope)
-            if len(maps) == len(wanted):
-                break
             z = block(z, *rope)
         return maps
 

@@ -21,8 +21,6 @@ from ..arguments import MAX_SIZE, check_choice, check_integer, check_number
 from ..errors import VitFastError, check_type
 from ..model import Block, VisionTransformer
 
-_NON_NEGATIVE = ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "patience")
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -73,18 +71,17 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulation"):
-            check_integer(name, getattr(self, name), 1)
+        for name in ("epochs", "batch_size", "accumulation", "patience"):
+            check_integer(name, getattr(self, name), 0 if name == "patience" else 1)
         check_integer("seed", self.seed, -MAX_SIZE)
         for name in ("lr", "layer_decay"):
             check_number(name, getattr(self, name), positive=True)
-        for name in (*_NON_NEGATIVE, "label_smoothing", "ema_decay"):
-            check_number(name, value := getattr(self, name))
-            if not 0 <= value < (math.inf if name in _NON_NEGATIVE else 1):
-                allowed = "non-negative" if name in _NON_NEGATIVE else "in [0, 1)"
-                raise ValueError(f"{name} must be {allowed}, got {value!r}")
         if self.layer_decay > 1:
             raise ValueError(f"layer_decay must be at most 1, got {self.layer_decay!r}")
+        for name in ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "label_smoothing", "ema_decay"):
+            check_number(name, value := getattr(self, name))
+            if value < 0 or (name in ("label_smoothing", "ema_decay") and value >= 1):
+                raise ValueError(f"{name} must be non-negative, label_smoothing and ema_decay below 1, got {value!r}")
         for name in ("grad_checkpointing", "augment"):
             check_type(name, getattr(self, name), bool)
         check_choice("schedule", self.schedule, ("cosine", "constant"))
@@ -116,13 +113,12 @@ class Processes:
             fully_shard(module, mesh=self.mesh)
         return model
 
-    @contextlib.contextmanager
-    def synchronizing(self, forward: Any, *, last: bool) -> Iterator[None]:
-        """Synchronizes gradients only in the backward pass of the last part of a batch."""
+    def synchronize(self, forward: Any, *, last: bool) -> None:
+        """Lets only the last part of a batch synchronize gradients in its backward pass."""
         if self.world > 1 and self.strategy == "fsdp":
             forward.set_requires_gradient_sync(last)
-        with contextlib.nullcontext() if last or self.world == 1 or self.strategy == "fsdp" else forward.no_sync():
-            yield
+        elif self.world > 1:
+            forward.require_backward_grad_sync = last  # as DistributedDataParallel.no_sync does
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums over all processes, in place."""
@@ -204,11 +200,11 @@ class Trainer:
         found = torch.zeros(3, dtype=torch.float64, device=device)
         parts = list(zip(*(tensor.chunk(self.config.accumulation) for tensor in (images, labels, targets))))
         for i, (part, own, target) in enumerate(parts):
-            with self.processes.synchronizing(self.forward, last=i == len(parts) - 1):
-                with torch.autocast(device.type, torch.bfloat16, enabled=self.config.dtype == "bf16"):
-                    logits = self.forward(part)
-                loss = F.cross_entropy(logits.float(), target, label_smoothing=self.config.label_smoothing)
-                (loss * (len(part) / len(images))).backward()
+            self.processes.synchronize(self.forward, last=i == len(parts) - 1)
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.config.dtype == "bf16"):
+                logits = self.forward(part)
+            loss = F.cross_entropy(logits.float(), target, label_smoothing=self.config.label_smoothing)
+            (loss * (len(part) / len(images))).backward()
             found += _counts(loss.detach() * len(part), logits, own)
         measure = self._sum(found)
         if not math.isfinite(measure.loss):

@@ -94,7 +94,8 @@ def _check_memory(config: ViTConfig, device: torch.device) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         return
-    needed = config.num_parameters() * torch.get_default_dtype().itemsize
+    rows = config.seqlen + config.num_classes + config.depth * (4 * config.embed_dim + 2 * config.hidden_dim)
+    needed = rows * config.embed_dim * torch.get_default_dtype().itemsize  # without smaller parts
     if needed > memory:
         raise ValueError(
             f"the parameters must fit into the {memory / 2**30:.0f} GiB of {device}, got {needed / 2**30:.0f} GiB: "

@@ -174,7 +174,7 @@ def _find_on_hub(repo_id: str, revision: str, names: tuple[str, ...]) -> Path | 
     """Returns the first of the files in the cache; if it has none of them, downloads the first that exists."""
     from huggingface_hub import errors, hf_hub_download, try_to_load_from_cache
 
-    where = f"{repo_id}@{revision}"
+    name = names[0]
     try:
         # a path, None if unknown, or a marker that the repository does not have this file
         cached = {name: try_to_load_from_cache(repo_id, name, revision=revision) for name in names}
@@ -187,22 +187,17 @@ def _find_on_hub(repo_id: str, revision: str, names: tuple[str, ...]) -> Path | 
                 raise
             except errors.EntryNotFoundError:
                 continue
-    except errors.LocalEntryNotFoundError:
-        reason = (
-            f"{name} is not in the local cache, and huggingface.co cannot be reached (no network, or HF_HUB_OFFLINE "
-            "is set)"
-        )
-    except errors.GatedRepoError:
-        reason = "access is restricted: accept the license on huggingface.co and log in"
-    except errors.RevisionNotFoundError:
-        reason = "the repository has no such revision"
-    except errors.RepositoryNotFoundError:
-        reason = "no such repository on huggingface.co, or it is private"
     except (errors.HFValidationError, OSError) as error:  # OSError is the base class of connection errors
-        reason = f"{names[0]} cannot be downloaded: {_first_line(error)}"
-    else:
-        return None
-    raise WeightsError(f"{where}: {reason}")
+        no_network = "cannot be reached (no network, or HF_HUB_OFFLINE is set)"
+        reasons: dict[type[Exception], str] = {
+            errors.LocalEntryNotFoundError: f"{name} is not in the local cache, and huggingface.co {no_network}",
+            errors.GatedRepoError: "access is restricted: accept the license on huggingface.co and log in",
+            errors.RevisionNotFoundError: "the repository has no such revision",
+            errors.RepositoryNotFoundError: "no such repository on huggingface.co, or it is private",
+        }
+        reason = reasons.get(type(error), f"{name} cannot be downloaded: {_first_line(error)}")
+        raise WeightsError(f"{repo_id}@{revision}: {reason}") from None
+    return None
 
 
 def _open(name: str, find: Find) -> Source:
