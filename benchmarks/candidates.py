@@ -1,10 +1,7 @@
 """The candidates of the benchmark: their names, which of them are the default, and the functions that build them.
 
-All candidates of a task have the same weights. A library's model is built by its own class and gets our weights; the
-error for a model that the library does not have lists all reasons. ONNX Runtime and OpenVINO run the export of
-vit_fast.export, or a given file. To add a candidate, add it to `_all`.
-
-A name may have a compile mode: `timm+compile`, `timm+compile:max-autotune`.
+All candidates of a task have the same weights. To add a candidate, add it to `_all`. A name may have a compile mode:
+`timm+compile`, `timm+compile:max-autotune`.
 """
 
 from __future__ import annotations

@@ -49,11 +49,7 @@ ALWAYS = 2  # candidates that are always measured
 
 @dataclass(frozen=True)
 class Group:
-    """The candidates of one model, dtype (see machine.DTYPES) and batch size, which are timed interleaved.
-
-    The requested batch size is larger if it did not fit into memory. `data` is the location of the batches: "device"
-    or "host" (pinned memory, which each call copies to the GPU).
-    """
+    """The candidates of one model, dtype and batch size (smaller than requested if that does not fit into memory)."""
 
     model: Model
     dtype_name: str
@@ -100,8 +96,7 @@ class Group:
 class Configuration:
     """A checked run: every model x dtype x batch size, with its candidates by kind of model.
 
-    After `time_budget_s` nothing is started. `search` tries larger batch sizes only while throughput grows. `request`
-    are the arguments of make_configuration, as plain data to repeat the run.
+    `search` tries larger batch sizes only while throughput grows. `request` are the arguments of make_configuration.
     """
 
     models: tuple[Model, ...]

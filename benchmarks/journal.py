@@ -45,10 +45,7 @@ def _partial(folder: Path) -> Path:
 
 
 class Journal:
-    """The findings of a run as (kind, value): row, control, ceilings, begun (a candidate of a group), resumed.
-
-    With a folder, each is also a line of its file, below a header: format, request and machine.
-    """
+    """The findings of a run as (kind, value): row, control, ceilings, begun (a candidate of a group), resumed."""
 
     def __init__(
         self, folder: Path | None = None, header: Mapping[str, Any] | None = None, entries: Iterable[Any] = ()
@@ -73,10 +70,7 @@ class Journal:
 
     @classmethod
     def resume(cls, folder: Path) -> Journal:
-        """Opens the journal of an interrupted run in the folder of `--out`, with or without .partial.
-
-        Raises ValueError if there is no such run, or if it is of another format.
-        """
+        """Opens the journal of an interrupted run in the folder of `--out`, with or without .partial."""
         folder = folder.with_name(folder.name.removesuffix(PARTIAL))
         path = _partial(folder) / JOURNAL_NAME
         if (folder / JOURNAL_NAME).is_file():  # ended by Ctrl-C

@@ -261,10 +261,7 @@ def part_of(name: str) -> str:
 
 
 def profile(call: Call, device: torch.device, least: dict[str, Work], itemsize: int) -> dict[str, Any]:
-    """Returns kernels, [part, name, calls, ms] per call, the longest first; and least, [operations, bytes] per part.
-
-    Kernel names decide the part on a GPU, operator names on a CPU. Eager attention's matmuls on a GPU count as linears.
-    """
+    """Returns kernels, [part, name, calls, ms] per call, the longest first; and least, [operations, bytes] per part."""
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
     with without_profiler_chatter(), torch.profiler.profile(activities=activities) as profiler:

@@ -48,9 +48,7 @@ class Model:
     """A model to measure: of one of our shapes (`config`), a function that makes it, an ONNX file, or an operator.
 
     `shape` is of one input: [channels, height, width], or tokens first. `data` is None for random inputs. `parts`
-    returns the work of each part for a batch size, in inference or training. `weights` None means random ones.
-    `precision` is of the weights of an ONNX file, if lower than fp32. `source` is the word of `--models`, if not the
-    name. `block` means the first block only.
+    returns the work of each part for a batch size, in inference or training. `source` is the word of `--models`.
     """
 
     name: str
@@ -85,11 +83,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Task:
-    """The task of all candidates of a group: a model, and the dtype of parameters, images and logits.
-
-    Its weights have our (timm's) names, in dtype on the CPU; None for a model with its own weights. `amp` is training
-    under autocast in bf16.
-    """
+    """The task of all candidates of a group; its weights have our (timm's) names, None for a model with its own."""
 
     model: Model
     weights: Mapping[str, Tensor] | None
@@ -115,10 +109,7 @@ class Task:
 
 
 def resolve(given: str) -> Callable[[Size | None], list[Model]]:
-    """Looks up the models of a word of `--models` without building them; the docstring of this file lists the forms.
-
-    Returns a function of the image size (None for the model's own) that returns the models. Both raise ValueError.
-    """
+    """Looks up a word of `--models`; returns a function of the image size (or None) that builds its models."""
     if (operator := Operator.parse(given)) is not None:
         return lambda size: [Model(given, operator.shape, None, operator.parts, operator=operator)]
     if given.startswith("block:"):
@@ -318,11 +309,7 @@ class OutputOf(nn.Module):
 
 
 def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Draws parameters under our names in fp32 on the CPU, none of them zero or alike.
-
-    A candidate that ignores a zero bias or a unit norm would pass. Here every parameter changes the logits, attention
-    is far from uniform, and tokens and positions are small enough that the logits depend on the image.
-    """
+    """Draws parameters under our names in fp32 on the CPU, each of which changes the logits, as does the image."""
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         model = VisionTransformer(config)
@@ -364,10 +351,7 @@ def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
 
 
 def image_views(paths: Sequence[Path], model: Model, count: int, seed: int = 0) -> Tensor:
-    """Prepares views of images [count, *model.shape] in fp32 on the CPU, or random numbers for other inputs.
-
-    The first ones are the whole images, further ones random crops, so that large batches consist of different images.
-    """
+    """Prepares whole images and then random crops [count, *model.shape] in fp32, or random numbers for other inputs."""
     if model.data is None:
         return torch.randn(count, *model.shape, generator=torch.Generator().manual_seed(seed))
     transform = make_transform(model.data, model.image_hw, model.in_chans)

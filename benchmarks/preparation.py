@@ -1,8 +1,7 @@
 """Preparation of a candidate before it is timed: build, compile, call, compare with eager in fp64.
 
-Weights and images are first rounded to the dtype, and the fp64 reference starts from these numbers, so only errors of
-the computation count. The rule of vit_fast.accuracy applies to the largest error and to the root mean square. Eager's
-own error is also measured on random images, because its error on similar images varies by chance.
+Weights and images are first rounded to the dtype, so only errors of the computation count. Eager's own error is also
+measured on random images, because its error on similar images varies by chance.
 """
 
 from __future__ import annotations
@@ -58,11 +57,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class TrainingStep:
-    """Forward, cross-entropy, backward and AdamW of a model; or the backward alone of a part of a model.
-
-    Labels depend on the place in the batch. `function` is the model or its compiled form. Dropout is set to zero, so
-    that gradients can be compared.
-    """
+    """Forward, cross-entropy, backward and AdamW of a model without dropout; or the backward alone of a part of it."""
 
     def __init__(self, task: Task, model: nn.Module, function: Function) -> None:
         self.task, self.function = task, function
@@ -92,10 +87,7 @@ class TrainingStep:
         return torch.autograd.grad(out, leaves, gradient, retain_graph=True)
 
     def gradients(self, x: Tensor, rows: Sequence[int], places: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        """Computes gradients of the input [B, ...], and of each parameter: for a whole model only their norm [1].
-
-        The loss is the sum over some images (rows) of the batch; their places decide the labels.
-        """
+        """Computes gradients of the input [B, ...], and of each parameter: for a whole model only their norm [1]."""
         leaf = x.detach().clone().requires_grad_()
         if self.task.whole:
             losses = self._losses(leaf, torch.tensor(places, device=x.device))
@@ -123,10 +115,9 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class Expected(Reference):
-    """The expected outputs of every candidate of a group, or in training the images' gradients.
+    """The expected outputs, or in training gradients: `parameters` are eager's errors and fp64 values of further ones.
 
-    `parameters` are eager's errors and the fp64 values of further gradients. `classes` are of the batches after the
-    first, to measure agreement.
+    `classes` are of the batches after the first, to measure agreement.
     """
 
     parameters: Sequence[tuple[float, Tensor]] = ()
@@ -345,10 +336,7 @@ def _callers(candidate: Candidate, task: Task, batches: list[Tensor]) -> tuple[o
 
 
 def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
-    """Measures cold_s, seconds of a new process to its first correct output, and cold_MiB, its peak host memory.
-
-    Returns the reason as cold_failed if that fails.
-    """
+    """Measures the seconds of a new process to its first correct output, and its peak host memory."""
     asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
     asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
     asked |= {"dtypes": None if group.dtype_name == "amp" else [group.dtype_name], "candidates": [name]}

@@ -83,11 +83,7 @@ def make_control(group: Group, candidate: str, timing: Timing, again: Timing, co
 
 
 def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row]) -> None:
-    """Adds shares of the ceiling, and ratios to the fastest peer with verdicts.
-
-    The peer is the group's fastest one in full precision, or in lower precision if there is no other. A share above 1
-    is a defect of the ceiling or of the formula and is reported as such.
-    """
+    """Adds shares of the ceiling (a defect above 1), and ratios to the fastest peer, in full precision if possible."""
     for row in measured(rows):
         reached = ceilings.get("matmul_TFLOP_per_s", {})
         ceiling = reached.get("bf16" if row["precision"] == "amp" else row["precision"])

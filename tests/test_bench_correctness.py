@@ -95,23 +95,6 @@ def test_identical_images_are_no_matter_of_luck(dtype: torch.dtype, seeds: range
             assert verdict_of(get_candidate(name), task, images, expected) is None, (seed, name)
 
 
-@pytest.mark.fast_cases("deit_tiny_distilled_patch16_224", "vit_small_patch14_reg4_dinov2")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "deit_tiny_distilled_patch16_224",
-        "deit3_small_patch16_224",
-        "vit_small_patch14_dinov2",
-        "vit_small_patch14_reg4_dinov2",
-        "vit_base_patch32_clip_quickgelu_224",
-        "vit_base_patch16_siglip_224",
-    ],
-)
-def test_timm_takes_the_weights_of_every_family(name: str) -> None:
-    task, images = make_task(shrunk(name))
-    assert verdict_of(get_candidate("timm"), task, images, expect(task, images)) is None
-
-
 @pytest.mark.fast_cases("vit_test")
 @pytest.mark.parametrize("name", ["vit_test", "vit_small_patch14_reg4_dinov2"])
 def test_a_changed_parameter_is_noticed_whichever_it_is(name: str) -> None:
@@ -132,20 +115,6 @@ def ignores_the_image(task: Task) -> object:
     return lambda images: model(images[:1].expand_as(images))
 
 
-def forgets_positions(task: Task) -> object:
-    return build(
-        "sdpa", dataclasses.replace(task, weights={**task.weights, "pos_embed": 0 * task.weights["pos_embed"]})
-    )
-
-
-def attends_uniformly(task: Task) -> object:
-    weights = dict(task.weights)
-    width = task.ours[0].embed_dim
-    for name in [name for name in weights if ".attn.qkv." in name]:
-        weights[name] = torch.cat([0 * weights[name][:width], weights[name][width:]])
-    return build("sdpa", dataclasses.replace(task, weights=weights))
-
-
 def reshaped(task: Task, **fields: object) -> Task:
     config = task.ours[0].replace(**fields)
     return dataclasses.replace(task, model=describe_ours("vit_test", config, task.model.data, None))
@@ -155,17 +124,11 @@ def uses_another_gelu(task: Task) -> object:
     return build("sdpa", reshaped(task, act_layer="quick_gelu"))
 
 
-def forgets_a_block(task: Task) -> object:
-    weights = {name: tensor for name, tensor in task.weights.items() if not name.startswith("blocks.1.")}
-    return build("sdpa", dataclasses.replace(reshaped(task, depth=1), weights=weights))
-
-
 @pytest.mark.parametrize(
     ("mistake", "dtype"),
     [
-        *itertools.product(
-            (ignores_the_image, forgets_positions, attends_uniformly, forgets_a_block), (torch.float32, torch.bfloat16)
-        ),
+        (ignores_the_image, torch.float32),
+        (ignores_the_image, torch.bfloat16),
         (uses_another_gelu, torch.float32),
         (uses_another_gelu, torch.float16),  # too alike for bf16's eight bits in so small a model
     ],

@@ -65,22 +65,12 @@ def test_a_job_of_bench_leaves_a_record_of_each_run(tmp_path: Path) -> None:
 
 
 def test_every_run_is_one_that_bench_accepts() -> None:
-    """Models, candidates and sizes exist; each has ours; frozen, graphs and the compiled MLP are among them."""
-    seen = set()
     for job in gpu_check.JOBS:
         assert bool(job.tests) != bool(job.runs)
         for request in job.runs:
             made = make_configuration(**request | {"device": "cpu", "batch_sizes": [1]})
             names = {candidate.name for chosen in made.candidates.values() for candidate in chosen}
             assert any(name.startswith("triton") or name.endswith("+fused") for name in names), job.name
-            seen |= {(model.kind, name, made.training) for model in made.models for name in names}
-    for wanted in (
-        ("ours", "triton", False), ("ours", "triton-frozen", False), ("ours", "triton-graphs", False),
-        ("mlp", "eager+compile", False), ("mlp", "eager+compile", True), ("mlp", "cublaslt", False),
-        ("attention", "flex", False), ("attention", "sdpa-cudnn", True), ("matmul", "eager", False),
-        ("ours", "timm+compile", True), ("ours", "timm+fused", False),
-    ):  # fmt: skip
-        assert wanted in seen
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])

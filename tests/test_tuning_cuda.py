@@ -140,19 +140,3 @@ def test_fp8_is_calibrated_and_computes(images, graphs: list[Tape], monkeypatch:
     on_example, on_photographs = seen
     assert len(graphs) == 1 and torch.equal(on_example[0], example)
     assert sum(map(len, on_photographs)) == 32 and on_photographs[0].shape == example.shape
-
-
-@pytest.mark.slow
-def test_fp8_of_classifiers_uses_min_agreement(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, fuse = [], vit_fast.measure.build.fuse
-
-    def asking(work: nn.Module, **given: Any) -> Any:
-        asked.append(given["min_agreement"])
-        return fuse(work, **given)
-
-    monkeypatch.setattr("vit_fast.measure.build.fuse", asking)
-    tokens = vit_fast.create_model("vit_test", backend="eager", global_pool="", num_classes=0)
-    choice = Candidate(attention="triton", mlp="triton", precision="fp8")
-    for given, wanted in ((model, 0.75), (model, 0.0), (tokens, 0.5)):
-        Trials(given, images, min_agreement=wanted).prepare(choice, 600)
-    assert asked == [0.75, None, None]

@@ -1,12 +1,9 @@
 """Launches of a block without a GPU: host time (`vit-fast kernels --host`), modeled device time (`--model`).
 
-Host time: Triton's launch path runs unchanged, with a stand-in driver that launches nothing
-(`kernels/inspect/stand_in_driver.py`). Launches and tensor map descriptors are counted for ViT-B, B = 1. Time is
-measured for blocks of vit-fast and timm (eager) with small tensors, so that dispatch dominates. It is process CPU time,
-which excludes the work of a real CUDA driver and allocator.
+Host time: Triton's launch path runs unchanged, with a stand-in driver that launches nothing. Launches are counted for
+ViT-B, B = 1. Process CPU time is measured with small tensors, so that dispatch dominates.
 
-Device time: launches are recorded, compiled, and modeled from machine code and tile sizes
-(`kernels/inspect/device_model.py`). Nothing is measured.
+Device time: launches are recorded, compiled, and modeled from machine code and tile sizes. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -56,13 +53,7 @@ Call = Callable[[], object]
 
 
 def measure_host_time(arch: str) -> dict[str, Any]:
-    """Returns the results of `vit-fast kernels --host`, measured in a new process.
-
-    Args:
-        arch: Architecture of the launches, e.g. "sm_90".
-    Raises:
-        RuntimeError: the process failed, e.g. without a C compiler, with a GPU, or for an unknown architecture.
-    """
+    """Returns the results of `vit-fast kernels --host`, measured in a new process; RuntimeError if that fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # keep one heap: otherwise malloc maps large tensors again in each call, unlike on a GPU
     heap = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2**30))
@@ -253,14 +244,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def model_device_time(name: str, batch: int, arch: str) -> dict[str, Any]:
-    """Returns a row per launch of a frozen block in bf16, and the sums in microseconds.
-
-    The key "training" contains the same for forward and backward.
-
-    Raises:
-        ValueError: the model or the architecture is unknown.
-        RuntimeError: triton's interpreter is active.
-    """
+    """Returns a row per launch of a frozen block in bf16, and the sums in us; "training": of forward and backward."""
     from ..kernels.inspect import device_model, offline
 
     layers, gpu = get_variant(name).config.depth, offline.architecture(arch)
@@ -281,11 +265,7 @@ def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def record_block(name: str, batch: int, arch: str, training: bool = False) -> list[Launch]:
-    """Returns the launches of a block that reuses the LayerNorm statistics of the previous block.
-
-    Args:
-        training: True for forward and backward, False for the forward with frozen weights.
-    """
+    """Returns the launches of a block after another, which passes on its LayerNorm statistics."""
     from ..kernels.inspect import offline
 
     with torch.set_grad_enabled(training), offline.recorded(offline.gpu(arch)) as launches:

@@ -133,13 +133,7 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progress: bool = False) -> dict[str, Any]:
-    """Compiles the kernels, compares them with the baseline, and returns data for JSON.
-
-    Raises:
-        ImportError: triton is not installed.
-        RuntimeError: triton was imported for its interpreter, which has no compiler.
-        ValueError: an architecture is unknown.
-    """
+    """Compiles the kernels, compares them with the baseline, and returns data for JSON."""
     import triton
 
     from ..kernels import launch

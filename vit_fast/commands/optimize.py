@@ -219,11 +219,7 @@ class Opened:
 def open_model(
     name: str, batch: int, images: Sequence[Path], device: str = "auto", img_size: Sequence[int] | None = None
 ) -> Opened:
-    """Opens a model and images with the same arguments as `vit-fast bench`; see make_configuration.
-
-    Raises:
-        ValueError: an argument is unknown, out of range or unreadable, or the name matches several models.
-    """
+    """Opens a model and images with the same arguments as `vit-fast bench`; see make_configuration."""
     import numpy as np
     import torch
 

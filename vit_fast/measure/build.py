@@ -139,8 +139,7 @@ def build(
 ) -> Optimized:
     """Builds a candidate for a model in evaluation mode, which is not changed; the result may share its weights.
 
-    `output` is the model's output for the example. `image_files` calibrate int8 and fp8, by default with the sample
-    image. To reach `min_agreement`, sensitive layers of a classifier in fp8 stay in bf16. Raises UnsupportedInputError.
+    `output` is the model's output for the example. `image_files` calibrate int8 and fp8.
     """
     hooked = [name or "the model" for name, module in model.named_modules() if is_hooked(module)]
     if candidate != ORIGINAL and hooked:

@@ -86,10 +86,7 @@ def folder() -> Path:
 
 
 def key_of(model: nn.Module, example: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the key of a result: machine, versions, architecture, shapes of the example, and the request.
-
-    If the request allows loss, the values of the weights are part of the key.
-    """
+    """Returns the key of a result; if the request allows loss, the values of the weights are part of it."""
     tensors = tensors_in(example)
     return {
         "machine": machine(tensors[0].device),

@@ -48,21 +48,11 @@ SAME_DIRECTION = 0.99
 class Candidate:
     """A way to run a model. The default is the model itself.
 
-    `optimize` varies the first nine fields. The benchmark names its candidates, and describes each by the other fields.
-
-    Attributes:
-        engine: torch, a mode of torch.compile ("compile" is the default mode), or a runtime that loads a file.
-        attention, mlp: Backends of `vit_fast.fuse` for attention, and for LayerNorm + MLP; None does not fuse them.
-        precision: Number format of the computation, if it is lower than the model's.
-        frozen: True to prepare weights once, by `vit_fast.freeze` or by torch.compile's freezing.
-        split: Images per call of the model, which splits a batch.
-        builder: Builds a candidate of the benchmark for a benchmarks.models.Task: a function of images, which is an
-            nn.Module if compilable. Raises UnsupportedInputError with all reasons.
-        packages: Packages that must be installed, besides torch.
-        peer: True for another project's implementation. Ratios are relative to the fastest peer.
-        tolerance: Largest allowed error as a share of the largest output, for lower precision; None means the rule of
-            vit_fast.accuracy.
-        build_s: Estimated seconds to build and check the first one on two CPU cores, without compilation.
+    `optimize` varies the first nine fields: `attention` and `mlp` are backends of `vit_fast.fuse` (None does not fuse
+    them), `precision` is a number format below the model's, `split` is images per call. The benchmark describes its
+    candidates by the others: `builder` returns a function of images for a benchmarks.models.Task, `peer` means another
+    project's implementation, `tolerance` is the allowed error in lower precision as a share of the largest output (None
+    means the rule of vit_fast.accuracy), and `build_s` estimates the seconds to build and check the first one.
     """
 
     engine: Engine = "torch"
@@ -168,11 +158,7 @@ ORIGINAL, AS_FILE = Candidate(), Candidate("onnxruntime")
 
 @dataclass(frozen=True)
 class Reference:
-    """The expected outputs of a batch, one entry per output tensor.
-
-    `exact` are outputs in fp64 of the checked images, whose indices are `rows`. `shapes` are of the whole batch.
-    `eager_errors` are errors of eager in the candidate's dtype. `dtypes` decide the allowed rounding.
-    """
+    """The expected outputs of a batch, one entry per tensor: in fp64 of the images `rows`, and shapes of the batch."""
 
     exact: Sequence[Tensor]
     eager_errors: Sequence[dict[Measure, float]]

@@ -1,9 +1,8 @@
 """Device time without host time: a call is queued while the device sleeps.
 
-Two events around a call measure device time only if the host is ahead of the device. So the device sleeps for longer
-than the host needs, and the event before the call must still be pending when the call has been queued. Otherwise the
-call is timed again with a longer sleep. A call that waits for the device, or that fills the driver's queue, is marked
-host-bound.
+The device sleeps for longer than the host needs, and the event before the call must still be pending when the call has
+been queued. Otherwise the call is timed again with a longer sleep. A call that waits for the device, or that fills the
+driver's queue, is marked host-bound.
 """
 
 from __future__ import annotations

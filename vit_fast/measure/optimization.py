@@ -47,7 +47,6 @@ class Row:
     candidate: Candidate
     ms: float | None  # median duration of a call, or the 90th percentile for the objective "latency"
     images_per_s: float | None
-    images_per_s_interval: tuple[float, float] | None
     speedup: float | None  # relative to the original
     speedup_interval: tuple[float, float] | None
     checked: Checked | None
@@ -320,16 +319,15 @@ def _result(found: Found, trials: Trials, key: dict[str, Any], objective: Object
 def _rows(found: Found, trials: Trials, share: float) -> Iterator[Row]:
     batch = first_batch(trials.example)
     for trial in found.trials:
-        ms = rate = rates = speedup = interval = None
+        ms = rate = speedup = interval = None
         if trial.samples_ms:
             before, after = paired(found.trials[0].samples_ms, trial.samples_ms)
-            low, high = ratio_interval(before, after, paired=True, share=share)
-            base = batch * 1e3 / percentile(before, share)
             ms = percentile(trial.samples_ms, share)
-            rate, rates = batch * 1e3 / ms, (base * low, base * high)
-            speedup, interval = ratio(before, after, paired=True, share=share), (low, high)
+            rate = batch * 1e3 / ms
+            speedup = ratio(before, after, paired=True, share=share)
+            interval = ratio_interval(before, after, paired=True, share=share)
         checked = trials.checked.get(trial.candidate)
-        yield Row(trial.candidate, ms, rate, rates, speedup, interval, checked, trial.reason)
+        yield Row(trial.candidate, ms, rate, speedup, interval, checked, trial.reason)
 
 
 def deploy(

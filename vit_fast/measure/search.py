@@ -82,8 +82,7 @@ def search(
 ) -> Found:
     """Finds the fastest candidate within a budget; tries them in this order. Ctrl-C returns the best so far.
 
-    `bench` prepares, times and releases candidates, and has the clock; see trials.Trials. The original is prepared
-    first, and its errors are raised. A candidate or a round that does not fit into the budget is not started.
+    `bench` prepares, times and releases candidates, and has the clock; see trials.Trials.
     """
     run = _Search(bench, original, budget_s, SHARE[objective])
     run.prepare(run.original, budget_s)

@@ -232,9 +232,7 @@ class Checked:
 class Trials:
     """Builds, checks and times candidates for a model in evaluation mode. It is the argument `bench` of search.search.
 
-    `others` are more batches like the example, to measure agreement. `start` is the value of time.perf_counter at the
-    start of the search. `progress` is called with the name of each step and the seconds since then, `check_interrupt`
-    before each build and timed call.
+    `progress` is called with each step and the seconds since `start`, `check_interrupt` before builds and timed calls.
     """
 
     def __init__(
