@@ -7,7 +7,7 @@ Needs torch, triton, numpy, pillow and pytest; libraries that are not installed 
 configurations of `vit-fast bench`, in a fixed order, the most important ones first. Each runs in a process of its own
 with a time limit, and is skipped if less time is left. So a job that fails, hangs or loses the GPU does not affect the
 others. DIR/summary.json is written after each job; DIR/JOB contains its records, and `vit-fast report DIR/*/*/` shows
-them. Results of other parts in DIR stay if they are of the same device and commit.
+them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from vit_fast.measure.clock import Protocol
 from .configuration import make_configuration
 from .journal import JOURNAL_NAME, Journal
 from .machine import describe
-from .records import RECORD_NAME, Row, measured, read_record, to_json
+from .records import RECORD_NAME, Row, read_record, to_json
+from .report import markdown
 from .runner import run
 
 TOTAL_SECONDS = 480
@@ -64,7 +65,7 @@ class Job:
 
 
 def perform(job: Job, folder: Path, limit_s: float) -> Found:
-    """Runs a job in a process; returns its outcome and figures. Its output goes to log.txt in the folder."""
+    """Runs a job in a process, and prints its tables; returns its outcome. Its output goes to log.txt in the folder."""
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     folder.mkdir(parents=True)
     log = folder / "log.txt"
@@ -87,28 +88,20 @@ def perform(job: Job, folder: Path, limit_s: float) -> Found:
         lines = [line for line in log.read_text(errors="replace").splitlines() if "%]" in line]
         counts = {word.lower(): sum(word in line for line in lines) for word in ("PASSED", "FAILED", "SKIPPED")}
         return {"outcome": problem or "passed"} | counts
-    rows = [row for path in sorted(folder.glob("*/" + RECORD_NAME)) for row in read_record(path)["rows"]]
-    found = figures(rows)
+    records = [read_record(path) for path in sorted(folder.glob("*/" + RECORD_NAME))]
+    rows = [row for record in records for row in record["rows"]]
+    found = {"outcome": outcome_of(rows)}
     if problem is not None:
         saved = sum(path.read_text().count('{"kind": "row"') for path in folder.glob("*/" + JOURNAL_NAME))
         found["outcome"] = f"{problem}; rows saved: {len(rows) + saved}"
+    print(*map(markdown, records), sep="\n")
     return found
 
 
-def figures(rows: Sequence[Row]) -> Found:
-    """Returns the outcome of a job, and each of our rows relative to the best peer."""
-    failed = [f"{row['model']} {row['candidate']}" for row in rows if row["status"] in ("incorrect", "failed")]
-    late = all(row["status"] in ("skipped", "interrupted") for row in rows)
-    outcome = f"INCORRECT or failed: {', '.join(failed)}" if failed else "no time left" if late else "measured"
-    found: Found = {"outcome": outcome}
-    for row in measured(rows):
-        if row["candidate"].startswith("triton"):
-            ratio = row["ratio_to_best_peer"]
-            peer = "no peer" if ratio is None else f"{ratio:.2f}x {row['best_peer']} ({row['verdict']})"
-            host = "" if row["host_ms"] is None else f", host {row['host_ms']:.3f}"
-            name = f"{row['model']} B{row['batch']} {row['candidate']}" + " training" * (row["task"] == "training")
-            found[name] = f"{row['ms']:.3f} ms{host}, {row['TFLOP_per_s']:.3g} TFLOP/s, {peer}"
-    return found
+def outcome_of(rows: Sequence[Row]) -> str:
+    if failed := [f"{row['model']} {row['candidate']}" for row in rows if row["status"] in ("incorrect", "failed")]:
+        return f"INCORRECT or failed: {', '.join(failed)}"
+    return "no time left" if all(row["status"] in ("skipped", "interrupted") for row in rows) else "measured"
 
 
 def measure(job: Job, folder: Path) -> None:
@@ -197,11 +190,6 @@ def run_jobs(jobs: Sequence[Job], out: Path) -> list[Found]:
     out.mkdir(parents=True, exist_ok=True)
     path, found, end = out / "summary.json", [], time.monotonic() + TOTAL_SECONDS
     machine = describe("cuda" if torch.cuda.is_available() else "cpu")
-    names, saved = {job.name for job in jobs}, []
-    with contextlib.suppress(OSError, ValueError, LookupError):
-        before = json.loads(path.read_text())
-        if all(before["machine"].get(name) == machine.get(name) for name in ("device", "commit")):
-            saved = [row for row in before["rows"] if row["name"] not in names]
     for job in jobs:
         start = time.monotonic()
         result: Found = {"part": job.part, "name": job.name, "outcome": "no time left"}
@@ -213,7 +201,7 @@ def run_jobs(jobs: Sequence[Job], out: Path) -> list[Found]:
             result["seconds"] = round(time.monotonic() - start, 1)
         found.append(result)
         with file_aside(path) as aside:
-            record = {"machine": machine, "total_seconds": TOTAL_SECONDS, "rows": [*saved, *found]}
+            record = {"machine": machine, "total_seconds": TOTAL_SECONDS, "rows": found}
             aside.write_text(json.dumps(record, indent=1) + "\n")
         others = [f"{name} {value}" for name, value in result.items() if name not in ("part", "name", "outcome")]
         print("\n    ".join([f"{job.name}: {result['outcome']}", *others]), flush=True)

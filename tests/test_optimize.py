@@ -38,7 +38,6 @@ CHOICES = [
     FROZEN,
     Candidate(attention="sdpa", mlp="eager"),
     Candidate(attention="sdpa"),
-    Candidate(channels_last=True),
     SPLIT,
     Candidate(threads=1),
     dataclasses.replace(FUSED, precision="bf16", split=2),
@@ -174,7 +173,7 @@ def test_incorrect_outputs_are_refused(model, images) -> None:
         (lambda output: output.roll(1, 1), "bf16", "the top-1 agreement must be at least"),
     ):
         with pytest.raises(Refused, match=reason):
-            choice = Candidate(channels_last=True, precision=precision)
+            choice = Candidate(split=3, precision=precision)
             expected.check(lambda values, change=change: change(model(values)), choice)
     dependent = Around(coupled).eval()  # a subset of the images gives another output: the whole batch is compared
     expected = Expected(dependent, IMAGES)

@@ -24,7 +24,6 @@ FUSED = Candidate(attention="sdpa", mlp="sdpa")
 CHOICES = [
     Candidate(),
     FUSED,
-    Candidate(channels_last=True),
     Candidate(split=1),
     Candidate(threads=1),
     Candidate(attention="sdpa", mlp="sdpa", precision="bf16"),

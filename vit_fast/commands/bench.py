@@ -87,32 +87,31 @@ def bench(
         return
     if out is not None:
         check_folder(out)
+    asked: dict[str, Any] = {
+        "images": images or (),
+        "models": split_words(models),
+        "batch_sizes": "best" if batch_sizes == "best" else integers("--batch-sizes", batch_sizes),
+        "dtypes": split_words(dtypes),
+        "candidates": split_words(candidates),
+        "img_size": [integers("--img-size", size, "x") or [] for size in img_size.split(",")] if img_size else None,
+        "device": device,
+        "data": data,
+        "time_budget_s": time_budget,
+        "seconds": seconds,
+        "train": train,
+        "amp": amp,
+        "explain": explain,
+        "cold": cold,
+        "latency": latency,
+    }
     if resume is None:
-        configuration = make_configuration(
-            images or (),
-            models=split_words(models),
-            batch_sizes="best" if batch_sizes == "best" else integers("--batch-sizes", batch_sizes),
-            dtypes=split_words(dtypes),
-            candidates=split_words(candidates),
-            img_size=[integers("--img-size", size, "x") or [] for size in img_size.split(",")] if img_size else None,
-            train=train,
-            amp=amp,
-            data=data,
-            explain=explain,
-            cold=cold,
-            latency=latency,
-            device=device,
-            time_budget_s=time_budget,
-            seconds=seconds,
-        )
+        configuration = make_configuration(**asked)
         machine = describe(configuration.device)
         journal = Journal.begin(default_folder(machine) if out is None else out, configuration.request, machine)
     else:
-        asked = (images, models, img_size, batch_sizes, dtypes, candidates, out, time_budget, seconds)
-        others = train, amp, explain, cold, latency, device != "auto", data != "device"
-        if any(value is not None for value in asked) or any(others):
+        if out is not None or any(value not in ((), None, False, "auto", "device") for value in asked.values()):
             raise ValueError(
-                f"--resume {resume} must be the only option besides --json, because the run has stored its options"
+                f"--resume {resume} must be the only option besides --json: the run has stored its options"
             )
         journal = Journal.resume(resume)
         try:

@@ -163,7 +163,7 @@ def changed_copy(
     if candidate.precision == "fp8" and (reasons := fp8_reasons(tensors_in(example)[0].device)):
         raise UnsupportedInputError(candidate.name, reasons)
     shared: dict[int, Any] = {}
-    if candidate.precision is None and not candidate.channels_last:
+    if candidate.precision is None:
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     work = copy.deepcopy(model, shared).eval()
     if candidate.precision is not None:
@@ -176,8 +176,6 @@ def changed_copy(
         fuse(work, precision="fp8", min_agreement=min_agreement if classifies and min_agreement else None)
     elif candidate.attention or candidate.mlp:
         _fuse_parts(work, candidate)
-    if candidate.channels_last:
-        work.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
     if candidate.frozen and candidate.engine != "compile" and not freeze(work):
         raise UnsupportedInputError(candidate.name, ["no module of the model can be frozen"])
     return work
@@ -233,12 +231,7 @@ def _module(
         size = candidate.split or len(images)
         runner = GraphRunner(work, images if dtype is None else images.to(dtype), (size,))
         function = _of_images(runner, model, example, candidate)
-
-    def converted(value: Tensor) -> Tensor:
-        last = candidate.channels_last and value.dim() == 4
-        return value.to(dtype or value.dtype, memory_format=torch.channels_last if last else torch.preserve_format)
-
-    return with_inputs(function, converted) if dtype is not None or candidate.channels_last else function
+    return function if dtype is None else with_inputs(function, lambda value: value.to(dtype))
 
 
 def _session(

@@ -37,7 +37,7 @@ RUNTIMES: dict[str, str] = {
     "onnxruntime": "ONNX Runtime", "tensorrt": "ONNX Runtime with TensorRT", "openvino": "OpenVINO",
 }  # fmt: skip
 CONFIGURATION = (
-    "engine", "attention", "mlp", "precision", "frozen", "graphs", "channels_last", "threads", "split",
+    "engine", "attention", "mlp", "precision", "frozen", "graphs", "threads", "split",
 )  # fmt: skip
 MEASURES: tuple[Measure, ...] = ("largest", "rms")
 # Outputs that are no logits agree if their cosine similarity is at least this.
@@ -48,7 +48,7 @@ SAME_DIRECTION = 0.99
 class Candidate:
     """A way to run a model. The default is the model itself.
 
-    `optimize` varies the first nine fields: `attention` and `mlp` are backends of `vit_fast.fuse` (None does not fuse
+    `optimize` varies the first eight fields: `attention` and `mlp` are backends of `vit_fast.fuse` (None does not fuse
     them), `precision` is a number format below the model's, `split` is images per call. The benchmark describes its
     candidates by the others: `builder` returns a function of images for a benchmarks.models.Task, `peer` means another
     project's implementation, `tolerance` is the allowed error in lower precision as a share of the largest output (None
@@ -61,7 +61,6 @@ class Candidate:
     precision: Precision | None = None
     frozen: bool = False
     graphs: bool = False
-    channels_last: bool = False
     threads: int | None = None
     split: int | None = None
     base: str = ""
@@ -115,7 +114,8 @@ class Candidate:
             "" if mode == "none" else "torch.compile" if self.engine == "compile" else f"torch.compile {self.engine}",
             RUNTIMES.get(self.engine, ""),
             self.precision or "",
-            *(word.replace("_", " ") for word in ("frozen", "graphs", "channels_last") if getattr(self, word)),
+            "frozen" if self.frozen else "",
+            "graphs" if self.graphs else "",
             f"{self.threads} threads" if self.threads else "",
             f"split into {self.split}" if self.split else "",
         ]
@@ -144,6 +144,7 @@ class Candidate:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Candidate:
         """Reads the output of to_dict; raises ValueError for an unknown field, type, engine or precision."""
+        data = {name: value for name, value in data.items() if name != "channels_last"}  # of earlier versions
         for name, value in data.items():
             if name not in CONFIGURATION or not isinstance(value, str | bool | int):
                 raise ValueError(f"a candidate must consist of {', '.join(CONFIGURATION)}, got {name}={value!r}")

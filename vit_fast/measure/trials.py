@@ -97,8 +97,6 @@ def variations(candidate: Candidate, device: torch.device, batch: int) -> list[C
     """Returns variations of a candidate with one change each."""
     pieces = [size for size in (batch // 2, batch // 4, 1) if 0 < size < batch]
     changes: list[dict[str, Any]] = [{"split": size} for size in dict.fromkeys(pieces)]
-    if candidate.engine == "torch":
-        changes.append({"channels_last": True})
     if device.type == "cpu":
         used, there = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
         changes += [{"threads": count} for count in dict.fromkeys((used // 2, there)) if count not in (0, used)]
