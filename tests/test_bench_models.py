@@ -141,7 +141,7 @@ def test_a_function_gives_a_model(in_a_folder: Path) -> None:
         ("--data disk", "--data must be device, or"),
         ("--data host --device cpu", "got host"),
         ("--models vit_test --time-budget -1", "time_budget_s"),
-        ("--models vit_test --seconds -1", "seconds must be a number of seconds >= 0"),
+        ("--seconds -1", "seconds must be a number of seconds >= 0"),
         ("--models vit_test --out .", "is not empty"),
         ("--models timm:test_vit --img-size 63", "timm:test_vit"),
         ("--models vit_test --img-size 1x2x3", "got 1x2x3"),
