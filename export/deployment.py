@@ -20,8 +20,7 @@ from typing import Any
 
 from google.protobuf import text_encoding
 
-from vit_fast.arguments import check_choice, check_integer
-from vit_fast.errors import UnsupportedInputError, check_type
+from vit_fast.errors import UnsupportedInputError, check_choice, check_integer, check_type
 from vit_fast.files import file_aside, folder_aside
 
 from .report import Accuracy, Check, Quantised

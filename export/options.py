@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from vit_fast.arguments import check_choice
-from vit_fast.errors import UnsupportedInputError, check_type
+from vit_fast.errors import UnsupportedInputError, check_choice, check_type
 from vit_fast.libraries.interface.image_model import Output
 
 from .report import EIGHT_BIT_BUDGET

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .arguments import MAX_SIZE, check_choice, check_integer, check_number, known_fields, pair
-from .errors import check_type
+from .errors import MAX_SIZE, check_choice, check_integer, check_number, check_type, known_fields, pair
 
 GlobalPool = Literal["token", "avg", "map", ""]
 PosEmbed = Literal["learn", "sincos1d", "sincos2d", "none"]

@@ -14,9 +14,8 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
 
-from vit_fast.arguments import pair
 from vit_fast.config import DataConfig, Size
-from vit_fast.errors import VitFastError, check_type
+from vit_fast.errors import VitFastError, check_type, pair
 from vit_fast.libraries.interface.image_model import Output
 
 if TYPE_CHECKING:

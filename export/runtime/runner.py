@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit_fast.arguments import check_choice, check_integer
 from vit_fast.config import DataConfig, Size
-from vit_fast.errors import UnsupportedInputError, VitFastError, check_type
+from vit_fast.errors import UnsupportedInputError, VitFastError, check_choice, check_integer, check_type
 from vit_fast.libraries.interface.image_model import Output
 
 from .metadata import ModelFileError, OnnxInfo, Signature, damaged, inspect_onnx, read_signature

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ..arguments import MAX_SIZE, check_choice, check_integer, check_number
-from ..errors import VitFastError, check_type
+from ..errors import MAX_SIZE, VitFastError, check_choice, check_integer, check_number, check_type
 from ..model import Block, VisionTransformer
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from ..arguments import check_integer, known_fields
+from ..errors import check_integer, known_fields
 from ..files import check_replaceable, file_aside
 from ..model import VisionTransformer
 from ..weights.load import save_tensors

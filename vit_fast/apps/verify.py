@@ -11,8 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from ..accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
-from ..arguments import as_device
-from ..errors import UnsupportedInputError
+from ..errors import UnsupportedInputError, as_device
 from ..ops.backends import interpreter_is_active, resolve_backend, triton_unavailable_reasons
 from ..weights.factory import create_model
 

@@ -136,7 +136,7 @@ def _classify_by_onnx(
     import numpy as np
 
     from ..apps.data import read_image
-    from ..arguments import pair
+    from ..errors import pair
     from ..export import OnnxRunner
 
     try:

@@ -23,8 +23,8 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from torch import Tensor, nn
 
-from vit_fast.arguments import check_integer
 from vit_fast.benchmarks.rendering import FAINT, INK, OURS
+from vit_fast.errors import check_integer
 
 from .activations import (
     Activations,

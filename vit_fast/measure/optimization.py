@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..apps.data import find_images
-from ..arguments import check_choice, check_number
-from ..errors import UnsupportedInputError, check_type
+from ..errors import UnsupportedInputError, check_choice, check_number, check_type
 from ..files import check_new_folder, folder_aside
 from . import cache
 from .build import Optimized, arguments, changed_copy, map_floating, only_images

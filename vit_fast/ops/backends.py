@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from ..accuracy import judge
-from ..arguments import check_choice
+from ..errors import check_choice
 from . import reference
 from .registration import constant_to_compiler, register_flop_formulas
 

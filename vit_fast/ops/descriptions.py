@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import check_choice
-from ..errors import check_type
+from ..errors import check_choice, check_type
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Token indices are 32-bit in the kernels, and the last tile may extend past the last token. Offsets are 64-bit.

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_choice
-from ..errors import check_type
+from ..errors import check_choice, check_type
 from . import reference
 from .backends import resolve_backend
 from .block import MLP_NAMES, fused_block

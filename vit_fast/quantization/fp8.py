@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..arguments import check_choice
 from ..blocks.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
 from ..blocks.fused import FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import ModuleReport
-from ..errors import UnsupportedInputError
+from ..errors import UnsupportedInputError, check_choice
 from ..ops.backends import fp8_reasons
 from .fp8_emulation import IMAGES, as_taken, emulate, find_kept
 

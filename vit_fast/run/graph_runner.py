@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..arguments import check_batch_sizes, check_choice, check_integer
 from ..blocks.block import parts_of
 from ..blocks.fused import FusedModule, FusedNormMlp
 from ..blocks.plain import Watch, forward_is_replaced, is_hooked, touch_reasons
-from ..errors import UnsupportedInputError, check_type
+from ..errors import UnsupportedInputError, check_batch_sizes, check_choice, check_integer, check_type
 from ..fusion.freezing import freeze, frozen_of
 from ..libraries.interface.image_model import required_input_reasons
 from ..libraries.interface.packed_tower import Call, ImageTower, Options, PackedTower, Part

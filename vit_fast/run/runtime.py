@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..arguments import check_batch_sizes, check_choice
 from ..blocks.frozen import Frozen
-from ..errors import check_type
+from ..errors import check_batch_sizes, check_choice, check_type
 from ..fusion.freezing import frozen_of
 from ..libraries.known import IMAGE_MODELS
 from ..ops.backends import compile_launches, nothing_to_compile_reasons

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ..arguments import as_device
 from ..config import ViTConfig
-from ..errors import check_type
+from ..errors import as_device, check_type
 from ..fusion.fuse import fuse, set_backend
 from ..model import VisionTransformer
 from ..variants import get_variant

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import as_device
 from ..blocks.fp8_scales import buffers_to_load, prepare_to_load
 from ..config import Size
-from ..errors import check_type
+from ..errors import as_device, check_type
 from ..files import file_aside
 from ..fusion.fuse import set_backend
 from ..libraries import known
