@@ -193,7 +193,7 @@ def _build_fused(
     build_model: Callable[[Candidate, Task], nn.Module], whole: bool, frozen: bool, candidate: Candidate, task: Task
 ) -> nn.Module:
     """Builds a model and calls vit_fast.fuse; whole: every attention and MLP must be fused, otherwise any part."""
-    from vit_fast.fusion.freezing import freeze
+    from vit_fast.fusion.fuse import freeze
 
     model = build_model(candidate, task)
     report = fuse(model)

@@ -45,7 +45,7 @@ class Subject:
                 if parameter.dim() == 1:
                     parameter.normal_(0.3, 0.3)
                 else:
-                    parameter.normal_(0, parameter[0].numel() ** -0.5)
+                    parameter.normal_(0, max(parameter[:1].numel(), 1) ** -0.5)
         return model
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:

@@ -4,81 +4,52 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from fused_models import Subject
+from fused_classes import TABLE
+from fused_models import IMAGE, Subject
 from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.blocks.fused import FusedModule
 from vit_fast.libraries import known
-from vit_fast.libraries.transformers import encoder_layer, families
+from vit_fast.libraries.transformers.families import LIKE_QWEN
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Undo = Callable[[], object]
-FORMS = families.FORMS.mixins
-LAYERS = [path for path, mixin in FORMS.items() if issubclass(mixin, encoder_layer.FusedLayer)]
-SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_heads": 2, "intermediate_size": 96}
+SIZES = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "num_hidden_layers": 1}
+SIZES |= {"image_size": IMAGE, "patch_size": 16}
+# towers of transformers that fuse supports and that read nothing but images, by folder and class
+TOWERS = [
+    row
+    for row in re.findall(r"^\| (\w+) \| (\w+) \| default \| fused", TABLE.read_text(), re.MULTILINE)
+    if row[0] not in ("pixtral", "qwen2_vl", "siglip2", "vit_mae", *LIKE_QWEN)
+]
 
 
-def transformers_layer(path: str) -> tuple[nn.Module, Call]:
-    """Returns the encoder layer of transformers with this dotted path, and a call as by its model."""
-    home, _, name = path.rpartition(".")
-    try:
-        module: Any = importlib.import_module(home)
-    except ImportError:
-        pytest.skip("this version of transformers has no such model")
-    config = _config_of(module)
-    for field, value in SIZES.items():
-        if isinstance(getattr(config, field, None), int):
-            setattr(config, field, value)
-    config._attn_implementation = "sdpa"
-    layer = getattr(module, name)(config)
-    return layer, _call_of(FORMS[path], layer)
+def tower_of(folder: str, name: str) -> Subject:
+    """Returns a small tower of transformers."""
 
+    def make() -> nn.Module:
+        pytest.importorskip(f"transformers.models.{folder}")
+        cls = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name, None)
+        if cls is None:
+            pytest.skip("this version of transformers has no such model")
+        config = cls.config_class()
+        for field, value in SIZES.items():
+            default = getattr(config, field, None)
+            if isinstance(default, int | list | tuple):
+                setattr(config, field, value if isinstance(default, int) else [value] * len(default))
+        config._attn_implementation = "sdpa"
+        tower: nn.Module = cls(config)
+        return tower
 
-def _config_of(module: Any) -> Any:
-    """Returns the configuration of a model's layers, found by the annotations of the layers or of the model."""
-    classes = [getattr(module, path.rpartition(".")[2], None) for path in FORMS if path.startswith(module.__name__)]
-    said = " ".join(str(inspect.signature(cls.__init__)) for cls in classes if cls is not None)
-    named = re.findall(r"transformers[\w.]+Config", said)
-    if not named:  # Pixtral, in transformers 4
-        named = [f"{cls.__module__}.{cls.__qualname__}" for cls in vars(module).values() if _is_config(cls)]
-    home, _, name = sorted(named, key=lambda each: ("Encoder" not in each, "Vision" not in each))[0].rpartition(".")
-    config = getattr(importlib.import_module(home), name)()
-    return config if hasattr(config, "hidden_size") else config.vision_config  # OWL-ViT's layer, in transformers 4
-
-
-def _is_config(cls: Any) -> bool:
-    return inspect.isclass(cls) and cls.__name__.endswith("VisionConfig")
-
-
-def _call_of(mixin: type[FusedModule], layer: nn.Module) -> Call:
-    names = ("num_heads", "num_attention_heads")
-    attention, heads = next((m, getattr(m, name)) for m in layer.modules() for name in names if hasattr(m, name))
-    width = next(len(parameter) for name, parameter in layer.named_parameters() if "norm" in name)
-    half = width // heads // 2
-
-    def rotary(tokens: int) -> dict[str, Any]:
-        angles = torch.randn(tokens, half).repeat(1, 2)
-        return {"position_embeddings": (angles.cos(), angles.sin())}
-
-    if issubclass(mixin, encoder_layer.FusedPackedLayer):
-        return (torch.randn(7, width),), {"cu_seqlens": torch.tensor([0, 4, 7], dtype=torch.int32), **rotary(7)}
-    if issubclass(mixin, encoder_layer.FusedLlama4Layer):
-        freqs = torch.polar(torch.ones(5, 1, half), torch.randn(5, 1, half))
-        return (), {"hidden_state": torch.randn(2, 5, width), "freqs_ci": freqs}
-    takes = inspect.signature(type(attention).forward).parameters
-    keywords = rotary(4 if "dinov3" in type(layer).__name__.lower() else 5) if "position_embeddings" in takes else {}
-    takes = inspect.signature(type(layer).forward).parameters
-    masks = [takes[name] for name in ("attention_mask", "causal_attention_mask") if name in takes]
-    keywords |= {mask.name: None for mask in masks if mask.default is not None}
-    return (torch.randn(2, 5, width),), keywords
+    frames = (32,) if folder == "vivit" else ()
+    return Subject(make, lambda: {"pixel_values": torch.randn(2, *frames, 3, IMAGE, IMAGE)})
 
 
 def blocks_of(subject: Subject) -> Iterator[tuple[nn.Module, Call]]:

@@ -128,12 +128,6 @@ def like_qwen(family: str, **sizes: Any) -> Tower:
     return qwen(path, config, values, **settings)
 
 
-LLAMA4 = {
-    "intermediate_size": 256, "image_size": 16, "patch_size": 4, "vision_output_dim": 48,
-    "projector_input_dim": 48, "projector_output_dim": 48, "pixel_shuffle_ratio": 0.5,
-}  # fmt: skip
-
-
 def towers_of_depth(depth: int) -> dict[str, Tower]:
     """Returns the towers of transformers with this depth."""
     sizes = ENCODER | {"num_hidden_layers": depth}
@@ -162,7 +156,6 @@ def towers_of_depth(depth: int) -> dict[str, Tower]:
             "idefics3.modeling_idefics3.Idefics3VisionTransformer", "Idefics3VisionConfig", squares, image_size=16,
             patch_size=4,
         ),
-        "llama4": encoder("llama4.modeling_llama4.Llama4VisionModel", "Llama4VisionConfig", squares, **LLAMA4),
     }  # fmt: skip
 
 

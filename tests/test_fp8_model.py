@@ -21,8 +21,7 @@ from vit_fast import UnsupportedInputError, fuse
 from vit_fast.blocks import fp8_scales
 from vit_fast.blocks.block import parts_of, run_block
 from vit_fast.blocks.fp8_scales import Fp8Scales, FrozenFp8, scales_of
-from vit_fast.fusion.freezing import frozen_of
-from vit_fast.fusion.fuse import sharing_copy
+from vit_fast.fusion.fuse import frozen_of, sharing_copy
 from vit_fast.ops.descriptions import BlockScales, Keys
 from vit_fast.quantization import fp8
 from vit_fast.quantization.fp8_emulation import emulate

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.blocks.fp8_scales import FrozenFp8
 from vit_fast.blocks.packed import Packed, PackedLinear
-from vit_fast.fusion.freezing import frozen_of
+from vit_fast.fusion.fuse import frozen_of
 from vit_fast.kernels.linear import folding
 from vit_fast.model import VisionTransformer
 

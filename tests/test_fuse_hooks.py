@@ -12,23 +12,24 @@ import torch
 from fused_models import SUBJECTS, of_depth
 from hooked_blocks import (
     CHANGES,
-    LAYERS,
+    TOWERS,
     assert_changes_count,
     blocks_of,
     changed,
     hook_the_output,
-    transformers_layer,
+    tower_of,
 )
-from packed_towers import NAFLEX, TOWERS
+from packed_towers import NAFLEX
+from packed_towers import TOWERS as PACKED_TOWERS
 from torch import nn
 
 import vit_fast
 
 OFTEN = (
-    "timm-vit", "timm-qk-norm", "timm-siglip", "timm-eva02-norms-inside", "transformers-siglip",
+    "timm-vit", "timm-qk-norm", "timm-siglip", "timm-eva02-norms-inside", "transformers-siglip2",
     "torchvision-vit", "torch-encoder", "ours",
 )  # fmt: skip
-ALL = SUBJECTS | TOWERS | NAFLEX
+ALL = SUBJECTS | PACKED_TOWERS | NAFLEX
 PACKED = ("qwen2_5_vl", "pixtral", "rotary, a table an image")
 
 
@@ -46,10 +47,9 @@ def test_changes_of_modules_inside_a_fused_block_take_effect(name: str) -> None:
     assert sum(assert_changes_count(block, call) for block, call in blocks_of(ALL[name]))
 
 
-@pytest.mark.parametrize("path", LAYERS)
-def test_changes_inside_any_layer_of_transformers_take_effect(path: str) -> None:
-    torch.manual_seed(0)
-    assert assert_changes_count(*transformers_layer(path))
+@pytest.mark.parametrize(("folder", "name"), TOWERS)
+def test_changes_inside_any_tower_of_transformers_take_effect(folder: str, name: str) -> None:
+    assert sum(assert_changes_count(block, call) for block, call in blocks_of(tower_of(folder, name)))
 
 
 @pytest.mark.parametrize("name", ["timm-vit", "timm-dinov3", "transformers-dinov2", "torchvision-vit", "ours"])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weights_peers import SMALL, assert_same_outputs, randomise
 
 from vit_fast import VisionTransformer, ViTConfig, create_model, load_weights
-from vit_fast.libraries.transformers.hf_config import vit_fields
+from vit_fast.libraries.transformers.hf_model import vit_fields
 from vit_fast.weights import WeightsReport
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vit_fast import DataConfig, create_model, load_weights
-from vit_fast.libraries.transformers.hf_config import data_config_from_processor
+from vit_fast.libraries.transformers.hf_model import data_config_from_processor
 from vit_fast.weights import WeightsError
 from vit_fast.weights.source import hub_id, open_source
 

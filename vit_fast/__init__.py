@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from .config import DataConfig, ViTConfig
     from .errors import UnsupportedInputError, VitFastError
     from .fusion.calibration import Calibration, calibrate
-    from .fusion.freezing import freeze, unfreeze
-    from .fusion.fuse import fuse, set_backend, unfuse
+    from .fusion.fuse import freeze, fuse, set_backend, unfreeze, unfuse
     from .libraries.fixed_grid import FixedGrid
     from .measure.optimization import Optimization, load_optimized, optimize
     from .model import VisionTransformer
@@ -36,8 +35,7 @@ _MODULES = {
     ".config": "DataConfig ViTConfig",
     ".errors": "UnsupportedInputError VitFastError",
     ".fusion.calibration": "Calibration calibrate",
-    ".fusion.freezing": "freeze unfreeze",
-    ".fusion.fuse": "fuse set_backend unfuse",
+    ".fusion.fuse": "freeze fuse set_backend unfreeze unfuse",
     ".libraries.fixed_grid": "FixedGrid",
     ".measure.optimization": "Optimization load_optimized optimize",
     ".model": "VisionTransformer",

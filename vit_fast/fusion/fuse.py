@@ -1,4 +1,4 @@
-"""fuse, unfuse and set_backend: run the encoder blocks of a model with fused operators, in place and reversibly."""
+"""fuse and freeze: run the encoder blocks of a model with fused operators, in place and reversibly."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 
 from torch import nn
 
+from ..blocks.block import freeze_parts
 from ..blocks.fp8_scales import remove_scales
+from ..blocks.frozen import Frozen
 from ..blocks.fused import Finding, FusedContainer, FusedModule, FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import FusionReport, ModuleReport
+from ..blocks.packed import pack_parts
 from ..blocks.plain import forward_is_replaced, forward_reasons
-from ..errors import UnsupportedInputError, check_type, type_name
+from ..errors import check_type, type_name
 from ..layers import AttentionPool, PatchEmbed
+from ..libraries.interface.image_model import raise_unsupported
 from ..libraries.known import form_or_reason, fused_form, is_near_attention
 from ..model import Attention, Block
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
@@ -79,7 +83,10 @@ def fuse(
     if precision is not None or keep is not None or min_agreement is not None:
         fp8.check_request(model, backend, precision, keep, min_agreement)
         choice, backend = fp8.choose(model, sharing_copy(model), keep, min_agreement), "triton"
-    resolved = _checked_backend(model, backend)
+    device = device_of(model)
+    resolved = resolve_backend(backend, device, dtype_of(model))
+    if backend == "triton" and device.type != "meta":  # a model moves from meta to its device later
+        raise_unsupported("fuse with backend='triton'", list(triton_unavailable_reasons(device)))
     walk = _Walk(model, backend, resolved)
     if normalize is not None:
         walk.add_normalize(*check_normalize(normalize))
@@ -89,7 +96,7 @@ def fuse(
     if choice is not None:
         rows = fp8.annotated(walk.rows, choice, dtype_of(model))
         return FusionReport(resolved, tuple(rows), (), precision, choice.notes, tuple(walk.elsewhere))
-    why = auto_reasons(device_of(model), dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
+    why = auto_reasons(device, dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
     return FusionReport(resolved, tuple(walk.rows), why, elsewhere=tuple(walk.elsewhere))
 
 
@@ -103,10 +110,10 @@ def unfuse(model: nn.Module) -> None:
     """
     check_type("model", model, nn.Module)
     fused = {name: module for name, module in model.named_modules() if isinstance(module, FusedModule)}
-    wrapped = {name: type(module) for name, module in fused.items() if "original" not in vars(type(module))}
-    if wrapped:
-        reasons = [f"{name} is wrapped as {cls.__name__}: unfuse before fully_shard" for name, cls in wrapped.items()]
-        raise UnsupportedInputError("unfuse", reasons)
+    wrapped = {name: type(module).__name__ for name, module in fused.items() if "original" not in vars(type(module))}
+    raise_unsupported(
+        "unfuse", [f"{name} is wrapped as {cls}: unfuse before fully_shard" for name, cls in wrapped.items()]
+    )
     for module in fused.values():
         _restore_class(module)
     remove_scales(model)
@@ -134,12 +141,73 @@ def set_backend(model: nn.Module, backend: str) -> FusionReport:
             "libraries"
         )
     if backend == "triton":
-        parts = list(model.modules())
-        forms = [type(part) if isinstance(part, FusedModule) else fused_form(type(part)) for part in parts]
-        unable = [form.triton_reasons(part) for part, form in zip(parts, forms) if form is not None]
-        if reasons := list(dict.fromkeys(reason for found in unable for reason in found)):
-            raise UnsupportedInputError("set_backend with backend='triton'", reasons)
+        forms = {
+            part: type(part) if isinstance(part, FusedModule) else fused_form(type(part)) for part in model.modules()
+        }
+        unable = [reason for part, form in forms.items() if form is not None for reason in form.triton_reasons(part)]
+        raise_unsupported("set_backend with backend='triton'", list(dict.fromkeys(unable)))
     return fuse(model, backend)
+
+
+def freeze(model: nn.Module) -> tuple[str, ...]:
+    """Prepares the weights of a model's blocks for inference once, instead of in every forward.
+
+    On a GPU, folds each LayerNorm into the next linear layer, which saves one launch per block. A frozen block makes
+    five launches: qkv, attention, proj, fc1, fc2. This needs memory for a second copy of the qkv and fc1 weights, in
+    the dtype of the matmuls (autocast's dtype if called under autocast).
+
+    On a CPU (backend sdpa), packs the linear layers with oneDNN, or with MKL for fp32 on CPUs from Intel, folds
+    LayerScale in, and applies activation and residual in place. This needs memory for a second copy of the weights of
+    all linear layers in the blocks. On CPUs of other vendors than Intel, oneDNN Graph computes attention. It compiles
+    attention in the first forward of each input shape, which takes 5 to 100 ms. Under autocast, torch.compile,
+    torch.export, tracing and torch.func, a forward runs the original modules.
+
+    A forward in another dtype, in training mode, or with gradients uses the original weights.
+
+    The prepared weights are used until unfreeze(model), train(), load_state_dict(), or a move to another device or
+    dtype. They are updated after changes that torch tracks: steps of its optimizers, in-place writes that increment the
+    version counter, and replaced parameters. Call freeze again after other changes: writes through `.data`, collectives
+    of torch.distributed, replays of a captured training step, and other libraries (e.g. merging LoRA weights by peft).
+    Copies and pickles of the model are not frozen. Blocks in FP8 always cache their quantized weights, by the same
+    rules.
+
+    Args:
+        model: A model of vit_fast.fuse or create_model, in evaluation mode. Blocks with a wrapped or hooked part are
+            skipped, and blocks whose backend or dtype needs no preparation.
+    Returns:
+        The names of the frozen blocks.
+    Raises:
+        TypeError: model is not a module.
+        ValueError: a block is in training mode. Nothing is frozen.
+    """
+    check_type("model", model, nn.Module)
+    blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, FusedNormMlp)]
+    for name, block in blocks:
+        if block.training:
+            raise ValueError(f"{name or 'model'} must be in evaluation mode: call eval() first")
+    frozen = []
+    for name, block in blocks:
+        if (parts := block.whole()) is not None:
+            freeze_parts(parts)
+        elif (parts := block.packable()) is not None:
+            pack_parts(parts)
+        if parts is not None:
+            frozen.append(name)
+    return tuple(frozen)
+
+
+def unfreeze(model: nn.Module) -> None:
+    """Undoes freeze: drops the prepared weights. Does nothing if the model is not frozen."""
+    check_type("model", model, nn.Module)
+    for module in model.modules():
+        if isinstance(module, FusedNormMlp):
+            module.drop_frozen()
+
+
+def frozen_of(model: nn.Module) -> list[Frozen]:
+    """Returns the cached weights of a model's blocks."""
+    parts = [module.__dict__.get("vit_fast_parts") for module in model.modules() if isinstance(module, FusedNormMlp)]
+    return [each.frozen for each in parts if each is not None and each.frozen is not None]
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
@@ -149,9 +217,6 @@ def sharing_copy(model: nn.Module) -> nn.Module:
     return copied
 
 
-Change = tuple[Sequence[nn.Module], Callable[[], None]]  # modules and a function that changes them
-
-
 class _Walk:
     """Walks over a model and collects the rows of the report and the changes to make."""
 
@@ -159,7 +224,7 @@ class _Walk:
         self.model, self.requested, self.resolved = model, requested, resolved
         self.rows: list[ModuleReport] = []
         self.elsewhere: list[str] = []
-        self.changes: list[Change] = []
+        self.changes: list[tuple[Sequence[nn.Module], Callable[[], None]]] = []  # modules, and what changes them
         self._has_row: dict[nn.Module, bool] = {}
         self._blocks: set[nn.Module] = set()  # blocks whose norm and MLP will be fused
         self.visit("", model)
@@ -253,11 +318,10 @@ class _Walk:
             return
         if conv is None:
             raise ValueError(f"{CANNOT_NORMALIZE}: the model must have a convolution as patch embedding, got none")
-        finding = FusedPatchConv.examine(conv)
-        reasons = list(finding.reasons)
+        finding, reasons = FusedPatchConv.examine(conv), []
         if conv.in_channels != len(mean):
-            reasons.append(f"normalize must have {conv.in_channels} numbers, one per input channel, got {len(mean)}")
-        if reasons:
+            reasons = [f"normalize must have {conv.in_channels} numbers, one per input channel, got {len(mean)}"]
+        if reasons := [*finding.reasons, *reasons]:
             raise ValueError(f"{CANNOT_NORMALIZE}: {'; '.join(reasons)}")
         self.rows.append(_row(name, conv, FusedPatchConv.kind, notes=finding.notes))
         self.changes.append(([conv], lambda: _set_fused_class(conv, FusedPatchConv, "auto", **folded)))
@@ -289,16 +353,6 @@ class _Walk:
             return [], []
         why = [] if backend == "triton" else unable or auto_reasons(device, dtype)
         return [], [f"it runs with backend {backend}" + ("" if not why else ": " + "; ".join(why))]
-
-
-def _checked_backend(model: nn.Module, backend: str) -> str:
-    device = device_of(model)
-    resolved = resolve_backend(backend, device, dtype_of(model))
-    if backend == "triton" and device.type != "meta":  # a model moves from meta to its device later
-        reasons = triton_unavailable_reasons(device)
-        if reasons:
-            raise UnsupportedInputError("fuse with backend='triton'", reasons)
-    return resolved
 
 
 def _reasons(module: nn.Module, form: type[FusedModule], finding: Finding) -> list[str]:

@@ -19,12 +19,12 @@ from .interface.image_model import ImageModel
 from .interface.packed_tower import PackedTower
 from .interface.weight_names import Converted
 from .timm import timm_blocks, timm_model, timm_towers
-from .transformers import families, graph_towers, hf_config, hf_model
+from .transformers import families, graph_towers, hf_model
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 NAMED_WEIGHTS = (research_files.GOOGLE, torchvision, hf_model, research_files.CLIP, timm_model)
-CONFIGURATIONS = (timm_model, hf_config)
+CONFIGURATIONS = (timm_model, hf_model)
 PEERS = (timm_model, hf_model, torchvision)
 IMAGE_MODELS = (ours, fixed_grid, timm_model, hf_model, torchvision)
 TOWERS = (graph_towers, timm_towers)

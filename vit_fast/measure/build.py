@@ -19,8 +19,7 @@ from ..apps.data import read_images as read
 from ..blocks.plain import is_hooked
 from ..errors import UnsupportedInputError
 from ..fusion.calibration import calibrate
-from ..fusion.freezing import freeze
-from ..fusion.fuse import fuse
+from ..fusion.fuse import freeze, fuse
 from ..libraries.known import recognise
 from ..ops.backends import fp8_reasons
 from ..quantization.fp8_emulation import as_taken, logits_of

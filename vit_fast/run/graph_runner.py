@@ -21,7 +21,7 @@ from ..blocks.block import parts_of
 from ..blocks.fused import FusedModule, FusedNormMlp
 from ..blocks.plain import Watch, forward_is_replaced, is_hooked, touch_reasons
 from ..errors import UnsupportedInputError, check_batch_sizes, check_choice, check_integer, check_type
-from ..fusion.freezing import freeze, frozen_of
+from ..fusion.fuse import freeze, frozen_of
 from ..libraries.interface.image_model import required_input_reasons
 from ..libraries.interface.packed_tower import Call, ImageTower, Options, PackedTower, Part
 from ..libraries.known import fused_form, packed_tower

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..blocks.frozen import Frozen
 from ..errors import check_batch_sizes, check_choice, check_type
-from ..fusion.freezing import frozen_of
+from ..fusion.fuse import frozen_of
 from ..libraries.known import IMAGE_MODELS
 from ..ops.backends import compile_launches, nothing_to_compile_reasons
 

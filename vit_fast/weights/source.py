@@ -22,7 +22,7 @@ from ..config import DataConfig, ViTConfig
 from ..errors import VitFastError, type_name
 from ..libraries.interface.image_model import Facts
 from ..libraries.known import CONFIGURATIONS
-from ..libraries.transformers import hf_config
+from ..libraries.transformers import hf_model
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 METADATA_KEY = "vit_fast"
@@ -226,12 +226,12 @@ def _open(name: str, find: Find) -> Source:
     except ValueError as error:
         raise WeightsError(f"{name}: its config.json describes an unsupported model: {error}") from None
     found = Source(name, source.tensors, **vars(facts))
-    if library is hf_config:
+    if library is hf_model:
         try:
             file = find("preprocessor_config.json")
             if file is None:
                 raise ValueError("there is no preprocessor_config.json")
-            found.data_config = hf_config.data_config_from_processor(_read_json(file))
+            found.data_config = hf_model.data_config_from_processor(_read_json(file))
         except (ValueError, KeyError, TypeError) as error:
             found.notes.append(f"the model keeps its preprocessing: {error}")
     return found

@@ -155,10 +155,21 @@ class TimmReader(Reader):
     }
 
 
-class BlockLayer(FusedNormMlp):
-    """An encoder block of timm, fused as a whole or by its parts."""
+class BlockMixin(FusedNormMlp):
+    """timm's Block, fused as a whole or by its parts."""
 
     reader = TimmReader
+
+    @classmethod
+    def read_attention(cls, block: Reader) -> AttentionParts | None:
+        return read_attention(block, AttentionMixin, inside={"ls1": _scales()}, layer_scale="ls1.gamma")
+
+    @classmethod
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        return read_mlp(block, "norm2", {"ls2": _scales()}, layer_scale="ls2.gamma", drop_path="drop_path2")
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return self.compute(x, attn_mask, is_causal)
 
     def compute(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rope: Any) -> Tensor:
         options = rope | ({} if attn_mask is None else {"attn_mask": attn_mask}) | _causal(is_causal)
@@ -175,28 +186,10 @@ class BlockLayer(FusedNormMlp):
 
     def scaled(self, branch: Tensor) -> Tensor:
         """Multiplies the output of the attention layer by LayerScale."""
-        raise NotImplementedError
-
-
-class BlockMixin(BlockLayer):
-    """timm's Block."""
-
-    @classmethod
-    def read_attention(cls, block: Reader) -> AttentionParts | None:
-        return read_attention(block, AttentionMixin, inside={"ls1": _scales()}, layer_scale="ls1.gamma")
-
-    @classmethod
-    def read_mlp(cls, block: Reader) -> MlpParts | None:
-        return read_mlp(block, "norm2", {"ls2": _scales()}, layer_scale="ls2.gamma", drop_path="drop_path2")
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        return self.compute(x, attn_mask, is_causal)
-
-    def scaled(self, branch: Tensor) -> Tensor:
         return self.ls1(branch)
 
 
-class EvaBlockMixin(BlockLayer):
+class EvaBlockMixin(BlockMixin):
     """timm's EvaBlock, and DeepseekVitBlock, which has no LayerScale."""
 
     @classmethod

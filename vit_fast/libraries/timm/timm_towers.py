@@ -16,7 +16,7 @@ from ...ops.descriptions import Keys
 from ...ops.registration import is_exporting
 from ..interface.image_model import comes_from
 from ..interface.packed_tower import Call, PaddedTower, read_grids
-from .timm_blocks import AttentionLayer, AttentionPoolLatentMixin, BlockMixin
+from .timm_blocks import AttentionLayer, AttentionMixin, AttentionPoolLatentMixin, BlockMixin
 
 _METHODS = ("forward_features", "forward_head", "pool")  # which a user may have replaced
 
@@ -61,7 +61,8 @@ def _run_for_one_token(blocks: Any, x: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         output = run_packed_blocks(blocks, x, outputs=1)
         return blocks(x) if output is None else output
-    supported = isinstance(last, BlockMixin) and last.vit_fast_backend == "sdpa" and not last.training
+    supported = isinstance(last, BlockMixin) and isinstance(last.attn, AttentionMixin)
+    supported = supported and last.vit_fast_backend == "sdpa" and not last.training
     if not supported or last._forward_hooks or is_touched(last):
         return blocks(x)
     parts = last.ready()

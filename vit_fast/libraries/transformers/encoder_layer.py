@@ -227,10 +227,3 @@ class FusedPackedLayer(FusedLayer):
         return block.attention(
             "attn", "norm1", ("attn.qkv",), "attn.proj", num_heads=module.num_heads, scale=scale, rotates_halves=True
         )
-
-
-class FusedLlama4Layer(FusedLayer):
-    """Llama 4's layer, whose input is named hidden_state."""
-
-    def forward(self, hidden_state: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # HF's name
-        return super().forward(hidden_state, *args, **kwargs)

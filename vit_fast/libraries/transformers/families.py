@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from ...blocks.fused import Finding, Forms, FusedModule
 from ...ops.descriptions import Keys
 from ...ops.registration import is_exporting
-from .encoder_layer import FusedLayer, FusedLayerWithBias, FusedLlama4Layer, FusedPackedLayer, FusedVitPoseLayer
+from .encoder_layer import FusedLayer, FusedLayerWithBias, FusedPackedLayer, FusedVitPoseLayer
 from .self_attention import (
     KEYS,
     FusedAttentionPoolingHead,
     FusedAttentionWithLengths,
-    FusedLlama4Attention,
     FusedPackedAttention,
     FusedPoolingHead,
     FusedRotarySelfAttention,
@@ -160,8 +159,6 @@ CLASSES: dict[str, type[FusedModule]] = {
     "idefics2.Idefics2VisionAttention": FusedSelfAttention,
     "idefics3.Idefics3EncoderLayer": FusedLayer,
     "idefics3.Idefics3VisionAttention": FusedSelfAttention,
-    "llama4.Llama4VisionAttention": FusedLlama4Attention,
-    "llama4.Llama4VisionEncoderLayer": FusedLlama4Layer,
     "pixtral.PixtralAttention": FusedAttentionWithLengths,
     "pixtral.PixtralAttentionLayer": FusedLayer,
     "pixtral.PixtralVisionModel": FusedTowerWithLengths,

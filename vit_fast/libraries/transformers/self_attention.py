@@ -205,24 +205,6 @@ class FusedAttentionWithLengths(FusedRotarySelfAttention):
         return kwargs.get(KEYS)
 
 
-class FusedLlama4Attention(FusedSelfAttention):
-    """Llama 4's attention, whose positions are complex numbers, and which ignores masks."""
-
-    uses = ("freqs_ci",)
-    ignores = ("attention_mask",)
-
-    def needs_original_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        # real after model.half(), which drops the imaginary part
-        return super().needs_original_forward(args, kwargs) or not kwargs["freqs_ci"].is_complex()
-
-    def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
-        rotations = kwargs["freqs_ci"].reshape(hidden_states.shape[1], -1)
-        return Rope(rotations.real.contiguous(), rotations.imag.contiguous(), layout="interleaved")
-
-    def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
-        return None
-
-
 def _dropout(module: nn.Module) -> float:
     p = first_attribute(module, *DROPOUT_RATES)
     return p.p if isinstance(p, nn.Dropout) else p
