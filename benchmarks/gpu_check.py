@@ -59,7 +59,8 @@ class Job:
 
     def command(self, folder: Path) -> list[str]:
         if not self.tests:
-            return [sys.executable, "-m", __spec__.name, "--job", self.name, "--out", str(folder)]
+            own = ("--job", self.name, "--out", str(folder), "--start", str(time.time()))
+            return [sys.executable, "-m", __spec__.name, *own]
         options = ("-v", "-rf", "-o", "addopts=--import-mode=importlib", "-o", "pythonpath=tests", "--noconftest")
         return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *self.tests]
 
@@ -104,11 +105,10 @@ def outcome_of(rows: Sequence[Row]) -> str:
     return "no time left" if all(row["status"] in ("skipped", "interrupted") for row in rows) else "measured"
 
 
-def measure(job: Job, folder: Path) -> None:
-    """Measures the configurations of a job, and writes their records into the folder."""
-    start = time.monotonic()
+def measure(job: Job, folder: Path, start: float) -> None:
+    """Measures the configurations of a job that began at a time, and writes their records into the folder."""
     for number, request in enumerate(job.runs):
-        left_s = job.limit_s - SPARE_S - (time.monotonic() - start)
+        left_s = job.limit_s - SPARE_S - (time.time() - start)  # imports take seconds
         configuration = make_configuration(**request, protocol=PROTOCOL, time_budget_s=max(left_s, 1.0))
         journal = Journal.begin(folder / str(number), configuration.request, describe(configuration.device))
         record = run(configuration, journal=journal)
@@ -214,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help="some of these, separated by commas: %(default)s")
     parser.add_argument("--dry-run", action="store_true", help="only print the jobs and their time limits")
     parser.add_argument("--job", choices=[job.name for job in JOBS], help=argparse.SUPPRESS)  # in its own process
+    parser.add_argument("--start", type=float, default=time.time(), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
@@ -226,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out is None:
         parser.error("--out must be a folder, got nothing")
     if options.job is not None:
-        measure(next(job for job in JOBS if job.name == options.job), options.out)
+        measure(next(job for job in JOBS if job.name == options.job), options.out, options.start)
         return 0
     return sum(row["outcome"].startswith(("failed", "INCORRECT")) for row in run_jobs(chosen, options.out))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_tests_are_counted_by_what_became_of_them(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_ceilings")
 def test_a_job_of_bench_leaves_a_record_of_each_run(tmp_path: Path) -> None:
-    gpu_check.measure(Job("mlp", "mlp", 60.0, runs=(BENCH, BENCH | {"train": True})), tmp_path)
+    gpu_check.measure(Job("mlp", "mlp", 60.0, runs=(BENCH, BENCH | {"train": True})), tmp_path, time.time())
     first, second = (json.loads((tmp_path / name / "record.json").read_bytes())["rows"][0] for name in "01")
     assert (first["status"], first["task"], second["status"], second["task"]) == (
         "measured", "inference", "measured", "training"
