@@ -83,7 +83,8 @@ def _torch_export(module: nn.Module, vit: ImageModel, options: ExportOptions) ->
     entered: list[nn.Module] = []  # modules whose forward has not returned
 
     def leave(*_: Any) -> None:
-        entered.pop()
+        if entered:  # another thread may have entered before the hooks were registered
+            entered.pop()
 
     hooks = nn.modules.module
     enter = hooks.register_module_forward_pre_hook(lambda entering, _: entered.append(entering))
