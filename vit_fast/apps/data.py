@@ -176,6 +176,8 @@ def _cover(image: Image.Image, target_hw: Size) -> Size:
 class ImageFolder:
     """Labeled images of a folder with one subfolder per class; classes are in alphabetical order."""
 
+    mirrored = True  # a flipped image belongs to the same class
+
     def __init__(self, folder: Path) -> None:
         names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else ()
         if len(names) < 2:

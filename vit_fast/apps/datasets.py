@@ -154,7 +154,7 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
             x, y, flip, share, shape = torch.rand(5, generator=generator).tolist()
             small = isinstance(self.source, SmallImages)
             image = _shifted(image, x, y) if small else _cropped(image, x, y, share, shape)
-            if flip < 0.5 and (isinstance(self.source, ImageFolder) or self.source.mirrored):
+            if flip < 0.5 and self.source.mirrored:
                 image = ImageOps.mirror(image)
         return self.transform(image), label
 

@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,18 +101,15 @@ def predict_to_parquet(
         raise ValueError("files must not contain duplicates")
     check_replaceable(out)
 
-    def tables(missing: Sequence[Path]) -> Generator[Any]:
-        if engine == "ray":
-            return _tables_of_cluster(model, missing, class_names, workers, device)
-        return _tables(rows(model, missing, class_names, workers or 0))
-
+    options = (class_names, workers, device) if engine == "ray" else (class_names, workers or 0)
+    compute = _on_cluster if engine == "ray" else _on_this_machine
     parts = out.with_name(f"{out.name}.parts")
     chunks = {parts / f"{i // PART:08}.parquet": files[i : i + PART] for i in range(0, len(files), PART)}
     missing = {name: chunk for name, chunk in chunks.items() if not name.is_file()}
     taken = len(files) - sum(map(len, missing.values()))
     _begin(parts, _task(model, files, class_names))
     try:
-        lost = _compute(missing, tables, lambda left: on_part(len(files) - left))
+        lost = _compute(missing, lambda paths: compute(model, paths, *options), lambda left: on_part(len(files) - left))
     finally:
         if not any(name.is_file() for name in chunks):
             shutil.rmtree(parts, ignore_errors=True)  # there is nothing to resume
@@ -184,8 +181,7 @@ def _merge(names: Iterable[Path], out: Path) -> list[tuple[str, str]]:
             except (ValueError, OSError) as error:  # base classes of pyarrow's errors
                 raise PredictionError(f"{name}: is damaged: {error}: remove it and re-run the command") from None
             writer.write_table(table)
-            rows = zip(table.column("path").to_pylist(), table.column("error").to_pylist())
-            bad.extend((path, error) for path, error in rows if error is not None)
+            bad += [(row["path"], row["error"]) for row in table.select(["path", "error"]).to_pylist() if row["error"]]
     return bad
 
 
@@ -197,9 +193,12 @@ def _schema() -> Any:
     return pa.schema(kinds | {"probabilities": vector, "embedding": vector, "error": text})
 
 
-def _tables(rows: Iterator[dict[str, Any]]) -> Generator[Any]:
+def _on_this_machine(
+    model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int
+) -> Generator[Any]:
     """Yields tables of PART rows; the last table may be shorter."""
-    while chunk := list(itertools.islice(rows, PART)):
+    predicted = rows(model, files, class_names, workers)
+    while chunk := list(itertools.islice(predicted, PART)):
         yield _table(chunk)
 
 
@@ -240,10 +239,10 @@ class _Worker:
             return _table([{"error": str(error)}])
 
 
-def _tables_of_cluster(
+def _on_cluster(
     model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int | None, device: str
 ) -> Generator[Any]:
-    """Yields the tables of _tables, computed with Ray Data on the cluster that `ray.init()` finds or starts.
+    """Yields the same tables, computed with Ray Data on the cluster that `ray.init()` finds or starts.
 
     Each node needs this package, and the files under the same paths. Ray restarts a worker that dies and repeats its
     images, at most twice, because the images may have caused the crash.
@@ -259,9 +258,6 @@ def _tables_of_cluster(
     starts = not ray.is_initialized()
     if starts:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    logger = logging.getLogger("ray.data")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
@@ -288,7 +284,6 @@ def _tables_of_cluster(
     except ray.exceptions.RayError as error:
         raise PredictionError(f"ray: {' '.join(str(error).split())}") from None
     finally:
-        logger.setLevel(level)
         if starts:
             ray.shutdown()
 

@@ -108,8 +108,10 @@ def train(
     steps = len(loader)
     trainer = Trainer(model, config, config.epochs * steps, round(config.warmup_epochs * steps), processes)
     rows: list[Row] = _resume(out, trainer, about) if resume else []
-    if not resume:
-        _start(out, processes)
+    if not resume and (there := [name for name in (CHECKPOINT, LOG, WEIGHTS) if (out / name).exists()]):
+        raise TrainingError(f"{out}: contains {', '.join(there)} of an earlier run: pass --resume, or another folder")
+    processes.wait()  # before the first process writes
+    check_replaceable(out / CHECKPOINT)
     for epoch in range(len(rows), config.epochs):
         if config.patience and rows and len(rows) - 1 - _best(rows) >= config.patience:
             break
@@ -171,13 +173,6 @@ def _measure(trainer: Trainer, source: LabelledImages, workers: int) -> Measure:
     images: Subset[Any] = Subset(PreparedImages(source, trainer.model), filled)
     loader = DataLoader(images, trainer.config.batch_size // world, num_workers=workers)
     return trainer.measure(batches_of(loader), len(own))
-
-
-def _start(out: Path, processes: Processes) -> None:
-    if there := [name for name in (CHECKPOINT, LOG, WEIGHTS) if (out / name).exists()]:
-        raise TrainingError(f"{out}: contains {', '.join(there)} of an earlier run: pass --resume, or another folder")
-    processes.wait()  # before the first process writes
-    check_replaceable(out / CHECKPOINT)
 
 
 def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:

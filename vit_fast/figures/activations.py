@@ -203,19 +203,16 @@ def patch_filters(model: nn.Module) -> Tensor:
     """Returns the filters of the patch embedding, [C, channels, height, width]."""
     check_type("model", model, nn.Module)
     for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            weight = module.weight.detach().float().cpu()
-            if weight.shape[1] in (1, 3):
-                return weight
+        if isinstance(module, nn.Conv2d) and module.weight.shape[1] in (1, 3):
+            return module.weight.detach().float().cpu()
     reason = "the model must have a convolution with 1 or 3 input channels, got none"
     raise UnsupportedInputError(f"filters of a {type(model).__name__}", [reason])
 
 
 def components(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Returns the first principal components [count, C] of vectors [n, C], and their coordinates [n, count]."""
-    centered = rows - rows.mean(0)
-    _, _, directions = torch.linalg.svd(centered.double(), full_matrices=False)
-    found = directions[:count]
+    centered = (rows - rows.mean(0)).double()
+    found = torch.linalg.svd(centered, full_matrices=False).Vh[:count]
     # choose the sign that makes the largest entry positive, so that the figure is reproducible
     found = found * found.gather(1, found.abs().argmax(1, keepdim=True)).sign()
-    return found.float(), (centered.double() @ found.T).float()
+    return found.float(), (centered @ found.T).float()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.fp8_scales import buffers_to_load, prepare_to_load
-from ..config import Size
+from ..config import ViTConfig
 from ..errors import as_device, check_type
 from ..files import file_aside
 from ..fusion.fuse import set_backend
@@ -86,7 +86,8 @@ def load_weights(
     check_type("model", model, VisionTransformer)
     opened = open_source(source)
     tensors, report = _fit(model, opened, replace_head)
-    _make_room_for_scales(model, tensors)
+    for name, block in model.blocks.named_children():
+        prepare_to_load(block, tensors, f"blocks.{name}.")
     state = model.state_dict()
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -167,7 +168,8 @@ def load(
     if report.layout != "vit-fast":
         dtype = tensors["patch_embed.proj.weight"].dtype  # tensors computed during conversion may have a wider dtype
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    _make_room_for_scales(model, tensors)
+    for name, block in model.blocks.named_children():
+        prepare_to_load(block, tensors, f"blocks.{name}.")
     model.load_state_dict(tensors, assign=True)
     model = model.to(place)
     set_backend(model, backend)
@@ -179,11 +181,6 @@ def overrides_from(source: Source) -> dict[str, Any]:
     if source.config is None:
         return {}
     return {name: getattr(source.config, name) for name in ("num_classes", "act_layer", "norm_eps")}
-
-
-def _make_room_for_scales(model: VisionTransformer, tensors: dict[str, Tensor]) -> None:
-    for name, block in model.blocks.named_children():
-        prepare_to_load(block, tensors, f"blocks.{name}.")
 
 
 def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[dict[str, Tensor], WeightsReport]:
@@ -204,8 +201,14 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
     for ours in [name for name in tensors if name.startswith(unused)]:
         del tensors[ours]
         report.ignored += [name for name in converted.origins[ours] if name in source.tensors]
-    _interpolate_positions(tensors, wanted, model, source, report)
-    problems = _differing_configs(model, source, report)
+    _interpolate_positions(tensors, wanted.get("pos_embed"), config, source, report)
+    problems = []
+    if (theirs := source.config) is not None:
+        for name in ("act_layer", "norm_eps"):
+            if (there := getattr(theirs, name)) != (own := getattr(config, name)):
+                report.notes.append(f"{name}: the source has {there!r}, the model {own!r}")
+        if theirs.embed_dim == config.embed_dim and theirs.num_heads != config.num_heads:
+            problems.append(f"num_heads: the source has {theirs.num_heads}, the model {config.num_heads}")
     head_reason = converted.head_problem(config)
     if replace_head:
         for name in [name for name in wanted if name.startswith(_HEADS)]:
@@ -218,8 +221,8 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
 
     missing = [name for name in wanted if name not in tensors]
     unexpected = [origin for name in tensors if name not in wanted for origin in converted.origins[name]]
-    problems += [f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected))
-                 if names]  # fmt: skip
+    listed = (("missing", missing), ("unexpected", unexpected))
+    problems += [f"{kind}: {', '.join(names)}" for kind, names in listed if names]
     for name in (name for name in wanted if name in tensors):
         tensor, own = tensors[name], wanted[name]
         if tensor.shape != own.shape:
@@ -238,42 +241,19 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
 
 
 def _interpolate_positions(
-    tensors: dict[str, Tensor],
-    wanted: Mapping[str, Tensor],
-    model: VisionTransformer,
-    source: Source,
-    report: WeightsReport,
+    tensors: dict[str, Tensor], own: Tensor | None, config: ViTConfig, source: Source, report: WeightsReport
 ) -> None:
-    positions, own, config = tensors.get("pos_embed"), wanted.get("pos_embed"), model.config
+    positions = tensors.get("pos_embed")
     if positions is None or own is None or positions.dim() != 3 or positions.shape[-1] != own.shape[-1]:
         return
     prefix = own.shape[1] - config.num_patches
-    old = _grid_of(positions.shape[1] - prefix, source, model)
+    patches = positions.shape[1] - prefix
+    side = math.isqrt(max(patches, 0))
+    grids = [known.grid_size for known in (source.config, config) if known is not None] + [(side, side)]
+    old = next((grid for grid in grids if 0 < math.prod(grid) == patches), None)  # None if unknown
     if old is not None and old != (new := config.grid_size):
         tensors["pos_embed"] = resample_pos_embed(positions, old, new, prefix)
         report.interpolated.append(f"pos_embed: {old[0]}x{old[1]} -> {new[0]}x{new[1]} patches")
-
-
-def _grid_of(patches: int, source: Source, model: VisionTransformer) -> Size | None:
-    """Returns the patch grid of the source: from a config, or a square; None if unknown."""
-    for config in (source.config, model.config):
-        if config is not None and config.num_patches == patches:
-            return config.grid_size
-    side = math.isqrt(max(patches, 0))
-    return (side, side) if side and side * side == patches else None
-
-
-def _differing_configs(model: VisionTransformer, source: Source, report: WeightsReport) -> list[str]:
-    """Compares fields that tensor shapes do not determine: adds notes to the report, and returns problems."""
-    ours, theirs = model.config, source.config
-    if theirs is None:
-        return []
-    for name in ("act_layer", "norm_eps"):
-        if getattr(theirs, name) != getattr(ours, name):
-            report.notes.append(f"{name}: the source has {getattr(theirs, name)!r}, the model {getattr(ours, name)!r}")
-    if theirs.embed_dim == ours.embed_dim and theirs.num_heads != ours.num_heads:
-        return [f"num_heads: the source has {theirs.num_heads}, the model {ours.num_heads}"]
-    return []
 
 
 def _shape(tensor: Tensor) -> str:
