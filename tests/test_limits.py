@@ -55,18 +55,3 @@ def test_a_limit_that_a_compiler_wraps_is_still_one() -> None:
             raise RuntimeError("did not complete within None s") from error
     with pytest.raises(KeyError), at_most(1000.0):
         {}["no limit"]
-
-
-def test_an_alarm_at_the_very_end_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, set_timer = signal.getsignal(signal.SIGALRM), signal.setitimer
-
-    def late(which: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
-        found = set_timer(which, seconds, interval)
-        if found[1] == candidate.REPEAT_S:  # the limit is being lifted
-            signal.raise_signal(signal.SIGALRM)
-        return found
-
-    monkeypatch.setattr(signal, "setitimer", late)
-    with pytest.raises(TimeoutError), at_most(1000.0):
-        pass
-    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[1] == 0

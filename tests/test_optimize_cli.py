@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -189,24 +188,3 @@ def test_unreadable_entries_are_ignored(model, images, one_engine) -> None:
     (cache.folder() / "folder.json").mkdir()
     os.mkfifo(cache.folder() / "pipe.json")  # reading it would wait
     assert cache.clear() == 1 and list(cache.all_results()) == []
-
-
-RACED = {"machine": {}, "model": "m", "example": [], "request": {}}
-
-
-def _store_many(number: int) -> None:
-    for turn in range(20):
-        cache.store(cache.CachedResult(RACED, Candidate(split=number + 1), dict.fromkeys(cache.FIGURES) | {"ms": turn}))
-
-
-def test_concurrent_writers() -> None:
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_store_many, args=(number,)) for number in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    found = cache.look_up(RACED)
-    assert found is not None and found.figures["ms"] == 19
-    assert [path.name for path in cache.folder().iterdir()] == [path.name for path in cache.folder().glob("*.json")]

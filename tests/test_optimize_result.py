@@ -14,7 +14,7 @@ from torch import nn
 
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import OnnxRunner, export_onnx
+from vit_fast.export import export_onnx
 from vit_fast.measure.build import build
 from vit_fast.measure.candidate import Candidate
 
@@ -163,14 +163,3 @@ def test_a_result_is_copied_and_pickled_or_refuses_with_a_reason(choice: Candida
         return
     with pytest.raises(UnsupportedInputError, match=r"cannot be pickled: .* vit_fast\.load_optimized\(path, model\)"):
         pickle.dumps(result)
-
-
-@pytest.mark.slow
-def test_an_onnx_runner_is_not_pickled(model, images, tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    export_onnx(model, path, verify=False)
-    given = vit_fast.optimize(path, images, budget_s=1e-3)
-    for held in (given, OnnxRunner(path, "cpu")):
-        with pytest.raises(UnsupportedInputError, match=r"open the file again: OnnxRunner"):
-            pickle.dumps(held)
-    assert copy.deepcopy(given.model)(images).shape == (4, 10)

@@ -20,7 +20,7 @@ import vit_fast
 from vit_fast.commands.optimize import open_model
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, export_onnx
-from vit_fast.measure import cache, trials
+from vit_fast.measure import trials
 from vit_fast.measure.build import build
 from vit_fast.measure.candidate import AS_FILE, Candidate
 from vit_fast.measure.optimization import FIGURES, deploy
@@ -187,8 +187,3 @@ def test_openvino_takes_images_in_bf16(files: Path, images) -> None:
         assert found.dtype == torch.float32
         # the error of images in fp32, doubled because OpenVINO converts them elsewhere in the graph
         assert (found - exact).abs().max() <= 2 * (expected - exact).abs().max()
-
-
-def test_the_cache_key_of_a_file_depends_on_its_content(files: Path) -> None:
-    plain, beside = (cache.model_key(OnnxFile(files / f"{name}.onnx")) for name in ("plain", "beside"))
-    assert plain != beside and plain == cache.model_key(OnnxFile(files / "plain.onnx"))

@@ -69,14 +69,3 @@ def test_work_by_hand() -> None:
     assert mlp.parts(2, False) == {"linears": Work(2 * flop, 2 * rows * 768 + 2 * rows * 3072 + 2 * weights)}
     assert mlp.parts(2, True) == {"linears": Work(4 * flop, 3 * rows * 768 + 6 * rows * 3072 + 4 * weights)}
     assert matmul.parts(2, False) == {"linears": Work(flop, rows * 768 + rows * 3072 + weights)}
-
-
-def test_a_block_is_a_share_of_its_model() -> None:
-    (whole,), (block,) = resolve("vit_test")(None), resolve("block:vit_test")(None)
-    of_all = whole.parts(3, False)
-    depth = whole.config.depth
-    assert block.parts(3, False)["linears"] == Work(
-        of_all["linears"].flop // depth, of_all["linears"].elements // depth
-    )
-    assert block.parts(3, True)["attention"].flop == 2 * of_all["attention"].flop // depth
-    assert block.shape == (17, 64) and block.data is None

@@ -166,6 +166,7 @@ class Reference:
     dtypes: Sequence[torch.dtype]
     shapes: Sequence[tuple[int, ...]]
     rows: Sequence[int]
+    names: Sequence[str] = ()  # for errors
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,8 @@ def judge(
     if tolerance is None:
         each = zip(reference.exact, reference.eager_errors, reference.dtypes, strict=True)
         limits = [
-            {m: allowed_error(eager[m], exact, dtype, factor, m) for m in MEASURES} for exact, eager, dtype in each
+            {m: allowed_error(error, exact, dtype, factor, m) for m, error in eager.items()}
+            for exact, eager, dtype in each
         ]
     limit = max(allowed["largest"] for allowed in limits)
     found = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
@@ -205,10 +207,10 @@ def judge(
         for leaf, exact in zip(tensors, reference.exact, strict=True)
     ]
     worst = max(error["largest"] for error in errors)
-    for error, allowed in zip(errors, limits, strict=True):
+    for error, allowed, what in zip(errors, limits, reference.names or [""] * len(limits), strict=True):
         for measure, most in allowed.items():
             if error[measure] > most:
-                name = "error" if measure == "largest" else "root mean square error"
+                name = f"error{what}" if measure == "largest" else f"root mean square error{what}"
                 return Verdict(worst, limit, f"the {name} must be at most {most:.3g}, got {error[measure]:.3g}")
     return Verdict(worst, limit, None)
 
