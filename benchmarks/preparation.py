@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import resource
-import statistics
 import subprocess
 import sys
 import time
@@ -115,13 +114,13 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class Expected(Reference):
-    """The expected output, or in training gradients; `classes` are of the batches after the first, for agreement."""
+    """The expected output, or in training gradients; `others` are of the batches after the first, for agreement."""
 
-    classes: Sequence[Tensor] = ()
+    others: Sequence[Tensor] = ()
 
 
 def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
-    """Computes the fp64 reference of a batch, eager's error in the task's dtype, and the classes of other batches."""
+    """Computes the fp64 reference of a batch, eager's error in the task's dtype, and the outputs of other batches."""
     rows = checked_rows(task)
     if task.model.onnx is not None:
         from vit_fast.measure.runtimes import open_reference
@@ -141,18 +140,18 @@ def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
     with torch.inference_mode():
         exact = exact_model(chosen.double()).cpu()
         errors = errors_of(eager_model(chosen), exact)
-        classes = [exact_model(batch.double()).argmax(-1) for batch in others]
-    return _expected(task, rows, [exact[: len(rows)]], [errors], classes)
+        further = [exact_model(batch.double()).cpu() for batch in others]
+    return _expected(task, rows, [exact[: len(rows)]], [errors], further)
 
 
 def _expected(
-    task: Task, rows: list[int], exact: list[Tensor], errors: list[dict[Measure, float]], classes: Sequence[Tensor] = ()
+    task: Task, rows: list[int], exact: list[Tensor], errors: list[dict[Measure, float]], others: Sequence[Tensor] = ()
 ) -> Expected:
     first, *parameters = exact
     shapes = [(task.batch_size, *first.shape[1:]), *(tuple(gradient.shape) for gradient in parameters)]
     dtypes = [torch.bfloat16 if task.amp else task.dtype] * len(exact)
     what = " of the norm of all parameters' gradients" if task.whole else " of a parameter's gradient"
-    return Expected(exact, errors, dtypes, shapes, rows, ["", *(what for _ in parameters)], classes)
+    return Expected(exact, errors, dtypes, shapes, rows, ["", *(what for _ in parameters)], others)
 
 
 def _expect_gradients(
@@ -181,11 +180,7 @@ def judge_outputs(candidate: Candidate, task: Task, expected: Expected, outputs:
     """Checks a candidate's outputs, or in training its gradients, for a whole batch."""
     factor = GRADIENT_FACTOR if task.training else FORWARD_FACTOR
     leaves: Any = outputs if task.training else [outputs]
-    verdict = judge(leaves, expected, factor, candidate.tolerance)
-    if not verdict.passed or task.training or not task.whole or not isinstance(outputs, Tensor):
-        return verdict
-    same = same_class(outputs[[*expected.rows]].cpu(), expected.exact[0])
-    return dataclasses.replace(verdict, agreement=float(same.double().mean()))
+    return judge(leaves, expected, factor, candidate.tolerance)
 
 
 def describe_rule() -> str:
@@ -265,15 +260,15 @@ def _build_and_check(candidate: Candidate, group: Group, problem: Problem) -> tu
     call(1)
     call_s, last = _timed(lambda: call(0), device)
     verdict = judge_outputs(candidate, task, expected, first if task.training else last)
-    del first, last  # not to count their memory
     row = make_row(group, candidate, "measured" if verdict.passed else "incorrect", verdict.reason)
-    agreement = verdict.agreement
-    if agreement is not None and expected.classes:
-        shares = [agreement]
-        for place, classes in enumerate(expected.classes, 1):
-            outputs: Any = call(place)
-            shares.append(float((outputs.argmax(-1) == classes).double().mean()))
-        agreement = statistics.fmean(shares)
+    agreement = None
+    if verdict.passed and task.whole and not task.training:
+        outputs: Any = [last, *(call(place) for place in range(1, 1 + len(expected.others)))]
+        exact = [expected.exact[0], *expected.others]
+        same = [same_class(output[[*expected.rows]].cpu(), one) for output, one in zip(outputs, exact, strict=True)]
+        agreement = float(torch.cat(same).double().mean())
+        del outputs
+    del first, last  # not to count their memory
     row.update(
         max_error=verdict.max_error if math.isfinite(verdict.max_error) else None,  # because of JSON
         allowed_error=verdict.allowed_error,

@@ -171,12 +171,11 @@ class Reference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The largest error of a candidate, the allowed error, the reason why it fails, and its top-1 agreement."""
+    """The largest error of a candidate, the allowed error, and the reason why it fails."""
 
     max_error: float
     allowed_error: float
     reason: str | None
-    agreement: float | None = None
 
     @property
     def passed(self) -> bool:
