@@ -22,9 +22,9 @@ from vit_fast import ops
 from vit_fast.kernels import plan
 from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.ops import Norm, QkNorm, Rope
-from vit_fast.ops.block import fold, fused_block
+from vit_fast.ops.block import fused_block
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Keys
-from vit_fast.ops.fp8 import fused_block_fp8, quantize_block
+from vit_fast.ops.folded import fold, quantize_block
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Arguments = tuple[Any, ...]
@@ -228,23 +228,26 @@ def modern_cases() -> Iterator[Call]:
         yield lambda x=x, tensors=tensors, options=options: fused_block(x, None, tensors, **options)[0]
 
 
-def fp8_block() -> tuple[tuple[Tensor, None, None], Any, Tensor, dict[str, Any]]:
-    """Returns the arguments of `fused_block_fp8` for the first block: what is known of x, block, scale and options."""
+def fp8_block() -> tuple[Tensor, Any, dict[str, Any]]:
+    """Returns arguments of `fused_block`: x, a quantized block, and options."""
     x, ones = zeros(2, 17, 64), torch.ones(64)
     tensors = BlockTensors(
         None, None, zeros(192, 64), zeros(192), zeros(64, 64), zeros(64), zeros(64), None, None, zeros(128, 64),
         zeros(128), zeros(64, 128), zeros(64), zeros(64),
     )  # fmt: skip
     block = quantize_block(tensors, BlockScales(ones, ones[0], ones, ones[0]), BF16)
-    return (x, None, None), block, ones, {
-        "heads": 1, "attention_scale": 0.125, "eps": (1e-6, 1e-6), "activation": "gelu"
-    }  # fmt: skip
+    return x, block, {"heads": 1, "eps": (1e-6, 1e-6), "next_statistics": True, "next_factor": ones}
 
 
 def fp8_cases() -> Iterator[Call]:
     """Blocks in e4m3: the first, which makes its operand, and one behind another."""
-    first, block, scale, options = fp8_block()
-    yield lambda: fused_block_fp8(*fused_block_fp8(*first, block, scale, **options), block, None, **options)[0]
+    x, block, options = fp8_block()
+
+    def two() -> Tensor:
+        y, statistics, x8 = fused_block(x, None, block, **options)
+        return fused_block(y, statistics, block, x8=x8, **options)[0]
+
+    yield two
 
 
 def calls(case: Call) -> list[tuple[Any, Arguments]]:

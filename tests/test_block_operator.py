@@ -12,8 +12,9 @@ from torch import Tensor
 
 from vit_fast import UnsupportedInputError
 from vit_fast.ops import Norm, attention_qkvpacked
-from vit_fast.ops.block import fold, fused_block
+from vit_fast.ops.block import fused_block
 from vit_fast.ops.descriptions import BlockTensors
+from vit_fast.ops.folded import fold
 from vit_fast.ops.reference import normalise
 
 WIDTH, HEADS, HIDDEN = 32, 2, 48
@@ -42,7 +43,7 @@ def make(dtype: torch.dtype, parameter_dtype: torch.dtype | None = None, **absen
 def first_half(x: Tensor, statistics: Tensor | None, t: BlockTensors, **options: Any) -> tuple[Tensor, Tensor | None]:
     absent: Any = (None,) * 7
     settings = {"heads": HEADS, "eps": (1e-6, 0.0), "next_statistics": True, **options}
-    return fused_block(x, statistics, BlockTensors(*t[:7], *absent), **settings)
+    return fused_block(x, statistics, BlockTensors(*t[:7], *absent), **settings)[:2]
 
 
 def by_halves(
@@ -50,13 +51,13 @@ def by_halves(
 ) -> tuple[Tensor, Tensor | None]:
     x, statistics = first_half(x, statistics, t, norm=norm)
     second = t._replace(**dict.fromkeys(BlockTensors._fields[:7]))
-    return fused_block(x, statistics, second, eps=(0.0, 1e-5), norm=norm, next_statistics=True)
+    return fused_block(x, statistics, second, eps=(0.0, 1e-5), norm=norm, next_statistics=True)[:2]
 
 
 def by_one(
     x: Tensor, statistics: Tensor | None, tensors: BlockTensors, norm: str = "layer_norm"
 ) -> tuple[Tensor, Tensor | None]:
-    return fused_block(x, statistics, tensors, norm=norm, **SETTINGS)
+    return fused_block(x, statistics, tensors, norm=norm, **SETTINGS)[:2]
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,16 @@ from vit_fast.kernels.linear.split_k import finish_residual_launch
 from vit_fast.kernels.ptx import to_e4m3
 from vit_fast.ops import reference
 from vit_fast.ops.backends import fp8_reasons
-from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope
-from vit_fast.ops.fp8 import fused_block_fp8, quantize_block
+from vit_fast.ops.block import fused_block
+from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope, interleave
+from vit_fast.ops.folded import quantize_block
 
 pytestmark = pytest.mark.skipif(KERNEL_ARCH in WITHOUT_FP8, reason="no FP8 on this architecture")
 
 WIDTH, HEADS, HIDDEN, TOKENS = 96, 2, 160, 21
 E4M3 = torch.float8_e4m3fn
 EPS = (1e-6, 1e-5)
-SETTINGS: dict[str, Any] = {"heads": HEADS, "attention_scale": None, "eps": EPS, "activation": "gelu"}
+SETTINGS: dict[str, Any] = {"heads": HEADS, "eps": EPS, "activation": "gelu", "next_statistics": True}
 
 
 @triton.jit
@@ -81,10 +82,12 @@ def run(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     paired = settings.pop("rope_head", 0)
     block = quantize_block(tensors, scales, x.dtype, settings.pop("norm", "layer_norm"), paired)
+    settings["next_factor"] = None if next_scale is None else 1 / next_scale
+    if paired:
+        settings["rope"] = interleave(settings["rope"], paired)
     with torch.no_grad():
-        return fused_block_fp8(
-            x, None, None, block, None if next_scale is None else 1 / next_scale, **SETTINGS | settings
-        )
+        y, statistics, y8 = fused_block(x, None, block, **SETTINGS | settings)
+        return y, y8, statistics
 
 
 def matching_output(x: Tensor, tensors: BlockTensors, scales: BlockScales, **settings: Any) -> Tensor:
@@ -177,15 +180,15 @@ def test_compiled_blocks_are_one_operator_each(block: Any) -> None:
     quantized = quantize_block(tensors, scales, x.dtype)
 
     def two(x: Tensor) -> Tensor:
-        known: Any = x, None, None
+        statistics = x8 = None
         for _ in range(2):
-            known = fused_block_fp8(*known, quantized, scales.qkv, **SETTINGS)
-        return known[0]
+            x, statistics, x8 = fused_block(x, statistics, quantized, x8=x8, next_factor=scales.qkv, **SETTINGS)
+        return x
 
     seen = OurOperators()
     with torch.no_grad():
         assert torch.equal(torch.compile(two, fullgraph=True, backend=seen)(x), two(x))
-    assert seen == ["block_fp8"] * 2
+    assert seen == ["block"] * 2
 
 
 def test_a_channel_of_a_thousand_times_the_rest() -> None:
@@ -224,10 +227,10 @@ def test_outputs_passed_to_the_next_block_match_its_own(kept: dict[str, None], b
     assert ((y8.double() - exact).abs() <= nearest + 1e-6 * exact.abs()).all()  # the reciprocal may move ties
     quantized = quantize_block(tensors, scales, x.dtype)
     with torch.no_grad():
-        passed = fused_block_fp8(y, y8, statistics, quantized, None, **SETTINGS)
-        made = fused_block_fp8(y, None, None, quantized, None, next_statistics=False, **SETTINGS)
+        passed = fused_block(y, statistics, quantized, x8=y8, **SETTINGS)
+        made = fused_block(y, None, quantized, **SETTINGS | {"next_statistics": False})
     torch.testing.assert_close(passed[0].float(), made[0].float(), rtol=0.02, atol=0.02)
-    assert passed[1] is None and made[1] is None and made[2] is None
+    assert passed[2] is None and made[1] is None and made[2] is None
 
 
 def test_parts_of_k_end_in_e4m3_too() -> None:
@@ -243,10 +246,10 @@ def test_parts_of_k_end_in_e4m3_too() -> None:
 @pytest.mark.parametrize("passed_on", [False, True])
 def test_opcheck(passed_on: bool, block: Any) -> None:
     x, tensors, scales = block
-    given = run(x, tensors, scales, scales.qkv)[1:] if passed_on else (None, None)
-    quantized, next_factor = quantize_block(tensors, scales, x.dtype), 1 / scales.qkv if passed_on else None
-    settings = SETTINGS | {"attention_scale": 0.25, "next_statistics": passed_on}
-    calls = calls_of(lambda: fused_block_fp8(x, *given, quantized, next_factor, **settings))
+    _, x8, statistics = run(x, tensors, scales, scales.qkv) if passed_on else (None, None, None)
+    settings = SETTINGS | {"x8": x8, "next_factor": 1 / scales.qkv if passed_on else None, "next_statistics": passed_on}
+    quantized = quantize_block(tensors, scales, x.dtype)
+    calls = calls_of(lambda: fused_block(x, statistics, quantized, **settings))
     ((operator, arguments),) = calls
     # not test_schema, for which torch would have to compare tensors of e4m3
     others = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -263,13 +266,12 @@ def test_flop_are_those_of_the_matmuls(block: Any) -> None:
 @torch.no_grad()
 def test_errors_name_every_reason(block: Any) -> None:
     x, tensors, scales = block
-    bf16, paired = torch.bfloat16, {"rope_head": WIDTH // HEADS}
+    bf16 = torch.bfloat16
 
     def quantize(tensors: BlockTensors = tensors, dtype: torch.dtype = bf16, **wrong: Tensor) -> Any:
         return quantize_block(tensors, scales._replace(**wrong), dtype)
 
     one, narrow = torch.ones((), device=DEVICE), tensors._replace(fc2_weight=tensors.fc2_weight[:, :30])
-    layout = positions("half", 0)._replace(layout="interleaved_half")
     for call, word in (
         (lambda: quantize(proj=scales.qkv), r"scales\.proj must have shape \(\), got \(96,\)"),
         (lambda: quantize(fc2=0 * one), r"scales\.fc2 must be positive .*, got 0 to 0"),
@@ -282,17 +284,11 @@ def test_errors_name_every_reason(block: Any) -> None:
             "inner_weight, fc2_sum must be None",
         ),
         (
-            lambda: fused_block_fp8(x.float(), None, None, quantize(), None, **SETTINGS),
+            lambda: fused_block(x.float(), None, quantize(), **SETTINGS),
             r"x must be .*, got torch\.float32",
         ),
         (lambda: run(torch.cat((x, x), 2), tensors, scales), f"x must have {WIDTH} channels .*, got {2 * WIDTH}"),
-        (lambda: run(x.to("meta"), tensors, scales), "qkv must be on meta like x, got "),
-        (lambda: run(x, tensors, scales, **paired), "rope_head=48 requires rope"),
-        (lambda: run(x, tensors, scales, rope=positions("interleaved", 0), **paired), "rope_head=48 requires rope"),
-        (
-            lambda: run(x, tensors, scales, rope=layout),
-            r"rope\.layout must be one of 'half', 'interleaved', got 'interleaved_half'$",
-        ),
+        (lambda: run(x.to("meta"), tensors, scales), "qkv_weight must be on meta like x, got "),
     ):
         with pytest.raises(ValueError, match=word):
             call()

@@ -64,13 +64,13 @@ def distance(found: Tensor, expected: Tensor) -> float:
 @torch.no_grad()
 def test_models_of_every_library_match_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = calibrated(name)
-    subject, run, in_e4m3 = SUBJECTS[name], fp8_scales.fused_block_fp8, []
+    subject, run, in_e4m3 = SUBJECTS[name], fp8_scales.fused_block, []
 
-    def noted(x: Tensor, x8: Tensor | None, *rest: Any, **options: Any) -> Any:
-        in_e4m3.append(x8 is not None)
-        return run(x, x8, *rest, **options)
+    def noted(*args: Any, **options: Any) -> Any:
+        in_e4m3.append(options["x8"] is not None)
+        return run(*args, **options)
 
-    monkeypatch.setattr(fp8_scales, "fused_block_fp8", noted)
+    monkeypatch.setattr(fp8_scales, "fused_block", noted)
     half, expected = subject.run(model, given), subject.run(emulated(model), given)
     report = fuse(model, precision="fp8")
     assert report.precision == "fp8" and "in e4m3: qkv, proj, fc1, fc2" in str(report)
@@ -206,6 +206,10 @@ def test_a_forward_that_is_not_inference_raises(tmp_path: Path) -> None:
         vit_fast.export.export_onnx(model, tmp_path / "model.onnx")
     with torch.no_grad(), pytest.raises(UnsupportedInputError, match="float32"):
         model.float()(given["x"].float())
+    normed, given = in_fp8("timm-qk-norm")
+    normed.requires_grad_(False).blocks[0].attn.q_norm.weight.requires_grad_()
+    with pytest.raises(UnsupportedInputError, match="does not support gradients"):
+        normed(**given)
 
 
 @torch.no_grad()
@@ -251,7 +255,7 @@ def test_a_compiled_model_in_fp8_is_one_graph_that_follows_its_weights(name: str
     run(compiled, given)
     layer.weight.mul_(2)
     assert distance(run(compiled, given), changed) < 0.02
-    assert seen == ["block_fp8"] * 2 * seen.graphs
+    assert seen == ["block"] * 2 * seen.graphs
 
 
 def test_graph_runners_and_freeze_follow_the_weights() -> None:

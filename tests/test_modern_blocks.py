@@ -15,8 +15,9 @@ from torch import Tensor
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.ops import Norm, QkNorm, Rope, layer_norm_mlp, qk_norm_rope
 from vit_fast.ops.attention import attention_among
-from vit_fast.ops.block import fold, fused_block
+from vit_fast.ops.block import fused_block
 from vit_fast.ops.descriptions import BlockTensors, Keys, interleave
+from vit_fast.ops.folded import fold
 from vit_fast.ops.reference import normalise
 
 WIDTH, HEADS, HIDDEN, B, N = 48, 2, 40, 2, 7

@@ -13,8 +13,9 @@ from torch import Tensor, library
 
 from vit_fast import ops
 from vit_fast.ops import Norm, QkNorm, Rope
-from vit_fast.ops.block import fold, fused_block
+from vit_fast.ops.block import fused_block
 from vit_fast.ops.descriptions import BlockTensors, Keys
+from vit_fast.ops.folded import fold
 
 pytest.importorskip("triton", reason="the kernels need triton")
 C, HEADS, HIDDEN, N = 32, 2, 48, 7

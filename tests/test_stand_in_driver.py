@@ -59,14 +59,14 @@ import torch
 from planned_launches import fp8_block
 from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.ops.backends import fp8_reasons
-from vit_fast.ops.fp8 import fused_block_fp8
+from vit_fast.ops.block import fused_block
 driver = stand_in_driver.install("ARCH")
 reasons, counts = fp8_reasons(torch.device("cpu")), []
 if not reasons:
-    known, block, scale, options = fp8_block()
+    (x, block, options), statistics, x8 = fp8_block(), None, None
     for _ in range(5):
         before = driver.counters().launches
-        known = fused_block_fp8(*known, block, scale, **options)
+        x, statistics, x8 = fused_block(x, statistics, block, x8=x8, **options)
         counts.append(driver.counters().launches - before)
 print(json.dumps([reasons, counts, driver.violations()]))
 """

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from vit_fast.ops import rotary
 from vit_fast.ops.block import fused_block
-from vit_fast.ops.descriptions import BlockTensors, Norm, QkNorm, Rope
-from vit_fast.ops.fp8 import Fp8Block, Fp8Linear, fused_block_fp8
+from vit_fast.ops.descriptions import BlockTensors, Norm, QkNorm, Rope, interleave
 
 from ..activations import ACTIVATIONS
 from ..device import has_fp8, matrix_instruction, product_kind
@@ -142,21 +141,23 @@ def _qk_norm_rope(dtype: torch.dtype, norm: str, head_dim: int = 64) -> _Call:
 
 
 def _fp8_block(*, quantized: tuple[str, ...] = _ALL, gated: bool = False, rope: bool = False) -> _Call:
-    def linear(name: str, rows: int, columns: int) -> Fp8Linear:
+    of_fp8: dict[str, torch.Tensor] = {}
+    for name, rows, columns in (
+        ("qkv", 3 * _C8, _C8), ("proj", _C8, _C8), ("fc1", 2 * _F8 if gated else _F8, _C8), ("fc2", _C8, _F8),
+    ):  # fmt: skip
         after_norm, eight = name in ("qkv", "fc1"), name in quantized
-        factor = torch.empty(columns if after_norm else 1) if eight else None
-        scale = torch.empty(rows) if eight or not after_norm else None
-        weight = torch.empty(rows, columns, dtype=_E4M3 if eight else _HALF)
-        return Fp8Linear(weight, torch.empty(rows), scale, torch.empty(rows) if after_norm else None, factor)
-
-    block = Fp8Block(
-        linear("qkv", 3 * _C8, _C8), linear("proj", _C8, _C8), linear("fc1", 2 * _F8 if gated else _F8, _C8),
-        linear("fc2", _C8, _F8), 64 if rope else 0,
-    )  # fmt: skip
-    x = torch.empty(_IMAGES, _TOKENS, _C8, dtype=_HALF)
+        of_fp8 |= {f"{name}_weight": torch.empty(rows, columns, dtype=_E4M3 if eight else _HALF)}
+        of_fp8 |= {f"{name}_bias": torch.empty(rows)}
+        if after_norm:
+            of_fp8 |= {f"{name}_sum": torch.empty(rows)} | ({f"{name}_rows": torch.empty(rows)} if eight else {})
+        else:
+            of_fp8 |= {"scale1" if name == "proj" else "scale2": torch.empty(rows)}
+        of_fp8 |= {f"{name}_factor": torch.empty(columns if after_norm else 1)} if eight else {}
+    positions = interleave(_rope(64, "half"), 64) if rope else None
     return partial(
-        fused_block_fp8, x, None, None, block, block.qkv.operand_factor, heads=16, attention_scale=None,
-        eps=(1e-6, 1e-6), activation="silu" if gated else "gelu", rope=_rope(64, "half") if rope else None,
+        fused_block, torch.empty(_IMAGES, _TOKENS, _C8, dtype=_HALF), None, BlockTensors(**of_fp8), heads=16,
+        eps=(1e-6, 1e-6), activation="silu" if gated else "gelu", rope=positions, next_statistics=True,
+        next_factor=of_fp8.get("qkv_factor"),
     )  # fmt: skip
 
 

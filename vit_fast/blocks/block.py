@@ -150,7 +150,7 @@ def _run_fused(
         options["activation"] = mlp.activation
         if mlp.inner_norm is not None:
             options["inner_norm"] = mlp.inner
-    y, emitted = fused_block(
+    y, emitted, _ = fused_block(
         x if x.dim() == 3 else x[None], statistics, tensors, eps=(eps1, eps2), norm=norm, **options
     )
     y = y if x.dim() == 3 else y[0]

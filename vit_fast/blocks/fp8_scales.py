@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedInputError
-from ..ops.descriptions import BlockScales, Rope
-from ..ops.fp8 import Fp8Block, Fp8Linear, fused_block_fp8, quantize_block
+from ..ops.block import fused_block
+from ..ops.descriptions import BlockScales, BlockTensors, Rope, interleave
+from ..ops.folded import quantize_block
 from ..ops.registration import is_exporting, needs_gradient
 from .frozen import Frozen
 from .parts import AttentionParts, BlockParts, MlpParts, block_tensors, tensor_of
@@ -31,7 +32,7 @@ _HOW_TO_LEAVE = "vit_fast.fuse(model) restores the model's own precision"
 
 
 class FrozenFp8(Frozen):
-    """Cached linear layers of a block that runs in e4m3; `layers` is the `Fp8Block`, refreshed in place."""
+    """Cached linear layers of a block that runs in e4m3; `layers` is refreshed in place."""
 
     every_source = True
     layers: Any = None
@@ -43,15 +44,11 @@ class FrozenFp8(Frozen):
     def _computed(self) -> list[Tensor]:
         tensors = block_tensors(self.attention, self.mlp)
         quantized = quantize_block(tensors, self._scales, self.dtype, self.mlp.norm.kind, self.rope_head)
-        # clone half-precision layers, which may hold the parameters: a refresh must not overwrite parameters
-        layers = [
-            linear if linear.operand_factor is not None
-            else Fp8Linear._make(tensor if tensor is None else tensor.clone() for tensor in linear)
-            for linear in quantized[:4]
-        ]  # fmt: skip
+        # clone, because layers in half precision may hold the parameters, which a refresh must not overwrite
+        layers = BlockTensors(*(tensor if tensor is None else tensor.clone() for tensor in quantized))
         if self.layers is None:
-            self.layers = Fp8Block._make([*layers, quantized.rope_head])
-        return [tensor for linear in layers for tensor in linear if tensor is not None]
+            self.layers = layers
+        return [tensor for tensor in layers if tensor is not None]
 
 
 class Fp8Scales(nn.Module):
@@ -124,19 +121,20 @@ class Fp8Scales(nn.Module):
         shared = rope is not None and rope.layout == "half" and (rope.cos.dim() < 4 or rope.cos.shape[1] == 1)
         if cached.rope_head and not shared:
             parts.frozen = cached = FrozenFp8(attention, mlp, self.now(), 0)
-        y, y8, statistics = fused_block_fp8(
-            x, facts.x8 if facts.reader is cached else None, facts.statistics, cached.layers,
-            None if reader is None else reader.layers.qkv.operand_factor,
-            heads=attention.num_heads, attention_scale=attention.scale,
-            eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation,
-            qk_norm=qk_norm, rope=rope,
+        if rope is not None and cached.rope_head:
+            rope = interleave(rope, cached.rope_head)
+        y, statistics, y8 = fused_block(
+            x, facts.statistics, cached.layers, heads=attention.num_heads, attention_scale=attention.scale,
+            eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation, qk_norm=qk_norm, rope=rope,
+            next_statistics=True, x8=facts.x8 if facts.reader is cached else None,
+            next_factor=None if reader is None else reader.layers.qkv_factor,
         )  # fmt: skip
         return y, TokenFacts(statistics, y8, reader, parts)
 
     def reader(self, parts: BlockParts) -> FrozenFp8 | None:
         """Returns the cached weights if the qkv layer reads e4m3."""
         cached = self.cached_of(parts)
-        return None if cached.layers.qkv.operand_factor is None else cached
+        return None if cached.layers.qkv_factor is None else cached
 
     def cached_of(self, parts: BlockParts) -> FrozenFp8:
         if not isinstance(parts.frozen, FrozenFp8):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..ops.block import fold
 from ..ops.descriptions import BlockTensors
+from ..ops.folded import fold
 from ..ops.registration import CACHED
 from .parts import AttentionParts, MlpParts, block_tensors, settings, sources
 from .plain import PLAIN
@@ -25,7 +25,7 @@ Weights = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias and LayerS
 
 
 class Frozen:
-    """The folded linear layers of one block, for matmuls of one dtype; see `ops.block.fold` for rope_head.
+    """The folded linear layers of one block, for matmuls of one dtype; see `fold` in `ops/folded.py` for rope_head.
 
     Attributes:
         tensors: Folded weight, bias and row sums of qkv, of fc1, and of fc2 if a norm precedes fc2; then the weights of

@@ -181,7 +181,8 @@ def block_tensors(attention: AttentionParts | None, mlp: MlpParts | None) -> Blo
         second = *mlp.norm.tensors(), *mlp.fc1.tensors(), *tensors_of(mlp.fc2), scale_of(mlp)
         gate = gate if mlp.gate is None else mlp.gate.tensors()
         inner = inner if mlp.inner_norm is None else mlp.inner_norm.tensors()
-    return BlockTensors._make((*first, *second, *gate, None, None, *inner, None))
+    fields: list[Any] = [*first, *second, *gate, None, None, *inner]
+    return BlockTensors(*fields)
 
 
 def sources(attention: AttentionParts, mlp: MlpParts, every: bool = True) -> list[Slot]:

@@ -144,7 +144,7 @@ def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
     first = partial(fused_block, x, None, half, heads=attn.num_heads, eps=(norm1.eps, 0.0), next_statistics=True)
     packed = x.new_zeros(*x.shape[:-1], 3, attn.num_heads, x.shape[-1] // attn.num_heads)
     with torch.no_grad():
-        _, statistics = first()
+        _, statistics, _ = first()
     return {
         "attention": partial(attention_qkvpacked, packed, backend="triton"),
         "LN + attention half": first,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from .backends import kernel_reasons
-from .descriptions import DTYPES
+from .descriptions import DTYPES, E4M3
 from .registration import Gradient, operator
 
 MIN_HEAD_DIM = 16
@@ -75,11 +75,11 @@ def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _new_output(qkv: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns an empty output in the layout of q, a view [B, H, N_q, D] of the output, and empty log-sum-exps."""
     q = _heads_first(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
-    memory = q.new_empty((batch, tokens, heads, head_dim))  # flattening [H, D] for proj needs no copy
+    memory = q.new_empty((batch, tokens, heads, head_dim), dtype=dtype)  # flattening [H, D] for proj needs no copy
     view = memory.transpose(1, 2)
     separate = len(qkv) == 3
     out = memory[0] if qkv[0].dim() == (3 if separate else 4) else view if separate else memory
@@ -87,8 +87,9 @@ def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attention_forward(
-    qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float
-) -> tuple[Tensor, Tensor]:
+    qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float,
+    out_factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns softmax(scale q k^T) v in the layout of q, and the log-sum-exp of each softmax, fp32 [B, H, N_q], base 2.
 
     Args:
@@ -96,16 +97,18 @@ def attention_forward(
             [total, 3, H, D] or [1, total, 3, H, D].
         cu_seqlens, max_seqlen: Boundaries of packed sequences and their maximum length; None and 0 for batches.
         key_mask: bool [B, N_kv], False for padding.
+        out_factor: Reciprocal scale of an output in e4m3, fp32 [1].
     """
     q, k, v = _heads_first(qkv)
-    out, view, lse = _new_output(qkv)
+    out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)
     if cu_seqlens is not None and not q.shape[2]:
         return out, lse
     if reasons := unsupported_reasons(q, k, v, scale):
         raise UnsupportedInputError("attention with backend='triton'", reasons)
     from ..kernels.attention import attention
 
-    attention.attention_forward(q, k, v, view, lse, scale, **_kernel_options(cu_seqlens, key_mask, max_seqlen))
+    options = _kernel_options(cu_seqlens, key_mask, max_seqlen)
+    attention.attention_forward(q, k, v, view, lse, scale, out_factor, **options)
     return out, lse
 
 

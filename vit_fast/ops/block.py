@@ -3,8 +3,8 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-One kernel folds the norms into the weights of qkv and fc1, unless `fold` has already done so. For drop path, run one
-half with residual=False, and compute x + drop_path(output).
+One kernel folds the norms into the weights of qkv and fc1, unless `folded.py` has already done so. For drop path, run
+one half with residual=False, and compute x + drop_path(output).
 
 A block passes LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)] for M tokens, to the next block. The kernel
 that writes the output computes statistics per 64 columns; the next kernel combines them (`kernels/row_parts.py`).
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from ..kernels.row_parts import row_parts
 from .attention_op import attention_forward
-from .backends import kernel_reasons
+from .backends import fp8_reasons, kernel_reasons
 from .block_backward import (
     SETTINGS,
     BlockSettings,
@@ -37,6 +37,7 @@ from .block_backward import (
 )
 from .descriptions import (
     DTYPES,
+    E4M3,
     MAX_ROWS,
     BlockTensors,
     Keys,
@@ -52,31 +53,11 @@ from .registration import Gradient, matmul_dtype, needs_gradient, operator, text
 from .rotary import QkSettings, QkTensors, QkvStep, operator_arguments, qkv_step
 
 if TYPE_CHECKING:
+    from ..kernels.layer_norm import InputRows
     from ..kernels.linear.folding import FoldedLinear
     from ..kernels.matmul.matmul_launch import HeadStep
 
 _NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
-_DROPPED_BY_FOLD = [f"{name}_{part}" for name in ("norm1", "norm2", "gate", "inner") for part in ("weight", "bias")]
-
-
-def fold(
-    tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", rope_head: int = 0, inner_norm: str = "none"
-) -> BlockTensors:
-    """Folds the norms of a block into the weights of qkv, fc1 and, with a norm inside the MLP, fc2.
-
-    The folded weights are not updated when the parameters change, and have no gradients. A rope_head of head_dim D
-    makes channels j and j + D/2 of q and k adjacent; then pass the result of `interleave` to `fused_block`.
-    """
-    from ..kernels.linear.folding import fold_linears
-
-    with torch.no_grad():
-        t = BlockTensors._make(tensor if tensor is None else tensor.detach() for tensor in tensors)
-        linears = normed_linears(t, norm, inner_norm, rope_head)
-        folded: dict[str, Any] = {"proj_weight": t.proj_weight.to(dtype), "fc2_weight": t.fc2_weight.to(dtype)}
-        for name, linear in zip(linears, fold_linears(list(linears.values()), dtype)):
-            sums = linear.shift.new_empty(0) if linear.weight_sum is None else linear.weight_sum
-            folded |= {f"{name}_weight": linear.weight, f"{name}_bias": linear.shift, f"{name}_sum": sums}
-        return t._replace(**dict.fromkeys(_DROPPED_BY_FOLD), **folded)
 
 
 def fused_block(
@@ -95,21 +76,25 @@ def fused_block(
     inner_norm: tuple[str, float] | None = None,
     residual: bool = True,
     next_statistics: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Runs a block or one of its halves; optionally reuses and returns LayerNorm statistics.
+    x8: Tensor | None = None,
+    next_factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Runs a block or one of its halves; optionally reuses and returns LayerNorm statistics and tokens in e4m3.
 
     Args:
         x: [B, N, C], or [..., C] for the MLP half alone; fp32, fp16 or bf16.
         statistics: LayerNorm statistics of x from the previous block; computed if None.
         tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`); or the result of
-            `fold`. A half whose parameters are None is skipped.
+            `fold` or `quantize_block`, without gradients. A half whose parameters are None is skipped.
         eps, norm: Of norm1 and norm2. inner_norm: kind and epsilon of a norm before fc2.
         residual: True adds x to the branch; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
+        x8: x times qkv_factor in e4m3 from the previous block, for a block in FP8; computed if None.
+        next_factor: The qkv_factor of the next block if that block reads e4m3.
     Returns:
-        The output, with x's shape, and the LayerNorm statistics of the output or None. With residual, the output is
-        fp32 if x is fp32, else in the dtype of the matmuls; without residual, see `_output_dtype`. The statistics are
-        None unless next_statistics and residual are True and x is half precision.
+        The output, with x's shape; its LayerNorm statistics or None; and the output times next_factor in e4m3 or None.
+        With residual, the output is fp32 if x is fp32, else in the dtype of the matmuls; without residual, see
+        `_output_dtype`. The statistics are None unless next_statistics and residual are True and x is half precision.
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
@@ -123,14 +108,14 @@ def fused_block(
         if attention_scale is None:
             attention_scale = (width // (3 * heads)) ** -0.5
         if qk_norm is not None or rope is not None:
-            of_qk, qk, prefix = checked_qk(x, width, heads, qk_norm, rope, tensors.qkv_sum is not None)
+            of_qk, qk, prefix = _checked_qk(x, width, heads, qk_norm, rope, tensors.qkv_sum is not None)
         if keys is not None:
             of_qk = of_qk._replace(cu_seqlens=keys.cu_seqlens, key_mask=keys.mask)
             max_seqlen = _checked_max_seqlen(x, keys)
     device = x.device
     flat: list[Tensor] = []
     present: list[int] = []
-    for number, tensor in enumerate((*tensors, *of_qk)):  # faster than a comprehension
+    for number, tensor in enumerate((*tensors, *of_qk, x8, next_factor)):  # faster than a comprehension
         if tensor is None:
             continue
         if tensor.device != device:  # raise an error before torch dispatches to one of the devices
@@ -147,13 +132,13 @@ def fused_block(
     )  # fmt: skip
     scale = 1.0 if attention_scale is None else attention_scale
     outputs = block_kernel(x, statistics, flat, heads, scale, prefix, max_seqlen, *eps, qk.eps, inner_eps, words)
-    return outputs[0], outputs[1] if emit_statistics else None
+    y8 = None if next_factor is None else outputs[1 + emit_statistics]
+    return outputs[0], outputs[1] if emit_statistics else None, y8
 
 
-def checked_qk(
+def _checked_qk(
     x: Tensor, qkv_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None, is_folded: bool
 ) -> tuple[QkTensors, QkSettings, int]:
-    """Checks qk-norm and rotation against x [B, N, C] and a qkv layer of 3 H D outputs; returns operator arguments."""
     head_dim = qkv_width // (3 * heads)
     if qk_norm is not None:
         check_qk_norm(qk_norm, heads, head_dim)
@@ -163,7 +148,6 @@ def checked_qk(
 
 
 def _checked_max_seqlen(x: Tensor, keys: Keys) -> int:
-    """Checks keys against x [B, N, C]; returns max_seqlen, or 0 with a key mask."""
     if keys.mask is not None:
         check_key_mask(keys.mask, x.shape[0], x.shape[1], x.device)
         return 0
@@ -175,66 +159,88 @@ def _checked_max_seqlen(x: Tensor, keys: Keys) -> int:
 
 
 def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Returns the output, the LayerNorm statistics of the output if requested, and the tensors in `_new_names`."""
+    """Returns the output, if requested its LayerNorm statistics and e4m3 copy, and the tensors in `_new_names`."""
     from ..kernels.linear.linear import linear_residual
 
     s = BlockSettings.read(settings)
-    t, qk = tensors_of(tensors, s)
+    t, qk, x8, next_factor = tensors_of(tensors, s)
     saved: dict[str, Tensor] = {}
     rows, step = as_matrix(x), None
     if t.qkv_weight is not None:
         head_dim = t.qkv_weight.shape[0] // (3 * s.heads)
-        step = qkv_step(qk, s.qk, s.prefix, head_dim, t.qkv_sum is not None, None if s.saves else s.dtype)
+        norm_dtype = None if s.saves or t.is_fp8 else s.dtype
+        step = qkv_step(qk, s.qk, s.prefix, head_dim, t.qkv_sum is not None, norm_dtype)
     folded = _folded(x, t, 0 if step is None else step.rope_head, s)
     weights = _plain_weights(t, s)
     y, emitted = rows, statistics
+    y8 = None if x8 is None else as_matrix(x8)
     if step is not None:
-        flat = _qkv(y, emitted, folded["qkv"], step.for_matmul(x.shape[-2]), saved, s)
+        norm_input = _norm_input(rows, statistics, y8, t.qkv_factor, s.eps1, folded["qkv"], s)
+        flat = _qkv(norm_input, folded["qkv"], step.for_matmul(x.shape[-2]), saved, s)
         packed = flat.view(*x.shape[:-1], 3, s.heads, step.head_dim)
-        mixed = _attend(packed, step, qk, saved, s)
+        mixed = _attend(packed, step, qk, t.proj_factor, saved, s)
         # before fc1, a separate kernel normalizes fp32 tokens and reads no statistics
         statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32
         base = rows if s.residual else None
         dtype = _output_dtype(x.dtype, t._replace(fc1_weight=None), s)
-        y, emitted = linear_residual(mixed, weights["proj"], t.proj_bias, t.scale1, base, statistics_too, dtype)
+        y8 = None if t.fc1_factor is None else torch.empty_like(rows, dtype=E4M3)
+        y, emitted = linear_residual(
+            mixed, weights["proj"], t.proj_bias, t.scale1, base, statistics_too, dtype, y8, t.fc1_factor
+        )
     if t.fc1_weight is not None:
-        y, emitted = _mlp(y, emitted, folded, weights.get("fc2"), t, saved, s)
+        norm_input = _norm_input(y, emitted, y8, t.fc1_factor, s.eps2, folded["fc1"], s)
+        y8 = None if next_factor is None else torch.empty_like(rows, dtype=E4M3)
+        y, emitted = _mlp(y, norm_input, folded, weights.get("fc2"), t, y8, next_factor, saved, s)
     outputs = [y.view(x.shape), *([] if emitted is None or not s.next_statistics else [emitted])]
+    outputs += [] if next_factor is None or y8 is None else [y8.view(x.shape)]
     return outputs + [saved[name] for name in _new_names(x, s)]
 
 
-def _qkv(
-    rows: Tensor, statistics: Tensor | None, qkv: FoldedLinear, head_step: HeadStep | None, saved: dict[str, Tensor],
-    s: BlockSettings,
-) -> Tensor:  # fmt: skip
+def _norm_input(
+    rows: Tensor, statistics: Tensor | None, rows8: Tensor | None, factor: Tensor | None, eps: float,
+    linear: FoldedLinear, s: BlockSettings,
+) -> InputRows:  # fmt: skip
     from ..kernels import layer_norm
+
+    if factor is None:
+        return layer_norm.input_rows(rows, eps, statistics, s.dtype, linear.weight_sum is None)
+    if rows8 is None or statistics is None:
+        rows8 = torch.empty_like(rows, dtype=E4M3)
+        statistics = layer_norm.new_statistics(rows.shape[0], rows.shape[1], rows.device)
+        layer_norm.row_statistics_launch(rows, statistics, rows8, factor).run()
+    return layer_norm.InputRows(rows8, statistics, eps)
+
+
+def _qkv(
+    norm_input: InputRows, qkv: FoldedLinear, head_step: HeadStep | None, saved: dict[str, Tensor], s: BlockSettings
+) -> Tensor:
     from ..kernels.linear import linear
 
-    norm_input = layer_norm.input_rows(rows, s.eps1, statistics, s.dtype, qkv.weight_sum is None)
     if not s.saves:
-        return linear.layer_norm_linear(norm_input, qkv, head_step=head_step)
+        return linear.layer_norm_linear(norm_input, qkv, head_step=head_step, dtype=s.dtype)
     flat, _, normed = linear.layer_norm_linear_saving(norm_input, qkv, head_step=head_step)
     saved |= {"rows1": normed.source, "statistics1": normed.statistics}
     return flat
 
 
-def _attend(packed: Tensor, step: QkvStep, qk: QkTensors, saved: dict[str, Tensor], s: BlockSettings) -> Tensor:
+def _attend(
+    packed: Tensor, step: QkvStep, qk: QkTensors, out_factor: Tensor | None, saved: dict[str, Tensor], s: BlockSettings
+) -> Tensor:
     ready, before = step.forward(packed, s.saves)
-    mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale)
+    mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale, out_factor)
     saved |= {"qkv": ready, "mixed": mixed, "lse": lse} | ({} if before is None else {"before_norm": before})
     return as_matrix(mixed.flatten(2))
 
 
 def _mlp(
-    rows: Tensor, statistics: Tensor | None, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
-    saved: dict[str, Tensor], s: BlockSettings,
+    rows: Tensor, norm_input: InputRows, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
+    out8: Tensor | None, out_scale: Tensor | None, saved: dict[str, Tensor], s: BlockSettings,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from ..kernels import layer_norm
     from ..kernels.linear import hidden_norm, linear
 
     fc1, inner = folded["fc1"], folded.get("fc2")
     gated = fc1.shift.shape[0] != t.fc2_weight.shape[1]
-    norm_input = layer_norm.input_rows(rows, s.eps2, statistics, s.dtype, fc1.weight_sum is None)
     part = None  # LayerNorm statistics of the hidden layer, for an inner norm in half precision
     if inner is not None and s.dtype != torch.float32:
         part = layer_norm.new_statistics(rows.shape[0], t.fc2_weight.shape[1], rows.device)
@@ -242,10 +248,13 @@ def _mlp(
         h, z, normed = linear.layer_norm_linear_saving(norm_input, fc1, s.activation, gated, out_part=part)
         saved |= {"rows2": normed.source, "statistics2": normed.statistics, "z": z}
     else:
-        h = linear.layer_norm_linear(norm_input, fc1, s.activation, gated, out_part=part)
+        h_dtype = s.dtype if t.fc2_factor is None else E4M3
+        h = linear.layer_norm_linear(
+            norm_input, fc1, s.activation, gated, out_part=part, dtype=h_dtype, out_scale=t.fc2_factor
+        )
     dtype, base = _output_dtype(rows.dtype, t, s), rows if s.residual else None
     if fc2 is not None:
-        return linear.linear_residual(h, fc2, t.fc2_bias, t.scale2, base, s.next_statistics, dtype)
+        return linear.linear_residual(h, fc2, t.fc2_bias, t.scale2, base, s.next_statistics, dtype, out8, out_scale)
     assert inner is not None, "fc2 must be passed, or folded with its norm"
     emitted = layer_norm.new_statistics(rows.shape[0], rows.shape[1], rows.device) if s.next_statistics else None
     second = hidden_norm.HiddenLinear(inner, s.inner_eps)
@@ -256,13 +265,10 @@ def _mlp(
 
 
 def _output_dtype(stream: torch.dtype, t: BlockTensors, s: BlockSettings) -> torch.dtype:
-    """Returns the output's dtype: that of x, `stream`, if x is added, else that of the matmuls or of LayerScale.
-
-    An attention branch is fp32 if its LayerScale is fp32, because 1e-6 is subnormal in fp16.
-    """
+    """Returns the output's dtype: that of x, `stream`, if x is added, else that of the matmuls or of LayerScale."""
     if s.residual:
         return stream
-    if t.fc1_weight is None:
+    if t.fc1_weight is None:  # fp32 if LayerScale is fp32, because 1e-6 is subnormal in fp16
         return s.dtype if t.scale1 is None else torch.promote_types(s.dtype, t.scale1.dtype)
     return stream if t.scale2 is not None and t.scale2.dtype == stream else s.dtype
 
@@ -281,6 +287,13 @@ def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
     if t.qkv_weight is None:
         what, parameters = "layer_norm_mlp", {MLP_NAMES.get(name, name): each for name, each in parameters.items()}
     reasons = kernel_reasons(x.device, dtype)
+    if t.is_fp8:
+        what = "a block in FP8"
+        reasons = fp8_reasons(x.device)
+        if dtype == torch.float32:
+            reasons.append(f"x must be float16 or bfloat16, got {x.dtype}")
+        if t.qkv_weight.shape[1] != x.shape[-1]:
+            reasons.append(f"x must have {t.qkv_weight.shape[1]} channels like qkv's weight, got {x.shape[-1]}")
     if x.dtype not in DTYPES:
         reasons.append(f"x must be float32, float16 or bfloat16, got {x.dtype}")
     if (tokens := x.numel() // max(x.shape[-1], 1)) > MAX_ROWS:
@@ -288,7 +301,7 @@ def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
     for name, tensor in parameters.items():
         if tensor is not None and tensor.device != x.device:
             reasons.append(f"{name} must be on {x.device} like x, got {tensor.device}")
-        if tensor is not None and tensor.dtype not in (dtype, torch.float32):
+        if tensor is not None and tensor.dtype not in (dtype, torch.float32, *((E4M3,) if t.is_fp8 else ())):
             whose = "x" if dtype == x.dtype else "autocast"
             reasons.append(f"{name} must be float32 or have the dtype of {whose}, {dtype}, got {tensor.dtype}")
     if reasons:
@@ -303,25 +316,30 @@ def _folded(x: Tensor, t: Any, rope_head: int, s: BlockSettings) -> dict[str, Fo
     if t.qkv_sum is None:
         linears = normed_linears(t, s.norm, s.inner_norm, rope_head)
         return dict(zip(linears, fold_linears(list(linears.values()), s.dtype)))
-    if t.qkv_weight.dtype != s.dtype:
-        reason = f"the weights must be folded in {s.dtype}, got {t.qkv_weight.dtype}: fold them again"
-        raise UnsupportedInputError("a block of folded weights", [reason])
-    folded: Any = {"qkv": (t.qkv_weight, t.qkv_sum, t.qkv_bias), "fc1": (t.fc1_weight, t.fc1_sum, t.fc1_bias)}
-    folded |= {} if t.fc2_sum is None else {"fc2": (t.fc2_weight, t.fc2_sum, t.fc2_bias)}
+    for weight, rows in ((t.qkv_weight, t.qkv_rows), (t.fc1_weight, t.fc1_rows)):
+        if rows is None and weight.dtype != s.dtype:
+            reason = f"the weights must be folded in {s.dtype}, got {weight.dtype}: fold them again"
+            raise UnsupportedInputError("a block of folded weights", [reason])
+    folded: Any = {
+        "qkv": (t.qkv_weight, t.qkv_sum, t.qkv_bias, t.qkv_rows),
+        "fc1": (t.fc1_weight, t.fc1_sum, t.fc1_bias, t.fc1_rows),
+    }
+    folded |= {} if t.fc2_sum is None else {"fc2": (t.fc2_weight, t.fc2_sum, t.fc2_bias, None)}
     return {
-        name: FoldedLinear(weight, sums if sums.numel() else None, shift)
-        for name, (weight, sums, shift) in folded.items()
+        name: FoldedLinear(weight, sums if sums.numel() else None, shift, rows)
+        for name, (weight, sums, shift, rows) in folded.items()
     }
 
 
 def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
-    """Casts proj and, without an inner norm, fc2 to the dtype of the matmuls, in one launch."""
+    """Casts proj and, without an inner norm, fc2 to the dtype of the matmuls, in one launch; e4m3 stays."""
     from ..kernels.linear.scaled_weights import in_dtype
 
     weights = {} if t.proj_weight is None else {"proj": t.proj_weight}
     if t.fc2_weight is not None and s.inner_norm == "none":
         weights["fc2"] = t.fc2_weight
-    return dict(zip(weights, in_dtype(s.dtype, *weights.values())))
+    wide = {name: weight for name, weight in weights.items() if weight.dtype != E4M3}
+    return weights | dict(zip(wide, in_dtype(s.dtype, *wide.values())))
 
 
 def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
@@ -332,12 +350,14 @@ def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
 
 def _fake(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
     s = BlockSettings.read(settings)
-    t, _ = tensors_of(tensors, s)
+    t, _, _, next_factor = tensors_of(tensors, s)
     M, C, fp32 = x.numel() // max(x.shape[-1], 1), x.shape[-1], x.dtype == torch.float32
     dtype = _output_dtype(x.dtype, t, s)
     outputs = [x.new_empty(x.shape, dtype=dtype)]
     if s.next_statistics:
         outputs.append(x.new_empty((M, 2, row_parts(C)), dtype=torch.float32))
+    if next_factor is not None:
+        outputs.append(x.new_empty(x.shape, dtype=E4M3))
     if not s.saves:
         return outputs
     saved: dict[str, Tensor] = {}
@@ -370,7 +390,7 @@ def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequen
 
 def _flop(x: Any, statistics: Any, tensors: Any, *settings: Any) -> int:
     s = BlockSettings.read(settings)
-    t, qk = tensors_of(tensors, s)
+    t, qk, *_ = tensors_of(tensors, s)
     return sum(block_flop(x, t, 0 if qk.cu_seqlens is None else s.max_seqlen))
 
 

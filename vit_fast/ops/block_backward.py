@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .attention_op import attention_flop, attention_gradient
-from .descriptions import BlockTensors, as_matrix, count_tokens
+from .descriptions import BlockTensors, as_matrix
 from .registration import operator, words_of
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
 
@@ -69,17 +70,17 @@ SETTINGS = (
 
 
 _TENSORS = len(BlockTensors._fields)
-_NAMES = BlockTensors._fields + QkTensors._fields
+_NAMES = BlockTensors._fields + QkTensors._fields + ("x8", "next_factor")
 _QKV, _FC1 = _NAMES.index("qkv_weight"), _NAMES.index("fc1_weight")
 _CONSTANT = {"qkv_sum", "fc1_sum", "fc2_sum", "cos", "sin", "cu_seqlens", "key_mask"}
 
 
-def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors]:
-    """Converts an operator's list of tensors to `BlockTensors` and `QkTensors`."""
+def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors, Any, Any]:
+    """Converts an operator's list to `BlockTensors`, `QkTensors`, and the x8 and next_factor of `fused_block`."""
     fields: list[Any] = [None] * len(_NAMES)
     for number, tensor in zip(s.present, tensors, strict=True):
         fields[number] = tensor
-    return BlockTensors._make(fields[:_TENSORS]), QkTensors._make(fields[_TENSORS:])
+    return BlockTensors._make(fields[:_TENSORS]), QkTensors._make(fields[_TENSORS:-2]), *fields[-2:]
 
 
 def gradient_names(s: BlockSettings) -> list[str]:
@@ -125,7 +126,7 @@ def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> di
 def _read(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, Any, QkTensors]:
     names = saved_names(s)
     saved = SimpleNamespace(**({"before_norm": None} | dict(zip(names, tensors))))
-    return saved, *tensors_of(tensors[len(names) :], s)
+    return saved, *tensors_of(tensors[len(names) :], s)[:2]
 
 
 def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
@@ -274,7 +275,7 @@ class _InnerNorm:
 
 def block_flop(x: Sequence[int], t: BlockTensors, max_seqlen: int) -> tuple[int, int]:
     """Returns the FLOP of the linear layers and of the attention in a forward; x and t contain shapes, not tensors."""
-    tokens, width, matmuls, attention = count_tokens(x), int(x[-1]), 0, 0
+    tokens, width, matmuls, attention = math.prod(map(int, x[:-1])), int(x[-1]), 0, 0
     shapes: Any = t
     if shapes.qkv_weight is not None:
         inner = int(shapes.qkv_weight[0]) // 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from ..errors import check_choice, check_type
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+E4M3 = torch.float8_e4m3fn
 # Token indices are 32-bit in the kernels, and the last tile may extend past the last token. Offsets are 64-bit.
 MAX_ROWS = 2**31 - 256
 _NORMS = ("layer_norm", "rms_norm")
@@ -78,8 +78,9 @@ class Keys(NamedTuple):
 class BlockTensors(NamedTuple):
     """The parameters of a block. Absent parameters are None; so are all parameters of an absent half.
 
-    `block.fold` folds norms and gate into weight and bias of qkv, fc1 and, after an inner norm, fc2. It sets `*_sum` of
-    these layers, and sets the fields of norms and gate to None.
+    `fold` and `quantize_block` in `folded.py` fold norms and gate into weight and bias of qkv, fc1 and, after an inner
+    norm, fc2. They set `*_sum` of these layers, and set the fields of norms and gate to None. A layer in e4m3 has
+    `*_factor`, the reciprocal scales of its input, and row scales of its weight: qkv_rows, fc1_rows, scale1 and scale2.
     """
 
     norm1_weight: Tensor | None = None  # [C]
@@ -103,6 +104,16 @@ class BlockTensors(NamedTuple):
     inner_weight: Tensor | None = None  # norm before fc2 [F]
     inner_bias: Tensor | None = None
     fc2_sum: Tensor | None = None
+    qkv_factor: Tensor | None = None  # fp32 [C], as fc1_factor; proj_factor and fc2_factor are [1]
+    proj_factor: Tensor | None = None
+    fc1_factor: Tensor | None = None
+    fc2_factor: Tensor | None = None
+    qkv_rows: Tensor | None = None  # fp32 [3 H D]
+    fc1_rows: Tensor | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        return any(factor is not None for factor in self[21:25])
 
 
 class BlockScales(NamedTuple):
@@ -235,7 +246,3 @@ def _one_value_per_pair(table: Tensor, head_dim: int, layout: str) -> Tensor:
 def as_matrix(tensor: Tensor) -> Tensor:
     """Returns [..., C] as contiguous [M, C]; copies only if the layout requires it."""
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
-
-
-def count_tokens(shape: Sequence[int]) -> int:
-    return math.prod(int(size) for size in shape[:-1])

@@ -161,7 +161,7 @@ def fp8_block(
     rope: Rope | None = None,
     linear: Callable[..., Tensor] = fp8_linear,
 ) -> Tensor:
-    """Computes `fp8.fused_block_fp8` with the unquantized parameters `tensors`; fp64 x gives the reference.
+    """Computes `fused_block` in FP8 with the unquantized parameters `tensors`; fp64 x gives the reference.
 
     `linear` is called for qkv, proj, fc1, gate and fc2, in this order.
     """
