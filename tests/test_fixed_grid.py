@@ -32,25 +32,29 @@ def qwen(tower: torch.nn.Module, images: Tensor) -> Tensor:
     return out.unflatten(0, (len(images), -1))
 
 
-def padded_call(images: Tensor) -> dict[str, Tensor]:
-    """Cuts images into patches of 4 x 4 with the channels last, like transformers' processor for SigLIP 2."""
+def patches_of(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cuts images into patches of 4 x 4 with the channels last, like transformers' processor for SigLIP 2.
+
+    Returns:
+        Patches [B, N, 48], a mask [B, N] of ones, and height and width in patches [B, 2].
+    """
     batch, _, height, width = images.shape
     cells = images.reshape(batch, 3, height // 4, 4, width // 4, 4).permute(0, 2, 4, 3, 5, 1)
     patches = cells.reshape(batch, -1, 3 * 4 * 4)
     shapes = torch.tensor([[height // 4, width // 4]] * batch, device=DEVICE)
-    mask = torch.ones(patches.shape[:2], dtype=torch.int64, device=DEVICE)
-    return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    return patches, torch.ones(patches.shape[:2], dtype=torch.bool, device=DEVICE), shapes
 
 
 def siglip2(tower: torch.nn.Module, images: Tensor) -> Tensor:
-    out: Tensor = tower(**padded_call(images)).pooler_output
+    patches, mask, shapes = patches_of(images)
+    out: Tensor = tower(patches, mask.long(), shapes).pooler_output
     return out
 
 
 def naflex(tower: torch.nn.Module, images: Tensor) -> Tensor:
-    patches, mask, shapes = padded_call(images).values()
+    patches, mask, shapes = patches_of(images)
     grid = torch.cartesian_prod(*(torch.arange(side, device=DEVICE) for side in shapes[0].tolist()))
-    out: Tensor = tower(patches, grid.expand(len(images), -1, -1), mask.bool())
+    out: Tensor = tower(patches, grid.expand(len(images), -1, -1), mask)
     return out
 
 

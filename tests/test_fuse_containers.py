@@ -71,14 +71,13 @@ def test_a_block_that_is_not_fused_in_a_fused_sequential(backend: str) -> None:
         torch.testing.assert_close(blocks(X), expected(X), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("operation", ["first", "sum", "product"])
-def test_blocks_of_a_model_with_rotary_positions_of_ours(operation: str) -> None:
+def test_a_slice_of_our_blocks_passes_rotary_positions_on() -> None:
     model, images = rotary_of_depth(3)["ours"].build().eval(), torch.randn(1, 3, IMAGE, IMAGE)
     vit_fast.set_backend(model, "sdpa")
-    model.blocks = OPERATIONS[operation](model.blocks)
+    model.blocks = model.blocks[:2]
     seen: list[Tensor] = []
-    for block in set(model.blocks):
+    for block in model.blocks:
         block.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
     with torch.no_grad():
         model(images)
-    assert len(seen) == len(model.blocks) and all(positions is not None for positions in seen)
+    assert len(seen) == 2 and all(positions is not None for positions in seen)

@@ -43,8 +43,7 @@ def fused(library: str, backend: str = "sdpa") -> tuple[Subject, nn.Module, dict
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
 @every_library
 def test_compile_without_a_graph_break(library: str, backend: str) -> None:
-    subject, model, inputs, expected = fused(library)
-    vit_fast.fuse(model, backend)
+    subject, model, inputs, expected = fused(library, backend)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(subject.run(compiled, inputs), expected)

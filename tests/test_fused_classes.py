@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from fused_classes import LIBRARIES, TABLE, Row, table, timm_outcome, transformers_outcome, versions
+from fused_classes import LIBRARIES, TABLE, row, table, timm_outcome, transformers_outcome, versions
 
 for library in LIBRARIES:
     pytest.importorskip(library)
@@ -30,7 +30,7 @@ def test_a_class_of_timm_is_as_the_table_says(where: str, name: str) -> None:
 )
 def test_a_class_of_transformers_is_as_the_table_says(folder: str, name: str) -> None:
     cls = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
-    assert str(Row(folder, name, "default", str(transformers_outcome(cls)))) in COMMITTED
+    assert row(folder, name, "default", str(transformers_outcome(cls))) in COMMITTED
 
 
 @pytest.mark.slow

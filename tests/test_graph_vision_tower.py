@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,12 +32,12 @@ def generator(name: str, text: Any, vision: Any, tokens: Sequence[int], **settin
     return getattr(transformers, f"{name}ForConditionalGeneration")(config), inputs
 
 
-def qwen(name: str, **vision: Any) -> tuple[nn.Module, Inputs]:
+def qwen() -> tuple[nn.Module, Inputs]:
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
-    text = TEXT | {"rope_parameters": rope, "head_dim": 16}
     model, inputs = generator(
-        name, text, QWEN | vision, (92, *[IMAGE] * 6, 93, 7, 92, IMAGE, 93), image_token_id=IMAGE, video_token_id=91,
-        vision_start_token_id=92, vision_end_token_id=93,
+        "Qwen2_5_VL", TEXT | {"rope_parameters": rope, "head_dim": 16},
+        QWEN | {"window_size": 16, "fullatt_block_indexes": [1]}, (92, *[IMAGE] * 6, 93, 7, 92, IMAGE, 93),
+        image_token_id=IMAGE, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93,
     )  # fmt: skip
     inputs |= {"pixel_values": torch.randn(28, 96), "image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}
     return model, inputs | {"mm_token_type_ids": (inputs["input_ids"] == IMAGE).int()}
@@ -52,10 +52,7 @@ def mistral() -> tuple[nn.Module, Inputs]:
     return model, inputs | {"pixel_values": torch.randn(2, 3, 24, 24), "image_sizes": sizes}
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
-    "qwen2_5_vl": lambda: qwen("Qwen2_5_VL", window_size=16, fullatt_block_indexes=[1]),
-    "mistral3": mistral,
-}
+MODELS = {"qwen2_5_vl": qwen, "mistral3": mistral}
 
 
 def build(name: str) -> tuple[Any, Inputs]:

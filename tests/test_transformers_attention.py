@@ -72,24 +72,6 @@ def test_a_bias_given_to_a_fused_attention_of_transformers_reaches_it() -> None:
     torch.testing.assert_close(model(**inputs, **keywords).logits, expected)
 
 
-def test_packed_sequences_attend_to_themselves() -> None:
-    pytest.importorskip("transformers")
-    from vit_fast.integrations.transformers import ALL_ATTENTION_FUNCTIONS, attention_forward
-
-    module, q, k, v = interface_inputs()
-    q, k, v = (tensor[:1] for tensor in (q, k, v))
-    bounds = torch.tensor([0, 2, 5])
-    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 3, "max_length_k": torch.tensor(3)}
-    found, _ = attention_forward(module, q, k, v, None, is_causal=False, **packed)
-    for start, end in ((0, 2), (2, 5)):
-        own = (tensor[:, :, start:end] for tensor in (q, k, v))
-        torch.testing.assert_close(found[:, start:end], attention_forward(module, *own, None)[0])
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    for other in ({**packed, "cu_seq_lens_k": bounds.clone()}, {**packed, "is_causal": True}):
-        expected = sdpa(module, q, k, v, None, **other)[0]
-        torch.testing.assert_close(attention_forward(module, q, k, v, None, **other)[0], expected)
-
-
 def test_masks_of_padding_say_so_and_others_are_those_of_sdpa() -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
     from transformers.masking_utils import create_bidirectional_mask, create_causal_mask

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -20,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ..errors import UnsupportedInputError, check_type
 from ..libraries.known import packed_tower
 from ..libraries.transformers.self_attention import changes_attention, is_set
-from ..ops import attention, attention_varlen
+from ..ops import attention
 from ..ops.attention import key_mask_of
 from ..run.graph_runner import Fallback, GraphRunner
 
@@ -39,6 +38,7 @@ ATTENTION_NAME = "vit_fast"
 # Keywords that change attention, and that transformers' sdpa function ignores:
 REFUSED = {
     "block_indices": "sparse attention",
+    "cu_seq_lens_q": "packed sequences",
     "head_mask": "a mask per head",
     "indices": "sparse attention",
     "s_aux": "attention sinks",
@@ -47,9 +47,6 @@ REFUSED = {
 }
 if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:  # transformers 4
     REFUSED["position_bias"] = "a bias on the logits"
-# transformers' sdpa function gets all other keywords, such as is_causal, output_attentions and unknown ones. The fused
-# operator supports packed sequences, which these keywords describe:
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def attention_forward(
@@ -75,42 +72,27 @@ def attention_forward(
         attention_mask: None, a padding mask, or another mask.
         scaling: Multiplier of q k^T; None means D**-0.5.
         dropout: Dropout probability.
-        **kwargs: Other keywords of the model; None and False have no effect. With cu_seq_lens_q and B = 1, tokens
-            attend to tokens of the same packed sequence only.
+        **kwargs: Other keywords of the model; None and False have no effect.
     Returns:
         The output [B, N, H, D], contiguous, and None instead of attention weights.
     Raises:
         UnsupportedInputError: a keyword requests a feature that transformers' sdpa function would ignore.
     """
     if refused := [name for name in REFUSED if is_set(kwargs.get(name))]:
-        advice = "use attn_implementation='eager'"
+        advice = "use another attn_implementation"
         raise UnsupportedInputError(
             f"attn_implementation={ATTENTION_NAME!r} in {type(module).__name__}",
             [f"{name} ({REFUSED[name]}) is not supported: {advice}" for name in refused],
         )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal  # True as in transformers' sdpa function
-    bounds = _packed_by(query, key, kwargs) if attention_mask is None else None
-    rest = kwargs if bounds is None else {name: value for name, value in kwargs.items() if name not in PACKED}
     key_mask = None if attention_mask is None else key_mask_of(attention_mask, query, key)
-    plain = (
-        (attention_mask is None or key_mask is not None) and not dropout and not causal and not changes_attention(rest)
-    )
-    if not plain or key.shape != value.shape or key.shape[:2] != query.shape[:2]:
+    masked = attention_mask is not None and key_mask is None
+    fits = key.shape == value.shape and key.shape[:2] == query.shape[:2]
+    if masked or dropout or causal or changes_attention(kwargs) or not fits:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    if bounds is not None:
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return attention_varlen(q, k, v, bounds, q.shape[0], scale=scaling)[None].contiguous(), None
     return attention(query, key, value, scale=scaling, key_mask=key_mask).transpose(1, 2).contiguous(), None
-
-
-def _packed_by(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-    """Returns cu_seqlens of packed sequences; None if there are none, or if q and k are packed differently."""
-    bounds, of_keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if not isinstance(bounds, Tensor) or (of_keys is not None and of_keys is not bounds):
-        return None
-    return bounds.to(torch.int32) if query.shape[0] == 1 and query.shape == key.shape else None
 
 
 def padding_mask(

@@ -154,6 +154,11 @@ class GraphRunner:
         """Copies and pickles as the model's own forward, because CUDA graphs cannot be copied."""
         return own_forward, (self.model,)
 
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The model's own forward, which `PackedTower.eager` calls."""
+        return own_forward(self.model)
+
     def stats(self) -> GraphStats:
         """Returns the counts so far."""
         with self._lock:

@@ -88,8 +88,6 @@ class Facts:
 
 
 class TimmInterface(ImageModel):
-    """A model with the methods of timm's models, such as our own."""
-
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
         model: Any = self.model
         result: Tensor

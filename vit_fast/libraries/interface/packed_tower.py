@@ -69,7 +69,7 @@ class PackedTower(abc.ABC):
 
     @abc.abstractmethod
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
-        """Runs the tower on the buffers, without reading anything on the host."""
+        """Runs the tower without reading anything on the host."""
 
     def fill(self, buffers: dict[str, Tensor], budget: int, sequences: int, call: Call, images: Sequence[int]) -> None:
         """Writes images into the buffers without waiting for the device; the first call allocates the buffers."""
@@ -110,7 +110,6 @@ class PackedTower(abc.ABC):
         return with_leaves(outputs, leaves)
 
     def _copied(self, leaf: Any, budget: int, lengths: Sequence[int]) -> Sequence[Any]:
-        """Copies an output without padding and splits it by image."""
         if not isinstance(leaf, Tensor):
             return [leaf] * len(lengths)
         rows = [length // self.tokens_per_row(leaf, budget) for length in lengths]
@@ -139,7 +138,7 @@ class PackedTower(abc.ABC):
 
 
 class ImageTower(PackedTower):
-    """A tower for batches of images [channels, height, width] of one size, with `tokens` tokens each."""
+    """A tower for images [channels, height, width] of one size."""
 
     needs_fused = False
 
@@ -148,7 +147,6 @@ class ImageTower(PackedTower):
         self.tokens_per_image = tokens
 
     def read(self, pixel_values: Tensor, **kwargs: Any) -> Call:
-        """Reads images [B, channels, height, width]."""
         options, reasons = self.options_of(kwargs)
         if pixel_values.dim() != 4 or not len(pixel_values):
             raise ValueError(f"pixel_values must contain images [B, C, H, W], got {tuple(pixel_values.shape)}")
@@ -207,7 +205,7 @@ class PaddedTower(PackedTower):
 
     @abc.abstractmethod
     def finish(self, call: Call, outputs: Any) -> Any:
-        """Runs the tower's head on padded outputs."""
+        """Runs the tower's head."""
 
 
 def read_grids(grids: Tensor, mask: Tensor) -> tuple[Tensor, list[int], bool]:
@@ -218,12 +216,10 @@ def read_grids(grids: Tensor, mask: Tensor) -> tuple[Tensor, list[int], bool]:
 
 
 def pad_to(values: Tensor, length: int, value: int = 0) -> Tensor:
-    """Pads a tensor along the first axis."""
     return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), value)])
 
 
 def with_leaves(outputs: Any, leaves: list[Any]) -> Any:
-    """Returns outputs with the same structure and other leaves."""
     found = pytree.tree_unflatten(leaves, pytree.tree_structure(outputs))
     if isinstance(outputs, OrderedDict):  # transformers' ModelOutput: restore the order of the fields
         for name in outputs:

@@ -29,11 +29,7 @@ SKIPPED = {
 
 
 class AttentionLayer(FusedModule):
-    """An attention layer of timm with a fused operator between its linear layers, which still run as modules.
-
-    The original forward runs with masks other than padding masks, a causal flag, attention dropout in training, a
-    changed attn_drop or scale, or hooks on attn_drop or the norms of q and k.
-    """
+    """An attention layer of timm with a fused operator between its linear layers, which still run as modules."""
 
     kind = "attention"
 
@@ -58,7 +54,7 @@ class AttentionLayer(FusedModule):
         return masked or is_causal or changed or self.uses_changed_scale() or bool(self.training and drop.p)
 
     def uses_changed_scale(self) -> bool:
-        """Returns True if the scale was changed and timm uses it, that is, without its fused attention."""
+        """Returns True if the scale was changed and timm, without its fused attention, uses it."""
         own = vars(self)
         return not own.get("fused_attn", True) and own["scale"] != type(self).head_width(self) ** -0.5
 
@@ -68,13 +64,11 @@ class AttentionLayer(FusedModule):
         return children["attn_drop"], children["q_norm"], children["k_norm"]
 
     def compute(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rope: Any) -> Tensor:
-        """Maps [B, N, C] to [B, N, dim_out]."""
         if self.needs_original_forward(attn_mask, is_causal):
             return super().forward(x, attn_mask=additive(attn_mask, x.dtype), **_causal(is_causal), **rope)
         return self.project_out(self.mix(self.packed(x), attn_mask, self.rope_of(*rope.values())), x)
 
     def packed(self, x: Tensor) -> Tensor:
-        """Projects [B, N, C] to [B, N, 3, H, D]."""
         return self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
 
     def rope_of(self, *rope: Any) -> Rope | None:
@@ -185,7 +179,6 @@ class BlockMixin(FusedNormMlp):
         return self.run_as_block(parts, x, attend, ordinary, tables, keys_of(attn_mask, x) if ordinary else None)
 
     def scaled(self, branch: Tensor) -> Tensor:
-        """Multiplies the output of the attention layer by LayerScale."""
         return self.ls1(branch)
 
 
@@ -255,7 +248,7 @@ class AttentionPoolLatentMixin(FusedNormMlp):
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Converts a padding mask to an additive mask, because timm may add it to the scores. Returns other masks as is."""
+    """Converts a padding mask to an additive mask, because timm may add it to the scores."""
     if mask is None or not is_padding(mask):
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

@@ -25,7 +25,6 @@ class VisionTransformerMixin(FusedContainer):
     """timm's VisionTransformer. If its head reads only the first token, its last block computes only that token.
 
     This applies to calls without gradients, of a model that is frozen for the CPU or compiled with backend sdpa.
-    `forward_features` and hooked or wrapped parts still get all tokens.
     """
 
     @classmethod
@@ -93,14 +92,13 @@ def _first_token(block: Any, x: Tensor) -> Tensor:
 class NaFlexVitMixin(FusedModule):
     """timm's NaFlexVit. Its layers get a padding mask that they recognize by its strides.
 
-    timm masks pairs of queries and keys, this class only keys. Padding tokens therefore attend to the tokens of their
-    image. Other tokens do not change, because no token attends to padding, and pooling skips it.
+    timm masks pairs of queries and keys, this class only keys: padding tokens attend to their image, and nothing reads
+    them.
     """
 
     kind = "padding mask"
 
     def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> dict[str, Any]:
-        """Returns tokens and further inputs of the blocks. Unless a mask is given, adds one of the valid patches."""
         use_keys = attn_mask is None and patch_valid is not None and not is_exporting() and self._layers_are_fused()
         timms: Any = super()
         embeds: dict[str, Any] = timms._forward_embeds(x, patch_coord, patch_valid, False if use_keys else attn_mask)
@@ -109,7 +107,6 @@ class NaFlexVitMixin(FusedModule):
         return embeds
 
     def _pool(self, x: Tensor, pool_type: str | None = None, patch_valid: Tensor | None = None) -> Any:
-        """Pools tokens [B, prefix + N, C] to [B, C]."""
         if patch_valid is None or not isinstance(self.attn_pool, AttentionPoolLatentMixin) or is_exporting():
             timms: Any = super()
             return timms._pool(x, pool_type, patch_valid)
@@ -145,7 +142,6 @@ class NaFlexTower(PaddedTower):
         patch_valid: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Call:
-        """Reads patches [B, N, P], coordinates [B, N, 2] and a mask [B, N], or a dictionary of them."""
         if isinstance(x, dict):
             patch_coord, patch_valid = x.get("patch_coord", patch_coord), x.get("patch_valid", patch_valid)
             attn_mask, x = x.get("attn_mask", attn_mask), x["patches"]
@@ -191,7 +187,6 @@ class NaFlexTower(PaddedTower):
 
 
 def packed_tower(tower: nn.Module) -> NaFlexTower | None:
-    """Returns the PackedTower of a NaFlexVit; None for other models."""
     return NaFlexTower(tower) if comes_from("timm", tower, "NaFlexVit") else None
 
 

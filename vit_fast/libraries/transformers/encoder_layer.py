@@ -50,7 +50,7 @@ SPLIT_MLP = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.d
 
 
 def _first(block: Reader, names: Iterable[str]) -> str:
-    """Returns the first path that exists in a block; if there is none, the last one, for the report."""
+    """Returns the first path that exists in a block, or the last one."""
     for name in names:
         if block.at(name) is not None:
             break
@@ -65,10 +65,7 @@ def _residual(block: Reader, half: int) -> dict[str, Any]:
 
 
 class FusedLayer(FusedNormMlp):
-    """An encoder layer of transformers as a sequence of fused kernels, if its attention layer has four projections.
-
-    Otherwise, as with most models in transformers 4, norm, MLP, LayerScale and residual are one operator.
-    """
+    """An encoder layer of transformers. Its first half is fused if its attention layer has four projections."""
 
     reader = TransformersReader
     vit_fast_returns_tuple: bool
@@ -174,7 +171,7 @@ class FusedLayer(FusedNormMlp):
         return (output,) if self.vit_fast_returns_tuple else output
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of the attention layer by name; transformers passes some by position."""
+        """Returns the arguments of the attention layer by name."""
         return {**dict(zip(self.vit_fast_arguments, args, strict=False)), **kwargs}
 
     def attend(self, normed: Tensor, **kwargs: Any) -> Tensor:

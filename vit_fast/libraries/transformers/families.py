@@ -85,10 +85,7 @@ LIKE_QWEN = {
 
 
 class FusedTower(FusedModule):
-    """A whole model of transformers.
-
-    Its class has the `__module__` and `__name__` of the original, by which transformers finds outputs and weight names.
-    """
+    """A whole model of transformers, which finds outputs and weight names by the original's module and name."""
 
     passes_for_original = True
 
@@ -129,8 +126,7 @@ class FusedTowerWithLengths(FusedTower):
 class FusedPaddedTower(FusedTower):
     """SigLIP 2's tower. Its layers get a padding mask that they recognize by its strides.
 
-    For a mask [B, N], transformers would create a mask of queries and keys and synchronize with the device to detect
-    padding. It does not change a four-dimensional mask.
+    For a mask [B, N], transformers would synchronize with the device. It does not change a four-dimensional mask.
     """
 
     kind = "padding mask"

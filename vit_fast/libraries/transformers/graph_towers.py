@@ -21,10 +21,7 @@ from .self_attention import KEYS
 
 
 class GridTower(PackedTower):
-    """A Qwen tower or a copy of it. Its inputs are the patches [tokens, P] of all images, and the grid of each.
-
-    transformers computes metadata from the grids on the host. Its towers accept this metadata as arguments.
-    """
+    """Qwen's towers, which accept the metadata that transformers computes from the grids on the host."""
 
     def __init__(self, tower: Any) -> None:
         super().__init__(tower, {"hidden_states": (tower.patch_embed.proj.weight[0].numel(),)})
@@ -92,8 +89,6 @@ def grid_layout(tower: Any, grids: Tensor) -> dict[str, Tensor]:
 
 
 class PixtralTower(PackedTower):
-    """Pixtral's tower. Its inputs are images padded to one size, and the size of each."""
-
     axis = 1
 
     def __init__(self, tower: Any) -> None:
@@ -139,8 +134,6 @@ def _run_pixtral(tower: Any, patches: Tensor, position_ids: Tensor, cu_seqlens: 
 
 
 class Siglip2Tower(PaddedTower):
-    """SigLIP 2's tower (NaFlex). Its inputs are patches padded to one length, a mask, and the grid of each image."""
-
     def __init__(self, tower: Any) -> None:
         super().__init__(tower, {"patches": (tower.embeddings.patch_embedding.in_features,)})
 
@@ -222,7 +215,6 @@ def patchify(images: Tensor, patch_hw: Size) -> Tensor:
 
 
 def packed_tower(tower: Any) -> PackedTower | None:
-    """Returns the PackedTower of a tower; None for other models."""
     if not comes_from("transformers", tower):
         return None
     forms: dict[str, Callable[[Any], PackedTower]]

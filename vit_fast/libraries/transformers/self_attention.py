@@ -43,7 +43,6 @@ def is_set(value: Any) -> bool:
 
 
 def changes_attention(kwargs: dict[str, Any], known: tuple[str, ...] = ()) -> bool:
-    """Returns True if a keyword argument, except for the known ones, may change attention."""
     return any(name not in NEUTRAL and name not in known and is_set(value) for name, value in kwargs.items())
 
 
@@ -68,11 +67,7 @@ def eager_reasons(module: Any) -> list[str]:
 
 
 class FusedSelfAttention(FusedModule):
-    """An attention layer of transformers with a fused operator between its linear layers, which still run as modules.
-
-    The original forward runs with masks other than padding masks, returned weights, dropout in training, or hooks on
-    the norms of q and k.
-    """
+    """An attention layer of transformers with a fused operator between its linear layers, which run as modules."""
 
     kind = "attention"
     uses: ClassVar[tuple[str, ...]] = ()  # keyword arguments that every call must have
@@ -114,7 +109,6 @@ class FusedSelfAttention(FusedModule):
         return output, None
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope | None:
-        """Returns the rotary embeddings among the arguments of a call; None if there are none."""
         return None
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
@@ -162,10 +156,7 @@ class FusedRotarySelfAttention(FusedSelfAttention):
 
 
 class FusedPackedAttention(FusedRotarySelfAttention):
-    """Qwen's attention of packed tokens [total, C], with one linear layer for q, k and v, and cu_seqlens.
-
-    transformers reads the lengths on the host to split the tokens; this class does not.
-    """
+    """Qwen's attention of packed tokens [total, C]. Unlike transformers, does not read their lengths on the host."""
 
     uses = ("position_embeddings", "cu_seqlens")
     ignores = ("max_seqlen",)
