@@ -1,4 +1,4 @@
-"""Quantizes MatMuls to 8 bits, with ONNX Runtime's quantizers and the scales of a scheme.
+"""Writes MatMuls in 8 bits.
 
 Each DequantizeLinear feeds its MatMul directly, also in attention, so that TensorRT fuses them. For ONNX Runtime on a
 CPU, we fuse MatMul and bias into one MatMulIntegerToFloat, because ONNX Runtime leaves the bias a separate node.
@@ -12,8 +12,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxscript.rewriter import pattern, rewrite
 
 from vit_fast.quantization.schemes import Range, Scheme
@@ -21,7 +21,7 @@ from vit_fast.quantization.schemes import Range, Scheme
 from .graphs import constant_of
 from .options import MICROSOFT
 
-ZEROS: dict[str, Any] = {"int8": np.int8, "uint8": np.uint8, "e4m3": ml_dtypes.float8_e4m3fn}
+DTYPES: dict[str, Any] = {"int8": np.int8, "uint8": np.uint8, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,91 +73,73 @@ def _name_of(node: ir.Node) -> str:
 
 
 def quantise_products(
-    model: ir.Model, products: Sequence[Product], scheme: Scheme, ranges: Mapping[str, Range], *, fused: bool
+    model: ir.Model, products: Sequence[Product], scheme: Scheme, ranges: Mapping[str, Range], *, fused: bool = False
 ) -> ir.Model:
-    """Returns a copy with these MatMuls in QDQ format, or fused: MatMulIntegerToFloat. Weights are int8 or e4m3."""
-    from onnxruntime.quantization import QuantType
-    from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
-    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+    """Returns a copy with these MatMuls in 8 bits: in QDQ format, or as MatMulIntegerToFloat if `fused`.
 
-    types = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8, "e4m3": QuantType.QFLOAT8E4M3FN}
-    of_weights = types["e4m3" if scheme.kind == "e4m3" else "int8"]
-    overrides: dict[str, list[dict[str, Any]]] = {}
-
-    def override(value: ir.Value, limits: Range, kind: Any) -> None:
-        scale, zero = scheme.grid(limits)
-        dtype = (value.dtype or ir.DataType.FLOAT).numpy()
-        numbers = {"scale": np.asarray(scale, dtype), "zero_point": np.asarray(zero, ZEROS[scheme.kind])}
-        overrides[str(value.name)] = [numbers | {"quant_type": kind}]
-
-    for product in products:
-        for value in product.activations:
-            override(value, ranges[str(value.name)], types[scheme.kind])
-        if product.weight is not None and scheme.kind == "e4m3":  # ONNX Runtime would clip at 4.5 standard deviations
-            weight, peak = product.node.inputs[1], float(np.abs(product.weight).max())
-            assert weight is not None
-            override(weight, Range(-peak, peak, "weight"), of_weights)
-    limits = {
-        str(value.name): TensorData(lowest=np.array([one.low], np.float32), highest=np.array([one.high], np.float32))
-        for product in products
-        for value in product.activations
-        for one in [ranges[str(value.name)]]
-    }
-    quantizer = QDQQuantizer(
-        _with_types(model, products), per_channel=scheme.kind != "e4m3", weight_qType=of_weights,
-        activation_qType=types[scheme.kind], tensors_range=TensorsData(CalibrationMethod.MinMax, limits),
-        extra_options={"OpTypesToExcludeOutputQuantization": ["MatMul"], "TensorQuantOverrides": overrides},
-        **_only(products),
-    )  # fmt: skip
-    made = _quantised(quantizer)
+    Without ranges, activations are quantized to uint8 at run time, and multiplied by MatMulInteger.
+    """
+    made = model.clone()
+    names = {product.node.name for product in products}
+    writer = _Operands(scheme, ranges)
+    tape = writer.tape
+    for node in [node for node in made.graph if node.name in names]:
+        operands = [writer.quantised(value) for value in node.inputs if value is not None]
+        if ranges:
+            for place, operand in enumerate(operands):
+                per_channel = constant_of(operand[1]).ndim > 0
+                restored = tape.op("DequantizeLinear", operand, {"axis": 1} if per_channel else {})
+                node.replace_input_with(place, restored)
+        else:
+            (x, x_scale, x_zero), (weight, weight_scale, weight_zero) = operands
+            sums = tape.op("MatMulInteger", [x, weight, x_zero, weight_zero])
+            scale = tape.op("Mul", [x_scale, weight_scale])
+            y = tape.op("Mul", [tape.op("Cast", [sums], {"to": ir.DataType.FLOAT}), scale])
+            ir.convenience.replace_all_uses_with(node.outputs[0], y, replace_graph_outputs=True)
+    for value in tape.initializers:
+        made.graph.register_initializer(value)
+    made.graph.extend(tape.nodes)
+    made.graph.sort()
     if fused:
         for rule in _FUSIONS:  # first with a bias
             rewrite(made, pattern.RewriteRuleSet([rule], commute=True))
         made.opset_imports[MICROSOFT] = 1
+    RemoveUnusedNodesPass()(made)
     return made
 
 
-def quantise_dynamically(model: ir.Model, products: Sequence[Product]) -> ir.Model:
-    """Returns a copy of a graph with these MatMuls in uint8 x int8. Ranges of activations are computed at run time."""
-    from onnxruntime.quantization import QuantType
-    from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
-    from onnxruntime.quantization.quant_utils import QuantizationMode
+class _Operands:
+    """Records the nodes and constants that quantize the operands of MatMuls, each operand once."""
 
-    proto = ir.serde.serialize_model(model)
-    del proto.graph.value_info[:]  # the quantizer infers all shapes again
-    quantizer = ONNXQuantizer(
-        proto, mode=QuantizationMode.IntegerOps, static=False, per_channel=True, tensors_range=None,
-        weight_qType=QuantType.QInt8, activation_qType=QuantType.QUInt8,
-        extra_options={"MatMulConstBOnly": True, "DefaultTensorType": onnx.TensorProto.FLOAT}, **_only(products),
-    )  # fmt: skip
-    return _quantised(quantizer)
+    def __init__(self, scheme: Scheme, ranges: Mapping[str, Range]) -> None:
+        self.tape = ir.tape.Tape()
+        self._scheme, self._ranges = scheme, ranges
+        self._known: dict[str, Sequence[ir.Value]] = {}
 
+    def quantised(self, value: ir.Value) -> Sequence[ir.Value]:
+        """Returns an operand in 8 bits, its scale and its zero point."""
+        name = str(value.name)
+        if name not in self._known:
+            if (weight := constant_of(value)) is not None:
+                self._known[name] = self._weight(name, weight)
+            elif self._ranges:
+                scale, zero = self._scheme.grid(self._ranges[name])
+                dtype = (value.dtype or ir.DataType.FLOAT).numpy()
+                grid = self._grid(name, np.asarray(scale, dtype), np.asarray(zero, DTYPES[self._scheme.kind]))
+                self._known[name] = self.tape.op("QuantizeLinear", [value, *grid]), *grid
+            else:
+                self._known[name] = self.tape.op_multi_out("DynamicQuantizeLinear", [value], num_outputs=3)
+        return self._known[name]
 
-def _only(products: Sequence[Product]) -> dict[str, Any]:
-    nodes = [product.node.name for product in products]
-    return {
-        "nodes_to_quantize": nodes, "nodes_to_exclude": [], "op_types_to_quantize": ["MatMul"], "reduce_range": False,
-    }  # fmt: skip
+    def _weight(self, name: str, weight: np.ndarray) -> Sequence[ir.Value]:
+        codes, scale = self._scheme.quantised_weight(weight)
+        codes = codes.astype(DTYPES["e4m3" if self._scheme.kind == "e4m3" else "int8"])
+        stored = self.tape.initializer(ir.tensor(codes, name=f"{name}_quantized"))
+        return stored, *self._grid(name, scale, np.zeros(scale.shape, codes.dtype))
 
-
-def _with_types(model: ir.Model, products: Sequence[Product]) -> onnx.ModelProto:
-    """Returns the graph with dtypes of activations; ONNX Runtime's own inference fails for dynamic shapes."""
-    from onnxruntime.quantization.quant_utils import add_infer_metadata
-
-    for product in products:
-        for value in (*product.activations, *product.node.outputs):
-            value.dtype = value.dtype or ir.DataType.FLOAT
-    proto: onnx.ModelProto = ir.serde.serialize_model(model)
-    add_infer_metadata(proto)
-    return proto
-
-
-def _quantised(quantizer: Any) -> ir.Model:
-    quantizer.quantize_model()
-    model = ir.serde.deserialize_model(quantizer.model.model)
-    model.graph.sort()
-    model.metadata_props.clear()
-    return model
+    def _grid(self, name: str, scale: np.ndarray, zero: np.ndarray) -> list[ir.Value]:
+        arrays = {f"{name}_scale": scale, f"{name}_zero_point": zero}
+        return [self.tape.initializer(ir.tensor(array, name=key)) for key, array in arrays.items()]
 
 
 def _product(op: Any, x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, w_zero: Any) -> Any:
@@ -178,8 +160,7 @@ def _is_bias(context: Any, bias: ir.Value, **_: Any) -> bool:
     return array is not None and array.ndim == 1
 
 
-# the DequantizeLinear of an activation may have other readers, so unused nodes are removed afterwards
 _FUSIONS = (
-    pattern.RewriteRule(_product_and_bias, _one_node, _is_bias, remove_nodes=False),
-    pattern.RewriteRule(_product, _one_node, remove_nodes=False),
+    pattern.RewriteRule(_product_and_bias, _one_node, _is_bias),
+    pattern.RewriteRule(_product, _one_node),
 )
