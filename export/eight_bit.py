@@ -14,7 +14,6 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
-from onnxscript.rewriter import pattern, rewrite
 
 from vit_fast.quantization.schemes import Range, Scheme
 
@@ -65,11 +64,19 @@ def products_of(model: ir.Model, scheme: Scheme) -> list[Product]:
 
 def _name_of(node: ir.Node) -> str:
     """Returns the layer's name, from its bias: the exporter renames transposed weights."""
-    for use in node.outputs[0].uses():
-        for value in use.node.inputs:
-            if value is not None and value.const_value is not None and str(value.name).endswith(".bias"):
-                return str(value.name).removeprefix("model.").removesuffix(".bias")
-    return str(node.name)
+    _, bias = _bias_of(node)
+    name = "" if bias is None else str(bias.name)
+    return name.removeprefix("model.").removesuffix(".bias") if name.endswith(".bias") else str(node.name)
+
+
+def _bias_of(node: ir.Node) -> tuple[ir.Node, ir.Value | None]:
+    """Returns the Add that follows a MatMul, and the bias that it adds; else the MatMul itself."""
+    for user in {use.node for use in node.outputs[0].uses()}:
+        for value in user.inputs:
+            array = constant_of(value)
+            if user.op_type == "Add" and array is not None and array.ndim == 1:
+                return user, value
+    return node, None
 
 
 def quantise_products(
@@ -85,27 +92,34 @@ def quantise_products(
     tape = writer.tape
     for node in [node for node in made.graph if node.name in names]:
         operands = [writer.quantised(value) for value in node.inputs if value is not None]
+        if ranges and not fused:
+            for place, (values, scale, zero) in enumerate(operands):
+                axis = {"axis": 1} if scale.shape else {}
+                node.replace_input_with(place, tape.op("DequantizeLinear", [values, scale, zero], axis))
+            continue
+        (x, x_scale, x_zero), (weight, weight_scale, weight_zero) = operands
+        last, bias = _bias_of(node)
         if ranges:
-            for place, operand in enumerate(operands):
-                per_channel = constant_of(operand[1]).ndim > 0
-                restored = tape.op("DequantizeLinear", operand, {"axis": 1} if per_channel else {})
-                node.replace_input_with(place, restored)
+            inputs = [x, weight, x_scale, weight_scale, x_zero, None, *([] if bias is None else [bias])]
+            _replace(last.outputs[0], tape.op("MatMulIntegerToFloat", inputs, domain=MICROSOFT))
         else:
-            (x, x_scale, x_zero), (weight, weight_scale, weight_zero) = operands
             sums = tape.op("MatMulInteger", [x, weight, x_zero, weight_zero])
-            scale = tape.op("Mul", [x_scale, weight_scale])
-            y = tape.op("Mul", [tape.op("Cast", [sums], {"to": ir.DataType.FLOAT}), scale])
-            ir.convenience.replace_all_uses_with(node.outputs[0], y, replace_graph_outputs=True)
+            in_float = tape.op("Cast", [sums], {"to": ir.DataType.FLOAT})
+            _replace(node.outputs[0], tape.op("Mul", [in_float, tape.op("Mul", [x_scale, weight_scale])]))
     for value in tape.initializers:
         made.graph.register_initializer(value)
     made.graph.extend(tape.nodes)
     made.graph.sort()
-    if fused:
-        for rule in _FUSIONS:  # first with a bias
-            rewrite(made, pattern.RewriteRuleSet([rule], commute=True))
-        made.opset_imports[MICROSOFT] = 1
     RemoveUnusedNodesPass()(made)
+    if fused:
+        made.opset_imports[MICROSOFT] = 1
     return made
+
+
+def _replace(old: ir.Value, new: ir.Value) -> None:
+    if old.is_graph_output():
+        new.name, new.shape, new.type, old.name = old.name, old.shape, old.type, None
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 
 class _Operands:
@@ -140,27 +154,3 @@ class _Operands:
     def _grid(self, name: str, scale: np.ndarray, zero: np.ndarray) -> list[ir.Value]:
         arrays = {f"{name}_scale": scale, f"{name}_zero_point": zero}
         return [self.tape.initializer(ir.tensor(array, name=key)) for key, array in arrays.items()]
-
-
-def _product(op: Any, x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, w_zero: Any) -> Any:
-    return op.MatMul(op.DequantizeLinear(x, x_scale, x_zero), op.DequantizeLinear(w, w_scale, w_zero))
-
-
-def _product_and_bias(op: Any, x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, w_zero: Any, bias: Any) -> Any:
-    return op.Add(_product(op, x, x_scale, x_zero, w, w_scale, w_zero), bias)
-
-
-def _one_node(op: Any, x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, bias: Any = None, **_: Any) -> Any:
-    rest = [] if bias is None else [bias]
-    return op.MatMulIntegerToFloat(x, w, x_scale, w_scale, x_zero, None, *rest, _domain=MICROSOFT)
-
-
-def _is_bias(context: Any, bias: ir.Value, **_: Any) -> bool:
-    array = constant_of(bias)
-    return array is not None and array.ndim == 1
-
-
-_FUSIONS = (
-    pattern.RewriteRule(_product_and_bias, _one_node, _is_bias),
-    pattern.RewriteRule(_product, _one_node),
-)
