@@ -126,8 +126,6 @@ def _server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, de
         config["output"][0]["label_filename"] = LABELS
     if dynamic:
         config["dynamic_batching"] = {"max_queue_delay_microseconds": QUEUE_DELAY_US}
-        if preferred := [size for size in (8, 16, 32, 64) if size <= max_batch]:
-            config["dynamic_batching"]["preferred_batch_size"] = preferred
     if device == "gpu" and info.metadata.get("target") == "tensorrt":
         mode = {"key": "precision_mode", "value": accelerator_mode(str(info.metadata.get("precision")))}
         accelerator = {"name": "tensorrt", "parameters": [mode]}

@@ -194,17 +194,15 @@ def _fusion(name: str, fused: int, wanted: int, note: str = "") -> Fusion:
 def _fuse_for_ort(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[Fusion]:
     rewrite(model, pattern.RewriteRuleSet(_ERF_GELUS, commute=True))
     exact = [n for n in model.graph if n.op_type == "Gelu" and n.attributes.get_string("approximate", "none") == "none"]
-    if options.target == "ort-cpu":
-        # In profiles of ONNX Runtime 1.31, its CPU kernel is not vectorized, unlike the two others.
-        note = "not fused for the CPU, whose kernel is slower than Add and LayerNormalization"
-        skip_norm = Fusion(SKIP_NORM, 0, 0, note)
-    else:
-        fuse_skip_layer_normalization(model)
-        note = "the last LayerNorm follows pooling, or a block has another residual structure"
-        skip_norm = _fusion(SKIP_NORM, count_nodes(model)[SKIP_NORM], 2 * vit.depth, note)
     fuse_bias_gelu(model)
     note = "" if len(exact) >= vit.depth else "the model's activation is not exact GELU"
-    return [skip_norm, Fusion(BIAS_GELU, count_nodes(model)[BIAS_GELU], vit.depth, note)]
+    fusions = [Fusion(BIAS_GELU, count_nodes(model)[BIAS_GELU], vit.depth, note)]
+    # In profiles of ONNX Runtime 1.31 on a CPU, SkipLayerNormalization is not vectorized, unlike the two others.
+    if options.target != "ort-cpu":
+        fuse_skip_layer_normalization(model)
+        note = "the last LayerNorm follows pooling, or a block has another residual structure"
+        fusions.append(_fusion(SKIP_NORM, count_nodes(model)[SKIP_NORM], 2 * vit.depth, note))
+    return fusions
 
 
 def _halved(op: Any, x: Any) -> Any:

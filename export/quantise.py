@@ -137,7 +137,7 @@ def observe(model: ir.Model, products: Sequence[Product], batches: Sequence[np.n
     """Runs the graph on images and observes the activations of the MatMuls, by name; {} without images."""
     if not batches:
         return {}
-    values = {str(value.name): value for product in products for value in product.activations}
+    values = {str(value.name): value for value in _readers(products)}
     generator = np.random.default_rng(0)
     observers = {name: Observer(generator) for name in values}
     for arrays in run_graph(model, batches, list(values.values())):
@@ -151,16 +151,11 @@ def observe(model: ir.Model, products: Sequence[Product], batches: Sequence[np.n
 def choose_ranges(products: Sequence[Product], seen: Mapping[str, Observation], scheme: Scheme) -> dict[str, Range]:
     """Returns the range of each activation: 0 to 1 after a softmax, else the most accurate."""
     ranges = {}
-    weights = {
-        name: [w for one in users if (w := one.weight) is not None] for name, users in _readers(products).items()
-    }
-    for product in products:
-        for value in product.activations:
-            name, producer = str(value.name), value.producer()
-            if producer is not None and producer.op_type == "Softmax":
-                ranges[name] = Range(0.0, 1.0, "a softmax")
-            elif name not in ranges:
-                ranges[name] = choose_range(seen[name], weights[name], scheme)
+    for value, users in _readers(products).items():
+        name, producer = str(value.name), value.producer()
+        weights = [weight for user in users if (weight := user.weight) is not None]
+        is_softmax = producer is not None and producer.op_type == "Softmax"
+        ranges[name] = Range(0.0, 1.0, "a softmax") if is_softmax else choose_range(seen[name], weights, scheme)
     return ranges
 
 
@@ -174,12 +169,11 @@ def choose_range(seen: Observation, weights: Sequence[np.ndarray], scheme: Schem
     return first_near_best([(error(limits), limits) for limits in scheme.ranges(seen)])[1]
 
 
-def _readers(products: Sequence[Product]) -> dict[str, list[Product]]:
-    """Returns the MatMuls by the names of their activations."""
-    readers: dict[str, list[Product]] = {}
+def _readers(products: Sequence[Product]) -> dict[ir.Value, list[Product]]:
+    readers: dict[ir.Value, list[Product]] = {}
     for product in products:
         for value in product.activations:
-            readers.setdefault(str(value.name), []).append(product)
+            readers.setdefault(value, []).append(product)
     return readers
 
 
@@ -192,9 +186,8 @@ def smooth(
     from the norm's weight and bias.
     """
     smoothed = dict(seen)
-    for name, users in _readers(products).items():
-        x, weights = users[0].activations[0], [user.weight for user in users]
-        norm = x.producer()
+    for x, users in _readers(products).items():
+        name, norm, weights = str(x.name), x.producer(), [user.weight for user in users]
         if norm is None or norm.op_type not in PARAMETERS or len(x.uses()) != len(users) or x.is_graph_output():
             continue
         places = [i for i in PARAMETERS[norm.op_type] if i < len(norm.inputs) and norm.inputs[i] is not None]

@@ -5,7 +5,6 @@ max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16; 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from .options import BUDGETS, ExportOptions
 from .preprocessing import preprocessing_model
 from .report import POINTS, Accuracy, Check, loss_of
 from .runtime.metadata import ModelFileError
-from .runtime.runner import OnnxRunner, ProviderError, open_session
+from .runtime.runner import OnnxRunner, open_session, reasons_against
 
 FP64_PARAMETERS = 200_000_000
 """Larger models are compared with eager in fp32, because a copy in fp64 would need too much memory."""
@@ -108,26 +107,21 @@ def _batches(
 
 def check_verifiable(options: ExportOptions) -> None:
     """Raises UnsupportedInputError, before the model is captured, if ONNX Runtime cannot run the file here."""
-    if options.precision == "bf16" and not _on_cuda(options):
-        reason = "ONNX Runtime runs bf16 on CUDA only, but torch found no CUDA device"
-        raise UnsupportedInputError("verification of a bf16 file", [reason, "pass verify=False (--no-verify)"])
+    if options.precision == "bf16" and (reasons := _reasons_against_cuda()):
+        reasons = [f"ONNX Runtime runs bf16 on CUDA only, but {reason}" for reason in reasons]
+        raise UnsupportedInputError("verification of a bf16 file", [*reasons, "pass verify=False (--no-verify)"])
 
 
-def _on_cuda(options: ExportOptions) -> bool:
-    return (options.target in ("ort-cuda", "tensorrt") or options.precision == "bf16") and torch.cuda.is_available()
+def _reasons_against_cuda() -> list[str]:
+    return reasons_against("cuda") if torch.cuda.is_available() else ["torch found no CUDA device"]
 
 
 def _session(path: Path, options: ExportOptions) -> Any:
-    settings: dict[str, Any] = {"threads": torch.get_num_threads(), "fp8": options.precision == "fp8"}
+    for_cuda = options.target in ("ort-cuda", "tensorrt") or options.precision == "bf16"
+    device = "cuda" if for_cuda and not _reasons_against_cuda() else "cpu"
     try:
-        if _on_cuda(options):
-            with contextlib.suppress(ProviderError):
-                return open_session(path, "cuda", **settings)
-        return open_session(path, **settings)
+        return open_session(path, device, threads=torch.get_num_threads(), fp8=options.precision == "fp8")
     except ModelFileError as error:
-        if options.precision == "bf16":
-            reasons = [str(error), "pass verify=False, or install onnxruntime-gpu on a machine with CUDA"]
-            raise UnsupportedInputError("verification of a bf16 file", reasons) from error
         raise VerificationError(str(error)) from error
 
 

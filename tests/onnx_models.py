@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnxruntime
 import torch
 import torchlib_once  # noqa: F401  # halves the time of every export
-from onnx import TensorProto, helper
 from torch import nn
 
 import vit_fast
-from vit_fast.export.options import newest_opset
 
 SIZE = 32
 NAMES = [f"thing {i}" for i in range(10)]
@@ -25,20 +22,6 @@ HF = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "image_size": SIZE,
     "patch_size": 8,
 }  # fmt: skip
-
-
-def newest_opset_to_run() -> int:
-    """The newest opset that torch writes and the installed ONNX Runtime loads: 1.23 loads none beyond 23."""
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
-    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", values[:1], values[1:])
-    for opset in range(newest_opset(), 0, -1):
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
-        try:
-            onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-        except Exception:  # of onnxruntime's own, which has no name in common
-            continue
-        return opset
-    raise RuntimeError("ONNX Runtime loads no opset")
 
 
 def ours(**fields: Any) -> nn.Module:

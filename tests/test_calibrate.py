@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.blocks.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
 from vit_fast.fusion import calibration
-from vit_fast.quantization import schemes
 from vit_fast.quantization.fp8_emulation import IMAGES
 
 LIBRARIES = [
@@ -120,17 +119,6 @@ def test_large_channels_are_moved_into_the_weight_if_that_helps(monkeypatch: pyt
     first = "blocks.0.attn.qkv"
     assert smoothed[first].smoothed and smoothed[first].error < 0.1 < without[first].error
     assert not smoothed["blocks.0.mlp.fc2"].smoothed
-
-
-def test_the_sample_of_tokens_is_limited_and_contains_the_largest() -> None:
-    observer = schemes.Observer(np.random.default_rng(0))
-    for number in range(400):
-        tokens = np.random.default_rng(number).normal(size=(20, 4)).astype(np.float32)
-        tokens[0, 1] = number
-        assert observer.add(tokens)
-    seen = observer.seen()
-    assert len(seen.tokens) <= schemes.MAX_TOKENS and seen.high[1] == seen.tokens.max() == 399
-    assert (seen.tokens[:, 1] > 300).sum() == 99, "those of the last hundred images"
 
 
 def test_batches_of_loaders() -> None:

@@ -41,7 +41,7 @@ def _round_kernel(x_ptr, out_ptr, back_ptr, SIZE: tl.constexpr):
     tl.store(back_ptr + places, narrow.to(tl.float32))
 
 
-def test_kernels_round_like_the_reference() -> None:
+def test_kernels_and_reference_round_like_torch() -> None:
     """Ties, subnormal numbers, numbers that are too large, NaN."""
     numbers = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     numbers = numbers[numbers.isfinite()].unique()
@@ -51,10 +51,33 @@ def test_kernels_round_like_the_reference() -> None:
     x = torch.nn.functional.pad(x, (0, -len(x) % 1024)).to(DEVICE)
     out, back = torch.empty_like(x, dtype=E4M3), torch.empty_like(x)
     _round_kernel[(len(x) // 1024,)](x, out, back, 1024)
-    expected = reference.quantize_e4m3(x, torch.ones((), device=DEVICE)).float()
-    torch.testing.assert_close(out.float(), expected, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(back, expected, rtol=0, atol=0, equal_nan=True)
+    expected = x.clamp(-448, 448).to(E4M3).float()
+    by_reference = reference.quantize_e4m3(x, torch.ones((), device=DEVICE)).float()
+    for rounded in (out.float(), back, by_reference):
+        torch.testing.assert_close(rounded, expected, rtol=0, atol=0, equal_nan=True)
     assert int(back.isnan().sum()) == 1
+    scaled = reference.quantize_e4m3(torch.tensor([7.0, -30.0]), torch.tensor([7.0, 2.0]))
+    assert scaled.tolist() == [1, -15]
+
+
+def test_a_weight_uses_the_whole_range_of_every_row() -> None:
+    weight, gamma, scale = torch.randn(6, 32), torch.randn(32), torch.rand(32) + 0.5
+    weight[3] = 0
+    values, rows = reference.fp8_weight(weight, scale, gamma)
+    assert torch.equal(values.to(E4M3).double(), values)
+    assert values.abs().amax(1).tolist() == [448, 448, 448, 0, 448, 448]
+    torch.testing.assert_close(values * rows[:, None], (weight * gamma * scale).double(), rtol=2**-4, atol=1e-6)
+
+
+def test_linear_layers_match_fp64_if_rounding_changes_nothing() -> None:
+    """Powers of two as weights, small integers as x; the row sums of any rounded weight cancel the mean."""
+    x, weight = torch.randint(-4, 5, (3, 16)).double(), 2.0 ** torch.randint(0, 3, (5, 16)).double()
+    bias, two = torch.randn(5).double(), torch.tensor(2.0)
+    torch.testing.assert_close(reference.fp8_linear(x, weight, bias, two), torch.nn.functional.linear(x, weight, bias))
+    for norm in (Norm(None, torch.randn(16).double(), 1e-6, "layer_norm"), Norm(None, None, 1e-6, "rms_norm")):
+        torch.testing.assert_close(*(reference.fp8_linear(x, weight, bias, scale, norm) for scale in (two, None)))
+    weight, one = torch.randn(5, 16).double(), torch.ones(())
+    torch.testing.assert_close(*(reference.fp8_linear(x + shift, weight, None, one, Norm()) for shift in (0.0, 4.0)))
 
 
 def parameters(dtype: torch.dtype, gated: bool = False, norm: str = "layer_norm", **absent: None) -> BlockTensors:

@@ -91,7 +91,11 @@ def test_invalid_arguments(exported: Any, file: str, options: dict[str, Any], im
 def test_a_provider_that_is_not_available_raises(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With missing libraries, and also if they seem to be installed but ONNX Runtime uses the CPU."""
     failure = "CUDAExecutionProvider could not be initialized"
-    for device, message in (("cuda", r"libcuda\.so\.1 is missing.*cuDNN 9"), ("tensorrt", r"missing \(libnvinfer")):
+    for device, message in (
+        ("cuda", r"libcuda\.so\.1 is missing.*cuDNN 9"),
+        ("tensorrt", r"TensorRT 10 is missing \(libnvinfer"),
+        ("openvino", "pip install onnxruntime-openvino"),
+    ):
         with pytest.raises(ProviderError, match=message):
             OnnxRunner(exported("plain"), device)
     runner = OnnxRunner(exported("plain"), "auto")
