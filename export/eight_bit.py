@@ -64,9 +64,10 @@ def products_of(model: ir.Model, scheme: Scheme) -> list[Product]:
 
 def _name_of(node: ir.Node) -> str:
     """Returns the layer's name, from its bias: the exporter renames transposed weights."""
-    _, bias = _bias_of(node)
-    name = "" if bias is None else str(bias.name)
-    return name.removeprefix("model.").removesuffix(".bias") if name.endswith(".bias") else str(node.name)
+    values = [value for use in node.outputs[0].uses() for value in use.node.inputs if value is not None]
+    names = [str(v.name) for v in values if v.const_value is not None and str(v.name).endswith(".bias")]
+    # the last one: in SkipLayerNormalization, the bias follows the norm's own
+    return names[-1].removeprefix("model.").removesuffix(".bias") if names else str(node.name)
 
 
 def _bias_of(node: ir.Node) -> tuple[ir.Node, ir.Value | None]:
