@@ -17,7 +17,6 @@ import torch
 from bench_support import QUICK, assert_no_speed, breaking, build, plan, rows_by_candidate
 
 from vit_fast.benchmarks import journal, machine, preparation, records, runner
-from vit_fast.benchmarks.candidates import parse_candidate
 from vit_fast.benchmarks.configuration import Configuration, Group, make_configuration
 from vit_fast.benchmarks.models import Task
 from vit_fast.benchmarks.preparation import Prepared
@@ -325,17 +324,3 @@ def test_a_slow_machine_measures_the_first_candidates_of_every_group(default, mo
     first = {(row["dtype"], row["batch"]) for row in record["rows"] if row["candidate"] == "timm" and row["ms"]}
     assert len(first) == 4
     assert {row["reason"] for row in record["rows"] if row["status"] == "skipped"} == {"out of time"}
-
-
-@pytest.mark.parametrize(("noise", "allocated"), [(0.01, True), (0.6, True), (0.6, False)])
-def test_noise_prolongs_a_timing_that_has_its_own_time(noise: float, allocated: bool, monkeypatch) -> None:
-    clock = Machine(monkeypatch, 1.0, noise)
-    chosen = make_configuration(models=["vit_test"], batch_sizes=[8], dtypes=["fp32"], device="cpu")
-    (group,) = chosen.groups()
-    names = ("timm", "timm+fused+frozen", "openvino")
-    prepared = {name: clock.prepare(parse_candidate(name), group)[0] for name in names}
-    watch = runner.Watch(prepared, chosen.protocol, lambda: clock.now_s, 200.0, allocated)
-    assert watch.best == "timm+fused+frozen"
-    timings = runner.time_interleaved(watch.calls, torch.device("cpu"), chosen.protocol, on_round=watch)
-    assert len({timing.repeats for timing in timings.values()}) == 1
-    assert (clock.now_s >= 200) == (noise > 0.5 and allocated) and clock.now_s < 220

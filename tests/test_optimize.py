@@ -26,7 +26,7 @@ from vit_fast.measure import cache
 from vit_fast.measure.build import build
 from vit_fast.measure.candidate import PRECISIONS, Candidate
 from vit_fast.measure.search import Refused
-from vit_fast.measure.trials import ENGINE_S, Expected, Trials, candidates, candidates_of_file, variations
+from vit_fast.measure.trials import Expected, Trials, candidates, candidates_of_file, variations
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -317,10 +317,6 @@ def test_what_is_tried(monkeypatch) -> None:
     names = {choice.name for choice in candidates(cuda, ["fp16"])}
     assert {"fused triton, frozen, graphs", "attention triton, MLP sdpa", "fused triton, fp16"} <= names
     assert not any("bf16" in name or "int8" in name or "threads" in name for name in names)
-    for device in (cuda, cpu):
-        lossless = candidates(device, ())
-        assert lossless == sorted(lossless, key=lambda choice: ENGINE_S[choice.engine]), "quick ones come first"
     assert candidates_of_file(cuda, ["int8"]) == [Candidate("onnxruntime", graphs=True), Candidate("tensorrt")]
-    monkeypatch.setattr(f"{module}.triton_unavailable_reasons", lambda device: ("no compiler",))
     monkeypatch.setattr(f"{module}.installed", lambda name: None)
-    assert not any("triton" in choice.name or choice.runs_file for choice in candidates(cuda, []))
+    assert not any(choice.runs_file for choice in candidates(cuda, []))
