@@ -6,9 +6,9 @@ Exact GELU is x Phi(x), where Phi is the standard normal CDF. fp32 results use e
 
 P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6 with a small relative error in both
 tails. The approximation takes a third of the instructions of erf, with one EX2 and one RCP. The error is below one
-rounding error of fp16 and bf16. 1 + erf(x / sqrt(2)) would suffer cancellation in the negative tail.
+rounding error of fp16 and bf16. Unlike 1 + erf(x / sqrt(2)), it does not suffer cancellation in the negative tail.
 
-Tanh GELU (arXiv 1606.08415) is a logistic function times x too: 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
+Tanh GELU (arXiv 1606.08415) is x times a logistic function too, because 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
 """
 
 from __future__ import annotations

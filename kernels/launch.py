@@ -156,7 +156,7 @@ def is_watched(*kernels: Any) -> bool:
 
 
 def pointers(suffix: str, source: Any, **fields: str) -> dict[str, Any]:
-    """Returns pointer arguments {name}{suffix}_ptr from the named fields of `source`; None without a source."""
+    """Returns pointer arguments {name}{suffix}_ptr from the named fields of `source`; all are None without a source."""
     return {f"{name}{suffix}_ptr": getattr(source, field, None) for name, field in fields.items()}
 
 

@@ -270,7 +270,7 @@ def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
 
 
 def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> InputRows:
-    """Returns the `InputRows` of x [M, C], contiguous, for a matmul in `dtype`.
+    """Returns the `InputRows` of a contiguous x [M, C] for a matmul in `dtype`.
 
     Normalizes fp32 x to `dtype`. For half-precision x, computes the partial statistics if `part` is None.
     """

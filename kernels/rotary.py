@@ -316,7 +316,7 @@ def qk_norm_rope_launch(
 
 
 def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
-    """Returns a copy of x [B, N, 3, H, D], which must be contiguous, with q and k normalized and rotated."""
+    """Returns a copy of the contiguous x [B, N, 3, H, D] with q and k normalized and rotated."""
     out = torch.empty_like(x)
     qk_norm_rope_launch(x, out, settings).run()
     return out

@@ -167,7 +167,7 @@ def dkdv_config(problem: Problem) -> BackwardConfig:
 def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
     """Adapts the configuration of a long fixed sequence to packed and masked inputs.
 
-    Reduces tiles for short sequences, and for kernels whose masked full-size tiles would spill.
+    Uses smaller tiles for short sequences, and if masks would make larger tiles spill.
     """
     width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
     if problem.n_q <= SHORT or (blackwell and width == 128):

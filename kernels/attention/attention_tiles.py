@@ -7,7 +7,7 @@ Inputs come in three forms:
   sequence and the end of the last one. The host does not know the lengths, so it launches total // BLOCK + S + 1
   programs per head, each for one slot. A slot has room for one tile. The slots from sequences[i] // BLOCK + i on belong
   to sequence i, and always suffice for all tiles of the sequence. Each program searches for the sequence of its slot.
-  Rows after the last sequence have no keys, and results of 0.
+  Rows after the last sequence have no keys; their results are 0.
 - masked: like fixed, with a key mask `keep`, bool [B, N_kv]. Loops over keys end at the last unmasked key. The output
   of a query without keys is 0, as in torch's scaled_dot_product_attention.
 
@@ -34,7 +34,7 @@ _KEYS_AT_ONCE = tl.constexpr(1024)
 
 @triton.jit
 def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
-    """Counts the sequences `index` with `inside` True whose first slot is at or before `slot`."""
+    """Counts the sequences in `index` whose first slot is at or before `slot`; ignores those with `inside` False."""
     first = tl.load(sequences + index, mask=inside, other=0) // BLOCK + index
     return tl.sum((inside & (first <= slot)).to(tl.int32), 0)
 

@@ -129,7 +129,7 @@ class NormedLinear:
     gamma: Tensor | None  # weight of the LayerNorm [C]; None means ones
     beta: Tensor | None
     rms: bool = False  # RMSNorm
-    gate: Tensor | None = None  # a second weight
+    gate: Tensor | None = None  # weight of g in act(g) u; `weight` is then the weight of u
     gate_bias: Tensor | None = None
     rope_head: int = 0
 

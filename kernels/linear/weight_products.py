@@ -30,7 +30,7 @@ def _store_parts(
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Computes the units (one split of one tile each) from index `start` on; returns `start` for the next matmul."""
+    """Computes the program's units (one split of a tile each) from `start` on; returns `start` for the next matmul."""
     # Sizes are not specialized (see `matmul.py`); these lines tell the compiler that ALIGN divides P and Q.
     P = P // ALIGN * ALIGN
     Q = Q // ALIGN * ALIGN

@@ -9,7 +9,7 @@ The first two also store partial sums: of dz (z - bias) per row, and of dz and o
 
 - If a norm of h follows (`hidden_norm.py`), acc is the gradient of the normalized h^. With along = mean(acc h^) per
   row, the gradient of h is then |rstd of h| (acc - h^ along). h^ is stored in place of h.
-- If a row is constant (rstd < 0, see `layer_norm.py`), "activation_grad" uses 1 in place of rstd, and
+- If a row is constant (rstd < 0, see `layer_norm.py`), "activation_grad" and "gated_grad" use 1 in place of rstd, and
   "layer_norm_grad" multiplies acc by |rstd|. The weight gradient out^T (x - mean) is a difference of large numbers.
   With rstd, about 1 / sqrt(eps), these numbers would be a thousand times larger.
 - If x was normalized before the matmul, there is no mean. rstd is 1 in "activation_grad" and "gated_grad", and

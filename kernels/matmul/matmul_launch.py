@@ -82,7 +82,7 @@ class HeadStep:
     def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
         s = self.settings
         args, constants = shared_arguments(s)
-        del args["head_rows"]  # 0
+        del args["head_rows"]  # 0, because all heads share the tables
         q_bias, k_bias = s.biases or (None, None)
         args |= {"q_bias_ptr": q_bias, "k_bias_ptr": k_bias, "qk_eps": s.eps, "tokens": self.tokens}
         halves = s.tables is not None and s.layout != "interleaved"

@@ -38,7 +38,7 @@ _LATENCY = 700  # cycles from issuing the loads of a tile of A and B to the arri
 ISSUE = 3.0  # instructions per cycle in an epilogue: 75 % of four schedulers
 DRAIN = 600  # cycles of exposed latency per epilogue: first loads and last stores
 OVERHEAD = 2500  # cycles from the end of a kernel to the arrival of the next kernel's first loads, in a CUDA graph
-# Instructions of a warp per tile outside the loop over K: a constant plus, per element of a thread, _INSTRUCTIONS.
+# Instructions of a warp per tile outside the loop over K: _TILE_INSTRUCTIONS + _INSTRUCTIONS per element of a thread.
 _TILE_INSTRUCTIONS = 250
 _INSTRUCTIONS = {
     "layer_norm": 7, "rotary": 18, "qk_norm": 29, "gated": 10, "residual": 2, "activation_grad": 35, "gated_grad": 54,
@@ -119,7 +119,7 @@ def _usable(problem: Problem) -> list[MatmulConfig]:
 
 @lru_cache(4096)
 def best(problem: Problem, most: int = 1) -> tuple[MatmulConfig, int]:
-    """Returns the configuration, and of up to `most` parts of K, the number with the fewest predicted cycles."""
+    """Returns the configuration and the number of parts of K, at most `most`, with the fewest predicted cycles."""
     candidates = [(config, 1) for config in _usable(problem)]
     for parts in range(2, most + 1):
         for config in config_table(problem.gpu.arch, problem.kind, "partial", problem.tma):
@@ -147,7 +147,7 @@ def best_head(problem: Problem) -> int:
 def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:
     """Returns the configuration of `weight_products.py` for these pairs of operands, and the number of parts of M.
 
-    Chooses the smallest number of parts whose occupancy of multiprocessors is at least 90 % of the maximum.
+    Chooses the smallest number of parts with at least 90 % of the maximum utilization of multiprocessors.
     """
     first = pairs[0][0]
     gpu, M = gpu_of(first.device), first.shape[0]
@@ -363,10 +363,10 @@ def launch_cycles(
     moved = max(0, steps - early) * border * depth
     loads = [(count, moved / min(_L2_PORT, _l2_bytes(gpu) / active)) for count, active in waves]
     loops = sum(count * max(product, load, wait) for count, load in loads)
-    if config.ctas_per_sm > 1:  # all but the last epilogues overlap the main loops of other programs
+    if config.ctas_per_sm > 1:  # all epilogues but the last ones overlap the main loops of other programs
         last = (tiles - 1) % together + 1
         total = max(loops, (tiles - last) * epilogue + loops * last / tiles) + last * epilogue
-    else:  # only the first loads of a flattened loop overlap the epilogue
+    else:  # only a flattened loop overlaps the epilogue, with the first loads of the next tile
         total = loops + tiles * ((0 if early else _LATENCY) + epilogue)
     loading = sum(count * load for count, load in loads)
     return Cycles(tiles * product, loading, tiles * wait, tiles * epilogue, OVERHEAD + total)
