@@ -1,4 +1,4 @@
-"""Set-up shared by all tests: the way kernels run, markers, one thread per worker, seeds."""
+"""Setup of all tests: execution of kernels, markers, options, seeds, fixtures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ torchvision_cpu.install_import_hook()
 STARTED = time.monotonic()
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# What was once found on this machine decides nothing in a test; this folder not even root can make.
+# Tests must not read cached results of this machine. Not even root can create this folder.
 os.environ["VIT_FAST_CACHE"] = f"{os.devnull}/nowhere"
 
 import pytest  # noqa: E402  # the environment above must be set before anything imports triton
@@ -41,13 +41,13 @@ settings.load_profile("executed" if KERNEL_ARCH else os.environ.get("HYPOTHESIS_
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="also run what only `make test-full` runs")
-    parser.addoption("--only-slow", action="store_true", help="run of this what takes no minutes, and no fast test")
-    parser.addoption("--minutes", type=float, help="skip the tests that would start later than this")
-    parser.addoption("--oldest", action="store_true", help="run what depends on versions, and a tenth of the rest")
+    parser.addoption("--slow", action="store_true", help="also run the slow tests, like `make test-full`")
+    parser.addoption("--only-slow", action="store_true", help="run only slow tests, without slow(minutes=True)")
+    parser.addoption("--minutes", type=float, help="start no test after this many minutes")
+    parser.addoption("--oldest", action="store_true", help="run version-dependent tests, and a tenth of the rest")
 
 
-# What depends on the versions of libraries: compile, export, launches, public API.
+# Tests that depend on the versions of libraries: compile, export, launches, public API.
 WHOLE = {
     "test_export_errors", "test_export_options", "test_fuse_matrix",
     "test_model", "test_onnx_runner", "test_packaging", "test_runtime", "test_stand_in_driver", "test_static_kernels",
@@ -55,12 +55,12 @@ WHOLE = {
 }  # fmt: skip
 
 
-# Tools of this repository, which no version of a library changes: the rest of the time goes to what one may change.
+# Tests of this repository's tools, which do not depend on the versions of libraries.
 TOOLS = ("test_bench_", "test_docs", "test_emulator_", "test_execute", "test_structure")
 
 
 def _of_oldest(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The tests of WHOLE, those of compiling and exporting, and every tenth of each other file but those of TOOLS."""
+    """Returns the tests of WHOLE, of compilation and export, and every tenth of each other file except TOOLS."""
     kept = []
     for path, group in groupby(items, key=lambda item: item.path):
         for position, item in enumerate(() if path.stem.startswith(TOOLS) else group):
@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Skips tests of exact fp32 products where kernels are compiled, which compute them in TF32 alone."""
+    """Skips tests of exact fp32 matmuls if kernels are compiled, because compiled kernels use TF32."""
     try:
         return (yield)
     except (RuntimeError, ValueError) as error:
@@ -123,7 +123,7 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
 
 @pytest.fixture
 def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ceilings are measured on next to nothing, intervals drawn from few samples, and no garbage collected."""
+    """Measures ceilings on tiny inputs and intervals from few samples, without garbage collection."""
     from bench_support import shrink
 
     shrink(monkeypatch)
@@ -131,7 +131,7 @@ def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def add(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Registers a candidate of the bench for the time of a test."""
+    """Registers a candidate of `bench` during a test."""
     from bench_support import named
 
     from vit_fast.benchmarks import candidates
@@ -150,7 +150,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`optimize` tries only what is built in no time."""
+    """Restricts `optimize` to candidates that are fast to build."""
     from vit_fast.measure import trials
 
     every = trials.candidates
@@ -160,7 +160,7 @@ def one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch):
-    """`optimize`: makes one choice the only one, which wins whatever the clock says."""
+    """Restricts `optimize` to one candidate, which is always the fastest."""
 
     import vit_fast
     from vit_fast.measure.candidate import Candidate
@@ -182,7 +182,7 @@ def only(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def model() -> nn.Module:
-    """The test model, eager, none of whose parameters is as it was initialised: zeros and ones hide mistakes."""
+    """The eager test model with noise on all parameters, because zeros and ones would hide errors."""
     import vit_fast
 
     model = vit_fast.create_model("vit_test", backend="eager").eval()

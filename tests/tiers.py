@@ -1,13 +1,13 @@
 """Decides which tests `make test` runs; `make test-full` (--slow) runs all of them.
 
-A test marked `slow` is left out; with slow(minutes=True) also where a folder changed and with the oldest versions.
-Of the cases of a parametrized test, three markers leave out all but some:
+`make test` skips tests marked `slow`. `make test-changed` and `make test-oldest` skip slow(minutes=True). Three other
+markers select the cases of a parametrized test that `make test` runs:
 
-    pairwise           the fewest cases in which every pair of parameter values occurs
-    each_value         the fewest cases in which every parameter value occurs
+    pairwise           a small set of cases that contains every pair of parameter values
+    each_value         a small set of cases that contains every parameter value
     fast_cases(*ids)   the cases with these ids
 
-On the PTX emulator a case runs under several schedules, which are no values of the test: all run, or none.
+The PTX emulator runs each case under several schedules: either all schedules of a case run, or none.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from itertools import combinations, groupby
 import pytest
 import torch
 
-SCHEDULE = "schedule"  # the emulator's plugin parametrizes each test by it
+SCHEDULE = "schedule"  # the emulator's plugin adds this parameter to each test
 PLAIN = (str, int, float, bool, type(None), torch.dtype)
 
 
 def covering(cases: Sequence[dict[str, Hashable]], strength: int) -> list[int]:
-    """Returns the positions of few cases that hold every combination of `strength` values that occurs in any case.
+    """Returns the positions of a small set of cases that contains every combination of `strength` values of all cases.
 
-    Greedy and deterministic: always the first case that adds most, of these the one whose values were chosen least.
+    Greedy and deterministic: adds the case with the most new combinations. Of equal cases, adds the first one whose
+    values were chosen least often.
     """
     held = [set(combinations(sorted(case.items()), min(strength, len(case)))) for case in cases]
     missing = set().union(*held)
@@ -45,7 +46,7 @@ def covering(cases: Sequence[dict[str, Hashable]], strength: int) -> list[int]:
 
 
 def _values(item: pytest.Function) -> dict[str, Hashable]:
-    """A case's parameters: what they print where that tells values apart, otherwise which objects they are."""
+    """Returns the parameters of a case: the repr of plain values, the id of other objects."""
     return {
         name: repr(value) if isinstance(value, PLAIN) else id(value)
         for name, value in item.callspec.params.items()
@@ -54,7 +55,7 @@ def _values(item: pytest.Function) -> dict[str, Hashable]:
 
 
 def _id(item: pytest.Item) -> str:
-    """The id of a case as without the emulator; of a test without cases nothing."""
+    """Returns the id of a case without the emulator's schedule; empty if the test is not parametrized."""
     if not hasattr(item, "callspec"):
         return ""
     id_: str = item.callspec.id
@@ -62,13 +63,13 @@ def _id(item: pytest.Item) -> str:
 
 
 def _left_out(cases: Sequence[pytest.Function]) -> Iterator[pytest.Item]:
-    """Those of one test function that its markers leave out."""
+    """Yields the cases of one test function that its markers exclude."""
     if not cases or not hasattr(cases[0], "callspec"):
         return
     first = cases[0]
     if named := first.get_closest_marker("fast_cases"):
         unknown = set(named.args) - {_id(item) for item in cases}
-        if unknown and not any("::" in argument for argument in first.config.args):  # which may name one case alone
+        if unknown and not any("::" in argument for argument in first.config.args):  # a node id may name one case
             raise pytest.UsageError(f"{first.nodeid}: fast_cases must be ids of cases, got {sorted(unknown)}")
         yield from (item for item in cases if _id(item) not in named.args)
         return
@@ -81,7 +82,7 @@ def _left_out(cases: Sequence[pytest.Function]) -> Iterator[pytest.Item]:
 
 
 def left_out(items: Sequence[pytest.Item], *, cases: bool = True) -> set[pytest.Item]:
-    """Returns the tests that `make test` does not run; without `cases` those alone that are marked slow."""
+    """Returns the tests that `make test` does not run; without `cases`, only those marked slow."""
     found = {item for item in items if item.get_closest_marker("slow")}
     for _, group in groupby(items, key=lambda item: (item.path, getattr(item, "originalname", item.name))):
         if cases:
@@ -90,14 +91,14 @@ def left_out(items: Sequence[pytest.Item], *, cases: bool = True) -> set[pytest.
 
 
 def share(items: Sequence[pytest.Item], number: int, of: int) -> set[pytest.Item]:
-    """Returns a share of tests, dealt out one after another; a case with all its schedules is one."""
+    """Returns every `of`-th test, starting at `number` % `of`; all schedules of a case count as one test."""
     names = [(item.path, getattr(item, "originalname", item.name), _id(item)) for item in items]
     places = {name: place for place, name in enumerate(dict.fromkeys(names))}
     return {item for item, name in zip(items, names, strict=True) if places[name] % of == number % of}
 
 
 def keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
-    """Deselects the other tests."""
+    """Deselects all tests except `kept`."""
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
