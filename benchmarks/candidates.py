@@ -85,7 +85,7 @@ def parse_candidate(word: str) -> Candidate:
     if found not in COMPILE_MODES:
         raise ValueError(f"the compile mode must be one of {', '.join(COMPILE_MODES)}, got {mode[1:]!r}")
     if not candidate.compilable:
-        raise ValueError(f"candidate {name!r} cannot be compiled by torch.compile; use {name!r} alone")
+        raise ValueError(f"candidate {name!r} cannot be compiled by torch.compile: use {name!r} alone")
     return candidate.compiled_in(found)
 
 

@@ -228,7 +228,7 @@ def make_configuration(
     if not budget >= 0:
         raise ValueError(f"time_budget_s must be >= 0 (0: no limit), got {budget}")
     if amp and (not train or dtypes not in (None, ["fp32"])):
-        raise ValueError("--amp requires --train, and fp32 if --dtypes is given: parameters stay in fp32")
+        raise ValueError("--amp requires --train, without --dtypes or with --dtypes fp32: parameters stay in fp32")
     if latency and batch_sizes not in (None, [1]):
         raise ValueError("--batch-sizes must be 1 or absent with --latency")
     words = DEFAULT_MODELS[kind] if models is None else models
@@ -252,8 +252,8 @@ def make_configuration(
         sizes = tuple(size for size in sizes if size * per_image <= available) or (1,)
     elif available is not None and max(sizes) * per_image > available:
         raise ValueError(
-            f"the batch size must be at most {max(1, available // per_image):,}, got {max(sizes)}, which needs at least"
-            f" {max(sizes) * per_image / 2**30:,.0f} GiB, {where} has {available / 2**30:,.0f} GiB"
+            f"the batch size must be at most {max(1, available // per_image):,}, got {max(sizes)}: it needs at least "
+            f"{max(sizes) * per_image / 2**30:,.0f} GiB, but {where} has {available / 2**30:,.0f} GiB"
         )
     return Configuration(
         models=found,

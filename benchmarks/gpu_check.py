@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ends after {TOTAL_SECONDS} s; a job whose limit is longer than the time left is skipped")
         return 0
     if options.out is None:
-        parser.error("--out must be a folder, got nothing")
+        parser.error("pass --out FOLDER")
     if options.job is not None:
         measure(next(job for job in JOBS if job.name == options.job), options.out, options.start)
         return 0

@@ -36,7 +36,7 @@ def check_folder(folder: Path) -> None:
     """Raises ValueError for a folder with an unfinished run, and OSError if a record cannot be written there."""
     check_new_folder(folder)
     if (partial := _partial(folder)).exists():
-        raise ValueError(f"{partial} contains an unfinished run; add --resume {folder}, or use another folder")
+        raise ValueError(f"{partial} contains an unfinished run: pass --resume {folder}, or another folder")
 
 
 def _partial(folder: Path) -> Path:
@@ -85,7 +85,7 @@ class Journal:
         except (ValueError, LookupError, TypeError):
             found = None
         if found != FORMAT:
-            raise ValueError(f"{path}: must be a journal of {FORMAT}, got {found or 'another file'}; start a new run")
+            raise ValueError(f"{path}: must be a journal of {FORMAT}, got {found or 'another file'}: start a new run")
         os.truncate(path, len(text))
         journal = cls(folder, header, entries)
         journal.add("resumed", None)

@@ -96,7 +96,7 @@ def check_triton_repository(repository: Path, name: str) -> Path:
         raise ValueError(f"name must consist of letters, digits, '_', '-' and '.', got {name!r}")
     target = repository / name
     if target.exists():
-        raise FileExistsError(f"{target}: already exists, and models of a repository are not overwritten")
+        raise FileExistsError(f"{target}: already exists: remove this folder, or choose another name")
     return target
 
 

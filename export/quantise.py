@@ -98,8 +98,8 @@ def quantise(
         kept = fewest_kept(_by_error(model, products, scheme, ranges, held_out), passes, most) or ()
         if not kept:
             raise QuantisationError(
-                f"{options.precision}: with {most} of {len(products)} MatMuls in float, {losses[-1].line()}; "
-                f"must be within {MARGIN:.0%} of: {EIGHT_BIT_BUDGET}"
+                f"{options.precision}: must be within {MARGIN:.0%} of the budget ({EIGHT_BIT_BUDGET}), "
+                f"got {losses[-1].line()} with {most} of {len(products)} MatMuls in float"
             )
     names, methods = tuple(product.name for product in kept), Counter(one.method for one in ranges.values())
     return made, Quantised(len(products) - len(kept), names, dict(methods))

@@ -163,7 +163,7 @@ def measure_accuracy(
     accuracy = Accuracy(len(labelled), of_model.top1, of_file.top1)
     if not accuracy.acceptable:
         raise VerificationError(
-            f"top-1 accuracy of the {options.precision} file must be at most {POINTS:.1%} or one image "
-            f"below the model's, got {accuracy.line()}"
+            f"top-1 accuracy of the {options.precision} file must not drop by more than {POINTS:.1%}, "
+            f"or one image if that is more, got {accuracy.line()}"
         )
     return accuracy

@@ -228,7 +228,7 @@ def test_kill_9_keeps_the_rows_and_what_ends_the_process_twice_is_failed(add, tm
         ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, text=True)
         assert ended.returncode == status, ended.stderr
         assert not folder.exists()
-        with pytest.raises(ValueError, match=r"run\.partial contains an unfinished run; add --resume"):
+        with pytest.raises(ValueError, match=r"run\.partial contains an unfinished run: pass --resume"):
             journal.check_folder(folder)
         with journal_file.open("a") as file:
             file.write('{"kind": "row", "val')  # cut in the middle of a line

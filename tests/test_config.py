@@ -33,7 +33,7 @@ ERRORS = [
     ({"act_layer": "mish"}, "act_layer must be one of 'gelu', .*, got 'mish'"),
     ({"global_pool": "max"}, "global_pool must be one of 'token', 'avg', 'map', '', got 'max'"),
     ({"class_token": False}, "global_pool must be .*class_token=False, got 'token'"),
-    ({"distilled": True, "global_pool": "avg"}, "distilled=True needs .*global_pool='token'"),
+    ({"distilled": True, "global_pool": "avg"}, "distilled=True requires .*global_pool='token'"),
     ({"distilled": True, "reg_tokens": 4}, "reg_tokens must be 0 for distilled=True, got 4"),
     ({"embed_dim": 6, "num_heads": 1, "pos_embed": "sincos2d"}, "embed_dim must be a multiple of 4 .*, got 6"),
     ({"pool_mlp_ratio": 4.0}, "pool_mlp_ratio require global_pool='map', got 'token'"),

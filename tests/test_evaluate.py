@@ -102,7 +102,7 @@ def test_what_is_refused(tmp_path: Path, capsys: Any) -> None:
     for arguments, message in (
         ([], "--weights"),
         (["--weights", "a", "--against", "b", "--data-config", "x"], "data-config requires an ONNX file, got a and b"),
-        (["--weights", "a", "--confusion", "."], "is a folder, must be a file name"),
+        (["--weights", "a", "--confusion", "."], "must be a file name such as"),
     ):
         assert run("evaluate", str(tmp_path), *arguments) == 2
         assert message in capsys.readouterr().err

@@ -63,7 +63,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         ("plain", {}, zeros(1, 3, 32, 40), r"must be \['batch', 3, 32, 32\], got \(1, 3, 32, 40\)"),
         ("plain", {}, zeros(3, 32, 32), r"shape must be .*, got \(3, 32, 32\)"),
         ("plain", {}, torch.zeros(1, 3, 32, 32).bfloat16(), "dtype must be float32, got bfloat16"),
-        ("plain", {}, torch.zeros(1, 3, 32, 32, device="meta"), "must be a dense tensor with values, got .* on meta"),
+        ("plain", {}, torch.zeros(1, 3, 32, 32, device="meta"), "dense and not on the meta device, got .* on meta"),
         ("pixels", {}, zeros(1, 32, 32, 3), r"dtype must be uint8, got float32"),
         ("pixels", {}, zeros(1, 0, 32, 3, dtype=np.uint8), r"images must not be empty"),
         ("sizes", {}, zeros(1, 3, 42, 64), "multiples of the patch size 8x8"),

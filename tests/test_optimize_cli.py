@@ -97,7 +97,7 @@ def test_exported_folder(choice: Candidate, only, tmp_path: Path) -> None:
         (("vit_test", "--allow", "int4"), "int4"),
         (("vit_test", "--img-size", "big"), "got big"),
         (("vit_test", "--images", "missing.jpg"), "missing.jpg"),
-        (("vit_test", "--save", f"{__file__}/fast.json"), "is a file, must be a folder"),
+        (("vit_test", "--save", f"{__file__}/fast.json"), "must be a folder, got a file"),
     ],
 )
 def test_bad_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,7 +101,7 @@ def test_invalid_input_ends_in_one_line_and_status_2(
         (("pipe.png",), "must be a regular file"),
         (("--weights", "absent.safetensors"), "no such file"),
         (("--weights", "text.png"), "must end in one of"),
-        (("--weights", "features.safetensors"), "must be of a model with a classification head"),
+        (("--weights", "features.safetensors"), "must have a classification head"),
         (("--weights", "nan.safetensors"), "not finite"),
         (("--weights", "m.onnx", "--data-config", "absent.json"), "--data-config"),
         (("--weights", "m.onnx", "--data-config", "three.txt"), "must be a JSON file, got"),

@@ -63,7 +63,7 @@ def check_writable(path: Path) -> None:
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir():
-        raise NotADirectoryError(f"{path}: cannot be written: {parent} is a file, must be a folder")
+        raise NotADirectoryError(f"{path}: cannot be written: {parent} must be a folder, got a file")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(f"{path}: cannot be written: no permission to write to {parent}")
 
@@ -71,8 +71,8 @@ def check_writable(path: Path) -> None:
 def check_new_folder(path: Path) -> None:
     """Raises OSError unless the path is a new or empty folder with write permission."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        problem = "is not empty" if path.is_dir() else "is a file"
-        raise FileExistsError(f"{path}: {problem}, must be a new or empty folder")
+        found = "one with files" if path.is_dir() else "a file"
+        raise FileExistsError(f"{path}: must be a new or empty folder, got {found}")
     check_writable(path)
 
 
@@ -80,9 +80,9 @@ def check_replaceable(path: Path) -> None:
     """Raises OSError unless the path is a new name or a regular file, with write permission."""
     check_writable(path)
     if path.is_dir():
-        raise IsADirectoryError(f"{path}: is a folder, must be a file name such as {path / 'NAME'}")
+        raise IsADirectoryError(f"{path}: must be a file name such as {path / 'NAME'}, got a folder")
     if path.exists() and not path.is_file():
-        raise FileExistsError(f"{path}: is a device, pipe or socket, must be a new name or a regular file")
+        raise FileExistsError(f"{path}: must be a new name or a regular file, got a device, pipe or socket")
 
 
 @contextlib.contextmanager

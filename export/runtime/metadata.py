@@ -34,9 +34,8 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
     check_type("path", path, str, Path)
     path = Path(path)
     if path.exists() and not path.is_file():  # reading a pipe would block
-        raise ModelFileError(
-            f"{path}: is {'a folder' if path.is_dir() else 'not a regular file'}, must be an ONNX file"
-        )
+        kind = "folder" if path.is_dir() else "pipe or device"
+        raise ModelFileError(f"{path}: must be an ONNX file, got a {kind}")
     try:
         proto = onnx.load_model(path, format="protobuf", load_external_data=False)
     except FileNotFoundError:
@@ -71,7 +70,7 @@ def copy_model(path: Path, target: Path) -> None:
     for part in parts_of(path):
         copy = target if part == path else target.parent / part.relative_to(path.parent)
         if part != path and copy == target:
-            raise ModelFileError(f"{path}: its weights file must not be named {target.name}, like the target")
+            raise ModelFileError(f"{path}: target must not be {target.name}, the name of its weights file")
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(part, copy)
 
@@ -281,7 +280,7 @@ class Signature:
         """Sets the size that images must be resized to; raises ValueError if it differs from the file's."""
         image_hw = pair("image_hw", image_hw)
         if self.takes_pixels:
-            raise ValueError(f"image size must not be given: this ONNX model resizes images itself, got {image_hw!r}")
+            raise ValueError(f"image_hw must be None, because this ONNX model resizes images itself, got {image_hw!r}")
         fixed = self.shape[2:]
         if any(n is not None and n != side for n, side in zip(fixed, image_hw)):
             raise ValueError(f"image_hw must be {fixed} like the file's input, got {image_hw!r}")

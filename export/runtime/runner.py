@@ -215,7 +215,7 @@ class OnnxRunner:
         if not isinstance(images, np.ndarray | Tensor):
             raise TypeError(f"images must be a numpy array or a torch tensor, got {type(images).__name__}")
         if isinstance(images, Tensor) and (images.is_meta or images.layout != torch.strided):
-            raise ValueError(f"images must be a dense tensor with values, got {images.layout} on {images.device}")
+            raise ValueError(f"images must be dense and not on the meta device, got {images.layout} on {images.device}")
         if self.takes_pixels and images.ndim == 3:
             images = images[None]
         self._signature.check(images)

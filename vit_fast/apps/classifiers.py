@@ -33,7 +33,7 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
     if model.config.global_pool == "":
         raise ValueError(f"{weights}: global_pool must not be '', which gives logits per token")
     if model.config.num_classes == 0:
-        raise ValueError(f"{weights}: must be of a model with a classification head, got num_classes=0")
+        raise ValueError(f"{weights}: must have a classification head, got num_classes=0")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -139,8 +139,8 @@ def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | Non
     elif len(names) != classes:
         strangers = ", ".join([repr(name) for name in names if name not in known][:5])
         raise ValueError(
-            f"{folder}: the names of the subfolders must be names or indices of the model's classes, or there must be "
-            f"{classes} subfolders, got {len(names)}, among them {strangers}"
+            f"{folder}: each subfolder must have the name or index of a class, or there must be {classes} subfolders, "
+            f"got {len(names)}, among them {strangers}"
         )
     return [(file, indices[label]) for file, label in images.files]
 

@@ -179,7 +179,7 @@ def _merge(names: Iterable[Path], out: Path) -> list[tuple[str, str]]:
             try:
                 table = pq.read_table(name, schema=_schema())
             except (ValueError, OSError) as error:  # base classes of pyarrow's errors
-                raise PredictionError(f"{name}: is damaged: {error}: remove it and re-run the command") from None
+                raise PredictionError(f"{name}: damaged: {error}: remove it and re-run the command") from None
             writer.write_table(table)
             bad += [(row["path"], row["error"]) for row in table.select(["path", "error"]).to_pylist() if row["error"]]
     return bad

@@ -79,8 +79,9 @@ class TrainConfig:
             raise ValueError(f"layer_decay must be at most 1, got {self.layer_decay!r}")
         for name in ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "label_smoothing", "ema_decay"):
             check_number(name, value := getattr(self, name))
-            if value < 0 or (name in ("label_smoothing", "ema_decay") and value >= 1):
-                raise ValueError(f"{name} must be non-negative, label_smoothing and ema_decay below 1, got {value!r}")
+            below_one = name in ("label_smoothing", "ema_decay")
+            if value < 0 or (below_one and value >= 1):
+                raise ValueError(f"{name} must be {'in [0, 1)' if below_one else 'non-negative'}, got {value!r}")
         for name in ("grad_checkpointing", "augment"):
             check_type(name, getattr(self, name), bool)
         check_choice("schedule", self.schedule, ("cosine", "constant"))

@@ -186,7 +186,7 @@ def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
         advice = "use the same settings, or another folder"
         raise TrainingError(f"{path}: belongs to a run with other settings: {different}: {advice}")
     if state["model"].keys() != trainer.model.state_dict().keys():
-        raise TrainingError(f"{path}: does not fit this model: its model has tensors of other names")
+        raise TrainingError(f"{path}: does not fit this model: its tensors have other names")
     try:
         if trainer.averages:
             set_model_state_dict(trainer.model, state["average"], options=_WHOLE)
