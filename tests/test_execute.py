@@ -30,8 +30,3 @@ def test_kernels_are_executed(arch: str) -> None:
 
 def test_the_tests_that_are_executed_exist() -> None:
     assert [name for name in execute.KERNEL_TESTS if not (TESTS / f"{name}.py").exists()] == []
-
-
-def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    assert "install them" in str(build.why_unavailable())

@@ -205,14 +205,17 @@ def _run(call: Call, backend: str = "triton", dtype: torch.dtype | None = None) 
     [(_attention, sizes) for sizes in ((17, 64), (50, 32), (197, 64), (65, 16), (257, 32), (9, 72))]
     + [(_mlp, sizes) for sizes in ((1, 64, 128), (70, 192, 264), (129, 72, 200), (33, 100, 150))],
 )
-def test_tf32(
-    make: Callable[..., Call], sizes: tuple[int, ...], emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tf32(make: Callable[..., Call], sizes: tuple[int, ...], emulator: Emulator) -> None:
     """Operands of TF32 have 11 bits. At least one instruction computes with them, through TMA or by pointers."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     emulator.profile()
     call = make(*sizes)
-    for found, exact in zip(_run(call), _run(call, "eager", torch.float64), strict=True):
+    try:
+        outputs = _run(call)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    for found, exact in zip(outputs, _run(call, "eager", torch.float64), strict=True):
         error = float((found.double() - exact).abs().max() / exact.abs().max())
         assert error < 4e-3, error
     assert any(found.executed for found in emulator.find("tf32.tf32"))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..attention.attention import attention_backward, attention_forward, problem_of
-from ..attention.attention_forward import forward_launch
-from ..attention.attention_policy import ROW_CHUNKS, forward_config
+from ..attention.attention import attention_backward, attention_forward
 from ..device import has_fp8, matrix_instruction
 from . import offline
 from .offline import Build
@@ -21,7 +19,6 @@ _HALF_SHAPES = (
     (197, 32), (197, 48), (577, 48), (577, 96), (577, 128),
 )  # fmt: skip
 _FP32_SHAPES = ((197, 64), (257, 80), (577, 128))
-_TUNED_SHAPES = ((197, 64), (256, 72), (197, 80))
 _CORE_SHAPES = ((197, 64), (577, 64), (257, 80))
 # (mean length of packed sequences, head_dim) of Qwen-VL (images, windows), SigLIP 2, and each remaining tile width.
 _PACKED_SHAPES = (
@@ -108,10 +105,9 @@ class _Case:
 
 
 def attention_builds(arch: str) -> Iterator[Build]:
-    """Yields a build for each kernel, shape class, dtype and access of the launch policy, and for tuner candidates."""
+    """Yields a build for each kernel, shape class, dtype and access of the launch policy."""
     for case in _cases(arch):
         yield from case.builds(arch)
-    yield from _tuned_builds(arch)
 
 
 def builds_of_lengths(arch: str, lengths: Iterable[tuple[int, int]]) -> Iterator[Build]:
@@ -132,17 +128,3 @@ def _cases(arch: str) -> Iterator[_Case]:
         yield from (_Case(*shape, dtype=torch.float32, form=form) for shape in _FP32_SHAPES)
     if has_fp8(arch):
         yield from (_Case(*shape, to_e4m3=True) for shape in _E4M3_SHAPES)
-
-
-def _tuned_builds(arch: str) -> Iterator[Build]:
-    """Yields builds of the row kernel with the other chunks that the tuner tries, on architectures with TMA."""
-    for case in (_Case(*shape) for shape in _TUNED_SHAPES):
-        q, k, v, *_, o, _ = case.tensors()
-        with offline.recorded(offline.gpu(arch)):
-            problem = problem_of(q, k, v, o)
-        for block_n, chunks in ROW_CHUNKS[1:] if problem.uses_tma else ():
-            config = replace(forward_config(problem), block_n=block_n, chunks=chunks)
-            lse = torch.empty(q.shape[:3], dtype=torch.float32, device="meta")
-            launch = forward_launch(q, k, v, o, lse, case.head_dim**-0.5, config)
-            needs = case._needs(arch, tma=True)
-            yield Build("attention_fwd_row", f"{case.name} {chunks} x {block_n}", launch, needs=needs)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton.testing
+from triton.testing import do_bench
 
 from ..attention.attention import problem_of
 from ..attention.attention_backward import backward_launches
@@ -72,12 +72,9 @@ def candidates(task: Task) -> Iterator[Config]:
 
 
 def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, float]:
-    """Returns the fastest configuration whose output matches, and its time in ms.
+    """Returns the fastest configuration whose output matches that of the default, and its time in ms.
 
-    Args:
-        measure: Returns the time of a launch in ms; an exception excludes the candidate.
-    Raises:
-        RuntimeError: the default configuration does not run, or no configuration gives finite outputs.
+    `measure` returns the time of a launch in ms; an exception excludes the candidate.
     """
     times: dict[Config, float] = {}
     expected: list[torch.Tensor] | None = None
@@ -124,23 +121,14 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
 def tune(
     shapes: Iterable[tuple[int, int, int, int]] = SHAPES, path: Path = TABLE_PATH, report: Callable[[str], None] = print
 ) -> None:
-    """Measures all kernels and shapes on the current GPU, and updates the table after each measurement.
-
-    Raises:
-        RuntimeError: there is no GPU.
-    """
+    """Measures all kernels and shapes on the current GPU, and updates the table after each measurement."""
     if not torch.cuda.is_available():
         raise RuntimeError("tuning must run on a machine with a GPU, got none")
     for shape in shapes:
         for task in tasks(*shape, device=torch.device("cuda")):
-            config, ms = fastest(task, _measure)
+            config, ms = fastest(task, lambda launch: do_bench(launch.run, warmup=10, rep=60, return_mode="median"))
             write_entry(path, task.problem, task.kernel, config)
             report(f"{shape} {task.kernel}: {ms:.4f} ms with {config}")
-
-
-def _measure(launch: Launch) -> float:
-    """Returns the median device time in ms; L2 is cleared before each launch."""
-    return float(triton.testing.do_bench(launch.run, warmup=10, rep=60, return_mode="median"))
 
 
 def write_entry(path: Path, problem: Problem, kernel: str, config: Config) -> None:

@@ -179,16 +179,13 @@ def _calls(arch: str) -> Iterator[tuple[str, torch.dtype, bool, _Call]]:
 class _Configurations:
     """Replaces the launch policy of matmuls: every matmul gets configuration `number` of its table, or the last one.
 
-    Args:
-        splits: True to continue the table of a matmul with the configurations of split-K.
-    Attributes:
-        number: Set by the caller.
-        count: The length of the longest table so far.
+    The table ends with the configurations of split-K if `splits` is True.
     """
 
     def __init__(self, arch: str, splits: bool) -> None:
         self.arch, self.splits = arch, splits
-        self.number, self.count = 0, 1
+        self.number = 0  # set by the caller
+        self.count = 1  # length of the longest table so far
 
     def _table(self, kind: str, epilogue: str) -> list[MatmulConfig]:
         """Lists the configurations for tensors with and without TMA descriptors."""

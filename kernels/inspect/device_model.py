@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -32,18 +31,11 @@ _PRODUCT = re.compile(r"\b(?:[HQI]G?MMA|UTC\w*MMA)\b")
 
 
 class Loops(NamedTuple):
-    """Number of instructions per warp.
+    """Number of instructions per warp."""
 
-    Attributes:
-        step: Per iteration of the innermost loop that contains MMA instructions (the K loop), excluding `tile`.
-        tile: Per iteration of the loop around the K loop (the tile loop), excluding the K loop; 0 without a tile loop.
-            If both loops are flattened into one: the epilogue, which runs only in the last K iteration of a tile.
-        once: Outside these loops.
-    """
-
-    step: int
-    tile: int
-    once: int
+    step: int  # per iteration of the innermost loop with MMA instructions (the K loop), excluding `tile`
+    tile: int  # per iteration of the loop around it; if both are flattened into one: the epilogue
+    once: int  # outside these loops
 
 
 def count_loops(sass: str) -> Loops:
@@ -77,13 +69,9 @@ def count_loops(sass: str) -> Loops:
     return Loops(inner if around else inner - tile, tile, executed - max([inner, *around]))
 
 
-def model_launches(launches: Sequence[Launch], arch: str) -> list[dict[str, Any]]:
-    """Compiles the kernels, and returns the estimates of `model_launch` for each launch."""
-    rows = []
-    for launch in launches:
-        compiled = offline.compile_launch(launch, arch)
-        rows.append(model_launch(launch, arch, count_loops(disassemble(compiled)), read_stats(compiled, arch)))
-    return rows
+def compile_and_model(launch: Launch, arch: str) -> dict[str, Any]:
+    compiled = offline.compile_launch(launch, arch)
+    return model_launch(launch, arch, count_loops(disassemble(compiled)), read_stats(compiled, arch))
 
 
 def model_launch(launch: Launch, arch: str, loops: Loops, stats: Stats) -> dict[str, Any]:

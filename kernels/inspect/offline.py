@@ -75,21 +75,13 @@ def gpu(arch: str) -> Gpu:
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel in a shipped configuration.
+    """A kernel in a shipped configuration."""
 
-    Args:
-        kernel: Name of the kernel, e.g. "attention_fwd_row".
-        case: Description of the configuration, unique per kernel, e.g. "bf16 N197 D64".
-        launch: The launch, with tensors of the CPU or meta device.
-        core: True if the static tests compile this build; `vit-fast kernels` compiles all builds.
-        needs: Required instructions: names of counts in `static_checks.Stats`, e.g. ("hgmma", "tma_loads").
-    """
-
-    kernel: str
-    case: str
-    launch: Launch
-    core: bool = False
-    needs: tuple[str, ...] = ()
+    kernel: str  # e.g. "attention_fwd_row"
+    case: str  # the configuration, e.g. "bf16 N197 D64"
+    launch: Launch  # with tensors of the CPU or meta device
+    core: bool = False  # compiled by the static tests; `vit-fast kernels` compiles all builds
+    needs: tuple[str, ...] = ()  # instructions: names of counts in `static_checks.Stats`
 
     def key(self, arch: str) -> str:
         return f"{arch}/{self.kernel}/{self.case}"
@@ -108,11 +100,7 @@ def recorded(gpu: Gpu) -> Iterator[list[Launch]]:
 
 
 def compile_launch(launch: Launch, arch: str) -> Any:
-    """Compiles a launch for an architecture; returns triton's CompiledKernel.
-
-    Raises:
-        RuntimeError: triton's interpreter is active.
-    """
+    """Returns triton's CompiledKernel of a launch; raises RuntimeError if triton's interpreter is active."""
     if is_interpreted():
         raise RuntimeError(
             "kernels cannot be compiled: triton was imported with TRITON_INTERPRET=1; unset it and restart the process"
@@ -156,10 +144,6 @@ def _type_of(value: Any) -> tuple[str, bool]:
     if isinstance(value, torch.Tensor):
         # assume that storages are aligned: a meta tensor has no address
         return f"*{_TYPE_NAMES[value.dtype]}", value.storage_offset() * value.element_size() % 16 == 0
-    if isinstance(value, bool):
-        return "i1", False
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
-    if isinstance(value, float):
-        return "fp32", False
-    raise TypeError(f"no triton type for an argument of type {type(value).__name__}")
+    return {bool: "i1", float: "fp32"}[type(value)], False

@@ -30,22 +30,14 @@ _SOURCE = Path(__file__).with_name("stand_in_driver.c")
 
 
 class Counters(NamedTuple):
-    """Number of driver calls since the stand-in was installed or reset.
-
-    Attributes:
-        dependent: Programmatic dependent launches.
-        descriptors: Encoded tensor maps, including rejected ones.
-        modules: Loaded kernels.
-        violations: Rejected calls.
-        largest_shared: Maximum shared memory of a launch, in bytes.
-    """
+    """Number of driver calls since the stand-in was installed or reset."""
 
     launches: int
-    dependent: int
-    descriptors: int
-    modules: int
-    violations: int
-    largest_shared: int
+    dependent: int  # programmatic dependent launches
+    descriptors: int  # encoded tensor maps, including rejected ones
+    modules: int  # loaded kernels
+    violations: int  # rejected calls
+    largest_shared: int  # maximum shared memory of a launch, in bytes
 
 
 class StandInDriver:
@@ -70,14 +62,10 @@ class StandInDriver:
 
 
 def install(arch: str, library: Path | None = None) -> StandInDriver:
-    """Makes the stand-in Triton's driver for this process. Must be called before the first launch.
+    """Makes the stand-in Triton's driver for this process, before its first launch.
 
-    Args:
-        arch: One of `offline.ARCHS`, e.g. "sm_90".
-        library: A libcuda.so.1 that contains `stand_in_driver.c`; built if None.
-    Raises:
-        ValueError: the architecture is unknown.
-        RuntimeError: CUDA or the interpreter is active, a driver is already loaded, or the stand-in cannot be built.
+    `library` is a libcuda.so.1 that contains `stand_in_driver.c`, built if None. Raises ValueError for an unknown
+    architecture. Raises RuntimeError if CUDA, the interpreter or a driver is active, or if the build fails.
     """
     limits, gpu = offline.architecture(arch), offline.gpu(arch)
     if torch.cuda.is_available():

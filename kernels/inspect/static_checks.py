@@ -44,11 +44,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 
 
 def builds(arch: str, core: bool = False) -> Iterator[Build]:
-    """Yields the shipped builds for an architecture, or its core builds only. Builds with equal kernels occur once.
-
-    Raises:
-        ValueError: the architecture is unknown.
-    """
+    """Yields the shipped builds for an architecture, or its core builds only. Builds with equal kernels occur once."""
     architecture(arch)
     kernels, keys = set(), set()
     for build in (*attention_builds(arch), *block_builds(arch, core)):

@@ -9,20 +9,20 @@ Device time: launches are recorded, compiled, and modeled from machine code and 
 from __future__ import annotations
 
 import copy
-import gc
-import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import create_model, freeze
 from ..benchmarks.machine import describe
@@ -72,31 +72,16 @@ def run_child(arch: str) -> None:
 
     torch.set_num_threads(1)
     driver = stand_in_driver.install(arch)
-    counts = {name: _count(driver, name, call) for name, call in _our_calls().items()}
-    kernels, narrow = driver.counters().modules, _our_calls(**NARROW)
-    compiled = _compiled_calls(**NARROW)
+    counts = {name: _count(driver, name, call) for name, call in _calls().items()}
+    kernels, narrow, compiled = driver.counters().modules, _calls(**NARROW), _compiled_calls(**NARROW)
     counts |= {name: _count(driver, name, call) for name, call in compiled.items()}
+    times = _host_us(narrow | compiled)
     report = {
         "note": MEASURED, "arch": arch, "machine": describe("cpu"), "kernels": kernels,
-        "rows": _rows(narrow | compiled, counts), "violations": driver.violations(),
+        "rows": [{"name": name, **counts[name], "ours_us": us} for name, us in times.items()],
+        "violations": driver.violations(),
     }  # fmt: skip
     print(json.dumps(report))
-
-
-def _our_calls(**changes: Any) -> dict[str, Call]:
-    """Returns calls of operators and of a block. `changes`: fields of ViT-B's configuration."""
-    model, x = _model_and_tokens(**changes)
-    calls = {name: _without_gradient(call) for name, call in _operator_calls(model.blocks[0], x).items()}
-    frozen = copy.deepcopy(model.blocks).eval()
-    freeze(frozen)
-    calls["block, inference, frozen"] = _without_gradient(partial(run_blocks, frozen, x))
-    return calls | _block_calls(model.blocks, run_blocks, x)
-
-
-def _compiled_calls(**changes: Any) -> dict[str, Call]:
-    model, x = _model_and_tokens(**changes)
-    compiled = torch.compile(partial(run_blocks, model.blocks.eval()), fullgraph=True, dynamic=False)
-    return {"block, inference, compiled": _without_gradient(partial(compiled, x))}
 
 
 def _model_and_tokens(**changes: Any) -> tuple[Any, Tensor]:
@@ -104,57 +89,49 @@ def _model_and_tokens(**changes: Any) -> tuple[Any, Tensor]:
     return model, torch.zeros(1, model.config.seqlen, model.config.embed_dim, dtype=torch.bfloat16)
 
 
-def _timm_calls() -> dict[str, Call]:
-    """Returns calls of timm's blocks in eager mode with small tensors; {} if timm is not installed."""
-    if importlib.util.find_spec("timm") is None:
-        return {}
-    from timm.models.vision_transformer import Block
-
-    width, heads = NARROW["embed_dim"], NARROW["num_heads"]
-    tokens = (NARROW["img_size"] // NARROW["patch_size"]) ** 2 + 1
-    blocks = nn.Sequential(*(Block(width, heads, qkv_bias=True) for _ in range(DEPTH))).bfloat16()
-    return _block_calls(blocks, nn.Sequential.forward, torch.zeros(1, tokens, width, dtype=torch.bfloat16))
-
-
-def _block_calls(blocks: nn.Sequential, run: Callable[[nn.Sequential, Tensor], Tensor], x: Tensor) -> dict[str, Call]:
-    evaluated, trained = copy.deepcopy(blocks).eval(), blocks.train()
+def _calls(**changes: Any) -> dict[str, Call]:
+    """Returns calls of operators and of all blocks. `changes`: fields of ViT-B's configuration."""
+    model, x = _model_and_tokens(**changes)
+    evaluated, frozen = copy.deepcopy(model.blocks).eval(), copy.deepcopy(model.blocks).eval()
+    freeze(frozen)
+    inference = _operator_calls(model.blocks[0], x)
+    inference["block, inference, frozen"] = partial(run_blocks, frozen, x)
+    inference["block, inference"] = partial(run_blocks, evaluated, x)
+    trained, grad_output = model.blocks.train(), torch.zeros_like(x)
     wanted = (x.clone().requires_grad_(), *trained.parameters())
-    grad_output = torch.zeros_like(x)
-
-    def step() -> object:
-        return torch.autograd.grad(run(trained, wanted[0]), wanted, grad_output)
-
-    return {
-        "block, inference": _without_gradient(partial(run, evaluated, x)),
-        "block, training forward": partial(run, trained, wanted[0]),
-        "block, forward + backward": step,
+    forward = partial(run_blocks, trained, wanted[0])
+    return {name: torch.no_grad()(call) for name, call in inference.items()} | {
+        "block, training forward": forward,
+        "block, forward + backward": lambda: torch.autograd.grad(forward(), wanted, grad_output),
     }
 
 
-def _without_gradient(call: Call) -> Call:
-    return torch.no_grad()(call)
+def _compiled_calls(**changes: Any) -> dict[str, Call]:
+    model, x = _model_and_tokens(**changes)
+    compiled = torch.compile(partial(run_blocks, model.blocks.eval()), fullgraph=True, dynamic=False)
+    return {"block, inference, compiled": torch.no_grad()(partial(compiled, x))}
 
 
 def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
     """Returns calls of the operators with a block's tensors. Both halves pass on LayerNorm statistics."""
     attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
-    half = BlockTensors(
+    tensors = BlockTensors(
         norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias
     )  # fmt: skip
-    first = partial(fused_block, x, None, half, heads=attn.num_heads, eps=(norm1.eps, 0.0), next_statistics=True)
+    first = partial(fused_block, x, None, tensors, heads=attn.num_heads, eps=(norm1.eps, 0.0), next_statistics=True)
     packed = x.new_zeros(*x.shape[:-1], 3, attn.num_heads, x.shape[-1] // attn.num_heads)
     with torch.no_grad():
         _, statistics, _ = first()
+    tensors = BlockTensors(
+        norm2_weight=norm2.weight, norm2_bias=norm2.bias, fc1_weight=mlp.fc1.weight, fc1_bias=mlp.fc1.bias,
+        fc2_weight=mlp.fc2.weight, fc2_bias=mlp.fc2.bias,
+    )  # fmt: skip
+    options = {"eps": (0.0, norm2.eps), "activation": mlp.activation, "next_statistics": True}
     return {
         "attention": partial(attention_qkvpacked, packed, backend="triton"),
         "LN + attention half": first,
-        "LN + MLP": partial(
-            fused_block, x, statistics, BlockTensors(
-                norm2_weight=norm2.weight, norm2_bias=norm2.bias, fc1_weight=mlp.fc1.weight, fc1_bias=mlp.fc1.bias,
-                fc2_weight=mlp.fc2.weight, fc2_bias=mlp.fc2.bias,
-            ), eps=(0.0, norm2.eps), activation=mlp.activation, next_statistics=True,
-        ),
-    }  # fmt: skip
+        "LN + MLP": partial(fused_block, x, statistics, tensors, **options),
+    }
 
 
 def _blocks(name: str) -> int:
@@ -169,59 +146,32 @@ def _count(driver: StandInDriver, name: str, call: Call) -> dict[str, float]:
     before = driver.counters()
     call()
     after = driver.counters()
-    launches, descriptors = after.launches - before.launches, after.descriptors - before.descriptors
-    return {"launches": launches / _blocks(name), "descriptors": descriptors / _blocks(name)}
+    return {key: (getattr(after, key) - getattr(before, key)) / _blocks(name) for key in ("launches", "descriptors")}
 
 
-def _rows(ours: Mapping[str, Call], counts: Mapping[str, dict[str, float]]) -> list[dict[str, Any]]:
-    both = {("ours", name): call for name, call in ours.items()}
-    both |= {("timm", name): call for name, call in _timm_calls().items()}
-    times = _host_us(both)
-    rows = []
-    for name in ours:
-        us, timm_us = times["ours", name], times.get(("timm", name))
-        ratio = round(us["median"] / timm_us["median"], 2) if timm_us else None
-        rows.append({"name": name, **counts[name], "ours_us": us, "timm_us": timm_us, "ratio": ratio})
-    return rows
-
-
-def _host_us(timed: Mapping[tuple[str, str], Call]) -> dict[tuple[str, str], dict[str, float]]:
+def _host_us(calls: Mapping[str, Call]) -> dict[str, dict[str, float]]:
     """Returns process CPU time per block in microseconds: median, 20th and 80th percentile of interleaved rounds."""
-    repeats = {}
-    for key, call in timed.items():
-        call()
-        repeats[key] = max(1, round(SECONDS_A_REPEAT / max(_seconds(call, 1), 1e-6)))
-    samples: dict[tuple[str, str], list[float]] = {key: [] for key in timed}
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(REPEATS):
-            for key, call in timed.items():
-                samples[key].append(_seconds(call, repeats[key]) / repeats[key] / _blocks(key[1]) * 1e6)
-    finally:
-        gc.enable()
+    timers = {name: timeit.Timer(call, timer=time.process_time) for name, call in calls.items()}
+    seconds = {name: max(min(timer.repeat(2, 1)), 1e-6) for name, timer in timers.items()}
+    numbers = {name: max(1, round(SECONDS_A_REPEAT / once)) for name, once in seconds.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _, (name, timer) in product(range(REPEATS), timers.items()):
+        samples[name].append(timer.timeit(numbers[name]) / numbers[name] / _blocks(name) * 1e6)
     found = {}
-    for key, values in samples.items():
+    for name, values in samples.items():
         p20, *_, p80 = statistics.quantiles(values, n=5)
         us = {"median": statistics.median(values), "p20": p20, "p80": p80}
-        found[key] = {name: round(value, 1) for name, value in us.items()}
+        found[name] = {key: round(value, 1) for key, value in us.items()}
     return found
 
 
-def _seconds(call: Call, repeats: int) -> float:
-    start = time.process_time()
-    for _ in range(repeats):
-        call()
-    return time.process_time() - start
-
-
 def host_time_text(report: Mapping[str, Any]) -> str:
-    machine, packages, rows = report["machine"], report["machine"]["packages"], report["rows"]
-    cells = [["", "launches", "descriptors", "vit-fast us (p20-p80)", "timm us (p20-p80)", "ratio"]]
-    for row in rows:
+    machine, packages = report["machine"], report["machine"]["packages"]
+    cells = [["", "launches", "descriptors", "host us (p20-p80)"]]
+    for row in report["rows"]:
+        us = row["ours_us"]
         counts = (f"{row[name]:g}" for name in ("launches", "descriptors"))
-        times = (_spread(row[name]) for name in ("ours_us", "timm_us"))
-        cells.append([row["name"], *counts, *times, "" if row["ratio"] is None else str(row["ratio"])])
+        cells.append([row["name"], *counts, f"{us['median']:.0f} ({us['p20']:.0f}-{us['p80']:.0f})"])
     lines = [
         report["note"],
         f"{report['arch']}; {machine['cpu']}, 1 thread, torch {packages['torch']}, triton {packages['triton']}",
@@ -229,13 +179,7 @@ def host_time_text(report: Mapping[str, Any]) -> str:
         "Launches and descriptors are counted for ViT-B, B = 1, bf16. Times are microseconds per block with "
         "embed_dim=64 and 17 tokens.",
     ]
-    if all(row["timm_us"] is None for row in rows):
-        lines.append("timm is not installed, so there is no comparison: pip install timm")
     return "\n".join([*lines, *(f"rejected by the driver: {text}" for text in report["violations"])])
-
-
-def _spread(us: Mapping[str, float] | None) -> str:
-    return "" if us is None else f"{us['median']:.0f} ({us['p20']:.0f}-{us['p80']:.0f})"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -249,7 +193,8 @@ def model_device_time(name: str, batch: int, arch: str) -> dict[str, Any]:
 
     layers, gpu = get_variant(name).config.depth, offline.architecture(arch)
     frozen, training = (
-        summed(device_model.model_launches(record_block(name, batch, arch, step), arch)) for step in (False, True)
+        summed([device_model.compile_and_model(launch, arch) for launch in record_block(name, batch, arch, step)])
+        for step in (False, True)
     )
     return {
         "note": MODELED, "arch": arch, "gpu": gpu.gpu, "clock_GHz": gpu.clock, "DRAM_GB_per_s": gpu.dram,
