@@ -62,7 +62,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tests": (),  # only the file that changed, or the files that import it
     "tests/emulator": ("emulator_*", "execute"),
     "pyproject.toml": ("packaging", "docs"),
-    "constraints.txt": (*EXPORT, *FUSED, "packaging", "interpreter"),
+    "constraints.txt": (*EXPORT, *FUSED, "packaging"),
 }
 EXECUTED = ("kernels", "tests/emulator")  # folders for which some kernels run on the PTX emulator
 EXECUTE = ["tests/execute.py", "sm_90", "tests/test_executed_kernels.py"]

@@ -62,6 +62,7 @@ def check_packed(lengths: list[int], behind: int, qkv: Tensor, scale: float) -> 
         ([64, 64, 64], 2, 80, torch.bfloat16),
         ([0, 0, 3], 3, 16, DTYPES[0]),
         ([], 1, 32, torch.float16),
+        pytest.param([1, 0, 2] * 100 + [150, 0, 0, 3], 1, 16, torch.float16, marks=pytest.mark.slow),  # two-step search
     ],
     ids=str,
 )
@@ -88,13 +89,6 @@ def test_drawn_packed(
     if sum(lengths) + behind:
         qkv = packed(sum(lengths) + behind, heads, head_dim, dtype)
         check_packed(lengths, behind, qkv, sharpness * head_dim**-0.5)
-
-
-@pytest.mark.slow
-def test_a_sequence_is_found_among_thousands() -> None:
-    """The search in two steps: more sequences than one step holds, one that is long, empty ones in between."""
-    lengths = [1, 0, 2] * 100 + [150] + [0] * 50 + [3]
-    check_packed(lengths, 0, packed(sum(lengths), 1, 16, torch.float16), 0.25)
 
 
 @given(
@@ -254,36 +248,34 @@ def test_wrong_lengths_touch_no_other_memory() -> None:
         assert (room[:10] == 7).all() and (room[20:] == 7).all()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda q, bounds: (q, q[:, :1], q, bounds, 4), r"k must have q\'s shape \(6, 2, 16\), got \(6, 1, 16\)"),
-        (lambda q, bounds: (q[None], q, q, bounds, 4), "q must have shape"),
-        (lambda q, bounds: (q, q, q.double(), bounds, 4), "got torch.float64"),
-        (lambda q, bounds: (q.long(),) * 3 + (bounds, 4), "int64"),
-        (lambda q, bounds: (q, q, q, bounds.long(), 4), "cu_seqlens must be torch.int32 on .*, got torch.int64"),
-        (lambda q, bounds: (q, q, q, bounds.to("meta"), 4), "got torch.int32 on meta"),
-        (lambda q, bounds: (q, q, q, bounds[None], 4), r"cu_seqlens must have shape \[S \+ 1\], got \(1, 3\)"),
-        (lambda q, bounds: (q, q, q, bounds, -1), "max_seqlen must be an int of at least 0, got -1"),
-        (lambda q, bounds: (q, q, q, bounds, bounds.max()), "max_seqlen must be an int of at least 0, got tensor"),
-    ],
-)
-def test_bad_inputs_are_named(change: Callable[..., tuple[Any, ...]], message: str) -> None:
-    bounds = sequences_of([2, 4])
+BAD_INPUTS: list[tuple[Callable[..., tuple[Any, ...]], str]] = [
+    (lambda q, bounds: (q, q[:, :1], q, bounds, 4), r"k must have q\'s shape \(6, 2, 16\), got \(6, 1, 16\)"),
+    (lambda q, bounds: (q[None], q, q, bounds, 4), "q must have shape"),
+    (lambda q, bounds: (q, q, q.double(), bounds, 4), "got torch.float64"),
+    (lambda q, bounds: (q.long(),) * 3 + (bounds, 4), "int64"),
+    (lambda q, bounds: (q, q, q, bounds.long(), 4), "cu_seqlens must be torch.int32 on .*, got torch.int64"),
+    (lambda q, bounds: (q, q, q, bounds.to("meta"), 4), "got torch.int32 on meta"),
+    (lambda q, bounds: (q, q, q, bounds[None], 4), r"cu_seqlens must have shape \[S \+ 1\], got \(1, 3\)"),
+    (lambda q, bounds: (q, q, q, bounds, -1), "max_seqlen must be an int of at least 0, got -1"),
+    (lambda q, bounds: (q, q, q, bounds, bounds.max()), "max_seqlen must be an int of at least 0, got tensor"),
+]
+
+
+def test_bad_inputs_are_named() -> None:
+    """Eager and SDPA read the lengths, and check them."""
+    bounds, q = sequences_of([2, 4]), packed(6, 2, 16)[:, 0]
     for backend in BACKENDS:
-        with pytest.raises(ValueError, match=message):
-            ops.attention_varlen(*change(packed(6, 2, 16)[:, 0], bounds), backend=backend)
+        for change, message in BAD_INPUTS:
+            with pytest.raises(ValueError, match=message):
+                ops.attention_varlen(*change(q, bounds), backend=backend)
         with pytest.raises(ValueError, match=r"qkv must have shape \[total, 3, H, D\], got \(6, 2, 2, 16\)"):
             ops.attention_varlen_qkvpacked(torch.randn(6, 2, 2, 16), bounds, 6, backend=backend)
-
-
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-@pytest.mark.parametrize("bounds", [[1, 6], [0, 4, 2], [0, 7], [0, 5, 6]])
-def test_wrong_lengths_are_found_where_they_are_read(bounds: list[int], backend: str) -> None:
-    q = packed(6, 2, 16)[:, 0]
-    sequences = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match=r"(cu_seqlens must start with 0|max_seqlen must be at least .*, got 4)"):
-        ops.attention_varlen(q, q, q, sequences, 4, backend=backend)
+        for wrong in ([1, 6], [0, 4, 2], [0, 7], [0, 5, 6]) if backend != "triton" else ():
+            sequences = torch.tensor(wrong, dtype=torch.int32, device=DEVICE)
+            with pytest.raises(
+                ValueError, match=r"(cu_seqlens must start with 0|max_seqlen must be at least .*, got 4)"
+            ):
+                ops.attention_varlen(q, q, q, sequences, 4, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -22,36 +22,37 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
+def launch(operands: Operands, epilogue: str) -> None:
+    """Launches with TMA exactly if N is a multiple of 8."""
+    config = matmul_config(operands, epilogue)
+    assert config.tma == (operands.sizes[1] % 8 == 0 and reads_descriptors(ARCH))
+    matmul_launch(operands, epilogue=epilogue, config=config).run()
+
+
+on_both_paths = pytest.mark.parametrize("N", [48, 33], ids=["TMA", "pointers"])
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("N", [48, 33], ids=["TMA", "pointers"])
+@on_both_paths
 def test_a_residual_in_fp32_is_added_and_kept_in_fp32(N: int, dtype: torch.dtype) -> None:
     """The branch is not rounded to the operands' dtype either: as exact as the formula in fp32."""
     a, b = normal(70, 64, dtype=dtype), normal(N, 64, dtype=dtype, seed=1)
     residual, bias, scale = normal(70, N, seed=2) * 100, normal(N, seed=3), normal(N, seed=4)
     (out,) = nan_like(residual)
-    operands = Operands(a, b, out, b_is_nk=True, residual=residual, bias=bias, scale=scale)
-    config = matmul_config(operands, "residual")
-    assert config.tma == (N == 48 and reads_descriptors(ARCH))
-    matmul_launch(operands, epilogue="residual", config=config).run()
-
-    def formula(precision: torch.dtype) -> Tensor:
-        residual_, a_, b_, bias_, scale_ = (t.to(precision) for t in (residual, a, b, bias, scale))
-        return residual_ + scale_ * (a_ @ b_.T + bias_)
-
-    assert_as_exact_as_eager("out", out, formula(torch.float32), formula(torch.float64), FORWARD_FACTOR)
+    launch(Operands(a, b, out, b_is_nk=True, residual=residual, bias=bias, scale=scale), "residual")
+    fp32, exact = (_formula((a, b, bias, scale, residual), precision) for precision in (torch.float32, torch.float64))
+    assert_as_exact_as_eager("out", out, fp32, exact, FORWARD_FACTOR)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("N", [48, 33], ids=["TMA", "pointers"])
+@on_both_paths
 def test_an_input_gradient_in_fp32(N: int, dtype: torch.dtype) -> None:
     a, b = normal(70, 64, dtype=dtype), normal(64, N, dtype=dtype, seed=1)
     x, residual = normal(70, N, seed=2), normal(70, N, seed=3)
     mean, rstd, parts = normal(70, seed=4), normal(70, seed=5).abs(), normal(70, 19, seed=6)
     out, rounded = nan_like(x, x.to(dtype))
-    operands = Operands(a, b, out, x=x, residual=residual, mean=mean, rstd=rstd, row_part=parts, h=rounded)
-    config = matmul_config(operands, "layer_norm_grad")
-    assert config.tma == (N == 48 and reads_descriptors(ARCH))
-    matmul_launch(operands, epilogue="layer_norm_grad", config=config).run()
+    given = Operands(a, b, out, x=x, residual=residual, mean=mean, rstd=rstd, row_part=parts, h=rounded)
+    launch(given, "layer_norm_grad")
 
     def formula(precision: torch.dtype) -> Tensor:
         a_, b_, x_, residual_, mean_, parts_ = (t.to(precision) for t in (a, b, x, residual, mean, parts))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,121 +14,70 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.kernels.device import REFERENCE_GPU, Gpu
-from vit_fast.kernels.inspect import offline, static_checks
-from vit_fast.kernels.launch import Launch
+from vit_fast.kernels.inspect import offline
 from vit_fast.kernels.linear import linear
-from vit_fast.kernels.linear.weight_products import weight_products_launch
-from vit_fast.kernels.matmul.matmul_launch import EPILOGUES as ALL_EPILOGUES
-from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands, fits_tma, matmul_launch
+from vit_fast.kernels.matmul.matmul_launch import EPILOGUES, MatmulConfig, Operands
 from vit_fast.kernels.matmul.matmul_policy import NORMED_HEADS, Problem, best, best_head, config_table
-from vit_fast.kernels.row_parts import row_parts
 
-SIZES = (1, 2, 15, 16, 17, 768)
-# Those that take any size: N of the others is a multiple of the head size, or even.
-EPILOGUES = ("layer_norm", "residual", "activation_grad", "layer_norm_grad", "partial")
-HALF = torch.bfloat16
-PRODUCTS = "weight products"  # in place of an epilogue: K is the number of rows
+SIZES = (2, 15, 16, 17, 768)
 # Rows whose length is no multiple of 8 are loaded element by element, with more addresses than registers.
 UNALIGNED_SPILLS = 350
-Case = tuple[str, str, int, int, int]  # architecture, epilogue, M, N, K
 
-
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, device="meta", dtype=dtype)
-
-
-def operands(epilogue: str, M: int, N: int, K: int) -> Operands:
-    """Everything that the epilogue takes; the row and column parts are large enough for any tile."""
-    full, row, column = meta(M, N, dtype=HALF), meta(M), meta(N)
-    a, b, weight = meta(M, K, dtype=HALF), meta(K, N, dtype=HALF), meta(N, K, dtype=HALF)
-    if epilogue == "partial":
-        return Operands(a, weight, meta(1, M, N), b_is_nk=True)
-    if epilogue == "layer_norm":
-        given = {"mean": row, "rstd": row, "row_part": meta(M, 2, row_parts(K)), "bias": column, "weight_sum": column}
-        return Operands(a, weight, full, b_is_nk=True, z=full, **given)
-    if epilogue == "residual":
-        part = meta(M, 2, row_parts(N))
-        return Operands(a, weight, full, b_is_nk=True, residual=full, bias=column, scale=column, out_part=part)
-    if epilogue == "activation_grad":
-        parts = {"row_part": meta(M, N // 16 + 4), "column_part": meta(M // 16 + 4, 2, N)}
-        return Operands(a, b, full, z=full, h=full, mean=row, rstd=row, bias=column, **parts)
-    return Operands(a, b, full, x=full, residual=full, mean=row, rstd=row, row_part=meta(M, 48))
-
-
-def launch(arch: str, epilogue: str, M: int, N: int, K: int) -> Launch:
-    """Returns the launch for an architecture."""
-    if epilogue == PRODUCTS:
-        pair = meta(K, M, dtype=HALF), meta(K, N, dtype=HALF)
-        (config,) = config_table(arch, "half", "weight_products", fits_tma(pair))
-        return weight_products_launch([pair], [meta(1, M, N)], config)
-    given, gpu = operands(epilogue, M, N, K), Gpu(arch, REFERENCE_GPU.sm_count)
-    problem = Problem(gpu, "half", epilogue, fits_tma(given.tiled()), given.sizes, 2, 17, 0, 2**31, 0)
-    activation = "gelu" if epilogue in ("layer_norm", "activation_grad") else "identity"
-    return matmul_launch(given, epilogue=epilogue, config=best(problem)[0], activation=activation)
-
-
-def grid(arch: str) -> list[Case]:
-    """Yields one size for each binary that the sizes need."""
-    found: dict[str, Case] = {}
-    for case in itertools.product((arch,), (*EPILOGUES, PRODUCTS), SIZES, SIZES, SIZES):
-        found.setdefault(offline.specialisation(launch(*case)), case)
-    return list(found.values())
-
-
-def compiled(cases: Sequence[Case]) -> list[tuple[int, list[str]]]:
-    """Returns spills and problems of each case."""
-    found = []
-    for arch, *case in cases:
-        build = offline.Build("matmul", str(case), launch(arch, *case))
-        stats = static_checks.compile_build(build, arch)
-        found.append((static_checks.spills(stats), static_checks.problems(build, stats, arch)))
-    return found
-
-
-def binaries(cases: Sequence[Case]) -> list[str]:
-    """Returns the compiler's input for each case."""
-    return [offline.specialisation(launch(*case)) for case in cases]
-
-
-_CHILD = """
+_COMPILE = """
 import json, sys
-sys.path.insert(0, sys.argv[1])
-import test_matmul_shapes
-function, *arguments = json.loads(sys.argv[2])
-print(json.dumps(getattr(test_matmul_shapes, function)(*arguments)))
+import torch
+from vit_fast.kernels.inspect import offline, static_checks
+from vit_fast.ops import layer_norm_mlp
+arch, compiles, shapes = sys.argv[1], sys.argv[2] == "compile", json.loads(sys.argv[3])
+builds, found = {}, []
+for M, C, F in shapes:
+    sizes = (M, C), (C,), (C,), (F, C), (F,), (C, F), (C,)
+    tensors = [torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+    with offline.recorded(offline.gpu(arch)) as launches:
+        y = layer_norm_mlp(*tensors, backend="triton")
+        torch.autograd.grad(y, tensors, torch.empty_like(y))
+    for launch in launches:
+        if "EPILOGUE" in launch.constants or "BLOCK_P" in launch.constants:
+            build = offline.Build("matmul", f"{M} {C} {F}", launch)
+            builds.setdefault(offline.specialisation(launch), (C % 8 == 0 and F % 8 == 0, build))
+for aligned, build in builds.values() if compiles else ():
+    stats = static_checks.compile_build(build, arch)
+    found.append([build.case, aligned, static_checks.spills(stats), static_checks.problems(build, stats, arch)])
+print(json.dumps([len(builds), found]))
 """
 
 
-def in_compiler(function: str, *arguments: Any) -> Any:
-    """Returns what a function of this module returns in a process that compiles kernels."""
-    command = ["-c", _CHILD, str(Path(__file__).parent), json.dumps([function, *arguments])]
-    return json.loads(run_python(command, environment()))
+def compiled(arch: str, what: str, shapes: list[tuple[int, int, int]]) -> tuple[int, list[list[object]]]:
+    """Returns the number of different matmuls of LayerNorm + MLP in training, and what became of each."""
+    number, found = json.loads(run_python(["-c", _COMPILE, arch, what, json.dumps(shapes)], environment()))
+    return number, found
 
 
-@pytest.mark.slow
-def test_a_single_row_in_training_fits_everywhere() -> None:
-    """K of a weight gradient is the number of rows: 1 in attention pooling at batch 1. sm_90 was asked for 272 KiB."""
-    found = in_compiler("compiled", [(arch, PRODUCTS, 3072, 768, 1) for arch in offline.ARCHS])
-    assert found == [[0, []]] * len(offline.ARCHS)
-
-
-@pytest.mark.slow(minutes=True)
-@pytest.mark.parametrize("arch", offline.ARCHS)
-def test_every_size_fits(arch: str) -> None:
-    cases = in_compiler("grid", arch)
-    for case, (spills, problems) in zip(cases, in_compiler("compiled", cases), strict=True):
-        _, epilogue, M, N, K = case
-        aligned = all(size % 8 == 0 for size in ((M, N) if epilogue == PRODUCTS else (N, K)))
+@pytest.mark.parametrize(
+    ("arch", "shapes"),
+    [
+        # K of a weight gradient is the number of rows: 1 in attention pooling at batch 1
+        *(pytest.param(arch, [(1, 768, 3072)], id=f"{arch}-one row", marks=pytest.mark.slow) for arch in offline.ARCHS),
+        *(
+            pytest.param(arch, [*itertools.product(SIZES, repeat=3)], id=arch, marks=pytest.mark.slow(minutes=True))
+            for arch in offline.ARCHS
+        ),
+    ],
+)
+def test_every_size_fits(arch: str, shapes: list[tuple[int, int, int]]) -> None:
+    number, found = compiled(arch, "compile", shapes)
+    assert number == len(found) >= 4
+    for case, aligned, spills, problems in found:
         assert spills <= (0 if aligned else UNALIGNED_SPILLS), case
         assert not [problem for problem in problems if not problem.startswith("spills")], case
 
 
 @pytest.mark.slow
 def test_sizes_are_not_compiled_anew() -> None:
-    """Every batch size is one binary, and so is every number of rows behind a weight gradient."""
-    cases = [("sm_90", epilogue, M, 768, 768) for epilogue in EPILOGUES for M in (50_432, 50_433)]
-    cases += [("sm_90", PRODUCTS, 768, 768, K) for K in (1, 17, 50_432)]
-    assert len(set(in_compiler("binaries", cases))) == len(EPILOGUES) + 1
+    """Batch sizes share their binaries, also those of the weight gradients, whose K is the number of rows."""
+    first, _ = compiled("sm_90", "list", [(50_432, 768, 768)])
+    both, _ = compiled("sm_90", "list", [(50_432, 768, 768), (50_433, 768, 768)])
+    assert both == first
 
 
 # ---- choices of the policy ----
@@ -146,7 +92,7 @@ def problem(arch: str, sizes: tuple[int, int, int], kind: str = "half", tma: boo
 def test_tables(arch: str) -> None:
     """Even an empty batch, which launches nothing, has a configuration."""
     for kind, tma in itertools.product(("half", "tf32"), (True, False)):
-        for epilogue in (*ALL_EPILOGUES, "weight_products"):
+        for epilogue in (*EPILOGUES, "weight_products"):
             table = config_table(arch, kind, epilogue, tma)
             assert bool(table) == (epilogue != "qk_norm" or kind == "half")  # of half precision alone
             assert not any(config.tma for config in table) or (tma and arch in ("sm_90", "sm_100", "sm_103"))

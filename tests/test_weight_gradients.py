@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 from kernel_support import DEVICE
-from mlp_support import check_case, make_case
 from torch import Tensor
 
 from vit_fast.kernels.device import REFERENCE_GPU
@@ -73,12 +72,6 @@ def test_rows_are_summed_beside_the_layer_norm(M: int, F: int, dtype: torch.dtyp
     plain, same, _ = gradients.layer_norm_gradient(grad, gamma, rows, None, dz)
     assert torch.equal(dx, plain if added is None else plain + added)
     assert torch.equal(normalised, same)
-
-
-@pytest.mark.fast_cases("torch.bfloat16")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_more_rows_than_a_part_of_their_sums(dtype: torch.dtype) -> None:
-    check_case(make_case(600, 16, 24, dtype))
 
 
 def folded(seed: int, *, affine: bool, bias: bool) -> FoldedProducts:

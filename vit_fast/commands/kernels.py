@@ -53,18 +53,17 @@ def kernels(
     or TMA instructions. --warm-up, --model, --host and --tune replace this check.
     """
     sizes = integers("--batch-sizes", batch_sizes)
-    modes = {"--warm-up": warm_up is not None, "--host": host, "--model": model is not None, "--tune": tune}
-    chosen = [name for name, given in modes.items() if given]
+    modes = {"--warm-up": warm_up, "--host": host, "--model": model, "--tune": tune}
+    chosen = [name for name, given in modes.items() if given not in (None, False)]
+    mode = chosen[0] if chosen else ""
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)} cannot be used together")
-    mode = chosen[0] if chosen else ""
     if sizes is not None and mode not in ("--warm-up", "--model"):
         raise ValueError(f"--batch-sizes requires --warm-up or --model, got {batch_sizes}")
     if mode == "--model" and sizes is not None and (len(sizes) != 1 or sizes[0] < 1):
         raise ValueError(f"--batch-sizes must be one integer >= 1 with --model, got {batch_sizes}")
-    given = {"--arch": arch is not None, "--json": as_json, "--update-baseline": update_baseline}
-    for name, is_given in given.items():
-        if is_given and (mode in ("--warm-up", "--tune") or (mode and name == "--update-baseline")):
+    for name, value in {"--arch": arch, "--json": as_json, "--update-baseline": update_baseline}.items():
+        if value and (mode in ("--warm-up", "--tune") or (mode and name == "--update-baseline")):
             raise ValueError(f"{name} must not be used with {mode}")
     if warm_up is not None:
         _warm_up(warm_up, sizes or [1])
@@ -78,27 +77,22 @@ def kernels(
         raise typer.Exit(2)
     try:
         if tune:
-            from ..kernels.inspect.attention_tuning import tune as search
+            from ..kernels.inspect import attention_tuning
 
-            search(report=typer.echo)
+            attention_tuning.tune(report=typer.echo)
             return
+        if mode:
+            from . import block_times
         if host:
-            from .block_times import host_time_text as text_of
-            from .block_times import measure_host_time
-
-            report = measure_host_time(arch or "sm_90")
-            failed = bool(report["violations"])
+            report = block_times.measure_host_time(arch or "sm_90")
+            failed, text_of = bool(report["violations"]), block_times.host_time_text
         elif model is not None:
-            from .block_times import device_time_text as text_of
-            from .block_times import model_device_time
-
-            report = model_device_time(model, sizes[0] if sizes else 256, arch or "sm_90")
-            failed = False
+            report = block_times.model_device_time(model, sizes[0] if sizes else 256, arch or "sm_90")
+            failed, text_of = False, block_times.device_time_text
         else:
-            text_of = _summary
             archs = arch.split(",") if arch else None
             report = collect(archs, core=False, update_baseline=update_baseline, progress=not as_json)
-            failed = any(row["problems"] for row in report["builds"])
+            failed, text_of = any(row["problems"] for row in report["builds"]), _summary
     except (RuntimeError, ValueError, ImportError) as error:
         typer.echo(f"vit-fast kernels{' ' if mode else ''}{mode}: {error}", err=True)
         raise typer.Exit(2) from error
@@ -124,10 +118,9 @@ def _warm_up(name: str, sizes: list[int]) -> None:
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Shows a progress bar on stderr; yields a function that takes the numbers of finished and of all items."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress
 
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(what), TextColumn("remaining:"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -143,9 +136,7 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
         raise RuntimeError("TRITON_INTERPRET must be unset, because Triton's interpreter compiles nothing")
     # check all names first, because compilation takes minutes
     wanted = [(arch, build) for arch in archs or offline.ARCHS for build in static_checks.builds(arch, core)]
-    before: dict[str, Any] = {"triton": None, "builds": {}}
-    if static_checks.BASELINE_PATH.exists():
-        before = static_checks.read_baseline()
+    before = static_checks.read_baseline()
     comparable = static_checks.is_comparable(before) and not update_baseline
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
@@ -170,11 +161,9 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
     if update_baseline:
         static_checks.write_baseline(found)
     return {
-        "triton": triton.__version__,
-        "baseline_triton": before["triton"],
-        "compared_with_baseline": comparable,
+        "triton": triton.__version__, "baseline_triton": before["triton"], "compared_with_baseline": comparable,
         "builds": rows,
-    }
+    }  # fmt: skip
 
 
 def _line(row: Mapping[str, Any]) -> str:
