@@ -84,12 +84,14 @@ from vit_fast.kernels.inspect import offline
 
 found = []
 for scale in (None, 1e-5):
-    model = vit_fast.create_model("vit_base_patch16_224", backend="triton", depth=1, num_classes=0, init_values=scale)
-    x = torch.empty(256, 197, 768, requires_grad=True)
-    with offline.recorded(offline.gpu("sm_90")) as launches, profile(activities=[ProfilerActivity.CPU]) as told:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = run_blocks(model.blocks, x)
-        y.backward(torch.empty_like(y))
+    with offline.recorded(offline.gpu("sm_90")) as launches:
+        options = {"depth": 1, "num_classes": 0, "init_values": scale}
+        model = vit_fast.create_model("vit_base_patch16_224", backend="triton", **options)
+        x = torch.empty(256, 197, 768, requires_grad=True)
+        with profile(activities=[ProfilerActivity.CPU]) as told:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = run_blocks(model.blocks, x)
+            y.backward(torch.empty_like(y))
     by_torch = {event.key: event.count for event in told.key_averages() if event.key in ("aten::_to_copy", "aten::mul")}
     found.append([len(launches), by_torch])
 print(json.dumps(found))
