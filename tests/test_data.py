@@ -109,12 +109,7 @@ def test_read_image_refuses_what_is_not_an_image(tmp_path: Path, monkeypatch: py
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
     (tmp_path / "link.png").symlink_to("gone.png")
     assert tmp_path / "link.png" in find_images([tmp_path]), "dangling links in a folder are not ignored"
-    for name, message in (
-        ("link.png", "no such file"),
-        ("float.tif", "must be integers"),
-        (".", "got a folder"),
-        ("absent.png", "no such file"),
-    ):
+    for name, message in (("link.png", "no such file"), ("float.tif", "must be integers"), (".", "got a folder")):
         with pytest.raises(ImageError, match=message):
             read_image(tmp_path / name)
 

@@ -22,9 +22,6 @@ import torch
 from vit_fast import create_model, save
 from vit_fast.cli import main
 from vit_fast.export import export_onnx
-from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.optimization import _write_program
-from vit_fast.files import folder_aside
 
 def command(*arguments):
     try:
@@ -32,14 +29,9 @@ def command(*arguments):
     except SystemExit as ended:
         assert ended.code == 2, ended.code
 
-def program():
-    with folder_aside(Path("new/program")) as aside:
-        _write_program(torch.nn.Linear(4, 4), Candidate(attention="sdpa"), torch.zeros(1, 4), aside / "model.pt2")
-
 writers = {
     "new/m.safetensors": lambda: save(create_model("vit_test"), "new/m.safetensors"),
     "new/m.onnx": lambda: export_onnx(create_model("vit_test"), "new/m.onnx", verify=False),
-    "new/program": program,
     "new/deep/out/checkpoint.pth": lambda: command(
         "train", "images", "--model", "vit_test", "--epochs", "1", "--out", "new/deep/out"),
     "new/filters.png": lambda: command("show", "vit_test", "--figures", "filters", "--out", "new"),
@@ -74,7 +66,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
         env=os.environ | {"MPLBACKEND": "agg"},
     )  # fmt: skip
     lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) == FULL_DISK.count("lambda:") + 1, done.stdout + done.stderr
+    assert done.returncode == 0 and len(lines) == FULL_DISK.count("lambda:"), done.stdout + done.stderr
     for line in lines:
         path, left, told = line.split("|")
         assert left == "False", line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import pytest
@@ -22,20 +21,14 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_head
 TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu", "ReLU": "relu", "SiLU": "silu"}
 
 
-def _variants() -> list[Any]:
-    """Returns all variants; `make test` runs one of each family."""
-    seen: set[str] = set()
-    found = []
-    for name in sorted(set(vit_fast.list_models()) - NOT_IN_TIMM):
-        family = re.sub(
-            r"_(tiny|small|base|mediumd?|betwixt|large|huge|giant|gigantic|so400m|\d+b?|patch\d+)(?=_|$)", "", name
-        )
-        found.append(pytest.param(name, marks=[pytest.mark.slow] if family in seen else []))
-        seen.add(family)
-    return found
-
-
-@pytest.mark.parametrize("name", _variants())
+@pytest.mark.fast_cases(
+    "vit_tiny_patch16_224", "deit3_huge_patch14_224", "deit_tiny_distilled_patch16_224", "vit_giant_patch14_dinov2",
+    "vit_large_patch14_clip_quickgelu_224", "vit_so400m_patch16_siglip_512", "vit_huge_plus_patch16_dinov3_qkvb",
+    "eva02_base_patch14_448", "eva02_large_patch14_clip_336", "vit_pe_core_gigantic_patch14_448",
+    "vit_pe_lang_large_patch14_448", "vit_betwixt_patch16_rope_reg4_gap_256", "vit_base_patch16_rope_ape_224",
+    "aimv2_3b_patch14_448",
+)  # fmt: skip
+@pytest.mark.parametrize("name", sorted(set(vit_fast.list_models()) - NOT_IN_TIMM))
 def test_variant_has_timms_parameters(name, monkeypatch):
     monkeypatch.setattr(torch, "linspace", functools.partial(torch.linspace, device="cpu"))  # timm 1.0.20 reads it
     with torch.device("meta"):

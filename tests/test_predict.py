@@ -55,7 +55,6 @@ def test_folders_and_single_images_agree(weights: str, tmp_path: Path, capsys: A
     together = _json(capsys, str(folder), "--weights", weights)
     assert [Path(result["image"]).name for result in together] == [f"{i:02}.png" for i in range(40)]
     (alone,) = _json(capsys, str(folder / "37.png"), "--weights", weights)
-    assert len(alone["top"]) == 5
     assert [row["index"] for row in alone["top"]] == [row["index"] for row in together[37]["top"]]
     assert run("predict", PHOTO, "--weights", weights, "--top-k", "2", "--device", "cpu") == 0
     first, *lines = capsys.readouterr().out.splitlines()

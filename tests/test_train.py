@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from PIL import Image
 
 from vit_fast import VisionTransformer, create_model, load, save
 from vit_fast.apps import training
-from vit_fast.apps.data import ImageError, ImageFolder, ReaderLostError, load_images
+from vit_fast.apps.data import ImageError, ImageFolder, load_images
 from vit_fast.apps.datasets import open_data
 from vit_fast.apps.training import TrainConfig, Trainer, TrainingError, config_for, train
 from vit_fast.weights import WeightsError
@@ -82,20 +81,6 @@ def test_a_resumed_run_is_bitwise_identical(folder: Path, out: Path) -> None:
         resumed = create_model("vit_test", num_classes=2, drop_path_rate=0.1)
         assert train(resumed, data, out / "parts", config, resume=True) == rows
         torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_a_run_whose_reader_was_killed_resumes(folder: Path, tmp_path: Path) -> None:
-    data, config = open_data(folder), _settings(batch_size=2)
-    rows = train(_model(), data, tmp_path / "whole", config)
-
-    def kill(epoch: int, step: int, steps: int, measure: object) -> None:
-        for process in multiprocessing.active_children() if epoch == 1 and step == 1 else ():
-            process.kill()
-
-    with pytest.raises(ReaderLostError, match="a worker that reads images was lost"):
-        train(_model(), data, tmp_path / "out", config, workers=1, on_step=kill)
-    assert train(_model(), data, tmp_path / "out", config, resume=True) == rows
 
 
 @pytest.mark.slow
