@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.blocks.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
 from vit_fast.fusion import calibration
-from vit_fast.quantization.fp8_emulation import IMAGES
+from vit_fast.quantization.fp8 import IMAGES
 
 LIBRARIES = [
     "ours", "timm-vit", "timm-qk-norm", "timm-dinov3", "timm-gated", "timm-dinov3-gated", "transformers-vit",

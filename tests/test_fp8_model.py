@@ -24,7 +24,7 @@ from vit_fast.blocks.fp8_scales import Fp8Scales, FrozenFp8, scales_of
 from vit_fast.fusion.fuse import frozen_of, sharing_copy
 from vit_fast.ops.descriptions import BlockScales, Keys
 from vit_fast.quantization import fp8
-from vit_fast.quantization.fp8_emulation import emulate
+from vit_fast.quantization.fp8 import emulate
 
 POINTS, WANTED = 0.006, 0.995
 """Accuracy that e4m3 may cost; top-1 agreement required in the tests that keep layers for it."""

@@ -16,7 +16,7 @@ from ..blocks.fused import device_of
 from ..errors import UnsupportedInputError, check_type, type_name
 from ..ops import reference
 from ..ops.descriptions import BlockScales, Norm
-from ..quantization.fp8_emulation import IMAGES, EmulatedBlock, as_taken, emulate
+from ..quantization.fp8 import IMAGES, EmulatedBlock, as_taken, emulate
 from ..quantization.schemes import Observation, Observer, Scheme, first_near_best, power_of_two, smoothing_scale
 from .fuse import sharing_copy
 

@@ -22,7 +22,7 @@ from ..fusion.calibration import calibrate
 from ..fusion.fuse import freeze, fuse
 from ..libraries.known import recognise
 from ..ops.backends import fp8_reasons
-from ..quantization.fp8_emulation import as_taken, logits_of
+from ..quantization.fp8 import as_taken, logits_of
 from ..run.graph_runner import GraphRunner
 from .candidate import DTYPES, ORIGINAL, Candidate
 from .runtimes import OnnxFile, open_file, write_onnx
