@@ -105,7 +105,7 @@ class AttentionMixin(AttentionLayer):
 class RotaryAttentionMixin(AttentionLayer):
     """timm's EvaAttention and AttentionRope with fused operators between their linear layers."""
 
-    def forward(
+    def forward(  # type: ignore[override]  # timm's
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         return self.compute(x, attn_mask, is_causal, rope=rope)
@@ -204,7 +204,7 @@ class EvaBlockMixin(BlockMixin):
     def read_mlp(cls, block: Reader) -> MlpParts | None:
         return read_mlp(block, "norm2", {}, layer_scale="gamma_2", drop_path="drop_path2")
 
-    def forward(
+    def forward(  # type: ignore[override]  # timm's
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         return self.compute(x, attn_mask, is_causal, rope=rope)
