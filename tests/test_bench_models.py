@@ -136,6 +136,7 @@ def test_a_function_gives_a_model(in_a_folder: Path) -> None:
         ("--batch-sizes 99999999999", "it needs at least"),
         ("--models vit_test --dtypes float32", "fp32, fp16, bf16"),
         ("--resume folder --train", "must be the only option"),
+        ("--resume folder --time-budget 0", "must be the only option"),
         ("--models vit_test --device toaster", "toaster"),
         ("--models vit_test --device cuda:63", "CUDA devices"),
         ("--data disk", "--data must be device, or"),

@@ -109,7 +109,8 @@ def bench(
         machine = describe(configuration.device)
         journal = Journal.begin(default_folder(machine) if out is None else out, configuration.request, machine)
     else:
-        if out is not None or any(value not in ((), None, False, "auto", "device") for value in asked.values()):
+        given = [value for value in asked.values() if value is not False]  # a time budget may be 0
+        if out is not None or any(value not in ((), None, "auto", "device") for value in given):
             raise ValueError(
                 f"--resume {resume} must be the only option besides --json: the run has stored its options"
             )
