@@ -105,7 +105,7 @@ class AttentionMixin(AttentionLayer):
 class RotaryAttentionMixin(AttentionLayer):
     """timm's EvaAttention and AttentionRope with fused operators between their linear layers."""
 
-    def forward(  # type: ignore[override]  # timm's
+    def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         return self.compute(x, attn_mask, is_causal, rope=rope)
