@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +61,23 @@ def test_a_record_holds_every_figure_and_they_agree() -> None:
     for control in record["controls"]:
         assert control["resolution"] >= 0 and control["conditions"]["busy"] is not None
     assert record["ceilings"]["taken"] == 3  # before, between and after
+
+
+def test_agreement_is_of_eight_images_in_calls_that_reuse_memory(add: Callable[..., None]) -> None:
+    def partly(task: Task) -> Callable[[torch.Tensor], torch.Tensor]:
+        model, memory, calls = build("sdpa", task), torch.empty(1, 10), itertools.count(1)
+
+        def answer(images: torch.Tensor) -> torch.Tensor:
+            memory.copy_(model(images))
+            if next(calls) == 5:  # after three calls of the check
+                memory[:, memory.argmax(-1)] = -1e3
+            return memory
+
+        return answer
+
+    add("partly", partly, precision="int8", tolerance=1e9)
+    rows = rows_by_candidate(runner.run(plan("sdpa", "partly", batch_sizes=(1,))))
+    assert (rows["sdpa"]["agreement"], rows["partly"]["agreement"]) == (1.0, 7 / 8)
 
 
 def run_out() -> None:
