@@ -226,7 +226,6 @@ def qk_norm_of_depth(depth: int) -> dict[str, Subject]:
     }
 
 
-DEEP = of_depth(24)  # deep enough for errors to accumulate in the residual stream
 LIBRARIES = {
     "timm": "timm-vit",
     "timm-rotary": "timm-dinov3",

@@ -214,11 +214,7 @@ def run_as_block(
     rope: Rope | None = None,
     keys: Keys | None = None,
 ) -> Tensor:
-    """Runs a fused block that its library calls, [B, N, C] -> [B, N, C].
-
-    Reuses the LayerNorm statistics of the previous block if `x` is its unmodified output. `attend` computes
-    x + attention(x) with the block's modules, which run if `ordinary` is False.
-    """
+    """Runs a fused block that its library calls, [B, N, C]; `attend` runs x + attention(x) as modules."""
     backend = block.vit_fast_backend
     if ordinary and backend == "sdpa" and (packed := packed_for(parts, x)) is not None:
         return run_packed([packed], x, rope, keys)
@@ -247,11 +243,7 @@ def run_as_block(
 
 
 def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
-    """Runs consecutive blocks, [B, N, C] -> [B, N, C], with the same rotary arguments `rope`, if any.
-
-    If one operator can run each block, LayerNorm statistics pass from block to block. The last block also computes
-    statistics, to share the launch plan of the others. If a block is wrapped, replaced or hooked, all run as modules.
-    """
+    """Runs consecutive blocks on [B, N, C] with the same rotary arguments; hooked blocks run as modules."""
     if not torch.compiler.is_compiling() and (output := run_packed_blocks(blocks, x, *rope)) is not None:
         return output
     ready: list[Any] = []

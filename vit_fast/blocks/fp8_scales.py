@@ -105,10 +105,7 @@ class Fp8Scales(nn.Module):
     def run(
         self, parts: BlockParts, x: Tensor, facts: TokenFacts, rope: Rope | None, reader: FrozenFp8 | None = None
     ) -> tuple[Tensor, TokenFacts]:
-        """Runs the block on x [B, N, C] with facts about x; also returns facts about the output for the next block.
-
-        `reader` is the cached weights of the next block if that block reads e4m3.
-        """
+        """Runs the block on x [B, N, C]; `reader` is the cached weights of the next block if that block reads e4m3."""
         attention, mlp = parts.halves
         self.check("triton")
         qk_norm = attention.qk_norm and attention.qk_norm.now()

@@ -251,10 +251,7 @@ def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[st
 
 
 class FusedNormMlp(FusedModule):
-    """A module whose norm and MLP run as one operator; if possible, one operator runs the whole block.
-
-    If a child gets a hook, a wrapper or another class after fuse, the half that contains this child runs as modules.
-    """
+    """A module whose norm and MLP run as one operator; if possible, one operator runs the whole block."""
 
     kind = "norm + MLP"
     reader: ClassVar[type[Reader]] = Reader

@@ -170,10 +170,7 @@ def is_plain_call(x: Tensor) -> bool:
 def run_packed(
     blocks: Sequence[Packed], x: Tensor, rope: Rope | None, keys: Keys | None, outputs: int | None = None
 ) -> Tensor:
-    """Runs consecutive blocks on [B, N, C] or [total, C]; see `packed_for`.
-
-    The last block computes only `outputs` leading tokens, or all if None; this requires keys=None.
-    """
+    """Runs consecutive blocks on [B, N, C] or [total, C]; the last one computes only `outputs` leading tokens."""
     steps = [packed.steps() for packed in blocks]  # in advance: between operators, threads sleep while Python runs
     shared_rope = rope is None or rope.cos.ndim == 2
     parts = _split(x, steps) if keys is None and shared_rope else (x,)

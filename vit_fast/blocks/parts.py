@@ -49,10 +49,7 @@ class NormParts:
 
 @dataclass(frozen=True, eq=False)
 class LinearParts:
-    """A linear layer, or several with the same input (q, k and v), concatenated along the outputs.
-
-    Weights and biases are one, or one per layer; timm's EVA has one weight and three biases.
-    """
+    """A linear layer, or several with the same input; timm's EVA has one weight and three biases."""
 
     weights: tuple[Slot, ...]
     biases: tuple[Slot, ...]

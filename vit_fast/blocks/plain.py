@@ -145,10 +145,7 @@ class Watch:
         self._touched, self._plain = tuple(touched), tuple(plain)
 
     def holds(self, owner: nn.Module) -> bool:
-        """True if `owner` is the block that was read, and no class, child, hook, forward or attribute changed.
-
-        Takes a few microseconds.
-        """
+        """True if `owner` is the block that was read, and no class, child, hook, forward or attribute changed."""
         if owner is not self.owner:  # a shallow copy, or a replica of nn.DataParallel
             return False
         for cls, forward in self._forwards:

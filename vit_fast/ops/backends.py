@@ -41,10 +41,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | Non
 
 
 def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """Returns all reasons why "auto" does not select triton for tensors of this device and dtype.
-
-    For fp32 tensors, "auto" selects triton only if TF32 is allowed or autocast is enabled.
-    """
+    """Returns all reasons why "auto" does not select triton; fp32 needs TF32 or autocast."""
     if device.type != "cuda":  # also the CPU under Triton's interpreter; returns without importing triton
         place = "the CPU" if device.type == "cpu" else device.type
         return (f"triton cannot run here: tensors must be on a CUDA device, got {place}",)
@@ -204,11 +201,7 @@ def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Runs a call but skips the launches of kernels that are not compiled yet, then compiles these kernels.
-
-    `call` must work on uninitialized tensors and have no side effects. Returns the number of kernels that this process
-    had not loaded, and how many of them were not in Triton's disk cache. Raises RuntimeError if one does not compile.
-    """
+    """Compiles the kernels of a call; counts them, and those that were not in Triton's disk cache."""
     from ..kernels.precompile import collect, compile_all
 
     with collect() as requests:

@@ -116,8 +116,6 @@ def _require_supported(what: str, qkv: Tensor, tensors: QkTensors) -> None:
     if B * N > MAX_ROWS:
         reasons.append(f"qkv must have at most {MAX_ROWS} tokens, got {B * N}")
     for name, tensor in zip(("qkv", *QkTensors._fields), (qkv, *tensors[:6])):
-        if tensor is not None and tensor.device != qkv.device:
-            reasons.append(f"{name} must be on {qkv.device} like qkv, got {tensor.device}")
         if tensor is not None and tensor.dtype not in DTYPES:
             reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
     if reasons:
