@@ -111,8 +111,7 @@ class _Run:
         self.configuration, self.tell, self.journal = configuration, tell, journal
         self.start = time.perf_counter()
         self.planned, self.skipped = configuration.plan()
-        self.preparing_s = self.assumed_s = 0.0
-        self.latest_s = configuration.time_budget_s
+        self.latest_s = self.end_s = configuration.time_budget_s
 
     def record(self) -> Record:
         configuration, journal, interrupted = self.configuration, self.journal, False
@@ -180,8 +179,8 @@ class _Run:
 
     def _measure_group(self, group: Group, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Adds a row for every candidate; returns those that did not fit into memory."""
-        configuration, start_s = self.configuration, self.elapsed_s()
-        self.latest_s = self._latest_s(group)
+        configuration = self.configuration
+        self.latest_s, self.end_s = self._ends_s(group)
         self.tell(f"{group}: images and the fp64 reference")
         try:
             problem = make_problem(group, configuration.images, configuration.device)
@@ -203,8 +202,6 @@ class _Run:
                     too_large.append(candidate)
                 else:
                     self.journal.add("row", row)
-        self.preparing_s += self.elapsed_s() - start_s
-        self.assumed_s += self.configuration.preparing_s(group, candidates)
         return too_large + self._time(group, prepared)
 
     def _prepare(
@@ -228,9 +225,9 @@ class _Run:
         too_large: list[Candidate] = []
         while prepared:
             self.tell(f"{group}: timing {len(prepared)} candidates, interleaved")
-            end_s, conditions = self._end_of_timing_s(group), Conditions(self.configuration.device)
+            conditions = Conditions(self.configuration.device)
             protocol = dataclasses.replace(self.configuration.protocol, launch=group.launch)
-            watch = Watch(prepared, protocol, self.elapsed_s, end_s, self.configuration.is_default)
+            watch = Watch(prepared, protocol, self.elapsed_s, self.end_s, self.configuration.is_default)
             add = functools.partial(self._add_timed, group, prepared, watch.best, conditions)
             try:
                 with conditions.watch(), at_most(preparation.CANDIDATE_SECONDS) as watch.again:
@@ -274,25 +271,14 @@ class _Run:
         ahead = sum(other.call_s for other in others) * FLOOR_LEAST_REPEATS
         return self.elapsed_s() + ahead > self.configuration.time_budget_s
 
-    def _latest_s(self, group: Group) -> float:
-        """Returns the time at which the preparation of a group ends, so that a slow machine reaches all groups."""
-        configuration, following = self.configuration, self._from(group)
+    def _ends_s(self, group: Group) -> tuple[float, float]:
+        """Returns when to stop preparing and timing a group: the groups share the time in proportion to estimates."""
+        configuration = self.configuration
         if not configuration.is_default:
-            return configuration.time_budget_s
+            return configuration.time_budget_s, configuration.time_budget_s
+        following = list(itertools.dropwhile(lambda one: one.key != group.key, self.planned))
         preparing_s = [configuration.preparing_s(one, self._remaining(one)) for one in following]
         timing_s = [configuration.timed_s(one) * (1 + len(self._remaining(one))) for one in following]
-        left_s = configuration.time_budget_s - self.elapsed_s()
-        return self.elapsed_s() + SHARES * left_s * preparing_s[0] / sum(preparing_s + timing_s)
-
-    def _end_of_timing_s(self, group: Group) -> float:
-        """Returns the end of the timing of a prepared group: it gets an equal share of the time that remains."""
-        configuration, (_, *later) = self.configuration, self._from(group)
-        if not configuration.is_default:
-            return configuration.time_budget_s
-        later_s = sum(configuration.preparing_s(one, self._remaining(one)) for one in later)
-        free_s = configuration.time_budget_s - self.elapsed_s() - max(1.0, self.preparing_s / self.assumed_s) * later_s
-        return self.elapsed_s() + max(free_s, 0.0) / (1 + len(later))
-
-    def _from(self, group: Group) -> list[Group]:
-        """Returns the planned groups from this one on."""
-        return list(itertools.dropwhile(lambda one: one.key != group.key, self.planned))
+        now_s = self.elapsed_s()
+        share = (configuration.time_budget_s - now_s) / sum(preparing_s + timing_s)
+        return now_s + SHARES * share * preparing_s[0], now_s + share * (preparing_s[0] + timing_s[0])

@@ -132,9 +132,7 @@ def find(model: nn.Module, example: Any, precision: str | None) -> CachedResult 
 
 def look_up(key: dict[str, Any]) -> CachedResult | None:
     """Returns the cached result with this key, or None."""
-    path = next((path for path in _paths() if path.name == _name(key)), None)
-    result = None if path is None else _read(path)
-    return result if result is not None and result.key == key else None
+    return next((result for _, result in all_results() if result.key == key), None)
 
 
 def store(result: CachedResult) -> None:
