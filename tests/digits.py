@@ -50,8 +50,8 @@ MASSIVE = (5, 40)
 """The channels of the residual stream that `massive` is about."""
 
 
-def _kept(massive: float) -> Path:
-    """Returns the path of the cached weights for these settings."""
+def _cached(massive: float) -> Path:
+    """Returns the path of the weights for these settings and this source."""
     package = Path(vit_fast.__file__).parent
     sources = [Path(__file__), *(package / name for name in ("model.py", "layers.py", "positions.py")),
                *(package / "apps" / name for name in ("training.py", "trainer.py"))]  # fmt: skip
@@ -68,7 +68,7 @@ def _trained(massive: float = 0) -> vit_fast.VisionTransformer:
             num_heads=4,
         )  # fmt: skip
         model.data_config, model.class_names = DATA_CONFIG, tuple(map(str, range(10)))
-        path = _kept(massive)
+        path = _cached(massive)
         if not path.exists():
             _train(model, massive)
             with file_aside(path) as aside:

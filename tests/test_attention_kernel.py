@@ -236,14 +236,12 @@ def test_grids() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("batch", "tokens", "heads", "head_dim"), [(2, 4097, 3, 64), (70_000, 5, 1, 16), (1, 65_536, 1, 64)]
-)
-def test_large(batch: int, tokens: int, heads: int, head_dim: int) -> None:
+@pytest.mark.parametrize("shape", [(2, 4097, 3, 64), (70_000, 5, 1, 16), (1, 65_536, 1, 64)], ids=str)
+def test_large(shape: tuple[int, int, int, int]) -> None:
     """Against torch's own attention in fp32: an fp64 score matrix of this size does not fit."""
-    q, k, v = packed_inputs(batch, tokens, heads, head_dim, torch.bfloat16)
+    q, k, v = packed_inputs(*shape, torch.bfloat16)
     o, lse = nan_output(q)
-    attention.attention_forward(q, k, v, o, lse, head_dim**-0.5)
+    attention.attention_forward(q, k, v, o, lse, shape[-1] ** -0.5)
     right = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float())
     torch.testing.assert_close(o.float(), right, atol=2e-2, rtol=2e-2)
 

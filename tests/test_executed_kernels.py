@@ -264,18 +264,6 @@ def test_every_synchronisation_is_needed_or_not_missed(
     assert share > 0.5, missed  # Triton writes barriers that others make redundant
 
 
-def test_weight_gradients_use_whole_sectors_and_all_banks(emulator: Emulator) -> None:
-    """Parts in fp32 are read beside weights in bf16, and sums over rows pass through shared memory."""
-    emulator.profile()
-    _run(_mlp(40, 128, 256, BF16))
-    found = {kernel.kernel: kernel.rows for kernel in emulator.profile()}
-    for name in ("_weight_grad_kernel", "_vector_grad_kernel"):
-        rows = found[name]
-        loads = [row for row in rows if row.opcode.startswith("ld.global")]
-        assert 32 * sum(row.sectors for row in loads) <= 1.1 * sum(row.bytes for row in loads), name
-        assert sum(row.wavefronts for row in rows) <= 2.5 * sum(row.ideal_wavefronts for row in rows), name
-
-
 @pytest.mark.skipif(KERNEL_ARCH != "sm_90", reason="wgmma of 8-bit floats is sm_90's")
 def test_fp8_is_accurate_with_sums_of_14_bits(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of 14 bits, as sm_90 adds products of 8-bit floats, at ViT-S' sizes."""

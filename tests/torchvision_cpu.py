@@ -9,17 +9,9 @@ declaring the two schemas is enough. Where torchvision loads by itself, nothing 
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
-from types import ModuleType
 
-SCHEMAS = {
-    "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-}
 _library = []  # torch drops the schemas when the Library object dies
 
 
@@ -29,21 +21,17 @@ def define_schemas() -> None:
 
     if _library or torch.version.cuda is not None:
         return
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name, schema in SCHEMAS.items():
-        library.define(name + schema)
-    _library.append(library)
+    _library.append(torch.library.Library("torchvision", "FRAGMENT"))
+    for name in ("nms", "qnms"):
+        _library[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
-class _BeforeTorchvision(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+class _BeforeTorchvision:
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         if fullname == "torchvision":
             sys.meta_path.remove(self)
             if importlib.util.find_spec("torchvision") is not None:
                 define_schemas()
-        return None
 
 
 def install_import_hook() -> None:
@@ -52,22 +40,21 @@ def install_import_hook() -> None:
         sys.meta_path.insert(0, _BeforeTorchvision())
 
 
-def install_into_environment() -> None:
+def main() -> None:
     """Copies this file and a .pth that calls the hook into the running environment's site-packages."""
     import shutil
     import sysconfig
     from pathlib import Path
 
-    site_packages = Path(sysconfig.get_path("purelib"))
-    shutil.copyfile(__file__, site_packages / "_torchvision_cpu.py")
-    (site_packages / "_torchvision_cpu.pth").write_text(
-        "import _torchvision_cpu; _torchvision_cpu.install_import_hook()\n"
-    )
-
-
-if __name__ == "__main__":
     if sys.argv[1:] != ["--install"]:
         sys.exit(f"usage: {sys.argv[0]} --install")
     if sys.prefix == sys.base_prefix:
         sys.exit("not in a virtual environment: nothing installed")
-    install_into_environment()
+    site_packages = Path(sysconfig.get_path("purelib"))
+    shutil.copyfile(__file__, site_packages / "_torchvision_cpu.py")
+    hook = "import _torchvision_cpu; _torchvision_cpu.install_import_hook()\n"
+    (site_packages / "_torchvision_cpu.pth").write_text(hook)
+
+
+if __name__ == "__main__":
+    main()
