@@ -9,7 +9,7 @@ from mlp_support import combined, statistics_of
 from torch import Tensor
 
 from vit_fast.kernels.device import gpu_of, reads_descriptors
-from vit_fast.kernels.linear import folding, linear
+from vit_fast.kernels.linear import linear
 from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands, matmul_launch
 from vit_fast.kernels.matmul.matmul_policy import matmul_config
 
@@ -115,23 +115,3 @@ def test_statistics_of_pieces_of_every_size(C: int, sub_tiles: int, monkeypatch:
     out, part = linear.linear_residual(*tensors, statistics=True)
     assert part is not None
     _check_statistics(out, part)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-def test_linears_are_folded_together(dtype: torch.dtype) -> None:
-    """With any parameter absent, and with other layouts of the weight."""
-    linears = [
-        folding.NormedLinear(normal(48, 96, seed=1), normal(48, seed=2), normal(96, seed=3), normal(96, seed=4)),
-        folding.NormedLinear(normal(33, 40, seed=5).t().contiguous().t(), None, None, normal(40, seed=6)),
-        folding.NormedLinear(normal(7, 2100, seed=7), None, normal(2100, seed=8), None),
-    ]
-    for one, folded in zip(linears, folding.fold_linears(linears, dtype), strict=True):
-        weight = one.weight.double()
-        scaled = weight * (1 if one.gamma is None else one.gamma.double())
-        shift = torch.zeros_like(weight[:, 0]) if one.bias is None else one.bias.double()
-        shift = shift if one.beta is None else shift + weight @ one.beta.double()
-        assert folded.weight.dtype == dtype
-        centred = scaled - scaled.mean(1, keepdim=True)
-        torch.testing.assert_close(folded.weight.double(), centred, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
-        torch.testing.assert_close(folded.weight_sum.double(), folded.weight.double().sum(1), rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(folded.shift.double(), shift, rtol=1e-5, atol=1e-4)

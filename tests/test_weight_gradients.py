@@ -1,4 +1,4 @@
-"""The end of the backward by itself: products of one to four pairs, sums over rows, parameters' gradients."""
+"""The end of the backward by itself: products of one to four pairs, and sums over rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from kernel_support import DEVICE
 from torch import Tensor
 
 from vit_fast.kernels.device import REFERENCE_GPU
-from vit_fast.kernels.launch import Launch
 from vit_fast.kernels.layer_norm import RowStatistics
 from vit_fast.kernels.linear import gradients, weight_products
-from vit_fast.kernels.linear.folding import NormedLinear
-from vit_fast.kernels.linear.weight_gradients import FoldedProducts, ResidualProducts, parameter_gradients
 from vit_fast.kernels.linear.weight_products import weight_products_launch
 from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, fits_tma
 
@@ -72,56 +69,3 @@ def test_rows_are_summed_beside_the_layer_norm(M: int, F: int, dtype: torch.dtyp
     plain, same, _ = gradients.layer_norm_gradient(grad, gamma, rows, None, dz)
     assert torch.equal(dx, plain if added is None else plain + added)
     assert torch.equal(normalised, same)
-
-
-def folded(seed: int, *, affine: bool, bias: bool) -> FoldedProducts:
-    F, C = 72 + seed, 40 + seed
-    vectors = [
-        normal(size, seed=seed + i) if wanted else None
-        for i, (size, wanted) in enumerate(((F, bias), (C, affine), (C, affine)))
-    ]
-    sums = normal(3, 2, F, seed=seed) if seed % 2 else normal(70, F, seed=seed)  # more than are added at once
-    return FoldedProducts(normal(2 + seed, F, C, seed=seed), sums, NormedLinear(normal(F, C, seed=seed), *vectors))
-
-
-def branch(seed: int, *, bias: bool, scale: bool) -> ResidualProducts:
-    C, F = 56 + seed, 130 + seed
-    vectors = [normal(C, seed=seed + i) if wanted else None for i, wanted in enumerate((bias, scale))]
-    grad = normal(300, C, seed=seed, dtype=torch.bfloat16)
-    return ResidualProducts(normal(3, C, F, seed=seed), grad, normal(C, F, seed=seed), *vectors)
-
-
-def assert_exact(given: FoldedProducts | ResidualProducts, found: object) -> None:
-    """The formulas of `gradients.py` in fp64."""
-    if isinstance(given, FoldedProducts):
-        layer, u, sums = given.linear, given.part.double().sum(0), given.column_part.double().sum(0)
-        dz, u = (sums[0], u - sums[1][:, None]) if sums.dim() == 2 else (sums, u)
-        gamma, beta = (1, 0) if layer.gamma is None else (layer.gamma.double(), layer.beta.double())
-        weight = layer.weight.double()
-        exact = {"weight": u * gamma + dz[:, None] * beta, "bias": dz}
-        exact |= {"gamma": (u * weight).sum(0), "beta": (dz[:, None] * weight).sum(0)}
-    else:
-        layer, v, dy = given, given.part.double().sum(0), given.grad.double().sum(0)
-        scale, bias = (1, 0) if layer.scale is None else (layer.scale.double(), layer.bias.double())
-        exact = {"weight": v * (scale if layer.scale is None else scale[:, None]), "bias": dy * scale}
-        exact["scale"] = (v * layer.weight.double()).sum(1) + bias * dy
-    for name, expected in exact.items():
-        gradient = getattr(found, name)
-        assert (gradient is None) == (getattr(layer, name) is None)
-        if gradient is not None:
-            torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("vectors", [True, False])
-@pytest.mark.parametrize("counts", [(1, 0), (0, 1), (1, 1), (2, 1), (2, 2), (1, 2)], ids=str)
-def test_parameters_of_several_layers(counts: tuple[int, int], vectors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every slot of the kernels; two launches, or one without vectors."""
-    first = [folded(seed, affine=vectors, bias=vectors) for seed in range(counts[0])]
-    second = [branch(seed, bias=vectors, scale=vectors) for seed in range(counts[1])]
-    launches, run = [], Launch.run
-    monkeypatch.setattr(Launch, "run", lambda self: (launches.append(self.grid[0]), run(self)))
-    of_first, of_second = parameter_gradients(first, second)
-    assert sum(programs > 0 for programs in launches) == (2 if vectors else 1)
-    for given, found in zip([*first, *second], [*of_first, *of_second], strict=True):
-        assert_exact(given, found)
