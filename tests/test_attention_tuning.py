@@ -21,20 +21,14 @@ SHAPE = (1, 33, 1, 16)
 FAST = ForwardConfig("looped", 64, 64, num_stages=2, tma=True)
 
 
-def _first_task(monkeypatch: pytest.MonkeyPatch, *tried: ForwardConfig) -> attention_tuning.Task:
-    task = next(attention_tuning.tasks(*SHAPE, device=DEVICE))
-    monkeypatch.setattr(attention_tuning, "candidates", lambda task: iter([task.by_rule, *tried]))
-    return task
-
-
 def test_the_fastest_right_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken is a size that is no power of two; incorrect, a launch that writes nothing."""
-    broken = ForwardConfig("looped", 48, 64)
-    task = _first_task(monkeypatch, FAST, broken)
-    times = {FAST.block_n: 0.5, task.by_rule.block_n: 1.0}
+    task = next(attention_tuning.tasks(*SHAPE, device=DEVICE))
+    tried = [task.by_rule, FAST, ForwardConfig("looped", 48, 64)]
+    monkeypatch.setattr(attention_tuning, "candidates", lambda task: iter(tried))
 
     def measure(launch: Launch) -> float:
-        return times[launch.constants.get("BLOCK_N", task.by_rule.block_n)]
+        return 0.5 if launch.constants.get("BLOCK_N") == FAST.block_n else 1.0
 
     def launch_wrong(config: ForwardConfig) -> Launch:
         launch = task.launch(config)
