@@ -86,7 +86,7 @@ def write_triton_repository(
         copy_model(Path(model_path), aside / "1" / "model.onnx")
         if labels := _labels(info):
             (aside / LABELS).write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
-        (aside / "config.pbtxt").write_text(_as_text(config), encoding="utf-8")
+        (aside / "config.pbtxt").write_text(config, encoding="utf-8")
     return target
 
 
@@ -110,34 +110,46 @@ def accelerator_mode(precision: str) -> str:
     return ACCELERATOR_MODES[precision]
 
 
-def _server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, device: str) -> dict[str, Any]:
-    """Returns the server's ModelConfig. Warm-up requests build TensorRT engines before the model is ready."""
+def _server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, device: str) -> str:
+    """Returns the server's ModelConfig in protobuf's text format."""
     dynamic = all(not isinstance(v["shape"][0], int) for v in [*info.inputs, *info.outputs] if v["shape"])
-    config: dict[str, Any] = {
-        "name": name,
-        "platform": "onnxruntime_onnx",
-        "backend": "onnxruntime",
-        "max_batch_size": max_batch if dynamic else 0,
-        "input": [_tensor(v, dynamic, info) for v in info.inputs],
-        "output": [_tensor(v, dynamic, info) for v in info.outputs],
-        "instance_group": [{"count": instances, "kind": _Name(INSTANCE_KINDS[device])}],
-    }
-    if _labels(info):
-        config["output"][0]["label_filename"] = LABELS
+    lines = [
+        f"name: {_quoted(name)}",
+        'platform: "onnxruntime_onnx"',
+        'backend: "onnxruntime"',
+        f"max_batch_size: {max_batch if dynamic else 0}",
+        f"instance_group {{ count: {instances} kind: {INSTANCE_KINDS[device]} }}",
+    ]
+    for kind, values in (("input", info.inputs), ("output", info.outputs)):
+        for value in values:
+            shape = value["shape"][1:] if dynamic else value["shape"]
+            dims = [dim if isinstance(dim, int) and dim > 0 else -1 for dim in shape]
+            labels = f' label_filename: "{LABELS}"' if value is info.outputs[0] and _labels(info) else ""
+            lines.append(f"{kind} {{ name: {_quoted(value['name'])} {_type_of(value, info)} dims: {dims}{labels} }}")
     if dynamic:
-        config["dynamic_batching"] = {"max_queue_delay_microseconds": QUEUE_DELAY_US}
+        lines.append(f"dynamic_batching {{ max_queue_delay_microseconds: {QUEUE_DELAY_US} }}")
     if device == "gpu" and info.metadata.get("target") == "tensorrt":
-        mode = {"key": "precision_mode", "value": accelerator_mode(str(info.metadata.get("precision")))}
-        accelerator = {"name": "tensorrt", "parameters": [mode]}
-        config["optimization"] = {"execution_accelerators": {"gpu_execution_accelerator": [accelerator]}}
+        mode = accelerator_mode(str(info.metadata.get("precision")))
+        accelerator = f'name: "tensorrt" parameters {{ key: "precision_mode" value: "{mode}" }}'
+        lines.append(f"optimization {{ execution_accelerators {{ gpu_execution_accelerator {{ {accelerator} }} }} }}")
     if dynamic and info.output is not None and (profile := _shape_profile(info)):
-        tensor = config["input"][0]
-        value = {"data_type": tensor["data_type"], "dims": list(profile["opt"][1:]), "random_data": _Name("true")}
-        inputs = [{"key": tensor["name"], "value": value}]
-        config["model_warmup"] = [
-            {"name": f"batch {batch}", "batch_size": batch, "inputs": inputs} for batch in dict.fromkeys((1, max_batch))
-        ]
-    return config
+        tensor, dims = info.inputs[0], list(profile["opt"][1:])
+        request = f"{_type_of(tensor, info)} dims: {dims} random_data: true"
+        inputs = f"inputs {{ key: {_quoted(tensor['name'])} value {{ {request} }} }}"
+        for batch in dict.fromkeys((1, max_batch)):  # these requests build TensorRT engines before the model is ready
+            lines.append(f'model_warmup {{ name: "batch {batch}" batch_size: {batch} {inputs} }}')
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _quoted(text: str) -> str:
+    return f'"{text_encoding.CEscape(text, as_utf8=True)}"'
+
+
+def _type_of(value: dict[str, Any], info: OnnxInfo) -> str:
+    if value["dtype"] not in DATA_TYPES:
+        known = ", ".join(DATA_TYPES)
+        raise ModelFileError(f"{info.path}: the dtype of {value['name']} must be one of {known}, got {value['dtype']}")
+    return f"data_type: {DATA_TYPES[value['dtype']]}"
 
 
 def _labels(info: OnnxInfo) -> tuple[str, ...]:
@@ -145,36 +157,6 @@ def _labels(info: OnnxInfo) -> tuple[str, ...]:
     names = info.class_names or ()
     one_per_line = all([name.strip()] == name.splitlines() for name in names)
     return names if info.output in ("logits", "probabilities") and one_per_line else ()
-
-
-class _Name(str):
-    """An enum value, which protobuf's text format writes without quotes."""
-
-
-def _tensor(value: dict[str, Any], dynamic: bool, info: OnnxInfo) -> dict[str, Any]:
-    if value["dtype"] not in DATA_TYPES:
-        known = ", ".join(DATA_TYPES)
-        raise ModelFileError(f"{info.path}: the dtype of {value['name']} must be one of {known}, got {value['dtype']}")
-    dims = value["shape"][1:] if dynamic else value["shape"]
-    return {
-        "name": value["name"],
-        "data_type": _Name(DATA_TYPES[value["dtype"]]),
-        "dims": [dim if isinstance(dim, int) and dim > 0 else -1 for dim in dims],
-    }
-
-
-def _as_text(message: dict[str, Any], indent: str = "") -> str:
-    """Formats a message in protobuf's text format."""
-    lines = []
-    for key, value in message.items():
-        for item in value if isinstance(value, list) and value and isinstance(value[0], dict) else [value]:
-            if isinstance(item, dict):
-                lines.append(f"{indent}{key} {{\n{_as_text(item, indent + '  ')}{indent}}}\n")
-            elif isinstance(item, str) and not isinstance(item, _Name):
-                lines.append(f'{indent}{key}: "{text_encoding.CEscape(item, as_utf8=True)}"\n')
-            else:
-                lines.append(f"{indent}{key}: {item}\n")
-    return "".join(lines)
 
 
 def _shape_profile(info: OnnxInfo) -> dict[str, tuple[int, ...]]:
