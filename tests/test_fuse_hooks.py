@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import packed_towers
 import pytest
 import torch
 from fused_models import SUBJECTS, of_depth
@@ -19,8 +20,6 @@ from hooked_blocks import (
     hook_the_output,
     tower_of,
 )
-from packed_towers import NAFLEX
-from packed_towers import TOWERS as PACKED_TOWERS
 from torch import nn
 
 import vit_fast
@@ -29,7 +28,7 @@ OFTEN = (
     "timm-vit", "timm-qk-norm", "timm-siglip", "timm-eva02-norms-inside", "transformers-siglip2",
     "torchvision-vit", "torch-encoder", "ours",
 )  # fmt: skip
-ALL = SUBJECTS | PACKED_TOWERS | NAFLEX
+ALL = SUBJECTS | packed_towers.TOWERS | packed_towers.NAFLEX
 PACKED = ("qwen2_5_vl", "pixtral", "rotary, a table an image")
 
 

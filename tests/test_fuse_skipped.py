@@ -69,25 +69,22 @@ def test_similar_classes_are_skipped(name: str, settings: dict[str, Any], reason
 
 def test_masks_given_at_a_call_reach_the_original() -> None:
     layer = nn.TransformerEncoderLayer(64, 2, 64, norm_first=True, dropout=0.0, batch_first=True).eval()
-    x, mask = torch.randn(2, 5, 64), nn.Transformer.generate_square_subsequent_mask(5)
-    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    timm_model = tiny_timm().eval()
-    block, tokens = timm_model.blocks[0], torch.randn(2, 5, 64)
-    bias = torch.randn(1, 1, 5, 5)
+    block: Any = tiny_timm().eval().blocks[0]
+    x, mask, bias = torch.randn(2, 5, 64), torch.ones(5, 5, dtype=torch.bool).triu(1), torch.randn(1, 1, 5, 5)
 
     def results() -> list[Tensor]:
         return [
             layer(x, src_mask=mask),
-            layer(x, src_key_padding_mask=padding),
+            layer(x, src_key_padding_mask=torch.tensor([[False] * 5, [False] * 3 + [True] * 2])),
             layer.self_attn(x, x, x)[1],
             layer.self_attn(x[:, :1], x, x, need_weights=False)[0],
-            block(tokens, attn_mask=bias),
-            block(tokens, is_causal=True),
+            block(x, attn_mask=bias),
+            block(x, is_causal=True),
         ]
 
     expected = results()
-    vit_fast.fuse(layer).require_all()
-    vit_fast.fuse(timm_model).require_all()
+    for each in (layer, block):
+        vit_fast.fuse(each).require_all()
     torch.testing.assert_close(results(), expected)
 
 

@@ -79,28 +79,6 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
         ValueError: there are no images, the model is in training mode, or an activation is infinite or NaN.
         UnsupportedInputError: no block of the model can run in e4m3; lists the reasons per block.
     """
-    _check(model)
-    batches = _batches(model, images)
-    copied = sharing_copy(model)
-    blocks, skipped = emulate(copied)
-    if not blocks:
-        reasons = [f"{name}: {why}" for name, why in skipped.items()]
-        raise UnsupportedInputError(
-            "calibrate", reasons or ["the model must have an encoder block that vit_fast.fuse supports, got none"]
-        )
-    observers = _observe(copied, blocks, batches)
-    found, rows = {}, []
-    for block in blocks:
-        chosen = {linear: _choose(block, linear, observers[block.name, linear].seen()) for linear in LINEARS}
-        found[block.name] = BlockScales(*(scale for scale, _ in chosen.values()))
-        rows += [about for _, about in chosen.values()]
-    for name, scales in found.items():
-        set_scales(model.get_submodule(name), scales)
-    IMAGES[model] = batches
-    return Calibration(sum(map(len, batches)), tuple(rows))
-
-
-def _check(model: nn.Module) -> None:
     check_type("model", model, nn.Module)
     if hasattr(model, "_orig_mod"):
         raise ValueError("model must not be compiled: calibrate and fuse it before torch.compile")
@@ -108,6 +86,22 @@ def _check(model: nn.Module) -> None:
         raise ValueError("model must have weights, got tensors on the meta device: load the weights first")
     if model.training:
         raise ValueError("model must be in evaluation mode: call eval() first")
+    batches = _batches(model, images)
+    copied = sharing_copy(model)
+    blocks, skipped = emulate(copied)
+    if not blocks:
+        reasons = [f"{name}: {why}" for name, why in skipped.items()]
+        none = "the model must have an encoder block that vit_fast.fuse supports, got none"
+        raise UnsupportedInputError("calibrate", reasons or [none])
+    observers = _observe(copied, blocks, batches)
+    chosen = {
+        block.name: [_choose(block, linear, observers[block.name, linear].seen()) for linear in LINEARS]
+        for block in blocks
+    }
+    for name, linears in chosen.items():
+        set_scales(model.get_submodule(name), BlockScales(*(scale for scale, _ in linears)))
+    IMAGES[model] = batches
+    return Calibration(sum(map(len, batches)), tuple(about for linears in chosen.values() for _, about in linears))
 
 
 def _batches(model: nn.Module, images: Any) -> list[Tensor]:

@@ -79,13 +79,13 @@ class FixedGrid(nn.Module):
         if images.shape[1:] != image:
             raise ValueError(f"images must have shape [B, {', '.join(map(str, image))}], got {tuple(images.shape)}")
         output: Tensor
-        if not self.layout_names:
-            output = self.tower.forward_head(self.tower.forward_features(images), pre_logits=features)
-        elif "resizing" in self.layout_names:
-            output = self._siglip2(images)
-        else:
+        if self.is_qwen:
             layout = {name: self._repeated(name, images.shape[0]) for name in self.layout_names}
             output = self.tower(self.patches(images), None, **layout).pooler_output.unflatten(0, (images.shape[0], -1))
+        elif self.layout_names:
+            output = self._siglip2(images)
+        else:
+            output = self.tower.forward_head(self.tower.forward_features(images), pre_logits=features)
         return output
 
     def patches(self, images: Tensor) -> Tensor:

@@ -91,8 +91,8 @@ _SKIPPED = {
 _FORMS = {path: file.FORMS for files in FUSABLE.values() for file in files for path in file.FORMS.mixins}
 
 
-def _cached(function: Function) -> Function:
-    return functools.cache(function)  # type: ignore[return-value]  # mypy takes classes of modules for unhashable
+# mypy takes classes of modules for unhashable
+_cached: Callable[[Function], Function] = functools.cache  # type: ignore[assignment]
 
 
 @_cached
