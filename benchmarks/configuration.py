@@ -228,7 +228,7 @@ def make_configuration(
     if not budget >= 0:
         raise ValueError(f"time_budget_s must be >= 0 (0: no limit), got {budget}")
     if amp and (not train or dtypes not in (None, ["fp32"])):
-        raise ValueError("--amp requires --train, without --dtypes or with --dtypes fp32: parameters stay in fp32")
+        raise ValueError("--amp requires --train and fp32 parameters: pass --train, and remove --dtypes")
     if latency and batch_sizes not in (None, [1]):
         raise ValueError("--batch-sizes must be 1 or absent with --latency")
     words = DEFAULT_MODELS[kind] if models is None else models

@@ -147,7 +147,7 @@ def test_a_function_gives_a_model(in_a_folder: Path) -> None:
         ("--models timm:test_vit --img-size 63", "timm:test_vit"),
         ("--models vit_test --img-size 1x2x3", "got 1x2x3"),
         ("--models vit_test --amp", "--amp requires --train"),
-        ("--models vit_test --train --amp --dtypes bf16", "parameters stay in fp32"),
+        ("--models vit_test --train --amp --dtypes bf16", "fp32 parameters: pass --train"),
     ],
 )
 def test_bad_input_is_one_line_before_any_model_is_built(

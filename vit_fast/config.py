@@ -326,6 +326,7 @@ def _check_together(config: ViTConfig) -> None:
     if config.fc_norm and not config.final_norm:
         raise ValueError("final_norm must be True for fc_norm=True, got False")
     if config.distilled and not (config.class_token and config.global_pool == "token"):
-        raise ValueError("distilled=True requires class_token=True and global_pool='token'")
+        found = f"class_token={config.class_token} and global_pool={config.global_pool!r}"
+        raise ValueError(f"distilled=True requires class_token=True and global_pool='token', got {found}")
     if config.distilled and config.reg_tokens:
         raise ValueError(f"reg_tokens must be 0 for distilled=True, got {config.reg_tokens}")

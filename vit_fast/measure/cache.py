@@ -67,7 +67,7 @@ class CachedResult:
         lacking = [name for name in KEY if name not in parts["key"]]
         lacking += [name for name in FIGURES if name not in parts["figures"]]
         if lacking:
-            raise ValueError(f"must have {', '.join((*KEY, *FIGURES))}, lacks {', '.join(lacking)}")
+            raise ValueError(f"lacks {', '.join(lacking)}")
         return cls(parts["key"], Candidate.from_dict(parts["candidate"]), parts["figures"])
 
     def write(self, path: Path) -> None:

@@ -243,4 +243,4 @@ def _image_tower(tower: Any) -> ImageTower | None:
 def version_reasons() -> list[str]:
     """Returns a reason if transformers cannot compute the metadata of packed towers."""
     known = importlib.util.find_spec("transformers.vision_utils") is not None
-    return [] if known else ["transformers must have transformers.vision_utils: install version 5.23"]
+    return [] if known else ["this version of transformers has no transformers.vision_utils: install transformers 5.23"]
