@@ -294,6 +294,10 @@ def test_errors_name_every_reason(block: Any) -> None:
     def quantize(tensors: BlockTensors = tensors, dtype: torch.dtype = bf16, **wrong: Tensor) -> Any:
         return quantize_block(tensors, scales._replace(**wrong), dtype)
 
+    def with_fp32(autocast: bool) -> Any:
+        with torch.autocast(DEVICE, bf16, enabled=autocast):
+            return fused_block(x.float(), None, quantize(), **SETTINGS)
+
     one, narrow = torch.ones((), device=DEVICE), tensors._replace(fc2_weight=tensors.fc2_weight[:, :30])
     for call, word in (
         (lambda: quantize(proj=scales.qkv), r"scales\.proj must have shape \(\), got \(96,\)"),
@@ -306,10 +310,8 @@ def test_errors_name_every_reason(block: Any) -> None:
             lambda: quantize(tensors._replace(inner_weight=x, fc2_sum=x)),
             "inner_weight, fc2_sum must be None",
         ),
-        (
-            lambda: fused_block(x.float(), None, quantize(), **SETTINGS),
-            r"x must be .*, got torch\.float32",
-        ),
+        (lambda: with_fp32(False), r"x must be float16 or bfloat16, got torch\.float32"),
+        (lambda: with_fp32(True), r"x must be float16 or bfloat16, got torch\.float32"),
         (lambda: run(torch.cat((x, x), 2), tensors, scales), f"x must have {WIDTH} channels .*, got {2 * WIDTH}"),
         (lambda: run(x.to("meta"), tensors, scales), "qkv_weight must be on meta like x, got "),
     ):

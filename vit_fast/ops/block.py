@@ -290,7 +290,7 @@ def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
     if t.is_fp8:
         what = "a block in FP8"
         reasons = fp8_reasons(x.device)
-        if dtype == torch.float32:
+        if x.dtype == torch.float32:
             reasons.append(f"x must be float16 or bfloat16, got {x.dtype}")
         if t.qkv_weight.shape[1] != x.shape[-1]:
             reasons.append(f"x must have {t.qkv_weight.shape[1]} channels like qkv's weight, got {x.shape[-1]}")
