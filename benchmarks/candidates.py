@@ -81,12 +81,13 @@ def parse_candidate(word: str) -> Candidate:
         return candidate
     if mode and not mode.startswith(":"):
         raise ValueError(f"candidate {word!r}: +compile must be followed by :MODE or nothing, got {mode}")
-    found: Any = mode[1:] or "default"
+    found = mode[1:] or "default"
     if found not in COMPILE_MODES:
-        raise ValueError(f"the compile mode must be one of {', '.join(COMPILE_MODES)}, got {mode[1:]!r}")
+        raise ValueError(f"the compile mode must be one of {', '.join(COMPILE_MODES)}, got {found!r}")
     if not candidate.compilable:
         raise ValueError(f"candidate {name!r} cannot be compiled by torch.compile: use {name!r} alone")
-    return candidate.compiled_in(found)
+    engine: Any = "compile" if found in ("default", "freezing") else found
+    return dataclasses.replace(candidate, engine=engine, frozen=found == "freezing")
 
 
 def choose(

@@ -17,7 +17,7 @@ from vit_fast.benchmarks.models import Task, resolve, weights_of
 from vit_fast.benchmarks.records import SPEED_FIELDS
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.clock import Protocol, Samples
+from vit_fast.measure.clock import Protocol
 
 QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
 
@@ -28,13 +28,6 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     patch.setattr(runner, "release_memory", lambda *_, **__: None)
     patch.setattr(clock, "RESAMPLES", 200)
-
-
-def samples_of(milliseconds: list[float]) -> Samples:
-    """Durations as if they were measured on a CPU, without untimed calls."""
-    samples = Samples(lambda _: None, torch.device("cpu"), QUICK)
-    samples.extend(milliseconds)
-    return samples
 
 
 def named(name: str, build: Callable[[Task], Any], **fields: Any) -> Candidate:

@@ -153,7 +153,7 @@ def _print_candidates(console: Console) -> None:
         installed = f"no (pip install {' '.join(missing)})" if missing else "yes"
         rows.append((candidate.base, candidate.summary, installed, "yes" if candidate.compilable else "no"))
     console.print(table("candidates", ("candidate", "description", "installed", "torch.compile"), rows, texts=4))
-    console.print(f"Append +compile to a name, or +compile:MODE, where MODE is one of {', '.join(COMPILE_MODES[1:])}.")
+    console.print(f"Append +compile to a name, or +compile:MODE, where MODE is one of {', '.join(COMPILE_MODES)}.")
 
 
 def _print_record(console: Console, record: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ Before a candidate is timed, its outputs are compared with fp64, by the rule of 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import signal
 import sys
@@ -25,9 +24,8 @@ from ..accuracy import FORWARD_FACTOR, Measure, allowed_error, error_of, size_of
 from ..errors import UnsupportedInputError
 
 Engine = Literal["torch", "compile", "reduce-overhead", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
-# Modes of torch.compile; "freezing" is Inductor's option (weights as constants), "none" does not compile.
-CompileMode = Literal["none", "default", "freezing", "reduce-overhead", "max-autotune"]
-COMPILE_MODES: tuple[CompileMode, ...] = get_args(CompileMode)
+# Modes of `+compile:MODE`; "freezing" is Inductor's option (weights as constants).
+COMPILE_MODES = ("default", "freezing", "reduce-overhead", "max-autotune")
 Precision = Literal["bf16", "fp16", "int8", "fp8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 # Dtypes of the model; with fp8, of everything except the operands of the linear layers.
@@ -86,15 +84,11 @@ class Candidate:
         return len(self.to_dict()) + (self.engine != "torch") - one_fuse
 
     @property
-    def compile_mode(self) -> CompileMode:
-        if self.engine == "reduce-overhead" or self.engine == "max-autotune":
-            return "freezing" if self.frozen else self.engine
-        return "none" if self.engine != "compile" else "freezing" if self.frozen else "default"
-
-    def compiled_in(self, mode: CompileMode) -> Candidate:
-        """Returns the candidate compiled in a mode of torch.compile."""
-        engine: Any = "compile" if mode in ("default", "freezing") else "torch" if mode == "none" else mode
-        return dataclasses.replace(self, engine=engine, frozen=mode == "freezing")
+    def compile_mode(self) -> str:
+        """The mode of torch.compile, "none" without it."""
+        if self.engine == "torch" or self.runs_file:
+            return "none"
+        return "freezing" if self.frozen else "default" if self.engine == "compile" else self.engine
 
     @property
     def runs_file(self) -> bool:
@@ -126,7 +120,7 @@ class Candidate:
 
     def compiled(self, function: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
         """Compiles a module in the candidate's mode, separately for each shape."""
-        mode = self.compile_mode
+        mode: Any = self.compile_mode
         if mode == "none":
             return function
         from ..run.runtime import compile, compile_frozen  # imports torch's compiler
