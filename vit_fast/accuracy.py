@@ -38,11 +38,6 @@ class Accuracy:
     def passed(self) -> bool:
         return self.error <= self.allowed
 
-    @property
-    def share(self) -> float:
-        """Error divided by the allowed error; infinite for any error if the allowed error is 0."""
-        return self.error / self.allowed if self.allowed else (0.0 if self.passed else float("inf"))
-
     def __str__(self) -> str:
         return f"error {self.error:.3g}, must be at most {self.allowed:.3g} (eager: {self.eager_error:.3g})"
 

@@ -61,18 +61,13 @@ class PatchEmbed(nn.Module):
         dtype = getattr(self.proj, "weight", images).dtype  # a wrapper of the convolution may have no weight attribute
         if images.dtype != dtype and not torch.is_autocast_enabled(images.device.type):
             raise ValueError(f"images must have the dtype of the weights, {dtype}, got {images.dtype}")
-        height, width = images.shape[2], images.shape[3]
-        if not config.dynamic_img_size:
-            if (height, width) != config.image_hw:
-                raise ValueError(
-                    f"images must be {config.image_hw[0]}x{config.image_hw[1]}, got {height}x{width}: build the model "
-                    "with dynamic_img_size=True, or with this img_size"
-                )
-        elif height % config.patch_pixels[0] or width % config.patch_pixels[1]:
-            raise ValueError(
-                "image height and width must be multiples of the patch size "
-                f"{config.patch_pixels[0]}x{config.patch_pixels[1]}, got {height}x{width}"
-            )
+        (height, width), patch_hw = images.shape[2:], config.patch_pixels
+        if not config.dynamic_img_size and (height, width) != config.image_hw:
+            advice = "build the model with dynamic_img_size=True, or with this img_size"
+            raise ValueError("images must be {}x{}, got {}x{}: {}".format(*config.image_hw, height, width, advice))
+        if config.dynamic_img_size and (height % patch_hw[0] or width % patch_hw[1]):
+            requirement = "image height and width must be multiples of the patch size"
+            raise ValueError("{} {}x{}, got {}x{}".format(requirement, *patch_hw, height, width))
 
 
 def conv_stem(in_chans: int, channels: tuple[int, ...]) -> nn.Sequential:

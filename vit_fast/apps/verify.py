@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +15,6 @@ from ..ops.backends import interpreter_is_active, resolve_backend, triton_unavai
 from ..weights.factory import create_model
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_SMALL_MODEL: dict[str, Any] = {
-    "img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10,
-}  # fmt: skip
-
 Outputs = Callable[[str, torch.dtype], Sequence[Tensor]]
 """Computes output and, of an operator, gradient with a backend in a dtype."""
 
@@ -116,17 +111,14 @@ def _of_operator(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> O
 
 
 def _of_model(rounded_to: torch.dtype, device: torch.device) -> Outputs:
-    def model(backend: str) -> torch.nn.Module:
-        return create_model("vit_base_patch16_224", backend=backend, device=device, **_SMALL_MODEL)
-
-    weights = {name: value.to(rounded_to).double() for name, value in model("eager").state_dict().items()}
+    weights = create_model("vit_test", device=device).to(rounded_to).state_dict()
     images = torch.randn(2, 3, 32, 32, device=device).to(rounded_to)
 
     @torch.no_grad()
     def run(backend: str, dtype: torch.dtype) -> Sequence[Tensor]:
-        ours = model(backend)
-        ours.load_state_dict(weights)
-        return (ours.to(dtype)(images.to(dtype)),)
+        model = create_model("vit_test", backend=backend, device=device, dtype=dtype)
+        model.load_state_dict(weights)
+        return (model(images.to(dtype)),)
 
     return run
 

@@ -32,8 +32,7 @@ WEIGHT_FILES = (
 )  # fmt: skip
 
 _WRAPPERS = ("model", "state_dict", "model_state_dict")
-_HUB_PREFIXES = ("hf-hub:", "hf_hub:", "hf://")
-_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
+_HUB_ID = re.compile(r"(?:hf-hub:|hf_hub:|hf://)?(\w[\w.-]*/\w[\w.-]*(?:@[\w./-]+)?)")
 
 Find = Callable[..., Path | None]
 """Returns the local path of the first of the given file names that exists; None if none exists."""
@@ -75,11 +74,9 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
 
 def hub_id(source: str | Path) -> str | None:
     """Returns `owner/name[@revision]` without a prefix such as hf-hub: if source is a Hub id; otherwise None."""
-    text = str(source)
-    for prefix in _HUB_PREFIXES:
-        text = text.removeprefix(prefix)
-    is_id = isinstance(source, str) and _HUB_ID.fullmatch(text) and not text.lower().endswith(SUFFIXES)
-    return text if is_id else None
+    is_file = not isinstance(source, str) or source.lower().endswith(SUFFIXES)
+    found = None if is_file else _HUB_ID.fullmatch(str(source))
+    return None if found is None else found[1]
 
 
 def read_file(path: Path) -> Source:
