@@ -18,13 +18,8 @@ _DAY = 24 * 3600.0  # no write takes longer
 def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
     """Yields a temporary path. If the `with` block succeeds, moves all files beside it to their final names.
 
-    Args:
-        path: The final name. Missing folders are created, and removed again if the block fails.
-        errors: Other exceptions that a library raises for a failed write; they become OSError.
-    Yields:
-        The same file name in a new, hidden folder.
-    Raises:
-        OSError: `path` is not a regular file, the folder is read-only, or the disk is full. No files remain.
+    Missing folders are created. If the block fails, nothing remains. A failed write, for which a library may raise
+    `errors`, becomes an OSError.
     """
     check_replaceable(path)
     with _hidden_folder(path, *errors) as aside:
@@ -42,12 +37,9 @@ def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def folder_aside(path: Path) -> Iterator[Path]:
-    """Yields a hidden folder. If the `with` block succeeds, renames it to `path`.
+    """Yields a hidden folder. If the `with` block succeeds, renames it to `path`, a new name or an empty folder.
 
-    Args:
-        path: A new name or an empty folder; symbolic links are followed.
-    Raises:
-        OSError: the folder cannot be written. No files remain.
+    Follows symbolic links. If the block fails, nothing remains.
     """
     if path.is_symlink():
         path = Path(os.path.realpath(path))

@@ -205,8 +205,7 @@ def load_images(paths: Sequence[str | Path], model: VisionTransformer) -> Tensor
 def read_images(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -> list[Image.Image]:
     """Reads `count` images: evenly spaced files, or all files and random crops of them if there are fewer.
 
-    The first files might all be of one class, because files are often sorted by class. None means matplotlib's sample
-    image.
+    The first files might all be of one class. None means matplotlib's sample image.
     """
     files = find_images([sample_image()] if paths is None else paths)
     if not files:

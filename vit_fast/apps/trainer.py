@@ -277,10 +277,9 @@ def _copy(sources: list[Tensor], targets: list[nn.Parameter]) -> None:
 
 
 def parameter_groups(model: VisionTransformer, config: TrainConfig) -> list[dict[str, Any]]:
-    """Returns the optimizer's parameter groups.
+    """Returns the optimizer's parameter groups. Vectors and model.no_weight_decay() have no weight decay.
 
-    Matrices have weight decay; vectors and model.no_weight_decay() have none. With layer_decay, the embedding is layer
-    0, block i is layer i + 1, and the modules after the blocks are the last layer.
+    With layer_decay, the embedding is layer 0, block i is layer i + 1, and the modules after the blocks are the last.
     """
     exempt, last = model.no_weight_decay(), len(model.blocks) + 1
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
@@ -291,13 +290,10 @@ def parameter_groups(model: VisionTransformer, config: TrainConfig) -> list[dict
             layer = int(rest[0]) + 1 if first == "blocks" else 0 if before else last
             plain = parameter.dim() < 2 or name in exempt
             groups.setdefault((layer if config.layer_decay != 1 else last, plain), []).append(parameter)
+    decays, lrs = (config.weight_decay, 0.0), [config.lr * config.layer_decay ** (last - i) for i in range(last + 1)]
     return [
-        {
-            "params": parameters,
-            "weight_decay": 0.0 if plain else config.weight_decay,
-            "lr": config.lr * config.layer_decay ** (last - layer),
-        }
-        for (layer, plain), parameters in sorted(groups.items(), key=lambda item: item[0])
+        {"params": groups[layer, plain], "weight_decay": decays[plain], "lr": lrs[layer]}
+        for layer, plain in sorted(groups)
     ]
 
 
