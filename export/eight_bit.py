@@ -1,4 +1,4 @@
-"""Writes MatMuls in 8 bits.
+"""Quantizes MatMuls to 8 bits, with ONNX Runtime's quantizers and the scales of a scheme.
 
 Each DequantizeLinear feeds its MatMul directly, also in attention, so that TensorRT fuses them. For ONNX Runtime on a
 CPU, we fuse MatMul and bias into one MatMulIntegerToFloat, because ONNX Runtime leaves the bias a separate node.
@@ -12,15 +12,16 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnxscript.rewriter import pattern, rewrite
 
 from vit_fast.quantization.schemes import Range, Scheme
 
 from .graphs import constant_of
 from .options import MICROSOFT
 
-DTYPES: dict[str, Any] = {"int8": np.int8, "uint8": np.uint8, "e4m3": ml_dtypes.float8_e4m3fn}
+ZEROS: dict[str, Any] = {"int8": np.int8, "uint8": np.uint8, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,88 +71,114 @@ def _name_of(node: ir.Node) -> str:
     return names[-1].removeprefix("model.").removesuffix(".bias") if names else str(node.name)
 
 
-def _bias_of(node: ir.Node) -> tuple[ir.Node, ir.Value | None]:
-    """Returns the Add that follows a MatMul, and the bias that it adds; else the MatMul itself."""
-    for user in {use.node for use in node.outputs[0].uses()}:
-        for value in user.inputs:
-            array = constant_of(value)
-            if user.op_type == "Add" and array is not None and array.ndim == 1:
-                return user, value
-    return node, None
-
-
 def quantise_products(
-    model: ir.Model, products: Sequence[Product], scheme: Scheme, ranges: Mapping[str, Range], *, fused: bool = False
+    model: ir.Model, products: Sequence[Product], scheme: Scheme, ranges: Mapping[str, Range], *, fused: bool
 ) -> ir.Model:
-    """Returns a copy with these MatMuls in 8 bits: in QDQ format, or as MatMulIntegerToFloat if `fused`.
+    """Returns a copy with these MatMuls in QDQ format, or fused: MatMulIntegerToFloat. Weights are int8 or e4m3."""
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
+    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 
-    Without ranges, activations are quantized to uint8 at run time, and multiplied by MatMulInteger.
-    """
-    made = model.clone()
-    names = {product.node.name for product in products}
-    writer = _Operands(scheme, ranges)
-    tape = writer.tape
-    for node in [node for node in made.graph if node.name in names]:
-        operands = [writer.quantised(value) for value in node.inputs if value is not None]
-        if ranges and not fused:
-            for place, (values, scale, zero) in enumerate(operands):
-                axis = {"axis": 1} if scale.shape else {}
-                node.replace_input_with(place, tape.op("DequantizeLinear", [values, scale, zero], axis))
-            continue
-        (x, x_scale, x_zero), (weight, weight_scale, weight_zero) = operands
-        last, bias = _bias_of(node)
-        if ranges:
-            inputs = [x, weight, x_scale, weight_scale, x_zero, None, *([] if bias is None else [bias])]
-            _replace(last.outputs[0], tape.op("MatMulIntegerToFloat", inputs, domain=MICROSOFT))
-        else:
-            sums = tape.op("MatMulInteger", [x, weight, x_zero, weight_zero])
-            in_float = tape.op("Cast", [sums], {"to": ir.DataType.FLOAT})
-            _replace(node.outputs[0], tape.op("Mul", [in_float, tape.op("Mul", [x_scale, weight_scale])]))
-    for value in tape.initializers:
-        made.graph.register_initializer(value)
-    made.graph.extend(tape.nodes)
-    made.graph.sort()
-    RemoveUnusedNodesPass()(made)
+    types = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8, "e4m3": QuantType.QFLOAT8E4M3FN}
+    of_weights = types["e4m3" if scheme.kind == "e4m3" else "int8"]
+    overrides: dict[str, list[dict[str, Any]]] = {}
+
+    def override(value: ir.Value, limits: Range, kind: Any) -> None:
+        scale, zero = scheme.grid(limits)
+        dtype = (value.dtype or ir.DataType.FLOAT).numpy()
+        numbers = {"scale": np.asarray(scale, dtype), "zero_point": np.asarray(zero, ZEROS[scheme.kind])}
+        overrides[str(value.name)] = [numbers | {"quant_type": kind}]
+
+    for product in products:
+        for value in product.activations:
+            override(value, ranges[str(value.name)], types[scheme.kind])
+        if product.weight is not None and scheme.kind == "e4m3":  # ONNX Runtime would clip at 4.5 standard deviations
+            weight, peak = product.node.inputs[1], float(np.abs(product.weight).max())
+            assert weight is not None
+            override(weight, Range(-peak, peak, "weight"), of_weights)
+    limits = {
+        str(value.name): TensorData(lowest=np.array([one.low], np.float32), highest=np.array([one.high], np.float32))
+        for product in products
+        for value in product.activations
+        for one in [ranges[str(value.name)]]
+    }
+    quantizer = QDQQuantizer(
+        _with_types(model, products), per_channel=scheme.kind != "e4m3", weight_qType=of_weights,
+        activation_qType=types[scheme.kind], tensors_range=TensorsData(CalibrationMethod.MinMax, limits),
+        extra_options={"OpTypesToExcludeOutputQuantization": ["MatMul"], "TensorQuantOverrides": overrides},
+        **_only(products),
+    )  # fmt: skip
+    made = _quantised(quantizer)
     if fused:
+        for rule in _FUSIONS:  # first with a bias
+            rewrite(made, pattern.RewriteRuleSet([rule], commute=True))
         made.opset_imports[MICROSOFT] = 1
     return made
 
 
-def _replace(old: ir.Value, new: ir.Value) -> None:
-    if old.is_graph_output():
-        new.name, new.shape, new.type, old.name = old.name, old.shape, old.type, None
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+def quantise_dynamically(model: ir.Model, products: Sequence[Product]) -> ir.Model:
+    """Returns a copy of a graph with these MatMuls in uint8 x int8. Ranges of activations are computed at run time."""
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
+    from onnxruntime.quantization.quant_utils import QuantizationMode
+
+    proto = ir.serde.serialize_model(model)
+    del proto.graph.value_info[:]  # the quantizer infers all shapes again
+    quantizer = ONNXQuantizer(
+        proto, mode=QuantizationMode.IntegerOps, static=False, per_channel=True, tensors_range=None,
+        weight_qType=QuantType.QInt8, activation_qType=QuantType.QUInt8,
+        extra_options={"MatMulConstBOnly": True, "DefaultTensorType": onnx.TensorProto.FLOAT}, **_only(products),
+    )  # fmt: skip
+    return _quantised(quantizer)
 
 
-class _Operands:
-    """Records the nodes and constants that quantize the operands of MatMuls, each operand once."""
+def _only(products: Sequence[Product]) -> dict[str, Any]:
+    nodes = [product.node.name for product in products]
+    return {
+        "nodes_to_quantize": nodes, "nodes_to_exclude": [], "op_types_to_quantize": ["MatMul"], "reduce_range": False,
+    }  # fmt: skip
 
-    def __init__(self, scheme: Scheme, ranges: Mapping[str, Range]) -> None:
-        self.tape = ir.tape.Tape()
-        self._scheme, self._ranges = scheme, ranges
-        self._known: dict[str, Sequence[ir.Value]] = {}
 
-    def quantised(self, value: ir.Value) -> Sequence[ir.Value]:
-        """Returns an operand in 8 bits, its scale and its zero point."""
-        name = str(value.name)
-        if name not in self._known:
-            if (weight := constant_of(value)) is not None:
-                self._known[name] = self._weight(name, weight)
-            elif self._ranges:
-                scale, zero = self._scheme.grid(self._ranges[name])
-                dtype = (value.dtype or ir.DataType.FLOAT).numpy()
-                grid = self._grid(name, np.asarray(scale, dtype), np.asarray(zero, DTYPES[self._scheme.kind]))
-                self._known[name] = self.tape.op("QuantizeLinear", [value, *grid]), *grid
-            else:
-                self._known[name] = self.tape.op_multi_out("DynamicQuantizeLinear", [value], num_outputs=3)
-        return self._known[name]
+def _with_types(model: ir.Model, products: Sequence[Product]) -> onnx.ModelProto:
+    """Returns the graph with dtypes of activations; ONNX Runtime's own inference fails for dynamic shapes."""
+    from onnxruntime.quantization.quant_utils import add_infer_metadata
 
-    def _weight(self, name: str, weight: np.ndarray) -> Sequence[ir.Value]:
-        codes, scale = self._scheme.quantised_weight(weight)
-        codes = codes.astype(DTYPES["e4m3" if self._scheme.kind == "e4m3" else "int8"])
-        stored = self.tape.initializer(ir.tensor(codes, name=f"{name}_quantized"))
-        return stored, *self._grid(name, scale, np.zeros(scale.shape, codes.dtype))
+    for product in products:
+        for value in (*product.activations, *product.node.outputs):
+            value.dtype = value.dtype or ir.DataType.FLOAT
+    proto: onnx.ModelProto = ir.serde.serialize_model(model)
+    add_infer_metadata(proto)
+    return proto
 
-    def _grid(self, name: str, scale: np.ndarray, zero: np.ndarray) -> list[ir.Value]:
-        arrays = {f"{name}_scale": scale, f"{name}_zero_point": zero}
-        return [self.tape.initializer(ir.tensor(array, name=key)) for key, array in arrays.items()]
+
+def _quantised(quantizer: Any) -> ir.Model:
+    quantizer.quantize_model()
+    model = ir.serde.deserialize_model(quantizer.model.model)
+    model.graph.sort()
+    model.metadata_props.clear()
+    return model
+
+
+def _product(op: Any, x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, w_zero: Any) -> Any:
+    return op.MatMul(op.DequantizeLinear(x, x_scale, x_zero), op.DequantizeLinear(w, w_scale, w_zero))
+
+
+def _product_and_bias(op: Any, x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, w_zero: Any, bias: Any) -> Any:
+    return op.Add(_product(op, x, x_scale, x_zero, w, w_scale, w_zero), bias)
+
+
+def _one_node(op: Any, x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, bias: Any = None, **_: Any) -> Any:
+    rest = [] if bias is None else [bias]
+    return op.MatMulIntegerToFloat(x, w, x_scale, w_scale, x_zero, None, *rest, _domain=MICROSOFT)
+
+
+def _is_bias(context: Any, bias: ir.Value, **_: Any) -> bool:
+    array = constant_of(bias)
+    return array is not None and array.ndim == 1
+
+
+# the DequantizeLinear of an activation may have other readers, so unused nodes are removed afterwards
+_FUSIONS = (
+    pattern.RewriteRule(_product_and_bias, _one_node, _is_bias, remove_nodes=False),
+    pattern.RewriteRule(_product, _one_node, remove_nodes=False),
+)

@@ -35,7 +35,7 @@ from vit_fast.quantization.schemes import (
     smoothing_scale,
 )
 
-from .eight_bit import Product, products_of, quantise_products
+from .eight_bit import Product, products_of, quantise_dynamically, quantise_products
 from .graphs import constant_of, run_graph, save
 from .options import ExportOptions, Target
 from .report import EIGHT_BIT_BUDGET, Check, Quantised, loss_of
@@ -78,7 +78,9 @@ def quantise(
 
     def written(kept: Collection[Product]) -> ir.Model:
         chosen = [product for product in products if product not in kept]
-        return quantise_products(model, chosen, scheme, ranges, fused=bool(ranges) and options.target == "ort-cpu")
+        if not options.needs_calibration:
+            return quantise_dynamically(model, chosen)
+        return quantise_products(model, chosen, scheme, ranges, fused=options.target == "ort-cpu")
 
     made = written(())  # the last graph that passed, with the fewest layers in float
     losses: list[Check] = []
@@ -234,8 +236,8 @@ def _by_error(
         moved = [scheme.rounded(x, known or Range(float(x.min()), float(x.max()), "its own")) for x, known in found]
         if product.weight is None:
             return max(_relative(m, x) for m, x in zip(moved, exact))
-        codes, scale = scheme.quantised_weight(product.weight)
-        return _relative(moved[0] @ (codes * scale), exact[0] @ product.weight.astype(np.float32))
+        weight = product.weight.astype(np.float32)
+        return _relative(moved[0] @ scheme.rounded_weight(weight), exact[0] @ weight)
 
     return sorted(products, key=lambda product: (product.weight is not None, -error(product)))
 

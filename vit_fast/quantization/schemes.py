@@ -128,30 +128,26 @@ class Scheme:
             return float(np.exp2(np.ceil(np.log2(peak / E4M3_MAX)))) if peak > 0 else 1.0, 0
         return max(peak, 1e-3) / E4M3_MAX, 0  # representable in fp16
 
-    def codes(self, x: np.ndarray, scale: float, zero: int = 0) -> np.ndarray:
-        """Returns the numbers of the format that represent x, in fp32."""
-        if self.kind == "e4m3":
-            inside = torch.from_numpy(np.clip(x / scale, -E4M3_MAX, E4M3_MAX))
-            return inside.to(torch.float8_e4m3fn).float().numpy()
-        least, most = (-128, 127) if self.kind == "int8" else (0, 255)
-        codes: np.ndarray = np.clip(np.rint(x / scale) + zero, least, most)
-        return codes
-
     def rounded(self, x: np.ndarray, limits: Range) -> np.ndarray:
         """Returns x, quantized to this range and back, in fp32."""
         scale, zero = self.grid(limits)
-        restored: np.ndarray = (self.codes(x, scale, zero) - zero) * np.float32(scale)
+        if self.kind == "e4m3":
+            inside = torch.from_numpy(np.clip(x / scale, -E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
+            restored: np.ndarray = inside.float().numpy() * np.float32(scale)
+        else:
+            least, most = (-128, 127) if self.kind == "int8" else (0, 255)
+            restored = (np.clip(np.rint(x / scale) + zero, least, most) - zero) * np.float32(scale)
         return restored
 
-    def quantised_weight(self, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a weight [C, F] in e4m3 with one scale, or in int8 with scales [F]; the codes are in fp32."""
-        wide, dtype = weight.astype(np.float32), weight.dtype
+    def rounded_weight(self, weight: np.ndarray) -> np.ndarray:
+        """Returns a weight [C, F], quantized and back, in fp32."""
+        weight = weight.astype(np.float32)
         if self.kind == "e4m3":
-            peak = float(np.abs(wide).max())
-            scale = np.asarray(self.grid(Range(-peak, peak, "largest"))[0], dtype)
-            return self.codes(wide, float(scale)), scale
-        scale = np.maximum(np.abs(wide).max(axis=0) / 127, np.finfo(dtype).tiny).astype(dtype)
-        return np.clip(np.rint(wide / scale.astype(np.float32)), -127, 127), scale
+            peak = float(np.abs(weight).max())
+            return self.rounded(weight, Range(-peak, peak, "largest"))
+        scales = np.maximum(np.abs(weight).max(axis=0), np.finfo(np.float32).tiny * 128) / 127
+        restored: np.ndarray = np.clip(np.rint(weight / scales), -127, 127) * scales
+        return restored
 
     def ranges(self, seen: Observation) -> list[Range]:
         """Returns the ranges to try for an activation, the widest first; of equal scales, that of the first method."""
