@@ -150,5 +150,5 @@ def test_every_operator_has_a_flop_formula_and_few_arguments() -> None:
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("vit_fast::")}
     names -= {"vit_fast::exported_attention"}  # it marks attention in graphs that become ONNX
     operators = [getattr(torch.ops.vit_fast, name.removeprefix("vit_fast::").partition(".")[0]) for name in names]
-    assert len(operators) >= 7 and set(operators) <= flop_registry.keys()
+    assert operators and set(operators) <= flop_registry.keys()
     assert all(len(operator.default._schema.arguments) <= 12 for operator in operators)
