@@ -5,8 +5,8 @@ Exact GELU is x Phi(x), where Phi is the standard normal CDF. fp32 results use e
     Phi(x) = 1 / (1 + exp(-x P(|x|)))
 
 P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6 with a small relative error in both
-tails. The approximation takes a third of the instructions of erf, with one EX2 and one RCP. The error is below one
-rounding error of fp16 and bf16. Unlike 1 + erf(x / sqrt(2)), it does not suffer cancellation in the negative tail.
+tails. The approximation takes a third of the instructions of erf, with one EX2 and one RCP. Its error is below one ulp
+of fp16 and bf16, or below 1e-8. Unlike 1 + erf(x / sqrt(2)), it does not suffer cancellation in the negative tail.
 
 Tanh GELU (arXiv 1606.08415) is x times a logistic function too, because 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
 """
