@@ -165,16 +165,11 @@ def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:
 
 
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
-    """Writes `found`. Preserves other entries whose builds still exist, if the triton version is unchanged."""
+    """Writes `found`. Preserves the entries of other architectures, if the triton version is unchanged."""
     kept: dict[str, Any] = {}
     if path.exists() and is_comparable(old := read_baseline(path)):
-        existing = {
-            build.key(arch)
-            for arch in offline.ARCHS
-            for build in builds(arch, core=arch != REFERENCE_GPU.arch)
-            if is_recorded(build, arch)
-        }
-        kept = {key: counts for key, counts in old["builds"].items() if key in existing}
+        written = {key.partition("/")[0] for key in found}
+        kept = {key: counts for key, counts in old["builds"].items() if key.partition("/")[0] not in written}
     for key, stats in found.items():
         names = (*_RECORDED, "wgmma_waits") if stats["wgmma_waits"] else _RECORDED
         counts = stats | {"spills": spills(stats)}
