@@ -6,8 +6,6 @@ A child of test_stand_in_driver.py: the stand-in needs a process of its own.
 from __future__ import annotations
 
 import sys
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -50,20 +48,6 @@ def scaled_copy(source, target, n, scale, flag, SIZE: triton.language.constexpr)
 def a_launch(n: object = 16, scale: float = 0.5, flag: object = 3, *, size: int = 32, offset: int = 0) -> Launch:
     args = {"source": torch.zeros(64)[offset:], "target": torch.zeros(64), "n": n, "scale": scale, "flag": flag}
     return Launch(scaled_copy, (1,), args, {"SIZE": size})
-
-
-def first_calls() -> None:
-    """One of several threads that launch a new kernel compiles it."""
-    compilers: list[int] = []
-
-    def hook(**_: object) -> None:
-        compilers.append(threading.get_ident())
-        time.sleep(0.1)  # the others arrive
-
-    triton.knobs.runtime.jit_cache_hook = hook
-    in_threads(lambda: a_launch(size=16).run())
-    triton.knobs.runtime.jit_cache_hook = None
-    assert len(compilers) == 1
 
 
 def a_descriptor() -> TensorDescriptor:
@@ -283,7 +267,6 @@ def main() -> None:
     torch.set_num_threads(1)
     listen()
     driver = stand_in_driver.install("sm_90")
-    first_calls()
     refusals(driver)
     cached_kernels(driver)
     torch.backends.cuda.matmul.fp32_precision = "ieee"

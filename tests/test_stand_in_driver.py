@@ -45,14 +45,6 @@ def test_every_launch_and_tensor_map_is_legal_in_full(arch: str, environment: di
     assert described["attention N50 D64 torch.bfloat16 +1"] == 0, "not aligned"
 
 
-@pytest.mark.slow
-def test_a_frozen_block_runs_few_functions(environment: dict[str, str]) -> None:
-    """Upper bounds, as above: files and functions of this repository in a call whose launch plan is recorded."""
-    files, functions = map(int, run_python([str(TESTS / "house.py"), "block"], environment).split())
-    assert 0 < files <= 12
-    assert files < functions <= 40
-
-
 _FP8_COUNTS = """
 import json
 import torch
@@ -210,7 +202,7 @@ def test_the_command_reports_host_time(environment: dict[str, str]) -> None:
     assert report["violations"] == []
     assert report["kernels"] > 0
     rows = {row["name"]: row for row in report["rows"]}
-    assert set(rows) >= {"attention", "LN + attention half", "LN + MLP", "block, inference"}
+    assert set(rows) >= {"attention", "block, inference", "block, forward + backward"}
     for row in rows.values():
         us = row["ours_us"]
         assert 0 < us["p20"] <= us["median"] <= us["p80"]

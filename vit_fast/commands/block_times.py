@@ -28,8 +28,6 @@ from .. import create_model, freeze
 from ..benchmarks.machine import describe
 from ..blocks.block import run_blocks
 from ..ops.attention import attention_qkvpacked
-from ..ops.block import fused_block
-from ..ops.descriptions import BlockTensors
 from ..variants import get_variant
 
 if TYPE_CHECKING:
@@ -94,9 +92,13 @@ def _calls(**changes: Any) -> dict[str, Call]:
     model, x = _model_and_tokens(**changes)
     evaluated, frozen = copy.deepcopy(model.blocks).eval(), copy.deepcopy(model.blocks).eval()
     freeze(frozen)
-    inference = _operator_calls(model.blocks[0], x)
-    inference["block, inference, frozen"] = partial(run_blocks, frozen, x)
-    inference["block, inference"] = partial(run_blocks, evaluated, x)
+    heads = model.config.num_heads
+    packed = x.new_zeros(*x.shape[:-1], 3, heads, x.shape[-1] // heads)
+    inference = {
+        "attention": partial(attention_qkvpacked, packed, backend="triton"),
+        "block, inference, frozen": partial(run_blocks, frozen, x),
+        "block, inference": partial(run_blocks, evaluated, x),
+    }
     trained, grad_output = model.blocks.train(), torch.zeros_like(x)
     wanted = (x.clone().requires_grad_(), *trained.parameters())
     forward = partial(run_blocks, trained, wanted[0])
@@ -110,28 +112,6 @@ def _compiled_calls(**changes: Any) -> dict[str, Call]:
     model, x = _model_and_tokens(**changes)
     compiled = torch.compile(partial(run_blocks, model.blocks.eval()), fullgraph=True, dynamic=False)
     return {"block, inference, compiled": torch.no_grad()(partial(compiled, x))}
-
-
-def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
-    """Returns calls of the operators with a block's tensors. Both halves pass on LayerNorm statistics."""
-    attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
-    tensors = BlockTensors(
-        norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias
-    )  # fmt: skip
-    first = partial(fused_block, x, None, tensors, heads=attn.num_heads, eps=(norm1.eps, 0.0), next_statistics=True)
-    packed = x.new_zeros(*x.shape[:-1], 3, attn.num_heads, x.shape[-1] // attn.num_heads)
-    with torch.no_grad():
-        _, statistics, _ = first()
-    tensors = BlockTensors(
-        norm2_weight=norm2.weight, norm2_bias=norm2.bias, fc1_weight=mlp.fc1.weight, fc1_bias=mlp.fc1.bias,
-        fc2_weight=mlp.fc2.weight, fc2_bias=mlp.fc2.bias,
-    )  # fmt: skip
-    options = {"eps": (0.0, norm2.eps), "activation": mlp.activation, "next_statistics": True}
-    return {
-        "attention": partial(attention_qkvpacked, packed, backend="triton"),
-        "LN + attention half": first,
-        "LN + MLP": partial(fused_block, x, statistics, tensors, **options),
-    }
 
 
 def _blocks(name: str) -> int:
