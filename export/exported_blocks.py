@@ -94,11 +94,15 @@ def exportable_copy(model: nn.Module) -> nn.Module:
     for block in blocks:
         parts = block.read()
         if runs_whole(parts):
-            block.vit_fast_exported = ExportedBlock(parts)
-            # the block's own forward still runs, because it computes positions and masks
-            block.ready, block.is_idle = partial(_constant, parts), partial(_constant, False)
-            block.run_as_block = partial(_run_as_block, block.vit_fast_exported)
+            _run_exported(block, parts)
     return copied
+
+
+def _run_exported(block: Any, parts: BlockParts) -> None:
+    """Makes the block's own forward, which computes positions and masks, run an ExportedBlock."""
+    block.vit_fast_exported = ExportedBlock(parts)
+    block.ready, block.is_idle = lambda: parts, lambda: False
+    block.run_as_block = partial(_run_as_block, block.vit_fast_exported)
 
 
 def _run_as_block(
@@ -110,10 +114,6 @@ def _run_as_block(
         y: Tensor = block(x, rope)
         return y
     return run_mlp(parts.mlp, attend(x), "sdpa")
-
-
-def _constant(value: Any) -> Any:
-    return value
 
 
 def translation_table(options: ExportOptions) -> dict[Callable[..., Any], Callable[..., Any]]:
