@@ -18,8 +18,7 @@
 #define TEXT 480
 
 /* Read by name from Python. */
-atomic_long stand_in_launches, stand_in_dependent, stand_in_descriptors, stand_in_modules, stand_in_violations,
-    stand_in_largest_shared;
+atomic_long stand_in_launches, stand_in_dependent, stand_in_descriptors, stand_in_modules, stand_in_violations;
 
 static struct {
   int arch, multiprocessors, shared_per_block, shared_per_multiprocessor;
@@ -48,7 +47,7 @@ static CUresult refuse(CUresult code, const char *text) {
 
 void stand_in_reset(void) {
   stand_in_launches = stand_in_dependent = stand_in_descriptors = 0;
-  stand_in_modules = stand_in_violations = stand_in_largest_shared = 0;
+  stand_in_modules = stand_in_violations = 0;
   memset(violations, 0, sizeof violations);
 }
 
@@ -160,10 +159,6 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction handle, void **par
     problem = "programmatic dependent launch needs sm_90 or newer";
   else if (c->sharedMemBytes > (unsigned)function->dynamic_shared)
     problem = "the shared memory exceeds the limit set for the function";
-  long largest = stand_in_largest_shared;
-  while (largest < (long)c->sharedMemBytes &&
-         !atomic_compare_exchange_weak(&stand_in_largest_shared, &largest, (long)c->sharedMemBytes))
-    ;
   if (problem != NULL) {
     char text[TEXT];
     snprintf(text, TEXT, "launch of %s: %s; grid %u, %u, %u, threads %lu, shared memory %u of %d bytes", function->name,

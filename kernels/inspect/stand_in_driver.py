@@ -37,7 +37,6 @@ class Counters(NamedTuple):
     descriptors: int  # encoded tensor maps, including rejected ones
     modules: int  # loaded kernels
     violations: int  # rejected calls
-    largest_shared: int  # maximum shared memory of a launch, in bytes
 
 
 class StandInDriver:
