@@ -83,7 +83,7 @@ def _read(block: Any) -> BlockParts:
 
 
 def runs_whole(parts: BlockParts, backend: str | None = None) -> bool:
-    """True if one operator can run both halves now, with this backend; None skips the check of the backend."""
+    """True if one operator can run both halves now, with this backend (None: any backend)."""
     attention, mlp = parts.attention, parts.mlp
     if attention is None or mlp is None or attention.norm.kind != mlp.norm.kind:
         return False
@@ -135,7 +135,7 @@ def _run_fused(
     attention: AttentionParts | None, mlp: MlpParts | None, tensors: BlockTensors, x: Tensor, statistics: Tensor | None,
     rope: Rope | None, keys: Keys | None, next_statistics: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Runs one operator for the halves that are not None. If one half is None, also applies drop path of the other."""
+    """Runs one operator for the halves that are not None. If one is None, also applies the other's drop path."""
     half: Any = (attention or mlp) if attention is None or mlp is None else None
     dropping = half is not None and drops_path(half.drop_path)
     options: dict[str, Any] = {"residual": not dropping, "next_statistics": next_statistics}

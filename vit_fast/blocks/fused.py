@@ -48,7 +48,7 @@ class FusedModule(nn.Module):
     original_forward: ClassVar[Callable[..., Any]]
     kind: ClassVar[str]  # the part that the operators compute, for the report
     host_reads: ClassVar[str] = ""  # values that forward reads on the host, which a CUDA graph would not repeat
-    passes_for_original: ClassVar[bool] = False  # has the original's module and name, which the library looks up
+    passes_for_original: ClassVar[bool] = False  # takes the original's module and name, which the library looks up
     vit_fast_request: str = "auto"  # the requested backend
     vit_fast_backend: str = "sdpa"  # the resolved backend
 
@@ -111,7 +111,7 @@ class FusedModule(nn.Module):
 
 
 def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Callable[[FusedClass], FusedClass]:
-    """Class decorator: makes a class the fused class of `original`; `equivalent`: both classes compute the same.
+    """Makes the decorated class the fused class of `original`. `equivalent` is True if both compute the same.
 
     The fused class gets the original's __name__, by which wrapping policies (transformers' _no_split_modules,
     accelerate's FSDP) find layers. pickle uses __qualname__, which stays different.
@@ -133,10 +133,10 @@ def _show_original_to_tracers(cls: type[Any], original: type[nn.Module], equival
     """Wraps the forward of a fused class, so that torch.fx and torch.jit.script see that of `original`.
 
     Neither can trace the fused forward. torch.fx calls forward with Proxies; torch.jit.script reads source and
-    annotations. If the classes are not equivalent, torch.fx keeps the module as a leaf, and torch.jit.script fails.
+    annotations. If the classes are not equivalent, torch.fx treats the module as a leaf, and torch.jit.script fails.
 
-    After `unfuse`, bound methods `module.forward` that were stored before run the original forward. A forward that a
-    user sets on `original` also runs in fused modules.
+    A bound method `module.forward` that was stored before `unfuse` runs the original forward afterwards. A forward that
+    a user sets on `original` also runs in fused modules.
     """
     if original.__module__.startswith("transformers."):
         return  # transformers' wrapper of forward must stay outermost; neither tracer supports these models anyway
@@ -173,7 +173,7 @@ def _show_original_to_tracers(cls: type[Any], original: type[nn.Module], equival
 def _run_original_after_unfuse(cls: type[Any], original: type[nn.Module]) -> None:
     """Wraps the forward of a fused class of transformers, before transformers wraps it for gradient checkpointing.
 
-    After `unfuse`, bound methods `module.forward` that were stored before run the original forward.
+    A bound method `module.forward` that was stored before `unfuse` runs the original forward afterwards.
     """
     fused_forward, original_forward = cls.forward, original.forward
 

@@ -1,8 +1,8 @@
 """Runs frozen blocks on the CPU with packed weights, and with less host overhead between operators.
 
 `F.linear` converts a weight to the CPU's layout in every call. Packing converts a weight once, with the operators that
-torch.compile uses for frozen models. oneDNN and MKL can pack a layer. The faster library, measured on two cores for
-197, 788 and 1,576 tokens, is used:
+torch.compile uses for frozen models. oneDNN and MKL can pack a layer. The faster library is used, as measured on two
+cores for 197, 788 and 1,576 tokens:
 
 - bf16 and fp16: oneDNN, with activation and residual in the epilogue of the matmul.
 - fp32 on CPUs from Intel (Xeon with AMX): MKL, followed by activation and residual in place. Layers with tanh GELU use
@@ -171,7 +171,7 @@ def run_packed(
     blocks: Sequence[Packed], x: Tensor, rope: Rope | None, keys: Keys | None, outputs: int | None = None
 ) -> Tensor:
     """Runs consecutive blocks on [B, N, C] or [total, C]; the last one computes only `outputs` leading tokens."""
-    steps = [packed.steps() for packed in blocks]  # in advance: between operators, threads sleep while Python runs
+    steps = [packed.steps() for packed in blocks]  # first, because operators wait while Python runs
     shared_rope = rope is None or rope.cos.ndim == 2
     parts = _split(x, steps) if keys is None and shared_rope else (x,)
     for left, step in zip(reversed(range(len(steps))), steps):
@@ -239,7 +239,7 @@ def _attention_graph(
 ) -> Callable[[Tensor], Tensor] | None:
     """Compiles attention of qkv [B, N, 3, H, D] with oneDNN Graph; returns None if oneDNN Graph does not support it.
 
-    torch offers oneDNN Graph only in TorchScript, as a setting of the process. The setting is on only in here.
+    torch offers oneDNN Graph only in TorchScript, as a setting of the process. This function restores the setting.
     oneDNN divides the work among `threads` when it compiles.
     """
     try:

@@ -21,7 +21,7 @@ from .plain import Watch, forward_is_replaced, is_hooked
 
 Slot = tuple[Any, str]  # a module and the name of one of its attributes
 Path = tuple[str, ...]
-Node = tuple[str, Any]  # kind and content
+Node = tuple[str, Any]  # kind and content of an object in an outline
 Outline = tuple[Node, Node, tuple[Path, ...], tuple[tuple[Path, str, Any], ...]]
 
 _LITERALS = (bool, int, float, str, type(None))
@@ -53,7 +53,7 @@ class LinearParts:
 
     weights: tuple[Slot, ...]
     biases: tuple[Slot, ...]
-    chunk: int | None = None  # half of the outputs of a layer that computes gate and hidden layer, 0 or 1
+    chunk: int | None = None  # 0 or 1: the half to use of a layer that computes gate and hidden layer
 
     def tensors(self) -> tuple[Any, Any]:
         if len(self.weights) == len(self.biases) == 1:

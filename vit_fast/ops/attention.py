@@ -172,9 +172,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Drop-in replacement for torch.nn.functional.scaled_dot_product_attention, with the same signature and results.
 
-    The Triton kernel runs calls without a mask or with a boolean padding mask, equal for all queries and heads. A mask
-    is recognized by sizes and strides; its values are not read. torch's function runs all other calls, for example
-    with dropout, causal masks, grouped queries, torch.func transforms, or disabled fused kernels (`sdpa_kernel`).
+    The Triton kernel runs calls without a mask, or with a boolean padding mask that is equal for all queries and heads.
+    A mask is recognized by sizes and strides; its values are not read. torch's function runs all other calls, e.g. with
+    dropout, causal masks, grouped queries, torch.func transforms, or if `sdpa_kernel` disables the fused kernels.
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     # torch's function runs nested tensors, subclasses such as DTensor, and torch.fx Proxies. Check the tensors first:

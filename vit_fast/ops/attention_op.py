@@ -1,6 +1,6 @@
 """The operators `vit_fast::attention` and `vit_fast::attention_backward`.
 
-Both accept q, k and v as three tensors or packed in one, as batches, with masked keys or as packed sequences.
+Both accept q, k and v as three tensors or packed in one: batches, optionally with a key mask, or packed sequences.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Compiles the kernels of a call; counts them, and those that were not in Triton's disk cache."""
+    """Compiles the kernels of a call; returns their number, and how many were not in Triton's disk cache."""
     from ..kernels.precompile import collect, compile_all
 
     with collect() as requests:

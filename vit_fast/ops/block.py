@@ -332,7 +332,7 @@ def _folded(x: Tensor, t: Any, rope_head: int, s: BlockSettings) -> dict[str, Fo
 
 
 def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
-    """Casts proj and, without an inner norm, fc2 to the dtype of the matmuls, in one launch; e4m3 stays."""
+    """Casts proj and, without an inner norm, fc2 to the dtype of the matmuls, in one launch. Does not cast e4m3."""
     from ..kernels.linear.scaled_weights import in_dtype
 
     weights = {} if t.proj_weight is None else {"proj": t.proj_weight}

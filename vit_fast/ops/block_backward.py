@@ -183,10 +183,10 @@ def _mlp_gradient(
     stream: Tensor, norm_input: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
     s: BlockSettings, inner: _InnerNorm | None, rounded: bool,
 ) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x (a pair), fc1's output and the MLP's output, and the input of fc2; all [M, *].
+    """Returns the gradients of x (a pair), of fc1's output and of the MLP's output, then the input of fc2; all [M, *].
 
-    `stream` is the gradient of the output [M, C]. With `inner`, `second` is None, and the returned input of fc2 is
-    without gamma and beta. `rounded` returns the gradient of x also in the dtype of the matmuls.
+    `stream` is the gradient of the output [M, C]. With `inner`, `second` is None, and gamma and beta are not applied to
+    the returned input of fc2. With `rounded`, the second gradient of x has the dtype of the matmuls.
     """
     from ..kernels.linear import folding, linear, scaled_weights
 

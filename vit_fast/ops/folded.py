@@ -1,8 +1,8 @@
 """Parameters of a block for inference: norms folded into the weights, which may be rounded to e4m3.
 
 With scales s from `vit_fast.calibrate`, a block without qk-norm takes five launches. A kernel that writes the residual
-stream x also writes LayerNorm statistics and x8: x / s in e4m3. With W8 and the row scales from `reference.fp8_weight`,
-qkv and fc1 compute
+stream x also writes LayerNorm statistics and x8: x / s in e4m3. With the weight W8 and its scales `rows` from
+`reference.fp8_weight`, qkv and fc1 compute
 
     z = rstd (rows (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(rows W8 / s)
 
@@ -36,8 +36,8 @@ def fold(
 ) -> BlockTensors:
     """Folds the norms of a block into the weights of qkv, fc1 and, with a norm inside the MLP, fc2.
 
-    The folded weights are not updated when the parameters change, and have no gradients. A rope_head of head_dim D
-    makes channels j and j + D/2 of q and k adjacent; then pass the result of `interleave` to `fused_block`.
+    The folded weights are not updated when the parameters change, and have no gradients. If rope_head is head_dim D,
+    channels j and j + D/2 of q and k become adjacent; then pass the result of `interleave` to `fused_block`.
     """
     from ..kernels.linear.folding import fold_linears
 

@@ -244,7 +244,7 @@ def _in_torch_func() -> bool:
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """True if autograd may call the backward of an operator on these tensors; always in a torch.func transform."""
+    """True if autograd may call the backward of an operator on these tensors; always True in a torch.func transform."""
     if in_transform():
         return True
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -262,8 +262,8 @@ def qkv_step(
 ) -> QkvStep:  # fmt: skip
     """Builds a `QkvStep` from the results of `operator_arguments`.
 
-    A folded qkv weight of layout "half" has no adjacent pairs. norm_dtype is the dtype of the matmul, or None if its
-    epilogue must not normalize, e.g. before a backward.
+    If the weight is folded and the layout still "half", pairs are not adjacent, so the matmul does not rotate.
+    norm_dtype is the dtype of the matmul, or None if its epilogue must not normalize, e.g. before a backward.
     """
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
 
