@@ -65,7 +65,8 @@ def train() -> None:
 def check_ddp(
     subject: Subject, model: nn.Module, share: dict[str, Tensor], expected: dict[str, Tensor], mesh: DeviceMesh
 ) -> None:
-    subject.run(DistributedDataParallel(model), share).square().sum().backward()
+    wrapped = DistributedDataParallel(model)  # it must outlive the backward pass
+    subject.run(wrapped, share).square().sum().backward()
     compare(model, expected)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from typing import Any
 
 import torch
@@ -192,14 +193,10 @@ def _mixins() -> dict[str, type[FusedModule]]:
 
 class _Forms(Forms):
     def of(self, original: type[nn.Module]) -> type[FusedModule] | None:
-        return None if _only_wraps_attention(original) else super().of(original)
-
-
-def _only_wraps_attention(cls: type[nn.Module]) -> bool:
-    """Returns True for ViTAttention of transformers 4, which contains ViTSelfAttention and ViTSelfOutput."""
-    if not cls.__name__.endswith("Attention") or cls.__name__.endswith("SelfAttention"):
-        return False
-    return hasattr(inspect.getmodule(cls), cls.__name__.replace("Attention", "SelfAttention"))
+        """Returns None for ViTAttention of transformers 4, which only contains ViTSelfAttention and ViTSelfOutput."""
+        name = re.sub("(?<!Self)Attention$", "SelfAttention", original.__name__)
+        wraps = name != original.__name__ and hasattr(inspect.getmodule(original), name)
+        return None if wraps else super().of(original)
 
 
 FORMS = _Forms(globals(), _mixins())
