@@ -168,6 +168,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert info["metadata"]["source"] == f"vit_test, {tmp_path / 'w.safetensors'}"
     assert not run("export", "--inspect", str(tmp_path / "m.onnx"))
     assert "[batch, height, width, channels]" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert not run("export", "vit_test", "-o", str(tmp_path / "r.onnx"), "--no-verify", "--json")
+    assert "the weights are random: pass --weights" in json.loads(capsys.readouterr().out)["warnings"]
 
 
 @pytest.mark.parametrize(
