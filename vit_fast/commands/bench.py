@@ -122,7 +122,7 @@ def bench(
             raise ValueError(message) from None
         journal.check_machine(describe(configuration.device))
     with patient_interrupt(signal.SIGINT, signal.SIGTERM):
-        with console.status("preparing") as status:
+        with console.status("preparing", refresh_per_second=2) as status:  # often would disturb the timing
 
             def tell(step: str) -> None:
                 if console.is_terminal:
