@@ -98,6 +98,12 @@ def made(path: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
     return make
 
 
+def as_dictionary(sizes: Sizes) -> dict[str, Any]:
+    """Returns a call with the dictionary that timm's data loaders yield."""
+    call = naflex(sizes)
+    return {"x": {"patches": call.pop("x"), **call}}
+
+
 def naflexvit(name: str, **settings: Any) -> Tower:
     subject = timm_subject(name, patch_size=4, init_values=None, **settings)
     return tower_of(lambda: subject.make().to(DEVICE), naflex)
@@ -182,7 +188,7 @@ TOWERS, NAFLEX = towers_of_depth(2), naflex_of_depth(2)
 FAMILIES: dict[str, Tower] = {
     **{name: TOWERS[name] for name in ("qwen2_vl", "pixtral", "siglip2")},
     **{family: like_qwen(family) for family in LIKE_QWEN},
-    "naflexvit": NAFLEX["averaged"],
+    "naflexvit": dataclasses.replace(NAFLEX["averaged"], call=as_dictionary),
     "naflexvit, pooling head": naflexvit("naflexvit_base_patch16_map"),
     "naflexvit, axial, registers": naflexvit(
         "naflexvit_base_patch16_gap", rope_type="axial", reg_tokens=2, class_token=True
