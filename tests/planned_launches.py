@@ -120,32 +120,26 @@ def assert_same(ordinary: list[list[Any]], planned: list[list[Any]], inputs: Arg
 
 
 def hold(operator: Any, arguments: Arguments, kept: list[Tensor]) -> None:
-    """Recorded, replayed, and replayed elsewhere: the launches of the call without a plan."""
-    for tensors in (arguments, moved(arguments)):
-        plan.forget()
-        operator(*tensors)  # a launch that compiles is triton's own, with hooks; and nothing is recorded yet
-        ordinary, made = taped(lambda tensors=tensors: operator(*tensors))
-        assert plan.plans() != [None], operator
-        replayed, again = taped(lambda tensors=tensors: operator(*tensors))
-        assert_same(ordinary, replayed, tensors)
-        assert described(made) == described(again)
-        elsewhere = moved(tensors)
-        replayed, _ = taped(lambda tensors=elsewhere: operator(*tensors))
-        assert len(plan.plans()) == 1
-        plan.forget()
-        operator(*elsewhere)
-        ordinary, _ = taped(lambda tensors=elsewhere: operator(*tensors))
-        assert_same(ordinary, replayed, elsewhere)
+    """Compares the launches of a replay, also with tensors elsewhere, with those of the call without a plan."""
+    plan.forget()
+    operator(*arguments)  # compiles by Triton, with hooks; records nothing
+    ordinary, made = taped(lambda: operator(*arguments))
+    assert plan.plans() != [None], operator
+    replayed, again = taped(lambda: operator(*arguments))
+    assert_same(ordinary, replayed, arguments)
+    assert described(made) == described(again)
+    moved = each_tensor(elsewhere, arguments)
+    replayed, _ = taped(lambda: operator(*moved))
+    assert len(plan.plans()) == 1
+    plan.forget()
+    operator(*moved)
+    ordinary, _ = taped(lambda: operator(*moved))
+    assert_same(ordinary, replayed, moved)
     kept.clear()
 
 
-def moved(arguments: Arguments) -> Arguments:
-    """The same shapes and strides somewhere else, as well aligned."""
-    found: Arguments = each_tensor(elsewhere, arguments)
-    return found
-
-
 def elsewhere(tensor: Tensor) -> Tensor:
+    """Returns a tensor with the same shape, strides and alignment at another address."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     start = tensor.data_ptr() % 16 // tensor.element_size()
     memory = torch.zeros(start + max(extent, 0) + 64, dtype=tensor.dtype)

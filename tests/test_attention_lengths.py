@@ -19,21 +19,25 @@ DECISIVE = [(1, 1), (1, 577), (17, 2)]
 
 _COMPILE = """
 import json, sys
+import torch
 from vit_fast.kernels.inspect import offline, static_checks
-from vit_fast.kernels.inspect.attention_builds import builds_of_lengths
+from vit_fast.ops import attention
 arch, lengths = sys.argv[1], json.loads(sys.argv[2])
-seen, bad = set(), []
-for build in builds_of_lengths(arch, lengths):
-    variant = offline.specialisation(build.launch)
-    if variant in seen:
-        continue
-    seen.add(variant)
+builds, bad = {}, []
+for n_q, n_kv in lengths:
+    q, k, v = (torch.empty(256, 4, n, 64, dtype=torch.bfloat16, requires_grad=True) for n in (n_q, n_kv, n_kv))
+    with offline.recorded(offline.gpu(arch)) as launches:
+        o = attention(q, k, v, backend="triton")
+        o.backward(torch.empty_like(o))
+    for launch in launches:
+        builds[offline.specialisation(launch)] = offline.Build(launch.kernel.__name__, f"{n_q} {n_kv}", launch)
+for build in builds.values():
     try:
         problems = static_checks.problems(build, static_checks.compile_build(build, arch), arch)
     except Exception as error:
         problems = [repr(error)]
     bad += [f"{build.kernel} {build.case}: {problem}" for problem in problems]
-print(json.dumps([len(seen), bad]))
+print(json.dumps([len(builds), bad]))
 """
 
 

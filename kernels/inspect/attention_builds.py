@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,12 +108,6 @@ def attention_builds(arch: str) -> Iterator[Build]:
     """Yields a build for each kernel, shape class, dtype and access of the launch policy."""
     for case in _cases(arch):
         yield from case.builds(arch)
-
-
-def builds_of_lengths(arch: str, lengths: Iterable[tuple[int, int]]) -> Iterator[Build]:
-    """Yields builds with bf16 and head_dim 64 for each (n_q, n_kv)."""
-    for n_q, n_kv in lengths:
-        yield from _Case(n_kv, 64, queries=n_q).builds(arch)
 
 
 def _cases(arch: str) -> Iterator[_Case]:
