@@ -2,8 +2,8 @@
 
     error(result) <= factor x error(eager in the same dtype) + one rounding error of the output
 
-Errors are relative to eager PyTorch in fp64 on the same inputs. The factor is 2, and 3 for gradients. Kernel tests,
-`vit-fast verify`, `vit-fast bench`, `make gpu-check` and the probe of `backend="auto"` use this rule.
+An error is the difference from eager PyTorch in fp64 on the same inputs. The factor is 2, and 3 for gradients. Kernel
+tests, `vit-fast verify`, `vit-fast bench`, `make gpu-check` and the probe of `backend="auto"` use this rule.
 
 The largest error has an additional tolerance, NOISE: in fp32, terms of order one that cancel leave an error of this
 size, while eager may be exact by chance. The root mean square averages over many elements and needs no such tolerance.
@@ -74,7 +74,7 @@ def allowed_error(
 
 
 def error_of(result: Tensor, exact: Tensor, measure: Measure = "largest") -> float:
-    """Returns the error relative to the exact output; infinite if the result contains NaN or infinity."""
+    """Returns the largest or rms difference from the exact output; infinite if the result contains NaN or infinity."""
     difference = result.detach().double().cpu() - exact.detach().double().cpu()
     return size_of(difference, measure) if bool(difference.isfinite().all()) else float("inf")
 

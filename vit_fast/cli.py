@@ -33,7 +33,7 @@ FULL_WIDTH = 160  # line width if the output is not a terminal
 
 
 def option(help_text: str, *names: str, **settings: Any) -> Any:
-    """Declares an option; a flag needs its name, otherwise it also gets the name --no-FLAG."""
+    """Declares an option. A flag must be given its name, because otherwise typer adds --no-FLAG."""
     return typer.Option(*names, help=help_text, **settings)
 
 
@@ -86,7 +86,7 @@ def _before_every_command(
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line. Prints errors as one line and exits with 2; with `--traceback` first, raises them."""
+    """Runs the command line. Prints errors as one line and exits with 2; raises them if `--traceback` comes first."""
     args = list(sys.argv[1:] if args is None else args)
     traceback_wanted = args[:1] == ["--traceback"]
     if traceback_wanted:

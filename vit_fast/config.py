@@ -71,7 +71,7 @@ class RopeConfig:
 
     Attributes:
         coordinates: "centred": patch centers in (-1, 1), times 2 pi (DINOv3); "index": 0, 1, 2, ... (EVA-02).
-        temperature: Ratio of the longest to the shortest period.
+        temperature: Base of the frequencies.
         layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
         reference_grid: Grid (rows, columns) to which indices are scaled; None means no scaling.
         offset: Number added to the indices.
@@ -135,7 +135,7 @@ class ViTConfig:
         qk_norm: True if q and k are normalized per head.
         rope: Rotary position embedding of the patches; None means none.
         dynamic_img_size: True if the model takes images of other sizes and interpolates the position embedding.
-        stem_channels: Output channels of the hybrid's convolutional stem, one per layer of stride 2; () means no stem.
+        stem_channels: Output channels of the convolutional stem, one per layer of stride 2; () means no stem.
         drop_rate: Dropout before the head.
         pos_drop_rate: Dropout after the position embedding.
         proj_drop_rate: Dropout after the attention projection and both linear layers of the MLP.

@@ -18,8 +18,8 @@ _DAY = 24 * 3600.0  # no write takes longer
 def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
     """Yields a temporary path. If the `with` block succeeds, moves all files beside it to their final names.
 
-    Missing folders are created. If the block fails, nothing remains. A failed write, for which a library may raise
-    `errors`, becomes an OSError.
+    Missing folders are created. If the block fails, nothing remains. `errors` are exceptions that a library raises when
+    a write fails; they become an OSError.
     """
     check_replaceable(path)
     with _hidden_folder(path, *errors) as aside:

@@ -34,7 +34,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class PatchEmbed(nn.Module):
     """Projects each patch of an image to a token with a strided convolution.
 
-    With `stem_channels`, it projects patches of a convolutional stem's feature map (the hybrid of section 3.1).
+    With `stem_channels`, it projects patches of a convolutional stem's feature map: the hybrid of arXiv 2010.11929.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -71,7 +71,7 @@ class PatchEmbed(nn.Module):
 
 
 def conv_stem(in_chans: int, channels: tuple[int, ...]) -> nn.Sequential:
-    """Builds 3x3 convolutions of stride 2, each followed by GroupNorm (as in the paper's ResNets) and ReLU."""
+    """Builds 3x3 convolutions of stride 2, each followed by GroupNorm and ReLU."""
     layers: list[nn.Module] = []
     for out_chans in channels:
         layers += [

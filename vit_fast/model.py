@@ -237,7 +237,7 @@ class VisionTransformer(nn.Module):
         self.distilled_training = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the parameters that timm's optimizer factory excludes from weight decay."""
+        """Returns the names of the parameters that timm's optimizer factory excludes from weight decay."""
         return {"pos_embed", "cls_token", "dist_token", "reg_token"}
 
     @torch.no_grad()

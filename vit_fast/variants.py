@@ -192,7 +192,7 @@ for _size, _width, _heads, _ratio in (
     _names = " ".join(f"aimv2_{_size}_patch14_{side}" for side in (224, 336, 448))
     _add(OPENAI_FULL, _names, **AIMV2, embed_dim=_width, num_heads=_heads, mlp_ratio=_ratio)
 
-# Section 3.1's hybrid: 16-pixel tokens made of a stride-16 feature map (patch 1) or of a stride-4 one (patch 4).
+# Hybrids (section 3.1): tokens of 16 x 16 pixels, from a feature map of stride 16 (patch 1) or of stride 4 (patch 4).
 _add(INCEPTION, "vit_small_hybrid_patch1_224", stem_channels=(48, 96, 192, 384))
 _add(INCEPTION, "vit_base_hybrid_patch4_224", stem_channels=(64, 128))
 

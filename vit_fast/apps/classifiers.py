@@ -125,8 +125,8 @@ def rows(
 def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | None) -> list[tuple[Path, int]]:
     """Returns the images of a folder with one subfolder per class, each with the index of its class.
 
-    A subfolder's name is the name of a class, or its index. Other names, such as ImageNet's n01440764, must be as many
-    as there are classes; their alphabetical order gives the index.
+    A subfolder's name is the name of a class, or its index. With other names, such as ImageNet's n01440764, there must
+    be one subfolder per class; their alphabetical order gives the index.
     """
     images = ImageFolder(folder)
     names = images.class_names

@@ -46,7 +46,7 @@ def batches_of(loader: DataLoader[Any]) -> Generator[Any]:
     handler = signal.getsignal(signal.SIGCHLD)
     batches = iter(loader)
     if signal.getsignal(signal.SIGCHLD) is not handler:
-        signal.signal(signal.SIGCHLD, handler)  # torch's handler would raise anywhere, e.g. while the caller writes
+        signal.signal(signal.SIGCHLD, handler)  # torch's handler may raise at any time, e.g. while the caller writes
     try:
         yield from batches
     except (RuntimeError, ConnectionError, EOFError) as error:  # the last two if the pipe closes before the exit
@@ -205,7 +205,7 @@ def load_images(paths: Sequence[str | Path], model: VisionTransformer) -> Tensor
 def read_images(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -> list[Image.Image]:
     """Reads `count` images: evenly spaced files, or all files and random crops of them if there are fewer.
 
-    The first files might all be of one class. None means matplotlib's sample image.
+    Evenly spaced, because the first files might all be of one class. `paths` None means matplotlib's sample image.
     """
     files = find_images([sample_image()] if paths is None else paths)
     if not files:

@@ -32,7 +32,7 @@ from .data import ReaderLostError
 __all__ = ["ENGINES", "Predicted", "PredictionError", "predict_to_parquet"]
 
 ENGINES, DEVICES = ("local", "ray"), ("auto", "cpu", "cuda")
-PART = 512  # images that an interruption repeats at most
+PART = 512  # images per part
 _TASK = "task.json"
 _BLOCKS_PER_WORKER, _TRIES = 4, 3  # on a cluster: blocks of images, to balance the load, and attempts per block
 
@@ -242,7 +242,7 @@ class _Worker:
 def _on_cluster(
     model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int | None, device: str
 ) -> Generator[Any]:
-    """Yields the same tables, computed with Ray Data on the cluster that `ray.init()` finds or starts.
+    """Yields the tables of `_on_this_machine`, computed by Ray Data on the cluster that `ray.init()` finds or starts.
 
     Each node needs this package, and the files under the same paths. Ray restarts a worker that dies and repeats its
     images, at most twice, because the images may have caused the crash.

@@ -166,7 +166,7 @@ def _check(
 
 
 def _measure(trainer: Trainer, source: LabelledImages, workers: int) -> Measure:
-    """Measures a share in each process. Ranks with fewer images repeat the first one and do not count it."""
+    """Measures part of the images in each process. Ranks with fewer images repeat the first one and do not count it."""
     rank, world = trainer.processes.rank, trainer.processes.world
     own = list(range(rank, len(source), world))
     filled = own + [0] * (math.ceil(len(source) / world) - len(own))

@@ -63,7 +63,7 @@ class Activations:
     def rollout(self) -> Tensor:
         """Returns attention rollout: the contribution of each patch to each token after all blocks, [B, N, patches].
 
-        Averages the heads, and mixes the attention weights of each block half and half with its residual.
+        Per block, averages the heads, then averages the result and the identity, which stands for the residual.
         Source: "Quantifying Attention Flow in Transformers", arXiv 2005.00928.
         """
         flow = torch.eye(self.attention[0].shape[-1]).expand(self.attention[0].shape[0], -1, -1)

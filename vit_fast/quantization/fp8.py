@@ -91,9 +91,9 @@ class EmulatedBlock:
 
 
 def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
-    """Makes the blocks of a fused copy run the reference, where the kernels could run them as one operator.
+    """Makes blocks of a fused copy run the reference if the kernels could run them as one operator.
 
-    Returns the blocks in the model's order, without rounded layers, and the reasons for all skipped blocks by name.
+    Returns these blocks in the model's order, at first with no layer rounded, and by name why the others were skipped.
     """
     found, skipped = [], {}
     names = {id(module): name for name, module in copied.named_modules()}
@@ -123,7 +123,7 @@ def _unsupported_reasons(parts: BlockParts) -> list[str]:
 
 
 def linears_of(parts: BlockParts, names: Mapping[int, str]) -> dict[str, tuple[str, ...]]:
-    """Returns the names of the layers behind each of LINEARS: e.g. q, k and v if separate, or fc1 and its gate.
+    """Returns the names of the modules that form each of LINEARS: e.g. q, k and v if separate, or fc1 and its gate.
 
     The projection of a MultiheadAttention is called `in_proj`. `names` are the names of all modules by id.
     """
@@ -157,10 +157,10 @@ def find_kept(
     copied: nn.Module, blocks: Sequence[EmulatedBlock], scales: Mapping[str, BlockScales], batches: Sequence[Tensor],
     wanted: float, always: Mapping[str, Collection[str]],
 ) -> tuple[set[Linear], float]:  # fmt: skip
-    """Finds the fewest linear layers to keep in half precision, besides `always`, for the top-1 agreement `wanted`.
+    """Finds the fewest linear layers, besides `always`, that must stay in half precision for top-1 agreement `wanted`.
 
     A layer's sensitivity is the change of the logits if this layer alone is rounded. Bisection finds how many of the
-    most sensitive layers must be kept. Also returns the agreement that is reached.
+    most sensitive layers must stay. Also returns the agreement that is reached.
     """
 
     def logits(rounded: Callable[[Linear], bool], images: Sequence[Tensor]) -> Tensor:
@@ -225,7 +225,7 @@ def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]
 def check_request(
     model: nn.Module, backend: str, precision: str | None, keep: Iterable[str] | None, min_agreement: float | None
 ) -> None:
-    """Raises an error with all reasons if the model cannot run in e4m3. Nothing has been changed by then."""
+    """Raises an error with all reasons if the model cannot run in e4m3. Changes nothing."""
     if precision is None:
         raise ValueError("keep and min_agreement require precision='fp8', got precision=None")
     check_choice("precision", precision, (None, "fp8"))
@@ -252,7 +252,7 @@ class Choice:
 
 
 def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_agreement: float | None) -> Choice:
-    """Selects the layers that run in e4m3, by a fused copy of the model; see `fuse` for keep and min_agreement."""
+    """Selects the layers that run in e4m3, with a fused copy of the model; see `fuse` for keep and min_agreement."""
     blocks, skipped = emulate(copied)
     scales = {block.name: scales_of(model.get_submodule(block.name)) for block in blocks}
     advice = "must be calibrated: call vit_fast.calibrate(model, images)"
@@ -271,7 +271,7 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
     if model not in IMAGES:
         raise ValueError("min_agreement requires calibration images: call vit_fast.calibrate(model, images) first")
     everything = {name: own.all() for name, own in scales.items() if own}
-    images = [as_taken(model, batch) for batch in IMAGES[model]]  # the model may have been converted or moved since
+    images = [as_taken(model, batch) for batch in IMAGES[model]]  # the model may have been moved since calibration
     required, agreement = find_kept(copied, blocks, everything, images, min_agreement, asked)
     for name, layer in required:
         kept[name][layer] = "required by min_agreement"

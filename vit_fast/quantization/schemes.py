@@ -150,7 +150,7 @@ class Scheme:
         return restored
 
     def ranges(self, seen: Observation) -> list[Range]:
-        """Returns the ranges to try for an activation, the widest first; of equal scales, that of the first method."""
+        """Returns ranges to try for an activation, the widest first; keeps the first method's range per scale."""
         low, high = min(float(seen.low.min()), 0.0), max(float(seen.high.max()), 0.0)
         candidates = [Range(low, high, "largest")]
         for percent in PERCENTILES:
@@ -170,9 +170,9 @@ def first_near_best(tried: Sequence[tuple[float, T]]) -> tuple[float, T]:
 
 
 def fewest_kept(by_damage: Sequence[T], passes: Callable[[Collection[T]], bool], most: int) -> tuple[T, ...] | None:
-    """Finds by bisection how many of the most sensitive layers, which come first, must stay in higher precision.
+    """Finds by bisection the fewest layers that must stay in higher precision; the most sensitive come first.
 
-    Keeping none of them is known not to pass. Returns None if keeping `most` layers does not pass either.
+    Assumes that keeping none does not pass. Returns None if keeping `most` layers does not pass either.
     """
     if most < 1 or not passes(by_damage[:most]):
         return None

@@ -345,7 +345,7 @@ class Watched:
 def pack(
     lengths: Sequence[int], sequences: Sequence[int], budgets: Sequence[int], max_sequences: int
 ) -> list[tuple[int, list[int]]]:
-    """Packs images of some tokens and attention sequences by first-fit decreasing; returns budgets and their images."""
+    """Packs images, given their numbers of tokens and attention sequences, by first-fit decreasing into budgets."""
     largest = max(budgets)
     bins: list[tuple[list[int], list[int]]] = []  # free tokens and sequences, and the images
     for image in sorted(range(len(lengths)), key=lambda image: -lengths[image]):

@@ -26,7 +26,7 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 def compile(
     model: nn.Module, mode: CompileMode = "default", *, dynamic_batch: bool = False, fullgraph: bool = True
 ) -> nn.Module:
-    """Compiles a Vision Transformer (ours, fused, or any other) to one graph without graph breaks.
+    """Compiles a Vision Transformer (of vit-fast, fused, or any other) to one graph without graph breaks.
 
     Args:
         model: The model; its parameters are shared, not copied.
@@ -57,8 +57,8 @@ def compile_frozen(function: Callable[..., Any], *, fullgraph: bool = True) -> C
     """Compiles a model for inference with its weights as constants; later changes of the weights have no effect."""
     from torch._inductor import config
 
-    # torch reads config.freezing also while it traces. The option keeps torch from running the code that it compiled
-    # for another model of the same class without freezing.
+    # torch reads config.freezing also while it traces. The option prevents torch from reusing code that it compiled
+    # without freezing for another model of the same class.
     compiled: Any = torch.compile(function, fullgraph=fullgraph, dynamic=False, options={"freezing": True})
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -94,7 +94,7 @@ def _check_memory(config: ViTConfig, device: torch.device) -> None:
     else:
         return
     rows = config.seqlen + config.num_classes + config.depth * (4 * config.embed_dim + 2 * config.hidden_dim)
-    needed = rows * config.embed_dim * torch.get_default_dtype().itemsize  # without smaller parts
+    needed = rows * config.embed_dim * torch.get_default_dtype().itemsize  # ignores smaller parameters
     if needed > memory:
         raise ValueError(
             f"the parameters must fit into the {memory / 2**30:.0f} GiB of {device}, got {needed / 2**30:.0f} GiB: "

@@ -73,7 +73,7 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
 
 
 def hub_id(source: str | Path) -> str | None:
-    """Returns `owner/name[@revision]` without a prefix such as hf-hub: if source is a Hub id; otherwise None."""
+    """Returns the `owner/name[@revision]` of a Hub id, which may have a prefix such as `hf-hub:`; otherwise None."""
     is_file = not isinstance(source, str) or source.lower().endswith(SUFFIXES)
     found = None if is_file else _HUB_ID.fullmatch(str(source))
     return None if found is None else found[1]
