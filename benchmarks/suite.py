@@ -1,4 +1,4 @@
-"""pytest-benchmark suite: `make bench-suite` times the default candidates of `vit-fast bench`.
+"""pytest-benchmark suite: `make bench-suite` times the default candidates of `vit-fast bench` and a vision tower.
 
 An incorrect output of ours fails, one of a peer is an expected failure. VIT_FAST_SUITE_MODEL selects another model.
 """
@@ -8,10 +8,14 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
+import vit_fast
 from vit_fast.apps.data import sample_image
 from vit_fast.benchmarks.candidates import parse_candidate
 from vit_fast.benchmarks.configuration import Group, make_configuration
@@ -59,6 +63,42 @@ def test_candidate(benchmark: Any, group: Group, name: str) -> None:
 
     def timed() -> None:
         call(next(numbers))
+        synchronise(DEFAULT.device)
+
+    benchmark(timed)
+
+
+# Inputs of Qwen2.5-VL's tower: frames, height and width in patches.
+GRIDS = {"document": (1, 92, 66), "photo": (1, 54, 72), "thumbnail": (1, 16, 16), "16-frame video": (8, 24, 36)}
+
+
+@functools.cache
+def tower_calls(device: torch.device) -> dict[tuple[str, str], Callable[[], object]]:
+    """Returns calls of the fused and frozen tower, without and with CUDA graphs."""
+    config = pytest.importorskip("transformers").Qwen2_5_VLConfig().vision_config
+    module = pytest.importorskip("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
+    tower = module.Qwen2_5_VisionTransformerPretrainedModel._from_config(config).to(device, torch.bfloat16).eval()
+    vit_fast.fuse(tower, "triton")
+    vit_fast.freeze(tower)
+    runner = vit_fast.GraphRunner(tower, budgets=vit_fast.budgets_for(list(GRIDS.values())))
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    calls: dict[tuple[str, str], Callable[[], object]] = {}
+    for name, grid in GRIDS.items():
+        patches = torch.randn(grid[0] * grid[1] * grid[2], width, dtype=torch.bfloat16, device=device)
+        calls[name, "eager"] = torch.no_grad()(partial(tower, patches, torch.tensor([grid], device=device)))
+        calls[name, "graph"] = partial(runner, patches, torch.tensor([grid]))
+    return calls
+
+
+@pytest.mark.skipif(DEFAULT.device.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("candidate", ["eager", "graph"])
+@pytest.mark.parametrize("name", GRIDS)
+def test_tower(benchmark: Any, name: str, candidate: str) -> None:
+    """Times a call of Qwen2.5-VL's tower with an image or a video."""
+    call = tower_calls(DEFAULT.device)[name, candidate]
+
+    def timed() -> None:
+        call()
         synchronise(DEFAULT.device)
 
     benchmark(timed)
