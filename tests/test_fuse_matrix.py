@@ -10,6 +10,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,8 +44,11 @@ def fused(library: str, backend: str = "sdpa") -> tuple[Subject, nn.Module, dict
 @every_library
 def test_compile_without_a_graph_break(library: str, backend: str) -> None:
     subject, model, inputs, expected = fused(library, backend)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
+        torch.testing.assert_close(subject.run(compiled, inputs), expected)
+        vit_fast.unfuse(model)
+        vit_fast.fuse(compiled, backend).require_all()
         torch.testing.assert_close(subject.run(compiled, inputs), expected)
 
 
