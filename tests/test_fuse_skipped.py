@@ -70,6 +70,8 @@ def test_similar_classes_are_skipped(name: str, settings: dict[str, Any], reason
 def test_masks_given_at_a_call_reach_the_original() -> None:
     layer = nn.TransformerEncoderLayer(64, 2, 64, norm_first=True, dropout=0.0, batch_first=True).eval()
     block: Any = tiny_timm().eval().blocks[0]
+    rotary: Any = SUBJECTS["timm-dinov3"].build().eval()
+    images, keep = torch.randn(2, 3, 32, 32), torch.rand(9, 9) > 0.3
     x, mask, bias = torch.randn(2, 5, 64), torch.ones(5, 5, dtype=torch.bool).triu(1), torch.randn(1, 1, 5, 5)
 
     def results() -> list[Tensor]:
@@ -80,10 +82,12 @@ def test_masks_given_at_a_call_reach_the_original() -> None:
             layer.self_attn(x[:, :1], x, x, need_weights=False)[0],
             block(x, attn_mask=bias),
             block(x, is_causal=True),
+            rotary(images, attn_mask=keep),
+            rotary(images, is_causal=True),
         ]
 
     expected = results()
-    for each in (layer, block):
+    for each in (layer, block, rotary):
         vit_fast.fuse(each).require_all()
     torch.testing.assert_close(results(), expected)
 
