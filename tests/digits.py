@@ -25,6 +25,7 @@ from vit_fast.config import DataConfig
 from vit_fast.files import file_aside
 
 TRAINED_ON, EPOCHS, BATCH = 1200, 12, 50
+MASSIVE = (5, 40)  # channels
 DATA_CONFIG = DataConfig(mean=(0.5,), std=(0.5,), crop_pct=1.0)
 
 
@@ -44,10 +45,6 @@ def inputs() -> Tensor:
     transform = make_transform(DATA_CONFIG, (8, 8), in_chans=1)
     with torch.inference_mode(False):  # wherever it is first asked for, they can be trained on
         return torch.stack([transform(image) for image in digits()[0]])
-
-
-MASSIVE = (5, 40)
-"""The channels of the residual stream that `massive` is about."""
 
 
 def _cached(massive: float) -> Path:
@@ -77,12 +74,16 @@ def _trained(massive: float = 0) -> vit_fast.VisionTransformer:
     return model.eval()
 
 
-def _train(model: vit_fast.VisionTransformer, massive: float) -> None:
+def _train(model: Any, massive: float) -> None:
     for name, parameter in model.named_parameters():  # twelve epochs are few: begin with variances kept
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.5 if "pos" in name else parameter[0].numel() ** -0.5)
-    if massive:
-        _make_massive(model, massive)
+    if massive:  # two channels of the residual stream are that large, as in large ViTs
+        with torch.no_grad():
+            model.pos_embed[..., MASSIVE[0]], model.pos_embed[..., MASSIVE[1]] = massive, -massive
+            for norm in [model.norm, *(norm for block in model.blocks for norm in (block.norm1, block.norm2))]:
+                norm.weight.mul_(massive * (2 / 64) ** 0.5)  # about the standard deviation
+                norm.weight[list(MASSIVE)] /= massive
     images, labels = inputs()[:TRAINED_ON], digits()[1][:TRAINED_ON]
     steps = TRAINED_ON // BATCH
     config = TrainConfig(epochs=EPOCHS, batch_size=BATCH, lr=1e-3)
@@ -92,19 +93,10 @@ def _train(model: vit_fast.VisionTransformer, massive: float) -> None:
             trainer.step(images[chosen], labels[chosen])
 
 
-def _make_massive(model: Any, factor: float) -> None:
-    """Before training: two channels of the residual stream are that large, which the norms are made for."""
-    with torch.no_grad():
-        model.pos_embed[..., MASSIVE[0]], model.pos_embed[..., MASSIVE[1]] = factor, -factor
-        for norm in [model.norm, *(norm for block in model.blocks for norm in (block.norm1, block.norm2))]:
-            norm.weight.mul_(factor * (2 / 64) ** 0.5)  # about what they divide by
-            norm.weight[list(MASSIVE)] /= factor
-
-
 def digits_vit(outlier: float = 1.0, massive: float = 0) -> Any:
-    """The trained model; with `outlier`, one channel of each block's norms is that much larger, and the column of the
-    next linear as much smaller: the same function with large activations. With `massive`, another one, in whose
-    residual stream two channels are that large, as in large ViTs.
+    """Returns the trained model, or with `massive` one with two channels of that size in the residual stream.
+
+    `outlier` scales one channel of each norm, and its inverse the next linear: the same function, larger activations.
     """
     model: Any = copy.deepcopy(_trained(massive))
     with torch.no_grad():

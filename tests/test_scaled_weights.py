@@ -16,10 +16,6 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from vit_fast.kernels.linear.scaled_weights import in_dtype, scaled_weights
 
 HALVES = (torch.float16, torch.bfloat16)
-every_pair = pytest.mark.parametrize(
-    ("given", "wanted"),
-    [(torch.float32, half) for half in HALVES] + [(half, half) for half in HALVES] + [(torch.float32, torch.float32)],
-)
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -33,7 +29,9 @@ def assert_rounded_once(made: Tensor, exact: Tensor) -> None:
     assert bool((error <= exact.abs() * rounding * 1.01 + smallest * 1.01).all())
 
 
-@every_pair
+@pytest.mark.parametrize(
+    ("given", "wanted"), [*((given, half) for half in HALVES for given in (torch.float32, half)), (torch.float32,) * 2]
+)
 @pytest.mark.parametrize("size", [1.0, 1e-5])
 def test_weights_of_a_backward(given: torch.dtype, wanted: torch.dtype, size: float) -> None:
     """Five weights of other shapes, with LayerScale and without; fp16 keeps the smallest scale by a power of two."""
