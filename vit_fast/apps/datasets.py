@@ -130,9 +130,9 @@ def _of_torchvision(path: Path) -> TrainingData | None:
 class PreparedImages(Dataset[tuple[Tensor, int]]):
     """Labeled images as inputs of a model, with augmentation that depends only on seed, epoch and index.
 
-    With `augment`, photos are flipped and cropped at random like torchvision's RandomResizedCrop, with 35 to 100 % of
-    the area and aspect ratios from 3:4 to 4:3. Small images are shifted by up to an eighth of the side, and flipped if
-    `SmallImages.mirrored` is True.
+    `augment` flips image files, and crops them at random like torchvision's RandomResizedCrop, to 35 to 100 % of the
+    area and aspect ratios from 3:4 to 4:3. It shifts `SmallImages` by up to an eighth of the side, and flips them if
+    `mirrored` is True.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from ..weights.factory import create_model
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Outputs = Callable[[str, torch.dtype], Sequence[Tensor]]
-"""Computes output and, of an operator, gradient with a backend in a dtype."""
+"""Runs a case with a backend in a dtype: returns the output and, for an operator, the gradient."""
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ class QkvStep:
         return self.head_dim if rotates else 0
 
     def for_matmul(self, tokens: int) -> HeadStep | None:
-        """Returns norms and rotation of the matmul's epilogue; `tokens` is their number per image."""
+        """Returns norms and rotation of the matmul's epilogue; `tokens` is the number of tokens per image."""
         if not self.in_matmul:
             return None
         from ..kernels.matmul.matmul_launch import HeadStep

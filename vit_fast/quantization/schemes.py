@@ -28,7 +28,7 @@ PERCENTILES = (99.99, 99.9)
 TOKENS_BY_CHANCE, TOKENS_LARGEST = 8, 4
 """Tokens sampled per image: random ones, and the largest, because only few tokens contain massive activations."""
 MAX_TOKENS = 1536
-"""Largest sample of tokens per activation. Of a larger one, the largest third and as many random tokens remain."""
+"""Maximum number of sampled tokens per activation. More are reduced to the largest and random ones, a third each."""
 SHRINK = np.linspace(0.2, 1.0, 17)
 """Ranges that "mean squared error" tries, relative to the largest."""
 NEAR = 1.02
