@@ -86,7 +86,7 @@ def fused_block(
         statistics: LayerNorm statistics of x from the previous block; computed if None.
         tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`); or the result of
             `fold` or `quantize_block`, without gradients. A half whose parameters are None is skipped.
-        eps, norm: Of norm1 and norm2. inner_norm: kind and epsilon of a norm before fc2.
+        eps, norm: Epsilons and kind of norm1 and norm2. inner_norm: kind and epsilon of a norm before fc2.
         residual: True adds x to the branch; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.
         x8: x times qkv_factor in e4m3 from the previous block, for a block in FP8; computed if None.
