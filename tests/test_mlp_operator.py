@@ -183,7 +183,8 @@ def test_the_operator_caches_nothing_of_its_weights() -> None:
 @pytest.mark.fast_cases("aot_eager")
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor", pytest.param("cuda_graphs", marks=pytest.mark.gpu)])
 def test_compiled_inference_follows_changes(compiler: str) -> None:
-    mlp, x = LayerNormMLP(32, 48, backend="triton").to(DEVICE), torch.randn(4, 32, device=DEVICE)
+    mlp = LayerNormMLP(32, 48, backend="triton").to(DEVICE, torch.bfloat16)
+    x = torch.randn(4, 32, device=DEVICE, dtype=torch.bfloat16)
     options: Any = {"mode": "reduce-overhead"} if compiler == "cuda_graphs" else {"backend": compiler}
     compiled = torch.compile(mlp, fullgraph=True, **options)
     for _ in range(4):  # the third call is the first that replays a CUDA graph
