@@ -6,6 +6,8 @@ A child of test_stand_in_driver.py: the stand-in needs a process of its own.
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -116,6 +118,22 @@ def cached_kernels(driver: stand_in_driver.StandInDriver) -> None:
     in_threads(lambda: [a_launch(n=n).run() for n in range(2, 102)] and None)
     assert driver.counters().launches == before + 400 and len(launch._ready) <= 4
     launch.MAX_READY = most
+
+
+def first_calls() -> None:
+    """One of several threads that launch a new kernel compiles it, and no two compile at once."""
+    compiling: list[int] = []
+    together: list[int] = []
+
+    def hook(**_: object) -> None:
+        compiling.append(threading.get_ident())
+        time.sleep(0.1)  # the others arrive
+        together.append(len(compiling))
+
+    triton.knobs.runtime.jit_cache_hook = hook
+    in_threads(lambda: a_launch(size=16).run())
+    triton.knobs.runtime.jit_cache_hook = None
+    assert together == [1]
 
 
 # ---- launch plans ----
@@ -267,6 +285,7 @@ def main() -> None:
     torch.set_num_threads(1)
     listen()
     driver = stand_in_driver.install("sm_90")
+    first_calls()
     refusals(driver)
     cached_kernels(driver)
     torch.backends.cuda.matmul.fp32_precision = "ieee"
