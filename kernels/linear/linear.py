@@ -112,9 +112,9 @@ def _run_residual(o: Operands) -> None:
 class FoldedGradient:
     """Gradient dz of the output of a folded linear layer, as `activation_gradient` returns it."""
 
-    scaled: Tensor  # dz~ = rstd dz [M, F] in the dtype of z; dz for rows that are constant or normalized beforehand
+    scaled: Tensor  # dz~ [M, F] in the dtype of z: rstd dz, or dz if the row is constant or normalized beforehand
     row_part: Tensor  # partial sums of dz (z - c) over F, fp32 [M, parts]
-    column_part: Tensor  # partial sums of dz and of dz~ mean over M, fp32 [sums, 2, F]
+    column_part: Tensor  # partial sums over M of dz and of dz~ * mean, fp32 [sums, 2, F]
 
 
 def activation_gradient(
@@ -123,8 +123,8 @@ def activation_gradient(
 ) -> tuple[FoldedGradient, Tensor]:  # fmt: skip
     """Returns the gradient of fc1's output z, and recomputes h = act(z) [M, F], or act(g) u if gated.
 
-    `grad` is the gradient dy of fc2's output [M, C], `scaled` is diag(LayerScale) W2 [C, F]. If a norm follows h
-    (`hidden_norm.py`), `hidden` and `along` are the mean and rstd of h, fp32 [2, M], and `along`, fp32 [M]. The second
+    `grad` is the gradient dy of fc2's output [M, C], `scaled` is diag(LayerScale) W2 [C, F]. If a norm follows h,
+    `hidden` contains mean and rstd of h, fp32 [2, M], and `along`, fp32 [M], is defined in `hidden_norm.py`. The second
     result is then h^, the normalized h.
     """
     (M, width), F = z.shape, scaled.weight.shape[1]

@@ -25,8 +25,8 @@ def bench(
     models: Annotated[
         str | None,
         option(
-            "Models, separated by commas: names or patterns of `vit-fast models`, timm:NAME, hf:FOLDER, a weights "
-            "file, FILE.onnx, or package.module:function that returns an nn.Module.",
+            "Models, separated by commas: a name that `vit-fast models` lists, or a pattern, timm:NAME, hf:FOLDER, a "
+            "weights file, FILE.onnx, or package.module:function that returns an nn.Module.",
             metavar="A,B",
         ),
     ] = None,

@@ -1,6 +1,6 @@
 """The operators `vit_fast::attention` and `vit_fast::attention_backward`.
 
-Both accept q, k and v as three tensors or packed in one: batches, optionally with a key mask, or packed sequences.
+Inputs are batches, optionally with a key mask, or packed sequences. q, k and v are three tensors, or slices of one.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns an empty output in the layout of q, a view [B, H, N_q, D] of the output, and empty log-sum-exps."""
+    """Allocates the output in the layout of q, and the log-sum-exps. Also returns the output as [B, H, N_q, D]."""
     q = _heads_first(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
     memory = q.new_empty((batch, tokens, heads, head_dim), dtype=dtype)  # flattening [H, D] for proj needs no copy
