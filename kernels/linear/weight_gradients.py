@@ -256,7 +256,7 @@ class FoldedProducts:
 
     Args:
         part: Parts of dz~^T x or of dz^T n, fp32 [splits, F, C].
-        column_part: Partial sums over M of dz and dz~ * mean, fp32 [sums, 2, F]. For dz^T n: only of dz, fp32 [sums, F].
+        column_part: Partial sums over M of dz and dz~ * mean, fp32 [sums, 2, F]; for dz^T n, only of dz: [sums, F].
         linear: The layer, contiguous.
     """
 
