@@ -157,7 +157,7 @@ def test_steps_of_sharded_weights_are_followed() -> None:
 
 @pytest.mark.gpu
 def test_other_streams_wait_for_what_is_folded_anew() -> None:
-    model, x = ours(), images()
+    model, x = ours(dtype=torch.bfloat16), images(torch.bfloat16)
     vit_fast.freeze(model)
     assert_current(model, x)
     _write(model)
