@@ -61,8 +61,9 @@ class Job:
         if not self.tests:
             own = ("--job", self.name, "--out", str(folder), "--start", str(time.time()))
             return [sys.executable, "-m", __spec__.name, *own]
-        options = ("-v", "-rf", "-o", "addopts=--import-mode=importlib", "-o", "pythonpath=tests", "--noconftest")
-        return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *self.tests]
+        options = ("-v", "-rf", "-o", "addopts=--import-mode=importlib", "--noconftest")
+        plugins = ("-p", "no:cacheprovider", "-p", "kernel_execution")  # the latter skips tests of exact fp32 matmuls
+        return [sys.executable, "-m", "pytest", *plugins, *options, *self.tests]
 
 
 def perform(job: Job, folder: Path, limit_s: float) -> Found:
@@ -70,7 +71,8 @@ def perform(job: Job, folder: Path, limit_s: float) -> Found:
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     folder.mkdir(parents=True)
     log = folder / "log.txt"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    folders = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": folders}
     problem = None
     with log.open("wb") as file:
         child = subprocess.Popen(

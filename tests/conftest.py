@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import tiers
 import torch
-from kernel_execution import HAS_GPU, INTERPRETED, KERNEL_ARCH
+from kernel_execution import HAS_GPU, INTERPRETED, KERNEL_ARCH, pytest_runtest_call  # noqa: F401  # a hook
 from torch import nn
 
 import torchvision_cpu
@@ -85,17 +85,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
         if "executed" in item.keywords and KERNEL_ARCH is None:
             item.add_marker(not_executed)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Skips tests of exact fp32 matmuls if kernels are compiled, because compiled kernels use TF32."""
-    try:
-        return (yield)
-    except (RuntimeError, ValueError) as error:
-        if INTERPRETED or "fp32 matmuls must be allowed to use TF32" not in str(error):
-            raise
-        pytest.skip("only the interpreter computes exact fp32 matmuls")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
