@@ -138,7 +138,7 @@ _ATTENTION_TESTS = "every_forward_path or every_layout or far_below or nan_stays
 _MLP_TESTS = (
     "(test_sizes and LayerNorm and not float32) or (activations and bfloat16)"
     " or absent_parameters or layouts or passed_statistics or no_rows or nan_stays"
-    " or kernels_round or a_block_matches_the_reference or passed_to_the_next_block or losses_of_the_kernels"
+    " or round_like_torch or a_block_matches_the_reference or passed_to_the_next_block or losses_of_the_kernels"
 )
 _MLP_FILES = (
     *(f"tests/test_mlp_{name}.py" for name in ("kernels", "operator")), "tests/test_fp8_block.py",
