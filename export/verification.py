@@ -5,6 +5,7 @@ max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16; 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from .options import BUDGETS, ExportOptions
 from .preprocessing import preprocessing_model
 from .report import POINTS, Accuracy, Check, loss_of
 from .runtime.metadata import ModelFileError
-from .runtime.runner import OnnxRunner, open_session, reasons_against
+from .runtime.runner import OnnxRunner, ProviderError, open_session, reasons_against
 
 FP64_PARAMETERS = 200_000_000
 """Larger models are compared with eager in fp32, because a copy in fp64 would need too much memory."""
@@ -117,10 +118,13 @@ def _reasons_against_cuda() -> list[str]:
 
 
 def _session(path: Path, options: ExportOptions) -> Any:
+    settings: dict[str, Any] = {"threads": torch.get_num_threads(), "fp8": options.precision == "fp8"}
     for_cuda = options.target in ("ort-cuda", "tensorrt") or options.precision == "bf16"
-    device = "cuda" if for_cuda and not _reasons_against_cuda() else "cpu"
     try:
-        return open_session(path, device, threads=torch.get_num_threads(), fp8=options.precision == "fp8")
+        if for_cuda and not _reasons_against_cuda():
+            with contextlib.suppress(ProviderError):  # e.g. too little memory: the CPU verifies the file
+                return open_session(path, "cuda", **settings)
+        return open_session(path, **settings)
     except ModelFileError as error:
         raise VerificationError(str(error)) from error
 
