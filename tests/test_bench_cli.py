@@ -98,7 +98,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, record: dict, monk
     assert [path.name for path in tmp_path.iterdir()] == ["run.partial"]
     journal.Journal.resume(target).finish({"a": b"a"}, keep=False)
     assert (target / "a").read_bytes() == b"a"
-    with pytest.raises(FileExistsError, match="not empty"):
+    with pytest.raises(FileExistsError, match="must be a new or empty folder"):
         journal.Journal.begin(target, {}, {})
     monkeypatch.chdir(tmp_path)
     first = journal.default_folder(record["machine"])

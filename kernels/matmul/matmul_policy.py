@@ -1,8 +1,8 @@
 """Launch policy of matmuls: chooses a configuration from a table per architecture, number format and epilogue.
 
 Chooses the entry with the fewest predicted cycles, without timing kernels at run time. The predictions are estimates
-from data sheets and instruction counts of compiled kernels; `device_model.py` prints them. Every entry compiles without
-spills for its architecture; `vit-fast kernels` checks this.
+from data sheets and instruction counts of compiled kernels. Every entry compiles without spills for its architecture;
+`vit-fast kernels` checks this.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfi
 def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
     """Returns configurations from the largest tile to the smallest; `epilogue` may also be "weight_products".
 
-    Small tiles with several programs per multiprocessor, for small batches, have `dependent=True` (`ptx.py`).
+    From sm_90 on, small tiles with several programs per multiprocessor have `dependent=True` (`ptx.py`).
     """
     table = _table(arch, kind, epilogue, tma)
     # on blackwell, larger tiles would spill, because `dependent` adds a pointer to the weights
@@ -215,7 +215,7 @@ _HALF_HOPPER = (
     MatmulConfig(64, 128, 64, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
-# Without maxnreg, ptxas uses up to 246 registers, although the kernel does not spill with 168.
+# Without maxnreg, ptxas uses up to 246 registers. Neither limit causes spills.
 _HALF_HOPPER_LAYER_NORM = (replace(_HALF_HOPPER[0], maxnreg=184), *_HALF_HOPPER[1:])
 _HALF_HOPPER_GATED = (replace(_HALF_HOPPER[0], maxnreg=232), *_HALF_HOPPER[1:])
 _HALF_BLACKWELL = (
@@ -306,7 +306,7 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
     halves = (blackwell or (grad and not hopper)) if half else arch == "sm_120"
     # without maxnreg, ptxas uses 96 registers
     limit = 160 if blackwell and epilogue == "layer_norm" else None
-    # an iteration takes 512 cycles on an A100: loads must be issued three iterations ahead to arrive in time
+    # an iteration takes 512 cycles on an A100; a fourth stage leaves a margin for loads that take longer than _LATENCY
     stages = 4 if half and arch == "sm_80" else 3
     width, depth = 128 if half or hopper else 64, 64 if half and hopper else 32
     wide = MatmulConfig(128, width, depth, sub_tiles=4 if quarters else 2, num_warps=8, num_stages=stages)

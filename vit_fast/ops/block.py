@@ -290,11 +290,11 @@ def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
     if t.is_fp8:
         what = "a block in FP8"
         reasons = fp8_reasons(x.device)
-        if x.dtype == torch.float32:
+        if x.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"x must be float16 or bfloat16, got {x.dtype}")
         if t.qkv_weight.shape[1] != x.shape[-1]:
             reasons.append(f"x must have {t.qkv_weight.shape[1]} channels like qkv's weight, got {x.shape[-1]}")
-    if x.dtype not in DTYPES:
+    elif x.dtype not in DTYPES:
         reasons.append(f"x must be float32, float16 or bfloat16, got {x.dtype}")
     if (tokens := x.numel() // max(x.shape[-1], 1)) > MAX_ROWS:
         reasons.append(f"x must have at most {MAX_ROWS} tokens, got {tokens}")

@@ -125,7 +125,7 @@ def fp8_linear(
     """Computes a linear layer in x.dtype with input and weight rounded to e4m3, optionally after a norm.
 
     `scale` ([K] or []) divides x before rounding; None disables rounding. The norm is applied to the rounded input,
-    with the statistics of x. A constant token is normalized to norm.bias.
+    with the statistics of x. LayerNorm normalizes a constant token to norm.bias.
     """
     dtype = x.dtype
     bias = None if bias is None else bias.to(dtype)

@@ -2,7 +2,7 @@
 
 Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` selects what runs norms and rotation:
 - The epilogue of the qkv matmul. For rotation, all heads must share the tables, and the channels of a pair must be
-  adjacent in the weight. For norms, the dtype must be half precision, head_dim 64 or 128, and no backward may follow.
+  adjacent in the folded weight. For norms, the dtype must be half precision, head_dim 64 or 128, and no backward may follow.
 - Otherwise a separate kernel, in place if possible.
 """
 
@@ -262,7 +262,7 @@ def qkv_step(
 ) -> QkvStep:  # fmt: skip
     """Builds a `QkvStep` from the results of `operator_arguments`.
 
-    If the weight is folded and the layout still "half", pairs are not adjacent, so the matmul does not rotate.
+    If the weight was folded earlier with layout "half", its pairs are not adjacent: the matmul does not rotate.
     norm_dtype is the dtype of the matmul, or None if its epilogue must not normalize, e.g. before a backward.
     """
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
