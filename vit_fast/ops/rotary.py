@@ -2,7 +2,8 @@
 
 Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` selects what runs norms and rotation:
 - The epilogue of the qkv matmul. For rotation, all heads must share the tables, and the channels of a pair must be
-  adjacent in the folded weight. For norms, the dtype must be half precision, head_dim 64 or 128, and no backward may follow.
+  adjacent in the folded weight. For norms, each head must have its own norm, the dtype must be half precision, and
+  head_dim 64 or 128; no backward may follow.
 - Otherwise a separate kernel, in place if possible.
 """
 
