@@ -185,7 +185,7 @@ class _Driver:
 def serve() -> None:
     """Compiles requests from stdin, one per line. Replies on stdout, a pipe that several processes share.
 
-    A reply is a line: true, false if the kernel was cached, or an error message, which is shorter than PIPE_BUF.
+    A reply is a line: true (compiled), false (cached), or an error message, which is shorter than PIPE_BUF.
     """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # redirects stdout to stderr, because a compiler may print to stdout

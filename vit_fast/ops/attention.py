@@ -174,7 +174,7 @@ def scaled_dot_product_attention(
 
     The Triton kernel runs calls without a mask, or with a boolean padding mask that is equal for all queries and heads.
     A mask is recognized by sizes and strides; its values are not read. torch's function runs all other calls, e.g. with
-    dropout, causal masks, grouped queries, torch.func transforms, or if `sdpa_kernel` disables the fused kernels.
+    dropout, causal masks, grouped queries or torch.func transforms, or if `sdpa_kernel` allows only MATH.
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     # torch's function runs nested tensors, subclasses such as DTensor, and torch.fx Proxies. Check the tensors first:
