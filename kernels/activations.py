@@ -6,7 +6,8 @@ Exact GELU is x Phi(x), where Phi is the standard normal CDF. fp32 results use e
 
 P is a polynomial of degree 5, fitted to log(Phi(x) / Phi(-x)) / x on |x| <= 5.6 with a small relative error in both
 tails. The approximation takes a third of the instructions of erf, with one EX2 and one RCP. Its error is below one ulp
-of fp16 and bf16, or below 1e-8. Unlike 1 + erf(x / sqrt(2)), it does not suffer cancellation in the negative tail.
+of the fp16 or bf16 result, or below 1e-8 if that is larger. Unlike 1 + erf(x / sqrt(2)), the approximation does not
+suffer cancellation in the negative tail.
 
 Tanh GELU (arXiv 1606.08415) is x times a logistic function too, because 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
 """
@@ -29,7 +30,7 @@ def _logistic(u):
 
 @triton.jit
 def _normal_cdf(x, EXACT: tl.constexpr):
-    """Returns Phi(x), computed with erf if EXACT, else with the polynomial -log2(e) P."""
+    """Returns Phi(x), computed with erf if EXACT, else as 1 / (1 + 2^(-log2(e) x P(|x|)))."""
     if EXACT:
         return 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)
     else:
@@ -66,7 +67,7 @@ def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def activate_with_slope(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """Returns (act(x), act'(x)) in fp32; EXACT as in `activate`."""
+    """Returns (act(x), act'(x)) in fp32; see `activate` for EXACT."""
     if ACTIVATION == "identity":
         return x, tl.full(x.shape, 1.0, tl.float32)
     elif ACTIVATION == "relu":

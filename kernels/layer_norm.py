@@ -31,7 +31,8 @@ from .launch import Launch, ceil_div
 from .ptx import divided_columns
 from .row_parts import PIECE, row_parts
 
-# A row counts as constant if std <= 1e-6 |mean|. In any other fp16 or bf16 row, std >= 2^-12 |mean| / sqrt(C).
+# A row counts as constant if std <= 1e-6 |mean|. If values of an fp16 or bf16 row differ, std is larger: at least
+# 2^-12 |mean| / sqrt(C).
 _CONSTANT_ROW = tl.constexpr(1e-6)
 _MAX_CHUNK = 2048
 _PIECE = tl.constexpr(PIECE)
@@ -237,7 +238,7 @@ class InputRows:
     """Input x [M, C] of a folded linear layer, with its statistics and the epsilon of the LayerNorm."""
 
     source: Tensor  # operand of the matmul: x, or (x - mean) rstd in the dtype of the matmul if x is fp32
-    statistics: Tensor  # partial, fp32 [M, 2, parts] (`row_parts.py`); rstd, fp32 [1, M], if `source` is normalized
+    statistics: Tensor  # partial statistics, fp32 [M, 2, parts]; if `source` is normalized, rstd, fp32 [1, M]
     eps: float
 
     @property

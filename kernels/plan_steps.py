@@ -85,7 +85,7 @@ class PlannedLaunch:
     """A kernel launch without addresses and stream. `__call__` calls the C function behind Triton's launcher.
 
     `values` are all arguments of the kernel in order, including constants. An `At` replaces each tensor, and a `Base`
-    the base of each tensor descriptor. Raises LookupError if the launch interface of this Triton is not supported.
+    replaces the base of each tensor descriptor. Raises LookupError if this Triton's launch interface is not supported.
     """
 
     def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:

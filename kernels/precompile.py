@@ -106,7 +106,7 @@ def compile_all(requests: Sequence[Request], progress: Progress | None = None) -
     """
     compiled = here = 0
     tell = progress if progress is not None else lambda done, total: None
-    for request in requests:  # in this process, at least up to the first kernel that was not cached
+    for request in requests:  # compile in this process at least until a kernel was not cached
         if compiled and _processes(len(requests) - here) > 1:
             break
         compiled += _compile_here(request)

@@ -3,9 +3,9 @@
 Programmatic dependent launch: a kernel starts before the previous kernel in the same stream has ended. With small
 batches, launching a kernel and loading weights takes as long as the computation. A kernel with DEPENDENT may start when
 every program of the previous kernel has called `wait_for_previous` or ended. Before its own call of
-`wait_for_previous`, a kernel only computes addresses and prefetches weights into L2, even weights that are still being
-written. Each kernel waits before it lets the next one start. So when `wait_for_previous` returns, all earlier kernels
-have ended, not only the previous one.
+`wait_for_previous`, a kernel only computes addresses and prefetches weights into L2, which is safe even if an
+earlier kernel is still writing them. Each kernel waits before it lets the next one start. So when `wait_for_previous`
+returns, all earlier kernels have ended, not only the previous one.
 
 e4m3 (4 exponent bits, 3 mantissa bits): x8 = e4m3(x / scale). The kernel that computes the input of an FP8 linear layer
 also rounds this input. Kernels multiply by reciprocal scales: divisions would add 8 % to the instructions of the

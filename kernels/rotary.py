@@ -141,8 +141,8 @@ def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
 def _qk_norm_rope_kernel(
     x_ptr,  # [M, 3, H, D]
     out_ptr,  # output: like x, or x itself
-    q_weight_ptr, k_weight_ptr,  # [D], or [H D] if WIDE; both None: ones
-    q_bias_ptr, k_bias_ptr,  # [D], or [H D] if WIDE; both None: zeros
+    q_weight_ptr, k_weight_ptr,  # [D], or [H D] if WIDE; None (both): ones
+    q_bias_ptr, k_bias_ptr,  # [D], or [H D] if WIDE; None (both): zeros
     cos_ptr, sin_ptr,  # [B or 1, H or 1, N - prefix, D / 2]; None: no rotation
     M, N, H, prefix, eps,
     image_rows, head_rows,  # strides of images and heads in the tables, in rows; 0 if shared
@@ -255,8 +255,8 @@ class QkvSettings:
 
     weights: tuple[Tensor, Tensor] | None = None  # of both norms, contiguous, [D], or [H D] if `wide`; None: ones
     biases: tuple[Tensor, Tensor] | None = None
-    tables: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, H or 1, N - prefix, D / 2] that `can_be_read`
-    norm: str = "none"  # or "layer_norm", "rms_norm"
+    tables: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, H or 1, N - prefix, D / 2]; see `can_be_read`
+    norm: str = "none"  # "none", "layer_norm" or "rms_norm"
     eps: float = 0.0
     wide: bool = False  # all heads of a token are normalized together
     prefix: int = 0  # tokens that are not rotated

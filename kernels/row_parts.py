@@ -1,7 +1,7 @@
 """Layout of partial LayerNorm statistics. One kernel writes them per piece of a row; the next kernel combines them.
 
-fp32 [M, 2, row_parts(C)]: for each of M rows, the means of its pieces, then the sums of squared deviations of the
-pieces. A piece has PIECE columns; the last piece may be shorter. The statistics of a row are adjacent in memory,
+The tensor, fp32 [M, 2, row_parts(C)], contains for each row the means of its pieces, then the pieces' sums of squared
+deviations. A piece has PIECE columns; the last piece may be shorter. The statistics of a row are adjacent in memory,
 because every tile of the next matmul reads all of them. The shape depends only on M and C, so tracing needs no triton.
 """
 

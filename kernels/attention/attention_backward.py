@@ -86,7 +86,7 @@ def _query_tile(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_bwd_dq_kernel(
-    # pointer or descriptor of the LO or HI (_hi) block of a tile; of keys: full tiles (_a), other tiles (_b)
+    # pointers or descriptors of the LO and HI (_hi) blocks of tiles; _a: full key tiles, _b: other key tiles
     q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # output: fp32 [B, H, N_q], contiguous
@@ -155,7 +155,7 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_bwd_dkdv_kernel(
-    # pointer or descriptor of the LO or HI (_hi) block of a tile; of queries: full tiles (_a), other tiles (_b)
+    # pointers or descriptors of the LO and HI (_hi) blocks of tiles; _a: full query tiles, _b: other query tiles
     q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # fp32 [B, H, N_q], contiguous

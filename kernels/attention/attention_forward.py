@@ -67,7 +67,7 @@ def _store_output(target, acc, inverse, o_scale_ptr, start, n_q, ROWS: tl.conste
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_fwd_row_kernel(
-    # pointer or descriptor of the LO block of a tile and of the HI block (_hi); a, b, c: key tiles of up to three sizes
+    # pointers or descriptors of the LO and HI (_hi) blocks of tiles; _a, _b, _c: key tiles of up to three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
@@ -162,7 +162,7 @@ def _online_step(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_fwd_looped_kernel(
-    # pointer or descriptor of the LO block of a tile and of the HI block (_hi); a, b, c: key tiles of up to three sizes
+    # pointers or descriptors of the LO and HI (_hi) blocks of tiles; _a, _b, _c: key tiles of up to three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None

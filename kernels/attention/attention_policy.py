@@ -28,7 +28,7 @@ class ForwardConfig:
     block_m: int  # queries per tile
     block_n: int  # keys per tile of the looped kernel; largest chunk of the row kernel
     tiles: int = 1  # maximum number of query tiles per program of the row kernel
-    chunks: int = 3  # maximum number of chunks of the row kernel: in three, 197 keys are (128, 64, 16)
+    chunks: int = 3  # maximum number of chunks of the row kernel; 197 keys in three chunks: (128, 64, 16)
     num_warps: int = 4
     num_stages: int = 2
     tma: bool = False  # use TMA descriptors if the layout allows
@@ -193,7 +193,7 @@ def _dkdv_of_sequences(problem: Problem, config: BackwardConfig) -> BackwardConf
     if width >= 80 and problem.generation == "ampere" and problem.form == "masked":
         config = replace(config, block_m=16)
     if width == 80 and (problem.arch == "sm_80" if half else problem.arch in _SMALL_AMPERE):
-        config = replace(config, block_m=16)  # tiles of 32 queries spill, in half precision only with triton 3.6
+        config = replace(config, block_m=16)  # tiles of 32 queries spill; in half precision, only with triton 3.6
     if width == 128 and problem.generation == "hopper" and config.tma:
         config = replace(config, block_m=64, num_warps=8)
     return config
@@ -238,7 +238,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         # tiles of 128 queries spill
         return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
     if generation == "ampere" and width == 48 and problem.arch != "sm_80":
-        # 168 registers per thread: three programs of 4 warps fit, but only one of 8 warps; 128 registers would spill
+        # with 168 registers per thread, three programs of 4 warps fit, but only one of 8 warps; 128 would spill
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
         # without maxnreg, ptxas uses 170 registers for 48 columns, and only one program fits per multiprocessor

@@ -250,14 +250,15 @@ def over_tiles(
 ):  # fmt: skip
     """Returns `state` after `step` for each tile of rows begin .. end of two streamed tensors.
 
-    fixed: full tiles, then TAIL rows. Packed or masked, with TMA: full tiles, then one tile by masked pointers, because
-    a TMA box would extend into the next packed sequence, which may contain NaN. Without TMA: one loop that masks all
-    tiles, because separate loops for full and last tiles would spill.
+    For fixed inputs, full tiles precede TAIL rows. For packed and masked inputs with TMA, full tiles precede one tile
+    that is loaded by masked pointers: a TMA box would extend into the next packed sequence, which may contain NaN.
+    Without TMA, one loop masks all tiles, because separate loops for full and last tiles would spill.
 
     Args:
         step: Function (first, second, start, end, shared, state, ROWS, FORM, TMA, MASKED, FIRST) that returns the new
             state; FIRST: `state` is the initial state.
-        first, second: Sources of full tiles; last_first, last_second: of the other tiles.
+        first, second: Sources of full tiles.
+        last_first, last_second: Sources of the other tiles.
     """
     if FIXED and FULL and TMA:
         # Otherwise the compiler merges the accumulators of asynchronous wgmma with zeros, and ptxas serializes the

@@ -88,10 +88,10 @@ def _fold_rows(
 
 @triton.jit
 def _fold_kernel(
-    weight_ptr,  # [F, C], with a gate [F / 2, C]
+    weight_ptr,  # [F, C], or [F / 2, C] with a gate
     gamma_ptr,  # [C] or None
     beta_ptr,  # [C] or None
-    bias_ptr,  # [F] or None, with a gate [F / 2]
+    bias_ptr,  # [F], or [F / 2] with a gate; or None
     gate_ptr, gate_bias_ptr,  # like weight and bias; None: no gate
     folded_ptr,  # output: [F, C] W'', in the dtype of x
     sum_ptr,  # output: fp32 [F] s; None for RMSNorm

@@ -9,12 +9,12 @@ be the gradient of z, g = dz W'' the gradient of n, and U = dz^T n. Indices: m (
     dbeta  = sum_f (sum_m dz) W
     db     = sum_m dz
 
-For a LayerNorm, mean_c(g) is 0 except for rounding errors, because the rows of W'' sum to 0. C mean_c(g n) is equal to
-sum_f dz (z - c). There are two cases:
+For a LayerNorm, mean_c(g) is 0 except for rounding errors, because the rows of W'' sum to 0. C * mean_c(g n) equals
+sum_f(dz (z - c)). There are two cases:
 - dz is an input (qkv): `_layer_norm_grad_kernel` computes dx from dz W and x. g = (dz W) gamma gives the same dx as
   dz W'', because mean_c(g) is subtracted. The kernel also writes n, unless x was normalized beforehand.
 - dz is computed by a matmul (fc1, before an activation): the epilogue sums dz (z - c) and stores dz~ = rstd dz. Then
-  U = dz~^T x - sum_m(dz~ mean), where the sum over m [F] is subtracted from every column.
+  U = dz~^T x - sum_m(dz~ * mean), where the sum over m [F] is subtracted from every column.
 
 Before a residual, y = r + ls (h W^T + b). With V = dy^T h:
 
@@ -161,7 +161,7 @@ def _layer_norm_grad_kernel(
             normalised = (load_chunk(source_ptr, start, cols, mask) - shift[:, None]) * scale[:, None]
             if mean_ptr is not None:
                 store_chunk(normalised_ptr, normalised, start, cols, mask)
-            # tl.fma rounds the product; the compiler would fuse a multiplication with the addition below
+            # tl.fma with 0 rounds the product; `*` would be fused with the addition below
             dx = tl.fma(tl.abs(rstd)[:, None], grad - total[:, None] - normalised * along[:, None], 0.0)
             dx = dx.to(out_ptr.dtype.element_ty)
             if residual_ptr is not None:  # add rounded values, as autograd adds the gradients of two branches

@@ -6,7 +6,7 @@ the hidden layer h [M, F] also writes LayerNorm statistics of h. The second matm
 Let h^ = (h - mean) rstd, y' = h^ W''^T + c and y = r + ls y', with residual r and LayerScale ls. With the gradients dy
 of y and g = (ls dy) W'' of h^:
 
-    dh    = rstd (g - h^ along)
+    dh    = rstd (g - h^ * along)
     along = sum_f(g h^) / F = sum_c(ls dy (y' - c)) / F
 
 For a LayerNorm, the mean of g over f is 0 except for rounding errors. `along` is computed without g: the forward saves

@@ -112,7 +112,7 @@ def _run_residual(o: Operands) -> None:
 class FoldedGradient:
     """Gradient dz of the output of a folded linear layer, as `activation_gradient` returns it."""
 
-    scaled: Tensor  # dz~ [M, F] in the dtype of z: rstd dz, or dz if the row is constant or normalized beforehand
+    scaled: Tensor  # dz~ [M, F] in the dtype of z: rstd * dz; in rows that are constant or already normalized, dz
     row_part: Tensor  # partial sums of dz (z - c) over F, fp32 [M, parts]
     column_part: Tensor  # partial sums over M of dz and of dz~ * mean, fp32 [sums, 2, F]
 
@@ -123,9 +123,9 @@ def activation_gradient(
 ) -> tuple[FoldedGradient, Tensor]:  # fmt: skip
     """Returns the gradient of fc1's output z, and recomputes h = act(z) [M, F], or act(g) u if gated.
 
-    `grad` is the gradient dy of fc2's output [M, C], `scaled` is diag(LayerScale) W2 [C, F]. If a norm follows h,
-    `hidden` contains mean and rstd of h, fp32 [2, M], and `along`, fp32 [M], is defined in `hidden_norm.py`. The second
-    result is then h^, the normalized h.
+    `grad` is the gradient dy of fc2's output [M, C], and `scaled` is diag(LayerScale) W2 [C, F]. If a norm follows h,
+    pass `hidden`, mean and rstd of h, fp32 [2, M], and `along`, fp32 [M] (`hidden_norm.py`). The second result is then
+    h^, the normalized h.
     """
     (M, width), F = z.shape, scaled.weight.shape[1]
     out, h = torch.empty_like(z), z.new_empty((M, F))

@@ -1,8 +1,8 @@
 """Gradients of the parameters of a block, from the matmuls of `weight_products.py`, in two launches.
 
-The kernels handle up to two linear layers after LayerNorms ("folded") and up to two before residuals; formulas:
-`gradients.py`. The first kernel computes gradients of weights, and of biases after LayerNorms. The second kernel
-computes those of the other vectors (gamma, beta, biases before residuals, LayerScales) from partial sums of the first.
+The kernels handle up to two linear layers after LayerNorms ("folded") and up to two before residuals. `gradients.py`
+contains the formulas. The first kernel computes gradients of all weights, and of biases of layers after LayerNorms. The
+second kernel computes those of gamma, beta, the other biases and LayerScales, from partial sums of the first kernel.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .gradients import (
 
 ROWS, COLS = 32, 128  # tile of a weight
 _VECTOR_COLS = 32  # columns per program of the second kernel
-_REGISTERS = 64  # of the second kernel: 32 (full occupancy) would spill, and its grid is too small for full occupancy
+_REGISTERS = 64  # per thread of the second kernel; 32 (full occupancy) would spill, and the grid is too small for it
 
 
 @triton.jit
@@ -119,8 +119,8 @@ def _weight_grad_kernel(
     # linear layer after a LayerNorm, or None:
     part_ptr,  # fp32 [splits, F, C], parts of dz~^T x or of dz^T n
     sum_ptr,  # fp32 [sums, F], partial sums of dz over M
-    shift_ptr,  # fp32 [sums, F], partial sums of dz~ mean, interleaved with sum_ptr; None for dz^T n
-    weight_ptr, gate_ptr,  # [F, C] and None, or with a gate [F / 2, C] each
+    shift_ptr,  # fp32 [sums, F], partial sums of dz~ * mean over M, interleaved with sum_ptr; None for dz^T n
+    weight_ptr, gate_ptr,  # [F, C] and None; with a gate, [F / 2, C] each
     gamma_ptr,  # [C] or None
     beta_ptr,  # [C] or None
     out_ptr, gate_out_ptr,  # output: dW, like the weights

@@ -83,7 +83,7 @@ Pair = tuple[Tensor, Tensor]
 def weight_products_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config: MatmulConfig) -> Launch:
     """Returns the launch for one to four pairs of contiguous a [M, P] and b [M, Q].
 
-    `block_m`, `block_n` and `block_k` of `config` are the tile of P, Q and M.
+    `block_m`, `block_n` and `block_k` of `config` are the tile sizes along P, Q and M.
     """
     (first, _), splits = pairs[0], out[0].shape[0]
     args: dict[str, Any] = {"M": first.shape[0], "splits": splits}

@@ -32,7 +32,7 @@ def row_factors(
     row_part_ptr, mean_ptr, rstd_ptr, row, M, K, eps, first_column,
     ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (r, -r mean), r = max(rstd, 0); (1, 0) without statistics. If `first_column`, stores mean and rstd."""
+    """Returns (r, -r * mean), r = max(rstd, 0); (1, 0) without statistics. If `first_column`, stores mean and rstd."""
     scale = tl.full((ROWS,), 1.0, tl.float32)
     shift = tl.zeros((ROWS,), tl.float32)
     if row_part_ptr is not None:

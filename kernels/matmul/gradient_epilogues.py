@@ -2,18 +2,18 @@
 
     "activation_grad": h = act(z),  dz = acc act'(z),  out = rstd dz
     "gated_grad":      h = act(g) u with g and u as in "gated"; acc is dh [M, N], and z, dz and out are [M, 2 N]
-    "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient; stores out in h too, in the dtype of A
-                       coefficient = rstd^2 / N sum dz (z - bias)
+    "layer_norm_grad": out = [residual +] acc - (x - mean) * coefficient; stores out in h too, in the dtype of A
+                       coefficient = rstd^2 / N * sum(dz (z - bias))
 
 The first two also store partial sums: of dz (z - bias) per row, and of dz and of out * mean per column. Exceptions:
 
 - If a norm of h follows (`hidden_norm.py`), acc is the gradient of the normalized h^. With along = mean(acc h^) per
-  row, the gradient of h is then |rstd of h| (acc - h^ along). h^ is stored in place of h.
+  row, the gradient of h is then |rstd of h| (acc - h^ * along). h^ is stored in place of h.
 - If a row is constant (rstd < 0, see `layer_norm.py`), "activation_grad" and "gated_grad" use 1 in place of rstd, and
   "layer_norm_grad" multiplies acc by |rstd|. The weight gradient out^T (x - mean) is a difference of large numbers.
   With rstd, about 1 / sqrt(eps), these numbers would be a thousand times larger.
 - If x was normalized before the matmul, there is no mean. rstd is 1 in "activation_grad" and "gated_grad", and
-  "layer_norm_grad" computes out = [residual +] rstd acc - x coefficient, with rstd in place of rstd^2.
+  "layer_norm_grad" computes out = [residual +] rstd * acc - x * coefficient; coefficient contains rstd, not rstd^2.
 
 `where` and SHAPE are as in `forward_epilogues.py`.
 """

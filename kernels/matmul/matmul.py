@@ -82,9 +82,9 @@ def _matmul_kernel(
     out_part_ptr,  # fp32 or None: "residual" and "gated" store LayerNorm statistics of out
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]: "activation_grad" stores partial sums of columns
     hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of h if a norm of h follows; else None
-    along_ptr,  # fp32 [M], mean over N of h^ times the gradient of h^; None: no norm of h
-    q_weight_ptr, k_weight_ptr,  # "qk_norm": [HEAD]; both None: ones
-    q_bias_ptr, k_bias_ptr,  # "qk_norm": [HEAD]; both None: zeros
+    along_ptr,  # fp32 [M], mean over N of h^ * (gradient of h^); None: no norm of h
+    q_weight_ptr, k_weight_ptr,  # "qk_norm": [HEAD]; None (both): ones
+    q_bias_ptr, k_bias_ptr,  # "qk_norm": [HEAD]; None (both): zeros
     cos_ptr, sin_ptr,  # "rotary", "qk_norm": [images or 1, tokens - prefix, HEAD / 2]; None: no rotation
     weights,  # B as a pointer if DEPENDENT, else None
     M, N, K, eps, splits, qk_eps,

@@ -29,8 +29,8 @@ NORMED_HEADS = (64, 128)  # head_dims that a "qk_norm" matmul can normalize
 PRODUCTS = {
     "sm_80": 1024, "sm_86": 512, "sm_89": 512, "sm_90": 2048, "sm_100": 4096, "sm_103": 4096, "sm_120": 256,
 }  # fmt: skip
-_L2_BYTES = {"sm_86": 2048, "sm_89": 2048, "sm_120": 2048}  # L2 bandwidth in bytes per cycle, about the RTX 4090's
-_L2_BYTES_HBM = 5120  # L2 bandwidth of other architectures in bytes per cycle: the A100's
+_L2_BYTES = {"sm_86": 2048, "sm_89": 2048, "sm_120": 2048}  # L2 bandwidth in bytes per cycle, about that of an RTX 4090
+_L2_BYTES_HBM = 5120  # the same for other architectures: that of an A100
 _L2_PORT = 64  # bytes per cycle from L2 to one multiprocessor
 _L2_HOLDS = 2**25  # bytes
 _SHARED_BYTES = 128  # bytes per cycle of shared memory, from which the warps read the operands of mma.sync
@@ -215,7 +215,7 @@ _HALF_HOPPER = (
     MatmulConfig(64, 128, 64, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
-# Without maxnreg, ptxas uses up to 246 registers. Neither limit causes spills.
+# Without maxnreg, ptxas uses up to 246 registers. The limits below cause no spills.
 _HALF_HOPPER_LAYER_NORM = (replace(_HALF_HOPPER[0], maxnreg=184), *_HALF_HOPPER[1:])
 _HALF_HOPPER_GATED = (replace(_HALF_HOPPER[0], maxnreg=232), *_HALF_HOPPER[1:])
 _HALF_BLACKWELL = (
@@ -333,8 +333,8 @@ class Cycles:
     """Cycles that the busiest multiprocessor spends on its tiles."""
 
     products: float  # MMA instructions
-    loads: float  # of operands from L2
-    latency: float  # that the loads in flight do not hide
+    loads: float  # loads of operands from L2
+    latency: float  # latency that the loads in flight do not hide
     epilogues: float
     total: float  # the whole kernel with its launch overhead; overlapping work counts once
 
