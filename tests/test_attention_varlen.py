@@ -61,7 +61,8 @@ def check_packed(lengths: list[int], qkv: Tensor, scale: float) -> None:
         ([64, 64, 64], 2, 80, torch.bfloat16),
         ([0, 0, 3], 3, 16, DTYPES[0]),
         ([], 1, 32, torch.float16),
-        pytest.param([1, 0, 2] * 100 + [150, 0, 0, 3], 1, 16, torch.float16, marks=pytest.mark.slow),  # two-step search
+        # the search in two steps; the gradients of one token alone would be rounding errors
+        pytest.param([9, 0, 7] * 100 + [150, 0, 0, 20], 1, 16, torch.float16, marks=pytest.mark.slow),
     ],
     ids=str,
 )
