@@ -24,7 +24,7 @@ _MAX_TILE_ROWS = 256
 
 
 def access_of(*tensors: torch.Tensor) -> str:
-    """Returns the fastest access that the layout of these tensors [B, H, N, D] allows, see `Problem.access`.
+    """Returns the fastest access that the layout of these tensors [B, H, N, D] allows (see `Problem.access`).
 
     Rows of e4m3 tensors, which are only outputs, may be aligned to 8 instead of 16 bytes, e.g. with 72 channels.
     """

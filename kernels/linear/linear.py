@@ -32,7 +32,7 @@ def layer_norm_linear(
     head_step: HeadStep | None = None, out_part: Tensor | None = None, dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None, z: Tensor | None = None, statistics: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns act(LayerNorm(x) W^T + b) [M, F], or act(g) u [M, F / 2] if gated; g and u alternate (`folding.py`).
+    """Returns act(LayerNorm(x) W^T + b) [M, F], or act(g) u [M, F / 2] if gated (see `folding.py`).
 
     Args:
         head_step: Norms and rotary embeddings of q and k.

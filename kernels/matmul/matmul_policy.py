@@ -25,7 +25,7 @@ _MAX_RESIDUAL_SPLITS = 8  # parts of K of a "residual" matmul
 _MIN_STEPS = 4  # minimum iterations of the main loop per part
 NORMED_HEADS = (64, 128)  # head_dims that a "qk_norm" matmul can normalize
 
-# Dense fp16 multiply-adds with fp32 sums, per multiprocessor and cycle: A100, A10, L40S, H100, B200, B300, RTX 5090.
+# Dense fp16 multiply-adds with fp32 sums, per multiprocessor and cycle, of A100, A10, L40S, H100, B200, B300, RTX 5090.
 PRODUCTS = {
     "sm_80": 1024, "sm_86": 512, "sm_89": 512, "sm_90": 2048, "sm_100": 4096, "sm_103": 4096, "sm_120": 256,
 }  # fmt: skip
@@ -38,13 +38,13 @@ _LATENCY = 700  # cycles from issuing the loads of a tile of A and B to the arri
 ISSUE = 3.0  # instructions per cycle in an epilogue: 75 % of four schedulers
 DRAIN = 600  # cycles of exposed latency per epilogue: first loads and last stores
 OVERHEAD = 2500  # cycles from the end of a kernel to the arrival of the next kernel's first loads, in a CUDA graph
-# Instructions of a warp per tile outside the loop over K: _TILE_INSTRUCTIONS + _INSTRUCTIONS per element of a thread.
+# A warp executes, outside the loop over K, _TILE_INSTRUCTIONS per tile and _INSTRUCTIONS per element of a thread.
 _TILE_INSTRUCTIONS = 250
 _INSTRUCTIONS = {
     "layer_norm": 7, "rotary": 18, "qk_norm": 29, "gated": 10, "residual": 2, "activation_grad": 35, "gated_grad": 54,
     "layer_norm_grad": 11, "partial": 4,
 }  # fmt: skip
-_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # added for GELU, residual, statistics, e4m3 output
+_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # added for, in order, GELU, residual, statistics, e4m3 output
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ class Cycles:
 def launch_cycles(
     config: MatmulConfig, sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, epilogue: float, splits: int = 1
 ) -> Cycles:
-    """Returns the estimate of one launch for sizes M, N, K; `epilogue` is the cycles per epilogue of a tile."""
+    """Returns the estimate of one launch for sizes M, N, K; `epilogue` is the number of cycles per epilogue."""
     M, N, K = sizes
     units = config.tiles(M, N) * splits
     if units == 0:
@@ -366,7 +366,7 @@ def launch_cycles(
     if config.ctas_per_sm > 1:  # all epilogues but the last ones overlap the main loops of other programs
         last = (tiles - 1) % together + 1
         total = max(loops, (tiles - last) * epilogue + loops * last / tiles) + last * epilogue
-    else:  # only a flattened loop overlaps the epilogue, with the first loads of the next tile
+    else:  # only a flattened loop overlaps the epilogue of a tile with the first loads of the next tile
         total = loops + tiles * ((0 if early else _LATENCY) + epilogue)
     loading = sum(count * load for count, load in loads)
     return Cycles(tiles * product, loading, tiles * wait, tiles * epilogue, OVERHEAD + total)
