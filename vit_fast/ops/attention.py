@@ -28,7 +28,7 @@ def attention(
 
     Args:
         q: Queries [B, H, N_q, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa). With triton, D must be
-            between 16 and 128 and have stride 1; other strides are arbitrary.
+            between 16 and 128, with stride 1; other strides are arbitrary.
         k: Keys [B, H, N_kv, D], with the dtype and device of q.
         v: Values, with the shape, dtype and device of k.
         scale: Multiplier of q k^T. None means D**-0.5.
@@ -65,7 +65,7 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str
     """Computes `attention` from the output of the qkv linear layer, without a copy.
 
     Args:
-        qkv: Packed projections [B, N, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
+        qkv: Output [B, N, 3, H, D] of that layer; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
         scale, backend: See `attention`, which also lists the errors.
     Returns:
         [B, N, H, D], in the dtype that `attention` returns; contiguous with triton.
@@ -128,7 +128,7 @@ def attention_varlen_qkvpacked(
     """Computes `attention_varlen` from the output of the qkv linear layer, without a copy.
 
     Args:
-        qkv: Packed projections [total, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
+        qkv: Output [total, 3, H, D] of that layer; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
         cu_seqlens, max_seqlen, scale, backend: See `attention_varlen`, which also lists the errors.
     Returns:
         [total, H, D], in the dtype that `attention` returns; contiguous.
@@ -140,7 +140,7 @@ def attention_varlen_qkvpacked(
 
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Computes attention of qkv [B, N, 3, H, D], or of sequences [total, 3, H, D] or [1, total, 3, H, D]."""
+    """Computes attention of qkv: a batch [B, N, 3, H, D] or packed sequences [(1,) total, 3, H, D]."""
     cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)
     backend = resolve_backend(backend, qkv.device, qkv.dtype)
     if backend == "triton" and not is_exporting():

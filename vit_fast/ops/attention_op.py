@@ -1,6 +1,6 @@
 """The operators `vit_fast::attention` and `vit_fast::attention_backward`.
 
-Inputs are batches, optionally with a key mask, or packed sequences. q, k and v are three tensors, or slices of one.
+Inputs are batches, optionally with a key mask, or packed sequences: three tensors q, k and v, or slices of one tensor.
 """
 
 from __future__ import annotations
@@ -90,14 +90,15 @@ def attention_forward(
     qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float,
     out_factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns softmax(scale q k^T) v in the layout of q, and the log-sum-exp of each softmax, fp32 [B, H, N_q], base 2.
+    """Returns softmax(scale q k^T) v in the layout of q, and the base-2 log-sum-exp of each softmax, fp32 [B, H, N_q].
 
     Args:
         qkv: q, k and v [B, H, N, D], or one tensor [B, N, 3, H, D]; for packed sequences 3 x [total, H, D],
             [total, 3, H, D] or [1, total, 3, H, D].
-        cu_seqlens, max_seqlen: Boundaries of packed sequences and their maximum length; None and 0 for batches.
+        cu_seqlens: Boundaries of packed sequences; None for batches.
+        max_seqlen: Length of the longest packed sequence; 0 for batches.
         key_mask: bool [B, N_kv], False for padding.
-        out_factor: Reciprocal scale of an output in e4m3, fp32 [1].
+        out_factor: Reciprocal scale of an output in e4m3, fp32 [1]; None returns the output in q's dtype.
     """
     q, k, v = _heads_first(qkv)
     out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)
@@ -158,7 +159,7 @@ def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -
 
 
 def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, max_seqlen: int, scale: float) -> int:
-    """Returns the FLOP of a forward. For packed sequences, it is an upper bound: max_seqlen keys per query."""
+    """Returns the FLOP of a forward. For packed sequences, it is an upper bound, with max_seqlen keys per query."""
     if len(qkv) == 1:
         *leading, tokens, _, heads, head_dim = qkv[0]
         batch, n_kv = math.prod(leading), tokens

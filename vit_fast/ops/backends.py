@@ -23,7 +23,7 @@ MIN_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 
 _PROBE_SHAPE = (1, 2, 40, 64)  # [B, H, N, D]: several tiles, the last one partial
-_LONGEST_MESSAGE = 300  # characters; compiler output can be pages long
+_LONGEST_MESSAGE = 300  # in characters, because compiler output can be pages long
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> Backend:
@@ -41,8 +41,8 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | Non
 
 
 def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """Returns all reasons why "auto" does not select triton; fp32 needs TF32 or autocast."""
-    if device.type != "cuda":  # also the CPU under Triton's interpreter; returns without importing triton
+    """Returns all reasons why "auto" does not select triton. For fp32, TF32 or autocast must be enabled."""
+    if device.type != "cuda":  # even under Triton's interpreter; does not import triton
         place = "the CPU" if device.type == "cpu" else device.type
         return (f"triton cannot run here: tensors must be on a CUDA device, got {place}",)
     reasons = triton_unavailable_reasons(device)
@@ -58,7 +58,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 
 @constant_to_compiler
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
-    """Returns all reasons why Triton kernels cannot run on this device; the first call runs a test kernel.
+    """Returns all reasons why Triton kernels cannot run on this device; the first call per device runs a test kernel.
 
     A CPU is supported only under Triton's interpreter or with the stand-in driver of `kernels/inspect/`.
     """

@@ -10,7 +10,7 @@ A block passes LayerNorm statistics of its output, fp32 [M, 2, row_parts(C)] for
 that writes the output computes statistics per 64 columns; the next kernel combines them (`kernels/row_parts.py`).
 
 The backward (`block_backward.py`) needs the input of each norm. fp32 inputs are saved normalized, in the dtype of the
-matmuls, with the reciprocal standard deviation, fp32 [1, M]. Half-precision inputs are saved as is, with mean and rstd.
+matmuls, with the reciprocal standard deviation rstd, fp32 [1, M]. Half-precision inputs are saved with mean and rstd.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def _mlp(
 
 
 def _output_dtype(stream: torch.dtype, t: BlockTensors, s: BlockSettings) -> torch.dtype:
-    """Returns the output's dtype: that of x, `stream`, if x is added, else that of the matmuls or of LayerScale."""
+    """Returns the output's dtype: that of x (`stream`) if x is added, else that of the matmuls or of LayerScale."""
     if s.residual:
         return stream
     if t.fc1_weight is None:  # fp32 if LayerScale is fp32, because 1e-6 is subnormal in fp16

@@ -91,11 +91,12 @@ def gradient_names(s: BlockSettings) -> list[str]:
 def saved_names(s: BlockSettings) -> list[str]:
     """Returns the names of the tensors that the forward saves for the backward.
 
-    rows1, statistics1: Input of norm1 and its statistics, see `block.py`; rows2, statistics2: likewise for norm2.
-    qkv, mixed, lse: Input [B, N, 3, H, D], output [B, N, H, D] and log-sum-exp [B, H, N] of the attention.
+    rows1, statistics1: Input of norm1 and its LayerNorm statistics (see `block.py`).
+    rows2, statistics2: The same for norm2.
+    qkv [B, N, 3, H, D], mixed [B, N, H, D], lse [B, H, N]: Input, output and log-sum-exp of the attention.
     before_norm: qkv before the norms of q and k.
     z: Output of fc1 [M, F]; with a gate [M, 2 F], in which columns of the gate and of fc1 alternate.
-    branch, hidden: branch and statistics of `HiddenRows` (`hidden_norm.py`), for a norm before fc2.
+    branch, hidden: The fields `branch` and `statistics` of `HiddenRows` (`hidden_norm.py`), for a norm before fc2.
     """
     names = []
     if _QKV in s.present:
@@ -183,10 +184,10 @@ def _mlp_gradient(
     stream: Tensor, norm_input: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
     s: BlockSettings, inner: _InnerNorm | None, rounded: bool,
 ) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x (a pair), of fc1's output and of the MLP's output, then the input of fc2; all [M, *].
+    """Returns the gradients of x (two tensors), of fc1's output and of the MLP's output, and then the input of fc2.
 
     `stream` is the gradient of the output [M, C]. With `inner`, `second` is None, and gamma and beta are not applied to
-    the returned input of fc2. With `rounded`, the second gradient of x has the dtype of the matmuls.
+    the returned input of fc2. With `rounded`, the second tensor of x's gradients has the dtype of the matmuls.
     """
     from ..kernels.linear import folding, linear, scaled_weights
 

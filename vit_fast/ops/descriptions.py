@@ -51,7 +51,7 @@ class Rope(NamedTuple):
 
     Attributes:
         cos, sin: [T, d], [B, T, d] or [B, H, T, d] in any floating dtype, with T = N - prefix; B and H may be 1. d is
-            D/2 for one value per pair (faster), or D if both channels of a pair have an entry, with equal values.
+            D/2 with one value per pair (faster), or D with equal values for both channels of a pair.
         prefix: Number of leading tokens that are not rotated (class token, registers).
         layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
@@ -66,7 +66,8 @@ class Keys(NamedTuple):
     """The keys that a query attends to: those of its packed sequence, or all that are not padding.
 
     Attributes:
-        cu_seqlens, max_seqlen: See `attention_varlen`; None and 0 if `mask` is used.
+        cu_seqlens: See `attention_varlen`; None if `mask` is used.
+        max_seqlen: See `attention_varlen`; 0 if `mask` is used.
         mask: The key_mask of `attention`; None for packed sequences.
     """
 
@@ -76,7 +77,7 @@ class Keys(NamedTuple):
 
 
 class BlockTensors(NamedTuple):
-    """The parameters of a block. Absent parameters are None; so are all parameters of an absent half.
+    """The parameters of a block. Absent parameters, and all parameters of an absent half, are None.
 
     `fold` and `quantize_block` in `folded.py` fold norms and gate into weight and bias of qkv, fc1 and, after an inner
     norm, fc2. They set `*_sum` of these layers, and set the fields of norms and gate to None. A layer in e4m3 has
@@ -104,7 +105,7 @@ class BlockTensors(NamedTuple):
     inner_weight: Tensor | None = None  # norm before fc2 [F]
     inner_bias: Tensor | None = None
     fc2_sum: Tensor | None = None
-    qkv_factor: Tensor | None = None  # fp32 [C], as fc1_factor; proj_factor and fc2_factor are [1]
+    qkv_factor: Tensor | None = None  # fp32 [C], like fc1_factor; proj_factor and fc2_factor are [1]
     proj_factor: Tensor | None = None
     fc1_factor: Tensor | None = None
     fc2_factor: Tensor | None = None
@@ -117,7 +118,7 @@ class BlockTensors(NamedTuple):
 
 
 class BlockScales(NamedTuple):
-    """fp32 scales by which inputs of linear layers are divided before rounding to e4m3; None keeps half precision."""
+    """fp32 scales by which inputs of linear layers are divided before rounding to e4m3; None disables rounding."""
 
     qkv: Tensor | None = None  # [C], one scale per channel of the residual stream
     proj: Tensor | None = None  # []

@@ -1,7 +1,7 @@
 """Parameters of a block for inference: norms folded into the weights, which may be rounded to e4m3.
 
 With scales s from `vit_fast.calibrate`, a block without qk-norm takes five launches. A kernel that writes the residual
-stream x also writes LayerNorm statistics and x8: x / s in e4m3. With the weight W8 and its scales `rows` from
+stream x also writes LayerNorm statistics and x8 = x / s in e4m3. With the weight W8 and its scales `rows` from
 `reference.fp8_weight`, qkv and fc1 compute
 
     z = rstd (rows (x8 W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(rows W8 / s)

@@ -51,7 +51,7 @@ def layer_norm_mlp(
         layer_scale: Multiplier [C] of the branch, per channel; None means ones.
         residual: True adds x to the branch.
         norm: "layer_norm", or "rms_norm": x / sqrt(mean(x^2) + eps).
-        gate_weight: Weight [F, C] of the gate; None for no gate. Split a weight that packs gate and up projection.
+        gate_weight: Weight [F, C] of the gate; None for no gate. Split a weight that contains gate and up projection.
         gate_bias: Bias [F] of the gate. With a gate, pass either both gate_bias and fc1_bias or neither.
         inner_norm: Norm of the hidden activations [..., F] (after gating) before fc2, as in EVA-02; None for no norm.
         backend: "eager", "sdpa", "triton" or "auto" (chosen by the device and dtype of x). eager and sdpa are
@@ -79,7 +79,7 @@ def mlp_half(
     x: Tensor, tensors: BlockTensors, *, eps: float, norm: str, activation: str, residual: bool,
     inner_norm: tuple[str, float] | None, backend: str,
 ) -> Tensor:  # fmt: skip
-    """Computes `layer_norm_mlp` with the parameters of a block; inner_norm is kind and epsilon."""
+    """Computes `layer_norm_mlp` with the parameters of a block; inner_norm is (kind, epsilon)."""
     _check_inputs(x, tensors, norm, activation, inner_norm)
     options: Any = {"norm": norm, "activation": activation, "residual": residual, "inner_norm": inner_norm}
     if resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():

@@ -95,7 +95,7 @@ E4M3_MAX = 448.0
 def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     """Rounds x / scale to the nearest e4m3 number, ties to even, in fp64; saturates at 448 and preserves NaN.
 
-    Numbers from 2^e to 2^(e + 1), e >= -6, have a spacing of 2^(e - 3). Below 2^-6, the spacing is 2^-9.
+    Numbers from 2^e to 2^(e + 1) with e >= -6 have a spacing of 2^(e - 3). Below 2^-6, the spacing is 2^-9.
     Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
     """
     value = (x.double() / scale.double()).clamp(-E4M3_MAX, E4M3_MAX)
@@ -107,8 +107,8 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
 def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantizes a weight [F, K] to e4m3; returns the values as fp64 [F, K], and their scales per row, fp32 [F].
 
-    The weight is first multiplied by `scale` ([K] or []), the divisor of the layer's input, and by gamma [K] of the
-    norm before the layer. Unlike the half-precision fold (`folding.py`), this does not center the rows of the weight.
+    The weight is first multiplied by gamma [K] of the norm before the layer, and by `scale` ([K] or []), which divides
+    the layer's input. Unlike the half-precision fold (`folding.py`), this does not center the rows of the weight.
     Large ViTs multiply very large channels by small weights, and centering would enlarge these weights and their
     rounding errors. A row with a scale below 2^-100 becomes zeros, so that fp32 can represent bias / row scale.
     """
@@ -122,7 +122,7 @@ def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None)
 def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, norm: Norm | None = None
 ) -> Tensor:
-    """Computes a linear layer in x.dtype with input and weight rounded to e4m3, optionally after a norm.
+    """Computes a linear layer, optionally with a norm before it, in x.dtype; rounds input and weight to e4m3.
 
     `scale` ([K] or []) divides x before rounding; None disables rounding. The norm is applied to the rounded input,
     with the statistics of x. LayerNorm normalizes a constant token to norm.bias.

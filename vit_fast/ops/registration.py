@@ -38,9 +38,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Gradient(NamedTuple):
     """The derivative of the first output of an operator; other outputs are not differentiable."""
 
-    # from the arguments and the outputs to the tensors and other values that the backward needs
+    # maps the arguments and the outputs to the tensors and other values that the backward needs
     save: Callable[[Sequence[Any], Any], tuple[Sequence[Tensor | None], Any]]
-    # from the gradient and both results of `save` to the gradients of the leading arguments, with lists flattened
+    # maps the gradient and both results of `save` to the gradients of the leading arguments, with lists flattened
     backward: Callable[[Tensor, Sequence[Any], Any], Sequence[Tensor | None]]
 
 
@@ -68,7 +68,7 @@ def operator(
         function: The implementation. It must not change its arguments, and no output may share memory with an argument.
         what: Name of the operator in error messages.
         fake: Returns empty outputs with the shapes, strides and dtypes of the real ones.
-        flop: Returns the number of FLOPs. Called with the arguments, with shapes in place of tensors.
+        flop: Returns the number of FLOPs. Called with the arguments, but with shapes in place of tensors.
         gradient: The derivative. None means that differentiation raises an error, as for backward operators.
         cached: Position, in the flattened arguments, of the weight whose address is a key of `CACHED`. Every
             call first updates the cached weights if the parameters changed, also in a compiled graph.
@@ -252,7 +252,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 @constant_to_compiler
 def is_exporting() -> bool:
-    """True during torch.export or tracing: the target runtime has SDPA, but not the operators of vit-fast."""
+    """True during torch.export or tracing, whose target runtime has SDPA but no operators of vit-fast."""
     # torch.compile in torch 2.11 replaces torch.compiler.is_exporting() by True
     return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 

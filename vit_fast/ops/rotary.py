@@ -2,8 +2,8 @@
 
 Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` selects what runs norms and rotation:
 - The epilogue of the qkv matmul. For rotation, all heads must share the tables, and the channels of a pair must be
-  adjacent in the folded weight. For norms, each head must have its own norm, the dtype must be half precision, and
-  head_dim 64 or 128; no backward may follow.
+  adjacent in the folded weight. For norms, `over` must be "head", the dtype half precision and head_dim 64 or 128,
+  and no backward may follow.
 - Otherwise a separate kernel, in place if possible.
 """
 
@@ -57,8 +57,8 @@ def qk_norm_rope(
     """Normalizes q and k, then rotates them; v is not changed.
 
     Args:
-        qkv: Packed projections [B, N, 3, H, D], or [total, 3, H, D] for packed sequences; fp32, fp16 or bf16 (also fp64
-            with eager and sdpa).
+        qkv: Output of the qkv layer [B, N, 3, H, D], or [total, 3, H, D] for packed sequences; fp32, fp16 or bf16
+            (also fp64 with eager and sdpa).
         qk_norm: Norms of q and k; None means no norm.
         rope: Rotary positions; None means no rotation.
         backend: See `attention`. eager and sdpa are identical here.
@@ -147,7 +147,7 @@ def _forward(qkv: Tensor, tensors: Sequence[Tensor | None], prefix: int, *settin
 def _backward(
     grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], prefix: int, *settings: Any
 ) -> list[Tensor]:
-    """Returns the gradients of qkv and of the norms' parameters; without norms, qkv is None."""
+    """Returns the gradients of qkv and of the norms' parameters. The argument `qkv` is None without norms."""
     from ..kernels import rotary
 
     qk = QkTensors(*tensors)
@@ -158,7 +158,7 @@ def _backward(
 
 
 def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]:
-    """Returns the gradients of the norms' parameters by name; `sums` is fp32 [q and k, weight and bias, D or H D]."""
+    """Returns the gradients of the norms' parameters by name; `sums` is fp32 [2 (q, k), 2 (weight, bias), D or H D]."""
     places = ((0, 0), (0, 1), (1, 0), (1, 1))
     return {
         name: sums[place].to(parameter.dtype, copy=True)
@@ -217,7 +217,7 @@ class QkvStep:
         return self.head_dim if rotates else 0
 
     def for_matmul(self, tokens: int) -> HeadStep | None:
-        """Returns norms and rotation of the matmul's epilogue; `tokens` is the number of tokens per image."""
+        """Returns norms and rotation for the matmul's epilogue; `tokens` is the number of tokens per image."""
         if not self.in_matmul:
             return None
         from ..kernels.matmul.matmul_launch import HeadStep
@@ -227,7 +227,7 @@ class QkvStep:
     def forward(self, packed: Tensor, saves: bool = False) -> tuple[Tensor, Tensor | None]:
         """Applies norms and rotation to qkv [B, N, 3, H, D], unless the matmul did.
 
-        Returns qkv for the attention, and the input of the norms for the backward, or None. May overwrite `packed`.
+        Returns qkv for the attention, and the norms' input, or None if not saved. May overwrite `packed`.
         """
         from ..kernels import rotary
 
@@ -244,7 +244,7 @@ class QkvStep:
     def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor | None:
         """Converts `grad` in place from the gradient of the attention's input to that of the qkv matmul's output.
 
-        The result has the channel order of the unfolded qkv weight. Returns sums for `norm_gradients`, or None.
+        The result has the channel order of the unfolded qkv weight. Returns `sums` of `norm_gradients`.
         """
         from ..kernels import rotary
 
