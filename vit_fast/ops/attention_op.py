@@ -1,6 +1,6 @@
 """The operators `vit_fast::attention` and `vit_fast::attention_backward`.
 
-Inputs are batches, optionally with a key mask, or packed sequences: three tensors q, k and v, or slices of one tensor.
+Inputs are batches, optionally with a key mask, or packed sequences. q, k and v are three tensors, or slices of one.
 """
 
 from __future__ import annotations

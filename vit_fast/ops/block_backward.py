@@ -184,10 +184,10 @@ def _mlp_gradient(
     stream: Tensor, norm_input: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
     s: BlockSettings, inner: _InnerNorm | None, rounded: bool,
 ) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x (two tensors), of fc1's output and of the MLP's output, and then the input of fc2.
+    """Returns the gradients of x (a pair), of fc1's output and of the MLP's output, and then the input of fc2.
 
     `stream` is the gradient of the output [M, C]. With `inner`, `second` is None, and gamma and beta are not applied to
-    the returned input of fc2. With `rounded`, the second tensor of x's gradients has the dtype of the matmuls.
+    the returned input of fc2. With `rounded`, the second gradient of x is a copy in the dtype of the matmuls.
     """
     from ..kernels.linear import folding, linear, scaled_weights
 

@@ -212,7 +212,7 @@ class QkvStep:
 
     @property
     def rope_head(self) -> int:
-        """head_dim if the matmul rotates layout "half", else 0: the `rope_head` of `kernels/linear/folding.py`."""
+        """head_dim if the matmul rotates layout "half", else 0; see `kernels/linear/folding.py`."""
         rotates = self.in_matmul and self.settings.tables is not None and self.settings.layout == "half"
         return self.head_dim if rotates else 0
 
@@ -227,7 +227,7 @@ class QkvStep:
     def forward(self, packed: Tensor, saves: bool = False) -> tuple[Tensor, Tensor | None]:
         """Applies norms and rotation to qkv [B, N, 3, H, D], unless the matmul did.
 
-        Returns qkv for the attention, and the norms' input, or None if not saved. May overwrite `packed`.
+        Returns qkv for the attention, and the norms' input if the backward needs it. May overwrite `packed`.
         """
         from ..kernels import rotary
 
@@ -244,7 +244,7 @@ class QkvStep:
     def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor | None:
         """Converts `grad` in place from the gradient of the attention's input to that of the qkv matmul's output.
 
-        The result has the channel order of the unfolded qkv weight. Returns `sums` of `norm_gradients`.
+        The result has the channel order of the unfolded qkv weight. Returns `sums` of `norm_gradients`, or None.
         """
         from ..kernels import rotary
 
