@@ -87,10 +87,10 @@ def predict_to_parquet(
         A summary.
     Raises:
         MissingPackageError: pyarrow is not installed, or Ray with engine="ray".
-        PredictionError: OUT.parts belongs to another run, workers died repeatedly at the same images, or the cluster
-            failed. Finished parts remain.
-        ValueError: the logits of an image are not finite, a file is given twice, or engine, device or workers are
-            invalid.
+        PredictionError: OUT.parts belongs to another run, workers died repeatedly at the same images, the cluster
+            failed, or with Ray, the logits of an image are not finite. Finished parts remain.
+        ValueError: the logits of an image are not finite (without Ray), a file is given twice, or engine, device or
+            workers are invalid.
         OSError: the file cannot be written.
     """
     if importlib.util.find_spec("pyarrow") is None:

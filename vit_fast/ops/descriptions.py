@@ -50,8 +50,8 @@ class Rope(NamedTuple):
     """Rotary positions: each pair (a, b) of channels of q and k becomes (a cos - b sin, b cos + a sin).
 
     Attributes:
-        cos, sin: [T, d], [B, T, d] or [B, H, T, d] in any floating dtype, with T = N - prefix; B and H may be 1. d is
-            D/2 with one value per pair (faster), or D with equal values for both channels of a pair.
+        cos, sin: [T, d], [B, T, d] or [B or 1, H or 1, T, d] in any floating dtype, with T = N - prefix. d is D/2 with
+            one value per pair (faster), or D with equal values for both channels of a pair.
         prefix: Number of leading tokens that are not rotated (class token, registers).
         layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
@@ -80,8 +80,9 @@ class BlockTensors(NamedTuple):
     """The parameters of a block. Absent parameters, and all parameters of an absent half, are None.
 
     `fold` and `quantize_block` in `folded.py` fold norms and gate into weight and bias of qkv, fc1 and, after an inner
-    norm, fc2. They set `*_sum` of these layers, and set the fields of norms and gate to None. A layer in e4m3 has
-    `*_factor`, the reciprocal scales of its input, and row scales of its weight: qkv_rows, fc1_rows, scale1 and scale2.
+    norm, fc2. They set `*_sum` of these layers, and set the fields of norms and gate to None. In e4m3, `*_factor`
+    are the reciprocal scales of a layer's input. qkv_rows and fc1_rows are row scales of weights; scale1 and scale2
+    are row scales times LayerScale.
     """
 
     norm1_weight: Tensor | None = None  # [C]
@@ -232,8 +233,8 @@ def checked_rope(rope: Rope, shape: Sequence[int], is_folded: bool = False) -> R
     )
     if not fits or cos.shape[-1] not in (D, D // 2):
         raise ValueError(
-            f"rope.cos must have shape {(T, D // 2)}, {(B, T, D // 2)} or {(B, H, T, D // 2)}, where B and H may be 1 "
-            f"and the last dimension may be {D}, got {tuple(cos.shape)}"
+            f"rope.cos must have shape {(T, D // 2)}, {(B, T, D // 2)} or {(B, H, T, D // 2)}, where the last may have "
+            f"1 instead of {B} or {H}, and {D} may replace {D // 2}, got {tuple(cos.shape)}"
         )
     return Rope(_one_value_per_pair(cos, D, layout), _one_value_per_pair(sin, D, layout), prefix, layout)
 
