@@ -46,7 +46,7 @@ _TABLE = torch.zeros(N, D // 2)
     [
         ({"rope": Rope(_TABLE, _TABLE, 1)}, r"rope.cos must have shape \(6, 4\).*, got \(7, 4\)"),
         ({"rope": Rope(_TABLE, _TABLE[:, :3])}, r"equal shapes, got \(7, 4\) and \(7, 3\)"),
-        ({"rope": Rope(_TABLE[:, :3], _TABLE[:, :3])}, "the last dimension may be 8"),
+        ({"rope": Rope(_TABLE[:, :3], _TABLE[:, :3])}, "8 may replace 4"),
         ({"rope": Rope(_TABLE, _TABLE, 8)}, "between 0 and 7, the number of tokens, got 8"),
         ({"rope": Rope(_TABLE, _TABLE, 0, "halves")}, "rope.layout must be one of 'half', 'interleaved', got 'halves'"),
         ({"qk_norm": QkNorm(Norm(), Norm(), "heads")}, "qk_norm.over must be one of 'head', 'width', got 'heads'"),
