@@ -14,7 +14,7 @@ sum_f(dz (z - c)). There are two cases:
 - dz is an input (qkv): `_layer_norm_grad_kernel` computes dx from dz W and x. g = (dz W) gamma gives the same dx as
   dz W'', because mean_c(g) is subtracted. The kernel also writes n, unless x was normalized beforehand.
 - dz is computed by a matmul (fc1, before an activation): the epilogue sums dz (z - c) and stores dz~ = rstd dz. Then
-  U = dz~^T x - sum_m(dz~ * mean), where the sum over m [F] is subtracted from every column.
+  U = dz~^T x - sum_m(dz~ * mean): the sum, a vector [F], is subtracted from every column.
 
 Before a residual, y = r + ls (h W^T + b). With V = dy^T h:
 
@@ -100,7 +100,7 @@ def column_sum_tiles(source: Tensor) -> int:
 def add_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
     """Returns a tile whose column sums are the sum of `parts` fp32 vectors, `stride` elements apart.
 
-    The caller reduces the tile. So each thread adds the values that it loads before threads exchange sums.
+    The caller reduces the tile. So each thread adds up its own values before threads exchange sums.
     """
     cols = col + tl.arange(0, COLS)
     total = tl.zeros((_AT_ONCE, COLS), tl.float32)

@@ -60,7 +60,7 @@ def _scale_rows(
 def _scaled_weights_kernel(
     weight_ptr,  # [F, C]
     scale_ptr,  # [F] or None
-    factor_ptr,  # output: fp32 [C], f repeated; None if f is 1
+    factor_ptr,  # output: fp32 [C], f repeated; None except in fp16
     scaled_ptr,  # output: [F, C]
     # the same for a second and a third weight, or None:
     weight2_ptr, scale2_ptr, factor2_ptr, scaled2_ptr, weight3_ptr, scale3_ptr, factor3_ptr, scaled3_ptr,
@@ -81,7 +81,7 @@ def _scaled_weights_kernel(
 
 @dataclass(frozen=True)
 class ScaledWeight:
-    """diag(ls) W as an operand of a matmul: W~ [F, C], and f repeated, fp32 [C], or None if f is 1."""
+    """diag(ls) W as an operand of a matmul: W~ [F, C], and f repeated, fp32 [C]; None except in fp16."""
 
     weight: Tensor
     factor: Tensor | None
