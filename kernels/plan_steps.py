@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Ready
 
-Values = list[Any]  # the tensors of a replay by value number; None after the last use
+Values = list[Any]  # the tensors of a replay by value number; None once freed
 MAX_MAPS = 256  # cached tensor maps per descriptor
 
 
@@ -69,23 +69,23 @@ class TensorMaps:
     def __init__(self, descriptor: TensorDescriptor, make: Callable[[TensorDescriptor], list[Any]]) -> None:
         self.descriptor, self.make = descriptor, make
         self.at: At = descriptor.base.at  # a Base
-        self.kept: dict[int, Any] = {}
+        self.cached: dict[int, Any] = {}
 
     def encode(self, address: int) -> Any:
         descriptor = copy.copy(self.descriptor)
         descriptor.base = Base(address, self.at)
         tensor_map = self.make(descriptor)[0]
-        if len(self.kept) >= MAX_MAPS:
-            self.kept.clear()
-        self.kept[address] = tensor_map
+        if len(self.cached) >= MAX_MAPS:
+            self.cached.clear()
+        self.cached[address] = tensor_map
         return tensor_map
 
 
 class PlannedLaunch:
     """A kernel launch without addresses and stream. `__call__` calls the C function behind Triton's launcher.
 
-    `values` are all arguments of the kernel in order, including constants. An `At` replaces each tensor, and a `Base`
-    replaces the base of each tensor descriptor. Raises LookupError if this Triton's launch interface is not supported.
+    `values` are all arguments of the kernel in order, including constants. An `At` replaces each non-empty tensor, and
+    a `Base` the base of each tensor descriptor. Raises LookupError if this Triton's launch interface is not supported.
     """
 
     def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
@@ -114,7 +114,7 @@ class PlannedLaunch:
             arguments[place] = addresses[value] + offset
         for place, value, offset, maps in self._at_maps:
             address = addresses[value] + offset
-            arguments[place] = maps.kept.get(address) or maps.encode(address)
+            arguments[place] = maps.cached.get(address) or maps.encode(address)
         if self._nested:
             self._launch(*self.grid, stream, *self._front, arguments)
         else:

@@ -116,7 +116,7 @@ def test_a_model_with_its_normalisation_folded_in(tmp_path: Path) -> None:
 
 
 def test_calibration_is_spread_over_all_files(tmp_path: Path) -> None:
-    """Of files sorted by class, reads every third one, none twice."""
+    """Reads every third of the files sorted by class, and none twice."""
     for i in range(90):
         Image.new("L", (4, 4), i).save(tmp_path / f"{i:02}.png")
     for count in (30, 90):

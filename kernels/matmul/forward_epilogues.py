@@ -129,9 +129,9 @@ def layer_norm_epilogue(
     value = finished_heads(value, heads, where, ROWS, COLS, HEADS)
     if z is not None:
         # apply the activation to the rounded z, as the backward does
-        kept = rounded(value, DTYPE)
-        store_tile(z, kept, row, col, M, N, ROWS, COLS, TMA)
-        value = kept.to(tl.float32)
+        stored = rounded(value, DTYPE)
+        store_tile(z, stored, row, col, M, N, ROWS, COLS, TMA)
+        value = stored.to(tl.float32)
     if GATED:
         gate, up = tl.split(value.reshape(ROWS, COLS // 2, 2))
         value = divided(activate(gate, ACTIVATION, DTYPE == tl.float32) * up, out_scale_ptr)

@@ -81,7 +81,7 @@ def fuse(
     check_type("model", model, nn.Module)
     choice = None
     if precision is not None or keep is not None or min_agreement is not None:
-        fp8.check_request(model, backend, precision, keep, min_agreement)
+        fp8.check_request(model, backend, precision)
         choice, backend = fp8.choose(model, sharing_copy(model), keep, min_agreement), "triton"
     device = device_of(model)
     resolved = resolve_backend(backend, device, dtype_of(model))

@@ -222,9 +222,7 @@ def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]
     return reasons
 
 
-def check_request(
-    model: nn.Module, backend: str, precision: str | None, keep: Iterable[str] | None, min_agreement: float | None
-) -> None:
+def check_request(model: nn.Module, backend: str, precision: str | None) -> None:
     """Raises an error with all reasons if the model cannot run in e4m3. Changes nothing."""
     if precision is None:
         raise ValueError("keep and min_agreement require precision='fp8', got precision=None")
