@@ -91,12 +91,12 @@ def parse_candidate(word: str) -> Candidate:
 
 
 def choose(
-    names: Sequence[str] | None, device: torch.device, kind: str = "ours", training: bool = False
+    names: Sequence[str] | None, device: torch.device, kind: str = "vit-fast", training: bool = False
 ) -> list[Candidate]:
     """Returns the named candidates, or the default ones for a kind of model (see models.Model) on a device."""
     if names is not None:
         return list({candidate.name: candidate for candidate in map(parse_candidate, names)}.values())
-    found = map(parse_candidate, DEFAULT_NAMES[device.type] if kind == "ours" else NAMES[kind])
+    found = map(parse_candidate, DEFAULT_NAMES[device.type] if kind == "vit-fast" else NAMES[kind])
     return [candidate for candidate in found if candidate.trainable or not training]
 
 
@@ -134,7 +134,7 @@ def build(candidate: Candidate, task: Task) -> nn.Module:
     backend = candidate.attention or candidate.base
     if task.model.operator is not None:
         return operators.build(backend, task.model.operator, task.weights or {}, task.device)
-    config, weights = task.ours
+    config, weights = task.config_and_weights
     with torch.device("meta"):
         model = VisionTransformer(config, data_config=task.model.data)
     model = model.to_empty(device=task.device).to(task.dtype)
@@ -175,7 +175,7 @@ def _images(task: Task, batch: int) -> Tensor:
 
 def build_peer(library: ModuleType, candidate: Candidate, task: Task) -> nn.Module:
     """Builds a library's model with our weights."""
-    config, weights = task.ours
+    config, weights = task.config_and_weights
     model = library.build_peer(config).to(device=task.device, dtype=task.dtype)
     take_weights(model, weights, library.convert, config)
     model = model.eval().requires_grad_(False)

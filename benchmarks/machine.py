@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from vit_fast.measure.clock import Call, Protocol, synchronise, time_call, without_profiler_chatter
+from vit_fast.measure.clock import Call, Protocol, synchronize, time_call, without_profiler_chatter
 from vit_fast.version import cpu_name, installed
 from vit_fast.work import Work
 
@@ -267,7 +267,7 @@ def profile(call: Call, device: torch.device, least: dict[str, Work], itemsize: 
     with without_profiler_chatter(), torch.profiler.profile(activities=activities) as profiler:
         for number in range(PROFILED_CALLS):
             call(number)
-        synchronise(device)
+        synchronize(device)
     kernels = []
     for event in profiler.key_averages():
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total

@@ -66,11 +66,11 @@ class Model:
 
     @property
     def kind(self) -> str:
-        """The kind, which selects candidates: "ours", "given", "onnx", "block", or the part of an operator."""
+        """The kind, which selects candidates: "vit-fast", "given", "onnx", "block", or the part of an operator."""
         if self.operator is not None:
             return self.operator.part
-        ours = "block" if self.block else "ours"
-        return ours if self.config is not None else "onnx" if self.onnx is not None else "given"
+        kind = "block" if self.block else "vit-fast"
+        return kind if self.config is not None else "onnx" if self.onnx is not None else "given"
 
     @property
     def image_hw(self) -> Size:
@@ -99,7 +99,7 @@ class Task:
         return self.model.operator is None and not self.model.block
 
     @property
-    def ours(self) -> tuple[ViTConfig, Mapping[str, Tensor]]:
+    def config_and_weights(self) -> tuple[ViTConfig, Mapping[str, Tensor]]:
         """The configuration and weights, from which every library builds the model."""
         if self.model.config is None or self.weights is None:
             raise UnsupportedInputError(
@@ -139,10 +139,10 @@ def resolve(given: str) -> Callable[[Size | None], list[Model]]:
 def _variant(name: str, img_size: Size | None) -> Model:
     variant = get_variant(name)
     config = variant.config if img_size is None else variant.config.replace(img_size=img_size)
-    return describe_ours(name, config, variant.data, None)
+    return describe_vit(name, config, variant.data, None)
 
 
-def describe_ours(name: str, config: ViTConfig, data: DataConfig, weights: Mapping[str, Tensor] | None) -> Model:
+def describe_vit(name: str, config: ViTConfig, data: DataConfig, weights: Mapping[str, Tensor] | None) -> Model:
     """Describes a model of one of our shapes; None means random weights."""
 
     def parts(batch: int, training: bool) -> dict[str, Work]:
@@ -170,7 +170,7 @@ def _of_weights(source: str, img_size: Size | None) -> Model:
     if img_size not in (None, model.config.image_hw):
         raise ValueError(f"--img-size must be {model.config.image_hw}, the size of the weights {name}, got {img_size}")
     weights = {key: tensor.float() for key, tensor in model.state_dict().items()}
-    return dataclasses.replace(describe_ours(name, model.config, model.data_config, weights), source=source)
+    return dataclasses.replace(describe_vit(name, model.config, model.data_config, weights), source=source)
 
 
 def _onnx(path: Path, img_size: Size | None) -> Model:

@@ -38,7 +38,7 @@ from vit_fast.measure.candidate import (
     judge,
     same_class,
 )
-from vit_fast.measure.clock import Call, synchronise
+from vit_fast.measure.clock import Call, synchronize
 
 from .candidates import build_reference, make
 from .configuration import Group, make_configuration
@@ -289,10 +289,10 @@ def _build_and_check(candidate: Candidate, group: Group, problem: Problem) -> tu
 
 
 def _timed(action: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    synchronise(device)
+    synchronize(device)
     start = time.perf_counter()
     output = action()
-    synchronise(device)
+    synchronize(device)
     return time.perf_counter() - start, output
 
 
@@ -352,7 +352,7 @@ def print_first_output() -> None:
             task, batches = make_task(group, configuration.images, configuration.device)
             _, _, check = _callers(candidate, task, batches)
             outputs = [check()]
-            synchronise(task.device)
+            synchronize(task.device)
             done = time.monotonic()
             verdict = judge_outputs(candidate, task, expect(task, batches[0].to(task.device)), outputs.pop())
     except Exception as error:  # whatever a candidate raises

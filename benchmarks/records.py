@@ -167,8 +167,8 @@ def compare_records(first: Record, second: Record) -> dict[str, Any]:
 def _drift(one: dict[str, Any], other: dict[str, Any]) -> float:
     if not one or not other:
         return 0.0
-    theirs = other["matmul_TFLOP_per_s"]
-    both = [(reached, theirs[dtype]) for dtype, reached in one["matmul_TFLOP_per_s"].items() if dtype in theirs]
+    others = other["matmul_TFLOP_per_s"]
+    both = [(reached, others[dtype]) for dtype, reached in one["matmul_TFLOP_per_s"].items() if dtype in others]
     return max(max(pair) / min(pair) for pair in [*both, (one["copy_GB_per_s"], other["copy_GB_per_s"])]) - 1
 
 

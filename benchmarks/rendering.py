@@ -20,7 +20,7 @@ from .records import RECORD_NAME, Record, Row, damaged, is_bench, measured, to_j
 from .report import Table
 
 REPORT_NAME = "report.html"
-INK, FAINT, OURS = "#1e293b", "#64748b", "#0f766e"
+INK, FAINT, ACCENT = "#1e293b", "#64748b", "#0f766e"
 
 
 def files(name: str, record: Record) -> dict[str, bytes]:
@@ -123,7 +123,7 @@ def draw(record: Record) -> bytes:
 def _draw_bars(axes: Any, rows: list[Row]) -> None:
     slow, middle, fast = ([row["batch"] / row[field] * 1e3 for row in rows] for field in ("ms_p80", "ms", "ms_p20"))
     whiskers = [[b - a for a, b in zip(low, high, strict=True)] for low, high in ((slow, middle), (middle, fast))]
-    colors = [FAINT if row["peer"] else OURS for row in rows]
+    colors = [FAINT if row["peer"] else ACCENT for row in rows]
     bars = axes.barh(range(len(rows)), middle, 0.72, color=colors, xerr=whiskers, error_kw={"ecolor": INK})
     texts = []
     for row, rate in zip(rows, middle, strict=True):

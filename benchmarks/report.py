@@ -116,17 +116,17 @@ def _contests(record: Record) -> Iterator[tuple[list[Row], Row | None]]:
 
 
 def closing(record: Record) -> str:
-    """Returns the result in a sentence: the best of ours relative to the best peer of each group, and a next step."""
+    """Returns a sentence: vit-fast's fastest candidate relative to the best peer of each group, and a next step."""
     found, next_command, is_ranked = [], command(record), True
-    for (fastest, *_), ours in _contests(record):
+    for (fastest, *_), own in _contests(record):
         where = f"({fastest['dtype']}, batch {fastest['requested_batch']})"
-        if ours is None:
+        if own is None:
             found.append(f"{fastest['candidate']} is the fastest {where}")
         else:
-            ratio = f"{ours['ratio_to_best_peer']:.2f}x {ours['best_peer']}"
-            verdicts = {SAME: f"equal to {ours['best_peer']}", UNKNOWN: "not ranked, the machine is too noisy"}
-            found.append(f"{verdicts.get(ours['verdict'], ratio)} {where}")
-            is_ranked = is_ranked and ours["verdict"] != UNKNOWN
+            ratio = f"{own['ratio_to_best_peer']:.2f}x {own['best_peer']}"
+            verdicts = {SAME: f"equal to {own['best_peer']}", UNKNOWN: "not ranked, the machine is too noisy"}
+            found.append(f"{verdicts.get(own['verdict'], ratio)} {where}")
+            is_ranked = is_ranked and own["verdict"] != UNKNOWN
         if fastest["task"] == "inference":
             next_command = f"vit-fast optimize {fastest['model']} --batch {fastest['requested_batch']}"
     if not is_ranked:
@@ -299,15 +299,15 @@ def _kernels(rows: list[Row]) -> Iterator[list[str]]:
 
 
 def summary(record: Record) -> str:
-    """Returns a table for a document: the best of ours, timm and the best peer of each group."""
+    """Returns a table for a document: the fastest candidate of vit-fast, timm and the best peer of each group."""
     titles = ("model", "precision", "batch", "vit-fast (images/s)", "timm", "best peer", "ratio to best peer")
     lines = [f"| {' | '.join(titles)} |", "|---|---|---:|---|---:|---|---:|"]
-    for alike, ours in _contests(record):
+    for alike, own in _contests(record):
         rates = {row["candidate"]: format_number(row["images_per_s"]) for row in alike}
-        if ours is not None:
-            best, peer = (f"{rates[name]} (`{name}`)" for name in (ours["candidate"], ours["best_peer"]))
-            about = ours["model"], ours["dtype"], str(ours["requested_batch"])
-            lines.append(f"| {' | '.join((*about, best, rates.get('timm', ''), peer, _ratio(ours)))} |")
+        if own is not None:
+            best, peer = (f"{rates[name]} (`{name}`)" for name in (own["candidate"], own["best_peer"]))
+            about = own["model"], own["dtype"], str(own["requested_batch"])
+            lines.append(f"| {' | '.join((*about, best, rates.get('timm', ''), peer, _ratio(own)))} |")
     return "\n".join([*lines, "", f"Measured on {heading(record)}."]) + "\n"
 
 

@@ -1,6 +1,6 @@
 """pytest-benchmark suite: `make bench-suite` times the default candidates of `vit-fast bench` and a vision tower.
 
-An incorrect output of ours fails, one of a peer is an expected failure. VIT_FAST_SUITE_MODEL selects another model.
+An incorrect output of vit-fast fails, one of a peer is an expected failure. VIT_FAST_SUITE_MODEL selects another model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vit_fast.apps.data import sample_image
 from vit_fast.benchmarks.candidates import parse_candidate
 from vit_fast.benchmarks.configuration import Group, make_configuration
 from vit_fast.benchmarks.preparation import Problem, make_problem, prepare
-from vit_fast.measure.clock import synchronise
+from vit_fast.measure.clock import synchronize
 from vit_fast.variants import get_variant
 
 DEFAULT = make_configuration()
@@ -63,7 +63,7 @@ def test_candidate(benchmark: Any, group: Group, name: str) -> None:
 
     def timed() -> None:
         call(next(numbers))
-        synchronise(DEFAULT.device)
+        synchronize(DEFAULT.device)
 
     benchmark(timed)
 
@@ -99,6 +99,6 @@ def test_tower(benchmark: Any, name: str, candidate: str) -> None:
 
     def timed() -> None:
         call()
-        synchronise(DEFAULT.device)
+        synchronize(DEFAULT.device)
 
     benchmark(timed)

@@ -17,7 +17,7 @@ from vit_fast.errors import MissingPackageError
 if TYPE_CHECKING:
     from .deployment import trtexec_line, write_card, write_triton_repository
     from .exporter import export_onnx
-    from .quantise import CalibrationError, QuantisationError
+    from .quantize import CalibrationError, QuantisationError
     from .report import ExportReport
     from .runtime.metadata import ModelFileError, inspect_onnx
     from .runtime.runner import OnnxRunner, ProviderError
@@ -29,8 +29,8 @@ __all__ = [
 ]  # fmt: skip
 
 _PLACES = {
-    "CalibrationError": ".quantise", "ExportReport": ".report", "ModelFileError": ".runtime.metadata",
-    "OnnxRunner": ".runtime.runner", "ProviderError": ".runtime.runner", "QuantisationError": ".quantise",
+    "CalibrationError": ".quantize", "ExportReport": ".report", "ModelFileError": ".runtime.metadata",
+    "OnnxRunner": ".runtime.runner", "ProviderError": ".runtime.runner", "QuantisationError": ".quantize",
     "VerificationError": ".verification", "export_onnx": ".exporter", "inspect_onnx": ".runtime.metadata",
     "trtexec_line": ".deployment", "write_card": ".deployment", "write_triton_repository": ".deployment",
 }  # fmt: skip

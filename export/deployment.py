@@ -23,7 +23,7 @@ from google.protobuf import text_encoding
 from vit_fast.errors import UnsupportedInputError, check_choice, check_integer, check_type
 from vit_fast.files import file_aside, folder_aside
 
-from .report import Accuracy, Check, Quantised
+from .report import Accuracy, Check, Quantized
 from .runtime.metadata import (
     ModelFileError,
     OnnxInfo,
@@ -241,6 +241,6 @@ def _checked(facts: dict[str, Any]) -> list[str]:
         lines += ["", f"On labeled images: {Accuracy(**accuracy).line()}."]
     if eight_bit:
         former = {"products": "matmuls", "kept": "in_float"}  # names of fields in earlier files
-        done = Quantised(**{former.get(name, name): value for name, value in eight_bit.items()})
+        done = Quantized(**{former.get(name, name): value for name, value in eight_bit.items()})
         lines += ["", f"In 8 bits: {done.line()}."]
     return lines

@@ -25,7 +25,7 @@ ZEROS: dict[str, Any] = {"int8": np.int8, "uint8": np.uint8, "e4m3": ml_dtypes.f
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class MatMul:
     """A MatMul of tokens [B, N, C] with a constant weight [C, F], or of two activations inside attention."""
 
     node: ir.Node
@@ -43,21 +43,21 @@ class Product:
         return inputs if self.weight is None else inputs[:1]
 
 
-def products_of(model: ir.Model, scheme: Scheme) -> list[Product]:
+def matmuls_of(model: ir.Model, scheme: Scheme) -> list[MatMul]:
     """Returns the linear layers over tokens and, for e4m3, the MatMuls of attention; not patch embedding and head."""
-    linears: list[Product] = []
-    attention: list[Product] = []
+    linears: list[MatMul] = []
+    attention: list[MatMul] = []
     for node in model.graph:
         if node.op_type == "MatMul" and not node.domain:
             x, weight = node.inputs[0], constant_of(node.inputs[1])
             if x is not None and weight is not None and weight.ndim == 2 and (x.shape is None or len(x.shape) == 3):
-                linears.append(Product(node, _name_of(node)))
+                linears.append(MatMul(node, _name_of(node)))
         if node.op_type == "Softmax" and not node.domain and scheme.kind == "e4m3":
             scores = node.inputs[0].producer() if node.inputs[0] is not None else None
             mixed = [use.node for use in node.outputs[0].uses()]
             if scores is not None and scores.op_type == "MatMul" and [n.op_type for n in mixed] == ["MatMul"]:
                 count = len(attention) // 2
-                attention += [Product(scores, f"attention {count}: q k"), Product(mixed[0], f"attention {count}: p v")]
+                attention += [MatMul(scores, f"attention {count}: q k"), MatMul(mixed[0], f"attention {count}: p v")]
     if not linears:
         raise ValueError("the model must have a linear layer over tokens for an 8-bit precision, got none")
     return linears + attention
@@ -71,8 +71,8 @@ def _name_of(node: ir.Node) -> str:
     return names[-1].removeprefix("model.").removesuffix(".bias") if names else str(node.name)
 
 
-def quantise_products(
-    model: ir.Model, products: Sequence[Product], scheme: Scheme, ranges: Mapping[str, Range], *, fused: bool
+def quantize_statically(
+    model: ir.Model, matmuls: Sequence[MatMul], scheme: Scheme, ranges: Mapping[str, Range], *, fused: bool
 ) -> ir.Model:
     """Returns a copy with these MatMuls in QDQ format, or fused: MatMulIntegerToFloat. Weights are int8 or e4m3."""
     from onnxruntime.quantization import QuantType
@@ -89,26 +89,26 @@ def quantise_products(
         numbers = {"scale": np.asarray(scale, dtype), "zero_point": np.asarray(zero, ZEROS[scheme.kind])}
         overrides[str(value.name)] = [numbers | {"quant_type": kind}]
 
-    for product in products:
-        for value in product.activations:
+    for matmul in matmuls:
+        for value in matmul.activations:
             override(value, ranges[str(value.name)], types[scheme.kind])
-        if product.weight is not None and scheme.kind == "e4m3":  # ONNX Runtime would clip at 4.5 standard deviations
-            weight, peak = product.node.inputs[1], float(np.abs(product.weight).max())
+        if matmul.weight is not None and scheme.kind == "e4m3":  # ONNX Runtime would clip at 4.5 standard deviations
+            weight, peak = matmul.node.inputs[1], float(np.abs(matmul.weight).max())
             assert weight is not None
             override(weight, Range(-peak, peak, "weight"), of_weights)
     limits = {
         str(value.name): TensorData(lowest=np.array([one.low], np.float32), highest=np.array([one.high], np.float32))
-        for product in products
-        for value in product.activations
+        for matmul in matmuls
+        for value in matmul.activations
         for one in [ranges[str(value.name)]]
     }
     quantizer = QDQQuantizer(
-        _with_types(model, products), per_channel=scheme.kind != "e4m3", weight_qType=of_weights,
+        _with_types(model, matmuls), per_channel=scheme.kind != "e4m3", weight_qType=of_weights,
         activation_qType=types[scheme.kind], tensors_range=TensorsData(CalibrationMethod.MinMax, limits),
         extra_options={"OpTypesToExcludeOutputQuantization": ["MatMul"], "TensorQuantOverrides": overrides},
-        **_only(products),
+        **_only(matmuls),
     )  # fmt: skip
-    made = _quantised(quantizer)
+    made = _quantized(quantizer)
     if fused:
         for rule in _FUSIONS:  # first with a bias
             rewrite(made, pattern.RewriteRuleSet([rule], commute=True))
@@ -116,7 +116,7 @@ def quantise_products(
     return made
 
 
-def quantise_dynamically(model: ir.Model, products: Sequence[Product]) -> ir.Model:
+def quantize_dynamically(model: ir.Model, matmuls: Sequence[MatMul]) -> ir.Model:
     """Returns a copy of a graph with these MatMuls in uint8 x int8. Ranges of activations are computed at run time."""
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
@@ -127,31 +127,31 @@ def quantise_dynamically(model: ir.Model, products: Sequence[Product]) -> ir.Mod
     quantizer = ONNXQuantizer(
         proto, mode=QuantizationMode.IntegerOps, static=False, per_channel=True, tensors_range=None,
         weight_qType=QuantType.QInt8, activation_qType=QuantType.QUInt8,
-        extra_options={"MatMulConstBOnly": True, "DefaultTensorType": onnx.TensorProto.FLOAT}, **_only(products),
+        extra_options={"MatMulConstBOnly": True, "DefaultTensorType": onnx.TensorProto.FLOAT}, **_only(matmuls),
     )  # fmt: skip
-    return _quantised(quantizer)
+    return _quantized(quantizer)
 
 
-def _only(products: Sequence[Product]) -> dict[str, Any]:
-    nodes = [product.node.name for product in products]
+def _only(matmuls: Sequence[MatMul]) -> dict[str, Any]:
+    nodes = [matmul.node.name for matmul in matmuls]
     return {
         "nodes_to_quantize": nodes, "nodes_to_exclude": [], "op_types_to_quantize": ["MatMul"], "reduce_range": False,
     }  # fmt: skip
 
 
-def _with_types(model: ir.Model, products: Sequence[Product]) -> onnx.ModelProto:
+def _with_types(model: ir.Model, matmuls: Sequence[MatMul]) -> onnx.ModelProto:
     """Returns the graph with dtypes of activations; ONNX Runtime's own inference fails for dynamic shapes."""
     from onnxruntime.quantization.quant_utils import add_infer_metadata
 
-    for product in products:
-        for value in (*product.activations, *product.node.outputs):
+    for matmul in matmuls:
+        for value in (*matmul.activations, *matmul.node.outputs):
             value.dtype = value.dtype or ir.DataType.FLOAT
     proto: onnx.ModelProto = ir.serde.serialize_model(model)
     add_infer_metadata(proto)
     return proto
 
 
-def _quantised(quantizer: Any) -> ir.Model:
+def _quantized(quantizer: Any) -> ir.Model:
     quantizer.quantize_model()
     model = ir.serde.deserialize_model(quantizer.model.model)
     model.graph.sort()

@@ -64,7 +64,7 @@ class ExportedBlock(nn.Module):
         """Maps [B, N, C] to [B, N, C], with rotary embeddings if the model has them."""
         attention, mlp = self._attention, self._mlp
         weight, bias = attention.qkv.tensors() if self.qkv is None else tensors_of(self.qkv)
-        qkv = F.linear(reference.normalise(x, attention.norm.now()), weight, bias)
+        qkv = F.linear(reference.normalize(x, attention.norm.now()), weight, bias)
         packed = qkv.unflatten(-1, (3, attention.num_heads, -1))
         if rope is None and attention.qk_norm is None:
             mixed = exported_attention(qkv, attention.num_heads, softmax_scale(packed, attention.scale))
@@ -76,10 +76,10 @@ class ExportedBlock(nn.Module):
         if mlp.fc1.chunk is None:
             return run_mlp(mlp, x, "sdpa")
         # fc1 packs the gate: keep it one MatMul
-        halves = F.linear(reference.normalise(x, mlp.norm.now()), *replace(mlp.fc1, chunk=None).tensors()).chunk(2, -1)
+        halves = F.linear(reference.normalize(x, mlp.norm.now()), *replace(mlp.fc1, chunk=None).tensors()).chunk(2, -1)
         hidden = reference.ACTIVATIONS[mlp.activation](halves[mlp.gate.chunk]) * halves[mlp.fc1.chunk]
         if mlp.inner_norm is not None:
-            hidden = reference.normalise(hidden, mlp.inner_norm.now())
+            hidden = reference.normalize(hidden, mlp.inner_norm.now())
         return _add(x, F.linear(hidden, *tensors_of(mlp.fc2)), scale_of(mlp))
 
 

@@ -21,7 +21,7 @@ from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError, check_type
 from vit_fast.files import file_aside
 from vit_fast.libraries.interface.image_model import ImageModel, Output
-from vit_fast.libraries.known import recognise
+from vit_fast.libraries.known import recognize
 from vit_fast.version import __version__, installed
 
 from . import graphs
@@ -29,14 +29,14 @@ from .deployment import trtexec_line
 from .graphs import capture
 from .options import ATTENTION_OPSET, BF16_OPSET, DEFAULT_OPSET, ExportOptions, Precision, Target
 from .preprocessing import prepend, preprocessing_model
-from .quantise import quantise
+from .quantize import quantize
 from .report import ExportReport
 from .runtime.metadata import PREFIX, inspect_onnx
-from .verification import IMAGES, check_labelled, check_verifiable, measure_accuracy, verify_file
+from .verification import IMAGES, check_labeled, check_verifiable, measure_accuracy, verify_file
 
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
 HELD_OUT_IMAGES = 64
-LEAST_HELD_OUT = 32
+MIN_HELD_OUT = 32
 """Fewest held-out images that show how often quantization changes the top-1 class."""
 
 
@@ -60,7 +60,7 @@ def export_onnx(
         precision: "fp32", "fp16", "bf16"; "int8": static, calibrated; "int8-dynamic": ranges computed at run time;
             "fp8": e4m3, calibrated, the rest fp16. 8-bit precisions keep layers in float until the loss is acceptable.
         preprocess: Accept uint8 pixels [batch, height, width, channels] of any size; the file resizes, crops and
-            normalises them.
+            normalizes them.
         target: "generic": standard operators only. "ort-cpu", "ort-cuda": ONNX Runtime's fused operators. "tensorrt":
             operators of its parser.
         output: "logits", "probabilities" (softmax) or "features" (pooled, before the head).
@@ -99,13 +99,13 @@ def export_onnx(
     if runs_in_fp8(model):
         reason = "the model already runs in FP8: call fuse without precision, and export with precision='fp8'"
         raise UnsupportedInputError("export of a model in FP8", [reason])
-    vit = recognise(model)
+    vit = recognize(model)
     _complete(vit, options, data_config, class_names)
     measured, verified, whole = _images(options, calibration, images, verify)
     if verify:
         check_verifiable(options)
     check_type("validation", validation, str, Path, type(None))
-    labelled = None if validation is None else check_labelled(Path(validation), vit, options)
+    labeled = None if validation is None else check_labeled(Path(validation), vit, options)
 
     output = output if vit.num_classes else "features"
     report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision, output)
@@ -113,12 +113,12 @@ def export_onnx(
     with file_aside(path) as aside:
         with clock("capture"):
             graph, packed = capture(vit, options)
-        with clock("optimise"):
-            report.fusions = graphs.optimise(graph, vit, options, packed)
+        with clock("optimize"):
+            report.fusions = graphs.optimize(graph, vit, options, packed)
         if options.is_eight_bit:
-            with clock("quantise"):
-                batches, held_out = (_batches(photos, vit, options) for photos in (measured, verified))
-                graph, report.eight_bit = quantise(graph, options, batches, held_out)
+            with clock("quantize"):
+                batches, held_out = (_batches(images, vit, options) for images in (measured, verified))
+                graph, report.eight_bit = quantize(graph, options, batches, held_out)
         if options.preprocess and vit.data_config is not None:
             batch = None if options.dynamic_batch else 1
             prepend(graph, preprocessing_model(vit.data_config, vit.image_hw, vit.in_chans, options.opset, batch))
@@ -133,9 +133,9 @@ def export_onnx(
             with clock("verify"):
                 report.checks, report.reference = verify_file(aside, vit, options, verified)
             report.budget = options.budget
-        if labelled is not None:
+        if labeled is not None:
             with clock("accuracy"):
-                report.accuracy = measure_accuracy(aside, vit, options, labelled)
+                report.accuracy = measure_accuracy(aside, vit, options, labeled)
         _write_metadata(aside, vit, options, source, report.measured())
         report.bytes = sum(part.stat().st_size for part in aside.parent.iterdir())
     if target == "tensorrt":
@@ -184,10 +184,10 @@ def _images(
     return measured, read_images(given, count, seed=1), min(count, len(given or [None]))
 
 
-def _batches(photos: list[Image.Image], vit: ImageModel, options: ExportOptions) -> list[np.ndarray]:
-    if not photos:
+def _batches(images: list[Image.Image], vit: ImageModel, options: ExportOptions) -> list[np.ndarray]:
+    if not images:
         return []
-    inputs = as_inputs(photos, vit.data_config, vit.image_hw, vit.in_chans)
+    inputs = as_inputs(images, vit.data_config, vit.image_hw, vit.in_chans)
     return [one.numpy() for one in inputs.split(4 if options.dynamic_batch else 1)]
 
 
@@ -224,9 +224,9 @@ def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, who
         ),
         "not verified: verify=False": not report.checks,
         "the model has no data_config: pass one to store the preprocessing in the file": vit.data_config is None,
-        f"the outputs were compared on {whole} image files and crops of them: pass {LEAST_HELD_OUT} or more images "
+        f"the outputs were compared on {whole} image files and crops of them: pass {MIN_HELD_OUT} or more images "
         "that are not used for calibration, as `images` or in the folder of calibration images": (
-            options.is_eight_bit and bool(report.checks) and whole < LEAST_HELD_OUT
+            options.is_eight_bit and bool(report.checks) and whole < MIN_HELD_OUT
         ),
     }
     fusions = [f"not fully fused: {fusion.line()}" for fusion in report.fusions if not fusion.complete]

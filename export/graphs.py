@@ -167,7 +167,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions, packed: int) -> list[Fusion]:
+def optimize(model: ir.Model, vit: ImageModel, options: ExportOptions, packed: int) -> list[Fusion]:
     """Removes transposes and, for ONNX Runtime, fuses LayerNorm and GELU, in place; returns the target's fusions."""
     # remove pairs of inverse transposes, which libraries use around attention
     rewrite(model, [transpose_transpose_rule, no_op_transpose_rule])

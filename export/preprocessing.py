@@ -1,6 +1,6 @@
 """Preprocessing as an ONNX graph: from uint8 images of any size to the input of the model.
 
-    [batch, height, width, channels] uint8 -> resize (antialiased) -> centre crop -> (x / 255 - mean) / std -> NCHW
+    [batch, height, width, channels] uint8 -> resize (antialiased) -> center crop -> (x / 255 - mean) / std -> NCHW
 
 Steps, order and rounding of sizes are those of `make_transform` in vit_fast/apps/data.py and of timm. Like Pillow,
 Resize rounds to uint8; in ONNX Runtime, the result differs from Pillow's by at most one gray level.

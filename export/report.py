@@ -49,7 +49,7 @@ class Fusion:
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """Number of quantized MatMuls, names of layers that stay in float, and number of ranges by method."""
 
     matmuls: int
@@ -156,7 +156,7 @@ class ExportReport:
     checks: list[Check] = field(default_factory=list)
     reference: str | None = None
     budget: str = ""
-    eight_bit: Quantised | None = None
+    eight_bit: Quantized | None = None
     accuracy: Accuracy | None = None
     trtexec: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -232,12 +232,14 @@ def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Check:
     if output == "probabilities":
         got, expected = (np.log(np.maximum(p.astype(np.float64), LEAST_PROBABILITY)) for p in (got, expected))
     if output != "features":
-        ours, theirs = got.argmax(-1), expected.argmax(-1)
-        agreement = float((ours == theirs).mean())
+        got_class, expected_class = got.argmax(-1), expected.argmax(-1)
+        agreement = float((got_class == expected_class).mean())
         exponents = np.exp(expected - expected.max(-1, keepdims=True))
         probabilities = exponents / exponents.sum(-1, keepdims=True)
-        of_theirs, of_ours = (np.take_along_axis(probabilities, each[..., None], -1) for each in (theirs, ours))
-        flips = int((of_theirs - of_ours >= SURE).sum())
+        of_expected, of_got = (
+            np.take_along_axis(probabilities, each[..., None], -1) for each in (expected_class, got_class)
+        )
+        flips = int((of_expected - of_got >= SURE).sum())
     difference = got.astype(np.float64) - expected
     return Check(
         images=len(got),

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vit_fast.apps.classifiers import evaluate, labelled_images
+from vit_fast.apps.classifiers import evaluate, labeled_images
 from vit_fast.apps.data import as_inputs, as_pixels, per_channel, read_image
 from vit_fast.config import Size
 from vit_fast.errors import UnsupportedInputError, VitFastError
@@ -32,7 +32,7 @@ from .runtime.runner import OnnxRunner, ProviderError, open_session, reasons_aga
 
 FP64_PARAMETERS = 200_000_000
 """Larger models are compared with eager in fp32, because a copy in fp64 would need too much memory."""
-IMAGES, IMAGES_LARGE, LABELLED_BATCH = 8, 3, 16
+IMAGES, IMAGES_LARGE, LABELED_BATCH = 8, 3, 16
 PIXEL_TOLERANCE = 1.5
 """Largest allowed difference between the graph's preprocessing and Pillow's, in gray levels: both round per axis."""
 
@@ -137,17 +137,17 @@ def _compare(got: np.ndarray, expected: np.ndarray, batch: int, size: Any, optio
     return replace(loss, batch=batch, image_hw=(int(size[0]), int(size[1])), passed=passed)
 
 
-def check_labelled(folder: Path, vit: ImageModel, options: ExportOptions) -> list[tuple[Path, int]]:
+def check_labeled(folder: Path, vit: ImageModel, options: ExportOptions) -> list[tuple[Path, int]]:
     """Returns the labeled images of a folder, if the file classifies and the preprocessing is known."""
     if options.output == "features" or not vit.num_classes:
         raise UnsupportedInputError("validation", ["the file must output classes, got features"])
     if vit.data_config is None:
         raise UnsupportedInputError("validation", [f"{vit.name} has no data_config: pass data_config to export_onnx"])
-    return labelled_images(folder, vit.num_classes, vit.class_names)
+    return labeled_images(folder, vit.num_classes, vit.class_names)
 
 
 def measure_accuracy(
-    path: Path, vit: ImageModel, options: ExportOptions, labelled: Sequence[tuple[Path, int]]
+    path: Path, vit: ImageModel, options: ExportOptions, labeled: Sequence[tuple[Path, int]]
 ) -> Accuracy:
     """Measures the accuracy of the file and its model, both on the CPU, and rejects a file that loses too much."""
     image_hw = None if options.preprocess else vit.image_hw
@@ -158,13 +158,13 @@ def measure_accuracy(
         return np.asarray(vit.forward(inputs, "logits").float())
 
     def outputs(run: Callable[[list[Image.Image]], np.ndarray]) -> Iterator[np.ndarray]:
-        for start in range(0, len(labelled), LABELLED_BATCH):
-            yield from run([read_image(file) for file, _ in labelled[start : start + LABELLED_BATCH]])
+        for start in range(0, len(labeled), LABELED_BATCH):
+            yield from run([read_image(file) for file, _ in labeled[start : start + LABELED_BATCH]])
 
-    of_file = evaluate(labelled, outputs(runner.probabilities))
+    of_file = evaluate(labeled, outputs(runner.probabilities))
     with vit.exporting("eager", False), torch.inference_mode():
-        of_model = evaluate(labelled, outputs(logits))
-    accuracy = Accuracy(len(labelled), of_model.top1, of_file.top1)
+        of_model = evaluate(labeled, outputs(logits))
+    accuracy = Accuracy(len(labeled), of_model.top1, of_file.top1)
     if not accuracy.acceptable:
         raise VerificationError(
             f"top-1 accuracy of the {options.precision} file must not drop by more than {POINTS:.1%}, "

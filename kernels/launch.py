@@ -65,7 +65,7 @@ class Launch:
             else:
                 driver = triton.runtime.driver.active
                 device = driver.get_current_device()
-                key = self._specialisation(device)
+                key = self._specialization(device)
                 ready = _ready.get(key)
                 if ready is None:
                     ready = _cache(key, self.kernel, self._run_by_triton())
@@ -78,7 +78,7 @@ class Launch:
         with compiling:
             return self.kernel[self.grid](**self.args, **self.constants, **self.options())
 
-    def _specialisation(self, device: int) -> tuple[Any, ...]:
+    def _specialization(self, device: int) -> tuple[Any, ...]:
         """Returns a cache key. It contains the values of integers, so it is at least as specific as triton's key."""
         constants = tuple(self.constants.values())
         return (
@@ -104,7 +104,7 @@ class Ready:
         )  # fmt: skip
 
 
-# Compiled kernels, keyed by `Launch._specialisation`. Triton's own lookup takes several times as long as the launch;
+# Compiled kernels, keyed by `Launch._specialization`. Triton's own lookup takes several times as long as the launch;
 # `vit-fast kernels --host` measures both.
 _ready: dict[tuple[Any, ...], Ready] = {}
 MAX_READY = 4096

@@ -123,7 +123,7 @@ def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.c
 
 
 @triton.jit(do_not_specialize=["M"])
-def _row_statistics_kernel(
+def _layer_norm_statistics_kernel(
     x_ptr,  # [M, C] fp16 or bf16
     part_ptr,  # output: fp32 [M, 2, PARTS]
     out8_ptr,  # output: e4m3(x out_scale) [M, C]; or None
@@ -144,14 +144,14 @@ def _row_statistics_kernel(
         tl.store(out8_ptr + (rows.to(tl.int64)[:, None] * C + cols[None, :]), narrow, mask=mask)
 
 
-def row_statistics_launch(
+def layer_norm_statistics_launch(
     x: Tensor, part: Tensor, out8: Tensor | None = None, out_scale: Tensor | None = None
 ) -> Launch:
     M, C = x.shape
     args = {"x_ptr": x, "part_ptr": part, "out8_ptr": out8, "out_scale_ptr": out_scale, "M": M, "C": C}
     constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
     programs = ceil_div(M, _ROWS) * row_parts(C)
-    return Launch(_row_statistics_kernel, (programs,), args, constants, num_warps=4, device=x.device)
+    return Launch(_layer_norm_statistics_kernel, (programs,), args, constants, num_warps=4, device=x.device)
 
 
 @triton.jit
@@ -189,11 +189,11 @@ def _row_sums(x_ptr, start, inside, mean, C, POWER: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["rstd_ptr"])
-def _normalise_kernel(
+def _normalize_kernel(
     x_ptr,  # [M, C] fp32
     mean_ptr,  # output: fp32 [M], or None
     rstd_ptr,  # output: fp32 [M]
-    normalised_ptr,  # output: [M, C]
+    normalized_ptr,  # output: [M, C]
     M, C, eps,
     RMS: tl.constexpr,  # mean is 0
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -213,8 +213,8 @@ def _normalise_kernel(
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
         mask = inside[:, None] & (cols < C)[None, :]
-        normalised = (load_chunk(x_ptr, start, cols, mask) - mean[:, None]) * rstd[:, None]
-        store_chunk(normalised_ptr, normalised, start, cols, mask)
+        normalized = (load_chunk(x_ptr, start, cols, mask) - mean[:, None]) * rstd[:, None]
+        store_chunk(normalized_ptr, normalized, start, cols, mask)
 
 
 def chunk(width: int) -> tuple[int, int]:
@@ -223,14 +223,14 @@ def chunk(width: int) -> tuple[int, int]:
     return block, max(1, 4096 // block // 2)
 
 
-def normalise_launch(
-    x: Tensor, eps: float, rstd: Tensor, normalised: Tensor, rms: bool = False, mean: Tensor | None = None
+def normalize_launch(
+    x: Tensor, eps: float, rstd: Tensor, normalized: Tensor, rms: bool = False, mean: Tensor | None = None
 ) -> Launch:
     M, C = x.shape
     block, rows = chunk(C)
-    args = {"x_ptr": x, "mean_ptr": mean, "rstd_ptr": rstd, "normalised_ptr": normalised, "M": M, "C": C, "eps": eps}
+    args = {"x_ptr": x, "mean_ptr": mean, "rstd_ptr": rstd, "normalized_ptr": normalized, "M": M, "C": C, "eps": eps}
     constants = {"RMS": rms, "ROWS": rows, "BLOCK_C": block}
-    return Launch(_normalise_kernel, (ceil_div(M, rows),), args, constants, num_warps=4, device=x.device)
+    return Launch(_normalize_kernel, (ceil_div(M, rows),), args, constants, num_warps=4, device=x.device)
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class InputRows:
 
 
 @dataclass(frozen=True)
-class RowStatistics:
+class LayerNormStatistics:
     """Input x [M, C] of a folded linear layer, with mean and rstd for the backward."""
 
     source: Tensor  # as in `InputRows`
@@ -277,10 +277,10 @@ def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, r
     """
     M, C = x.shape
     if x.dtype == torch.float32:
-        normalised, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(1, M)
-        normalise_launch(x, eps, rstd, normalised, rms).run()
-        return InputRows(normalised, rstd, eps)
+        normalized, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(1, M)
+        normalize_launch(x, eps, rstd, normalized, rms).run()
+        return InputRows(normalized, rstd, eps)
     if part is None:
         part = new_statistics(M, C, x.device)
-        row_statistics_launch(x, part).run()
+        layer_norm_statistics_launch(x, part).run()
     return InputRows(x, part, eps)

@@ -337,13 +337,13 @@ def _overlay(needs: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], in
     """
     offsets: dict[int, int] = {}
     for number, (size, first, last) in sorted(needs.items(), key=lambda item: -item[1][0]):
-        taken = sorted(
+        occupied = sorted(
             (offsets[other], offsets[other] + needs[other][0])
             for other in offsets
             if needs[other][1] <= last and first <= needs[other][2]
         )
         offset = 0
-        for start, end in taken:
+        for start, end in occupied:
             if offset + size <= start:
                 break
             offset = max(offset, ceil_div(end, _ALIGNMENT) * _ALIGNMENT)

@@ -98,7 +98,7 @@ def _mean(first, second, H, D: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _normalise(first, second, inside, eps, H, D: tl.constexpr, RMS: tl.constexpr, WIDE: tl.constexpr):
+def _normalize(first, second, inside, eps, H, D: tl.constexpr, RMS: tl.constexpr, WIDE: tl.constexpr):
     """Returns the normalized pairs and rstd."""
     if not RMS:
         mean = _mean(first, second, H, D, WIDE)
@@ -114,7 +114,7 @@ def normed_pairs(
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Applies the norm of q (which = 0) or k. Set INTERLEAVED if pairs are adjacent in weight and bias."""
-    first, second, _ = _normalise(first, second, inside, eps, H, D, NORM == "rms_norm", WIDE)
+    first, second, _ = _normalize(first, second, inside, eps, H, D, NORM == "rms_norm", WIDE)
     if q_weight_ptr is not None:
         weight1, weight2 = _load_affine(q_weight_ptr, k_weight_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED)
         first *= weight1
@@ -213,7 +213,7 @@ def _qk_norm_rope_grad_kernel(
                 grad1 = grad1 * cos + grad2 * sin
                 grad2 = turned
             x1, x2 = _load_pairs(x_ptr, offsets, pairs, inside, D, INTERLEAVED)
-            x1, x2, rstd = _normalise(x1, x2, inside, eps, H, D, NORM == "rms_norm", WIDE)
+            x1, x2, rstd = _normalize(x1, x2, inside, eps, H, D, NORM == "rms_norm", WIDE)
             if part_ptr is not None:
                 weight_sum1 += grad1 * x1
                 weight_sum2 += grad2 * x2

@@ -38,7 +38,7 @@ class Subject:
     def build(self) -> nn.Module:
         """The model with every parameter drawn anew.
 
-        Zero biases, unit scales and attention that hardly varies, as libraries initialise them, would hide mistakes.
+        Zero biases, unit scales and attention that hardly varies, as libraries initialize them, would hide mistakes.
         """
         torch.manual_seed(0)
         model = self.make()
@@ -125,7 +125,7 @@ def torch_encoder(dropout: float = 0.0) -> nn.Module:
 
 
 def plain_vit(name: str = "vit_tiny_patch16_224", depth: int = 2, **fields: Any) -> nn.Module:
-    """Returns a small model of ours, not fused."""
+    """Returns a small model of vit-fast, not fused."""
     sizes = {"img_size": IMAGE, "depth": depth, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
     config = vit_fast.variants.get_variant(name).config.replace(**sizes, **fields)
     return vit_fast.VisionTransformer(config)
@@ -186,7 +186,7 @@ SUBJECTS: dict[str, Subject] = {
     "transformers-vitpose": vitpose_subject(),
     "torchvision-vit": Subject(torchvision_vit, images("x")),
     "torch-encoder": Subject(torch_encoder, lambda: {"src": torch.randn(2, 5, 64)}),
-    "ours": Subject(plain_vit, images("images")),
+    "vit-fast": Subject(plain_vit, images("images")),
 }  # fmt: skip
 
 
@@ -198,21 +198,21 @@ def of_depth(depth: int) -> dict[str, Subject]:
             "ViTForImageClassification", "ViTConfig", "logits", num_hidden_layers=depth
         ),
         "torchvision": Subject(functools.partial(torchvision_vit, depth), images("x")),
-        "ours": Subject(functools.partial(plain_vit, depth=depth), images("images")),
+        "vit-fast": Subject(functools.partial(plain_vit, depth=depth), images("images")),
     }
 
 
 def rotary_of_depth(depth: int) -> dict[str, Subject]:
     """Returns a model of this depth with rotary embeddings of each library that has one."""
-    ours = functools.partial(plain_vit, "vit_small_patch16_dinov3", depth)
-    theirs = functools.partial(transformers_subject, "DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2)
+    plain = functools.partial(plain_vit, "vit_small_patch16_dinov3", depth)
+    peer = functools.partial(transformers_subject, "DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2)
     return {
         "timm, half": timm_subject("vit_small_patch16_dinov3", depth=depth),
         "timm, interleaved, gated": timm_subject("eva02_tiny_patch14_224", size=28, depth=depth),
         "timm, gated, norm inside": timm_subject("eva02_base_patch14_224", size=28, depth=depth),
-        "transformers": theirs(num_hidden_layers=depth),
-        "transformers, gated": theirs(num_hidden_layers=depth, use_gated_mlp=True, hidden_act="silu"),
-        "ours": Subject(ours, images("images")),
+        "transformers": peer(num_hidden_layers=depth),
+        "transformers, gated": peer(num_hidden_layers=depth, use_gated_mlp=True, hidden_act="silu"),
+        "vit-fast": Subject(plain, images("images")),
     }
 
 
@@ -231,7 +231,7 @@ LIBRARIES = {
     "timm-rotary": "timm-dinov3",
     "transformers": "transformers-vit",
     "torchvision": "torchvision-vit",
-    "ours": "ours",
+    "vit-fast": "vit-fast",
 }
 
 

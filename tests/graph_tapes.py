@@ -80,7 +80,7 @@ def install(monkeypatch: Any) -> list[Tape]:
                 launch_now(self)
 
         def unplanned(function: Callable[..., Any], arguments: Any) -> Any:
-            with Tape(tape.steps):  # an operator of ours: what it does counts
+            with Tape(tape.steps):  # an operator of own: what it does counts
                 return function(*arguments)
 
         with monkeypatch.context() as patch:

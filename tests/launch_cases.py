@@ -54,7 +54,7 @@ def launch_twice() -> None:
 
     def run_twice(self: Launch) -> None:
         run(self)
-        cached = launch._ready[self._specialisation(0)]
+        cached = launch._ready[self._specialization(0)]
         assert cached.compiled is self.kernel[self.grid](**self.args, **self.constants, **self.options())
         run(self)
 

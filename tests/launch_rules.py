@@ -104,7 +104,7 @@ def cached_kernels(driver: stand_in_driver.StandInDriver) -> None:
 
     def compiled_for(call: Launch) -> int:
         call.run()
-        cached = launch._ready[call._specialisation(0)].compiled
+        cached = launch._ready[call._specialization(0)].compiled
         assert cached is call._run_by_triton()
         return id(cached)
 

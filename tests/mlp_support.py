@@ -104,17 +104,17 @@ def combined(part: Tensor, width: int, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def assert_rule(
-    ours: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], names: Sequence[str] | None = None
+    own: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], names: Sequence[str] | None = None
 ) -> None:
     """Checks the rule of accuracy over the largest error, forward and every gradient."""
-    for name in names or ours:
+    for name in names or own:
         factor = FORWARD_FACTOR if name == "y" else GRADIENT_FACTOR
-        found = judge(ours[name], eager[name], exact[name], factor)
+        found = judge(own[name], eager[name], exact[name], factor)
         assert found.passed, f"{name}: {found}"
 
 
 def check_case(case: Case, parameter_dtype: torch.dtype | None = None) -> None:
     """Checks a case against fp64, forward and every gradient."""
     dtype = case.x.dtype
-    ours = case.to(dtype, parameter_dtype).run("triton")
-    assert_rule(ours, case.to(dtype).run("eager"), case.to(torch.float64).run("eager"))
+    own = case.to(dtype, parameter_dtype).run("triton")
+    assert_rule(own, case.to(dtype).run("eager"), case.to(torch.float64).run("eager"))

@@ -24,7 +24,7 @@ HF = {
 }  # fmt: skip
 
 
-def ours(**fields: Any) -> nn.Module:
+def own_vit(**fields: Any) -> nn.Module:
     return vit_fast.create_model("vit_test", backend="eager", **(SHAPE | fields))
 
 
@@ -60,14 +60,14 @@ def torchvision_vit() -> nn.Module:
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "vit": ours,
-    "vit_avg_pool": lambda: ours(global_pool="avg"),
-    "deit_distilled": lambda: ours(distilled=True),
-    "dinov2_registers": lambda: ours(init_values=0.5, reg_tokens=4, no_embed_class=True),
-    "clip_quickgelu": lambda: ours(pre_norm=True, act_layer="quick_gelu", norm_eps=1e-5),
-    "siglip": lambda: ours(class_token=False, global_pool="map", act_layer="gelu_tanh"),
-    "hybrid": lambda: ours(stem_channels=(8,), patch_size=4),
-    "sincos": lambda: ours(pos_embed="sincos2d"),
+    "vit": own_vit,
+    "vit_avg_pool": lambda: own_vit(global_pool="avg"),
+    "deit_distilled": lambda: own_vit(distilled=True),
+    "dinov2_registers": lambda: own_vit(init_values=0.5, reg_tokens=4, no_embed_class=True),
+    "clip_quickgelu": lambda: own_vit(pre_norm=True, act_layer="quick_gelu", norm_eps=1e-5),
+    "siglip": lambda: own_vit(class_token=False, global_pool="map", act_layer="gelu_tanh"),
+    "hybrid": lambda: own_vit(stem_channels=(8,), patch_size=4),
+    "sincos": lambda: own_vit(pos_embed="sincos2d"),
     "timm": timm_vit,
     "timm_siglip": lambda: timm_vit(class_token=False, global_pool="map"),
     "transformers_vit": transformers_vit,
@@ -79,7 +79,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
     """The model in evaluation mode with every parameter drawn anew: norms around one, the rest around zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def make(family: str) -> nn.Module:
-    return randomised(FAMILIES[family]())
+    return randomized(FAMILIES[family]())
 
 
 FILES: dict[str, dict[str, Any]] = {

@@ -95,7 +95,7 @@ def test_fp32_is_no_worse_than_twice_torch(activation: str) -> None:
     value, slope = _run(x, activation, exact=True)
     exact, eager = REFERENCE[activation](x.double()), REFERENCE[activation](x)
     scale = exact.abs().clamp_min(1e-3)
-    ours, theirs = (((found.double() - exact).abs() / scale).max() for found in (value, eager))
-    assert ours <= 2 * theirs + 1e-6
+    own, peer = (((found.double() - exact).abs() / scale).max() for found in (value, eager))
+    assert own <= 2 * peer + 1e-6
     exact_slope = _exact_slope(REFERENCE[activation], x.double())
     assert (slope.double() - exact_slope).abs()[x != 0].max() < 2e-6

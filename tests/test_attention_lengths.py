@@ -30,7 +30,7 @@ for n_q, n_kv in lengths:
         o = attention(q, k, v, backend="triton")
         o.backward(torch.empty_like(o))
     for launch in launches:
-        builds[offline.specialisation(launch)] = offline.Build(launch.kernel.__name__, f"{n_q} {n_kv}", launch)
+        builds[offline.specialization(launch)] = offline.Build(launch.kernel.__name__, f"{n_q} {n_kv}", launch)
 for build in builds.values():
     try:
         problems = static_checks.problems(build, static_checks.compile_build(build, arch), arch)

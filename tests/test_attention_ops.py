@@ -133,12 +133,12 @@ def test_key_padding_masks_run_the_kernel(kernel_calls: list[str]) -> None:
     q, k, v = _separate()
     keep = torch.rand(2, 1, 1, 9, device=DEVICE) < 0.6
     keep[1] = False
-    ours = [keep, keep.expand(2, 2, 5, 9), keep[:1], keep[0], keep[0, 0], keep[..., :1]]
-    theirs = [keep.expand(2, 2, 5, 9).contiguous(), keep.float(), torch.ones(5, 9, dtype=torch.bool).tril(3)]
-    for mask in ours + theirs:
+    valid = [keep, keep.expand(2, 2, 5, 9), keep[:1], keep[0], keep[0, 0], keep[..., :1]]
+    invalid = [keep.expand(2, 2, 5, 9).contiguous(), keep.float(), torch.ones(5, 9, dtype=torch.bool).tril(3)]
+    for mask in valid + invalid:
         found = ops.scaled_dot_product_attention(q, k, v, mask)
         torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, mask))
-    assert len(kernel_calls) == len(ours)
+    assert len(kernel_calls) == len(valid)
     with pytest.raises(RuntimeError):  # torch's own error
         ops.scaled_dot_product_attention(q, k, v, keep[..., :4])
 

@@ -107,7 +107,7 @@ def test_drawn_masks(
     k, v = torch.randn(2, batch, 2, n_kv, head_dim, device=DEVICE).to(dtype)
     share = data.draw(st.sampled_from((0.0, 0.1, 0.6, 1.0)))
     keep = torch.rand(batch, n_kv, device=DEVICE) < share
-    found = run_attention(q, k, v, do, head_dim**-0.5, keep=keep)
+    found = run_attention(q, k, v, do, head_dim**-0.5, key_mask=keep)
     found.pop("lse")
     for image in range(batch):
         kept = keep[image].nonzero()[:, 0]

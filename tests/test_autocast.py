@@ -47,7 +47,7 @@ def _mlp(tensors: list[Tensor], fused: bool) -> Tensor:
 @every_half
 @pytest.mark.parametrize("size", [1e-6, 3e5], ids=["tiny", "beyond fp16"])
 def test_rows_of_any_size(size: float, dtype: torch.dtype) -> None:
-    """fp32 rows that fp16 cannot hold: torch normalises them in fp32, and so do we."""
+    """fp32 rows that fp16 cannot hold: torch normalizes them in fp32, and so do we."""
     base = [torch.randn(shape, device=DEVICE) for shape in ((30, 48), (48,), (48,), (72, 48))]
     base[0] *= size
     grad = torch.randn(30, 48, device=DEVICE)

@@ -128,7 +128,7 @@ class Simulated:
         self.flushes += 1
         self.launch(0.004, 0.3)
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         self.host = max(self.host, self.free)
 
     def call(self, host_ms: float, device_ms: float, launches: int = 10, waits: bool = False) -> Callable[[int], None]:
@@ -138,7 +138,7 @@ class Simulated:
             for _ in range(launches):
                 self.launch(host_ms / launches, device_ms / launches)
             if waits:
-                self.synchronise()
+                self.synchronize()
 
         return run
 
@@ -224,7 +224,7 @@ def test_a_real_device_sleeps_while_the_host_is_slow() -> None:
 
     def waits(_: int) -> None:
         call(_)
-        queue.synchronise()
+        queue.synchronize()
 
     found = time_interleaved({"a": call, "waits": waits}, device, QUICK)
     assert found["a"].host_ms > 4 > found["a"].ms > 0.25  # clocks may change between calibration and call

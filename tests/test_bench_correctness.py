@@ -18,7 +18,7 @@ from vit_fast.benchmarks.candidates import get_candidate, make
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.models import (
     Task,
-    describe_ours,
+    describe_vit,
     image_views,
     random_weights,
     resolve,
@@ -45,7 +45,7 @@ def shrunk(name: str, **overrides: object) -> ViTConfig:
 def make_task(config: ViTConfig, dtype: torch.dtype = torch.float32, batch_size: int = 4) -> tuple[Task, Tensor]:
     data = get_variant("vit_test").data
     weights = rounded(random_weights(config), dtype)
-    model = describe_ours("vit_test", config, data, None)
+    model = describe_vit("vit_test", config, data, None)
     task = Task(model, weights, dtype, CPU, batch_size=4)
     return task, image_views([sample_image()], model, 4).to(dtype)
 
@@ -116,8 +116,8 @@ def ignores_the_image(task: Task) -> object:
 
 
 def reshaped(task: Task, **fields: object) -> Task:
-    config = task.ours[0].replace(**fields)
-    return dataclasses.replace(task, model=describe_ours("vit_test", config, task.model.data, None))
+    config = task.config_and_weights[0].replace(**fields)
+    return dataclasses.replace(task, model=describe_vit("vit_test", config, task.model.data, None))
 
 
 def uses_another_gelu(task: Task) -> object:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from bench_support import QUICK, build, measure
 from command_line import run
-from onnx_models import randomised
+from onnx_models import randomized
 from PIL import Image
 from torch import Tensor, nn
 
@@ -62,8 +62,8 @@ def assert_measured(rows: list[dict], *labels: str) -> None:
 
 
 def test_a_model_counts_what_our_formula_counts() -> None:
-    ours, timms = (resolve(name)((64, 64))[0] for name in ("vit_tiny_patch16_224", "timm:vit_tiny_patch16_224"))
-    counted, expected = (total(model.parts(1, False).values()).flop for model in (timms, ours))
+    own, timms = (resolve(name)((64, 64))[0] for name in ("vit_tiny_patch16_224", "timm:vit_tiny_patch16_224"))
+    counted, expected = (total(model.parts(1, False).values()).flop for model in (timms, own))
     assert counted == expected
 
 
@@ -93,7 +93,7 @@ def test_weights_are_measured_beside_the_peers(in_a_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_an_onnx_file_is_measured_as_it_is(in_a_folder: Path) -> None:
-    model = randomised(vit_fast.create_model("vit_test", backend="sdpa"))
+    model = randomized(vit_fast.create_model("vit_test", backend="sdpa"))
     vit_fast.export.export_onnx(model, in_a_folder / "mine.onnx", verify=False)
     rows = measured_rows("mine.onnx", "onnxruntime", "openvino")
     assert_measured(rows, "onnxruntime", "openvino")

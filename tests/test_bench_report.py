@@ -70,7 +70,7 @@ def test_names_of_strangers_stay_text(record):
 
 
 def with_ours(record: records.Record, **changes: object) -> records.Record:
-    """The record in which the best of ours is like this."""
+    """The record in which the best of own is like this."""
     for row in record["rows"]:
         if row["candidate"] == "timm+fused+frozen":
             row.update({"peer": False, "images_per_s": 1e4, "best_peer": "onnxruntime"} | changes)
@@ -123,7 +123,7 @@ def test_a_record_that_nobody_should_cite_says_so_and_fills_no_document(record, 
         assert "Must not be cited" in rendering.render({"run": spoilt})
 
 
-def test_blocks_of_a_document_are_filled_from_their_records(record, tmp_path, capsys):
+def test_blocks_of_a_document_are_filled_from_peer_records(record, tmp_path, capsys):
     (tmp_path / "r.json").write_bytes(records.to_json(record))
     document = tmp_path / "README.md"
     document.write_text(

@@ -54,7 +54,7 @@ def test_a_record_holds_every_figure_and_they_agree() -> None:
         if row is not best:
             low, high = row["ratio_interval"]
             assert low <= high and row["verdict"] in ("faster", "slower", "no difference", "cannot be ranked")
-        turns = [theirs / ours for theirs, ours in zip(best["samples_ms"], row["samples_ms"], strict=True)]
+        turns = [peer_ms / own for peer_ms, own in zip(best["samples_ms"], row["samples_ms"], strict=True)]
         assert row["ratio_to_best_peer"] == pytest.approx(statistics.median(turns))
     assert not record["interrupted"]
     assert [(control["batch"], len(control["ms"])) for control in record["controls"]] == [(1, 2), (4, 2)]

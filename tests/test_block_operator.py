@@ -15,7 +15,7 @@ from vit_fast.ops import Norm, attention_qkvpacked
 from vit_fast.ops.block import fused_block
 from vit_fast.ops.descriptions import BlockTensors
 from vit_fast.ops.folded import fold
-from vit_fast.ops.reference import normalise
+from vit_fast.ops.reference import normalize
 
 WIDTH, HEADS, HIDDEN = 32, 2, 48
 SHAPES = BlockTensors(
@@ -104,14 +104,14 @@ def test_the_first_half_against_fp64(rows: str, residual: bool, norm: str, dtype
         x = x * width**0.5 + 1000
     grad = torch.randn(2, 5, width, device=DEVICE).to(dtype)
 
-    def results(target: torch.dtype, ours: bool) -> dict[str, Tensor]:
+    def results(target: torch.dtype, fused: bool) -> dict[str, Tensor]:
         own = [None if t is None else t.to(dtype).to(target).requires_grad_() for t in (x, *base)]
         tokens, gamma, beta, qkv_weight, qkv_bias, proj, proj_bias, scale = own
-        if ours:
+        if fused:
             absent: Any = (None,) * 7
             y, _ = first_half(tokens, None, BlockTensors(*own[1:], *absent), norm=norm, residual=residual)
         else:
-            qkv = F.linear(normalise(tokens, Norm(gamma, beta, 1e-6, norm)), qkv_weight, qkv_bias)
+            qkv = F.linear(normalize(tokens, Norm(gamma, beta, 1e-6, norm)), qkv_weight, qkv_bias)
             mixed = attention_qkvpacked(qkv.unflatten(-1, (3, HEADS, -1)), backend="eager").flatten(2)
             y = F.linear(mixed, proj, proj_bias) * scale
             y = tokens + y if residual else y

@@ -22,7 +22,7 @@ from vit_fast.fusion import calibration
 from vit_fast.quantization.fp8 import IMAGES
 
 LIBRARIES = [
-    "ours", "timm-vit", "timm-qk-norm", "timm-dinov3", "timm-gated", "timm-dinov3-gated", "transformers-vit",
+    "vit-fast", "timm-vit", "timm-qk-norm", "timm-dinov3", "timm-gated", "timm-dinov3-gated", "transformers-vit",
     "transformers-dinov2", "transformers-dinov3", "torchvision-vit",
 ]  # fmt: skip
 
@@ -136,7 +136,7 @@ def test_batches_of_loaders() -> None:
     assert torch.equal(torch.cat(IMAGES[model]), images), "min_agreement needs them later"
 
 
-def test_loaded_weights_are_rounded_by_their_own_scales(model: Any, tmp_path: Path) -> None:
+def test_loaded_weights_are_rounded_by_peer_own_scales(model: Any, tmp_path: Path) -> None:
     other = digits_vit()
     with torch.no_grad():
         other.blocks[0].norm1.weight.mul_(20)

@@ -46,10 +46,10 @@ def test_transform_equals_timms(image_hw: tuple[int, int], crop_pct: float, crop
         mean=(0.48, 0.45, 0.40), std=(0.26, 0.27, 0.28),
         crop_pct=crop_pct, crop_mode=crop_mode, interpolation=interpolation,
     )  # fmt: skip
-    theirs = timm.data.create_transform((3, *image_hw), **config.to_dict())
-    ours = make_transform(config, image_hw)
+    peer = timm.data.create_transform((3, *image_hw), **config.to_dict())
+    transform = make_transform(config, image_hw)
     for image in (_noise(301, 200), _noise(97, 333), read_image(sample_image())):
-        assert (ours(image) - theirs(image)).abs().max() <= 1e-6
+        assert (transform(image) - peer(image)).abs().max() <= 1e-6
 
 
 def test_transform_of_other_channels_and_aspect_ratios() -> None:

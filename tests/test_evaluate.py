@@ -13,7 +13,7 @@ from command_line import run
 from digits import digits, digits_vit, inputs, write_digits
 from PIL import Image
 
-from vit_fast.apps.classifiers import draw_confusion, evaluate, labelled_images
+from vit_fast.apps.classifiers import draw_confusion, evaluate, labeled_images
 from vit_fast.export import export_onnx
 from vit_fast.weights import save
 
@@ -87,7 +87,7 @@ def test_folders_become_classes(tmp_path: Path) -> None:
         for name in folders:
             (tmp_path / "-".join(folders) / name).mkdir(parents=True)
             Image.new("L", (8, 8)).save(tmp_path / "-".join(folders) / name / "a.png")
-        return [label for _, label in labelled_images(tmp_path / "-".join(folders), classes, names)]
+        return [label for _, label in labeled_images(tmp_path / "-".join(folders), classes, names)]
 
     assert labels(3, ["cat", "bird", "dog"], "dog", "cat") == [0, 2], "by name"
     assert labels(11, None, "2", "10") == [10, 2], "by number"

@@ -66,7 +66,7 @@ def test_a_replayed_plan_computes_the_same_bits(cases: str, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(KERNEL_ARCH not in SAME_PTX, reason="compiled for the architecture that is executed")
-def test_architectures_that_share_their_ptx_have_the_same() -> None:
+def test_architectures_that_share_peer_ptx_have_the_same() -> None:
     """Compiles a build of every kernel for this architecture and for the one whose PTX is executed."""
     builds = {build.kernel: build for build in static_checks.builds(KERNEL_ARCH)}
     for kernel, build in builds.items():
@@ -87,24 +87,24 @@ def models() -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
             parameter.copy_(parameter.to(BF16).float())
-    ours = copy.deepcopy(model).to(BF16)
-    set_backend(ours, "triton")
-    yield ours, copy.deepcopy(model).to(BF16), model.double()
+    fused = copy.deepcopy(model).to(BF16)
+    set_backend(fused, "triton")
+    yield fused, copy.deepcopy(model).to(BF16), model.double()
     torch._dynamo.reset()
 
 
 def test_batches_and_addresses_change(models: tuple[nn.Module, ...]) -> None:
     """Plans are replayed with other sizes and addresses, then with frozen weights."""
-    ours, eager, exact = models
+    fused, eager, exact = models
     kept = []
     for frozen in (False, True):
         if frozen:
-            vit_fast.freeze(ours)
+            vit_fast.freeze(fused)
         for batch in 3 * (1, 3, 2):
             kept.append(torch.empty(1 + 7 * len(kept)))  # so that addresses change
             images = torch.randn(batch, 3, 64, 64).to(BF16)
             with torch.inference_mode():
-                found = judge(ours(images), eager(images), exact(images.double()), FORWARD_FACTOR)
+                found = judge(fused(images), eager(images), exact(images.double()), FORWARD_FACTOR)
             assert found.passed, (frozen, batch, found)
 
 
@@ -117,8 +117,8 @@ def _gradients(model: nn.Module, images: Tensor, weight: Tensor) -> list[Tensor]
 @pytest.mark.parametrize("compiled", [False, True])
 def test_training(compiled: bool, models: tuple[nn.Module, ...]) -> None:
     """Compiled by Inductor, whose buffers and strides our operators then get."""
-    ours, eager, exact = models
-    step = torch.compile(ours) if compiled else ours
+    fused, eager, exact = models
+    step = torch.compile(fused) if compiled else fused
     for batch in (2, 1) if compiled else (2, 1, 2, 2):
         images, weight = torch.randn(batch, 3, 64, 64).to(BF16), torch.randn(batch, 10).to(BF16)
         gradients = (
@@ -132,12 +132,12 @@ def test_training(compiled: bool, models: tuple[nn.Module, ...]) -> None:
 
 def test_a_graph_replays_with_new_inputs(models: tuple[nn.Module, ...], emulator: Emulator) -> None:
     """Launches are recorded without being executed, as in a CUDA graph, and executed after the inputs changed."""
-    ours = models[0]
-    vit_fast.freeze(ours)
+    fused = models[0]
+    vit_fast.freeze(fused)
     static = torch.randn(2, 17, 192).to(BF16)
 
     def blocks(x: Tensor) -> Tensor:
-        for block in ours.blocks:
+        for block in fused.blocks:
             x = block(x)
         return x
 
@@ -161,8 +161,8 @@ def test_kernels_that_start_early_compute_the_same_bits(
     models: tuple[nn.Module, ...], emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small batches from sm_90 on; the emulator reports what they do before they wait for the previous launch."""
-    ours = models[0]
-    vit_fast.freeze(ours)
+    fused = models[0]
+    vit_fast.freeze(fused)
     x, results = torch.randn(1, 17, 192).to(BF16), []
     for early in (False, True):  # the later tests find the caches of the policy as it is
         plan.forget()
@@ -172,7 +172,7 @@ def test_kernels_that_start_early_compute_the_same_bits(
             cached.cache_clear()
         emulator.profile()
         with torch.inference_mode():
-            results += [run_blocks(ours.blocks, x) for _ in range(3)]
+            results += [run_blocks(fused.blocks, x) for _ in range(3)]
         waits = sum(found.executed for found in emulator.find("griddepcontrol.wait"))
         assert (waits > 0) == (early and starts_early(KERNEL_ARCH))
     assert all(torch.equal(result, results[0]) for result in results)
@@ -221,7 +221,7 @@ def test_tf32(make: Callable[..., Call], sizes: tuple[int, ...], emulator: Emula
     assert any(found.executed for found in emulator.find("tf32.tf32"))
 
 
-SYNCHRONISATION = ("bar.sync", "wait_group", "fence", "try_wait", "commit_group", "griddepcontrol.wait")
+SYNCHRONIZATION = ("bar.sync", "wait_group", "fence", "try_wait", "commit_group", "griddepcontrol.wait")
 SCHEDULES = (Schedule(), Schedule(early=1), Schedule(seed=7, early=2))
 
 
@@ -230,7 +230,7 @@ def _is_the_same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("make", "sizes"), [(_attention, (100, 64)), (_mlp, (20, 136, 72))])
-def test_every_synchronisation_is_needed_or_not_missed(
+def test_every_synchronization_is_needed_or_not_missed(
     make: Callable[..., Call], sizes: tuple[int, ...], schedule: Schedule, emulator: Emulator
 ) -> None:
     """Every barrier, wait and fence left out in turn must be reported, or change nothing."""
@@ -240,7 +240,7 @@ def test_every_synchronisation_is_needed_or_not_missed(
     _run(call)  # compiles
     emulator.profile()
     expected = _run(call)
-    executed = [found for word in SYNCHRONISATION for found in emulator.find(word) if found.executed]
+    executed = [found for word in SYNCHRONIZATION for found in emulator.find(word) if found.executed]
     assert executed
     assert emulator.reports() == []
     missed: list[Found] = []

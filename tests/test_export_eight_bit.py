@@ -16,7 +16,7 @@ from digits import digits_vit, held_out, write_digits
 from vit_fast.apps.data import sample_image
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, QuantisationError, VerificationError, export_onnx, graphs
-from vit_fast.export.quantise import quantise_file
+from vit_fast.export.quantize import quantize_file
 from vit_fast.export.report import loss_of
 from vit_fast.quantization.schemes import Range
 
@@ -120,7 +120,7 @@ def test_a_file_with_a_batch_of_more_images_than_calibrate_it(exported: Any, tmp
     for value in (proto.graph.input[0], proto.graph.output[0]):
         value.type.tensor_type.shape.dim[0].dim_value = 40
     onnx.save(proto, tmp_path / "float.onnx")
-    done = quantise_file(tmp_path / "float.onnx", tmp_path / "int8.onnx", "ort-cpu", [sample_image()])
+    done = quantize_file(tmp_path / "float.onnx", tmp_path / "int8.onnx", "ort-cpu", [sample_image()])
     assert done.matmuls == 8
     images = torch.randn(40, 3, 32, 32)
     got, expected = (OnnxRunner(tmp_path / f"{name}.onnx", "cpu")(images) for name in ("int8", "float"))
@@ -163,8 +163,8 @@ def test_a_loss_that_a_user_would_notice_does_not_pass() -> None:
 
 @pytest.mark.slow
 def test_a_file_with_too_large_an_error_is_rejected(tmp_path: Path, monkeypatch: Any, folder: Path) -> None:
-    monkeypatch.setattr("vit_fast.export.quantise.MARGIN", 1e9)  # nothing stays in float
-    monkeypatch.setattr("vit_fast.export.quantise.choose_range", lambda *_: Range(-0.1, 0.1, "largest"))
+    monkeypatch.setattr("vit_fast.export.quantize.MARGIN", 1e9)  # nothing stays in float
+    monkeypatch.setattr("vit_fast.export.quantize.choose_range", lambda *_: Range(-0.1, 0.1, "largest"))
     with pytest.raises(VerificationError, match=r"sure of another class on \d+ of 64 images"):
         export_onnx(digits_vit(), tmp_path / "m.onnx", precision="int8", calibration=[folder])
     assert not list(tmp_path.iterdir())

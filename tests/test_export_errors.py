@@ -12,7 +12,7 @@ import pytest
 import torch
 from command_line import run
 from fused_models import timm_subject
-from onnx_models import NAMES, make, ours, randomised, timm_vit, torchvision_vit, transformers_siglip2
+from onnx_models import NAMES, make, own_vit, randomized, timm_vit, torchvision_vit, transformers_siglip2
 from torch import nn
 
 import vit_fast
@@ -77,9 +77,9 @@ def hierarchical(name: str) -> nn.Module:
     ("build", "options", "message"),
     [
         (lambda: nn.Linear(3, 3), {}, "model must be a ViT"),
-        (lambda: ours().to("meta"), {}, "meta device"),
+        (lambda: own_vit().to("meta"), {}, "meta device"),
         (transformers_siglip2, {}, r"Siglip2VisionModel(.|\n)*pixel_attention_mask"),
-        (lambda: ours(num_classes=0), {"output": "probabilities"}, "no classification head"),
+        (lambda: own_vit(num_classes=0), {"output": "probabilities"}, "no classification head"),
         (torchvision_vit, {"dynamic_size": True}, "one image size only"),
         (torchvision_vit, {"preprocess": True}, "data_config must be given"),
         (
@@ -152,7 +152,7 @@ def test_triton_repository_contains_the_weights_of_inner_graphs(tmp_path: Path) 
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    vit_fast.save(randomised(vit_fast.create_model("vit_test")), tmp_path / "w.safetensors")
+    vit_fast.save(randomized(vit_fast.create_model("vit_test")), tmp_path / "w.safetensors")
     (tmp_path / "names.txt").write_text("\n".join(NAMES))
     assert not run(
         "export", "vit_test", "-o", str(tmp_path / "m.onnx"), "--weights", str(tmp_path / "w.safetensors"),

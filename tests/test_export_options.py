@@ -23,9 +23,9 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, export_onnx, graphs, inspect_onnx, verification
 from vit_fast.export.options import ExportOptions
 from vit_fast.export.preprocessing import preprocessing_model
-from vit_fast.libraries.known import recognise
+from vit_fast.libraries.known import recognize
 
-CENTRE = DataConfig(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), crop_pct=0.875, interpolation="bilinear")
+CENTER = DataConfig(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), crop_pct=0.875, interpolation="bilinear")
 
 
 def remade(model: Any, family: str) -> Any:
@@ -92,7 +92,7 @@ def test_preprocessing_matches_pillow_to_one_gray_level(interpolation: Any, crop
     """Compares pixel by pixel: up- and downscaling, odd sizes, margins that do not halve, one channel."""
     cases = ((224, 224), 0.9, (512, 600), 3), ((33, 47), 0.875, (201, 77), 3), ((96, 96), 1.0, (60, 41), 1)
     for image_hw, crop_pct, size, in_chans in cases:
-        data_config = replace(CENTRE, interpolation=interpolation, crop_mode=crop_mode, crop_pct=crop_pct)
+        data_config = replace(CENTER, interpolation=interpolation, crop_mode=crop_mode, crop_pct=crop_pct)
         image = read_image(sample_image()).resize(size).convert("RGB" if in_chans == 3 else "L")
         graph = preprocessing_model(data_config, image_hw, in_chans, opset=18)
         ((planes,),) = graphs.run_graph(graph, [np.asarray(image).reshape(1, *reversed(size), in_chans)])
@@ -102,12 +102,12 @@ def test_preprocessing_matches_pillow_to_one_gray_level(interpolation: Any, crop
 
 
 @pytest.mark.slow
-def test_a_model_with_its_normalisation_folded_in(tmp_path: Path) -> None:
+def test_a_model_with_its_normalization_folded_in(tmp_path: Path) -> None:
     """fuse(normalize=...) makes a model of bytes: the file says so, and both files agree on the same image."""
-    data, pixels = CENTRE.to_dict(), np.asarray(read_image(sample_image()))[None]
+    data, pixels = CENTER.to_dict(), np.asarray(read_image(sample_image()))[None]
     model = make("timm")
     export_onnx(model, tmp_path / "plain.onnx", preprocess=True, data_config=data)
-    vit_fast.fuse(model, backend="sdpa", normalize=(CENTRE.mean, CENTRE.std))
+    vit_fast.fuse(model, backend="sdpa", normalize=(CENTER.mean, CENTER.std))
     export_onnx(model, tmp_path / "bytes.onnx", preprocess=True, data_config=data)
     plain, of_bytes = (OnnxRunner(tmp_path / f"{name}.onnx", "cpu")(pixels) for name in ("plain", "bytes"))
     np.testing.assert_allclose(of_bytes, plain, atol=1e-4 * np.abs(plain).max())
@@ -216,8 +216,8 @@ def test_the_cpu_verifies_if_cuda_fails(tmp_path: Path, monkeypatch: pytest.Monk
     assert export_onnx(make("vit"), tmp_path / "m.onnx", target="ort-cuda").verified
 
 
-def test_models_of_the_same_shape_keep_their_names() -> None:
+def test_models_of_the_same_shape_keep_peer_names() -> None:
     """ViT-B and DeiT-B need different preprocessing."""
     for name in ("vit_base_patch16_224", "deit_base_patch16_224", "vit_test"):
         model = vit_fast.create_model(name, device="meta").to_empty(device="cpu")
-        assert recognise(model).name == name
+        assert recognize(model).name == name

@@ -12,7 +12,7 @@ from command_line import run
 from fused_models import SUBJECTS
 from PIL import Image
 from torch import nn
-from weights_peers import randomise
+from weights_peers import randomize
 
 import vit_fast
 from vit_fast import figures
@@ -23,7 +23,7 @@ from vit_fast.figures.activations import Activations, components, patch_filters,
 
 @pytest.fixture
 def model() -> nn.Module:
-    return randomise(vit_fast.create_model("vit_test", depth=3))
+    return randomize(vit_fast.create_model("vit_test", depth=3))
 
 
 def test_recorded_attention_and_features_are_the_models(model) -> None:

@@ -59,7 +59,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["ours", "timm-vit", "timm-dinov3", "timm-gated", "transformers-vit", "torchvision-vit"]
+    "name", ["vit-fast", "timm-vit", "timm-dinov3", "timm-gated", "transformers-vit", "torchvision-vit"]
 )
 @torch.no_grad()
 def test_models_of_every_library_match_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_fuse_switches_back_and_follows_new_scales() -> None:
 
 @torch.no_grad()
 def test_a_model_in_fp8_is_copied_pickled_saved_and_loaded(tmp_path: Path) -> None:
-    model, given = calibrated("ours")
+    model, given = calibrated("vit-fast")
     x = given["images"]
     fuse(model, precision="fp8", keep=("*.fc2",))
     expected = model(x)
@@ -226,26 +226,26 @@ def test_blocks_that_the_kernels_do_not_run_stay_in_half_precision() -> None:
     hooked.blocks[0].mlp.fc2.register_forward_hook(lambda *_: seen.append(1))
     hooked(**given)
     assert seen, "a block with a hook runs its original forward"
-    ours, _ = calibrated("ours")
-    half: Any = copy.deepcopy(ours)
+    model, _ = calibrated("vit-fast")
+    half: Any = copy.deepcopy(model)
     fuse(half, "triton")
-    fuse(ours, precision="fp8")
+    fuse(model, precision="fp8")
     x, mask = torch.randn(2, 5, 64, device=DEVICE, dtype=torch.bfloat16), torch.ones(2, 5, dtype=torch.bool)
     mask[1, 3:] = False
     keys = Keys(mask=mask.to(DEVICE))
-    outputs = [run_block(parts_of(each.blocks[0]), x, keys=keys)[0] for each in (ours, half)]
+    outputs = [run_block(parts_of(each.blocks[0]), x, keys=keys)[0] for each in (model, half)]
     assert torch.equal(*outputs), "so does a call with a mask"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ours", "transformers-vit"])
+@pytest.mark.parametrize("name", ["vit-fast", "transformers-vit"])
 @torch.no_grad()
 def test_a_compiled_model_in_fp8_is_one_graph_that_follows_its_weights(name: str) -> None:
     model, given = in_fp8(name)
     run, seen = SUBJECTS[name].run, OurOperators()
     compiled: Any = torch.compile(model, backend=seen, fullgraph=True, dynamic=False)
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    layer = next(module for module in linears if name != "ours" or module.out_features == 3 * 64)
+    layer = next(module for module in linears if name != "vit-fast" or module.out_features == 3 * 64)
     expected = run(model, given)
     assert distance(run(compiled, given), expected) < 0.02
     layer.weight.mul_(2)

@@ -38,7 +38,7 @@ def folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def ours(**overrides: object) -> VisionTransformer:
+def own_vit(**overrides: object) -> VisionTransformer:
     torch.manual_seed(0)
     model = vit_fast.create_model("vit_test", backend="triton", device=DEVICE, **overrides)
     for parameter in model.parameters():
@@ -89,7 +89,7 @@ def _write(model: VisionTransformer) -> None:
 
 def test_the_dtype_is_that_of_the_matmuls(folds: list[int]) -> None:
     """A forward in another dtype folds in every call."""
-    model, x = ours(), images()
+    model, x = own_vit(), images()
     with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
         expected = model(x)
         vit_fast.freeze(model)
@@ -101,7 +101,7 @@ def test_the_dtype_is_that_of_the_matmuls(folds: list[int]) -> None:
 
 @pytest.mark.slow
 def test_compiled_it_is_followed_too(folds: list[int]) -> None:
-    model, x = ours(), images()
+    model, x = own_vit(), images()
     vit_fast.freeze(model)
     seen = OurOperators()
     compiled = torch.compile(model, fullgraph=True, backend=seen)
@@ -121,16 +121,16 @@ def test_what_can_be_frozen() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got \d"):
         vit_fast.freeze(3)  # type: ignore[arg-type]  # the wrong type is the test
     with pytest.raises(ValueError, match=r"blocks\.0 must be in evaluation mode"):
-        vit_fast.freeze(ours().train())
-    half = ours()
+        vit_fast.freeze(own_vit().train())
+    half = own_vit()
     half.blocks[1].train()
     with pytest.raises(ValueError, match=r"blocks\.1 must be in evaluation mode"):
         vit_fast.freeze(half)
     assert not frozen_of(half), "all or nothing"
-    model = ours()
+    model = own_vit()
     vit_fast.set_backend(model, "eager")
     assert vit_fast.freeze(model) == () and not frozen_of(model)
-    model = ours()
+    model = own_vit()
     model.blocks[0].attn.proj.register_forward_hook(lambda *_: None)
     assert vit_fast.freeze(model) == ("blocks.1",)
 
@@ -145,7 +145,7 @@ def test_steps_of_sharded_weights_are_followed() -> None:
         parameter.grad = torch.ones_like(parameter)
         torch.optim.SGD([parameter], lr=0.1).step()
 
-    model, x = ours(), images()
+    model, x = own_vit(), images()
     vit_fast.freeze(model)
     before = assert_current(model, x)
     weight = model.blocks[0].attn.qkv.weight
@@ -157,7 +157,7 @@ def test_steps_of_sharded_weights_are_followed() -> None:
 
 @pytest.mark.gpu
 def test_other_streams_wait_for_what_is_folded_anew() -> None:
-    model, x = ours(dtype=torch.bfloat16), images(torch.bfloat16)
+    model, x = own_vit(dtype=torch.bfloat16), images(torch.bfloat16)
     vit_fast.freeze(model)
     assert_current(model, x)
     _write(model)
@@ -176,9 +176,9 @@ def test_other_streams_wait_for_what_is_folded_anew() -> None:
 @pytest.mark.parametrize("made_inside", [False, True])
 def test_frozen_in_inference_mode(made_inside: bool) -> None:
     """Parameters made in inference mode count no writes, but a second freeze reads them again."""
-    model = ours()
+    model = own_vit()
     with torch.inference_mode():
-        model, x = ours() if made_inside else model, images()
+        model, x = own_vit() if made_inside else model, images()
         vit_fast.freeze(model)
         before = model(x)
     with torch.inference_mode(made_inside):
@@ -193,7 +193,7 @@ def test_frozen_in_inference_mode(made_inside: bool) -> None:
 
 @pytest.fixture(scope="module", params=["folded", "fp8", "packed"])
 def made(request: pytest.FixtureRequest) -> nn.Module:
-    subject = SUBJECTS["ours"]
+    subject = SUBJECTS["vit-fast"]
     dtype = torch.bfloat16 if request.param == "fp8" else torch.float32
     device = torch.device("cpu") if request.param == "packed" else DEVICE
     model = subject.build().eval().to(device, dtype)
@@ -315,7 +315,7 @@ def test_what_loads_or_moves_gives_it_up(model: nn.Module, change: str) -> None:
 def test_another_module_is_followed(model: nn.Module) -> None:
     old = model.get_submodule("blocks.0.attn.qkv").weight
     model.blocks[0].attn.qkv = nn.Linear(64, 192, device=old.device, dtype=old.dtype)  # type: ignore[index,union-attr]
-    images = SUBJECTS["ours"].inputs()["images"].to(old.dtype)
+    images = SUBJECTS["vit-fast"].inputs()["images"].to(old.dtype)
     twin = copy.deepcopy(model)
     vit_fast.freeze(twin)
     with torch.no_grad():
@@ -333,7 +333,7 @@ def test_copies_and_files_hold_only_the_weights(model: nn.Module) -> None:
 def test_gradients_are_those_of_the_modules(model: nn.Module) -> None:
     if isinstance(frozen_of(model)[0], FrozenFp8):
         pytest.skip("in e4m3 gradients are refused")
-    subject, inputs, twin = SUBJECTS["ours"], SUBJECTS["ours"].inputs(), copy.deepcopy(model)
+    subject, inputs, twin = SUBJECTS["vit-fast"], SUBJECTS["vit-fast"].inputs(), copy.deepcopy(model)
     (_, found), (_, expected) = (gradients(subject, each, inputs) for each in (model, twin))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     leaf = inputs["images"].clone().requires_grad_()

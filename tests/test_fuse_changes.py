@@ -47,7 +47,7 @@ OF_TIMM: dict[str, tuple[Change, str | None]] = {
     "unknown activation": (lambda block: setattr(block.mlp, "act", nn.Tanh()), "mlp.act must be one of gelu"),
     "other heads": (lambda block: [setattr(block.attn, *each) for each in (("num_heads", 1), ("head_dim", 64))], None),
 }
-ALL = {"timm": CHANGES | OF_TIMM, "ours": CHANGES}
+ALL = {"timm": CHANGES | OF_TIMM, "vit-fast": CHANGES}
 
 
 @pytest.mark.each_value
@@ -128,7 +128,7 @@ def scale_weights(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("library", [*LIBRARIES, "torch"])
-def test_weights_of_another_class_run_by_their_own_linear(library: str) -> None:
+def test_weights_of_another_class_run_by_peer_own_linear(library: str) -> None:
     subject = SUBJECTS[LIBRARIES.get(library, "torch-encoder")]
     model = subject.build().to(DEVICE).eval()
     inputs = {name: tensor[:1].to(DEVICE) for name, tensor in subject.inputs().items()}

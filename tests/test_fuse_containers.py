@@ -36,7 +36,7 @@ OPERATIONS: dict[str, Callable[[Any], nn.Module]] = {
     "pop": pop,
     "pickle of a slice": lambda blocks: pickle.loads(pickle.dumps(blocks[1:])),
 }
-PATHS = {"timm": "blocks", "torchvision": "encoder.layers", "ours": "blocks"}
+PATHS = {"timm": "blocks", "torchvision": "encoder.layers", "vit-fast": "blocks"}
 
 
 @pytest.mark.each_value
@@ -72,7 +72,7 @@ def test_a_block_that_is_not_fused_in_a_fused_sequential(backend: str) -> None:
 
 
 def test_a_slice_of_our_blocks_passes_rotary_positions_on() -> None:
-    model, images = rotary_of_depth(3)["ours"].build().eval(), torch.randn(1, 3, IMAGE, IMAGE)
+    model, images = rotary_of_depth(3)["vit-fast"].build().eval(), torch.randn(1, 3, IMAGE, IMAGE)
     vit_fast.set_backend(model, "sdpa")
     model.blocks = model.blocks[:2]
     seen: list[Tensor] = []

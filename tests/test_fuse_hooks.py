@@ -26,7 +26,7 @@ import vit_fast
 
 OFTEN = (
     "timm-vit", "timm-qk-norm", "timm-siglip", "timm-eva02-norms-inside", "transformers-siglip2",
-    "torchvision-vit", "torch-encoder", "ours",
+    "torchvision-vit", "torch-encoder", "vit-fast",
 )  # fmt: skip
 ALL = SUBJECTS | packed_towers.TOWERS | packed_towers.NAFLEX
 PACKED = ("qwen2_5_vl", "pixtral", "rotary, a table an image")
@@ -51,7 +51,7 @@ def test_changes_inside_any_tower_of_transformers_take_effect(folder: str, name:
     assert sum(assert_changes_count(block, call) for block, call in blocks_of(tower_of(folder, name)))
 
 
-@pytest.mark.parametrize("name", ["timm-vit", "timm-dinov3", "transformers-dinov2", "torchvision-vit", "ours"])
+@pytest.mark.parametrize("name", ["timm-vit", "timm-dinov3", "transformers-dinov2", "torchvision-vit", "vit-fast"])
 def test_kernels_do_not_bypass_changes(name: str) -> None:
     """A block with a hook anywhere inside does not run as kernels only, until the hook is removed."""
     model = SUBJECTS[name].build().eval()

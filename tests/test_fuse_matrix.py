@@ -39,7 +39,7 @@ def fused(library: str, backend: str = "sdpa") -> tuple[Subject, nn.Module, dict
     return subject, model, inputs, expected
 
 
-@pytest.mark.fast_cases("torchvision-sdpa", "timm-eager", "ours-auto")
+@pytest.mark.fast_cases("torchvision-sdpa", "timm-eager", "vit-fast-auto")
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
 @every_library
 def test_compile_without_a_graph_break(library: str, backend: str) -> None:
@@ -163,7 +163,7 @@ def test_state_dict_goes_both_ways(library: str) -> None:
         torch.testing.assert_close(subject.run(model, inputs), expected)
 
 
-@pytest.mark.fast_cases("timm", "transformers", "torchvision", "ours")
+@pytest.mark.fast_cases("timm", "transformers", "torchvision", "vit-fast")
 @every_library
 def test_export_with_a_dynamic_batch(library: str) -> None:
     subject, model, inputs, expected = fused(library)

@@ -86,7 +86,7 @@ def on_device(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", ["timm-dinov2-registers", "timm-dinov3-gated", "transformers-internvl-6b", "torchvision-vit", "ours"]
+    "name", ["timm-dinov2-registers", "timm-dinov3-gated", "transformers-internvl-6b", "torchvision-vit", "vit-fast"]
 )
 def test_the_triton_backend_is_as_exact_as_the_formulas(name: str) -> None:
     subject = SUBJECTS[name]
@@ -262,7 +262,7 @@ DROPPING: dict[str, Subject] = {
     ),
     "torchvision": Subject(functools.partial(torchvision_vit, dropout=P, attention_dropout=P), images("x"), logits),
     "torch": Subject(functools.partial(torch_encoder, P), tokens, logits),
-    "ours": Subject(functools.partial(plain_vit, proj_drop_rate=P, attn_drop_rate=P), images("images"), logits),
+    "vit-fast": Subject(functools.partial(plain_vit, proj_drop_rate=P, attn_drop_rate=P), images("images"), logits),
 }
 
 
@@ -284,7 +284,7 @@ def test_fusing_in_training_and_in_evaluation_is_the_same(case: str) -> None:
     torch.testing.assert_close(subject.run(model.eval(), inputs), subject.run(twin.eval(), inputs))
 
 
-@pytest.mark.parametrize("library", ["timm-vit", "transformers-vit", "torchvision-vit", "ours"])
+@pytest.mark.parametrize("library", ["timm-vit", "transformers-vit", "torchvision-vit", "vit-fast"])
 def test_a_model_on_meta_is_fused_for_where_it_will_run(library: str) -> None:
     subject = SUBJECTS[library]
     model, inputs = subject.build().to("meta").eval(), subject.inputs()

@@ -24,34 +24,34 @@ def bytes_for(subject: Subject) -> tuple[str, Tensor]:
     return name, torch.randint(0, 256, images.shape, dtype=torch.uint8)
 
 
-def normalised(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def normalized(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (MEAN, STD))
     return ((pixels.double() / 255 - mean) / std).to(dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_give_what_normalised_images_gave(name: str) -> None:
+def test_bytes_give_what_normalized_images_gave(name: str) -> None:
     subject = SUBJECTS[name]
     model = subject.build().eval()
     argument, pixels = bytes_for(subject)
     with torch.no_grad():
-        expected = subject.run(model, {argument: normalised(pixels)})
+        expected = subject.run(model, {argument: normalized(pixels)})
         report = vit_fast.fuse(model, backend="sdpa", normalize=(MEAN, STD))
         assert [module.part for module in report.fused].count("normalization") == 1
         for given in (pixels, pixels.float(), pixels.contiguous(memory_format=torch.channels_last)):
             torch.testing.assert_close(subject.run(model, {argument: given}), expected, rtol=1e-4, atol=1e-4)
         vit_fast.unfuse(model)
-        torch.testing.assert_close(subject.run(model, {argument: normalised(pixels)}), expected)
+        torch.testing.assert_close(subject.run(model, {argument: normalized(pixels)}), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rounds_no_more_than_normalising_first(dtype: torch.dtype) -> None:
+def test_half_precision_rounds_no_more_than_normalizing_first(dtype: torch.dtype) -> None:
     conv = nn.Conv2d(3, 64, 16, stride=16)
     nn.init.trunc_normal_(conv.weight, std=0.02)
     pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
-    exact = copy.deepcopy(conv).double()(normalised(pixels, torch.float64))
+    exact = copy.deepcopy(conv).double()(normalized(pixels, torch.float64))
     conv = conv.to(dtype)
-    before = (conv(normalised(pixels, dtype)).double() - exact).square().mean()
+    before = (conv(normalized(pixels, dtype)).double() - exact).square().mean()
     vit_fast.fuse(conv, normalize=(MEAN, STD))
     assert (conv(pixels).double() - exact).square().mean() <= 2 * before
 
@@ -101,7 +101,7 @@ def test_normalizations_that_do_not_fit_change_nothing(model: Any, normalize: ob
 def test_only_the_model_whose_convolution_is_folded_takes_bytes() -> None:
     first, second = (vit_fast.create_model("vit_test", backend="eager").eval() for _ in range(2))
     pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    expected = first(normalised(pixels))
+    expected = first(normalized(pixels))
     expected.square().sum().backward()
     weight, other = first.patch_embed.proj.weight, first.patch_embed.proj.weight.grad
     first.zero_grad()

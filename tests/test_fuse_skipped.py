@@ -111,7 +111,7 @@ def test_attention_that_computes_more_than_attention(make: Callable[[], nn.Modul
     assert any(found.startswith(reason) for found in reasons_of(make()))
 
 
-def test_post_norm_layers_are_skipped_but_their_attention_is_fused() -> None:
+def test_post_norm_layers_are_skipped_but_peer_attention_is_fused() -> None:
     report = vit_fast.fuse(nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0))
     assert [module.part for module in report.fused] == ["attention"]
     assert report.skipped[0].reasons == ("norm_first must be True, got False",)
@@ -188,13 +188,13 @@ def test_timm_builds_models_of_our_classes_through_its_own_hooks() -> None:
     pytest.importorskip("timm")
     from vit_fast.integrations.timm import FusedAttention, FusedBlock
 
-    ours = tiny_timm(block_fn=FusedBlock, attn_layer=FusedAttention).eval()
+    fused = tiny_timm(block_fn=FusedBlock, attn_layer=FusedAttention).eval()
     plain = tiny_timm().eval()
-    assert type(ours.blocks[0]) is FusedBlock
-    assert type(ours.blocks[0].attn) is FusedAttention
-    ours.load_state_dict(plain.state_dict())
+    assert type(fused.blocks[0]) is FusedBlock
+    assert type(fused.blocks[0].attn) is FusedAttention
+    fused.load_state_dict(plain.state_dict())
     images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(ours(images), plain(images))
+    torch.testing.assert_close(fused(images), plain(images))
     with pytest.raises(ValueError, match=r"FusedBlock cannot be built: mlp.act must be .*, got a Tanh"):
         tiny_timm(block_fn=FusedBlock, act_layer=nn.Tanh)
 

@@ -41,7 +41,7 @@ def _peer(library: Any, config: ViTConfig) -> tuple[nn.Module, dict[str, torch.T
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_peer_contains_exactly_our_weights(family: str) -> None:
-    """Converts the weights of the peer back; every parameter must equal ours exactly."""
+    """Converts the weights of the peer back; every parameter must equal own exactly."""
     library, fields = FAMILIES[family]
     config = ViTConfig(**TINY | fields)
     peer, weights = _peer(library, config)

@@ -39,7 +39,7 @@ for M, C, F in shapes:
     for launch in launches:
         if "EPILOGUE" in launch.constants or "BLOCK_P" in launch.constants:
             build = offline.Build("matmul", f"{M} {C} {F}", launch)
-            builds.setdefault(offline.specialisation(launch), (C % 8 == 0 and F % 8 == 0, build))
+            builds.setdefault(offline.specialization(launch), (C % 8 == 0 and F % 8 == 0, build))
 for aligned, build in builds.values() if compiles else ():
     stats = static_checks.compile_build(build, arch)
     found.append([build.case, aligned, static_checks.spills(stats), static_checks.problems(build, stats, arch)])

@@ -124,7 +124,7 @@ def test_small_layer_scale_in_fp16(size: float) -> None:
 def test_statistics_go_in_and_out(form: str, dtype: torch.dtype) -> None:
     """Given statistics replace the kernel's own, whatever norm reads them; emitted ones are those of the output."""
     if dtype == torch.float32:
-        pytest.skip("fp32 rows are normalised without statistics")
+        pytest.skip("fp32 rows are normalized without statistics")
     case = make_case(19, 72, 48, dtype, **FORMS[form])
     with torch.no_grad():
         given, own = (case.fused(known, next_statistics=True) for known in (statistics_of(case.x), None))

@@ -88,8 +88,8 @@ def test_parameters_of_any_stride(case: Case) -> None:
         name: leaf.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_() for name, leaf in case.leaves().items()
     }
     expected = case.run("triton")
-    for ours in (case.but(**strided), case.but(fc1_weight=up, gate_weight=gate)):
-        for name, found in ours.run("triton").items():
+    for other in (case.but(**strided), case.but(fc1_weight=up, gate_weight=gate)):
+        for name, found in other.run("triton").items():
             torch.testing.assert_close(found, expected[name])
 
 
@@ -163,8 +163,8 @@ def test_module(options: dict[str, Any]) -> None:
     y = module(x)
     torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
     leaves = [x, *module.parameters()]
-    for ours, theirs in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in (y, expected))):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    for gradient, peer in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in (y, expected))):
+        torch.testing.assert_close(gradient, peer, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="'mish'"):
         LayerNormMLP(32, 48, activation="mish")
 
@@ -215,7 +215,7 @@ def test_tiles_beyond_two_to_the_31_elements(rows: int, columns: int) -> None:
 
 
 def test_training_keeps_less_than_torch() -> None:
-    """Per block: x, qkv, lse, attention, x and z, and no normalised copies, no activated hidden layer."""
+    """Per block: x, qkv, lse, attention, x and z, and no normalized copies, no activated hidden layer."""
 
     def saved_bytes(backend: str) -> int:
         model = vit_fast.create_model("vit_test", backend=backend).to(DEVICE).train()

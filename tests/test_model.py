@@ -1,4 +1,4 @@
-"""The model's own behaviour: sizes, positions, pooling, randomness, attention maps, backends, compile, errors."""
+"""The model's own behavior: sizes, positions, pooling, randomness, attention maps, backends, compile, errors."""
 
 from __future__ import annotations
 

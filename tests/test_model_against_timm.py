@@ -10,7 +10,7 @@ import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torch import nn
-from weights_peers import assert_same_outputs, randomise
+from weights_peers import assert_same_outputs, randomize
 
 import vit_fast
 from vit_fast.config import ViTConfig
@@ -32,20 +32,20 @@ TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick
 def test_variant_has_timms_parameters(name, monkeypatch):
     monkeypatch.setattr(torch, "linspace", functools.partial(torch.linspace, device="cpu"))  # timm 1.0.20 reads it
     with torch.device("meta"):
-        ours = vit_fast.VisionTransformer(vit_fast.variants.get_variant(name).config)
-        theirs = timm.create_model(name, num_classes=ours.num_classes)
-    state = theirs.state_dict()
-    if "Eva" in type(theirs).__name__ or name.startswith("aimv2"):  # these store q, k and v, or gate and up, apart
-        state = convert(state, ours.config).tensors
-    assert {k: tuple(v.shape) for k, v in ours.state_dict().items()} == {k: tuple(v.shape) for k, v in state.items()}
-    config, block = ours.config, theirs.blocks[0]
+        own = vit_fast.VisionTransformer(vit_fast.variants.get_variant(name).config)
+        peer = timm.create_model(name, num_classes=own.num_classes)
+    state = peer.state_dict()
+    if "Eva" in type(peer).__name__ or name.startswith("aimv2"):  # these store q, k and v, or gate and up, apart
+        state = convert(state, own.config).tensors
+    assert {k: tuple(v.shape) for k, v in own.state_dict().items()} == {k: tuple(v.shape) for k, v in state.items()}
+    config, block = own.config, peer.blocks[0]
     assert config.num_heads == block.attn.num_heads
     assert config.norm_eps == block.norm1.eps
     assert config.act_layer == TIMM_ACTIVATIONS[type(block.mlp.act).__name__]
-    assert config.no_embed_class == theirs.no_embed_class
+    assert config.no_embed_class == peer.no_embed_class
     if config.global_pool == "map":
-        assert config.norm_eps == theirs.attn_pool.norm.eps
-        assert (config.pool_heads or config.num_heads) == theirs.attn_pool.num_heads
+        assert config.norm_eps == peer.attn_pool.norm.eps
+        assert (config.pool_heads or config.num_heads) == peer.attn_pool.num_heads
 
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -77,50 +77,50 @@ CHOICES: dict[str, dict[str, Any]] = {
 def test_choice_gives_timms_outputs(choice, backend):
     fields = SMALL | CHOICES[choice]
     eps = {"norm_layer": functools.partial(nn.LayerNorm, eps=fields["norm_eps"])} if "norm_eps" in fields else {}
-    theirs = randomise(TimmViT(**{name: value for name, value in fields.items() if name != "norm_eps"}, **eps))
-    ours = vit_fast.VisionTransformer(ViTConfig(**fields)).eval()
-    vit_fast.set_backend(ours, backend)
-    ours.load_state_dict(theirs.state_dict())
-    assert_same_outputs(ours, theirs, lambda model, images: model(images))
-    images = torch.randn(2, ours.config.in_chans, *ours.config.image_hw).double()
-    models = ours.double(), theirs.double()
+    peer = randomize(TimmViT(**{name: value for name, value in fields.items() if name != "norm_eps"}, **eps))
+    own = vit_fast.VisionTransformer(ViTConfig(**fields)).eval()
+    vit_fast.set_backend(own, backend)
+    own.load_state_dict(peer.state_dict())
+    assert_same_outputs(own, peer, lambda model, images: model(images))
+    images = torch.randn(2, own.config.in_chans, *own.config.image_hw).double()
+    models = own.double(), peer.double()
     with torch.no_grad():
         mine, other = (model.forward_head(model.forward_features(images), pre_logits=True) for model in models)
     assert (mine - other).abs().max() < 1e-10
 
 
 def test_distilled_model_gives_timms_outputs():
-    theirs = randomise(timm.create_model("deit_tiny_distilled_patch16_224", img_size=64, depth=2))
-    ours = vit_fast.create_model("deit_tiny_distilled_patch16_224", img_size=64, depth=2)
-    ours.load_state_dict(theirs.state_dict())
-    assert_same_outputs(ours, theirs, lambda model, images: model(images))
+    peer = randomize(timm.create_model("deit_tiny_distilled_patch16_224", img_size=64, depth=2))
+    own = vit_fast.create_model("deit_tiny_distilled_patch16_224", img_size=64, depth=2)
+    own.load_state_dict(peer.state_dict())
+    assert_same_outputs(own, peer, lambda model, images: model(images))
     images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    for model in (ours, theirs):
+    for model in (own, peer):
         model.set_distilled_training(True)
         model.double().train()
-    for mine, other in zip(ours(images), theirs(images), strict=True):
+    for mine, other in zip(own(images), peer(images), strict=True):
         assert (mine - other).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("no_embed_class", [False, True])
 def test_dynamic_image_size_interpolates_as_timm(no_embed_class):
     fields = SMALL | {"dynamic_img_size": True, "no_embed_class": no_embed_class, "reg_tokens": 2}
-    theirs = randomise(TimmViT(**fields))
-    ours = vit_fast.VisionTransformer(ViTConfig(**fields)).eval()
-    ours.load_state_dict(theirs.state_dict())
+    peer = randomize(TimmViT(**fields))
+    own = vit_fast.VisionTransformer(ViTConfig(**fields)).eval()
+    own.load_state_dict(peer.state_dict())
     for size in ((32, 32), (64, 64), (40, 88)):
         images = torch.randn(2, 3, *size)
         with torch.no_grad():
-            assert (ours(images) - theirs(images)).abs().max() < 1e-5
+            assert (own(images) - peer(images)).abs().max() < 1e-5
 
 
 def test_hybrid_is_a_plain_model_on_the_feature_map():
     """Section 3.1: the patch embedding applied to a CNN's feature map equals timm's plain ViT on that map."""
-    ours = vit_fast.VisionTransformer(ViTConfig(**SMALL | {"img_size": 64, "patch_size": 2, "stem_channels": (8, 16)}))
-    theirs = TimmViT(**(SMALL | {"img_size": 16, "patch_size": 2, "in_chans": 16})).eval()
-    theirs.load_state_dict({k: v for k, v in randomise(ours).state_dict().items() if ".stem." not in k})
+    own = vit_fast.VisionTransformer(ViTConfig(**SMALL | {"img_size": 64, "patch_size": 2, "stem_channels": (8, 16)}))
+    peer = TimmViT(**(SMALL | {"img_size": 16, "patch_size": 2, "in_chans": 16})).eval()
+    peer.load_state_dict({k: v for k, v in randomize(own).state_dict().items() if ".stem." not in k})
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
-        feature_map = ours.patch_embed.stem(images)
+        feature_map = own.patch_embed.stem(images)
         assert feature_map.shape == (2, 16, 16, 16)
-        assert (ours(images) - theirs(feature_map)).abs().max() < 1e-5
+        assert (own(images) - peer(feature_map)).abs().max() < 1e-5

@@ -18,7 +18,7 @@ from vit_fast.ops.attention import attention_among
 from vit_fast.ops.block import fused_block
 from vit_fast.ops.descriptions import BlockTensors, Keys, interleave
 from vit_fast.ops.folded import fold
-from vit_fast.ops.reference import normalise
+from vit_fast.ops.reference import normalize
 
 WIDTH, HEADS, HIDDEN, B, N = 48, 2, 40, 2, 7
 
@@ -112,7 +112,7 @@ def _eager(kind: Kind, t: dict[str, Tensor], rope: Rope | None) -> Tensor:
     x = t["x"]
     if rope is not None and x.dtype == torch.float64:
         rope = rope._replace(cos=rope.cos.double(), sin=rope.sin.double())
-    normed = normalise(x, Norm(t["norm1_weight"], t.get("norm1_bias"), 1e-6, kind.norm))
+    normed = normalize(x, Norm(t["norm1_weight"], t.get("norm1_bias"), 1e-6, kind.norm))
     qkv = F.linear(normed, t["qkv_weight"], t["qkv_bias"]).unflatten(-1, (3, HEADS, -1))
     qkv = qk_norm_rope(qkv, qk_norm=_qk_norm(kind, t), rope=rope, backend="eager")
     mixed = attention_among(qkv, kind.among(), backend="eager").flatten(2)
@@ -142,18 +142,18 @@ def _hold(kind: Kind, dtype: torch.dtype) -> None:
     grad = torch.randn(*kind.sizes, WIDTH, device=DEVICE).to(dtype)
     inference: list[Tensor] = []
 
-    def run(target: torch.dtype, ours: bool) -> dict[str, Tensor]:
+    def run(target: torch.dtype, fused: bool) -> dict[str, Tensor]:
         own = [leaf.to(target).requires_grad_() for leaf in leaves]
         t = dict(zip(names, own))
-        y = _fused(kind, t["x"], _tensors(t), _qk_norm(kind, t), rope) if ours else _eager(kind, t, rope)
+        y = _fused(kind, t["x"], _tensors(t), _qk_norm(kind, t), rope) if fused else _eager(kind, t, rope)
         found = {"y": y.detach(), **dict(zip(names, torch.autograd.grad(y, own, grad.to(target))))}
-        if ours:
+        if fused:
             with torch.no_grad():
                 inference.append(_fused(kind, t["x"], _tensors(t), _qk_norm(kind, t), rope))
         return found
 
-    ours, eager, exact = run(dtype, True), run(dtype, False), run(torch.float64, False)
-    assert_rule(ours, eager, exact)
+    fused, eager, exact = run(dtype, True), run(dtype, False), run(torch.float64, False)
+    assert_rule(fused, eager, exact)
     assert_rule({"y": inference[0]}, eager, exact)
 
 
@@ -186,9 +186,9 @@ def test_folded_beforehand(name: str, together: str) -> None:
     with torch.no_grad():
         folded = fold(_tensors(t), torch.bfloat16, kind.norm, kind.head_dim if paired else 0, kind.inner)
         tables = interleave(rope, kind.head_dim) if rope is not None and paired else rope
-        ours = _fused(kind, t["x"], folded, qk_norm, tables)
+        fused = _fused(kind, t["x"], folded, qk_norm, tables)
         exact = _eager(kind, {name: leaf.double() for name, leaf in t.items()}, rope)
-        assert_rule({"y": ours}, {"y": _eager(kind, t, rope)}, {"y": exact})
+        assert_rule({"y": fused}, {"y": _eager(kind, t, rope)}, {"y": exact})
         if paired and rope is not None:
             with pytest.raises(ValueError, match=r"rope\.layout must be .*'interleaved', got 'interleaved_half'$"):
                 _fused(kind, t["x"], _tensors(t), qk_norm, tables)

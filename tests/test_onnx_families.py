@@ -17,7 +17,7 @@ from torch import nn
 import vit_fast
 from vit_fast.export import OnnxRunner, export_onnx
 from vit_fast.export.options import newest_opset
-from vit_fast.libraries.known import recognise
+from vit_fast.libraries.known import recognize
 
 RUNS_NEWEST = onnxruntime.__version__ >= "1.24"  # 1.23 loads no opset beyond 23
 OPSETS = (18, 20, 23, *([newest_opset()] if RUNS_NEWEST else []))
@@ -43,7 +43,7 @@ def error_of(path: Path, model: nn.Module) -> float:
     """Returns the largest error of a file's logits, relative to the largest logit."""
     images = torch.randn(5, 3, SIZE, SIZE)
     with torch.inference_mode():
-        expected = recognise(model).forward(images, "logits").numpy()
+        expected = recognize(model).forward(images, "logits").numpy()
     got = OnnxRunner(path, "cpu")(images.numpy())
     assert got.dtype == np.float32 and got.shape == expected.shape and expected.std() > 0.01
     return float(np.abs(got - expected).max() / max(1.0, np.abs(expected).max()))

@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
-from onnx_models import make, ours, randomised
+from onnx_models import make, own_vit, randomized
 from torch import nn
 
 import vit_fast
@@ -54,7 +54,7 @@ def test_counts_match_torch(name: str, exported: Any) -> None:
 )  # fmt: skip
 def test_counts_of_every_form_and_family_match_torch(family: str, options: Any, tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
-    model = randomised(ours(mlp_layer="swiglu", act_layer="silu")) if family == "swiglu" else make(family)
+    model = randomized(own_vit(mlp_layer="swiglu", act_layer="silu")) if family == "swiglu" else make(family)
     vit_fast.export.export_onnx(model, path, verify=False, **options)
     assert matches(path, model, 3) and narrow_precision(path) == options.get("precision")
 

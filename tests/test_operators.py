@@ -122,7 +122,7 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "half, bf16, a branch": lambda: _block(BF16, attention_alone=True, residual=False),
     "rotary": lambda: _rotary("layer_norm"),
     "rotary, no bias": lambda: _rotary("rms_norm", biased=False),
-    "rotary, not normalised": lambda: _rotary(""),
+    "rotary, not normalized": lambda: _rotary(""),
     "rotary, not rotated": lambda: _rotary("layer_norm", rotated=False),
 }
 

@@ -21,7 +21,7 @@ def run(code: str) -> str:
 
 
 def test_import_needs_and_loads_no_optional_package():
-    """Nor do the files of the libraries need theirs."""
+    """Nor do the files of the libraries need peer."""
     paths = [path.relative_to(ROOT) for path in (ROOT / "vit_fast" / "libraries").rglob("[a-z]*.py")]
     libraries = [".".join(path.with_suffix("").parts) for path in paths]
     assert len(libraries) >= 10

@@ -23,10 +23,10 @@ from vit_fast.blocks.packed import PackedLinear, pack_reasons
 pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))
 
 # One of each kind of block: plain, LayerScale, QuickGELU, GELU's tanh form, qk-norm, rotary embeddings with separate
-# biases, norms inside, SwiGLU with RMSNorm, separate q, k and v, packed sequences, ours.
+# biases, norms inside, SwiGLU with RMSNorm, separate q, k and v, packed sequences, own.
 FAST = (
     "timm-vit", "timm-dinov2-registers", "timm-clip-quickgelu", "timm-siglip", "timm-qk-norm", "timm-eva02",
-    "timm-gated", "timm-deepseek", "transformers-vit", "transformers-dinov3-gated", "torchvision-vit", "ours",
+    "timm-gated", "timm-deepseek", "transformers-vit", "transformers-dinov3-gated", "torchvision-vit", "vit-fast",
 )  # fmt: skip
 
 NOT_IN_OLDEST = {
@@ -265,7 +265,7 @@ def test_hooks_run_and_packing_comes_back(path: str, runs: list[int]) -> None:
 
 @pytest.mark.parametrize("path", ["attn.proj_drop", "drop_path2"])
 def test_what_drops_runs_as_modules(path: str, runs: list[int]) -> None:
-    model, inputs = fused(SUBJECTS["ours"])
+    model, inputs = fused(SUBJECTS["vit-fast"])
     vit_fast.freeze(model)
     part: Any = model.get_submodule(f"blocks.1.{path}")
     setattr(part, "drop_prob" if path.startswith("drop_path") else "p", 0.5)

@@ -98,7 +98,7 @@ def test_file_contains_the_models_outputs(
     if scaled:  # its weights then contain scales without an axis
         calibrate(model, torch.randn(4, 3, *model.config.image_hw))
     done = _predict(model, folder, out, workers=workers)
-    assert (done.images, done.taken, [Path(path).name for path, _ in done.bad]) == (COUNT, 0, list(BAD))
+    assert (done.images, done.resumed, [Path(path).name for path, _ in done.bad]) == (COUNT, 0, list(BAD))
     _check(model, folder, out)
     assert sorted(path.name for path in out.parent.iterdir()) == ["images", "out.parquet"]
 
@@ -124,9 +124,9 @@ def test_a_run_resumes(model: VisionTransformer, folder: Path, out: Path) -> Non
         _predict(model, folder, out)
     assert not out.exists()
     part.unlink()
-    assert _predict(model, folder, out).taken == COUNT - 4
+    assert _predict(model, folder, out).resumed == COUNT - 4
     _check(model, folder, out)
-    assert _predict(model, folder, out).taken == 0, "a finished run is repeated"
+    assert _predict(model, folder, out).resumed == 0, "a finished run is repeated"
 
 
 @pytest.mark.parametrize(("removed", "taken"), [(0, COUNT), (3, 11), (6, 0), (7, 0)])
@@ -144,7 +144,7 @@ def test_a_run_that_was_killed_while_it_removed_its_parts_resumes(
         patch.setattr(Path, "unlink", killed)
         patch.setattr(prediction.shutil, "rmtree", lambda path, **how: None)
         _predict(model, folder, out)
-    assert _predict(model, folder, out).taken == taken
+    assert _predict(model, folder, out).resumed == taken
     _check(model, folder, out)
 
 
@@ -174,10 +174,10 @@ def test_killed_readers_are_replaced_unless_they_always_die(
         with pytest.raises(PredictionError, match=r"reads images was lost.* between .*12.png and .*22.png: re-run"):
             _predict(model, folder, out, workers=1)
         hook.remove()
-        assert _predict(model, folder, out).taken == 12
+        assert _predict(model, folder, out).resumed == 12
     else:
         done = _predict(model, folder, out, workers=1, on_part=on_part)
-        assert (done.images, done.taken) == (COUNT, 0)
+        assert (done.images, done.resumed) == (COUNT, 0)
         assert len(done.lost) == 2 and all("a worker that reads images was lost" in lost for lost in done.lost)
         assert parts == [*range(4, COUNT, 4), COUNT], "finished parts are not repeated"
         hook.remove()
@@ -238,7 +238,7 @@ def test_ray_replaces_a_killed_worker(ray: Any, model: VisionTransformer, folder
     hook.remove()
     pids = batches.read_text().split()
     assert len(set(pids)) >= 2 and str(os.getpid()) not in pids
-    assert (done.images, done.taken, len(done.bad)) == (COUNT, 0, 2)
+    assert (done.images, done.resumed, len(done.bad)) == (COUNT, 0, 2)
     assert ray.is_initialized()
     _check(model, folder, out)
 
@@ -259,7 +259,7 @@ def test_an_image_that_kills_every_ray_worker_ends_the_run(
     hook.remove()
     finished = len(list(out.with_name("out.parquet.parts").glob("[0-9]*.parquet")))
     assert finished <= 5
-    assert _predict(model, folder, out).taken == 4 * finished, "a local run resumes the run on the cluster"
+    assert _predict(model, folder, out).resumed == 4 * finished, "a local run resumes the run on the cluster"
     _check(model, folder, out)
 
 

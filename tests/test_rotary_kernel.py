@@ -58,11 +58,11 @@ def _check(
 ) -> None:  # fmt: skip
     leaves = [leaf.to(dtype) for leaf in _leaves(shape, norm, over, affine)]
     grad = torch.randn(leaves[0].shape, device=DEVICE).to(dtype)
-    ours, eager, exact = (
+    own, eager, exact = (
         _run(leaves, grad, kind, backend, norm, over, rope)
         for kind, backend in ((dtype, "triton"), (dtype, "eager"), (torch.float64, "eager"))
     )
-    for index, (one, two, three) in enumerate(zip(ours, eager, exact)):
+    for index, (one, two, three) in enumerate(zip(own, eager, exact)):
         factor = GRADIENT_FACTOR if index else FORWARD_FACTOR
         assert_as_exact_as_eager("d " * bool(index) + str(index), one, two, three, factor)
 

@@ -113,7 +113,7 @@ def test_a_runner_without_graphs_runs_the_model() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "ours"])
+@pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "vit-fast"])
 def test_captured_graphs_compute_what_the_model_does(name: str) -> None:
     model = SUBJECTS[name].build().eval().cuda().half()
     if name == "transformers-vit":

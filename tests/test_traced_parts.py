@@ -62,11 +62,11 @@ def other_parameter(block: Any) -> None:
     block.norm1.weight = nn.Parameter(torch.randn_like(block.norm1.weight))
 
 
-@pytest.mark.fast_cases("ours-larger_eps")
+@pytest.mark.fast_cases("vit-fast-larger_eps")
 @pytest.mark.parametrize(
     "change", [larger_eps, other_heads, other_layer, pytest.param(other_class, marks=sees_classes), other_parameter]
 )
-@pytest.mark.parametrize("library", ["timm", "ours"])
+@pytest.mark.parametrize("library", ["timm", "vit-fast"])
 def test_a_compiled_block_follows(library: str, change: Any) -> None:
     model = fused(library)
     images = torch.randn(1, 3, fused_models.IMAGE, fused_models.IMAGE)

@@ -20,14 +20,14 @@ def test_transformers_attention_interface(model: str) -> None:
     config = getattr(transformers, f"{model}Config")(**sizes)
     made = getattr(transformers, f"{model}Model")
     plain = made(config).eval()
-    ours = made._from_config(config, attn_implementation=integration.ATTENTION_NAME).eval()
-    ours.load_state_dict(plain.state_dict())
+    own = made._from_config(config, attn_implementation=integration.ATTENTION_NAME).eval()
+    own.load_state_dict(plain.state_dict())
     inputs: dict[str, Tensor] = {"pixel_values": torch.randn(2, 3, 32, 32)}
     if "2" in model:  # the second image is padded, so the mask matters
         inputs = SUBJECTS["transformers-siglip2"].inputs()
         inputs["pixel_attention_mask"][1, 2:] = 0
         inputs["spatial_shapes"][1, 0] = 1
-    torch.testing.assert_close(ours(**inputs).pooler_output, plain(**inputs).pooler_output)
+    torch.testing.assert_close(own(**inputs).pooler_output, plain(**inputs).pooler_output)
 
 
 def interface_inputs() -> tuple[nn.Module, Tensor, Tensor, Tensor]:

@@ -98,63 +98,63 @@ def test_gradients_by_autograd_checkpointing_and_torch_func(operator: str) -> No
         x.grad = None
         checkpoint(run, x, "triton", use_reentrant=reentrant).sum().backward()
         assert x.grad is not None and torch.equal(x.grad, found)
-    ours, eager = _scalars(operator)
+    own, eager = _scalars(operator)
     x = x.detach()
     expected = torch.func.grad(eager)(x)
-    _close(torch.func.grad(ours)(x), expected)
-    value, back = torch.func.vjp(ours, x)
+    _close(torch.func.grad(own)(x), expected)
+    value, back = torch.func.vjp(own, x)
     _close((value, back(torch.ones_like(value))[0]), (eager(x), expected))
-    _close(torch.func.grad(lambda factor: ours(x) * factor)(torch.ones((), device=DEVICE)), eager(x))
+    _close(torch.func.grad(lambda factor: own(x) * factor)(torch.ones((), device=DEVICE)), eager(x))
 
 
 @every_operator
 def test_forward_mode_is_refused(operator: str) -> None:
-    x, (ours, eager) = _input(), _scalars(operator)
+    x, (own, eager) = _input(), _scalars(operator)
 
-    def dual(grad: bool, function: Callable[[Tensor], Tensor] = ours) -> Any:
+    def dual(grad: bool, function: Callable[[Tensor], Tensor] = own) -> Any:
         with forward_ad.dual_level(), torch.set_grad_enabled(grad):
             return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x)))
 
     torch._dynamo.reset()
     for attempt in (
-        lambda: torch.func.jvp(ours, (x,), (x,)),
-        lambda: torch.func.jvp(torch.func.grad(ours), (x,), (x,)),
+        lambda: torch.func.jvp(own, (x,), (x,)),
+        lambda: torch.func.jvp(torch.func.grad(own), (x,), (x,)),
         lambda: dual(True),
         lambda: dual(False),
-        lambda: torch.compile(lambda x: torch.func.jvp(ours, (x,), (x,)), backend="aot_eager")(x),
+        lambda: torch.compile(lambda x: torch.func.jvp(own, (x,), (x,)), backend="aot_eager")(x),
     ):
         with pytest.raises(UnsupportedInputError, match=r"forward-mode derivative"):
             attempt()
-    value, tangent = torch.func.jvp(lambda factor: ours(x) * factor, *[(torch.full((), 2.0, device=DEVICE),)] * 2)
-    _close((value, tangent), (2 * ours(x),) * 2)  # no input of the operator has a tangent
+    value, tangent = torch.func.jvp(lambda factor: own(x) * factor, *[(torch.full((), 2.0, device=DEVICE),)] * 2)
+    _close((value, tangent), (2 * own(x),) * 2)  # no input of the operator has a tangent
     assert dual(True, eager).tangent is not None
 
 
 @every_operator
 def test_other_transforms_are_refused(operator: str) -> None:
-    x, (ours, _) = _input(), _scalars(operator)
-    for function in (ours, torch.func.grad(ours)):
+    x, (own, _) = _input(), _scalars(operator)
+    for function in (own, torch.func.grad(own)):
         with pytest.raises(UnsupportedInputError, match="vmap"):
             torch.vmap(function)(torch.stack([x, x]))
     with pytest.raises(UnsupportedInputError, match="second derivative"):
-        torch.func.grad(lambda x: torch.func.grad(ours)(x).sum())(x)
+        torch.func.grad(lambda x: torch.func.grad(own)(x).sum())(x)
     for trained in (False, True):
         with _training(trained):
-            (gradient,) = torch.autograd.grad(ours(x.requires_grad_()), x, create_graph=True)
+            (gradient,) = torch.autograd.grad(own(x.requires_grad_()), x, create_graph=True)
             with pytest.raises(UnsupportedInputError, match="second derivative"):
                 gradient.sum().backward()
 
 
 @every_operator
 def test_other_tensors_and_modes_give_the_same(operator: str) -> None:
-    x, ours = _input(), OPERATORS[operator]
-    expected = ours(x, "triton")
+    x, own = _input(), OPERATORS[operator]
+    expected = own(x, "triton")
     negative = torch.complex(torch.zeros_like(x), -x).conj().imag
     assert negative.is_neg()
-    _close(ours(negative, "triton"), expected)
-    _close(torch.func.functionalize(lambda x: ours(x, "triton"))(x), expected)
+    _close(own(negative, "triton"), expected)
+    _close(torch.func.functionalize(lambda x: own(x, "triton"))(x), expected)
     with torch.inference_mode():
-        assert ours(x, "triton").is_inference()
+        assert own(x, "triton").is_inference()
 
 
 @pytest.mark.fast_cases("attention-aot_eager", "layer_norm_mlp-aot_eager")

@@ -47,11 +47,11 @@ stand_in_driver.install(arch)
 seen, told, first = {}, [], {}
 
 def record(launch):
-    specialisation = offline.specialisation(launch)
-    if specialisation not in seen:
+    specialization = offline.specialization(launch)
+    if specialization not in seen:
         constants = sorted((name, str(value)) for name, value in launch.constants.items())
         kinds = [(name, str(getattr(value, "dtype", type(value)))) for name, value in launch.args.items()]
-        seen[specialisation] = repr((launch.kernel.__name__, constants, kinds, launch.options()))
+        seen[specialization] = repr((launch.kernel.__name__, constants, kinds, launch.options()))
         first[batch] = first.get(batch, 0) + 1
 
 Launch.run = record

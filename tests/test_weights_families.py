@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from weights_peers import SMALL, assert_same_outputs, randomise
+from weights_peers import SMALL, assert_same_outputs, randomize
 
 from vit_fast import VisionTransformer, ViTConfig, create_model, load_weights
 from vit_fast.libraries.transformers.hf_model import vit_fields
@@ -21,7 +21,7 @@ from vit_fast.weights import WeightsReport
 def _timm_model(name: str, **options: Any) -> nn.Module:
     import timm
 
-    return randomise(timm.create_model(name, **{**SMALL, **options}))
+    return randomize(timm.create_model(name, **{**SMALL, **options}))
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def test_timm_at_another_size_agrees_with_timms_interpolation(name: str, old: in
 def _read_as_by_timm(name: str, state: dict[str, Tensor], **options: Any) -> WeightsReport:
     from timm.models.vision_transformer import checkpoint_filter_fn
 
-    theirs = _timm_model(name, **options)
-    theirs.load_state_dict(checkpoint_filter_fn(dict(state), theirs))
-    ours = create_model(name, backend="sdpa", **options, **SMALL)
-    report = load_weights(ours, state)
-    assert (ours.pos_embed - theirs.pos_embed).abs().max() < 1e-6
-    assert_same_outputs(ours, theirs, lambda model, images: model(images))
+    peer_model = _timm_model(name, **options)
+    peer_model.load_state_dict(checkpoint_filter_fn(dict(state), peer_model))
+    model = create_model(name, backend="sdpa", **options, **SMALL)
+    report = load_weights(model, state)
+    assert (model.pos_embed - peer_model.pos_embed).abs().max() < 1e-6
+    assert_same_outputs(model, peer_model, lambda model, images: model(images))
     return report
 
 
@@ -60,7 +60,7 @@ _TINY_TEXT = {
 }  # fmt: skip
 _MLP = {"intermediate_size": 150}
 _TOWERS = {"vision_config": HF_TINY | _MLP, "text_config": _TINY_TEXT}
-# The class without its suffix Config, the class of the model, fields, and the output that ours corresponds to.
+# The class without its suffix Config, the class of the model, fields, and the vit-fast output that it corresponds to.
 HF_FAMILIES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "vit": ("ViT", "ViTForImageClassification", _MLP | {"num_labels": 7}, "logits"),
     "vit_features": ("ViT", "ViTModel", _MLP | {"qkv_bias": False}, "class token"),
@@ -92,7 +92,7 @@ def _transformers_model(family: str) -> nn.Module:
 
 
 def _output(family: str, model: nn.Module, images: Tensor) -> Tensor:
-    """Returns the output that ours corresponds to."""
+    """Returns the output that corresponds to that of vit-fast."""
     name = HF_FAMILIES[family][-1]
     if name == "image features":
         features = model.get_image_features(pixel_values=images)
@@ -103,18 +103,18 @@ def _output(family: str, model: nn.Module, images: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", HF_FAMILIES)
 def test_transformers(family: str, tmp_path: Path) -> None:
-    theirs = randomise(_transformers_model(family))
-    theirs.save_pretrained(tmp_path)  # written under transformers 4's names, with config.json
-    ours = create_model(str(tmp_path), backend="sdpa")
+    peer_model = randomize(_transformers_model(family))
+    peer_model.save_pretrained(tmp_path)  # written under transformers 4's names, with config.json
+    model = create_model(str(tmp_path), backend="sdpa")
     # with registers the class token's position is added to the token when loading, which rounds to fp32
     # and the libraries compute rotary angles in fp32, each in its own order
     tolerance = 1e-6 if family in ("dinov2_registers", "dinov3") else 1e-10
-    assert_same_outputs(ours, theirs, functools.partial(_output, family), fp64_tolerance=tolerance)
+    assert_same_outputs(model, peer_model, functools.partial(_output, family), fp64_tolerance=tolerance)
 
-    fresh = VisionTransformer(ours.config)
-    report = load_weights(fresh, theirs.state_dict())  # the names in memory: transformers 5's
-    assert report.layout.startswith("transformers ") and report.loaded == len(ours.state_dict())
-    for name, tensor in ours.state_dict().items():
+    fresh = VisionTransformer(model.config)
+    report = load_weights(fresh, peer_model.state_dict())  # the names in memory: transformers 5's
+    assert report.layout.startswith("transformers ") and report.loaded == len(model.state_dict())
+    for name, tensor in model.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], tensor), name
     if "with_text" in family:
         assert {"logit_scale", "text_model.embeddings.token_embedding.weight"} <= set(report.ignored)
@@ -131,9 +131,9 @@ def test_transformers_heads_that_would_mean_something_else_are_refused(family: s
     import transformers
 
     config = getattr(transformers, f"{family}Config")(**fields)
-    theirs = getattr(transformers, f"{family}ForImageClassification")(config)
-    fields = vit_fields({**config.to_dict(), "architectures": [type(theirs).__name__]})
-    state = theirs.state_dict()
+    peer_model = getattr(transformers, f"{family}ForImageClassification")(config)
+    fields = vit_fields({**config.to_dict(), "architectures": [type(peer_model).__name__]})
+    state = peer_model.state_dict()
     assert "classifier.weight" in load_weights(VisionTransformer(ViTConfig(**fields)), state).ignored
     with_head = VisionTransformer(ViTConfig(**{**fields, "num_classes": 3}))
     with pytest.raises(ValueError, match="classifier reads"):
@@ -146,15 +146,15 @@ def test_transformers_heads_that_would_mean_something_else_are_refused(family: s
 def test_torchvision() -> None:
     from torchvision.models import VisionTransformer as TorchvisionViT
 
-    theirs = randomise(TorchvisionViT(64, 16, 2, 2, 64, 128, num_classes=7))
-    state = theirs.state_dict()
+    peer_model = randomize(TorchvisionViT(64, 16, 2, 2, 64, 128, num_classes=7))
+    state = peer_model.state_dict()
     old = {n.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): t for n, t in state.items()}
     for names in (state, old):
-        ours = create_model("vit_base_patch16_224", backend="sdpa", img_size=64, mlp_ratio=2.0, num_classes=7, **SMALL)
-        report = load_weights(ours, names)
+        model = create_model("vit_base_patch16_224", backend="sdpa", img_size=64, mlp_ratio=2.0, num_classes=7, **SMALL)
+        report = load_weights(model, names)
         assert report.layout == "torchvision"
         assert ("conv_proj.weight", "patch_embed.proj.weight") in report.renamed
-        assert_same_outputs(ours, theirs, lambda model, images: model(images))
+        assert_same_outputs(model, peer_model, lambda model, images: model(images))
 
 
 def _jax_arrays(big_vision: bool, scanned: bool, pooled: bool) -> dict[str, np.ndarray]:
@@ -209,13 +209,13 @@ def _jax_arrays(big_vision: bool, scanned: bool, pooled: bool) -> dict[str, np.n
 def test_google_npz(name: str, big_vision: bool, scanned: bool, tmp_path: Path) -> None:
     arrays = _jax_arrays(big_vision, scanned, pooled="siglip" in name)
     np.savez(tmp_path / "jax.npz", **arrays)
-    theirs = _timm_model(name, img_size=64)
-    theirs.load_pretrained(str(tmp_path / "jax.npz"))  # timm's own reading of the format is the judge
-    ours = create_model(name, weights=tmp_path / "jax.npz", backend="sdpa", img_size=64, **SMALL)
-    report = load_weights(ours, tmp_path / "jax.npz")
+    peer_model = _timm_model(name, img_size=64)
+    peer_model.load_pretrained(str(tmp_path / "jax.npz"))  # timm's own reading of the format is the judge
+    model = create_model(name, weights=tmp_path / "jax.npz", backend="sdpa", img_size=64, **SMALL)
+    report = load_weights(model, tmp_path / "jax.npz")
     assert report.layout == "Google JAX"
     assert report.ignored == [n for n in sorted(arrays) if n in ("params/t", "params/txt/Embed_0/embedding")]
-    assert_same_outputs(ours, theirs, lambda model, images: model(images))
+    assert_same_outputs(model, peer_model, lambda model, images: model(images))
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])

@@ -89,12 +89,12 @@ def test_a_transformers_repository(cache: Path) -> None:
         hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256, image_size=64, patch_size=16,
         id2label={i: f"class {i}" for i in range(12)},
     )  # fmt: skip
-    theirs = transformers.ViTForImageClassification(config).eval()
+    peer = transformers.ViTForImageClassification(config).eval()
     processor = {"size": {"height": 64, "width": 64}, "resample": 3, "image_mean": [0.5, 0.4, 0.3]}
     files = {
         "config.json": {**config.to_dict(), "architectures": ["ViTForImageClassification"]},
         "preprocessor_config.json": processor,
-        "model.safetensors": theirs.state_dict(),
+        "model.safetensors": peer.state_dict(),
     }
     _publish(cache, "org/vit", files, revision="v2")
     model = create_model("vit_tiny_patch16_224", weights="org/vit@v2", img_size=64, **SMALL)
@@ -103,7 +103,7 @@ def test_a_transformers_repository(cache: Path) -> None:
     assert model.data_config == DataConfig(mean=(0.5, 0.4, 0.3), crop_pct=1.0, crop_mode="squash")
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
-        assert (model(images) - theirs(images).logits).abs().max() < 1e-5
+        assert (model(images) - peer(images).logits).abs().max() < 1e-5
     del files["preprocessor_config.json"]
     _publish(cache, "org/other", files)
     source = open_source("org/other")

@@ -20,7 +20,7 @@ BATCHES = (1, 4)
 SIZES = {"depth": 2, "embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8, "num_classes": 3}
 
 
-def ours() -> nn.Module:
+def own() -> nn.Module:
     return vit_fast.create_model("vit_base_patch16_224", backend="triton", **SIZES).bfloat16()
 
 
@@ -69,7 +69,7 @@ def same(one: Any, other: Any) -> bool:
 
 def leaves_no_trace(driver: stand_in_driver.StandInDriver) -> None:
     """A BatchNorm counts, dropout draws random numbers."""
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(0.5), ours()).bfloat16()
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(0.5), own()).bfloat16()
     before = state_of(model)
     images = torch.zeros(1, 3, 32, 32, dtype=torch.bfloat16)
     vit_fast.warm_up(model, [3], training=True, example=images)
@@ -81,7 +81,7 @@ def leaves_no_trace(driver: stand_in_driver.StandInDriver) -> None:
 
 def failures() -> None:
     """A kernel that does not compile is an error in triton's words, here and in processes beside; others are tried."""
-    model = ours().eval()
+    model = own().eval()
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     with precompile.collect() as requests, torch.no_grad():
         for dtype in (torch.float16, torch.float32):
@@ -96,13 +96,13 @@ def failures() -> None:
 def main(cache: str) -> None:
     torch.set_num_threads(1)
     driver = stand_in_driver.install("sm_90")
-    for make in (ours, fused) if cache == "cold" else (fused, ours):  # the second needs few that the first does not
+    for make in (own, fused) if cache == "cold" else (fused, own):  # the second needs few that the first does not
         for training in (False, True):
             model = make()
             progress = Mock()
             done = vit_fast.warm_up(model, BATCHES, training, progress=progress)
             assert progress.call_args_list == [((n, done.kernels),) for n in range(1, done.kernels + 1)]
-            if (cache, make) in (("cold", ours), ("warm", fused)):
+            if (cache, make) in (("cold", own), ("warm", fused)):
                 assert done.kernels > 0
                 assert (done.compiled > 0) == (cache == "cold")
             assert_nothing_compiles(model, training, driver)

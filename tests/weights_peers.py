@@ -14,7 +14,7 @@ SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 2}
 
 
 @torch.no_grad()
-def randomise(module: nn.Module) -> nn.Module:
+def randomize(module: nn.Module) -> nn.Module:
     """Random parameters that keep activations near one; norms around one, LayerScale around one half."""
     for name, parameter in module.named_parameters():
         noise = torch.randn_like(parameter)
@@ -31,19 +31,19 @@ def randomise(module: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def assert_same_outputs(
-    ours: VisionTransformer,
-    theirs: nn.Module,
-    run_theirs: Callable[[nn.Module, Tensor], Tensor],
+    own: VisionTransformer,
+    peer_model: nn.Module,
+    run_peer: Callable[[nn.Module, Tensor], Tensor],
     *,
     fp64_tolerance: float = 1e-10,
 ) -> None:
     """Compares on random images: within 1e-5 of the peer in fp32 and fp64; within fp64_tolerance if both are fp64."""
-    images = torch.randn(2, ours.config.in_chans, *ours.config.image_hw)
-    expected = run_theirs(theirs, images)
-    exact = run_theirs(copy.deepcopy(theirs).double(), images.double())
+    images = torch.randn(2, own.config.in_chans, *own.config.image_hw)
+    expected = run_peer(peer_model, images)
+    exact = run_peer(copy.deepcopy(peer_model).double(), images.double())
     assert exact.std() > 0.05, "a constant output would prove nothing"
-    actual = ours(images)
+    actual = own(images)
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max() < 1e-5
     assert (actual.double() - exact).abs().max() < 1e-5
-    assert (copy.deepcopy(ours).double()(images.double()) - exact).abs().max() < fp64_tolerance
+    assert (copy.deepcopy(own).double()(images.double()) - exact).abs().max() < fp64_tolerance

@@ -207,12 +207,12 @@ def inspect_onnx(path: str | Path) -> OnnxInfo:
         fp8=any(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in proto.graph.initializer),
     )
     properties = {entry.key: entry.value for entry in proto.metadata_props}
-    ours = {key.removeprefix(PREFIX): value for key, value in properties.items() if key.startswith(PREFIX)}
-    if not ours:
+    own = {key.removeprefix(PREFIX): value for key, value in properties.items() if key.startswith(PREFIX)}
+    if not own:
         info.metadata = properties
         return info
     try:
-        _read_ours(info, {key: json.loads(value) for key, value in ours.items()})
+        _read_metadata(info, {key: json.loads(value) for key, value in own.items()})
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise damaged(path, error) from None
     return info
@@ -222,7 +222,7 @@ def damaged(path: str | Path, error: object) -> ModelFileError:
     return ModelFileError(f"{path}: its metadata is damaged: {error}")
 
 
-def _read_ours(info: OnnxInfo, facts: dict[str, Any]) -> None:
+def _read_metadata(info: OnnxInfo, facts: dict[str, Any]) -> None:
     """Checks and stores the metadata that export_onnx writes."""
     data_config, names = facts.pop("data_config", None), facts.pop("class_names", None)
     info.data_config = DataConfig.from_dict(data_config) if data_config else None

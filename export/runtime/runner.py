@@ -66,7 +66,7 @@ def reasons_against(kind: str) -> list[str]:
 
 def open_session(
     path: Path, kind: str = "cpu", index: int = 0, *,
-    threads: int | None = None, optimise: bool = True, cuda_graph: bool = False, fp8: bool = False,
+    threads: int | None = None, optimize: bool = True, cuda_graph: bool = False, fp8: bool = False,
 ) -> Any:  # fmt: skip
     """Opens a session with the provider of a device first; see OnnxRunner for arguments and errors."""
     import onnxruntime
@@ -79,7 +79,7 @@ def open_session(
         settings.intra_op_num_threads = threads
     if fp8:  # ONNX Runtime 1.31 on a CPU would fuse QDQ and MatMul into an operator that does not support e4m3
         settings.add_session_config_entry("session.disable_quant_qdq", "1")
-    if not optimise:
+    if not optimize:
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     # by default, ONNX Runtime computes fp32 in TF32
     cuda: Any = (CUDA, {"device_id": index, "use_tf32": "0"} | ({"enable_cuda_graph": "1"} if cuda_graph else {}))
@@ -136,7 +136,7 @@ class OnnxRunner:
         class_names: Names of the outputs, if the file has none.
         image_hw: Height and width to resize images to, if the file has no fixed size.
         output: "logits", "probabilities" or "features", if the file has no such metadata; None means logits.
-        optimise: Let ONNX Runtime optimize the graph when loading it.
+        optimize: Let ONNX Runtime optimize the graph when loading it.
 
     Attributes:
         info: Description of the file.
@@ -154,7 +154,7 @@ class OnnxRunner:
         self, path: str | Path, device: str = "auto", *, threads: int | None = None, max_batch: int = MAX_BATCH,
         io_binding: bool = True, cuda_graph: bool = False, data_config: DataConfig | Mapping[str, Any] | None = None,
         class_names: Sequence[str] | None = None, image_hw: Size | None = None, output: Output | None = None,
-        optimise: bool = True,
+        optimize: bool = True,
     ) -> None:  # fmt: skip
         check_type("path", path, str, Path)
         kind, index = _parse_device(device)
@@ -185,7 +185,7 @@ class OnnxRunner:
             raise ProviderError(f"{PROVIDERS[kind]} is not available for device={device!r}: {'; '.join(reasons)}")
         if cuda_graph and kind != "cuda":
             raise UnsupportedInputError("cuda_graph=True", [f"the device must be cuda, got {kind}"])
-        options: dict[str, Any] = {"threads": threads, "optimise": optimise, "fp8": self.info.fp8}
+        options: dict[str, Any] = {"threads": threads, "optimize": optimize, "fp8": self.info.fp8}
         try:
             session = open_session(self.path, kind, index, **options, cuda_graph=cuda_graph)
         except ProviderError as error:

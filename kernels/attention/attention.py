@@ -20,13 +20,13 @@ from .attention_policy import Problem, dkdv_config, dq_config, forward_config
 
 def problem_of(
     q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor, sequences: torch.Tensor | None = None,
-    keep: torch.Tensor | None = None, longest: int = 0,
+    key_mask: torch.Tensor | None = None, longest: int = 0,
 ) -> Problem:  # fmt: skip
     """Returns the input of the launch policy for a call with these tensors.
 
     For packed inputs, n_q and n_kv are mean lengths, because one long sequence would dominate the maximum.
     """
-    (batch, heads, n_q, head_dim), n_kv, form = q.shape, k.shape[2], "fixed" if keep is None else "masked"
+    (batch, heads, n_q, head_dim), n_kv, form = q.shape, k.shape[2], "fixed" if key_mask is None else "masked"
     if sequences is not None:
         n_q = n_kv = min(longest, ceil_div(n_q, max(sequences.shape[0] - 1, 1)))
         form = "packed"
@@ -37,7 +37,7 @@ def problem_of(
 
 def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, scale: float,
-    o_scale: torch.Tensor | None = None, sequences: torch.Tensor | None = None, keep: torch.Tensor | None = None,
+    o_scale: torch.Tensor | None = None, sequences: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
     longest: int = 0,
 ) -> None:  # fmt: skip
     """Computes o = softmax(scale q k^T) v [* o_scale], and the log-sum-exp of scale q k^T per query.
@@ -50,10 +50,10 @@ def attention_forward(
         scale: Multiplier of q k^T; positive and finite.
         o_scale: Reciprocal scale of o in e4m3, fp32 [1]; None otherwise.
         sequences: cu_seqlens of packed inputs: int32 [S + 1], contiguous, on the device.
-        keep: Key mask of masked inputs: bool [B, N_kv], last stride 1.
+        key_mask: Key mask of masked inputs: bool [B, N_kv], last stride 1.
         longest: Length of the longest packed sequence; affects only the choice of tiles.
     """
-    form: dict[str, Any] = {"sequences": sequences, "keep": keep}
+    form: dict[str, Any] = {"sequences": sequences, "key_mask": key_mask}
     config = forward_config(problem_of(q, k, v, o, **form, longest=longest))
     forward_launch(q, k, v, o, lse, scale, config, o_scale, **form).run()
 
@@ -61,13 +61,13 @@ def attention_forward(
 def attention_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor,
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, scale: float, sequences: torch.Tensor | None = None,
-    keep: torch.Tensor | None = None, longest: int = 0,
+    key_mask: torch.Tensor | None = None, longest: int = 0,
 ) -> None:  # fmt: skip
     """Computes dq, dk and dv from the gradient `do` of o, given the inputs and outputs of `attention_forward`.
 
     Gradients have the shapes of their tensors, q's dtype and last stride 1.
     """
-    form: dict[str, Any] = {"sequences": sequences, "keep": keep}
+    form: dict[str, Any] = {"sequences": sequences, "key_mask": key_mask}
     for_dq = dq_config(problem_of(q, k, v, o, do, dq, **form, longest=longest))
     for_dkdv = dkdv_config(problem_of(q, k, v, do, dk, dv, **form, longest=longest))
     delta = torch.empty_like(lse)

@@ -25,13 +25,13 @@ import triton
 import triton.language as tl
 
 from ..launch import Launch, ceil_div
-from .attention_launch import LOG2_E, UNSPECIALISED, tiled_launch
+from .attention_launch import LOG2_E, UNSPECIALIZED, tiled_launch
 from .attention_policy import BackwardConfig, cover
 from .attention_tiles import (
     chosen,
     dot_add,
     dot_transposed,
-    last_kept,
+    last_unmasked,
     load_tile,
     over_tiles,
     real_keys,
@@ -48,15 +48,15 @@ def _dq_step(
     KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of keys start .. start + KEYS to dq / scale of a query tile."""
-    qt, dot, lse, delta, keep, qk_scale = queries
+    qt, dot, lse, delta, key_mask, qk_scale = queries
     PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
     kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
     vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
     scores = dot_transposed(qt, kt, PRECISION)  # [BLOCK_M, KEYS]
     p = tl.math.exp2(scores * qk_scale - lse[:, None])
-    if MASKED or keep is not None:
+    if MASKED or key_mask is not None:
         # lse excludes masked keys and keys past the end, so the exp2 of their scores may overflow
-        p = tl.where(real_keys(keep, start, n_kv, KEYS)[None, :], p, 0.0)
+        p = tl.where(real_keys(key_mask, start, n_kv, KEYS)[None, :], p, 0.0)
     dp = dot_transposed(dot, vt, PRECISION)
     return dot_add(p * (dp - delta[:, None]), kt, dq, PRECISION)
 
@@ -84,23 +84,23 @@ def _query_tile(
     return qt, dot, lse, delta
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dq_kernel(
     # pointers or descriptors of the LO and HI (_hi) blocks of tiles; _a: full key tiles, _b: other key tiles
     q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # output: fp32 [B, H, N_q], contiguous
-    sequences, keep,
+    sequences, key_mask,
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
-    do_stride_b, do_stride_h, do_stride_n, dq_stride_b, dq_stride_h, dq_stride_n, keep_stride_b,
+    do_stride_b, do_stride_h, do_stride_n, dq_stride_b, dq_stride_h, dq_stride_n, key_mask_stride_b,
     n_sequences, n_heads, n_q, n_kv, qk_scale, scale,
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
     TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     b, h, bh, start, begin, end, kv_end = rows_of_program(sequences, n_sequences, n_heads, n_q, n_kv, BLOCK_M)
-    FIXED: tl.constexpr = sequences is None and keep is None
+    FIXED: tl.constexpr = sequences is None and key_mask is None
     FORM: tl.constexpr = (D, LO, HI, WIDE, ALIGN)
     queries = (q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n)
     outputs = (o, o_hi, b, h, o_stride_b, o_stride_h, o_stride_n)
@@ -113,16 +113,16 @@ def _attention_bwd_dq_kernel(
     if not FIXED:
         if start >= end:
             return
-        if keep is not None:
-            keep += tl.cast(b, tl.int64) * keep_stride_b
-            kv_end = last_kept(keep, n_kv)
+        if key_mask is not None:
+            key_mask += tl.cast(b, tl.int64) * key_mask_stride_b
+            kv_end = last_unmasked(key_mask, n_kv)
     full_end = begin + (kv_end - begin) // BLOCK_N * BLOCK_N
 
     qt, dot, lse, delta = _query_tile(
         queries, gradients, outputs, lse_ptr, delta_ptr, bh.to(tl.int64) * n_q, start, end, BLOCK_M, FORM, TMA and FIXED
     )
     acc = over_tiles(
-        _dq_step, keys, values, last_keys, last_values, (qt, dot, lse, delta, keep, qk_scale),
+        _dq_step, keys, values, last_keys, last_values, (qt, dot, lse, delta, key_mask, qk_scale),
         zero_tile(BLOCK_M, FORM), begin, full_end, kv_end, BLOCK_N, FORM, TMA, STAGES, FIXED, FULL, TAIL, MASKED,
     )  # fmt: skip
     store_tile(out, scaled(acc, scale), start, end, BLOCK_M, FORM, TMA and FIXED)
@@ -153,23 +153,23 @@ def _dkdv_step(
     return dot_add(p * (dp - delta[None, :]), qt, dk, PRECISION), dv
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_bwd_dkdv_kernel(
     # pointers or descriptors of the LO and HI (_hi) blocks of tiles; _a: full query tiles, _b: other query tiles
     q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # fp32 [B, H, N_q], contiguous
-    sequences, keep,
+    sequences, key_mask,
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, do_stride_b, do_stride_h, do_stride_n,
-    dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n, keep_stride_b,
+    dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n, key_mask_stride_b,
     n_sequences, n_heads, n_q, n_kv, qk_scale, scale,
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
     TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     b, h, bh, start, begin, end, q_end = rows_of_program(sequences, n_sequences, n_heads, n_kv, n_q, BLOCK_N)
-    FIXED: tl.constexpr = sequences is None and keep is None
+    FIXED: tl.constexpr = sequences is None and key_mask is None
     FORM: tl.constexpr = (D, LO, HI, WIDE, ALIGN)
     keys = (k, k_hi, b, h, k_stride_b, k_stride_h, k_stride_n)
     values = (v, v_hi, b, h, v_stride_b, v_stride_h, v_stride_n)
@@ -182,9 +182,9 @@ def _attention_bwd_dkdv_kernel(
     if not FIXED:
         if start >= end:
             return
-        if keep is not None:
-            keep += tl.cast(b, tl.int64) * keep_stride_b
-            here = real_keys(keep, start, end, BLOCK_N)
+        if key_mask is not None:
+            key_mask += tl.cast(b, tl.int64) * key_mask_stride_b
+            here = real_keys(key_mask, start, end, BLOCK_N)
             q_end = tl.where(tl.sum(here.to(tl.int32), 0) > 0, q_end, begin)
     full_end = begin + (q_end - begin) // BLOCK_M * BLOCK_M
     row_offset = bh.to(tl.int64) * n_q
@@ -196,9 +196,9 @@ def _attention_bwd_dkdv_kernel(
         (kt, vt, lse_ptr, delta_ptr, row_offset, qk_scale), (zero_tile(BLOCK_N, FORM), zero_tile(BLOCK_N, FORM)),
         begin, full_end, q_end, BLOCK_M, FORM, TMA, STAGES, FIXED, FULL, TAIL, MASKED,
     )  # fmt: skip
-    if keep is not None:
+    if key_mask is not None:
         # the gradients of masked keys are 0, although the loop accumulates other values
-        here = real_keys(keep, start, end, BLOCK_N)[:, None]
+        here = real_keys(key_mask, start, end, BLOCK_N)[:, None]
         dkt = chosen(dkt, here)
         dvt = chosen(dvt, here)
     store_tile(key_gradients, scaled(dkt, scale), start, end, BLOCK_N, FORM, TMA and FIXED)
@@ -209,24 +209,24 @@ def backward_launches(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor,
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, delta: torch.Tensor, scale: float,
     for_dq: BackwardConfig, for_dkdv: BackwardConfig,
-    sequences: torch.Tensor | None = None, keep: torch.Tensor | None = None,
+    sequences: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """Returns the launches of both kernels; `attention.attention_backward` describes the tensors."""
     args = {"lse_ptr": lse, "delta_ptr": delta, "qk_scale": scale * LOG2_E, "scale": scale}
     keys, queries = {"k": k, "v": v}, {"q": q, "do": do}
     return (
-        _launch(_attention_bwd_dq_kernel, queries | {"o": o, "dq": dq}, keys, for_dq, args, sequences, keep),
-        _launch(_attention_bwd_dkdv_kernel, keys | {"dk": dk, "dv": dv}, queries, for_dkdv, args, sequences, keep),
+        _launch(_attention_bwd_dq_kernel, queries | {"o": o, "dq": dq}, keys, for_dq, args, sequences, key_mask),
+        _launch(_attention_bwd_dkdv_kernel, keys | {"dk": dk, "dv": dv}, queries, for_dkdv, args, sequences, key_mask),
     )
 
 
 def _launch(
     kernel: object, own: dict[str, torch.Tensor], streamed: dict[str, torch.Tensor], config: BackwardConfig,
-    args: dict[str, Any], sequences: torch.Tensor | None, keep: torch.Tensor | None,
+    args: dict[str, Any], sequences: torch.Tensor | None, key_mask: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
     rows, others = next(iter(own.values())), next(iter(streamed.values()))
     block, streamed_block = (config.block_m, config.block_n)[:: 1 if "q" in own else -1]
-    length, fixed = others.shape[2], sequences is None and keep is None
+    length, fixed = others.shape[2], sequences is None and key_mask is None
     rest = length % streamed_block if fixed else 0
     tail = (*cover(rest, streamed_block, 1), 0)[0]
     constants = {
@@ -235,5 +235,5 @@ def _launch(
     }  # fmt: skip
     tiles = ceil_div(rows.shape[2], block)
     return tiled_launch(
-        kernel, own, streamed, block, (streamed_block, tail), tiles, config, {**args}, constants, sequences, keep
+        kernel, own, streamed, block, (streamed_block, tail), tiles, config, {**args}, constants, sequences, key_mask
     )

@@ -22,12 +22,12 @@ import triton.language as tl
 
 from ..launch import Launch, ceil_div
 from ..ptx import divided, wait_for_previous
-from .attention_launch import LOG2_E, UNSPECIALISED, tiled_launch
+from .attention_launch import LOG2_E, UNSPECIALIZED, tiled_launch
 from .attention_policy import ForwardConfig, cover
 from .attention_tiles import (
     dot_add,
     dot_transposed,
-    last_kept,
+    last_unmasked,
     load_tile,
     over_tiles,
     real_keys,
@@ -65,7 +65,7 @@ def _store_output(target, acc, inverse, o_scale_ptr, start, n_q, ROWS: tl.conste
     store_tile(target, acc, start, n_q, ROWS, FORM, TMA)
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_fwd_row_kernel(
     # pointers or descriptors of the LO and HI (_hi) blocks of tiles; _a, _b, _c: key tiles of up to three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
@@ -139,18 +139,18 @@ def _online_step(
 ):  # fmt: skip
     """Adds keys start .. start + KEYS to the running maximum, sum and output of a query tile.
 
-    With `keep`, all keys so far may be masked; the running maximum is then -inf.
+    With `key_mask`, all keys so far may be masked; the running maximum is then -inf.
     """
-    qt, keep, qk_scale = queries
+    qt, key_mask, qk_scale = queries
     row_max, total, acc = state
     kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
     vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
     scores = dot_transposed(qt, kt)  # [BLOCK_M, KEYS]
-    if MASKED or keep is not None:
-        scores = tl.where(real_keys(keep, start, n_kv, KEYS)[None, :], scores, float("-inf"))
+    if MASKED or key_mask is not None:
+        scores = tl.where(real_keys(key_mask, start, n_kv, KEYS)[None, :], scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * qk_scale)
     shift = new_max
-    if keep is not None:
+    if key_mask is not None:
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.math.exp2(scores * qk_scale - shift[:, None])
     rescale = tl.math.exp2(row_max - shift)
@@ -160,15 +160,15 @@ def _online_step(
     return new_max, total, dot_add(p, vt, acc)
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _attention_fwd_looped_kernel(
     # pointers or descriptors of the LO and HI (_hi) blocks of tiles; _a, _b, _c: key tiles of up to three sizes
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     o_scale_ptr,  # fp32 [1], reciprocal scale of o in e4m3; or None
-    sequences, keep,
+    sequences, key_mask,
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
-    v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n, keep_stride_b,
+    v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n, key_mask_stride_b,
     n_sequences, n_heads, n_q, n_kv, qk_scale,
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr,
@@ -177,7 +177,7 @@ def _attention_fwd_looped_kernel(
 ):  # fmt: skip
     wait_for_previous(DEPENDENT)
     b, h, bh, start, begin, end, kv_end = rows_of_program(sequences, n_sequences, n_heads, n_q, n_kv, BLOCK_M)
-    FIXED: tl.constexpr = sequences is None and keep is None
+    FIXED: tl.constexpr = sequences is None and key_mask is None
     FORM: tl.constexpr = (D, LO, HI, WIDE, ALIGN)
     queries = (q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n)
     out = (o, o_hi, b, h, o_stride_b, o_stride_h, o_stride_n)
@@ -188,14 +188,14 @@ def _attention_fwd_looped_kernel(
     if not FIXED:
         if start >= end:
             return
-        if keep is not None:
-            keep += tl.cast(b, tl.int64) * keep_stride_b
-            kv_end = last_kept(keep, n_kv)
+        if key_mask is not None:
+            key_mask += tl.cast(b, tl.int64) * key_mask_stride_b
+            kv_end = last_unmasked(key_mask, n_kv)
     full_end = begin + (kv_end - begin) // BLOCK_N * BLOCK_N
 
     qt = load_tile(queries, start, end, BLOCK_M, FORM, TMA and FIXED, True)
     state = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32), zero_tile(BLOCK_M, FORM)
-    shared = (qt, keep, qk_scale)
+    shared = (qt, key_mask, qk_scale)
     state = over_tiles(
         _online_step, keys, values, last_keys, last_values, shared, state, begin, full_end, kv_end,
         BLOCK_N, FORM, TMA, STAGES, FIXED, FULL, TAIL_B, MASKED and TAIL_C == 0,
@@ -219,7 +219,7 @@ def _attention_fwd_looped_kernel(
 def forward_launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, scale: float,
     config: ForwardConfig, o_scale: torch.Tensor | None = None, sequences: torch.Tensor | None = None,
-    keep: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """Returns the launch of the forward; `attention.attention_forward` describes the tensors."""
     n_q, n_kv = q.shape[2], k.shape[2]
@@ -238,7 +238,7 @@ def forward_launch(
             "SURE": (n_kv - 1) // LENGTH_CLASS.value * LENGTH_CLASS.value,
         }  # fmt: skip
     else:
-        kernel, fixed = _attention_fwd_looped_kernel, sequences is None and keep is None
+        kernel, fixed = _attention_fwd_looped_kernel, sequences is None and key_mask is None
         rest = n_kv % config.block_n if fixed else 0
         tail = (*cover(rest, config.block_n, 2), 0, 0)[:2]
         chunks = (config.block_n, *tail)
@@ -248,5 +248,5 @@ def forward_launch(
         }  # fmt: skip
     return tiled_launch(
         kernel, {"q": q, "o": o}, {"k": k, "v": v}, config.block_m, chunks, groups, config, args, constants,
-        sequences, keep,
+        sequences, key_mask,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from .attention_policy import BackwardConfig, ForwardConfig, split_head_dim
 
 LOG2_E = 1.4426950408889634
 # Integers on which Triton must not specialize: sizes and strides. The constant ALIGN contains the strides' alignment.
-UNSPECIALISED = ["n_sequences", "n_heads", "n_q", "n_kv", "keep_stride_b"] + [
+UNSPECIALIZED = ["n_sequences", "n_heads", "n_q", "n_kv", "key_mask_stride_b"] + [
     f"{name}_stride_{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bhn"
 ]
 _VECTOR_BYTES = 16
@@ -82,7 +82,7 @@ def _common_alignment(*tensors: torch.Tensor) -> int:
 def tiled_launch(
     kernel: Any, own: Mapping[str, torch.Tensor], streamed: Mapping[str, torch.Tensor], block: int,
     pieces: Sequence[int], tiles: int, config: ForwardConfig | BackwardConfig, args: dict[str, Any],
-    constants: Mapping[str, Any], sequences: torch.Tensor | None, keep: torch.Tensor | None,
+    constants: Mapping[str, Any], sequences: torch.Tensor | None, key_mask: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
     """Returns the launch of an attention kernel. A program owns tiles of `own`, and loops over `streamed`.
 
@@ -92,14 +92,15 @@ def tiled_launch(
         pieces: Rows of the streamed tiles, up to three sizes; 0 if absent.
         tiles: Programs per head. Ignored for packed inputs.
     """
-    fixed = sequences is None and keep is None
+    fixed = sequences is None and key_mask is None
     tensors = {**own, **streamed}
     rows, q = next(iter(own.values())), tensors["q"]
     tma = config.tma and all(map(tma_allows, (tensors if fixed else streamed).values()))
     align = _common_alignment(*tensors.values())
     args |= {"n_heads": q.shape[1], "n_q": q.shape[2], "n_kv": tensors["k"].shape[2]}
     if not isinstance(config, ForwardConfig) or config.scheme == "looped":
-        args |= {"sequences": sequences, "keep": keep, "keep_stride_b": None if keep is None else keep.stride(0)}
+        args |= {"sequences": sequences, "key_mask": key_mask}
+        args["key_mask_stride_b"] = None if key_mask is None else key_mask.stride(0)
         args["n_sequences"] = None if sequences is None else sequences.shape[0] - 1
     for name, tensor in own.items():
         args |= _tile_arguments(name, tensor, block, tma and fixed)

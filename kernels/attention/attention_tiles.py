@@ -8,8 +8,8 @@ Inputs come in three forms:
   programs per head, each for one slot. A slot has room for one tile. The slots from sequences[i] // BLOCK + i on belong
   to sequence i, and always suffice for all tiles of the sequence. Each program searches for the sequence of its slot.
   Rows after the last sequence have no keys; their results are 0.
-- masked: like fixed, with a key mask `keep`, bool [B, N_kv]. Loops over keys end at the last unmasked key. The output
-  of a query without keys is 0, as in torch's scaled_dot_product_attention.
+- masked: like fixed, with `key_mask`, bool [B, N_kv]. Loops over keys end at the last unmasked key. The output of a
+  query without keys is 0, as in torch's scaled_dot_product_attention.
 
 A tile holds ROWS rows of one head, [ROWS, D]. Triton's blocks have power-of-two sizes. A tile is therefore a tuple of
 one or two blocks, LO and HI columns wide (80 = 64 + 16). One block of 128 columns would need more loads and MMA.
@@ -89,22 +89,22 @@ def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl
 
 
 @triton.jit
-def real_keys(keep, start, n_kv, KEYS: tl.constexpr):
-    """Returns a mask [KEYS], True for keys start .. start + KEYS that exist and are not masked by `keep`."""
+def real_keys(key_mask, start, n_kv, KEYS: tl.constexpr):
+    """Returns a mask [KEYS], True for keys start .. start + KEYS that exist and are not masked by `key_mask`."""
     key = start + tl.arange(0, KEYS)
     real = key < n_kv
-    if keep is not None:
-        real = real & (tl.load(keep + key, mask=real, other=0) != 0)
+    if key_mask is not None:
+        real = real & (tl.load(key_mask + key, mask=real, other=0) != 0)
     return real
 
 
 @triton.jit
-def last_kept(kept, n_keys):
+def last_unmasked(key_mask, n_keys):
     """Returns the index after the last unmasked key; 0 if all are masked."""
     end = 0
     for first in range(0, n_keys, _KEYS_AT_ONCE):
         key = first + tl.arange(0, _KEYS_AT_ONCE)
-        real = tl.load(kept + key, mask=key < n_keys, other=0) != 0
+        real = tl.load(key_mask + key, mask=key < n_keys, other=0) != 0
         end = tl.maximum(end, tl.max(tl.where(real, key + 1, 0), 0))
     return end
 

@@ -81,7 +81,7 @@ class _Case:
         lse, scale = torch.empty(q.shape[:3], dtype=torch.float32, device="meta"), self.head_dim**-0.5
         form: dict[str, Any] = {}
         if self.form == "masked":
-            form["keep"] = torch.empty((self.batch, self.tokens), dtype=torch.bool, device="meta")
+            form["key_mask"] = torch.empty((self.batch, self.tokens), dtype=torch.bool, device="meta")
         elif self.form == "packed":
             form = {"sequences": torch.empty(self.batch + 1, dtype=torch.int32, device="meta"), "longest": self.tokens}
         with offline.recorded(offline.gpu(arch)) as launches:

@@ -149,7 +149,7 @@ def _fp8_block(*, quantized: tuple[str, ...] = _ALL, gated: bool = False, rope: 
         of_fp8 |= {f"{name}_weight": torch.empty(rows, columns, dtype=_E4M3 if eight else _HALF)}
         of_fp8 |= {f"{name}_bias": torch.empty(rows)}
         if after_norm:
-            of_fp8 |= {f"{name}_sum": torch.empty(rows)} | ({f"{name}_rows": torch.empty(rows)} if eight else {})
+            of_fp8 |= {f"{name}_sum": torch.empty(rows)} | ({f"{name}_row_scale": torch.empty(rows)} if eight else {})
         else:
             of_fp8 |= {"scale1" if name == "proj" else "scale2": torch.empty(rows)}
         of_fp8 |= {f"{name}_factor": torch.empty(columns if after_norm else 1)} if eight else {}

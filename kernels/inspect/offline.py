@@ -105,17 +105,17 @@ def compile_launch(launch: Launch, arch: str) -> Any:
         raise RuntimeError(
             "kernels cannot be compiled: triton was imported with TRITON_INTERPRET=1; unset it and restart the process"
         )
-    source = ASTSource(launch.kernel, *_specialise(launch))
+    source = ASTSource(launch.kernel, *_specialize(launch))
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     return triton.compile(source, target=target, options=launch.options())
 
 
-def specialisation(launch: Launch) -> str:
+def specialization(launch: Launch) -> str:
     """Returns the inputs of the compiler as text; launches with equal text share one binary."""
-    return repr((launch.kernel.__name__, _specialise(launch), launch.options()))
+    return repr((launch.kernel.__name__, _specialize(launch), launch.options()))
 
 
-def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
+def _specialize(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
     """Returns types, constants and divisibility of the arguments, as triton derives them at a launch."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(launch.constants)

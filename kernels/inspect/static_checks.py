@@ -48,7 +48,7 @@ def builds(arch: str, core: bool = False) -> Iterator[Build]:
     architecture(arch)
     kernels, keys = set(), set()
     for build in (*attention_builds(arch), *block_builds(arch, core)):
-        if (kernel := offline.specialisation(build.launch)) in kernels:
+        if (kernel := offline.specialization(build.launch)) in kernels:
             continue
         kernels.add(kernel)
         number = 2
@@ -166,15 +166,15 @@ def regressions(baseline: Mapping[str, Any], key: str, now: Stats) -> list[str]:
 
 def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
     """Writes `found`. Preserves the entries of other architectures, if the triton version is unchanged."""
-    kept: dict[str, Any] = {}
+    builds: dict[str, Any] = {}
     if path.exists() and is_comparable(old := read_baseline(path)):
         written = {key.partition("/")[0] for key in found}
-        kept = {key: counts for key, counts in old["builds"].items() if key.partition("/")[0] not in written}
+        builds = {key: counts for key, counts in old["builds"].items() if key.partition("/")[0] not in written}
     for key, stats in found.items():
         names = (*_RECORDED, "wgmma_waits") if stats["wgmma_waits"] else _RECORDED
         counts = stats | {"spills": spills(stats)}
-        kept[key] = {name: counts[name] for name in names}
-    lines = [f"  {json.dumps(key)}: {json.dumps(kept[key])}" for key in sorted(kept)]
+        builds[key] = {name: counts[name] for name in names}
+    lines = [f"  {json.dumps(key)}: {json.dumps(builds[key])}" for key in sorted(builds)]
     text = f'{{"triton": {json.dumps(triton.__version__)}, "builds": {{\n' + ",\n".join(lines) + "\n}}\n"
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)

@@ -38,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launch, ceil_div
-from ..layer_norm import RowStatistics, chunk, load_chunk, load_columns, store_chunk
+from ..layer_norm import LayerNormStatistics, chunk, load_chunk, load_columns, store_chunk
 from ..matmul.matmul_tiles import READ_AT_ONCE, tile_mask, tile_offsets
 
 SUM_ROWS = 256  # rows per partial sum
@@ -121,7 +121,7 @@ def _layer_norm_grad_kernel(
     rstd_ptr,  # fp32 [M]; negative for a constant row, unless mean_ptr is None
     residual_ptr,  # [M, C] or None
     out_ptr,  # output: [M, C] [residual +] dx
-    normalised_ptr,  # output: [M, C] n; None if mean_ptr is None
+    normalized_ptr,  # output: [M, C] n; None if mean_ptr is None
     summed_ptr,  # [M, F] dz
     sum_part_ptr,  # output: fp32 [M / SUM_ROWS, F], partial sums of dz over M
     M, C, F,
@@ -147,9 +147,9 @@ def _layer_norm_grad_kernel(
             cols = first + tl.arange(0, BLOCK_C)
             mask = inside[:, None] & (cols < C)[None, :]
             grad = load_chunk(grad_ptr, start, cols, mask) * load_columns(gamma_ptr, cols, C, 1.0)[None, :]
-            normalised = (load_chunk(source_ptr, start, cols, mask) - shift[:, None]) * scale[:, None]
+            normalized = (load_chunk(source_ptr, start, cols, mask) - shift[:, None]) * scale[:, None]
             total += tl.sum(grad, 1)
-            along += tl.sum(grad * normalised, 1)
+            along += tl.sum(grad * normalized, 1)
         total /= C
         if RMS:
             total = tl.zeros((ROWS,), tl.float32)
@@ -158,11 +158,11 @@ def _layer_norm_grad_kernel(
             cols = first + tl.arange(0, BLOCK_C)
             mask = inside[:, None] & (cols < C)[None, :]
             grad = load_chunk(grad_ptr, start, cols, mask) * load_columns(gamma_ptr, cols, C, 1.0)[None, :]
-            normalised = (load_chunk(source_ptr, start, cols, mask) - shift[:, None]) * scale[:, None]
+            normalized = (load_chunk(source_ptr, start, cols, mask) - shift[:, None]) * scale[:, None]
             if mean_ptr is not None:
-                store_chunk(normalised_ptr, normalised, start, cols, mask)
+                store_chunk(normalized_ptr, normalized, start, cols, mask)
             # tl.fma with 0 rounds the product; `*` would be fused with the addition below
-            dx = tl.fma(tl.abs(rstd)[:, None], grad - total[:, None] - normalised * along[:, None], 0.0)
+            dx = tl.fma(tl.abs(rstd)[:, None], grad - total[:, None] - normalized * along[:, None], 0.0)
             dx = dx.to(out_ptr.dtype.element_ty)
             if residual_ptr is not None:  # add rounded values, as autograd adds the gradients of two branches
                 dx = dx.to(tl.float32) + load_chunk(residual_ptr, start, cols, mask)
@@ -170,20 +170,21 @@ def _layer_norm_grad_kernel(
 
 
 def layer_norm_gradient(
-    grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, summed: Tensor, rms: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, gamma: Tensor | None, rows: LayerNormStatistics, residual: Tensor | None, summed: Tensor,
+    rms: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns [residual +] dx, n in the dtype of the matmuls, and partial sums of `summed` over M."""
     (M, C), F = grad.shape, summed.shape[1]
     out = torch.empty_like(grad, dtype=rows.input_dtype)
-    normalised = None if rows.mean is None else torch.empty_like(rows.source)
+    normalized = None if rows.mean is None else torch.empty_like(rows.source)
     sum_part = new_column_sums(summed)
     block, count = chunk(C)
     args = {
         "grad_ptr": grad, "gamma_ptr": gamma, "source_ptr": rows.source, "mean_ptr": rows.mean,
-        "rstd_ptr": rows.rstd, "residual_ptr": residual, "out_ptr": out, "normalised_ptr": normalised,
+        "rstd_ptr": rows.rstd, "residual_ptr": residual, "out_ptr": out, "normalized_ptr": normalized,
         "summed_ptr": summed, "sum_part_ptr": sum_part, "M": M, "C": C, "F": F,
     }  # fmt: skip
     constants = {"RMS": rms, "ROWS": count, "BLOCK_C": block}
     programs = ceil_div(M, count) + column_sum_tiles(summed)
     Launch(_layer_norm_grad_kernel, (programs,), args, constants, num_warps=4, device=grad.device).run()
-    return out, rows.source if normalised is None else normalised, sum_part
+    return out, rows.source if normalized is None else normalized, sum_part

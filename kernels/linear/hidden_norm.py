@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launch, ceil_div
-from ..layer_norm import chunk, load_chunk, load_columns, normalise_launch
+from ..layer_norm import chunk, load_chunk, load_columns, normalize_launch
 from ..matmul.matmul_launch import Operands
 from .folding import FoldedLinear
 from .gradients import column_sum_programs, column_sum_tiles, new_column_sums, store_column_sums
@@ -43,7 +43,7 @@ class HiddenLinear:
 
 
 @dataclass(frozen=True)
-class HiddenRows:
+class SavedHidden:
     """Tensors that the forward saves: y' - c [M, C] in the dtype of the result; mean and rstd of h, fp32 [2, M].
 
     In half precision, rstd is negative for a constant row.
@@ -55,9 +55,9 @@ class HiddenRows:
 
 def hidden_linear_residual(
     h: Tensor, part: Tensor | None, second: HiddenLinear, scale: Tensor | None, residual: Tensor | None,
-    out_part: Tensor | None, dtype: torch.dtype, keep: bool,
-) -> tuple[Tensor, HiddenRows | None]:  # fmt: skip
-    """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and tensors for the backward if `keep`.
+    out_part: Tensor | None, dtype: torch.dtype, training: bool,
+) -> tuple[Tensor, SavedHidden | None]:  # fmt: skip
+    """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and tensors for the backward if `training`.
 
     Args:
         part: LayerNorm statistics of h [M, F]; None for fp32 h, which an extra kernel normalizes.
@@ -66,21 +66,21 @@ def hidden_linear_residual(
     folded, M, C = second.folded, h.shape[0], second.folded.weight.shape[0]
     out = torch.empty(M, C, dtype=dtype, device=h.device)
     scale = None if scale is None else scale.contiguous()
-    branch = torch.empty_like(out) if keep else None
+    branch = torch.empty_like(out) if training else None
     statistics = torch.empty(2, M, dtype=torch.float32, device=h.device)
     source = h
     if part is None:
         source = torch.empty_like(h)
         rms = folded.weight_sum is None
-        normalise_launch(h, second.eps, statistics[1], source, rms, statistics[0] if keep else None).run()
-    made = keep and part is not None
+        normalize_launch(h, second.eps, statistics[1], source, rms, statistics[0] if training else None).run()
+    made = training and part is not None
     operands = Operands(
         source, folded.weight, out, b_is_nk=True, z=branch, residual=residual, bias=folded.shift, scale=scale,
         weight_sum=None if part is None else folded.weight_sum, row_part=part, eps=second.eps,
         mean=statistics[0] if made else None, rstd=statistics[1] if made else None, out_part=out_part,
     )  # fmt: skip
     run_matmul(operands, "residual")
-    return out, None if branch is None else HiddenRows(branch, statistics)
+    return out, None if branch is None else SavedHidden(branch, statistics)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..device import gpu_of, starts_early
-from ..layer_norm import InputRows, RowStatistics, new_statistics, row_statistics_launch
+from ..layer_norm import InputRows, LayerNormStatistics, layer_norm_statistics_launch, new_statistics
 from ..matmul.matmul_launch import HeadStep, Operands, matmul_launch
 from ..matmul.matmul_policy import matmul_config, residual_config, rows_in_whole_waves
 from .folding import FoldedLinear, NormedLinear
@@ -52,20 +52,20 @@ def layer_norm_linear(
     )  # fmt: skip
     run_matmul(operands, "gated" if gated else head_step.epilogue if head_step else "layer_norm", activation)
     if out_part is not None and not gated:  # the epilogue would spill with activation and statistics
-        row_statistics_launch(out, out_part).run()
+        layer_norm_statistics_launch(out, out_part).run()
     return out
 
 
 def layer_norm_linear_saving(
     rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
     head_step: HeadStep | None = None, out_part: Tensor | None = None,
-) -> tuple[Tensor, Tensor, RowStatistics]:  # fmt: skip
-    """Returns the result of `layer_norm_linear`, the input z of the activation, and the `RowStatistics` of x."""
+) -> tuple[Tensor, Tensor, LayerNormStatistics]:  # fmt: skip
+    """Returns the result of `layer_norm_linear`, the input z of the activation, and the `LayerNormStatistics` of x."""
     source, M = rows.source, rows.source.shape[0]
     z = None if activation == "identity" and not gated else source.new_empty((M, folded.weight.shape[0]))
     finished = None if rows.part is None else torch.empty(2, M, dtype=torch.float32, device=source.device)
     out = layer_norm_linear(rows, folded, activation, gated, head_step, out_part, z=z, statistics=finished)
-    return out, out if z is None else z, RowStatistics(source, rows.statistics if finished is None else finished)
+    return out, out if z is None else z, LayerNormStatistics(source, rows.statistics if finished is None else finished)
 
 
 def linear_residual(
@@ -118,7 +118,7 @@ class FoldedGradient:
 
 
 def activation_gradient(
-    grad: Tensor, scaled: ScaledWeight, z: Tensor, rows: RowStatistics, folded: FoldedLinear, activation: str,
+    grad: Tensor, scaled: ScaledWeight, z: Tensor, rows: LayerNormStatistics, folded: FoldedLinear, activation: str,
     gated: bool = False, hidden: Tensor | None = None, along: Tensor | None = None,
 ) -> tuple[FoldedGradient, Tensor]:  # fmt: skip
     """Returns the gradient of fc1's output z, and recomputes h = act(z) [M, F], or act(g) u if gated.
@@ -143,7 +143,11 @@ def activation_gradient(
 
 
 def input_gradient(
-    gradient: FoldedGradient, rows: RowStatistics, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
+    gradient: FoldedGradient,
+    rows: LayerNormStatistics,
+    folded: FoldedLinear,
+    residual: Tensor | None,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns [residual +] dx [M, C] in the dtype of x, and, if `rounded`, a copy in the dtype of the matmuls."""
     out = torch.empty_like(rows.source, dtype=rows.input_dtype)
@@ -164,7 +168,7 @@ def product_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
 
 
 def layer_norm_linear_gradient(
-    grad: Tensor, rows: RowStatistics, linear: NormedLinear, weight: Tensor, residual: Tensor | None = None
+    grad: Tensor, rows: LayerNormStatistics, linear: NormedLinear, weight: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns [residual +] dx in the dtype of x, the normalized x [M, C], and partial sums of `grad` (dz) over M.
 

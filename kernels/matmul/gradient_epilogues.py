@@ -63,8 +63,8 @@ def _through_norm(acc, hidden, statistics_ptr, along_ptr, where, SHAPE: tl.const
     along = load_rows(along_ptr, row, M, ROWS)
     inside = (col + tl.arange(0, SHAPE[1]) < N)[None, :]
     hidden = tl.where(inside, hidden.to(SHAPE[3]).to(tl.float32) - mean[:, None], 0.0)
-    normalised = hidden * tl.maximum(rstd, 0.0)[:, None]
-    return (acc - normalised * along[:, None]) * tl.abs(rstd)[:, None], normalised
+    normalized = hidden * tl.maximum(rstd, 0.0)[:, None]
+    return (acc - normalized * along[:, None]) * tl.abs(rstd)[:, None], normalized
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from .process import start
 
 # ptxas removes such a copy or serializes all wgmma of the function, which is correct but slow. `vit-fast kernels` shows
 # which one.
-MERGED_OR_SERIALISED = "register-of-wgmma-in-flight"
+MERGED_OR_SERIALIZED = "register-of-wgmma-in-flight"
 _emulator = pytest.StashKey[Emulator]()
 
 
@@ -83,8 +83,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def _explain(item: pytest.Item, emulator: Emulator) -> str:
     found = emulator.reports()
     for report in found:
-        if report.kind == MERGED_OR_SERIALISED:
+        if report.kind == MERGED_OR_SERIALIZED:
             warnings.warn(str(report), stacklevel=1)
-    reports = "\n".join(str(report) for report in found if report.kind != MERGED_OR_SERIALISED)
+    reports = "\n".join(str(report) for report in found if report.kind != MERGED_OR_SERIALIZED)
     how = f"{os.environ['VIT_FAST_EXECUTE']} --seed {item.config.getoption('seed')} '{item.nodeid}'"
     return f"{reports}\nto repeat: python tests/execute.py {how}" if reports else ""

@@ -122,7 +122,7 @@ def rows(
             }
 
 
-def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | None) -> list[tuple[Path, int]]:
+def labeled_images(folder: Path, classes: int, class_names: Sequence[str] | None) -> list[tuple[Path, int]]:
     """Returns the images of a folder with one subfolder per class, each with the index of its class.
 
     A subfolder's name is the name of a class, or its index. With other names, such as ImageNet's n01440764, there must
@@ -190,7 +190,7 @@ class Evaluation:
         return np.flatnonzero(self.predicted[:, 0] != other.predicted[:, 0]).tolist()
 
 
-def evaluate(labelled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float] | np.ndarray]) -> Evaluation:
+def evaluate(labeled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float] | np.ndarray]) -> Evaluation:
     """Collects the outputs of a classifier: probabilities (or logits) of all classes per image, in the same order."""
     predicted, probabilities, classes = [], [], 0
     for row in rows:
@@ -199,10 +199,10 @@ def evaluate(labelled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float
         best = np.argsort(-values, kind="stable")[:TOP]
         predicted.append(best)
         probabilities.append(values[best])
-    labels = np.array([label for _, label in labelled])
+    labels = np.array([label for _, label in labeled])
     if labels.max() >= classes:
         raise ValueError(f"labels must be between 0 and {classes - 1}, got {labels.max()}")
-    return Evaluation([file for file, _ in labelled], labels, np.stack(predicted), np.stack(probabilities), classes)
+    return Evaluation([file for file, _ in labeled], labels, np.stack(predicted), np.stack(probabilities), classes)
 
 
 def draw_confusion(evaluation: Evaluation, names: Sequence[str], path: Path) -> None:

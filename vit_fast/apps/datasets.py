@@ -51,15 +51,15 @@ class SmallImages:
         return Image.fromarray(self.pixels[index]), int(self.labels[index])
 
 
-LabelledImages = ImageFolder | SmallImages
+LabeledImages = ImageFolder | SmallImages
 
 
 @dataclass(frozen=True)
 class TrainingData:
     """Training and validation images of the same classes."""
 
-    train: LabelledImages
-    held_out: LabelledImages | None
+    train: LabeledImages
+    held_out: LabeledImages | None
 
     def __post_init__(self) -> None:
         if self.held_out is not None and self.held_out.class_names != self.train.class_names:
@@ -136,7 +136,7 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
     """
 
     def __init__(
-        self, source: LabelledImages, model: VisionTransformer, *, augment: bool = False, seed: int = 0
+        self, source: LabeledImages, model: VisionTransformer, *, augment: bool = False, seed: int = 0
     ) -> None:
         self.source, self.augment, self.seed, self.epoch = source, augment, seed, 0
         data_config = model.data_config

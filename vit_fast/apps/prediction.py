@@ -48,13 +48,13 @@ class Predicted:
     Attributes:
         images: Number of rows in the file.
         bad: Path and reason of each unreadable image.
-        taken: Number of images that an earlier run had processed.
+        resumed: Number of images that an earlier run had processed.
         lost: One message per worker that died and was replaced.
     """
 
     images: int
     bad: tuple[tuple[str, str], ...]
-    taken: int
+    resumed: int
     lost: tuple[str, ...]
 
 
@@ -106,7 +106,7 @@ def predict_to_parquet(
     parts = out.with_name(f"{out.name}.parts")
     chunks = {parts / f"{i // PART:08}.parquet": files[i : i + PART] for i in range(0, len(files), PART)}
     missing = {name: chunk for name, chunk in chunks.items() if not name.is_file()}
-    taken = len(files) - sum(map(len, missing.values()))
+    resumed = len(files) - sum(map(len, missing.values()))
     _begin(parts, _task(model, files, class_names))
     try:
         lost = _compute(missing, lambda paths: compute(model, paths, *options), lambda left: on_part(len(files) - left))
@@ -117,7 +117,7 @@ def predict_to_parquet(
     for path in (*chunks, parts / _TASK):  # the task last, because it describes the parts
         path.unlink()
     shutil.rmtree(parts)
-    return Predicted(len(files), tuple(bad), taken, tuple(lost))
+    return Predicted(len(files), tuple(bad), resumed, tuple(lost))
 
 
 def _compute(

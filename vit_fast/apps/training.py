@@ -29,7 +29,7 @@ from ..model import VisionTransformer
 from ..weights.load import save_tensors
 from ..weights.source import read_file
 from .data import batches_of
-from .datasets import LabelledImages, PreparedImages, TrainingData, mixed_seed
+from .datasets import LabeledImages, PreparedImages, TrainingData, mixed_seed
 from .trainer import ALONE, Measure, Processes, TrainConfig, Trainer, TrainingError
 
 __all__ = ["TrainConfig", "Trainer", "TrainingError", "train"]
@@ -165,7 +165,7 @@ def _check(
         raise ValueError(f"batch_size must be a multiple of {parts}, got {config.batch_size}")
 
 
-def _measure(trainer: Trainer, source: LabelledImages, workers: int) -> Measure:
+def _measure(trainer: Trainer, source: LabeledImages, workers: int) -> Measure:
     """Measures part of the images in each process. Ranks with fewer images repeat the first one and do not count it."""
     rank, world = trainer.processes.rank, trainer.processes.world
     own = list(range(rank, len(source), world))

@@ -261,7 +261,7 @@ def _attention_graph(
 def _normalize(x: Tensor, norm: Norm) -> Tensor:
     if norm.kind == "layer_norm":  # in a narrow model, half the time of F.layer_norm, which adds Python code
         return torch.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps, False)
-    return reference.normalise(x, norm)
+    return reference.normalize(x, norm)
 
 
 @functools.cache

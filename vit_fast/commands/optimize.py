@@ -239,7 +239,7 @@ def open_model(
     (model,) = configuration.models
     if model.onnx is not None:
         module: Any = OnnxFile(model.onnx, on, img_size if img_size is None else model.image_hw)
-    elif model.kind not in ("ours", "given"):
+    elif model.kind not in ("vit-fast", "given"):
         raise ValueError(f"the model must not be a single block or operator, got {name}")
     else:
         weights = model.weights if model.config is None or model.weights else random_weights(model.config)

@@ -97,8 +97,8 @@ def _to_parquet(
         typer.echo(f"continued after the last complete part: {reason}", err=True)
     for path, reason in done.bad:
         typer.echo(f"unreadable image: {reason if path in reason else f'{path}: {reason}'}", err=True)
-    taken = f", {done.taken} of them from an earlier run" if done.taken else ""
-    typer.echo(f"wrote {out}: {done.images} images{taken}, {len(done.bad)} unreadable")
+    resumed = f", {done.resumed} of them from an earlier run" if done.resumed else ""
+    typer.echo(f"wrote {out}: {done.images} images{resumed}, {len(done.bad)} unreadable")
 
 
 def _classify(
@@ -203,7 +203,7 @@ def evaluate(
 def _evaluate(
     folder: Path, weights: str, given: Sequence[str] | None, model: str | None, backend: str, data_config: Path | None
 ) -> tuple[Sequence[str], Evaluation]:
-    from ..apps.classifiers import class_names_for, labelled_images
+    from ..apps.classifiers import class_names_for, labeled_images
     from ..apps.classifiers import evaluate as collect
     from ..apps.data import ImageFolder
 
@@ -214,7 +214,7 @@ def _evaluate(
         known, rows = _classify(files, weights, model, backend)
     first = next(rows)  # its length is the number of classes
     names = class_names_for(len(first), given, known)
-    return names, collect(labelled_images(folder, len(first), given or known), chain([first], rows))
+    return names, collect(labeled_images(folder, len(first), given or known), chain([first], rows))
 
 
 def _summary(evaluation: Evaluation, names: Sequence[str]) -> dict[str, Any]:

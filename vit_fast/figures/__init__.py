@@ -23,7 +23,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from torch import Tensor, nn
 
-from vit_fast.benchmarks.rendering import FAINT, INK, OURS
+from vit_fast.benchmarks.rendering import ACCENT, FAINT, INK
 from vit_fast.errors import check_integer
 
 from .activations import (
@@ -41,10 +41,10 @@ __all__ = [
     "positions", "record_activations", "rollout",
 ]  # fmt: skip
 
-Given = str | Path | Image.Image | ModelImage | None
+GivenImage = str | Path | Image.Image | ModelImage | None
 
 
-def patches(model: nn.Module, image: Given = None) -> Figure:
+def patches(model: nn.Module, image: GivenImage = None) -> Figure:
     """Draws an image, cut into the model's patches.
 
     Args:
@@ -59,7 +59,7 @@ def patches(model: nn.Module, image: Given = None) -> Figure:
     return _drawn(title, _tiled(shown.reshape(rows, height, columns, width, 3).swapaxes(1, 2)))
 
 
-def positions(model: nn.Module, image: Given = None) -> Figure:
+def positions(model: nn.Module, image: GivenImage = None) -> Figure:
     """Draws the cosine similarity of each position embedding to all others. Arguments as in `patches`.
 
     Raises:
@@ -96,7 +96,7 @@ def filters(model: nn.Module, count: int = 28) -> Figure:
 
 
 def attention(
-    model: nn.Module, image: Given = None, *, blocks: Sequence[int] = (0, -1), heads: Sequence[int] | None = None
+    model: nn.Module, image: GivenImage = None, *, blocks: Sequence[int] = (0, -1), heads: Sequence[int] | None = None
 ) -> Figure:
     """Draws the attention of the class token over the image, per block and head.
 
@@ -132,7 +132,7 @@ def attention(
     return _over(image, maps, len(heads), title)
 
 
-def rollout(model: nn.Module, image: Given = None) -> Figure:
+def rollout(model: nn.Module, image: GivenImage = None) -> Figure:
     """Draws attention rollout: the contribution of each patch to the class token. Arguments as in `patches`.
 
     Without a class token, it draws the mean contribution to all patches.
@@ -143,7 +143,7 @@ def rollout(model: nn.Module, image: Given = None) -> Figure:
     return _over(image, {"image": None, "rollout": reached}, 2, "attention rollout")
 
 
-def attention_distance(model: nn.Module, image: Given = None) -> Figure:
+def attention_distance(model: nn.Module, image: GivenImage = None) -> Figure:
     """Draws the mean attention distance in pixels per block and head. Arguments as in `patches`.
 
     Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, figure 11 (appendix D.7).
@@ -154,7 +154,7 @@ def attention_distance(model: nn.Module, image: Given = None) -> Figure:
     depth, heads = found.shape
     figure, ((axes,),) = _figure(f"{heads} heads per block, and their mean", 5.5, 3.6)
     for head in range(heads):
-        axes.scatter(range(depth), found[:, head], s=18, color=OURS, alpha=0.75, linewidths=0)
+        axes.scatter(range(depth), found[:, head], s=18, color=ACCENT, alpha=0.75, linewidths=0)
     axes.plot(range(depth), found.mean(1), color=FAINT, linewidth=1)
     axes.set_xlabel("block", color=INK)
     axes.set_ylabel("mean attention distance, pixels", color=INK)
@@ -165,7 +165,7 @@ def attention_distance(model: nn.Module, image: Given = None) -> Figure:
     return figure
 
 
-def features(model: nn.Module, image: Given = None) -> Figure:
+def features(model: nn.Module, image: GivenImage = None) -> Figure:
     """Draws the first three principal components of the patch features as RGB. Arguments as in `patches`.
 
     Source: "DINOv2: Learning Robust Visual Features without Supervision", arXiv 2304.07193, figure 1.
@@ -177,7 +177,7 @@ def features(model: nn.Module, image: Given = None) -> Figure:
     return _drawn("patch features: three principal components as colors", image.shown, colors.numpy())
 
 
-def _recorded(model: nn.Module, image: Given) -> tuple[ModelImage, Activations]:
+def _recorded(model: nn.Module, image: GivenImage) -> tuple[ModelImage, Activations]:
     image = image if isinstance(image, ModelImage) else open_image(model, image)
     return image, record_activations(model, image.images)
 
@@ -187,12 +187,12 @@ def _of_class_token(values: Tensor, activations: Activations) -> Tensor:
     return (values[0] if activations.prefix else values.mean(0)).reshape(activations.grid)
 
 
-def _drawn(title: str, *pictures: Any, **how: Any) -> Figure:
+def _drawn(title: str, *images: Any, **how: Any) -> Figure:
     """Draws images [rows, columns] or [rows, columns, 3] side by side, with the larger side of 5 inches in total."""
-    rows, columns = pictures[0].shape[:2]
-    side = 5.0 / len(pictures) / max(rows, columns)
-    figure, axes = _figure(title, len(pictures) * side * columns, side * rows, columns=len(pictures))
-    for place, pixels in zip(axes.flat, pictures):
+    rows, columns = images[0].shape[:2]
+    side = 5.0 / len(images) / max(rows, columns)
+    figure, axes = _figure(title, len(images) * side * columns, side * rows, columns=len(images))
+    for place, pixels in zip(axes.flat, images):
         _show(place, pixels, **how)
     return figure
 

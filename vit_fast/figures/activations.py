@@ -25,7 +25,7 @@ from ..config import DataConfig, Size
 from ..errors import UnsupportedInputError, check_type
 from ..fusion.fuse import fuse, unfuse
 from ..libraries.interface.image_model import required_input_reasons
-from ..libraries.known import recognise
+from ..libraries.known import recognize
 
 # Largest number of class, distillation and register tokens.
 MOST_PREFIX_TOKENS = 16
@@ -173,7 +173,7 @@ def open_image(
         UnsupportedInputError: a value is None, and the model is not of a supported library.
     """
     if image_hw is None or data_config is None or in_chans is None:
-        known = recognise(model)
+        known = recognize(model)
         image_hw, data_config = image_hw or known.image_hw, data_config or known.data_config or DataConfig()
         in_chans = in_chans or known.in_chans
     image = image if isinstance(image, Image.Image) else read_image(sample_image() if image is None else image)

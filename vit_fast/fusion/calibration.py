@@ -16,7 +16,7 @@ from ..blocks.fused import device_of
 from ..errors import UnsupportedInputError, check_type, type_name
 from ..ops import reference
 from ..ops.descriptions import BlockScales, Norm
-from ..quantization.fp8 import IMAGES, EmulatedBlock, as_taken, emulate
+from ..quantization.fp8 import IMAGES, EmulatedBlock, as_model_input, emulate
 from ..quantization.schemes import Observation, Observer, Scheme, first_near_best, power_of_two, smoothing_scale
 from .fuse import sharing_copy
 
@@ -118,7 +118,7 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
             requirement = "must be a tensor [B, ...] or a tuple that starts with one"
             raise TypeError(f"batch {number} of images {requirement}, got {got}")
         if len(batch):
-            batches.append(as_taken(model, batch.clone()))  # a loader may reuse the memory of the batch
+            batches.append(as_model_input(model, batch.clone()))  # a loader may reuse the memory of the batch
     if not batches:
         raise ValueError("images must contain at least one image, got none")
     return batches
@@ -129,13 +129,13 @@ def _observe(copied: nn.Module, blocks: list[EmulatedBlock], batches: list[Tenso
     observers = {(block.name, linear): Observer(np.random.default_rng(0)) for block in blocks for linear in LINEARS}
     undefined: list[str] = []
 
-    def look(block: EmulatedBlock, linear: str, x: Tensor) -> None:
+    def observe(block: EmulatedBlock, linear: str, x: Tensor) -> None:
         for tokens in x.flatten(1, -2).cpu().numpy():
             if not observers[block.name, linear].add(tokens):
                 undefined.append(block.linears[linear][0])
 
     for block in blocks:
-        block.look = functools.partial(look, block)
+        block.observe = functools.partial(observe, block)
     with torch.inference_mode():
         for batch in batches:
             try:

@@ -118,7 +118,7 @@ class FixedGridModel(ImageModel):
         return output
 
 
-def recognise(model: nn.Module) -> ImageModel | None:
+def recognize(model: nn.Module) -> ImageModel | None:
     """Describes a FixedGrid for export; returns None for another model. Qwen's own layers read lengths on the host."""
     if not isinstance(model, FixedGrid):
         return None

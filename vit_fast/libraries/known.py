@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..blocks.fused import FusedContainer, FusedModule
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from . import fixed_grid, ours, research_files, torchvision
+from . import fixed_grid, research_files, torchvision, vit_fast_model
 from .interface.image_model import ImageModel
 from .interface.packed_tower import PackedTower
 from .interface.weight_names import Converted
@@ -26,10 +26,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 NAMED_WEIGHTS = (research_files.GOOGLE, torchvision, hf_model, research_files.CLIP, timm_model)
 CONFIGURATIONS = (timm_model, hf_model)
 PEERS = (timm_model, hf_model, torchvision)
-IMAGE_MODELS = (ours, fixed_grid, timm_model, hf_model, torchvision)
+IMAGE_MODELS = (vit_fast_model, fixed_grid, timm_model, hf_model, torchvision)
 TOWERS = (graph_towers, timm_towers)
 FUSABLE = {
-    "vit_fast": (ours,),
+    "vit_fast": (vit_fast_model,),
     "timm": (timm_blocks, timm_towers),
     "transformers": (families,),
     "torchvision": (torchvision,),
@@ -55,13 +55,13 @@ def known_names() -> str:
     return ", ".join(library.NAME for library in NAMED_WEIGHTS)
 
 
-def recognise(model: nn.Module) -> ImageModel:
+def recognize(model: nn.Module) -> ImageModel:
     """Describes a model for export, in evaluation mode, in fp32 on the CPU; copies it if it has to change for that.
 
     Raises:
         UnsupportedInputError: its library is not supported, or it is not an image model.
     """
-    found = next((found for library in IMAGE_MODELS if (found := library.recognise(model)) is not None), None)
+    found = next((found for library in IMAGE_MODELS if (found := library.recognize(model)) is not None), None)
     if found is None:
         raise UnsupportedInputError(
             f"export of a {type(model).__module__}.{type(model).__qualname__}",

@@ -55,7 +55,7 @@ def _convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
             tensors[renamed], source_of[renamed] = _to_torch(inner, layer), name
     converted = rename(tensors, "Google JAX", _RULES)
     converted.ignored = sorted({source_of[name] for name in converted.ignored})
-    converted.origins = {ours: tuple(source_of[name] for name in theirs) for ours, theirs in converted.origins.items()}
+    converted.origins = {name: tuple(source_of[one] for one in origins) for name, origins in converted.origins.items()}
     converted.add_batch_axis()
     if any(name.startswith(f"{prefix}pre_logits/") for name in state):
         converted.mark_head_unsupported("its head has a hidden pre_logits layer")

@@ -77,7 +77,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
 # --- export ---------------------------------------------------------------------------------------------------
 
 
-def recognise(model: Any) -> ImageModel | None:
+def recognize(model: Any) -> ImageModel | None:
     """Describes a VisionTransformer of torchvision for export; returns None for another model."""
     if not comes_from(NAME, model, class_name="VisionTransformer"):
         return None

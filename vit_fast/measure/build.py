@@ -20,9 +20,9 @@ from ..blocks.plain import is_hooked
 from ..errors import UnsupportedInputError
 from ..fusion.calibration import calibrate
 from ..fusion.fuse import freeze, fuse
-from ..libraries.known import recognise
+from ..libraries.known import recognize
 from ..ops.backends import fp8_reasons
-from ..quantization.fp8 import as_taken, logits_of
+from ..quantization.fp8 import as_model_input, logits_of
 from ..run.graph_runner import GraphRunner
 from .candidate import DTYPES, ORIGINAL, Candidate
 from .runtimes import OnnxFile, open_file, write_onnx
@@ -171,7 +171,7 @@ def changed_copy(
         batches = _calibration_images(candidate, model, example, image_files)
         calibrate(work, batches)
         with torch.no_grad():
-            classifies = logits_of(work(as_taken(work, batches[0]))) is not None
+            classifies = logits_of(work(as_model_input(work, batches[0]))) is not None
         fuse(work, precision="fp8", min_agreement=min_agreement if classifies and min_agreement else None)
     elif candidate.attention or candidate.mlp:
         _fuse_parts(work, candidate)
@@ -189,7 +189,7 @@ def _calibration_images(
         raise UnsupportedInputError(candidate.name, ["the model must take one tensor"])
     data = None
     try:
-        data = recognise(model).data_config
+        data = recognize(model).data_config
     except UnsupportedInputError:
         if not image_files:
             return [images]

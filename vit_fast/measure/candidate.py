@@ -190,8 +190,8 @@ def judge(
     limit = max(allowed["largest"] for allowed in limits)
     found = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
     if found != [*reference.shapes]:
-        ours, theirs = (one[0] if len(one) == 1 else one for one in (found, [*reference.shapes]))
-        return Verdict(float("inf"), limit, f"the output must be {theirs}, got {ours}")
+        got, expected = (one[0] if len(one) == 1 else one for one in (found, [*reference.shapes]))
+        return Verdict(float("inf"), limit, f"the output must be {expected}, got {got}")
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not all(bool(leaf.isfinite().all()) for leaf in tensors):
         return Verdict(float("inf"), limit, "the output contains NaN or infinity")

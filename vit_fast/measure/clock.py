@@ -165,7 +165,7 @@ def time_interleaved(
             end = time.perf_counter() + protocol.warmup_seconds
             for number in range(protocol.warmup_repeats):
                 call(number)
-                synchronise(device)
+                synchronize(device)
                 if time.perf_counter() >= end:
                     break
         samples = {name: Samples(call, device, protocol, alone=len(calls) == 1) for name, call in calls.items()}
@@ -190,9 +190,9 @@ def time_call(call: Call, device: torch.device | str, protocol: Protocol | None 
     return time_interleaved({"call": call}, device, protocol)["call"]
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        open_queue(device).synchronise()
+        open_queue(device).synchronize()
 
 
 def cold_copies(nbytes: int, device: torch.device | str) -> int:
@@ -205,11 +205,11 @@ def cold_copies(nbytes: int, device: torch.device | str) -> int:
 def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int:
     """Returns the peak of the bytes that one call allocates; on a CPU without allocations of other libraries."""
     if device.type == "cuda":
-        synchronise(device)
+        synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         call()
-        synchronise(device)
+        synchronize(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with without_profiler_chatter(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:

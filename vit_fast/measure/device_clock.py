@@ -67,7 +67,7 @@ class CudaQueue:
         cache = int(torch.cuda.get_device_properties(self.device).L2_cache_size)
         torch.empty(max(2 * cache, MIN_FLUSH_BYTES), dtype=torch.int8, device=self.device).zero_()
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
 
@@ -109,7 +109,7 @@ class DeviceClock:
         queue = self.queue
         if self.hide:
             queue.flush()
-        queue.synchronise()
+        queue.synchronize()
         if sleep_ms is not None:
             queue.sleep(int(sleep_ms * queue.cycles_per_ms))
         start = queue.mark()

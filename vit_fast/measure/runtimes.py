@@ -18,7 +18,7 @@ from vit_fast.config import Size
 
 from ..apps.data import find_images, sample_image
 from ..errors import UnsupportedInputError
-from ..libraries.known import recognise
+from ..libraries.known import recognize
 from .candidate import Candidate
 
 OPSET, BF16_OPSET = 20, 22
@@ -65,7 +65,7 @@ def open_reference(path: Path, image_hw: Size | None) -> Run:
     """Opens a file on the CPU without graph optimizations: the reference for a file."""
     from vit_fast.export import OnnxRunner
 
-    runner = OnnxRunner(path, "cpu", image_hw=image_hw, optimise=False)
+    runner = OnnxRunner(path, "cpu", image_hw=image_hw, optimize=False)
     return lambda images: torch.as_tensor(runner(images.cpu()))
 
 
@@ -76,17 +76,17 @@ def write_onnx(
     calibration = find_images(image_files or [sample_image()]) if candidate.precision == "int8" else None
     on_ort: Any = "ort-cuda" if images.device.type == "cuda" else "ort-cpu"
     if isinstance(model, OnnxFile):
-        from vit_fast.export.quantise import quantise_file
+        from vit_fast.export.quantize import quantize_file
         from vit_fast.export.runtime.metadata import copy_model
 
         if candidate.precision is None or candidate.engine == "openvino":
             copy_model(model.path, path)
         else:
-            quantise_file(model.path, path, on_ort, calibration or ())
+            quantize_file(model.path, path, on_ort, calibration or ())
         return
     from vit_fast.export import export_onnx
 
-    size = recognise(model).image_hw
+    size = recognize(model).image_hw
     if tuple(images.shape[2:]) != tuple(size):
         raise UnsupportedInputError(
             candidate.name, [f"the image size must be {tuple(size)}, got {tuple(images.shape[2:])}"]

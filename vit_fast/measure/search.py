@@ -202,9 +202,9 @@ class _Search:
 
     def _round(self) -> None:
         """Times each candidate once, and the leader twice, in random order."""
-        turns = [(trial, trial.samples_ms) for trial in self.running] + [(self.leader, self.again)]
-        random.Random(self.rounds).shuffle(turns)
-        for trial, samples in turns:
+        rounds = [(trial, trial.samples_ms) for trial in self.running] + [(self.leader, self.again)]
+        random.Random(self.rounds).shuffle(rounds)
+        for trial, samples in rounds:
             if trial in self.running:
                 try:
                     samples.append(self.bench.call_ms(trial.candidate, self.rounds))

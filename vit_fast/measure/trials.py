@@ -35,7 +35,7 @@ from .candidate import (
     judge,
     same_class,
 )  # fmt: skip
-from .clock import Protocol, Samples, format_number, free_memory, peak_memory_of_call, synchronise
+from .clock import Protocol, Samples, format_number, free_memory, peak_memory_of_call, synchronize
 from .runtimes import OnnxFile, open_reference
 from .search import OutOfTime, Refused
 
@@ -158,7 +158,7 @@ class Expected:
         verdict = judge(found[0], self.reference, tolerance=float("inf") if lossy else None)
         if verdict.reason is not None:
             raise Refused(verdict.reason)
-        same = [same_class(mine[0], theirs[0]) for mine, theirs in zip(found, self.outputs)]
+        same = [same_class(one[0], other[0]) for one, other in zip(found, self.outputs)]
         agreement = float(torch.cat(same).double().mean())
         if lossy and agreement < min_agreement:
             raise Refused(f"the top-1 agreement must be at least {min_agreement:.1%}, got {agreement:.1%}")
@@ -293,7 +293,7 @@ class Trials:
         what = self.model, self.example, self.expected.output, self.image_files
         optimized = build(candidate, *what, self.min_agreement)
         call(optimized, self.example)
-        synchronise(self.device)
+        synchronize(self.device)
         first_call_s = time.perf_counter() - start
         error, allowed, agreement = self.expected.check(optimized, candidate, self.min_agreement)
         peak = peak_memory_of_call(lambda: call(optimized, self.example), self.device)

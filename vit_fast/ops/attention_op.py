@@ -116,7 +116,7 @@ def attention_forward(
 def _kernel_options(cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int) -> dict[str, Any]:
     return {
         "sequences": None if cu_seqlens is None else cu_seqlens.contiguous(),
-        "keep": None if key_mask is None else _last_stride_one(key_mask),
+        "key_mask": None if key_mask is None else _last_stride_one(key_mask),
         "longest": max_seqlen,
     }
 

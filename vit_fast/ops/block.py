@@ -38,7 +38,7 @@ from .block_backward import (
 from .descriptions import (
     DTYPES,
     E4M3,
-    MAX_ROWS,
+    MAX_TOKENS,
     BlockTensors,
     Keys,
     QkNorm,
@@ -197,18 +197,18 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
 
 
 def _norm_input(
-    rows: Tensor, statistics: Tensor | None, rows8: Tensor | None, factor: Tensor | None, eps: float,
+    rows: Tensor, statistics: Tensor | None, tokens_fp8: Tensor | None, factor: Tensor | None, eps: float,
     linear: FoldedLinear, s: BlockSettings,
 ) -> InputRows:  # fmt: skip
     from ..kernels import layer_norm
 
     if factor is None:
         return layer_norm.input_rows(rows, eps, statistics, s.dtype, linear.weight_sum is None)
-    if rows8 is None or statistics is None:
-        rows8 = torch.empty_like(rows, dtype=E4M3)
+    if tokens_fp8 is None or statistics is None:
+        tokens_fp8 = torch.empty_like(rows, dtype=E4M3)
         statistics = layer_norm.new_statistics(rows.shape[0], rows.shape[1], rows.device)
-        layer_norm.row_statistics_launch(rows, statistics, rows8, factor).run()
-    return layer_norm.InputRows(rows8, statistics, eps)
+        layer_norm.layer_norm_statistics_launch(rows, statistics, tokens_fp8, factor).run()
+    return layer_norm.InputRows(tokens_fp8, statistics, eps)
 
 
 def _qkv(
@@ -219,7 +219,7 @@ def _qkv(
     if not s.saves:
         return linear.layer_norm_linear(norm_input, qkv, head_step=head_step, dtype=s.dtype)
     flat, _, normed = linear.layer_norm_linear_saving(norm_input, qkv, head_step=head_step)
-    saved |= {"rows1": normed.source, "statistics1": normed.statistics}
+    saved |= {"norm1_input": normed.source, "statistics1": normed.statistics}
     return flat
 
 
@@ -246,7 +246,7 @@ def _mlp(
         part = layer_norm.new_statistics(rows.shape[0], t.fc2_weight.shape[1], rows.device)
     if s.saves:
         h, z, normed = linear.layer_norm_linear_saving(norm_input, fc1, s.activation, gated, out_part=part)
-        saved |= {"rows2": normed.source, "statistics2": normed.statistics, "z": z}
+        saved |= {"norm2_input": normed.source, "statistics2": normed.statistics, "z": z}
     else:
         h_dtype = s.dtype if t.fc2_factor is None else E4M3
         h = linear.layer_norm_linear(
@@ -296,8 +296,8 @@ def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
             reasons.append(f"x must have {t.qkv_weight.shape[1]} channels like qkv's weight, got {x.shape[-1]}")
     elif x.dtype not in DTYPES:
         reasons.append(f"x must be float32, float16 or bfloat16, got {x.dtype}")
-    if (tokens := x.numel() // max(x.shape[-1], 1)) > MAX_ROWS:
-        reasons.append(f"x must have at most {MAX_ROWS} tokens, got {tokens}")
+    if (tokens := x.numel() // max(x.shape[-1], 1)) > MAX_TOKENS:
+        reasons.append(f"x must have at most {MAX_TOKENS} tokens, got {tokens}")
     for name, tensor in parameters.items():
         if tensor is not None and tensor.device != x.device:
             reasons.append(f"{name} must be on {x.device} like x, got {tensor.device}")
@@ -316,13 +316,13 @@ def _folded(x: Tensor, t: Any, rope_head: int, s: BlockSettings) -> dict[str, Fo
     if t.qkv_sum is None:
         linears = normed_linears(t, s.norm, s.inner_norm, rope_head)
         return dict(zip(linears, fold_linears(list(linears.values()), s.dtype)))
-    for weight, rows in ((t.qkv_weight, t.qkv_rows), (t.fc1_weight, t.fc1_rows)):
+    for weight, rows in ((t.qkv_weight, t.qkv_row_scale), (t.fc1_weight, t.fc1_row_scale)):
         if rows is None and weight.dtype != s.dtype:
             reason = f"the weights must be folded in {s.dtype}, got {weight.dtype}: fold them again"
             raise UnsupportedInputError("a block of folded weights", [reason])
     folded: Any = {
-        "qkv": (t.qkv_weight, t.qkv_sum, t.qkv_bias, t.qkv_rows),
-        "fc1": (t.fc1_weight, t.fc1_sum, t.fc1_bias, t.fc1_rows),
+        "qkv": (t.qkv_weight, t.qkv_sum, t.qkv_bias, t.qkv_row_scale),
+        "fc1": (t.fc1_weight, t.fc1_sum, t.fc1_bias, t.fc1_row_scale),
     }
     folded |= {} if t.fc2_sum is None else {"fc2": (t.fc2_weight, t.fc2_sum, t.fc2_bias, None)}
     return {
@@ -362,7 +362,7 @@ def _fake(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *sett
         return outputs
     saved: dict[str, Tensor] = {}
     for half in "12":
-        saved[f"rows{half}"] = x.new_empty((M, C), dtype=s.dtype)
+        saved[f"norm{half}_input"] = x.new_empty((M, C), dtype=s.dtype)
         saved[f"statistics{half}"] = x.new_empty((1 if fp32 else 2, M), dtype=torch.float32)
     if t.qkv_weight is not None:
         (B, N, _), D = x.shape, t.qkv_weight.shape[0] // (3 * s.heads)

@@ -17,7 +17,7 @@ from .registration import operator, words_of
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
 
 if TYPE_CHECKING:
-    from ..kernels.layer_norm import RowStatistics
+    from ..kernels.layer_norm import LayerNormStatistics
     from ..kernels.linear.folding import NormedLinear
     from ..kernels.linear.linear import FoldedGradient
     from ..kernels.linear.scaled_weights import ScaledWeight
@@ -91,18 +91,18 @@ def gradient_names(s: BlockSettings) -> list[str]:
 def saved_names(s: BlockSettings) -> list[str]:
     """Returns the names of the tensors that the forward saves for the backward.
 
-    rows1, statistics1: Input of norm1 and its LayerNorm statistics (see `block.py`).
-    rows2, statistics2: The same for norm2.
+    norm1_input, statistics1: Input of norm1 and its LayerNorm statistics (see `block.py`).
+    norm2_input, statistics2: The same for norm2.
     qkv [B, N, 3, H, D], mixed [B, N, H, D], lse [B, H, N]: Input, output and log-sum-exp of the attention.
     before_norm: qkv before the norms of q and k.
     z: Output of fc1 [M, F]; with a gate [M, 2 F], in which columns of the gate and of fc1 alternate.
-    branch, hidden: The fields `branch` and `statistics` of `HiddenRows` (`hidden_norm.py`), for a norm before fc2.
+    branch, hidden: The fields `branch` and `statistics` of `SavedHidden` (`hidden_norm.py`), for a norm before fc2.
     """
     names = []
     if _QKV in s.present:
-        names = ["rows1", "statistics1", "qkv", "mixed", "lse", *(["before_norm"] if s.qk_norm != "none" else [])]
+        names = ["norm1_input", "statistics1", "qkv", "mixed", "lse", *(["before_norm"] if s.qk_norm != "none" else [])]
     if _FC1 in s.present:
-        names += ["rows2", "statistics2", "z", *(["branch", "hidden"] if s.inner_norm != "none" else [])]
+        names += ["norm2_input", "statistics2", "z", *(["branch", "hidden"] if s.inner_norm != "none" else [])]
     return names
 
 
@@ -150,7 +150,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     narrow, sums = None, {}
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     if t.fc1_weight is not None:
-        norm_input = _norm_input(saved.rows2, saved.statistics2)
+        norm_input = _norm_input(saved.norm2_input, saved.statistics2)
         (stream, narrow), d_fc1, dy, h = _mlp_gradient(
             stream, norm_input, saved.z, linears["fc1"], scaled.get("fc2"), s, hidden, t.qkv_weight is not None
         )
@@ -163,7 +163,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
             d_mixed, [saved.qkv], saved.mixed, saved.lse, qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale
         )
         norm_sums = qkv_step(qk, s.qk, s.prefix, saved.qkv.shape[-1], False).backward(d_packed, saved.before_norm)
-        d_qkv, norm_input = as_matrix(d_packed.flatten(2)), _norm_input(saved.rows1, saved.statistics1)
+        d_qkv, norm_input = as_matrix(d_packed.flatten(2)), _norm_input(saved.norm1_input, saved.statistics1)
         stream, normalized, sums["qkv"] = linear.layer_norm_linear_gradient(
             d_qkv, norm_input, linears["qkv"], scaled["qkv"].weight, stream if s.residual else None
         )
@@ -174,14 +174,14 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     return [stream.view(grad_output.shape), *(gradients[name] for name in gradient_names(s) if name)]
 
 
-def _norm_input(rows: Tensor, statistics: Tensor) -> RowStatistics:
-    from ..kernels.layer_norm import RowStatistics
+def _norm_input(rows: Tensor, statistics: Tensor) -> LayerNormStatistics:
+    from ..kernels.layer_norm import LayerNormStatistics
 
-    return RowStatistics(as_matrix(rows), statistics)
+    return LayerNormStatistics(as_matrix(rows), statistics)
 
 
 def _mlp_gradient(
-    stream: Tensor, norm_input: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
+    stream: Tensor, norm_input: LayerNormStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
     s: BlockSettings, inner: _InnerNorm | None, rounded: bool,
 ) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of x (a pair), of fc1's output and of the MLP's output, and then the input of fc2.
@@ -240,7 +240,7 @@ class _InnerNorm:
 
     linear: NormedLinear  # with contiguous tensors
     scale: Tensor | None  # LayerScale [C]
-    branch: Tensor  # this and `statistics`: fields of `HiddenRows` in `kernels/linear/hidden_norm.py`
+    branch: Tensor  # this and `statistics`: fields of `SavedHidden` in `kernels/linear/hidden_norm.py`
     statistics: Tensor
     sums: Tensor | None = field(default=None, init=False)  # partial sums of dy over tokens; set by `along`
 

@@ -13,7 +13,7 @@ from ..errors import check_choice, check_type
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 E4M3 = torch.float8_e4m3fn
 # Token indices are 32-bit in the kernels, and the last tile may extend past the last token. Offsets are 64-bit.
-MAX_ROWS = 2**31 - 256
+MAX_TOKENS = 2**31 - 256
 _NORMS = ("layer_norm", "rms_norm")
 
 
@@ -81,8 +81,8 @@ class BlockTensors(NamedTuple):
 
     `fold` and `quantize_block` in `folded.py` fold norms and gate into weight and bias of qkv, fc1 and, after an inner
     norm, fc2. They set `*_sum` of these layers, and set the fields of norms and gate to None. In e4m3, `*_factor`
-    are the reciprocal scales of a layer's input. qkv_rows and fc1_rows are row scales of weights; scale1 and scale2
-    are row scales times LayerScale.
+    are the reciprocal scales of a layer's input. qkv_row_scale and fc1_row_scale scale the rows of weights. scale1 and
+    scale2 are row scales times LayerScale.
     """
 
     norm1_weight: Tensor | None = None  # [C]
@@ -110,8 +110,8 @@ class BlockTensors(NamedTuple):
     proj_factor: Tensor | None = None
     fc1_factor: Tensor | None = None
     fc2_factor: Tensor | None = None
-    qkv_rows: Tensor | None = None  # fp32 [3 H D]
-    fc1_rows: Tensor | None = None
+    qkv_row_scale: Tensor | None = None  # fp32 [3 H D]
+    fc1_row_scale: Tensor | None = None
 
     @property
     def is_fp8(self) -> bool:

@@ -120,7 +120,7 @@ def _after_norm(name: str, linear: NormedLinear, scale: Tensor | None, dtype: to
         shift = shift + weight.double() @ linear.beta.double()
     values, rows = reference.fp8_weight(weight, scale, linear.gamma)
     sums = None if linear.rms else (values / scale).sum(1).mul(rows).float()
-    of_fp8 = {f"{name}_factor": scale.reciprocal().contiguous(), f"{name}_rows": rows}
+    of_fp8 = {f"{name}_factor": scale.reciprocal().contiguous(), f"{name}_row_scale": rows}
     return _folded(name, values.to(E4M3), sums, shift.float()) | of_fp8
 
 

@@ -43,7 +43,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, sca
     return torch.cat(mixed, dim=2)[0].transpose(0, 1)
 
 
-def normalise(x: Tensor, norm: Norm) -> Tensor:
+def normalize(x: Tensor, norm: Norm) -> Tensor:
     """Computes LayerNorm or RMSNorm over the last dimension."""
     if norm.kind == "rms_norm":
         return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
@@ -56,7 +56,7 @@ def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tens
     if qk_norm is not None:
         start = -1 if qk_norm.over == "head" else -2
         normed = [
-            normalise(x.flatten(start), norm).view(x.shape).to(qkv.dtype)
+            normalize(x.flatten(start), norm).view(x.shape).to(qkv.dtype)
             for x, norm in zip(qk.unbind(2), (qk_norm.q, qk_norm.k))
         ]
         if rope is None:
@@ -75,14 +75,14 @@ def layer_norm_mlp(
     inner_norm: tuple[str, float] | None,
 ) -> Tensor:  # fmt: skip
     """Computes [x +] layer_scale * (h W2^T + b2) with h = act(norm(x) W1^T + b1); see ops.layer_norm_mlp."""
-    normed = normalise(x, Norm(t.norm2_weight, t.norm2_bias, eps, norm))
+    normed = normalize(x, Norm(t.norm2_weight, t.norm2_bias, eps, norm))
     hidden, activate = F.linear(normed, t.fc1_weight, t.fc1_bias), ACTIVATIONS[activation]
     if t.gate_weight is None:
         hidden = activate(hidden)
     else:
         hidden = activate(F.linear(normed, t.gate_weight, t.gate_bias)) * hidden
     if inner_norm is not None:
-        hidden = normalise(hidden, Norm(t.inner_weight, t.inner_bias, inner_norm[1], inner_norm[0]))
+        hidden = normalize(hidden, Norm(t.inner_weight, t.inner_bias, inner_norm[1], inner_norm[0]))
     branch = F.linear(hidden, t.fc2_weight, t.fc2_bias)
     if t.scale2 is not None:
         branch = branch * t.scale2
@@ -132,7 +132,7 @@ def fp8_linear(
     if scale is None:
         if norm is not None:
             gamma, beta = (tensor if tensor is None else tensor.to(dtype) for tensor in norm[:2])
-            x = normalise(x, norm._replace(weight=gamma, bias=beta))
+            x = normalize(x, norm._replace(weight=gamma, bias=beta))
         return F.linear(x, weight.to(dtype), bias)
     values, rows = fp8_weight(weight, scale, None if norm is None else norm.weight)
     rounded_weight = (values * rows[:, None] / scale.double()).to(dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from . import reference
 from .backends import resolve_backend, triton_unavailable_reasons
-from .descriptions import DTYPES, MAX_ROWS, QkNorm, Rope, check_qk_norm, check_tensors, checked_rope
+from .descriptions import DTYPES, MAX_TOKENS, QkNorm, Rope, check_qk_norm, check_tensors, checked_rope
 from .registration import Gradient, is_exporting, operator
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ def _require_supported(what: str, qkv: Tensor, tensors: QkTensors) -> None:
     reasons = list(triton_unavailable_reasons(qkv.device))
     if D % 2:
         reasons.append(f"head_dim must be even, got {D}")
-    if B * N > MAX_ROWS:
-        reasons.append(f"qkv must have at most {MAX_ROWS} tokens, got {B * N}")
+    if B * N > MAX_TOKENS:
+        reasons.append(f"qkv must have at most {MAX_TOKENS} tokens, got {B * N}")
     for name, tensor in zip(("qkv", *QkTensors._fields), (qkv, *tensors[:6])):
         if tensor is not None and tensor.dtype not in DTYPES:
             reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")

@@ -26,7 +26,7 @@ from ..errors import UnsupportedInputError, check_choice, type_name
 from ..ops import reference
 from ..ops.backends import fp8_reasons
 from ..ops.descriptions import BlockScales, BlockTensors, Norm, Rope, checked_rope
-from .schemes import fewest_kept
+from .schemes import fewest_excluded
 
 WHAT = "fuse with precision='fp8'"
 IMAGES_FOR_ORDER = 32
@@ -41,7 +41,7 @@ class EmulatedBlock:
 
     Attributes:
         scales: Scales of the layers that are rounded; None for the others.
-        look: Called with a name of LINEARS and the input of that layer, fp32 [B, N, K].
+        observe: Called with a name of LINEARS and the input of that layer, fp32 [B, N, K].
         name: The block's name in its model.
         linears: See `linears_of`.
     """
@@ -50,7 +50,7 @@ class EmulatedBlock:
 
     def __init__(self, name: str, parts: BlockParts, linears: dict[str, tuple[str, ...]]) -> None:
         self.scales = BlockScales()
-        self.look: Callable[[str, Tensor], None] = lambda name, x: None
+        self.observe: Callable[[str, Tensor], None] = lambda name, x: None
         self.name, self.linears = name, linears
         self._attention, self._mlp = parts.halves
         self.norm = str(self._mlp.norm.kind)
@@ -73,7 +73,7 @@ class EmulatedBlock:
         read = iter(LINEARS if tensors.gate_weight is None else ("qkv", "proj", "fc1", "fc1", "fc2"))
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-            self.look(next(read), x)
+            self.observe(next(read), x)
             return reference.fp8_linear(x, weight, bias, *rest)
 
         with torch.autocast(x.device.type, enabled=False):
@@ -148,7 +148,7 @@ def _wide_norm(norm: Norm) -> Norm:
     return norm._replace(weight=_wide(norm.weight), bias=_wide(norm.bias))
 
 
-def as_taken(model: nn.Module, batch: Tensor) -> Tensor:
+def as_model_input(model: nn.Module, batch: Tensor) -> Tensor:
     """Moves a batch to the model's device and, if it is floating, to its dtype."""
     return batch.detach().to(device_of(model), dtype_of(model) if batch.is_floating_point() else None)
 
@@ -194,7 +194,7 @@ def find_kept(
     few = exact[:count]
     first = [batch for batch in first if len(batch)]
     damage = {one: (logits(one.__eq__, first) - few).square().sum().item() for one in linears}
-    kept = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
+    kept = fewest_excluded(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
     if kept is None:
         enough = max(reached)
         reason = (
@@ -269,7 +269,7 @@ def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_
     if model not in IMAGES:
         raise ValueError("min_agreement requires calibration images: call vit_fast.calibrate(model, images) first")
     everything = {name: own.all() for name, own in scales.items() if own}
-    images = [as_taken(model, batch) for batch in IMAGES[model]]  # the model may have been moved since calibration
+    images = [as_model_input(model, batch) for batch in IMAGES[model]]  # the model may have been moved
     required, agreement = find_kept(copied, blocks, everything, images, min_agreement, asked)
     for name, layer in required:
         kept[name][layer] = "required by min_agreement"

@@ -169,10 +169,10 @@ def first_near_best(tried: Sequence[tuple[float, T]]) -> tuple[float, T]:
     return next(one for one in tried if one[0] <= NEAR * best)
 
 
-def fewest_kept(by_damage: Sequence[T], passes: Callable[[Collection[T]], bool], most: int) -> tuple[T, ...] | None:
+def fewest_excluded(by_damage: Sequence[T], passes: Callable[[Collection[T]], bool], most: int) -> tuple[T, ...] | None:
     """Finds by bisection the fewest layers that must stay in higher precision; the most sensitive come first.
 
-    Assumes that keeping none does not pass. Returns None if keeping `most` layers does not pass either.
+    Assumes that excluding none does not pass. Returns None if excluding `most` layers does not pass either.
     """
     if most < 1 or not passes(by_damage[:most]):
         return None

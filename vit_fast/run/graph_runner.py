@@ -290,8 +290,8 @@ def _fit_tower(model: nn.Module) -> PackedTower:
             reasons.append(f"{name or 'the tower'} must have no hooks, because graphs do not run them: remove them")
         if not tower.needs_fused:
             continue
-        is_ours = isinstance(module, FusedModule) or type(module).__module__.startswith("torch.")
-        if not is_ours and fused_form(type(module)) is not None:
+        is_known = isinstance(module, FusedModule) or type(module).__module__.startswith("torch.")
+        if not is_known and fused_form(type(module)) is not None:
             reasons.append(f"{name or 'the tower'} must be fused: call vit_fast.fuse first")
         elif tower.like.is_cuda and getattr(module, "vit_fast_backend", "triton") != "triton":
             reasons.append(f"{name} must have backend 'triton', because others copy sequence lengths to the host")

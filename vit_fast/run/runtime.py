@@ -178,7 +178,7 @@ def warm_up(
 
 
 def _example(model: nn.Module) -> Tensor:
-    known = next((known for library in IMAGE_MODELS if (known := library.recognise(model)) is not None), None)
+    known = next((known for library in IMAGE_MODELS if (known := library.recognize(model)) is not None), None)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if known is None or parameter is None:
         raise ValueError(

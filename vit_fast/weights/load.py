@@ -198,17 +198,17 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
     tensors = dict(converted.tensors)
 
     unused = (*(_HEADS if config.num_classes == 0 else ()), *(("attn_pool.",) if config.global_pool != "map" else ()))
-    for ours in [name for name in tensors if name.startswith(unused)]:
-        del tensors[ours]
-        report.ignored += [name for name in converted.origins[ours] if name in source.tensors]
+    for name in [name for name in tensors if name.startswith(unused)]:
+        del tensors[name]
+        report.ignored += [name for name in converted.origins[name] if name in source.tensors]
     _interpolate_positions(tensors, wanted.get("pos_embed"), config, source, report)
     problems = []
-    if (theirs := source.config) is not None:
+    if (given := source.config) is not None:
         for name in ("act_layer", "norm_eps"):
-            if (there := getattr(theirs, name)) != (own := getattr(config, name)):
+            if (there := getattr(given, name)) != (own := getattr(config, name)):
                 report.notes.append(f"{name}: the source has {there!r}, the model {own!r}")
-        if theirs.embed_dim == config.embed_dim and theirs.num_heads != config.num_heads:
-            problems.append(f"num_heads: the source has {theirs.num_heads}, the model {config.num_heads}")
+        if given.embed_dim == config.embed_dim and given.num_heads != config.num_heads:
+            problems.append(f"num_heads: the source has {given.num_heads}, the model {config.num_heads}")
     head_reason = converted.head_problem(config)
     if replace_head:
         for name in [name for name in wanted if name.startswith(_HEADS)]:
@@ -236,7 +236,7 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
     if problems:
         raise WeightsError(f"{source.name} ({converted.layout} layout) does not fit:\n  - " + "\n  - ".join(problems))
     report.loaded = len(tensors)
-    report.renamed = [(theirs, ours) for ours in tensors for theirs in converted.origins[ours] if theirs != ours]
+    report.renamed = [(origin, name) for name in tensors for origin in converted.origins[name] if origin != name]
     return tensors, report
 
 

@@ -67,7 +67,7 @@ void cp_async_wait(Warp& w, Instruction& I, u32) {
 static Mbarrier* find_mbarrier(Warp& w, const Instruction& I, u32 address, const char* what) {
   auto found = w.cta->mbarriers.find(address);
   if (found != w.cta->mbarriers.end()) return &found->second;
-  report(w, I, "mbarrier-not-initialised", "%s at offset %d", what, shared_offset(address));
+  report(w, I, "mbarrier-not-initialized", "%s at offset %d", what, shared_offset(address));
   return nullptr;
 }
 void complete_phase(Mbarrier& b) {

@@ -142,7 +142,7 @@ void tma_load(Warp& w, Instruction& I, u32 mask) {
     const u32 address = words(w, I, 2 + I.count)[lane] + I.second_offset;
     auto barrier = w.cta->mbarriers.find(address);
     if (barrier == w.cta->mbarriers.end()) {
-      report(w, I, "mbarrier-not-initialised", "TMA load signals offset %d", shared_offset(address));
+      report(w, I, "mbarrier-not-initialized", "TMA load signals offset %d", shared_offset(address));
       return;
     }
     load.bytes = map.box_bytes(), load.copy = new_copy(w, I), load.instruction = w.cta->copies.back().instruction;

@@ -69,9 +69,9 @@ class ImageModel(abc.ABC):
         """Sets the backend and, if requested, allows any image size. Restores the model at the end."""
         with contextlib.ExitStack() as undo:
             for module in self.model.modules():
-                ours = type(module).__module__.startswith("vit_fast.")
+                is_own = type(module).__module__.startswith("vit_fast.")
                 for attribute in ("backend", "vit_fast_backend"):
-                    if isinstance(getattr(module, attribute, None), str) and (ours or attribute != "backend"):
+                    if isinstance(getattr(module, attribute, None), str) and (is_own or attribute != "backend"):
                         switch(undo, module, attribute, backend)
             self.make_exportable(undo, dynamic_size)
             yield

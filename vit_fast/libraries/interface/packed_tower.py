@@ -168,8 +168,8 @@ class ImageTower(PackedTower):
         outputs = self.eager(buffers["images"], **options)
         batch = len(buffers["images"])
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        if wrong := [shape for shape in shapes if shape[:1] != (batch,)]:
-            reason = f"the first axis of each output must be the batch, got {wrong[0]} for {batch} images"
+        if invalid := [shape for shape in shapes if shape[:1] != (batch,)]:
+            reason = f"the first axis of each output must be the batch, got {invalid[0]} for {batch} images"
             raise UnsupportedInputError("GraphRunner", [reason])
         return outputs
 

@@ -132,15 +132,15 @@ def take_weights(
         UnsupportedInputError: one of the two models has a parameter that the other lacks; nothing was changed.
         RuntimeError: shapes of a parameter differ.
     """
-    theirs = {name: tensor.to("meta") for name, tensor in peer.state_dict().items()}
-    converted = convert(theirs, config)
+    peer_state = {name: tensor.to("meta") for name, tensor in peer.state_dict().items()}
+    converted = convert(peer_state, config)
     found = {
-        their_name: part
-        for our_name, their_names in converted.origins.items()
-        if our_name in weights
-        for their_name, part in zip(their_names, weights[our_name].chunk(len(their_names)))
+        peer_name: part
+        for name, peer_names in converted.origins.items()
+        if name in weights
+        for peer_name, part in zip(peer_names, weights[name].chunk(len(peer_names)))
     }
-    reasons = [f"its parameter {name} has no counterpart" for name in theirs if name not in found]
+    reasons = [f"its parameter {name} has no counterpart" for name in peer_state if name not in found]
     reasons += [f"vit-fast's parameter {name} has no counterpart" for name in weights if name not in converted.origins]
     raise_unsupported(type(peer).__name__, reasons)
     peer.load_state_dict(found)

@@ -125,7 +125,7 @@ _SHARED_FIELDS = (
 # --- export ---------------------------------------------------------------------------------------------------
 
 
-def recognise(model: Any) -> ImageModel | None:
+def recognize(model: Any) -> ImageModel | None:
     """Describes a model of timm for export; returns None for another model."""
     if not comes_from(NAME, model) or not hasattr(model, "forward_head") or not hasattr(model, "patch_embed"):
         return None

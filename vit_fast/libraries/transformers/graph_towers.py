@@ -35,8 +35,8 @@ class GridTower(PackedTower):
             requirement = "must have shape [images, 3] with at least one image"
             raise ValueError(f"grid_thw {requirement}, got {list(grid_thw.shape)}")
         merge = self.tower.spatial_merge_size
-        if wrong := [grid for grid in grids if min(grid) < 1 or grid[1] % merge or grid[2] % merge]:
-            raise ValueError(f"height and width in grid_thw must be multiples of {merge} patches, got {wrong[0]}")
+        if invalid := [grid for grid in grids if min(grid) < 1 or grid[1] % merge or grid[2] % merge]:
+            raise ValueError(f"height and width in grid_thw must be multiples of {merge} patches, got {invalid[0]}")
         lengths = [frames * height * width for frames, height, width in grids]
         if sum(lengths) != len(hidden_states):
             raise ValueError(f"hidden_states must have {sum(lengths)} tokens, as in grid_thw, got {len(hidden_states)}")

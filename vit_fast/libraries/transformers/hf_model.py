@@ -302,16 +302,16 @@ def _sizes(processor: Mapping[str, Any], squashes_by_default: bool) -> tuple[int
 def build_peer(config: ViTConfig) -> nn.Module:
     """Builds transformers' model of this shape; raises UnsupportedInputError with all reasons if there is none."""
     raise_unsupported("transformers' ViT", plain_vit_reasons(config))
-    from transformers import ViTConfig as TheirConfig
+    from transformers import ViTConfig as HFViTConfig
     from transformers import ViTForImageClassification
 
     model: nn.Module = ViTForImageClassification(
-        TheirConfig(
+        HFViTConfig(
             hidden_size=config.embed_dim,
             num_hidden_layers=config.depth,
             num_attention_heads=config.num_heads,
             intermediate_size=config.hidden_dim,
-            hidden_act=next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.act_layer),
+            hidden_act=next(name for name, act_layer in ACTIVATIONS.items() if act_layer == config.act_layer),
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
             layer_norm_eps=config.norm_eps,
@@ -331,7 +331,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
 _ATTENTION_NAME = "vit_fast_export"
 
 
-def recognise(model: Any) -> ImageModel | None:
+def recognize(model: Any) -> ImageModel | None:
     """Describes a vision model of transformers for export; returns None for other models."""
     if not comes_from(NAME, model) or not hasattr(getattr(model, "config", None), "patch_size"):
         return None

@@ -23,7 +23,7 @@ from .timm.timm_blocks import AttentionLayer, read_attention
 NAME = "vit-fast"
 
 
-def recognise(model: nn.Module) -> ImageModel | None:
+def recognize(model: nn.Module) -> ImageModel | None:
     """Describes a VisionTransformer for export; returns None for another model."""
     if not isinstance(model, VisionTransformer):
         return None

@@ -29,16 +29,16 @@ from vit_fast.quantization.schemes import (
     Observer,
     Range,
     Scheme,
-    fewest_kept,
+    fewest_excluded,
     first_near_best,
     power_of_two,
     smoothing_scale,
 )
 
-from .eight_bit import Product, products_of, quantise_dynamically, quantise_products
+from .eight_bit import MatMul, matmuls_of, quantize_dynamically, quantize_statically
 from .graphs import constant_of, run_graph, save
 from .options import ExportOptions, Target
-from .report import EIGHT_BIT_BUDGET, Check, Quantised, loss_of
+from .report import EIGHT_BIT_BUDGET, Check, Quantized, loss_of
 from .runtime.metadata import inspect_onnx, read_signature
 
 ERROR_BATCHES = 4
@@ -62,52 +62,52 @@ class QuantisationError(VitFastError, RuntimeError):
     """Quantization changes the model's outputs by more than the budget."""
 
 
-def quantise(
+def quantize(
     model: ir.Model, options: ExportOptions, calibration: Sequence[np.ndarray], held_out: Sequence[np.ndarray]
-) -> tuple[ir.Model, Quantised]:
+) -> tuple[ir.Model, Quantized]:
     """Quantizes a float graph, which is smoothed in place.
 
     Observes the batches of `calibration`, which may be empty for "int8-dynamic". Measures the loss on `held_out`; if
     it is empty, quantizes all layers. At most half of the linear layers stay in float.
     """
     scheme = Scheme("e4m3" if options.precision == "fp8" else "int8" if options.target == "tensorrt" else "uint8")
-    products = products_of(model, scheme)
+    matmuls = matmuls_of(model, scheme)
     expected = _outputs(model, held_out)
-    seen = smooth(model, products, observe(model, products, calibration), scheme)
-    ranges = choose_ranges(products, seen, scheme) if options.needs_calibration else {}
+    seen = smooth(model, matmuls, observe(model, matmuls, calibration), scheme)
+    ranges = choose_ranges(matmuls, seen, scheme) if options.needs_calibration else {}
 
-    def written(kept: Collection[Product]) -> ir.Model:
-        chosen = [product for product in products if product not in kept]
+    def written(excluded: Collection[MatMul]) -> ir.Model:
+        chosen = [matmul for matmul in matmuls if matmul not in excluded]
         if not options.needs_calibration:
-            return quantise_dynamically(model, chosen)
-        return quantise_products(model, chosen, scheme, ranges, fused=options.target == "ort-cpu")
+            return quantize_dynamically(model, chosen)
+        return quantize_statically(model, chosen, scheme, ranges, fused=options.target == "ort-cpu")
 
     made = written(())  # the last graph that passed, with the fewest layers in float
     losses: list[Check] = []
 
-    def passes(kept: Collection[Product]) -> bool:
+    def passes(excluded: Collection[MatMul]) -> bool:
         nonlocal made
-        candidate = written(kept) if kept else made
+        candidate = written(excluded) if excluded else made
         losses.append(loss_of(_outputs(candidate, held_out), expected, options.output))
         if passed := losses[-1].acceptable(MARGIN):
             made = candidate
         return passed
 
-    kept: tuple[Product, ...] = ()
+    excluded: tuple[MatMul, ...] = ()
     if held_out and not passes(()):
-        attention = sum(product.weight is None for product in products)
-        most = attention + (len(products) - attention) // 2
-        kept = fewest_kept(_by_error(model, products, scheme, ranges, held_out), passes, most) or ()
-        if not kept:
+        attention = sum(matmul.weight is None for matmul in matmuls)
+        most = attention + (len(matmuls) - attention) // 2
+        excluded = fewest_excluded(_by_error(model, matmuls, scheme, ranges, held_out), passes, most) or ()
+        if not excluded:
             raise QuantisationError(
                 f"{options.precision}: must be within {MARGIN:.0%} of the budget ({EIGHT_BIT_BUDGET}), "
-                f"got {losses[-1].line()} with {most} of {len(products)} MatMuls in float"
+                f"got {losses[-1].line()} with {most} of {len(matmuls)} MatMuls in float"
             )
-    names, methods = tuple(product.name for product in kept), Counter(one.method for one in ranges.values())
-    return made, Quantised(len(products) - len(kept), names, dict(methods))
+    names, methods = tuple(matmul.name for matmul in excluded), Counter(one.method for one in ranges.values())
+    return made, Quantized(len(matmuls) - len(excluded), names, dict(methods))
 
 
-def quantise_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantised:
+def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantized:
     """Quantizes a float file of any exporter: its linear layers over tokens, calibrated on image files, to int8."""
     info = inspect_onnx(source)
     signature = read_signature(info)
@@ -124,22 +124,22 @@ def quantise_file(source: Path, path: Path, target: Target, files: Sequence[Path
     if reasons or signature.image_hw is None:
         raise UnsupportedInputError(f"int8 of {source.name}", reasons)
     size = signature.shape[0] or 1
-    photos = read_images(files, size * -(-CALIBRATION_IMAGES // size))  # whole batches
-    inputs = as_inputs(photos, info.data_config, signature.image_hw, signature.in_chans)
+    images = read_images(files, size * -(-CALIBRATION_IMAGES // size))  # whole batches
+    inputs = as_inputs(images, info.data_config, signature.image_hw, signature.in_chans)
     graph = ir.external_data.load_to_model(ir.load(source))
     try:
-        made, done = quantise(graph, options, [one.numpy() for one in inputs.split(size)], ())
+        made, done = quantize(graph, options, [one.numpy() for one in inputs.split(size)], ())
     except ValueError as error:  # no linear layer to quantize
         raise UnsupportedInputError(f"int8 of {source.name}", [str(error)]) from None
     save(made, path)
     return done
 
 
-def observe(model: ir.Model, products: Sequence[Product], batches: Sequence[np.ndarray]) -> dict[str, Observation]:
+def observe(model: ir.Model, matmuls: Sequence[MatMul], batches: Sequence[np.ndarray]) -> dict[str, Observation]:
     """Runs the graph on images and observes the activations of the MatMuls, by name; {} without images."""
     if not batches:
         return {}
-    values = {str(value.name): value for value in _readers(products)}
+    values = {str(value.name): value for value in _readers(matmuls)}
     generator = np.random.default_rng(0)
     observers = {name: Observer(generator) for name in values}
     for arrays in run_graph(model, batches, list(values.values())):
@@ -150,10 +150,10 @@ def observe(model: ir.Model, products: Sequence[Product], batches: Sequence[np.n
     return {name: observer.seen() for name, observer in observers.items()}
 
 
-def choose_ranges(products: Sequence[Product], seen: Mapping[str, Observation], scheme: Scheme) -> dict[str, Range]:
+def choose_ranges(matmuls: Sequence[MatMul], seen: Mapping[str, Observation], scheme: Scheme) -> dict[str, Range]:
     """Returns the range of each activation: 0 to 1 after a softmax, else the most accurate."""
     ranges = {}
-    for value, users in _readers(products).items():
+    for value, users in _readers(matmuls).items():
         name, producer = str(value.name), value.producer()
         weights = [weight for user in users if (weight := user.weight) is not None]
         is_softmax = producer is not None and producer.op_type == "Softmax"
@@ -171,16 +171,16 @@ def choose_range(seen: Observation, weights: Sequence[np.ndarray], scheme: Schem
     return first_near_best([(error(limits), limits) for limits in scheme.ranges(seen)])[1]
 
 
-def _readers(products: Sequence[Product]) -> dict[ir.Value, list[Product]]:
-    readers: dict[ir.Value, list[Product]] = {}
-    for product in products:
-        for value in product.activations:
-            readers.setdefault(value, []).append(product)
+def _readers(matmuls: Sequence[MatMul]) -> dict[ir.Value, list[MatMul]]:
+    readers: dict[ir.Value, list[MatMul]] = {}
+    for matmul in matmuls:
+        for value in matmul.activations:
+            readers.setdefault(value, []).append(matmul)
     return readers
 
 
 def smooth(
-    model: ir.Model, products: Sequence[Product], seen: Mapping[str, Observation], scheme: Scheme
+    model: ir.Model, matmuls: Sequence[MatMul], seen: Mapping[str, Observation], scheme: Scheme
 ) -> dict[str, Observation]:
     """Moves scales from the outputs of norms into the linear layers that follow; returns the observations after it.
 
@@ -188,7 +188,7 @@ def smooth(
     from the norm's weight and bias.
     """
     smoothed = dict(seen)
-    for x, users in _readers(products).items():
+    for x, users in _readers(matmuls).items():
         name, norm, weights = str(x.name), x.producer(), [user.weight for user in users]
         if norm is None or norm.op_type not in PARAMETERS or len(x.uses()) != len(users) or x.is_graph_output():
             continue
@@ -224,22 +224,22 @@ def _outputs(model: ir.Model, batches: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _by_error(
-    model: ir.Model, products: Sequence[Product], scheme: Scheme, ranges: Mapping[str, Range],
+    model: ir.Model, matmuls: Sequence[MatMul], scheme: Scheme, ranges: Mapping[str, Range],
     held_out: Sequence[np.ndarray],
-) -> list[Product]:  # fmt: skip
+) -> list[MatMul]:  # fmt: skip
     """Sorts the MatMuls: attention first, then by the error if one alone is quantized, the largest first."""
-    seen = observe(model, products, held_out[:ERROR_BATCHES])
+    seen = observe(model, matmuls, held_out[:ERROR_BATCHES])
 
-    def error(product: Product) -> float:
-        found = [(seen[name].tokens, ranges.get(name)) for name in (str(value.name) for value in product.activations)]
+    def error(matmul: MatMul) -> float:
+        found = [(seen[name].tokens, ranges.get(name)) for name in (str(value.name) for value in matmul.activations)]
         exact = [x for x, _ in found]
         moved = [scheme.rounded(x, known or Range(float(x.min()), float(x.max()), "its own")) for x, known in found]
-        if product.weight is None:
+        if matmul.weight is None:
             return max(_relative(m, x) for m, x in zip(moved, exact))
-        weight = product.weight.astype(np.float32)
+        weight = matmul.weight.astype(np.float32)
         return _relative(moved[0] @ scheme.rounded_weight(weight), exact[0] @ weight)
 
-    return sorted(products, key=lambda product: (product.weight is not None, -error(product)))
+    return sorted(matmuls, key=lambda matmul: (matmul.weight is not None, -error(matmul)))
 
 
 def _relative(moved: np.ndarray, exact: np.ndarray) -> float:
