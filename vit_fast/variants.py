@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .config import DataConfig, RopeConfig, ViTConfig
@@ -27,12 +29,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "7b": {"embed_dim": 4096, "depth": 40, "num_heads": 32, "mlp_ratio": 2.0},
 }
 
-INCEPTION, INCEPTION_FULL = DataConfig(), DataConfig(crop_pct=1.0)
+INCEPTION = DataConfig()
 IMAGENET = DataConfig(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-IMAGENET_FULL = DataConfig(mean=IMAGENET.mean, std=IMAGENET.std, crop_pct=1.0)
 OPENAI = DataConfig(mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711))
-OPENAI_FULL = DataConfig(mean=OPENAI.mean, std=OPENAI.std, crop_pct=1.0)
-OPENAI_SQUASHED = DataConfig(mean=OPENAI.mean, std=OPENAI.std, crop_pct=1.0, crop_mode="squash")
+INCEPTION_FULL, IMAGENET_FULL, OPENAI_FULL = (replace(data, crop_pct=1.0) for data in (INCEPTION, IMAGENET, OPENAI))
 MNIST = DataConfig(mean=(0.1307,), std=(0.3081,), crop_pct=1.0)
 
 
@@ -53,9 +53,12 @@ NOT_HERE = {
 }
 
 
-def _add(data: DataConfig, names: str, **fields: Any) -> None:
-    """Adds variants. A name gives size, patch size and image size, as in vit_base_patch16_384; fields override them."""
-    for name in names.split():
+def _add(data: DataConfig, *patterns: str, **fields: Any) -> None:
+    """Adds the variants of patterns such as vit_{tiny,small}_patch16_224.
+
+    A name gives size, patch size and image size; fields override them.
+    """
+    for name in itertools.chain.from_iterable(map(_expand, patterns)):
         shape = next((SIZES[word] for word in name.split("_") if word in SIZES), {})
         patch, img = re.search(r"patch(\d+)", name), re.search(r"_(\d+)$", name)
         sizes = {"patch_size": int(patch[1])} if patch else {}
@@ -63,134 +66,103 @@ def _add(data: DataConfig, names: str, **fields: Any) -> None:
         _VARIANTS[name] = Variant(ViTConfig(**{**shape, **sizes, **fields}), data)
 
 
-def _rope(**fields: Any) -> RopeConfig:
-    return RopeConfig(coordinates="index", layout="interleaved", **fields)
+def _expand(pattern: str) -> Iterable[str]:
+    """Expands alternatives in braces, as a shell does."""
+    return map("".join, itertools.product(*(part.split(",") for part in re.split("[{}]", pattern))))
 
 
-_add(INCEPTION, "vit_tiny_patch16_224 vit_small_patch32_224 vit_small_patch16_224 vit_base_patch32_224")
-_add(INCEPTION, "vit_base_patch16_224 vit_base_patch8_224 vit_large_patch32_224 vit_large_patch16_224")
-_add(INCEPTION, "vit_large_patch14_224")
+_add(INCEPTION, "vit_{tiny,small,base,large}_patch16_224", "vit_{small,base,large}_patch32_224")
+_add(INCEPTION, "vit_base_patch8_224", "vit_large_patch14_224")
 _add(INCEPTION, "vit_huge_patch14_224", num_classes=0)
-_add(INCEPTION_FULL, "vit_tiny_patch16_384 vit_small_patch32_384 vit_small_patch16_384 vit_base_patch32_384")
-_add(INCEPTION_FULL, "vit_base_patch16_384 vit_large_patch32_384 vit_large_patch16_384")
+_add(INCEPTION_FULL, "vit_{tiny,small,base,large}_patch16_384", "vit_{small,base,large}_patch32_384")
 _add(IMAGENET, "vit_small_patch8_224", num_classes=0)
 
-_add(IMAGENET, "deit_tiny_patch16_224 deit_small_patch16_224 deit_base_patch16_224")
+_add(IMAGENET, "deit_{tiny,small,base}_patch16_224")
 _add(IMAGENET_FULL, "deit_base_patch16_384")
-for _name in ("deit_tiny_distilled_patch16_224", "deit_small_distilled_patch16_224", "deit_base_distilled_patch16_224"):
-    _add(IMAGENET, _name, distilled=True)
+_add(IMAGENET, "deit_{tiny,small,base}_distilled_patch16_224", distilled=True)
 _add(IMAGENET_FULL, "deit_base_distilled_patch16_384", distilled=True)
 
 DEIT3: dict[str, Any] = {"no_embed_class": True, "init_values": 1e-6}
-for _size in ("small", "medium", "base", "large"):
-    _add(IMAGENET, f"deit3_{_size}_patch16_224", **DEIT3)
-_add(IMAGENET, "deit3_huge_patch14_224", **DEIT3)
-_add(IMAGENET_FULL, "deit3_small_patch16_384 deit3_base_patch16_384 deit3_large_patch16_384", **DEIT3)
+_add(IMAGENET, "deit3_{small,medium,base,large}_patch16_224", "deit3_huge_patch14_224", **DEIT3)
+_add(IMAGENET_FULL, "deit3_{small,base,large}_patch16_384", **DEIT3)
 
 SWIGLU = {"mlp_layer": "swiglu", "act_layer": "silu"}
 DINOV2: dict[str, Any] = {"img_size": 518, "init_values": 1e-5, "num_classes": 0}
-for _size, _mlp in (("small", {}), ("base", {}), ("large", {}), ("giant", SWIGLU)):
-    _add(IMAGENET_FULL, f"vit_{_size}_patch14_dinov2", **DINOV2, **_mlp)
-    _add(IMAGENET_FULL, f"vit_{_size}_patch14_reg4_dinov2", **DINOV2, **_mlp, reg_tokens=4, no_embed_class=True)
+for _name, _fields in (("dinov2", {}), ("reg4_dinov2", {"reg_tokens": 4, "no_embed_class": True})):
+    _add(IMAGENET_FULL, "vit_{small,base,large}_patch14_" + _name, **DINOV2, **_fields)
+    _add(IMAGENET_FULL, "vit_giant_patch14_" + _name, **DINOV2, **_fields, **SWIGLU)
 
 CLIP: dict[str, Any] = {"pre_norm": True, "norm_eps": 1e-5}
-for _name, _projection in (
-    ("base_patch32", 512),
-    ("base_patch16", 512),
-    ("large_patch14", 768),
-    ("huge_patch14", 1024),
-):
+for _name, _projection in (("base_patch{16,32}", 512), ("large_patch14", 768), ("huge_patch14", 1024)):
     _add(OPENAI, f"vit_{_name}_clip_224", **CLIP, num_classes=_projection)
     _add(OPENAI, f"vit_{_name}_clip_quickgelu_224", **CLIP, num_classes=_projection, act_layer="quick_gelu")
 
 SIGLIP: dict[str, Any] = {"class_token": False, "global_pool": "map", "num_classes": 0}
-for _name, _sides, _act in (
-    ("base_patch16", (224, 256, 384, 512), "gelu"),
-    ("large_patch16", (256, 384), "gelu"),
-    ("so400m_patch14", (224, 378), "gelu"),
-    ("so400m_patch16", (256, 384, 512), "gelu_tanh"),
-):
-    for _side in _sides:
-        _add(INCEPTION, f"vit_{_name}_siglip_{_side}", **SIGLIP, act_layer=_act)
+_add(INCEPTION, "vit_base_patch16_siglip_{224,256,384,512}", "vit_large_patch16_siglip_{256,384}", **SIGLIP)
+_add(INCEPTION, "vit_so400m_patch14_siglip_{224,378}", **SIGLIP)
+_add(INCEPTION, "vit_so400m_patch16_siglip_{256,384,512}", **SIGLIP, act_layer="gelu_tanh")
 
 DINOV3: dict[str, Any] = {
     "img_size": 256, "class_token": True, "reg_tokens": 4, "pos_embed": "none", "rope": RopeConfig(),
     "init_values": 1e-5, "norm_eps": 1e-5, "global_pool": "avg", "fc_norm": False, "num_classes": 0,
     "dynamic_img_size": True,
 }  # fmt: skip
-HUGE_PLUS: dict[str, Any] = {**SWIGLU, "num_heads": 20}
-for _size, _fields in (("small", {}), ("small_plus", SWIGLU), ("base", {}), ("large", {}), ("huge_plus", HUGE_PLUS)):
-    _add(IMAGENET_FULL, f"vit_{_size}_patch16_dinov3", **DINOV3, **_fields, qkv_bias=False)
-    _add(IMAGENET_FULL, f"vit_{_size}_patch16_dinov3_qkvb", **DINOV3, **_fields)
+for _name, _bias in (("dinov3", False), ("dinov3_qkvb", True)):
+    _add(IMAGENET_FULL, "vit_{small,base,large}_patch16_" + _name, **DINOV3, qkv_bias=_bias)
+    _add(IMAGENET_FULL, "vit_small_plus_patch16_" + _name, **DINOV3, **SWIGLU, qkv_bias=_bias)
+    _add(IMAGENET_FULL, "vit_huge_plus_patch16_" + _name, **DINOV3, **SWIGLU, qkv_bias=_bias, num_heads=20)
 _add(IMAGENET_FULL, "vit_7b_patch16_dinov3", **DINOV3, **SWIGLU, qkv_bias=False)
 
-EVA02: dict[str, Any] = {**SWIGLU, "mlp_ratio": 4 * 2 / 3, "rope": _rope(temperature=10000.0, reference_grid=(16, 16))}
-for _size, _side, _data, _norm in (
-    ("tiny", 336, OPENAI_FULL, False),
-    ("small", 336, OPENAI_FULL, False),
-    ("base", 448, OPENAI_SQUASHED, True),
-    ("large", 448, OPENAI_SQUASHED, True),
-):
-    _add(OPENAI, f"eva02_{_size}_patch14_224", **EVA02, scale_mlp_norm=_norm, global_pool="avg", num_classes=0)
-    _add(_data, f"eva02_{_size}_patch14_{_side}", **EVA02, scale_mlp_norm=_norm, global_pool="avg")
+AXIAL = RopeConfig(coordinates="index", layout="interleaved", columns_first=True)
+EVA_ROPE = replace(AXIAL, temperature=10000.0, reference_grid=(16, 16), columns_first=False)
+EVA02: dict[str, Any] = {**SWIGLU, "mlp_ratio": 4 * 2 / 3, "rope": EVA_ROPE}
+for _name, _norm in (("eva02_{tiny,small}_patch14_", False), ("eva02_{base,large}_patch14_", True)):
+    _add(OPENAI, f"{_name}224", **EVA02, scale_mlp_norm=_norm, global_pool="avg", num_classes=0)
+_add(OPENAI_FULL, "eva02_{tiny,small}_patch14_336", **EVA02, global_pool="avg")
+_add(
+    replace(OPENAI_FULL, crop_mode="squash"), "eva02_{base,large}_patch14_448",
+    **EVA02, scale_mlp_norm=True, global_pool="avg",
+)  # fmt: skip
 EVA02_CLIP: dict[str, Any] = {**EVA02, "scale_attn_norm": True, "scale_mlp_norm": True}
 _add(OPENAI, "eva02_base_patch16_clip_224", **EVA02_CLIP, num_classes=512)
 _add(OPENAI, "eva02_large_patch14_clip_224", **EVA02_CLIP, num_classes=768)
 _add(OPENAI_FULL, "eva02_large_patch14_clip_336", **EVA02_CLIP, num_classes=768)
 
 
-def _add_pe(name: str, **fields: Any) -> None:
-    """Adds a Perception Encoder; patch indices start at one if there is a class token."""
-    patch, side = (int(number) for number in re.findall(r"\d+", name))
-    offset = 0.0 if "gigantic" in name else 1.0
-    grid = (side // patch, side // patch)
-    rope = _rope(temperature=10000.0, reference_grid=grid, offset=offset, columns_first=True)
-    _add(INCEPTION_FULL, f"vit_pe_{name}", **CLIP, rope=rope, **fields)
+def _add_pe(*patterns: str, **fields: Any) -> None:
+    """Adds Perception Encoders; patch indices start at one if there is a class token."""
+    for name in itertools.chain.from_iterable(map(_expand, patterns)):
+        patch, side = (int(number) for number in re.findall(r"\d+", name))
+        grid, offset = (side // patch, side // patch), 0.0 if "gigantic" in name else 1.0
+        rope = replace(AXIAL, temperature=10000.0, reference_grid=grid, offset=offset)
+        _add(INCEPTION_FULL, f"vit_pe_{name}", **CLIP, rope=rope, **fields)
 
 
 PE_CORE: dict[str, Any] = {"global_pool": "map", "pool_heads": 8, "pool_mlp_ratio": 4.0, "pool_include_prefix": True}
 PE_TOWER: dict[str, Any] = {"global_pool": "avg", "final_norm": False, "num_classes": 0}
-for _name, _projection in (
-    ("tiny_patch16_384", 512),
-    ("small_patch16_384", 512),
-    ("base_patch16_224", 1024),
-    ("large_patch14_336", 1024),
-    ("gigantic_patch14_448", 1280),
-):
-    _add_pe(f"core_{_name}", **PE_CORE, num_classes=_projection)
+_add_pe("core_{tiny,small}_patch16_384", **PE_CORE, num_classes=512)
+_add_pe("core_base_patch16_224", "core_large_patch14_336", **PE_CORE, num_classes=1024)
+_add_pe("core_gigantic_patch14_448", **PE_CORE, num_classes=1280)
 _add_pe("lang_large_patch14_448", **PE_TOWER, init_values=0.1, depth=23)
 _add_pe("lang_gigantic_patch14_448", **PE_TOWER, init_values=0.1, depth=47)
-for _name in ("tiny_patch16_512", "small_patch16_512", "base_patch16_512", "large_patch14_448"):
-    _add_pe(f"spatial_{_name}", **PE_TOWER)
+_add_pe("spatial_{tiny,small,base}_patch16_512", "spatial_large_patch14_448", **PE_TOWER)
 _add_pe("spatial_gigantic_patch14_448", **PE_TOWER, init_values=0.1)
 
-for _name, _data, _registers in (
-    ("vit_medium_patch16_rope_reg1_gap_256", INCEPTION, 1),
-    ("vit_mediumd_patch16_rope_reg1_gap_256", INCEPTION, 1),
-    ("vit_betwixt_patch16_rope_reg4_gap_256", OPENAI, 4),
-    ("vit_base_patch16_rope_reg1_gap_256", INCEPTION, 1),
-):
-    _add(
-        DataConfig(mean=_data.mean, std=_data.std, crop_pct=0.95), _name, class_token=False, reg_tokens=_registers,
-        pos_embed="none", init_values=1e-5, rope=EVA02["rope"], global_pool="avg",
-    )  # fmt: skip
-for _size in ("small", "base", "large"):
-    _axial: dict[str, Any] = {"init_values": 1e-5, "rope": _rope(columns_first=True)}
-    _add(IMAGENET, f"vit_{_size}_patch16_rope_224", **_axial, pos_embed="none")
-    _add(IMAGENET, f"vit_{_size}_patch16_rope_ape_224", **_axial, no_embed_class=True)
+GAP: dict[str, Any] = {
+    "class_token": False, "pos_embed": "none", "init_values": 1e-5, "rope": EVA_ROPE, "global_pool": "avg",
+}  # fmt: skip
+_add(replace(INCEPTION, crop_pct=0.95), "vit_{medium,mediumd,base}_patch16_rope_reg1_gap_256", **GAP, reg_tokens=1)
+_add(replace(OPENAI, crop_pct=0.95), "vit_betwixt_patch16_rope_reg4_gap_256", **GAP, reg_tokens=4)
+_add(IMAGENET, "vit_{small,base,large}_patch16_rope_224", init_values=1e-5, rope=AXIAL, pos_embed="none")
+_add(IMAGENET, "vit_{small,base,large}_patch16_rope_ape_224", init_values=1e-5, rope=AXIAL, no_embed_class=True)
 
 AIMV2: dict[str, Any] = {
     **SWIGLU, "depth": 24, "class_token": False, "global_pool": "avg", "fc_norm": False, "qkv_bias": False,
     "proj_bias": False, "norm_layer": "rms_norm", "norm_eps": 1e-5, "embed_norm": True, "num_classes": 0,
 }  # fmt: skip
-for _size, _width, _heads, _ratio in (
-    ("large", 1024, 8, 2.75),
-    ("huge", 1536, 12, 2.6667),
-    ("1b", 2048, 16, 2.75),
-    ("3b", 3072, 24, 2.6667),
-):
-    _names = " ".join(f"aimv2_{_size}_patch14_{side}" for side in (224, 336, 448))
-    _add(OPENAI_FULL, _names, **AIMV2, embed_dim=_width, num_heads=_heads, mlp_ratio=_ratio)
+for _name, _width, _ratio in (("large", 1024, 2.75), ("huge", 1536, 2.6667), ("1b", 2048, 2.75), ("3b", 3072, 2.6667)):
+    _shape = {"embed_dim": _width, "num_heads": _width // 128, "mlp_ratio": _ratio}
+    _add(OPENAI_FULL, f"aimv2_{_name}_patch14_" + "{224,336,448}", **AIMV2, **_shape)
 
 # Hybrids (section 3.1): tokens of 16 x 16 pixels, from a feature map of stride 16 (patch 1) or of stride 4 (patch 4).
 _add(INCEPTION, "vit_small_hybrid_patch1_224", stem_channels=(48, 96, 192, 384))
