@@ -34,9 +34,8 @@ from vit_fast.files import file_aside
 from vit_fast.measure.clock import Protocol
 
 from .configuration import make_configuration
-from .journal import JOURNAL_NAME, Journal
 from .machine import describe
-from .records import RECORD_NAME, Row, read_record, to_json
+from .records import JOURNAL_NAME, RECORD_NAME, Journal, Row, read_record, to_json
 from .report import markdown
 from .runner import run
 

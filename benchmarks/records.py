@@ -1,14 +1,19 @@
-"""Records: their rows, their comparison, and reading them.
+"""Records of `vit-fast bench`: rows, journal of a run, comparison, and reading of old formats.
 
-A row is one candidate in one group, with its status, and its figures if it is correct and was measured.
+A row is one candidate in one group, with its status, and its figures if it is correct and was measured. During a run,
+rows are appended to FOLDER.partial/rows.jsonl and synced to disk, so that a killed run can be resumed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +25,7 @@ from vit_fast.work import Work, total
 from .configuration import Group
 
 FORMAT, BEFORE = "vit-fast-bench/3", "vit-fast-bench/2"
-RECORD_NAME = "record.json"
+RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"
 Status = Literal[
     "measured", "not installed", "unsupported", "incorrect", "failed", "out of memory", "skipped", "interrupted"
 ]
@@ -60,20 +65,18 @@ def make_row(group: Group, candidate: Candidate, status: Status, reason: str | N
 def add_timing(row: Row, timing: Timing, group: Group) -> None:
     """Adds the durations, and throughput and operations per second."""
     least = total(group.least().values())
-    itemsize = ITEMSIZES.get(row["precision"], group.dtype.itemsize)
-    flop, moved = least.flop or None, least.elements * itemsize or None
-    row.update(dataclasses.asdict(timing))
-    row.update(
-        images_per_s=group.batch_size / timing.ms * 1e3,
-        samples_ms=[float(f"{sample:.6g}") for sample in timing.samples_ms],
-        TFLOP_per_s=flop and flop / timing.ms / 1e9,
-        FLOP=flop,
-        bytes=moved,
-        tokens=group.model.config and group.model.config.seqlen,
-        GFLOP_per_image=flop and flop / group.batch_size / 1e9,
-    )
+    flop, moved = least.flop or None, least.elements * ITEMSIZES.get(row["precision"], group.dtype.itemsize) or None
+    row |= dataclasses.asdict(timing) | {
+        "images_per_s": group.batch_size / timing.ms * 1e3,
+        "samples_ms": [float(f"{sample:.6g}") for sample in timing.samples_ms],
+        "TFLOP_per_s": flop and flop / timing.ms / 1e9,
+        "FLOP": flop,
+        "bytes": moved,
+        "tokens": group.model.config and group.model.config.seqlen,
+        "GFLOP_per_image": flop and flop / group.batch_size / 1e9,
+    }
     if len(timing.samples_ms) >= PERCENTILE_REPEATS:
-        row.update(ms_p90=percentile(timing.samples_ms, 0.90), ms_p99=percentile(timing.samples_ms, 0.99))
+        row |= {f"ms_p{p}": percentile(timing.samples_ms, p / 100) for p in (90, 99)}
 
 
 def make_control(group: Group, candidate: str, timing: Timing, again: Timing, conditions: dict[str, Any]) -> Row:
@@ -85,25 +88,22 @@ def make_control(group: Group, candidate: str, timing: Timing, again: Timing, co
 def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row]) -> None:
     """Adds shares of the ceiling (a defect above 1), and ratios to the fastest peer, in full precision if possible."""
     for row in measured(rows):
-        reached = ceilings.get("matmul_TFLOP_per_s", {})
-        ceiling = reached.get("bf16" if row["precision"] == "amp" else row["precision"])
-        share = row["TFLOP_per_s"] / ceiling if ceiling and row["TFLOP_per_s"] else None
-        above = share is not None and share > 1
-        row["ceiling_share"] = None if above else share
-        row["defect"] = f"{share:.2f}x the matmul ceiling of this run" if above else None
-        if ceiling and row["bytes"]:
-            row["floor_ms"] = Work(row["FLOP"], row["bytes"]).floor_ms(1, ceiling, ceilings["copy_GB_per_s"])
+        if ceiling := ceiling_of(row["precision"], ceilings):
+            share = row["TFLOP_per_s"] and row["TFLOP_per_s"] / ceiling
+            if share and share > 1:
+                share, row["defect"] = None, f"{share:.2f}x the matmul ceiling of this run"
+            row["ceiling_share"] = share
+            if row["bytes"]:
+                row["floor_ms"] = Work(row["FLOP"], row["bytes"]).floor_ms(1, ceiling, ceilings["copy_GB_per_s"])
         rivals = [other for other in measured(rows) if other["peer"] and key_of(other) == key_of(row)]
         peers = [other for other in rivals if not is_lower(other)] or rivals
         if not peers:
             continue
         best = max(peers, key=lambda peer: peer["images_per_s"])
-        row["best_peer"] = best["candidate"]
-        if row is best:
-            row["ratio_to_best_peer"] = 1.0
-            continue
-        found = clock.compare_rows(best, row, resolution_of(row, controls), paired=best["batch"] == row["batch"])
-        row.update(ratio_to_best_peer=found["ratio"], ratio_interval=found["interval"], verdict=found["verdict"])
+        row.update(best_peer=best["candidate"], ratio_to_best_peer=1.0)
+        if row is not best:
+            found = clock.compare_rows(best, row, resolution_of(row, controls), paired=best["batch"] == row["batch"])
+            row.update(ratio_to_best_peer=found["ratio"], ratio_interval=found["interval"], verdict=found["verdict"])
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
@@ -115,9 +115,14 @@ def is_lower(row: Row) -> bool:
     return bool(row["precision"] != row["dtype"])
 
 
-def resolution_of(row: Row, controls: Sequence[Row], *, between_runs: bool = False) -> float:
+def ceiling_of(precision: str, ceilings: dict[str, Any]) -> float | None:
+    """Returns the measured matmul ceiling of a precision in TFLOP/s, if there is one."""
+    found: float | None = ceilings.get("matmul_TFLOP_per_s", {}).get("bf16" if precision == "amp" else precision)
+    return found
+
+
+def resolution_of(row: Row, controls: Sequence[Row], field: str = "resolution") -> float:
     """Returns the resolution of a row's group: the worst of its controls; infinite without one."""
-    field = "between_runs" if between_runs else "resolution"
     return max((float(c[field]) for c in controls if key_of(c) == key_of(row)), default=float("inf"))
 
 
@@ -134,8 +139,115 @@ def may_gain(group: Group, rows: Sequence[Row]) -> bool:
             whole = row["batch"] == row["requested_batch"]
             rates.setdefault(row["candidate"], []).append((row["images_per_s"] or 0.0) if whole else 0.0)
     most = max(map(len, rates.values()), default=0)
-    tried = [found for found in rates.values() if len(found) == most]
-    return most < 2 or any(found[-1] > GAIN * max(found[:-1]) for found in tried)
+    return most < 2 or any(rate[-1] > GAIN * max(rate[:-1]) for rate in rates.values() if len(rate) == most)
+
+
+class Journal:
+    """The findings of a run as (kind, value): row, control, ceilings, begun (a candidate of a group), resumed.
+
+    Without a folder, they stay in memory.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, header: Mapping[str, Any] | None = None, entries: Iterable[Any] = ()
+    ) -> None:
+        self.header, self.entries = dict(header or {}), [*entries]
+        self.folder = Path() if folder is None else folder
+        self._path = None if folder is None else _partial(folder) / JOURNAL_NAME
+
+    @classmethod
+    def begin(cls, folder: Path | None, request: Mapping[str, Any], machine: Mapping[str, Any]) -> Journal:
+        """Starts the journal of a new run in a new or empty folder, by default in ./vit-fast-results."""
+        folder = _default_folder(machine) if folder is None else folder
+        check_folder(folder)
+        _partial(folder).mkdir(parents=True)
+        journal = cls(folder, {"format": FORMAT, "request": dict(request), "machine": dict(machine)})
+        try:
+            journal._write("header", journal.header)
+        except OSError:
+            shutil.rmtree(_partial(folder), ignore_errors=True)
+            raise
+        return journal
+
+    @classmethod
+    def resume(cls, folder: Path) -> Journal:
+        """Opens the journal of an interrupted run in the folder of `--out`, with or without .partial."""
+        folder = folder.with_name(folder.name.removesuffix(PARTIAL))
+        path = _partial(folder) / JOURNAL_NAME
+        if (folder / JOURNAL_NAME).is_file():  # ended by Ctrl-C
+            folder.replace(_partial(folder))
+        if not path.is_file():
+            raise ValueError(f"{folder} must contain an unfinished run, but {path} does not exist")
+        whole = path.read_bytes()
+        text = whole[: whole.rfind(b"\n") + 1]  # the last line may be incomplete
+        try:
+            (_, header), *entries = [(line["kind"], line["value"]) for line in map(json.loads, text.splitlines())]
+            found = header["format"] if all(isinstance(header[part], dict) for part in ("request", "machine")) else None
+        except (ValueError, LookupError, TypeError):
+            found = None
+        if found != FORMAT:
+            raise ValueError(f"{path}: must be a journal of {FORMAT}, got {found or 'another file'}: start a new run")
+        os.truncate(path, len(text))
+        journal = cls(folder, header, entries)
+        journal.add("resumed", None)
+        return journal
+
+    def check_machine(self, machine: Mapping[str, Any]) -> None:
+        """Raises ValueError for other hardware, versions or code than those of the run."""
+        before = self.header["machine"]
+        for name in ("device", "threads", "packages", "commit"):
+            if before.get(name) != machine[name]:
+                raise ValueError(f"{self.folder}: {name} must be {before.get(name)} to resume, got {machine[name]}")
+
+    def found(self, kind: str) -> list[Any]:
+        return [value for known, value in self.entries if known == kind]
+
+    def has_ended(self, *begun: str | int) -> bool:
+        """True if the process ended twice while this was begun; once may have another reason."""
+        following = itertools.pairwise(self.entries)
+        return sum(one == ("begun", [*begun]) and other[0] == "resumed" for one, other in following) > 1
+
+    def add(self, kind: str, value: Any) -> None:
+        """Adds a finding, and writes it to disk unless a resumed run should repeat it."""
+        self.entries.append((kind, value))
+        if not (kind == "row" and value["status"] in ("skipped", "interrupted")):
+            self._write(kind, value)
+
+    def _write(self, kind: str, value: object) -> None:
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"kind": kind, "value": value}, allow_nan=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+    def finish(self, files: Mapping[str, bytes], *, keep: bool) -> None:
+        """Writes the files into the record's folder, which then appears; keep: the run can be resumed."""
+        assert self._path is not None
+        for name, content in files.items():
+            (self._path.parent / name).write_bytes(content)
+        if not keep:
+            self._path.unlink()
+        self._path.parent.replace(self.folder)
+
+
+def _default_folder(machine: Mapping[str, Any]) -> Path:
+    date = re.sub(r"[^0-9T]", "", machine["date"].partition("+")[0]).replace("T", "-")
+    name = f"{date}-{re.sub(r'[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(folder for name in names if not (folder := Path("vit-fast-results", name)).exists())
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ValueError for a folder with an unfinished run, and OSError if it is not a new or empty folder."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder}: must be a new or empty folder, got files")
+    if (partial := _partial(folder)).exists():
+        raise ValueError(f"{partial} contains an unfinished run: pass --resume {folder}, or another folder")
+
+
+def _partial(folder: Path) -> Path:
+    folder = folder if folder.name else folder.absolute()  # of "."
+    return folder.with_name(f"{folder.name.removesuffix(PARTIAL)}{PARTIAL}")
 
 
 def compare_records(first: Record, second: Record) -> dict[str, Any]:
@@ -154,7 +266,7 @@ def compare_records(first: Record, second: Record) -> dict[str, Any]:
             unpaired.append(f"{name}: {row['status']} in the first record, {other['status']} in the second")
         else:
             sides = (row, first["controls"]), (other, second["controls"])
-            resolution = max(drift, *(resolution_of(*side, between_runs=True) for side in sides))
+            resolution = max(drift, *(resolution_of(*side, "between_runs") for side in sides))
             rates = [row["images_per_s"], other["images_per_s"]]
             found: Row = {"ratio": rates[1] / rates[0], "interval": None, "verdict": clock.UNKNOWN}
             if row["samples_ms"] and other["samples_ms"]:

@@ -1,20 +1,21 @@
-"""A record as text: tables, warnings, and the blocks of a document that show a committed record.
+"""A record as text, as a plot, and as an HTML page that needs no network.
 
-    python -m vit_fast.benchmarks.report RECORD.json       prints the table
-    python -m vit_fast.benchmarks.report --fill README.md  fills the blocks of a document
-    python -m vit_fast.benchmarks.report --check RECORD    fails if the record must not be cited
-
-A block starts with `<!-- record: PATH -->` or `<!-- summary: PATH -->`, PATH relative to the document, and ends with
-`<!-- /record -->`.
+python -m vit_fast.benchmarks.report --check RECORD    fails if the record must not be cited
+python -m vit_fast.benchmarks.report --fill README.md  fills blocks of a document, which start with
+    `<!-- record: PATH -->` or `<!-- summary: PATH -->`, relative to the document, and end with `<!-- /record -->`
 """
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import shlex
 import sys
+import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,27 +23,24 @@ from vit_fast.measure.clock import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE, format_
 from vit_fast.work import Work
 
 from .machine import PARTS, REST
-from .records import Record, Row, is_lower, measured, read_record, resolution_of
+from .records import Record, Row, ceiling_of, damaged, is_bench, is_lower, measured, read_record, resolution_of
 
 _BLOCK = re.compile(r"(<!-- (record|summary): (\S+) -->\n).*?(<!-- /record -->)", re.DOTALL)
-MOST_KERNELS = 3  # kernels of each part
+MOST_KERNELS = 8
 MOST_ON_SCREEN = 7  # columns besides the candidate
+INK, FAINT, ACCENT = "#1e293b", "#64748b", "#0f766e"
 
 
 class Column(NamedTuple):
-    """A column of the table: its title, the cell of a measured row, and its rank on the screen, if shown there."""
-
     title: str
-    cell: Callable[[Row], str]
-    rank: int | None = None
+    cell: Callable[[Row], str]  # of a measured row
+    rank: int = 0  # on the screen; 0: not shown there
 
 
 class Table(NamedTuple):
-    """A table of text; the first cell of a row is its heading."""
-
     caption: str
     titles: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[str]]  # the first cell is a heading
 
 
 def _number(field: str, pattern: str | int = 3) -> Callable[[Row], str]:
@@ -57,60 +55,51 @@ def _number(field: str, pattern: str | int = 3) -> Callable[[Row], str]:
 
 
 def _ratio(row: Row) -> str:
-    if row["ratio_to_best_peer"] is None:
-        return ""
-    text = f"{row['ratio_to_best_peer']:.2f}"
     if row["ratio_interval"] is None:
-        return text
+        return _number("ratio_to_best_peer", "{:.2f}")(row)
     if row["verdict"] == UNKNOWN:
         return "?"
     low, high = row["ratio_interval"]
-    return f"{text} [{low:.2f}, {high:.2f}]" + (" =" if row["verdict"] == SAME else "")
+    return f"{row['ratio_to_best_peer']:.2f} [{low:.2f}, {high:.2f}]" + (" =" if row["verdict"] == SAME else "")
 
 
 COLUMNS = (
-    Column("precision", _number("precision", "{}"), 0),
-    Column("images/s", _number("images_per_s"), 0),
-    Column("ms", _number("ms", 4), 2),
-    Column(
-        "[p20, p80]", lambda row: "[{}, {}]".format(*(format_number(row[field], 4) for field in ("ms_p20", "ms_p80")))
-    ),
+    Column("precision", _number("precision", "{}"), 1),
+    Column("images/s", _number("images_per_s"), 1),
+    Column("ms", _number("ms", 4), 3),
+    Column("[p20, p80]", lambda row: f"[{format_number(row['ms_p20'], 4)}, {format_number(row['ms_p80'], 4)}]"),
     Column("p90 ms", _number("ms_p90", 4)),
-    Column("p99 ms", _number("ms_p99", 4), 6),
-    Column("host ms", lambda row: _number("host_ms")(row) + (" bound" if row.get("host_bound") else ""), 7),
+    Column("p99 ms", _number("ms_p99", 4), 7),
+    Column("host ms", lambda row: _number("host_ms")(row) + (" bound" if row.get("host_bound") else ""), 8),
     Column("TFLOP/s", _number("TFLOP_per_s")),
     Column("of ceiling", lambda row: "above" if row["defect"] else _number("ceiling_share", "{:.0%}")(row)),
     Column("floor ms", _number("floor_ms", 4)),
-    Column("x best peer", _ratio, 1),
+    Column("x best peer", _ratio, 2),
     Column("peak MiB", _number("peak_MiB", "{:,.1f}")),
-    Column("max error", _number("max_error", "{:.1e}"), 3),
+    Column("max error", _number("max_error", "{:.1e}"), 4),
     Column("first call s", _number("first_call_s")),
-    Column("cold s", _number("cold_s"), 5),
+    Column("cold s", _number("cold_s"), 6),
     Column("cold MiB", _number("cold_MiB", "{:,.0f}")),
-    Column("agreement", _number("agreement", "{:.0%}"), 4),
+    Column("agreement", _number("agreement", "{:.0%}"), 5),
 )
 
 
-def groups(record: Record) -> dict[str, list[Row]]:
-    """Returns the rows by group, fastest first, and lower precision last."""
-    grouped: dict[str, list[Row]] = {}
+def groups(record: Record, status: str = "") -> dict[str, list[Row]]:
+    """Returns the rows (of a status) by group, fastest first, and lower precision last."""
+    grouped: dict[str, list[Row]] = defaultdict(list)
     for row in record["rows"]:
-        size = "x".join(map(str, row["img_size"])) + (", data on the host" if row["data"] == "host" else "")
-        task = "" if row["task"] == "inference" else ", training step"
-        title = f"{row['model']}{task}, {row['dtype']}, batch {row['requested_batch']}, {size}"
-        grouped.setdefault(title, []).append(row)
+        if status in ("", row["status"]):
+            size = "x".join(map(str, row["img_size"])) + (", data on the host" if row["data"] == "host" else "")
+            task = "" if row["task"] == "inference" else ", training step"
+            grouped[f"{row['model']}{task}, {row['dtype']}, batch {row['requested_batch']}, {size}"].append(row)
     for rows in grouped.values():
         rows.sort(key=lambda row: (is_lower(row), -(row["images_per_s"] or 0)))
     return grouped
 
 
-def _measured_groups(record: Record) -> dict[str, list[Row]]:
-    return {title: found for title, rows in groups(record).items() if (found := measured(rows))}
-
-
 def _contests(record: Record) -> Iterator[tuple[list[Row], Row | None]]:
     """Yields the measured rows of a group at full precision, and the best of vit-fast if there is a peer."""
-    for rows in _measured_groups(record).values():
+    for rows in groups(record, "measured").values():
         if alike := [row for row in rows if not is_lower(row)]:
             yield alike, next((row for row in alike if not row["peer"] and row["best_peer"]), None)
 
@@ -123,24 +112,23 @@ def closing(record: Record) -> str:
         if own is None:
             found.append(f"{fastest['candidate']} is the fastest {where}")
         else:
-            ratio = f"{own['ratio_to_best_peer']:.2f}x {own['best_peer']}"
             verdicts = {SAME: f"equal to {own['best_peer']}", UNKNOWN: "not ranked, the machine is too noisy"}
+            ratio = f"{own['ratio_to_best_peer']:.2f}x {own['best_peer']}"
             found.append(f"{verdicts.get(own['verdict'], ratio)} {where}")
-            is_ranked = is_ranked and own["verdict"] != UNKNOWN
+            is_ranked &= own["verdict"] != UNKNOWN
         if fastest["task"] == "inference":
             next_command = f"vit-fast optimize {fastest['model']} --batch {fastest['requested_batch']}"
     if not is_ranked:
         next_command = f"on a quiet machine, {command(record)}"
-    if not found:
-        return f"Result: nothing was measured; next: {next_command}"
     text = "best of vit-fast relative to the best peer: " if any(row["best_peer"] for row in record["rows"]) else ""
-    return f"Result: {text}{', '.join(found)}; next: {next_command}"
+    return f"Result: {text if found else 'nothing was measured'}{', '.join(found)}; next: {next_command}"
 
 
 def remarks(record: Record) -> list[str]:
     """Returns warnings about the run: a busy machine, its resolution, rows above their ceiling."""
     lines = [f"BUSY: {reason}" for reason in record["busy"]]
-    for title, rows in _measured_groups(record).items():
+    best: dict[str, Row] = {}
+    for title, rows in groups(record, "measured").items():
         resolution = resolution_of(rows[0], record["controls"])
         if resolution == float("inf"):
             lines.append(f"{title}: cannot be ranked: no candidate was timed twice to measure the noise")
@@ -149,13 +137,12 @@ def remarks(record: Record) -> list[str]:
         else:
             lines.append(f"{title}: resolution {resolution:.1%}; = marks differences below it")
         lines += [f"{title}: DEFECT: {label(row)} at {row['defect']}" for row in rows if row["defect"]]
-    best: dict[str, Row] = {}
-    for row in measured(record["rows"]) if record["configuration"]["batch_sizes"] == ["best"] else []:
-        name = " ".join(map(str, (row["model"], row["dtype"], *row["img_size"][:1], row["candidate"])))
-        best[name] = max(best.get(name, row), row, key=lambda row: row["images_per_s"])
-    for name, row in best.items():
-        rate = format_number(row["images_per_s"])
-        lines.append(f"{name}: highest throughput at batch {row['batch']}, {rate} images/s")
+        for row in rows:
+            name = " ".join(map(str, (row["model"], row["dtype"], *row["img_size"][:1], row["candidate"])))
+            best[name] = max(best.get(name, row), row, key=lambda row: row["images_per_s"])
+    if record["configuration"]["batch_sizes"] == ["best"]:
+        rates = {name: format_number(row["images_per_s"]) for name, row in best.items()}
+        lines += [f"{n}: highest throughput at batch {best[n]['batch']}, {rate} images/s" for n, rate in rates.items()]
     return lines
 
 
@@ -166,20 +153,17 @@ def heading(record: Record) -> str:
     versions = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
     driver = f", driver {gpu['driver']}" if gpu and gpu.get("driver") else ""
     commit = f", commit {machine['commit']}" if machine["commit"] else ""
-    date = machine["date"].partition("T")[0]
-    busy = "; BUSY" if record["busy"] else ""
+    date, busy = machine["date"].partition("T")[0], "; BUSY" if record["busy"] else ""
     return f"{machine['device']}{driver}; {versions}; vit-fast {record['vit_fast']}{commit}; {date}{busy}"
 
 
 def ceilings_line(record: Record) -> str:
     """Returns the ceilings that were measured in the run."""
-    ceilings = record["ceilings"]
-    if not ceilings:
+    if not (ceilings := record["ceilings"]):
         return "ceilings: not measured"
-    size = ceilings["matmul_size"]
     matmul = ", ".join(f"{name} {value:.3g} TFLOP/s" for name, value in ceilings["matmul_TFLOP_per_s"].items())
-    copied = ceilings["copy_bytes"] / 2**20
-    return f"ceilings: matmul {size}^3 {matmul}; copy of {copied:.0f} MiB {ceilings['copy_GB_per_s']:.3g} GB/s"
+    copied = f"copy of {ceilings['copy_bytes'] / 2**20:.0f} MiB {ceilings['copy_GB_per_s']:.3g} GB/s"
+    return f"ceilings: matmul {ceilings['matmul_size']}^3 {matmul}; {copied}"
 
 
 def objections(record: Record) -> list[str]:
@@ -191,10 +175,8 @@ def objections(record: Record) -> list[str]:
 
 def command(record: Record) -> str:
     """Returns the command line that repeats the run; names the images unless they are the default."""
-    words, implied = ["vit-fast", "bench"], {"dtypes": "amp", "batch_sizes": "latency"}
-    given = record["configuration"]
-    if given["images"] != ["grace_hopper.jpg"]:
-        words += given["images"]
+    given, implied = record["configuration"], {"dtypes": "amp", "batch_sizes": "latency"}
+    words = ["vit-fast", "bench", *(given["images"] if given["images"] != ["grace_hopper.jpg"] else ())]
     words += [f"--{name}" for name in ("train", "amp", "explain", "cold", "latency") if given.get(name)]
     if size := given.get("img_size"):
         sizes = size if isinstance(size[0], list) else [size]
@@ -222,32 +204,23 @@ def not_measured(record: Record) -> list[str]:
     for title, rows in grouped.items():
         for row in rows:
             if row["status"] != "measured":
-                reason = f"{row['status']}: {row['reason']}" if row["reason"] else str(row["status"])
-                titles[f"{label(row)}: {reason}"].append(title)
+                titles[": ".join(filter(None, (label(row), row["status"], row["reason"])))].append(title)
     lines = [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
-    skipped: dict[str, list[str]] = defaultdict(list)
-    for name in record.get("skipped", ()):
-        found, _, dtype = name.removesuffix(")").partition(" (")
-        skipped[found].append(dtype)
-    if skipped:
-        every = len(record["configuration"]["dtypes"])
-        names = [name if len(of) == every else f"{name} ({', '.join(of)})" for name, of in skipped.items()]
-        lines.append(f"skipped for lack of time; --time-budget 0 measures all: {', '.join(names)}")
+    if skipped := record.get("skipped"):
+        lines.append(f"skipped for lack of time; --time-budget 0 measures all: {', '.join(skipped)}")
     return lines
 
 
-def filled_columns(record: Record) -> list[Column]:
-    """Returns the columns with any cell: only rows of a GPU have host times."""
+def _filled_columns(record: Record) -> list[Column]:
     return [column for column in COLUMNS if any(map(column.cell, measured(record["rows"])))]
 
 
 def columns_in(record: Record, width: int) -> list[Column]:
     """Returns the most important columns that fit into a terminal of `width` characters, beside the candidate."""
-    rows, columns = measured(record["rows"]), filled_columns(record)
+    rows, columns = measured(record["rows"]), _filled_columns(record)
     shown: list[Column] = []
     left = width - max((len(label(row, precision=False)) for row in rows), default=0) - 2
-    ranked = sorted((column for column in columns if column.rank is not None), key=lambda column: column.rank or 0)
-    for column in ranked[:MOST_ON_SCREEN]:
+    for column in sorted((c for c in columns if c.rank), key=lambda column: column.rank)[:MOST_ON_SCREEN]:
         left -= max(map(len, (column.title, *map(column.cell, rows)))) + 3
         if left < 0:
             break
@@ -257,23 +230,26 @@ def columns_in(record: Record, width: int) -> list[Column]:
 
 def tables(record: Record, columns: Sequence[Column] | None = None) -> Iterator[Table]:
     """Yields the tables of the measured rows of each group, and of their profiles."""
-    columns = filled_columns(record) if columns is None else columns
-    grouped = _measured_groups(record)
+    columns = _filled_columns(record) if columns is None else columns
+    grouped = groups(record, "measured")
     for title, rows in grouped.items():
         lines = [[label(row, precision=False), *(column.cell(row) for column in columns)] for row in rows]
         yield Table(title, ["candidate", *(column.title for column in columns)], lines)
     for title, rows in grouped.items():
         if explained := [row for row in rows if row.get("explained")]:
             yield Table(f"Time per part, ms per call: {title}", *_parts(record, explained))
-            heads = ["kernel", "candidate", "part", "calls", "ms"]
-            yield Table(f"Longest kernels: {title}", heads, list(_kernels(explained)))
+            kernels = [
+                [name, label(row), part, f"{calls:g}", format_number(ms, 4)]
+                for row in explained
+                for part, name, calls, ms in row["explained"]["kernels"][:MOST_KERNELS]
+            ]
+            yield Table(f"Longest kernels: {title}", ["kernel", "candidate", "part", "calls", "ms"], kernels)
 
 
 def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    ceilings, dtype = record["ceilings"], rows[0]["dtype"]
-    matmul = ceilings.get("matmul_TFLOP_per_s", {}).get("bf16" if dtype == "amp" else dtype)
+    matmul = ceiling_of(rows[0]["dtype"], record["ceilings"])
     least = rows[0]["explained"]["least"] if matmul else {}
-    floors = {part: Work(*some).floor_ms(1, matmul, ceilings["copy_GB_per_s"]) for part, some in least.items()}
+    floors = {part: Work(*w).floor_ms(1, matmul or 0, record["ceilings"]["copy_GB_per_s"]) for part, w in least.items()}
     spent: list[Counter[str]] = [Counter() for _ in rows]
     for row, found in zip(rows, spent, strict=True):
         for part, _, _, ms in row["explained"]["kernels"]:
@@ -287,15 +263,6 @@ def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]
     ]
     cells = [[title, *("" if ms is None else format_number(ms, 4) for ms in line)] for title, line in lines]
     return ["part", "floor", *map(label, rows)], cells
-
-
-def _kernels(rows: list[Row]) -> Iterator[list[str]]:
-    for row in rows:
-        seen: Counter[str] = Counter()
-        for part, name, calls, ms in row["explained"]["kernels"]:
-            seen[part] += 1
-            if seen[part] <= MOST_KERNELS:
-                yield [name, label(row), part, f"{calls:g}", format_number(ms, 4)]
 
 
 def summary(record: Record) -> str:
@@ -312,7 +279,13 @@ def summary(record: Record) -> str:
 
 
 def sections(record: Record) -> Iterator[str | list[str] | Table]:
-    """Yields the paragraphs, lists and tables of a record of `vit-fast bench`."""
+    """Yields the paragraphs, lists and tables of a record; of another record than bench's, a table of its rows."""
+    if not is_bench(record):
+        yield str(record.get("note", ""))
+        rows = [{name: _plain(value) for name, value in row.items()} for row in record["rows"]]
+        names = [name for name in dict.fromkeys(n for row in rows for n in row) if any(row.get(name) for row in rows)]
+        yield Table("rows", names, [[row.get(name, "") for name in names] for row in rows])
+        return
     yield f"Measured on {heading(record)}; {ceilings_line(record)}."
     yield from tables(record)
     if record["controls"]:
@@ -321,6 +294,11 @@ def sections(record: Record) -> Iterator[str | list[str] | Table]:
         yield "Not measured:"
         yield notes
     yield f"Reproduce with `{command(record)}`, or one row with its model, dtype, batch and candidate."
+
+
+def _plain(value: object) -> str:
+    value = value.get("median") if isinstance(value, dict) else value
+    return format_number(value, 4) if isinstance(value, float) else str(value) if isinstance(value, str | int) else ""
 
 
 def markdown(record: Record) -> str:
@@ -335,14 +313,79 @@ def markdown(record: Record) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def fill(document: str, folder: Path) -> str:
+def render(records: Mapping[str, Record]) -> str:
+    """Returns the HTML page of records by name; see records.read_any. Its script sorts the tables."""
+    parts: list[str] = []
+    for name, record in records.items():
+        parts.append(f"<h2>{escape(name)}</h2>")
+        with damaged(name):
+            if is_bench(record) and (reasons := objections(record)):
+                parts.append(f'<p class="objection">Must not be cited: {escape("; ".join(reasons))}.</p>')
+            parts += map(_html, sections(record))
+            environment = {part: record.get(part) for part in ("machine", "configuration")}
+        text = escape(json.dumps(environment, indent=1))
+        parts.append(f"<details><summary>Environment</summary><pre>{text}</pre></details>")
+    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    return template.replace("<!-- body -->", "\n".join(parts), 1)
+
+
+def _html(part: str | list[str] | Table) -> str:
+    if isinstance(part, str):
+        return f"<p>{escape(part)}</p>"
+    if not isinstance(part, Table):
+        return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in part) + "</ul>"
+    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in part.titles)
+    lines = []
+    for first, *others in part.rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in others)
+        lines.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>\n')
+    return (
+        f'<div class="scroll" tabindex=0><table><caption>{escape(part.caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>\n{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def draw(record: Record) -> bytes:
+    """Draws a PNG of the measured rows, fastest on top, with whiskers from the 20th to the 80th percentile."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    panels = {title: rows[::-1] for title, rows in groups(record, "measured").items()} or {"nothing was measured": []}
+    foot = textwrap.fill(f"{heading(record)}; {ceilings_line(record)}", 150)
+    heights = [1 + len(rows) for rows in panels.values()]
+    inches = 0.8 + sum(0.3 + 0.32 * height for height in heights) + 0.13 * foot.count("\n")
+    figure = Figure(figsize=(10.0, inches), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    title = "ViT throughput, images per second (green: vit-fast; gray: peers; lines: p20 to p80), ratio to best peer"
+    figure.suptitle(title, x=0.02, ha="left", size=12, weight="bold", color=INK)
+    figure.supxlabel(foot, x=0.02, ha="left", size=7, color=FAINT, parse_math=False)
+    each = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, rows) in zip(each, panels.items(), strict=True):
+        axes.set_title(name, loc="left", fontsize=10, color=INK, weight="bold")
+        axes.spines[:].set_visible(False)
+        axes.set_xticks([])
+        axes.tick_params(left=False, labelsize=9, labelcolor=INK)
+        slow, rates, fast = ([r["batch"] / r[field] * 1e3 for r in rows] for field in ("ms_p80", "ms", "ms_p20"))
+        whiskers = [[b - a for a, b in zip(*ends, strict=True)] for ends in ((slow, rates), (rates, fast))]
+        colors = [FAINT if row["peer"] else ACCENT for row in rows]
+        bars = axes.barh(range(len(rows)), rates, 0.72, color=colors, xerr=whiskers, error_kw={"ecolor": INK})
+        ratios = [{SAME: "no difference", UNKNOWN: "not ranked"}.get(row["verdict"]) or _ratio(row) for row in rows]
+        texts = [", ".join(filter(None, (format_number(rate), text))) for rate, text in zip(rates, ratios, strict=True)]
+        axes.bar_label(bars, texts, padding=4, fontsize=8.5, color=INK)
+        axes.set_yticks(range(len(rows)), [label(row) for row in rows])
+        axes.set_xlim(0, 1.3 * max(fast, default=1.0))
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def fill(document: Path) -> None:
     """Fills every block of a markdown document from its record; raises ValueError if a record must not be cited."""
-    tables = {"record": markdown, "summary": summary}
+    made = {"record": markdown, "summary": summary}
 
     def filled(match: re.Match[str]) -> str:
-        return f"{match[1]}{tables[match[2]](check(folder / match[3]))}{match[4]}"
+        return f"{match[1]}{made[match[2]](check(document.parent / match[3]))}{match[4]}"
 
-    return _BLOCK.sub(filled, document)
+    document.write_text(_BLOCK.sub(filled, document.read_text()))
 
 
 def check(path: Path) -> Record:
@@ -353,20 +396,5 @@ def check(path: Path) -> Record:
     return record
 
 
-def main(arguments: list[str]) -> None:
-    try:
-        match arguments:
-            case ["--fill", document]:
-                Path(document).write_text(fill(Path(document).read_text(), Path(document).parent))
-            case ["--check", record]:
-                check(Path(record))
-            case [record]:
-                sys.stdout.write(markdown(read_record(record)))
-            case _:
-                sys.exit("usage: python -m vit_fast.benchmarks.report [--check] RECORD.json | --fill DOCUMENT.md")
-    except (OSError, ValueError) as error:
-        sys.exit(f"report: {error}")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    {"--check": check, "--fill": fill}[sys.argv[1]](Path(sys.argv[2]))

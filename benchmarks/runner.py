@@ -19,11 +19,11 @@ from vit_fast.version import __version__
 
 from . import preparation
 from .configuration import Configuration, Group
-from .journal import Journal
 from .machine import Conditions, best_ceilings, describe, measure_ceilings, products_in
 from .preparation import Prepared, Problem, cold_start, describe_rule, make_problem, prepare, release_memory
 from .records import (
     FORMAT,
+    Journal,
     Record,
     Row,
     Status,

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.benchmarks import models, rendering, report, runner
+from vit_fast.benchmarks import models, report, runner
 from vit_fast.benchmarks.candidates import parse_candidate
 from vit_fast.benchmarks.configuration import LATENCY, Configuration, make_configuration
 from vit_fast.benchmarks.models import Task, resolve
@@ -303,7 +303,7 @@ def test_data_on_the_host_is_named_everywhere_and_pairs_with_no_other(monkeypatc
     assert record["controls"][0]["data"] == record["configuration"]["data"] == "host"
     assert record["rows"][0]["best_peer"] == "timm" and record["rows"][0]["ratio_interval"] is not None
     assert list(report.groups(record)) == ["vit_test, fp32, batch 2, 32x32, data on the host"]
-    for text in (rendering.render({"host": record}), report.markdown(record)):
+    for text in (report.render({"host": record}), report.markdown(record)):
         assert "timm (data on the host)" in text and "--data host" in text
     other = json.loads(json.dumps(record))
     for row in [*other["rows"], *other["controls"]]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from bench_support import QUICK, assert_no_speed, breaking, build, plan, rows_by_candidate
 
-from vit_fast.benchmarks import journal, machine, preparation, records, runner
+from vit_fast.benchmarks import machine, preparation, records, runner
 from vit_fast.benchmarks.configuration import Configuration, Group, make_configuration
 from vit_fast.benchmarks.models import Task
 from vit_fast.benchmarks.preparation import Prepared
@@ -218,7 +218,7 @@ def test_ctrl_c_keeps_what_was_measured(add) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from vit_fast.benchmarks import candidates, configuration, journal, machine, runner
+from vit_fast.benchmarks import candidates, configuration, machine, records, runner
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
 
@@ -236,7 +236,7 @@ chosen = configuration.make_configuration(models=["vit_test"], batch_sizes=[1, 2
 folder = Path(sys.argv[1])
 resumed = folder.with_name("run.partial").exists()
 about = () if resumed else (chosen.request, machine.describe("cpu"))
-runner.run(chosen, journal=(journal.Journal.resume if resumed else journal.Journal.begin)(folder, *about))
+runner.run(chosen, journal=(records.Journal.resume if resumed else records.Journal.begin)(folder, *about))
 """
 
 
@@ -248,11 +248,11 @@ def test_kill_9_keeps_the_rows_and_what_ends_the_process_twice_is_failed(add, tm
         assert ended.returncode == status, ended.stderr
         assert not folder.exists()
         with pytest.raises(ValueError, match=r"run\.partial contains an unfinished run: pass --resume"):
-            journal.check_folder(folder)
+            records.check_folder(folder)
         with journal_file.open("a") as file:
             file.write('{"kind": "row", "val')  # cut in the middle of a line
     add("deadly", lambda task: build("sdpa", task))
-    again = journal.Journal.resume(folder)
+    again = records.Journal.resume(folder)
     assert {(row["candidate"], row["batch"]): row["status"] for row in again.found("row")} == {
         ("eager", 1): "measured", ("deadly", 1): "measured", ("eager", 2): "measured", ("deadly", 2): "failed"
     }  # fmt: skip
@@ -267,7 +267,7 @@ def test_kill_9_keeps_the_rows_and_what_ends_the_process_twice_is_failed(add, tm
 
 
 def test_a_run_is_not_gone_on_with_on_another_machine(tmp_path: Path) -> None:
-    begun = journal.Journal.begin(tmp_path / "run", {}, machine.describe("cpu"))
+    begun = records.Journal.begin(tmp_path / "run", {}, machine.describe("cpu"))
     begun.check_machine(machine.describe("cpu"))
     with pytest.raises(ValueError, match=r"commit must be .* got another"):
         begun.check_machine(machine.describe("cpu") | {"commit": "another"})

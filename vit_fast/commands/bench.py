@@ -73,11 +73,9 @@ def bench(
     from rich.markup import escape
 
     from ..benchmarks.configuration import make_configuration
-    from ..benchmarks.journal import Journal, check_folder, default_folder
     from ..benchmarks.machine import describe
-    from ..benchmarks.records import to_json
-    from ..benchmarks.rendering import files
-    from ..benchmarks.report import closing
+    from ..benchmarks.records import RECORD_NAME, Journal, check_folder, to_json
+    from ..benchmarks.report import closing, draw, markdown, render
     from ..benchmarks.runner import run
     from ..measure.candidate import patient_interrupt
 
@@ -106,8 +104,7 @@ def bench(
     }
     if resume is None:
         configuration = make_configuration(**asked)
-        machine = describe(configuration.device)
-        journal = Journal.begin(default_folder(machine) if out is None else out, configuration.request, machine)
+        journal = Journal.begin(out, configuration.request, describe(configuration.device))
     else:
         given = [value for value in asked.values() if value is not False]  # a time budget may be 0
         if out is not None or any(value not in ((), None, "auto", "device") for value in given):
@@ -132,7 +129,11 @@ def bench(
 
             record = run(configuration, tell, journal)
         _print_record(console, record)
-        journal.finish(files(journal.folder.name, record), keep=record["interrupted"])
+        files = {
+            RECORD_NAME: to_json(record), "table.md": markdown(record).encode(), "plot.png": draw(record),
+            "report.html": render({journal.folder.name: record}).encode(),
+        }  # fmt: skip
+        journal.finish(files, keep=record["interrupted"])
     console.print(f"wrote {journal.folder}/", **PLAIN)
     console.print(closing(record), **PLAIN)
     if as_json:
@@ -205,7 +206,7 @@ def report(
 ) -> None:
     """Write an HTML page with sortable tables of records. The page needs no network."""
     from ..benchmarks.records import read_any
-    from ..benchmarks.rendering import render
+    from ..benchmarks.report import render
     from ..files import file_aside
 
     page = render({str(path): read_any(path) for path in records})

@@ -23,7 +23,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from torch import Tensor, nn
 
-from vit_fast.benchmarks.rendering import ACCENT, FAINT, INK
+from vit_fast.benchmarks.report import ACCENT, FAINT, INK
 from vit_fast.errors import check_integer
 
 from .activations import (
