@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from vit_fast.version import __version__, installed
 
 from . import graphs
 from .deployment import trtexec_line
-from .graphs import capture
 from .options import ATTENTION_OPSET, BF16_OPSET, DEFAULT_OPSET, ExportOptions, Precision, Target
 from .preprocessing import prepend, preprocessing_model
 from .quantize import quantize
@@ -87,6 +84,7 @@ def export_onnx(
     """
     check_type("model", model, nn.Module)
     check_type("path", path, str, Path)
+    check_type("validation", validation, str, Path, type(None))
     path = Path(path)
     if path.suffix != ".onnx":
         raise ValueError(f"path must end in .onnx, got {str(path)!r}")
@@ -104,21 +102,25 @@ def export_onnx(
     measured, verified, whole = _images(options, calibration, images, verify)
     if verify:
         check_verifiable(options)
-    check_type("validation", validation, str, Path, type(None))
     labeled = None if validation is None else check_labeled(Path(validation), vit, options)
 
     output = output if vit.num_classes else "features"
     report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision, output)
-    clock = partial(_timed, report.seconds)
+    started = [time.perf_counter()]
+
+    def finished(step: str) -> None:
+        started.append(time.perf_counter())
+        report.seconds[step] = round(started[-1] - started[-2], 3)
+
     with file_aside(path) as aside:
-        with clock("capture"):
-            graph, packed = capture(vit, options)
-        with clock("optimize"):
-            report.fusions = graphs.optimize(graph, vit, options, packed)
+        graph, packed = graphs.capture(vit, options)
+        finished("capture")
+        report.fusions = graphs.optimize(graph, vit, options, packed)
+        finished("optimize")
         if options.is_eight_bit:
-            with clock("quantize"):
-                batches, held_out = (_batches(images, vit, options) for images in (measured, verified))
-                graph, report.eight_bit = quantize(graph, options, batches, held_out)
+            batches, held_out = (_batches(images, vit, options) for images in (measured, verified))
+            graph, report.eight_bit = quantize(graph, options, batches, held_out)
+            finished("quantize")
         if options.preprocess and vit.data_config is not None:
             batch = None if options.dynamic_batch else 1
             prepend(graph, preprocessing_model(vit.data_config, vit.image_hw, vit.in_chans, options.opset, batch))
@@ -126,17 +128,17 @@ def export_onnx(
         graph.producer_name, graph.producer_version = "vit-fast", __version__
         graph.graph.name = vit.name.replace("/", "_")
         report.nodes = dict(graphs.count_nodes(graph))
-        with clock("write"):
-            report.external_data = graphs.save(graph, aside, options.external_data)
+        report.external_data = graphs.save(graph, aside, options.external_data)
         del graph
+        finished("write")
         if verify:
-            with clock("verify"):
-                report.checks, report.reference = verify_file(aside, vit, options, verified)
+            report.checks, report.reference = verify_file(aside, vit, options, verified)
             report.budget = options.budget
+            finished("verify")
         if labeled is not None:
-            with clock("accuracy"):
-                report.accuracy = measure_accuracy(aside, vit, options, labeled)
-        _write_metadata(aside, vit, options, source, report.measured())
+            report.accuracy = measure_accuracy(aside, vit, options, labeled)
+            finished("accuracy")
+        _write_metadata(aside, vit, options, source, report)
         report.bytes = sum(part.stat().st_size for part in aside.parent.iterdir())
     if target == "tensorrt":
         report.trtexec = trtexec_line(inspect_onnx(path))
@@ -192,17 +194,17 @@ def _batches(images: list[Image.Image], vit: ImageModel, options: ExportOptions)
 
 
 def _write_metadata(
-    path: Path, vit: ImageModel, options: ExportOptions, source: str | None, measured: dict[str, Any]
+    path: Path, vit: ImageModel, options: ExportOptions, source: str | None, report: ExportReport
 ) -> None:
     """Replaces the metadata of a file: prefixed keys, values in JSON. Does not read the weights beside it."""
     normalized = "[batch, channels, height, width] fp32, normalized by data_config"
-    facts: dict[str, Any] = {"format": 1, "model": vit.name, "source": source} | measured
+    facts: dict[str, Any] = {"format": 1, "model": vit.name, "source": source} | report.measured()
     facts |= {name: getattr(vit, name) for name in ("library", "config", "class_names", "image_hw", "patch_hw")}
     facts |= {name: getattr(options, name) for name in ("dynamic_size", "preprocess", "precision", "target")}
     facts |= {
         "data_config": vit.data_config.to_dict() if vit.data_config else None,
         "input": "[batch, height, width, channels] uint8 pixels" if options.preprocess else normalized,
-        "output": options.output if vit.num_classes else "features",
+        "output": report.output,
         "versions": {"vit-fast": __version__} | {name: version for name in PACKAGES if (version := installed(name))},
     }
     proto = onnx.load_model(path, load_external_data=False)
@@ -212,29 +214,23 @@ def _write_metadata(
 
 
 def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel, whole: int) -> list[str]:
-    on_cpu = "int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); older ones may saturate: verify there"
-    on_gpu = "int8 is usually slower than fp16 on a GPU: measure both"
-    conditions = {
-        on_gpu if options.target in ("ort-cuda", "tensorrt") else on_cpu: options.precision.startswith("int8"),
-        "ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, but no speedup": (
-            options.precision == "fp16" and options.target in ("generic", "ort-cpu")
-        ),
-        "the Attention operator needs TensorRT 10.14 or newer; opset 22 or older avoids it": (
-            options.target == "tensorrt" and options.opset >= ATTENTION_OPSET
-        ),
-        "not verified: verify=False": not report.checks,
-        "the model has no data_config: pass one to store the preprocessing in the file": vit.data_config is None,
+    is_int8, on_gpu = options.precision.startswith("int8"), options.target in ("ort-cuda", "tensorrt")
+    slow_on_gpu = "int8 is usually slower than fp16 on a GPU: measure both"
+    saturates = "int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); older ones may saturate: verify there"
+    in_fp32 = "ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, but no speedup"
+    new_operator = "the Attention operator needs TensorRT 10.14 or newer; opset 22 or older avoids it"
+    no_data_config = "the model has no data_config: pass one to store the preprocessing in the file"
+    few_images = (
         f"the outputs were compared on {whole} image files and crops of them: pass {MIN_HELD_OUT} or more images "
-        "that are not used for calibration, as `images` or in the folder of calibration images": (
-            options.is_eight_bit and bool(report.checks) and whole < MIN_HELD_OUT
-        ),
-    }
-    fusions = [f"not fully fused: {fusion.line()}" for fusion in report.fusions if not fusion.complete]
-    return fusions + [warning for warning, applies in conditions.items() if applies]
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[step] = round(time.perf_counter() - start, 3)
+        "that are not used for calibration, as `images` or in the folder of calibration images"
+    )
+    warnings = [
+        *((not fusion.complete, f"not fully fused: {fusion.line()}") for fusion in report.fusions),
+        (is_int8, slow_on_gpu if on_gpu else saturates),
+        (options.precision == "fp16" and not on_gpu, in_fp32),
+        (options.target == "tensorrt" and options.opset >= ATTENTION_OPSET, new_operator),
+        (not report.checks, "not verified: verify=False"),
+        (vit.data_config is None, no_data_config),
+        (options.is_eight_bit and bool(report.checks) and whole < MIN_HELD_OUT, few_images),
+    ]
+    return [warning for applies, warning in warnings if applies]

@@ -13,10 +13,10 @@ from .report import EIGHT_BIT_BUDGET
 Target = Literal["generic", "ort-cpu", "ort-cuda", "tensorrt"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int8-dynamic", "fp8"]
 
-MIN_OPSET, DEFAULT_OPSET, ATTENTION_OPSET, BF16_OPSET = 18, 20, 23, 22
+MIN_OPSET, DEFAULT_OPSET = 18, 20
+# First opsets with QuantizeLinear in fp16 and e4m3, with Gelu, with Conv in bf16, and with Attention.
+HALF_SCALES_OPSET, GELU_OPSET, BF16_OPSET, ATTENTION_OPSET = 19, 20, 22, 23
 MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
-HALF_SCALES_OPSET = 19
-"""First opset whose QuantizeLinear supports fp16 and e4m3."""
 
 BUDGETS: dict[str, float] = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 5e-2}
 """Largest |file - eager| / max(1, largest |eager|) that passes. For 8-bit precisions, see `report.Check`."""
@@ -36,36 +36,30 @@ class ExportOptions:
     external_data: bool | None = None
 
     def __post_init__(self) -> None:
-        check_choice("target", self.target, get_args(Target))
-        check_choice("precision", self.precision, get_args(Precision))
-        check_choice("output", self.output, get_args(Output))
+        for name, choices in (("target", Target), ("precision", Precision), ("output", Output)):
+            check_choice(name, getattr(self, name), get_args(choices))
         for name in ("dynamic_batch", "dynamic_size", "preprocess"):
             check_type(name, getattr(self, name), bool)
         check_type("external_data", self.external_data, bool, type(None))
         newest = newest_opset()
         if not isinstance(self.opset, int) or isinstance(self.opset, bool) or not MIN_OPSET <= self.opset <= newest:
             raise ValueError(f"opset must be None or between {MIN_OPSET} and {newest}, got {self.opset!r}")
-        if conflicts := self._conflicts():
+        tensorrt, bf16, fp8 = self.target == "tensorrt", self.precision == "bf16", self.precision == "fp8"
+        no_half_scales = self.is_eight_bit and self.dtype == "fp16" and self.opset < HALF_SCALES_OPSET
+        no_resize = "preprocess must be False for TensorRT (no antialiased Resize): use target='ort-cuda'"
+        one_size = "dynamic_size must be False for preprocess=True, which resizes all images to one size"
+        conflicts = [
+            (tensorrt and self.precision == "int8-dynamic", "precision must not be int8-dynamic for TensorRT"),
+            (tensorrt and self.preprocess, no_resize),
+            (bf16 and self.target == "ort-cpu", "ONNX Runtime's CPU provider has no Conv, MatMul or norms in bf16"),
+            (bf16 and self.opset < BF16_OPSET, f"opset must be at least {BF16_OPSET} for bf16 Conv"),
+            (fp8 and self.targets_ort, f"target must be one of generic, tensorrt for fp8, got {self.target}"),
+            (no_half_scales, f"opset must be at least {HALF_SCALES_OPSET} for scales in fp16"),
+            (self.dynamic_size and self.preprocess, one_size),
+        ]
+        if reasons := [reason for applies, reason in conflicts if applies]:
             what = f"export with opset {self.opset}, precision {self.precision!r}, target {self.target!r}"
-            raise UnsupportedInputError(what, conflicts)
-
-    def _conflicts(self) -> list[str]:
-        conflicts = []
-        if self.target == "tensorrt" and self.precision == "int8-dynamic":
-            conflicts.append("precision must be one of fp32, fp16, bf16, int8, fp8 for TensorRT")
-        if self.target == "tensorrt" and self.preprocess:
-            conflicts.append("preprocess must be False for TensorRT (no antialiased Resize): use target='ort-cuda'")
-        if self.precision == "bf16" and self.target == "ort-cpu":
-            conflicts.append("ONNX Runtime's CPU provider has no bf16 Conv, MatMul or LayerNormalization")
-        if self.precision == "bf16" and self.opset < BF16_OPSET:
-            conflicts.append(f"opset must be at least {BF16_OPSET} for bf16 Conv")
-        if self.precision == "fp8" and self.targets_ort:
-            conflicts.append(f"target must be one of generic, tensorrt for fp8, got {self.target}")
-        if self.is_eight_bit and self.dtype == "fp16" and self.opset < HALF_SCALES_OPSET:
-            conflicts.append(f"opset must be at least {HALF_SCALES_OPSET} for scales in fp16")
-        if self.dynamic_size and self.preprocess:
-            conflicts.append("dynamic_size must be False for preprocess=True, which resizes all images to one size")
-        return conflicts
+            raise UnsupportedInputError(what, reasons)
 
     @property
     def is_eight_bit(self) -> bool:

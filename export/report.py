@@ -121,12 +121,7 @@ class ExportReport:
     """Report of export_onnx. `print(report)` prints a table, `report.to_json()` returns JSON.
 
     Attributes:
-        path: The file.
-        model: The model's name.
-        library: The library of the model's class.
-        opset: Opset of ONNX's own operators.
-        target: The runtime for which the file was optimized.
-        precision: Precision of weights and products; input and output are always fp32 (or uint8 pixels).
+        precision: Precision of weights and matmuls; input and output are always fp32 (or uint8 pixels).
         output: "logits", "probabilities" or "features".
         bytes: Size of the file and of the weights beside it.
         external_data: Name of the file with the weights, or None if they are inside.
@@ -179,9 +174,9 @@ class ExportReport:
     def measured(self) -> dict[str, Any]:
         """Returns the measurements of the file for its metadata."""
         facts = asdict(self)
-        verified = {name: facts[name] for name in ("reference", "budget", "checks")}
-        verification = verified if self.checks else "not verified"
-        return {"verification": verification, "eight_bit": facts["eight_bit"], "accuracy": facts["accuracy"]}
+        verification = {name: facts[name] for name in ("reference", "budget", "checks")}
+        facts["verification"] = verification if self.checks else "not verified"
+        return {name: facts[name] for name in ("verification", "eight_bit", "accuracy")}
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"verified": self.verified, "max_error": self.max_error}
@@ -197,29 +192,23 @@ class ExportReport:
             ("output", self.output),
             ("size", f"{self.bytes / 1e6:.1f} MB{beside}"),
             (f"{sum(self.nodes.values())} nodes", counted(self.nodes)),
-            *([("8-bit", self.eight_bit.line())] if self.eight_bit else []),
-            *(("fused" if f.complete else "NOT fully fused", f.line()) for f in self.fusions),
-        ]
-        for check in self.checks:
-            title = f"{'ok' if check.passed else 'FAILED'}: {check.title()}"
-            rows.append((title, f"{check.line()} against {self.reference}"))
-        rows += [
-            *([("accuracy", self.accuracy.line())] if self.accuracy else []),
-            *([] if self.checks else [("NOT verified", "verify=False")]),
-            *([("to build an engine", self.trtexec)] if self.trtexec else []),
+            ("8-bit", self.eight_bit and self.eight_bit.line()),
+            *(("fused", fusion.line()) for fusion in self.fusions if fusion.complete),
+            *((f"verified: {check.title()}", f"{check.line()} against {self.reference}") for check in self.checks),
+            ("accuracy", self.accuracy and self.accuracy.line()),
+            ("to build an engine", self.trtexec),
             ("seconds", ", ".join(f"{step} {seconds:.1f}" for step, seconds in self.seconds.items())),
             *(("warning", warning) for warning in self.warnings),
         ]
-        return two_columns(f"{self.model} -> {self.path}", rows)
+        return two_columns(f"{self.model} -> {self.path}", [(name, text) for name, text in rows if text])
 
     def __str__(self) -> str:
-        from io import StringIO
-
         from rich.console import Console
 
-        text = StringIO()
-        Console(file=text, width=110).print(self.to_table())
-        return text.getvalue()
+        console = Console(width=110)
+        with console.capture() as captured:
+            console.print(self.to_table())
+        return captured.get()
 
 
 def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Check:
@@ -232,13 +221,11 @@ def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Check:
     if output == "probabilities":
         got, expected = (np.log(np.maximum(p.astype(np.float64), LEAST_PROBABILITY)) for p in (got, expected))
     if output != "features":
-        got_class, expected_class = got.argmax(-1), expected.argmax(-1)
-        agreement = float((got_class == expected_class).mean())
+        classes = [each.argmax(-1)[..., None] for each in (expected, got)]
+        agreement = float((classes[0] == classes[1]).mean())
         exponents = np.exp(expected - expected.max(-1, keepdims=True))
         probabilities = exponents / exponents.sum(-1, keepdims=True)
-        of_expected, of_got = (
-            np.take_along_axis(probabilities, each[..., None], -1) for each in (expected_class, got_class)
-        )
+        of_expected, of_got = (np.take_along_axis(probabilities, each, -1) for each in classes)
         flips = int((of_expected - of_got >= SURE).sum())
     difference = got.astype(np.float64) - expected
     return Check(

@@ -5,7 +5,6 @@ max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16; 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from .options import BUDGETS, ExportOptions
 from .preprocessing import preprocessing_model
 from .report import POINTS, Accuracy, Check, loss_of
 from .runtime.metadata import ModelFileError
-from .runtime.runner import OnnxRunner, ProviderError, open_session, reasons_against
+from .runtime.runner import OnnxRunner, reasons_against
 
 FP64_PARAMETERS = 200_000_000
 """Larger models are compared with eager in fp32, because a copy in fp64 would need too much memory."""
@@ -45,39 +44,39 @@ def verify_file(
     path: Path, vit: ImageModel, options: ExportOptions, images: list[Image.Image]
 ) -> tuple[list[Check], str]:
     """Compares a file with its model on images; returns one check per image size, and the reference's name."""
+    on_cuda = options.target in ("ort-cuda", "tensorrt") or options.precision == "bf16"
     try:
         onnx.checker.check_model(str(path), full_check=not options.targets_ort)
+        # "auto": without CUDA, or e.g. too little memory, the CPU verifies the file
+        runner = OnnxRunner(path, "auto" if on_cuda else "cpu", threads=torch.get_num_threads())
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise VerificationError(f"onnx.checker rejects the file: {error}") from error
-    session = _session(path, options)
+    except ModelFileError as error:
+        raise VerificationError(str(error)) from error
     in_fp32 = options.is_eight_bit or sum(p.numel() for p in vit.model.parameters()) > FP64_PARAMETERS
     dtype = torch.float32 if in_fp32 else torch.float64
     reference = vit if in_fp32 else vit.copy_in(dtype)
     if in_fp32 and not options.is_eight_bit:
         images = images[:IMAGES_LARGE]
-    name = session.get_inputs()[0].name
-    checks = []
-    for number, size in enumerate(_sizes(vit, options)):
-        fed, inputs = _batches(vit, options, images if number == 0 else images[:IMAGES], size)
+    (height, width), (patch_h, patch_w) = vit.image_hw, vit.patch_hw
+    sizes = [(height, width)]
+    if options.dynamic_size:
+        sizes += [(height + 2 * patch_h, width), (max(patch_h, height - patch_h), width + patch_w)]
+    checks: list[Check] = []
+    for size in sizes:
+        fed, inputs = _batches(vit, options, images[:IMAGES] if checks else images, size)
         with reference.exporting("eager", options.dynamic_size), torch.inference_mode():
             outputs = [reference.forward(x.to(dtype), options.output, options.dynamic_size) for x in inputs.split(4)]
-        got = np.concatenate([session.run(None, {name: batch})[0] for batch in fed])
-        shape = fed[0].shape[1:3] if options.preprocess else size
-        checks.append(_compare(got, torch.cat(outputs).double().numpy(), max(map(len, fed)), shape, options))
+        got, expected = np.concatenate(list(map(runner, fed))), torch.cat(outputs).double().numpy()
+        shown: Any = fed[0].shape[1:3] if options.preprocess else size
+        checks.append(replace(_compare(got, expected, options), batch=max(map(len, fed)), image_hw=tuple(shown)))
     if failed := [check for check in checks if not check.passed]:
         worst = max(failed, key=lambda check: check.max_error if np.isfinite(check.max_error) else np.inf)
         raise VerificationError(
             f"{options.precision} file differs from eager at batch {worst.batch}, size {worst.image_hw}: "
             f"{worst.line()}; allowed: {options.budget}"
         )
-    return checks, f"eager {'fp32' if in_fp32 else 'fp64'}, {session.get_providers()[0]}"
-
-
-def _sizes(vit: ImageModel, options: ExportOptions) -> list[Size]:
-    (height, width), (patch_h, patch_w) = vit.image_hw, vit.patch_hw
-    if not options.dynamic_size:
-        return [(height, width)]
-    return [(height, width), (height + 2 * patch_h, width), (max(patch_h, height - patch_h), width + patch_w)]
+    return checks, f"eager {'fp32' if in_fp32 else 'fp64'}, {runner.providers[0]}"
 
 
 def _batches(
@@ -106,35 +105,19 @@ def _batches(
     return pixels, torch.from_numpy(got)
 
 
-def check_verifiable(options: ExportOptions) -> None:
-    """Raises UnsupportedInputError, before the model is captured, if ONNX Runtime cannot run the file here."""
-    if options.precision == "bf16" and (reasons := _reasons_against_cuda()):
-        reasons = [f"ONNX Runtime runs bf16 on CUDA only, but {reason}" for reason in reasons]
-        raise UnsupportedInputError("verification of a bf16 file", [*reasons, "pass verify=False (--no-verify)"])
-
-
-def _reasons_against_cuda() -> list[str]:
-    return reasons_against("cuda") if torch.cuda.is_available() else ["torch found no CUDA device"]
-
-
-def _session(path: Path, options: ExportOptions) -> Any:
-    settings: dict[str, Any] = {"threads": torch.get_num_threads(), "fp8": options.precision == "fp8"}
-    for_cuda = options.target in ("ort-cuda", "tensorrt") or options.precision == "bf16"
-    try:
-        if for_cuda and not _reasons_against_cuda():
-            with contextlib.suppress(ProviderError):  # e.g. too little memory: the CPU verifies the file
-                return open_session(path, "cuda", **settings)
-        return open_session(path, **settings)
-    except ModelFileError as error:
-        raise VerificationError(str(error)) from error
-
-
-def _compare(got: np.ndarray, expected: np.ndarray, batch: int, size: Any, options: ExportOptions) -> Check:
+def _compare(got: np.ndarray, expected: np.ndarray, options: ExportOptions) -> Check:
     if got.shape != expected.shape:
         raise VerificationError(f"the file's output must have the model's shape {expected.shape}, got {got.shape}")
     loss = loss_of(got, expected, options.output)
     passed = loss.acceptable() if options.is_eight_bit else bool(loss.max_error <= BUDGETS[options.precision])
-    return replace(loss, batch=batch, image_hw=(int(size[0]), int(size[1])), passed=passed)
+    return replace(loss, passed=passed)
+
+
+def check_verifiable(options: ExportOptions) -> None:
+    """Raises UnsupportedInputError, before the model is captured, if ONNX Runtime cannot run the file here."""
+    if options.precision == "bf16" and (reasons := reasons_against("cuda")):
+        reasons = [f"ONNX Runtime runs bf16 on CUDA only, but {reason}" for reason in reasons]
+        raise UnsupportedInputError("verification of a bf16 file", [*reasons, "pass verify=False (--no-verify)"])
 
 
 def check_labeled(folder: Path, vit: ImageModel, options: ExportOptions) -> list[tuple[Path, int]]:

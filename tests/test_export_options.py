@@ -152,7 +152,7 @@ def test_probabilities_are_checked_as_strictly_as_logits(precision: Any) -> None
 
     def passes(other: torch.Tensor) -> bool:
         outputs = other.softmax(-1).float().numpy(), (3 * logits).softmax(-1).numpy()
-        return verification._compare(*outputs, 8, (32, 32), options).passed
+        return verification._compare(*outputs, options).passed
 
     assert passes(3 * logits) and not passes(3 * broken) and not passes(unrelated) and not passes(3 * unrelated)
     assert precision != "fp16" or (passes((3 * logits).half().double()) and not passes(3.15 * logits))
@@ -205,14 +205,14 @@ def test_bf16_needs_cuda_to_be_verified(tmp_path: Path, monkeypatch: pytest.Monk
     proto = onnx.load(tmp_path / "m.onnx")
     onnx.checker.check_model(proto)
     assert {t.data_type for t in proto.graph.initializer if len(t.dims) == 2} == {onnx.TensorProto.BFLOAT16}
-    monkeypatch.setattr("vit_fast.export.exporter.capture", None)  # before any work
+    monkeypatch.setattr("vit_fast.export.graphs.capture", None)  # before any work
     with pytest.raises(UnsupportedInputError, match=r"bf16 on CUDA only, .*\n.*--no-verify"):
         export_onnx(make("vit"), tmp_path / "new" / "m.onnx", precision="bf16")
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
 def test_the_cpu_verifies_if_cuda_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "_reasons_against_cuda", list)
+    monkeypatch.setattr("vit_fast.export.runtime.runner.reasons_against", lambda kind: [])
     assert export_onnx(make("vit"), tmp_path / "m.onnx", target="ort-cuda").verified
 
 
