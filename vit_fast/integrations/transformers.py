@@ -20,7 +20,7 @@ from ..errors import UnsupportedInputError, check_type
 from ..libraries.known import packed_tower
 from ..libraries.transformers.self_attention import changes_attention, is_set
 from ..ops import attention
-from ..ops.attention import key_mask_of
+from ..ops.descriptions import key_mask_of
 from ..run.graph_runner import Fallback, GraphRunner
 
 try:

@@ -1,18 +1,30 @@
-"""Softmax attention of batches and packed sequences: public functions, validation and dispatch to a backend."""
+"""Softmax attention of batches and packed sequences: public functions, and the operator `vit_fast::attention`.
+
+The operator takes q, k and v as three tensors, or as slices of one.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import UnsupportedInputError
 from . import reference
-from .attention_op import as_batch, attention_kernel, unlike, unsupported_reasons
-from .backends import resolve_backend
-from .descriptions import Keys, check_dtype, check_key_mask, check_lengths, check_tensors, is_padding
-from .registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype
+from .backends import kernel_reasons, resolve_backend
+from .descriptions import DTYPES, E4M3, Keys, check_dtype, check_key_mask, check_lengths, check_tensors, key_mask_of
+from .registration import Gradient, constant_to_compiler, in_transform, is_exporting, matmul_dtype, operator
+
+MIN_HEAD_DIM = 16
+MAX_HEAD_DIM = 128
+_MAX_GRID = 2**31 - 1
+_SMALLEST_TILE = 32
+_BATCH, _PACKED = "[B, H, N, D]", "[total, H, D]"
 
 
 def attention(
@@ -45,11 +57,8 @@ def attention(
     backend = resolve_backend(backend, q.device, q.dtype)
     if backend == "triton":
         q, k, v = _autocast(q, k, v)
-    _check_alike(q, k, v, "[B, H, N, D]")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have equal shapes, got {tuple(k.shape)} and {tuple(v.shape)}")
-    if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
-        raise ValueError(f"B, H and D of q and k must be equal, got shapes {tuple(q.shape)} and {tuple(k.shape)}")
+    if message := _mismatch(q, k, v, _BATCH):
+        raise ValueError(message)
     if key_mask is not None:
         check_key_mask(key_mask, k.shape[0], k.shape[2], k.device)
     if backend == "eager":
@@ -106,20 +115,16 @@ def attention_varlen(
     backend = resolve_backend(backend, q.device, q.dtype)
     if backend == "triton":
         q, k, v = _autocast(q, k, v)
-    _check_alike(q, k, v, "[total, H, D]")
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.shape != q.shape:
-            raise ValueError(f"{name} must have q's shape {tuple(q.shape)}, got {tuple(tensor.shape)}")
+    if message := _mismatch(q, k, v, _PACKED):
+        raise ValueError(message)
     check_lengths(cu_seqlens, max_seqlen, q)
     if is_exporting():
         return _with_block_mask(q, k, v, cu_seqlens, scale)
     if backend == "triton":
         out: Tensor = attention_kernel([q, k, v], cu_seqlens, None, max_seqlen, softmax_scale(q, scale))[0]
         return out
-    lengths = _read_lengths(cu_seqlens, max_seqlen, q.shape[0])
-    if backend == "eager":
-        return reference.attention_varlen(q, k, v, cu_seqlens, scale=scale)
-    return _varlen_by_sdpa(q, k, v, lengths, scale)
+    attend = reference.attention if backend == "eager" else F.scaled_dot_product_attention
+    return _by_sequences(attend, q, k, v, cu_seqlens, max_seqlen, scale)
 
 
 def attention_varlen_qkvpacked(
@@ -144,7 +149,7 @@ def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = Non
     cu_seqlens, max_seqlen, key_mask = keys or (None, 0, None)
     backend = resolve_backend(backend, qkv.device, qkv.dtype)
     if backend == "triton" and not is_exporting():
-        (qkv,) = _autocast(qkv)
+        qkv = qkv.to(matmul_dtype(qkv))
         check_dtype("qkv", qkv)
         if cu_seqlens is not None:
             check_lengths(cu_seqlens, max_seqlen, qkv)
@@ -181,46 +186,41 @@ def scaled_dot_product_attention(
     # under torch.fx, dropout_p is a Proxy too, and comparing it with 0 would raise an error.
     ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested for tensor in tensors)
     plain = ordinary and dropout_p == 0.0 and not is_causal and not enable_gqa
-    if plain and _auto_is_triton(query):
+    plain = plain and query.dim() == 4 and not in_transform() and not is_exporting() and _fused_sdpa_is_allowed()
+    if plain and resolve_backend("auto", query.device, query.dtype) == "triton":
         q, k, v = _autocast(query, key, value)
         key_mask = None if attn_mask is None else key_mask_of(attn_mask, q, k)
-        understood = attn_mask is None or key_mask is not None
-        if understood and not unsupported_reasons(q, k, v, softmax_scale(q, scale)):
-            return attention(q, k, v, scale=scale, key_mask=key_mask, backend="triton")
+        factor = softmax_scale(q, scale)
+        understood = (attn_mask is None or key_mask is not None) and not _mismatch(q, k, v, _BATCH)
+        if understood and not unsupported_reasons(q, k, v, factor):
+            out: Tensor = attention_kernel([q, k, v], None, key_mask, 0, factor)[0]
+            return out
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
-def _check_alike(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
+def _mismatch(q: Tensor, k: Tensor, v: Tensor, shape: str) -> str:
+    """Returns why no backend can compute attention of q, k and v, which must have the described shape, or ""."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != shape.count(",") + 1:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+            return f"{name} must have shape {shape}, got {tuple(tensor.shape)}"
         check_dtype(name, tensor)
-        if reason := unlike(name, tensor, q):
-            raise ValueError(reason)
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            got = f"{tensor.dtype} on {tensor.device}"
+            return f"{name} must have q's dtype and device, {q.dtype} on {q.device}, got {got}"
+        if shape == _PACKED and tensor.shape != q.shape:
+            return f"{name} must have q's shape {tuple(q.shape)}, got {tuple(tensor.shape)}"
+    if k.shape != v.shape:
+        return f"k and v must have equal shapes, got {tuple(k.shape)} and {tuple(v.shape)}"
+    if (*q.shape[:-2], q.shape[-1]) != (*k.shape[:-2], k.shape[-1]):
+        return f"B, H and D of q and k must be equal, got shapes {tuple(q.shape)} and {tuple(k.shape)}"
+    return ""
 
 
 def softmax_scale(tensor: Tensor, scale: float | None) -> float:
     # max avoids 0 ** -0.5, and keeps a symbolic head dimension symbolic
     return max(tensor.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-
-
-def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
-    """Converts a padding mask of scaled_dot_product_attention to bool [B, N_kv]; returns None for other masks."""
-    shape = (*query.shape[:3], key.shape[2])
-    sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
-    fits = attn_mask.dim() > 1 and len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, shape))
-    if attn_mask.device != key.device or not fits or not is_padding(attn_mask.expand(shape)):
-        return None
-    return attn_mask.expand(shape)[:, 0, 0]
-
-
-def _auto_is_triton(query: Tensor) -> bool:
-    """Returns True if "auto" resolves to triton and the user did not disable torch's fused kernels."""
-    if query.dim() != 4 or in_transform() or is_exporting():
-        return False
-    return _fused_sdpa_is_allowed() and resolve_backend("auto", query.device, query.dtype) == "triton"
 
 
 @constant_to_compiler
@@ -234,29 +234,29 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(matmul_dtype(tensor)) for tensor in tensors)
 
 
-def _read_lengths(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[int]:
-    """Returns the checked lengths of the sequences. Reading them synchronizes with the device."""
+def _by_sequences(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    """Calls `attend` once per group of consecutive sequences of equal length, such as windows.
+
+    Reads cu_seqlens, which synchronizes with the device, and raises ValueError for invalid values.
+    """
     bounds: list[int] = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
-    if bounds[0] != 0 or bounds[-1] > total or min(lengths, default=0) < 0:
+    if bounds[0] != 0 or bounds[-1] > len(q) or min(lengths, default=0) < 0:
         shown = f"{bounds[:8]}{' ...' if len(bounds) > 8 else ''}"
-        raise ValueError(f"cu_seqlens must start with 0, never decrease and end with at most {total}, got {shown}")
+        raise ValueError(f"cu_seqlens must start with 0, never decrease and end with at most {len(q)}, got {shown}")
     if max(lengths, default=0) > max_seqlen:
         raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {max_seqlen}")
-    return lengths
-
-
-def _varlen_by_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float | None) -> Tensor:
-    """Calls SDPA once per group of consecutive sequences of equal length, such as windows."""
     outputs, start = [], 0
     for length, group in itertools.groupby(lengths):
         end = start + length * len(list(group))
         if length:
             query, key, value = (tensor[start:end].unflatten(0, (-1, length)).transpose(1, 2) for tensor in (q, k, v))
-            out = F.scaled_dot_product_attention(query, key, value, scale=scale)
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
+            outputs.append(attend(query, key, value, scale=scale).transpose(1, 2).flatten(0, 1))
         start = end
-    if start < q.shape[0] or not outputs:
+    if start < len(q) or not outputs:
         everything = torch.ones((), dtype=torch.bool, device=q.device)
         outputs.append(q[start:].masked_fill(everything, 0).to(matmul_dtype(q)))  # 0 even if q contains NaN
     return torch.cat(outputs)
@@ -270,3 +270,130 @@ def _with_block_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     allowed = (sequence[:, None] == sequence[None, :]) & inside[None, :]
     q, k, v = (as_batch(tensor) for tensor in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, allowed, scale=scale)[0].transpose(0, 1)
+
+
+def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
+    """Returns all reasons why the kernel cannot compute attention of matching q, k, v [B, H, N, D]."""
+    reasons = kernel_reasons(q.device, q.dtype)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype not in DTYPES:
+            reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
+        if tensor.stride(-1) != 1:
+            reasons.append(f"{name} must have stride 1 along D, got {tensor.stride(-1)}: call .contiguous()")
+        if tensor.shape[2] == 0:
+            reasons.append(f"{name} must have at least one token, got N = 0")
+    if not MIN_HEAD_DIM <= q.shape[3] <= MAX_HEAD_DIM:
+        reasons.append(f"head_dim must be between {MIN_HEAD_DIM} and {MAX_HEAD_DIM}, got {q.shape[3]}")
+    if q.shape[0] * q.shape[1] * -(-max(q.shape[2], k.shape[2]) // _SMALLEST_TILE) > _MAX_GRID:
+        reasons.append(f"B * H * N / {_SMALLEST_TILE} must be at most {_MAX_GRID}: split the batch")
+    if not 0 < scale < math.inf:  # math.isfinite does not accept a symbolic scale
+        reasons.append(f"scale must be a positive finite number, got {scale}")
+    return reasons
+
+
+def as_batch(packed: Tensor) -> Tensor:
+    return packed.transpose(0, 1).unsqueeze(0)  # [total, H, D] to [1, H, total, D]
+
+
+def _heads_first(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k, v [B, H, N, D] as views of the argument `qkv` of `attention_forward`."""
+    first = qkv[0]
+    if len(qkv) == 1:
+        q, k, v = (first if first.dim() == 5 else first[None]).transpose(1, 3).unbind(2)
+    else:
+        q, k, v = qkv if first.dim() == 4 else map(as_batch, qkv)
+    return q, k, v
+
+
+def _new_output(qkv: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocates the output in the layout of q, and the log-sum-exps. Also returns the output as [B, H, N_q, D]."""
+    q = _heads_first(qkv)[0]
+    batch, heads, tokens, head_dim = q.shape
+    memory = q.new_empty((batch, tokens, heads, head_dim), dtype=dtype)  # flattening [H, D] for proj needs no copy
+    view = memory.transpose(1, 2)
+    separate = len(qkv) == 3
+    out = memory[0] if qkv[0].dim() == (3 if separate else 4) else view if separate else memory
+    return out, view, q.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+
+def attention_forward(
+    qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int, scale: float,
+    out_factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns softmax(scale q k^T) v in the layout of q, and the base-2 log-sum-exp of each softmax, fp32 [B, H, N_q].
+
+    `qkv` is q, k and v [B, H, N, D], or one tensor [B, N, 3, H, D]; for packed sequences 3 x [total, H, D],
+    [total, 3, H, D] or [1, total, 3, H, D]. With out_factor, fp32 [1], the output times out_factor is e4m3.
+    """
+    q, k, v = _heads_first(qkv)
+    out, view, lse = _new_output(qkv, None if out_factor is None else E4M3)
+    if cu_seqlens is not None and not q.shape[2]:
+        return out, lse
+    if reasons := unsupported_reasons(q, k, v, scale):
+        raise UnsupportedInputError("attention with backend='triton'", reasons)
+    from ..kernels.attention import attention
+
+    options = _kernel_options(cu_seqlens, key_mask, max_seqlen)
+    attention.attention_forward(q, k, v, view, lse, scale, out_factor, **options)
+    return out, lse
+
+
+def _kernel_options(cu_seqlens: Tensor | None, key_mask: Tensor | None, max_seqlen: int) -> dict[str, Any]:
+    if key_mask is not None and key_mask.stride(-1) != 1:
+        key_mask = key_mask.contiguous()
+    sequences = None if cu_seqlens is None else cu_seqlens.contiguous()
+    return {"sequences": sequences, "key_mask": key_mask, "longest": max_seqlen}
+
+
+def attention_gradient(
+    grad_output: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
+    key_mask: Tensor | None, max_seqlen: int, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Returns the gradients of the argument `qkv` of `attention_forward`, contiguous."""
+    gradients = [tensor.new_empty(tensor.shape) for tensor in qkv]
+    q, k, v = _heads_first(qkv)
+    if cu_seqlens is not None and not q.shape[2]:
+        return gradients
+    from ..kernels.attention import attention
+
+    if grad_output.stride(-1) != 1:  # `sum` expands its gradient from a scalar
+        grad_output = grad_output.contiguous()
+    if out.dim() == 3:
+        o, do = as_batch(out), as_batch(grad_output)
+    else:
+        o, do = (out, grad_output) if len(qkv) == 3 else (out.transpose(1, 2), grad_output.transpose(1, 2))
+    options = _kernel_options(cu_seqlens, key_mask, max_seqlen)
+    attention.attention_backward(q, k, v, o, do, lse, *_heads_first(gradients), scale, **options)
+    return gradients
+
+
+def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, max_seqlen: int, scale: float) -> int:
+    """Returns the FLOP of both matmuls of a forward: for packed sequences an upper bound, max_seqlen keys per query."""
+    if cu_seqlens is None:
+        max_seqlen = qkv[0][1] if len(qkv) == 1 else qkv[1][2]
+    return 4 * math.prod(qkv[0]) * max_seqlen // (3 if len(qkv) == 1 else 1)
+
+
+def _save(args: Sequence[Any], output: Any) -> tuple[Sequence[Tensor | None], Any]:
+    qkv, cu_seqlens, key_mask, *rest = args
+    return (*output, cu_seqlens, key_mask, *qkv), rest
+
+
+def _backward(grad_output: Tensor, saved: Sequence[Any], rest: Any) -> Sequence[Tensor | None]:
+    out, lse, cu_seqlens, key_mask, *qkv = saved
+    return attention_backward_kernel(grad_output, qkv, out, lse, cu_seqlens, key_mask, *rest)
+
+
+attention_kernel = operator(
+    "attention", "(Tensor[] qkv, Tensor? cu_seqlens, Tensor? key_mask, SymInt max_seqlen, float scale) "
+    "-> (Tensor, Tensor)",
+    attention_forward, what="attention", fake=lambda qkv, *args: _new_output(qkv)[::2], flop=_flop,
+    gradient=Gradient(_save, _backward),
+)  # fmt: skip
+attention_backward_kernel = operator(
+    "attention_backward", "(Tensor grad_output, Tensor[] qkv, Tensor out, Tensor lse, Tensor? cu_seqlens, "
+    "Tensor? key_mask, SymInt max_seqlen, float scale) -> Tensor[]",
+    attention_gradient, what="attention",
+    fake=lambda grad_output, qkv, *args: [tensor.new_empty(tensor.shape) for tensor in qkv],
+    flop=lambda grad_output, qkv, out, lse, *args: _flop(qkv, *args) * 5 // 2,
+)  # fmt: skip

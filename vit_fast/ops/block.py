@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from ..kernels.row_parts import row_parts
-from .attention_op import attention_forward
+from .attention import attention_forward
 from .backends import fp8_reasons, kernel_reasons
 from .block_backward import (
     SETTINGS,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_op import attention_flop, attention_gradient
+from .attention import attention_gradient
 from .descriptions import BlockTensors, as_matrix
 from .registration import operator, words_of
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
@@ -281,7 +281,7 @@ def block_flop(x: Sequence[int], t: BlockTensors, max_seqlen: int) -> tuple[int,
     if shapes.qkv_weight is not None:
         inner = int(shapes.qkv_weight[0]) // 3
         matmuls += 2 * tokens * width * 4 * inner
-        attention = attention_flop(1, 1, tokens, max_seqlen or int(x[-2]), inner)
+        attention = 4 * tokens * inner * (max_seqlen or int(x[-2]))
     if shapes.fc2_weight is not None:
         hidden = int(shapes.fc2_weight[1])  # a folded fc1 contains the rows of the gate
         gated = shapes.gate_weight is not None or int(shapes.fc1_weight[0]) != hidden

@@ -143,6 +143,16 @@ def is_padding(mask: Any) -> bool:
     return all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (1, 2))
 
 
+def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
+    """Converts a padding mask of scaled_dot_product_attention to bool [B, N_kv]; returns None for other masks."""
+    shape = (*query.shape[:3], key.shape[2])
+    sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+    fits = attn_mask.dim() > 1 and len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, shape))
+    if attn_mask.device != key.device or not fits or not is_padding(attn_mask.expand(shape)):
+        return None
+    return attn_mask.expand(shape)[:, 0, 0]
+
+
 def names_keys(mask: Any) -> bool:
     """True if a mask is a padding mask or `Keys`, which fused layers support."""
     return isinstance(mask, Keys) or is_padding(mask)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import torch
@@ -27,20 +26,6 @@ def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, key_m
         return scores.softmax(dim=-1)
     valid = key_mask[:, None, None, :]
     return scores.masked_fill(~valid, -torch.inf).softmax(dim=-1).masked_fill(~valid, 0)
-
-
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float | None = None) -> Tensor:
-    """Computes attention within each sequence of q, k and v [total, H, D]; see ops.attention_varlen."""
-    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
-    bounds = cu_seqlens.tolist()
-    mixed = [
-        attention(q[:, :, start:end], k[:, :, start:end], v[:, :, start:end], scale=scale)
-        for start, end in itertools.pairwise(bounds)
-    ]
-    everything = torch.ones((), dtype=torch.bool, device=q.device)
-    rest = q[:, :, bounds[-1] :].masked_fill(everything, 0)  # 0 even if q contains NaN; the gradient is 0
-    mixed.append(rest.to(mixed[0].dtype) if mixed else rest)
-    return torch.cat(mixed, dim=2)[0].transpose(0, 1)
 
 
 def normalize(x: Tensor, norm: Norm) -> Tensor:
