@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from . import reference
 from .backends import kernel_reasons, resolve_backend
-from .descriptions import DTYPES, E4M3, Keys, check_dtype, check_key_mask, check_lengths, check_tensors, key_mask_of
+from .descriptions import DTYPES, E4M3, Keys, check_dtype, check_keys, check_tensors, key_mask_of
 from .registration import Gradient, constant_to_compiler, in_transform, is_exporting, matmul_dtype, operator
 
 MIN_HEAD_DIM = 16
@@ -60,7 +60,7 @@ def attention(
     if message := _mismatch(q, k, v, _BATCH):
         raise ValueError(message)
     if key_mask is not None:
-        check_key_mask(key_mask, k.shape[0], k.shape[2], k.device)
+        check_keys(Keys(mask=key_mask), k.shape[0], k.shape[2], k.device)
     if backend == "eager":
         return reference.attention(q, k, v, scale=scale, key_mask=key_mask)
     if backend == "sdpa" or is_exporting():
@@ -117,7 +117,7 @@ def attention_varlen(
         q, k, v = _autocast(q, k, v)
     if message := _mismatch(q, k, v, _PACKED):
         raise ValueError(message)
-    check_lengths(cu_seqlens, max_seqlen, q)
+    check_keys(Keys(cu_seqlens, max_seqlen), 1, q.shape[0], q.device)
     if is_exporting():
         return _with_block_mask(q, k, v, cu_seqlens, scale)
     if backend == "triton":
@@ -151,10 +151,8 @@ def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = Non
     if backend == "triton" and not is_exporting():
         qkv = qkv.to(matmul_dtype(qkv))
         check_dtype("qkv", qkv)
-        if cu_seqlens is not None:
-            check_lengths(cu_seqlens, max_seqlen, qkv)
-        if key_mask is not None:
-            check_key_mask(key_mask, qkv.shape[0], qkv.shape[1], qkv.device)
+        if keys is not None:
+            check_keys(keys, qkv.shape[0], qkv.shape[1], qkv.device)
         out: Tensor = attention_kernel([qkv], cu_seqlens, key_mask, max_seqlen, softmax_scale(qkv, scale))[0]
         return out
     if cu_seqlens is None:

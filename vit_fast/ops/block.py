@@ -44,18 +44,16 @@ from .descriptions import (
     QkNorm,
     Rope,
     as_matrix,
-    check_key_mask,
-    check_lengths,
+    check_keys,
     check_qk_norm,
     checked_rope,
 )
 from .registration import Gradient, matmul_dtype, needs_gradient, operator, text_of
-from .rotary import QkSettings, QkTensors, QkvStep, operator_arguments, qkv_step
+from .rotary import QkSettings, QkTensors, operator_arguments, qkv_step
 
 if TYPE_CHECKING:
     from ..kernels.layer_norm import InputRows
     from ..kernels.linear.folding import FoldedLinear
-    from ..kernels.matmul.matmul_launch import HeadStep
 
 _NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
 
@@ -104,14 +102,21 @@ def fused_block(
     emit_statistics = next_statistics and residual and x.dtype != torch.float32
     of_qk, qk, prefix, max_seqlen = _NO_QK, _NO_SETTINGS, 0, 0
     if tensors.qkv_weight is not None:
-        width = tensors.qkv_weight.shape[0]
+        head_dim = tensors.qkv_weight.shape[0] // (3 * heads)
         if attention_scale is None:
-            attention_scale = (width // (3 * heads)) ** -0.5
+            attention_scale = head_dim**-0.5
+        if qk_norm is not None:
+            check_qk_norm(qk_norm, heads, head_dim)
+        if rope is not None:
+            rope = checked_rope(rope, (x.shape[0], x.shape[1], 3, heads, head_dim), tensors.qkv_sum is not None)
         if qk_norm is not None or rope is not None:
-            of_qk, qk, prefix = _checked_qk(x, width, heads, qk_norm, rope, tensors.qkv_sum is not None)
+            of_qk, qk, prefix = operator_arguments(x, qk_norm, rope)
         if keys is not None:
+            check_keys(keys, x.shape[0], x.shape[1], x.device)
+            if keys.mask is None and x.shape[0] != 1:
+                raise ValueError(f"x must have shape [1, total, C] with packed sequences, got {tuple(x.shape)}")
             of_qk = of_qk._replace(cu_seqlens=keys.cu_seqlens, key_mask=keys.mask)
-            max_seqlen = _checked_max_seqlen(x, keys)
+            max_seqlen = keys.max_seqlen
     device = x.device
     flat: list[Tensor] = []
     present: list[int] = []
@@ -136,57 +141,40 @@ def fused_block(
     return outputs[0], outputs[1] if emit_statistics else None, y8
 
 
-def _checked_qk(
-    x: Tensor, qkv_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None, is_folded: bool
-) -> tuple[QkTensors, QkSettings, int]:
-    head_dim = qkv_width // (3 * heads)
-    if qk_norm is not None:
-        check_qk_norm(qk_norm, heads, head_dim)
-    if rope is not None:
-        rope = checked_rope(rope, (x.shape[0], x.shape[1], 3, heads, head_dim), is_folded)
-    return operator_arguments(x, qk_norm, rope)
-
-
-def _checked_max_seqlen(x: Tensor, keys: Keys) -> int:
-    if keys.mask is not None:
-        check_key_mask(keys.mask, x.shape[0], x.shape[1], x.device)
-        return 0
-    if x.shape[0] != 1:
-        raise ValueError(f"x must have shape [1, total, C] with packed sequences, got {tuple(x.shape)}")
-    cu_seqlens: Any = keys.cu_seqlens
-    check_lengths(cu_seqlens, keys.max_seqlen, x)
-    return keys.max_seqlen
-
-
 def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
     """Returns the output, if requested its LayerNorm statistics and e4m3 copy, and the tensors in `_new_names`."""
-    from ..kernels.linear.linear import linear_residual
+    from ..kernels.linear import linear
 
     s = BlockSettings.read(settings)
     t, qk, x8, next_factor = tensors_of(tensors, s)
-    saved: dict[str, Tensor] = {}
-    rows, step = as_matrix(x), None
+    _require_supported(t, x, s.dtype)
+    rows, step, saved = as_matrix(x), None, {}
     if t.qkv_weight is not None:
         head_dim = t.qkv_weight.shape[0] // (3 * s.heads)
         norm_dtype = None if s.saves or t.is_fp8 else s.dtype
         step = qkv_step(qk, s.qk, s.prefix, head_dim, t.qkv_sum is not None, norm_dtype)
-    folded = _folded(x, t, 0 if step is None else step.rope_head, s)
+    folded = _folded(t, 0 if step is None else step.rope_head, s)
     weights = _plain_weights(t, s)
     y, emitted = rows, statistics
     y8 = None if x8 is None else as_matrix(x8)
     if step is not None:
         norm_input = _norm_input(rows, statistics, y8, t.qkv_factor, s.eps1, folded["qkv"], s)
-        flat = _qkv(norm_input, folded["qkv"], step.for_matmul(x.shape[-2]), saved, s)
-        packed = flat.view(*x.shape[:-1], 3, s.heads, step.head_dim)
-        mixed = _attend(packed, step, qk, t.proj_factor, saved, s)
+        head_step = step.for_matmul(x.shape[-2])
+        if s.saves:
+            flat, _, normed = linear.layer_norm_linear_saving(norm_input, folded["qkv"], head_step=head_step)
+            saved |= {"norm1_input": normed.source, "statistics1": normed.statistics}
+        else:
+            flat = linear.layer_norm_linear(norm_input, folded["qkv"], head_step=head_step, dtype=s.dtype)
+        ready, before = step.forward(flat.view(*x.shape[:-1], 3, s.heads, step.head_dim), s.saves)
+        mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale, t.proj_factor)
+        saved |= {"qkv": ready, "mixed": mixed, "lse": lse, "before_norm": before}
         # before fc1, a separate kernel normalizes fp32 tokens and reads no statistics
         statistics_too = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32
-        base = rows if s.residual else None
-        dtype = _output_dtype(x.dtype, t._replace(fc1_weight=None), s)
         y8 = None if t.fc1_factor is None else torch.empty_like(rows, dtype=E4M3)
-        y, emitted = linear_residual(
-            mixed, weights["proj"], t.proj_bias, t.scale1, base, statistics_too, dtype, y8, t.fc1_factor
-        )
+        y, emitted = linear.linear_residual(
+            as_matrix(mixed.flatten(2)), weights["proj"], t.proj_bias, t.scale1, rows if s.residual else None,
+            statistics_too, _output_dtype(x.dtype, t._replace(fc1_weight=None), s), y8, t.fc1_factor,
+        )  # fmt: skip
     if t.fc1_weight is not None:
         norm_input = _norm_input(y, emitted, y8, t.fc1_factor, s.eps2, folded["fc1"], s)
         y8 = None if next_factor is None else torch.empty_like(rows, dtype=E4M3)
@@ -211,39 +199,17 @@ def _norm_input(
     return layer_norm.InputRows(tokens_fp8, statistics, eps)
 
 
-def _qkv(
-    norm_input: InputRows, qkv: FoldedLinear, head_step: HeadStep | None, saved: dict[str, Tensor], s: BlockSettings
-) -> Tensor:
-    from ..kernels.linear import linear
-
-    if not s.saves:
-        return linear.layer_norm_linear(norm_input, qkv, head_step=head_step, dtype=s.dtype)
-    flat, _, normed = linear.layer_norm_linear_saving(norm_input, qkv, head_step=head_step)
-    saved |= {"norm1_input": normed.source, "statistics1": normed.statistics}
-    return flat
-
-
-def _attend(
-    packed: Tensor, step: QkvStep, qk: QkTensors, out_factor: Tensor | None, saved: dict[str, Tensor], s: BlockSettings
-) -> Tensor:
-    ready, before = step.forward(packed, s.saves)
-    mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale, out_factor)
-    saved |= {"qkv": ready, "mixed": mixed, "lse": lse} | ({} if before is None else {"before_norm": before})
-    return as_matrix(mixed.flatten(2))
-
-
 def _mlp(
     rows: Tensor, norm_input: InputRows, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
-    out8: Tensor | None, out_scale: Tensor | None, saved: dict[str, Tensor], s: BlockSettings,
+    out8: Tensor | None, out_scale: Tensor | None, saved: dict[str, Any], s: BlockSettings,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from ..kernels import layer_norm
     from ..kernels.linear import hidden_norm, linear
 
-    fc1, inner = folded["fc1"], folded.get("fc2")
-    gated = fc1.shift.shape[0] != t.fc2_weight.shape[1]
-    part = None  # LayerNorm statistics of the hidden layer, for an inner norm in half precision
-    if inner is not None and s.dtype != torch.float32:
-        part = layer_norm.new_statistics(rows.shape[0], t.fc2_weight.shape[1], rows.device)
+    fc1, (C, F) = folded["fc1"], t.fc2_weight.shape
+    gated, part = fc1.shift.shape[0] != F, None
+    if fc2 is None and s.dtype != torch.float32:  # a norm before fc2
+        part = layer_norm.new_statistics(rows.shape[0], F, rows.device)
     if s.saves:
         h, z, normed = linear.layer_norm_linear_saving(norm_input, fc1, s.activation, gated, out_part=part)
         saved |= {"norm2_input": normed.source, "statistics2": normed.statistics, "z": z}
@@ -255,9 +221,8 @@ def _mlp(
     dtype, base = _output_dtype(rows.dtype, t, s), rows if s.residual else None
     if fc2 is not None:
         return linear.linear_residual(h, fc2, t.fc2_bias, t.scale2, base, s.next_statistics, dtype, out8, out_scale)
-    assert inner is not None, "fc2 must be passed, or folded with its norm"
-    emitted = layer_norm.new_statistics(rows.shape[0], rows.shape[1], rows.device) if s.next_statistics else None
-    second = hidden_norm.HiddenLinear(inner, s.inner_eps)
+    emitted = layer_norm.new_statistics(rows.shape[0], C, rows.device) if s.next_statistics else None
+    second = hidden_norm.HiddenLinear(folded["fc2"], s.inner_eps)
     y, hidden = hidden_norm.hidden_linear_residual(h, part, second, t.scale2, base, emitted, dtype, s.saves)
     if hidden is not None:
         saved |= {"branch": hidden.branch, "hidden": hidden.statistics}
@@ -273,11 +238,10 @@ def _output_dtype(stream: torch.dtype, t: BlockTensors, s: BlockSettings) -> tor
     return stream if t.scale2 is not None and t.scale2.dtype == stream else s.dtype
 
 
-MLP_NAMES = {
+_MLP_NAMES = {
     "norm2_weight": "norm_weight", "norm2_bias": "norm_bias", "scale2": "layer_scale",
     "inner_weight": "inner_norm.weight", "inner_bias": "inner_norm.bias",
 }  # fmt: skip
-"""Arguments of `layer_norm_mlp` that have other names than the fields of `BlockTensors`."""
 
 
 def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
@@ -285,17 +249,18 @@ def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
     parameters: Mapping[str, Tensor | None] = t._asdict()
     what = "a block"
     if t.qkv_weight is None:
-        what, parameters = "layer_norm_mlp", {MLP_NAMES.get(name, name): each for name, each in parameters.items()}
+        what, parameters = "layer_norm_mlp", {_MLP_NAMES.get(name, name): each for name, each in parameters.items()}
     reasons = kernel_reasons(x.device, dtype)
     if t.is_fp8:
         what = "a block in FP8"
         reasons = fp8_reasons(x.device)
         if x.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"x must be float16 or bfloat16, got {x.dtype}")
-        if t.qkv_weight.shape[1] != x.shape[-1]:
-            reasons.append(f"x must have {t.qkv_weight.shape[1]} channels like qkv's weight, got {x.shape[-1]}")
     elif x.dtype not in DTYPES:
         reasons.append(f"x must be float32, float16 or bfloat16, got {x.dtype}")
+    weight = t.fc1_weight if t.qkv_weight is None else t.qkv_weight
+    if weight.shape[1] != x.shape[-1]:
+        reasons.append(f"x must have {weight.shape[1]} channels like the weight of the first layer, got {x.shape[-1]}")
     if (tokens := x.numel() // max(x.shape[-1], 1)) > MAX_TOKENS:
         reasons.append(f"x must have at most {MAX_TOKENS} tokens, got {tokens}")
     for name, tensor in parameters.items():
@@ -308,11 +273,10 @@ def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
         raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
 
 
-def _folded(x: Tensor, t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
+def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
     """Returns the folded layers: qkv, fc1 and, after an inner norm, fc2. Folds them unless `fold` already did."""
     from ..kernels.linear.folding import FoldedLinear, fold_linears
 
-    _require_supported(t, x, s.dtype)
     if t.qkv_sum is None:
         linears = normed_linears(t, s.norm, s.inner_norm, rope_head)
         return dict(zip(linears, fold_linears(list(linears.values()), s.dtype)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,9 +19,6 @@ from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
 if TYPE_CHECKING:
     from ..kernels.layer_norm import LayerNormStatistics
     from ..kernels.linear.folding import NormedLinear
-    from ..kernels.linear.linear import FoldedGradient
-    from ..kernels.linear.scaled_weights import ScaledWeight
-    from ..kernels.linear.weight_gradients import FoldedProducts
 
 
 class BlockSettings(NamedTuple):
@@ -126,36 +123,44 @@ def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> di
 
 def _read(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, Any, QkTensors]:
     names = saved_names(s)
-    saved = SimpleNamespace(**({"before_norm": None} | dict(zip(names, tensors))))
+    saved = SimpleNamespace(**({"before_norm": None, "hidden": None} | dict(zip(names, tensors))))
     return saved, *tensors_of(tensors[len(names) :], s)[:2]
 
 
 def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
     """Returns the gradients of x and of the parameters; `tensors` are saved tensors, then those of the forward."""
-    from ..kernels.linear import linear, scaled_weights, weight_products
+    from ..kernels.linear import folding, hidden_norm, linear, scaled_weights, weight_products
 
     s = BlockSettings.read(settings)
     saved, t, qk = _read(tensors, s)
     linears = {name: layer.contiguous() for name, layer in normed_linears(t, s.norm, s.inner_norm).items()}
-    hidden = None
-    if "fc2" in linears:
-        hidden = _InnerNorm(linears.pop("fc2"), t.scale2, saved.branch, saved.hidden)
+    inner = linears.pop("fc2", None)  # with a norm before fc2
     weights: dict[str, tuple[Tensor, Tensor | None]] = {}
     if t.qkv_weight is not None:
         weights = {"proj": (t.proj_weight.contiguous(), t.scale1), "qkv": (linears["qkv"].weight, None)}
-    if t.fc1_weight is not None and hidden is None:
+    if t.fc1_weight is not None and inner is None:
         weights["fc2"] = t.fc2_weight.contiguous(), t.scale2
     scaled = dict(zip(weights, scaled_weights.scaled_weights(list(weights.values()), s.dtype)))
-    stream = as_matrix(grad_output)
-    narrow, sums = None, {}
+    stream, narrow, norm_sums, along = as_matrix(grad_output), None, None, None
+    sums: dict[str, Tensor] = {}
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     if t.fc1_weight is not None:
-        norm_input = _norm_input(saved.norm2_input, saved.statistics2)
-        (stream, narrow), d_fc1, dy, h = _mlp_gradient(
-            stream, norm_input, saved.z, linears["fc1"], scaled.get("fc2"), s, hidden, t.qkv_weight is not None
+        norm_input, dy = _norm_input(saved.norm2_input, saved.statistics2), stream.to(s.dtype)
+        if inner is None:
+            (folded,) = folding.fold_linears([linears["fc1"]], s.dtype)
+        else:  # neither gamma nor beta of the inner norm is applied to h, the input of fc2
+            along, sums["fc2"] = hidden_norm.along_rows(dy, saved.branch, t.scale2, inner.weight.shape[1])
+            folded, behind = folding.fold_linears([linears["fc1"], inner], s.dtype)
+            (scaled["fc2"],) = scaled_weights.scaled_weights([(behind.weight, t.scale2)], s.dtype)
+        gated = t.gate_weight is not None
+        d_fc1, h = linear.activation_gradient(
+            dy, scaled["fc2"], saved.z, norm_input, folded, s.activation, gated, saved.hidden, along
+        )
+        # for proj, `narrow` is a copy of the gradient in the dtype of the matmuls
+        stream, narrow = linear.input_gradient(
+            d_fc1, norm_input, folded, stream if s.residual else None, t.qkv_weight is not None
         )
         pairs, sums["fc1"] = {"fc1": (d_fc1.scaled, norm_input.source), "fc2": (dy, h)}, d_fc1.column_part
-    norm_sums = None
     if t.qkv_weight is not None:
         d_proj = stream.to(s.dtype) if narrow is None else narrow
         d_mixed = linear.product_gradient(d_proj, scaled["proj"]).view(saved.mixed.shape)
@@ -169,7 +174,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         )
         pairs = {"qkv": (d_qkv, normalized), "proj": (d_proj, as_matrix(saved.mixed.flatten(2))), **pairs}
     parts = dict(zip(pairs, weight_products.weight_products(*pairs.values())))
-    gradients = _parameter_gradients(t, linears, sums, parts, pairs, hidden)
+    gradients = _parameter_gradients(t, linears, inner, sums, parts, pairs)
     gradients |= norm_gradients(norm_sums, qk)
     return [stream.view(grad_output.shape), *(gradients[name] for name in gradient_names(s) if name)]
 
@@ -180,34 +185,11 @@ def _norm_input(rows: Tensor, statistics: Tensor) -> LayerNormStatistics:
     return LayerNormStatistics(as_matrix(rows), statistics)
 
 
-def _mlp_gradient(
-    stream: Tensor, norm_input: LayerNormStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
-    s: BlockSettings, inner: _InnerNorm | None, rounded: bool,
-) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x (a pair), of fc1's output and of the MLP's output, and then the input of fc2.
-
-    `stream` is the gradient of the output [M, C]. With `inner`, `second` is None, and gamma and beta are not applied to
-    the returned input of fc2. With `rounded`, the second gradient of x is a copy in the dtype of the matmuls.
-    """
-    from ..kernels.linear import folding, linear, scaled_weights
-
-    dy, linears, hidden, along = stream.to(z.dtype), [first], None, None
-    if inner is not None:
-        linears, hidden, along = [first, inner.linear], inner.statistics, inner.along(dy)
-    folded, *behind = folding.fold_linears(linears, z.dtype)
-    if inner is not None:
-        (second,) = scaled_weights.scaled_weights([(behind[0].weight, inner.scale)], z.dtype)
-    assert second is not None, "fc2's weight must be in `second`, or folded with its norm"
-    gated = first.gate is not None
-    gradient, h = linear.activation_gradient(dy, second, z, norm_input, folded, s.activation, gated, hidden, along)
-    dx = linear.input_gradient(gradient, norm_input, folded, stream if s.residual else None, rounded)
-    return dx, gradient, dy, h
-
-
 def _parameter_gradients(
-    t: BlockTensors, linears: dict[str, NormedLinear], sums: dict[str, Tensor], parts: dict[str, Tensor],
-    pairs: dict[str, tuple[Tensor, Tensor]], hidden: _InnerNorm | None,
+    t: BlockTensors, linears: dict[str, NormedLinear], inner: NormedLinear | None, sums: dict[str, Tensor],
+    parts: dict[str, Tensor], pairs: dict[str, tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:  # fmt: skip
+    """Returns the gradients by name, from partial products and sums; `linears` follow a norm, as does `inner`, fc2."""
     from ..kernels.linear.weight_gradients import FoldedProducts, ResidualProducts, parameter_gradients
 
     products = [FoldedProducts(parts[name], sums[name], layer) for name, layer in linears.items()]
@@ -215,11 +197,15 @@ def _parameter_gradients(
     for name, weight, bias, layer_scale in (
         ("proj", t.proj_weight, t.proj_bias, t.scale1), ("fc2", t.fc2_weight, t.fc2_bias, t.scale2),
     ):  # fmt: skip
-        if name in parts and (name == "proj" or hidden is None):
+        if name in parts and (name == "proj" or inner is None):
             vectors = (vector if vector is None else vector.contiguous() for vector in (bias, layer_scale))
             branches[name] = ResidualProducts(parts[name], pairs[name][0], weight.contiguous(), *vectors)
-    if hidden is not None:
-        products.append(hidden.products(parts["fc2"]))
+    if inner is not None:
+        scaled = inner
+        if t.scale2 is not None:  # the gradients of gamma and beta depend on LayerScale times W
+            bias = None if inner.bias is None else inner.bias.float()
+            scaled = replace(inner, weight=inner.weight.float() * t.scale2.float()[:, None], bias=bias)
+        products.append(FoldedProducts(parts["fc2"], sums["fc2"], scaled))
     of_folded, of_branches = parameter_gradients(products[:2], list(branches.values()))
     if products[2:]:  # the kernel supports at most two folded layers
         of_folded += parameter_gradients(products[2:], [])[0]
@@ -231,47 +217,18 @@ def _parameter_gradients(
     for name, branch in zip(branches, of_branches):
         of_scale = "scale1" if name == "proj" else "scale2"
         gradients |= {f"{name}_weight": branch.weight, f"{name}_bias": branch.bias, of_scale: branch.scale}
-    return gradients if hidden is None else gradients | hidden.gradients(of_folded[-1])
-
-
-@dataclass
-class _InnerNorm:
-    """A norm between the hidden layer of an MLP and its second linear layer."""
-
-    linear: NormedLinear  # with contiguous tensors
-    scale: Tensor | None  # LayerScale [C]
-    branch: Tensor  # this and `statistics`: fields of `SavedHidden` in `kernels/linear/hidden_norm.py`
-    statistics: Tensor
-    sums: Tensor | None = field(default=None, init=False)  # partial sums of dy over tokens; set by `along`
-
-    def along(self, dy: Tensor) -> Tensor:
-        """Returns the mean over F of normalized hidden activations times their gradients, fp32 [M]. dy is [M, C]."""
-        from ..kernels.linear import hidden_norm
-
-        along, self.sums = hidden_norm.along_rows(dy, self.branch, self.scale, self.linear.weight.shape[1])
-        return along
-
-    def products(self, part: Tensor) -> FoldedProducts:
-        from ..kernels.linear.weight_gradients import FoldedProducts
-
-        assert self.sums is not None, "call `along` before `products`"
-        linear, scale = self.linear, self.scale
-        if scale is not None:  # the gradients of gamma and beta depend on LayerScale times W
-            bias = None if linear.bias is None else linear.bias.float()
-            linear = replace(linear, weight=linear.weight.float() * scale.float()[:, None], bias=bias)
-        return FoldedProducts(part, self.sums, linear)
-
-    def gradients(self, folded: Any) -> dict[str, Tensor | None]:
-        of_norm = {"inner_weight": folded.gamma, "inner_bias": folded.beta}
-        linear, scale = self.linear, self.scale
-        if scale is None:
-            return {"fc2_weight": folded.weight, "fc2_bias": folded.bias, **of_norm}
-        d_scale, d_bias = (folded.weight * linear.weight.float()).sum(1), None
-        if linear.bias is not None:
-            d_scale = d_scale + folded.bias * linear.bias.float()
-            d_bias = (folded.bias * scale.float()).to(linear.bias.dtype)
-        d_weight = (folded.weight * scale.float()[:, None]).to(linear.weight.dtype)
-        return {"fc2_weight": d_weight, "fc2_bias": d_bias, "scale2": d_scale.to(scale.dtype), **of_norm}
+    if inner is not None:
+        of = of_folded[-1]
+        d_weight, d_bias = of.weight, of.bias
+        if t.scale2 is not None:
+            d_scale = (d_weight * inner.weight.float()).sum(1)
+            if inner.bias is not None:
+                d_scale = d_scale + d_bias * inner.bias.float()
+                d_bias = (d_bias * t.scale2.float()).to(inner.bias.dtype)
+            d_weight = (d_weight * t.scale2.float()[:, None]).to(inner.weight.dtype)
+            gradients["scale2"] = d_scale.to(t.scale2.dtype)
+        gradients |= {"fc2_weight": d_weight, "fc2_bias": d_bias, "inner_weight": of.gamma, "inner_bias": of.beta}
+    return gradients
 
 
 def block_flop(x: Sequence[int], t: BlockTensors, max_seqlen: int) -> tuple[int, int]:

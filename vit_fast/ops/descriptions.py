@@ -175,25 +175,23 @@ def check_dtype(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_key_mask(key_mask: Tensor, batch: int, tokens: int, device: torch.device) -> None:
-    fits = key_mask.dim() == 2 and key_mask.shape == (batch, tokens)
-    if key_mask.dtype != torch.bool or key_mask.device != device or not fits:
+def check_keys(keys: Keys, batch: int, tokens: int, device: torch.device) -> None:
+    """Raises ValueError unless keys match B x N tokens. Does not read values of cu_seqlens, which are on the device."""
+    cu_seqlens, max_seqlen, mask = keys
+    if mask is not None and (mask.dtype != torch.bool or mask.device != device or mask.shape != (batch, tokens)):
         raise ValueError(
             f"key_mask must be torch.bool [{batch}, {tokens}] on {device}, "
-            f"got {key_mask.dtype} {list(key_mask.shape)} on {key_mask.device}"
+            f"got {mask.dtype} {list(mask.shape)} on {mask.device}"
         )
-
-
-def check_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> None:
-    """Raises ValueError for invalid arguments. Does not read the values of cu_seqlens, which are on the device."""
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != tokens.device:
-        raise ValueError(
-            f"cu_seqlens must be torch.int32 on {tokens.device}, got {cu_seqlens.dtype} on {cu_seqlens.device}"
-        )
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens must have shape [S + 1], got {tuple(cu_seqlens.shape)}")
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | torch.SymInt) or max_seqlen < 0:
-        raise ValueError(f"max_seqlen must be an int of at least 0, got {max_seqlen!r}")
+    if cu_seqlens is not None:
+        if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != device:
+            raise ValueError(
+                f"cu_seqlens must be torch.int32 on {device}, got {cu_seqlens.dtype} on {cu_seqlens.device}"
+            )
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(f"cu_seqlens must have shape [S + 1], got {tuple(cu_seqlens.shape)}")
+        if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | torch.SymInt) or max_seqlen < 0:
+            raise ValueError(f"max_seqlen must be an int of at least 0, got {max_seqlen!r}")
 
 
 def check_norm(name: str, norm: Norm, width: int) -> None:

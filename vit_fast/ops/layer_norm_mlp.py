@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import check_choice, check_type
 from . import reference
 from .backends import resolve_backend
-from .block import MLP_NAMES, fused_block
+from .block import fused_block
 from .descriptions import BlockTensors, Norm, check_norm, check_tensors
 from .registration import is_exporting
 
@@ -64,6 +64,27 @@ def layer_norm_mlp(
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
     Source: section 3.1 of arXiv 2010.11929. `kernels/linear/folding.py` derives the folding of LayerNorm into fc1.
     """
+    check_tensors(x=x, fc1_weight=fc1_weight, fc2_weight=fc2_weight)
+    check_choice("activation", activation, tuple(reference.ACTIVATIONS))
+    if x.dim() < 1 or fc1_weight.dim() != 2:
+        shapes = f"{tuple(x.shape)} and {tuple(fc1_weight.shape)}"
+        raise ValueError(f"x and fc1_weight must have shapes [..., C] and [F, C], got {shapes}")
+    if gate_weight is None and gate_bias is not None:
+        raise ValueError("gate_bias must be None without gate_weight, got a tensor")
+    if gate_weight is not None and (gate_bias is None) != (fc1_bias is None):
+        raise ValueError("fc1_bias and gate_bias must both be tensors or both be None, got one tensor")
+    C, F = x.shape[-1], fc1_weight.shape[0]
+    for name, tensor, shape in (
+        ("norm_weight", norm_weight, (C,)), ("norm_bias", norm_bias, (C,)), ("fc1_weight", fc1_weight, (F, C)),
+        ("fc1_bias", fc1_bias, (F,)), ("gate_weight", gate_weight, (F, C)), ("gate_bias", gate_bias, (F,)),
+        ("fc2_weight", fc2_weight, (C, F)), ("fc2_bias", fc2_bias, (C,)), ("layer_scale", layer_scale, (C,)),
+    ):  # fmt: skip
+        check_type(name, tensor, Tensor, type(None))
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape} for x of width {C}, got {tuple(tensor.shape)}")
+    check_norm("norm", Norm(norm_weight, norm_bias, kind=norm), C)
+    if inner_norm is not None:
+        check_norm("inner_norm", inner_norm, F)
     tensors = BlockTensors(
         norm2_weight=norm_weight, norm2_bias=norm_bias, fc1_weight=fc1_weight, fc1_bias=fc1_bias,
         fc2_weight=fc2_weight, fc2_bias=fc2_bias, scale2=layer_scale, gate_weight=gate_weight, gate_bias=gate_bias,
@@ -75,46 +96,11 @@ def layer_norm_mlp(
     )
 
 
-def mlp_half(
-    x: Tensor, tensors: BlockTensors, *, eps: float, norm: str, activation: str, residual: bool,
-    inner_norm: tuple[str, float] | None, backend: str,
-) -> Tensor:  # fmt: skip
-    """Computes `layer_norm_mlp` with the parameters of a block; inner_norm is (kind, epsilon)."""
-    _check_inputs(x, tensors, norm, activation, inner_norm)
-    options: Any = {"norm": norm, "activation": activation, "residual": residual, "inner_norm": inner_norm}
+def mlp_half(x: Tensor, tensors: BlockTensors, *, eps: float, backend: str, **options: Any) -> Tensor:
+    """Computes `layer_norm_mlp` with the parameters of a block, without checks; inner_norm is (kind, epsilon)."""
     if resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
         return fused_block(x, None, tensors, eps=(0.0, eps), **options)[0]
     return reference.layer_norm_mlp(x, tensors, eps=eps, **options)
-
-
-def _check_inputs(x: Tensor, t: BlockTensors, norm: str, activation: str, inner_norm: tuple[str, float] | None) -> None:
-    check_tensors(x=x, fc1_weight=t.fc1_weight, fc2_weight=t.fc2_weight)
-    check_type("activation", activation, str)
-    check_choice("activation", activation, tuple(reference.ACTIVATIONS))
-    if x.dim() < 1 or t.fc1_weight.dim() != 2:
-        raise ValueError(
-            "x and fc1_weight must have shapes [..., C] and [F, C], "
-            f"got {tuple(x.shape)} and {tuple(t.fc1_weight.shape)}"
-        )
-    if t.gate_weight is None and t.gate_bias is not None:
-        raise ValueError("gate_bias must be None without gate_weight, got a tensor")
-    if t.gate_weight is not None and (t.gate_bias is None) != (t.fc1_bias is None):
-        raise ValueError("fc1_bias and gate_bias must both be tensors or both be None, got one tensor")
-    C, F = x.shape[-1], t.fc1_weight.shape[0]
-    shapes = {
-        "norm2_weight": (C,), "norm2_bias": (C,), "fc1_weight": (F, C), "fc1_bias": (F,), "gate_weight": (F, C),
-        "gate_bias": (F,), "fc2_weight": (C, F), "fc2_bias": (C,), "scale2": (C,),
-    }  # fmt: skip
-    for field, shape in shapes.items():
-        tensor = getattr(t, field)
-        if tensor is not None:
-            name = MLP_NAMES.get(field, field)
-            check_type(name, tensor, Tensor, type(None))
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} must have shape {shape} for x of width {C}, got {tuple(tensor.shape)}")
-    check_norm("norm", Norm(t.norm2_weight, t.norm2_bias, kind=norm), C)
-    if inner_norm is not None:
-        check_norm("inner_norm", Norm(t.inner_weight, t.inner_bias, kind=inner_norm[0]), F)
 
 
 class LayerNormMLP(nn.Module):
