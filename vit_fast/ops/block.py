@@ -148,7 +148,8 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
     s = BlockSettings.read(settings)
     t, qk, x8, next_factor = tensors_of(tensors, s)
     _require_supported(t, x, s.dtype)
-    rows, step, saved = as_matrix(x), None, {}
+    saved: dict[str, Any] = {}
+    rows, step = as_matrix(x), None
     if t.qkv_weight is not None:
         head_dim = t.qkv_weight.shape[0] // (3 * s.heads)
         norm_dtype = None if s.saves or t.is_fp8 else s.dtype

@@ -218,8 +218,8 @@ def _parameter_gradients(
         of_scale = "scale1" if name == "proj" else "scale2"
         gradients |= {f"{name}_weight": branch.weight, f"{name}_bias": branch.bias, of_scale: branch.scale}
     if inner is not None:
-        of = of_folded[-1]
-        d_weight, d_bias = of.weight, of.bias
+        behind: Any = of_folded[-1]
+        d_weight, d_bias = behind.weight, behind.bias
         if t.scale2 is not None:
             d_scale = (d_weight * inner.weight.float()).sum(1)
             if inner.bias is not None:
@@ -227,7 +227,12 @@ def _parameter_gradients(
                 d_bias = (d_bias * t.scale2.float()).to(inner.bias.dtype)
             d_weight = (d_weight * t.scale2.float()[:, None]).to(inner.weight.dtype)
             gradients["scale2"] = d_scale.to(t.scale2.dtype)
-        gradients |= {"fc2_weight": d_weight, "fc2_bias": d_bias, "inner_weight": of.gamma, "inner_bias": of.beta}
+        gradients |= {
+            "fc2_weight": d_weight,
+            "fc2_bias": d_bias,
+            "inner_weight": behind.gamma,
+            "inner_bias": behind.beta,
+        }
     return gradients
 
 
