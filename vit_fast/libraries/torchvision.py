@@ -20,7 +20,7 @@ from ..config import ViTConfig
 from ..errors import UnsupportedInputError, type_name
 from ..ops import attention_qkvpacked
 from .interface.image_model import Head, ImageModel, comes_from, raise_unsupported
-from .interface.weight_names import Converted, Rule, config_reasons, plain_vit_reasons, rename
+from .interface.weight_names import PLAIN_VIT, Converted, Rule, config_reasons, rename
 
 NAME = "torchvision"
 PEER = "torchvision's VisionTransformer"
@@ -52,7 +52,7 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
 
 def build_peer(config: ViTConfig) -> nn.Module:
     """Builds torchvision's model of this shape; raises UnsupportedInputError with all reasons if there is none."""
-    problems = plain_vit_reasons(config) + config_reasons(config, act_layer=("gelu",), qkv_bias=(True,), in_chans=(3,))
+    problems = config_reasons(config, **PLAIN_VIT, act_layer="gelu", qkv_bias=True, in_chans=3)
     for name, (height, width) in (("img_size", config.image_hw), ("patch_size", config.patch_hw)):
         if height != width:
             problems.append(f"{name} must be square, got {height}x{width}")

@@ -209,7 +209,7 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
                 report.notes.append(f"{name}: the source has {there!r}, the model {own!r}")
         if given.embed_dim == config.embed_dim and given.num_heads != config.num_heads:
             problems.append(f"num_heads: the source has {given.num_heads}, the model {config.num_heads}")
-    head_reason = converted.head_problem(config)
+    head_reason = converted.head_problem
     if replace_head:
         for name in [name for name in wanted if name.startswith(_HEADS)]:
             there = tensors.get(name)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,21 +23,13 @@ Tensors that are replaced by `name@0of3`, `name@1of3` and `name@2of3` are concat
 
 @dataclass
 class Converted:
-    """A state dict in timm's names.
+    """A state dict in timm's names."""
 
-    Attributes:
-        layout: The library of the original names.
-        tensors: Tensors by timm's names; names without a rule stay unchanged.
-        origins: By new name, the original names.
-        ignored: Original names that a rule drops, such as a text tower or a mask token.
-        head_problem: Returns the reason why the head of this file does not fit a model with a given config, or None.
-    """
-
-    layout: str
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    ignored: list[str] = field(default_factory=list)
-    head_problem: Callable[[ViTConfig], str | None] = lambda config: None
+    layout: str  # the library of the original names
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # names without a rule stay unchanged
+    origins: dict[str, tuple[str, ...]] = field(default_factory=dict)  # original names, by new name
+    ignored: list[str] = field(default_factory=list)  # original names that a rule drops, such as a text tower
+    head_problem: str | None = None  # the reason why the head of the source does not fit the model
 
     def add_batch_axis(self) -> None:
         """Reshapes class token and positions to [1, N, C]."""
@@ -44,13 +37,9 @@ class Converted:
             tensor = self.tensors[name]
             self.tensors[name] = tensor.reshape(1, -1, tensor.shape[-1])
 
-    def mark_head_unsupported(self, difference: str) -> None:
-        self.head_problem = lambda config: f"{difference}, which ViTConfig does not support"
-
     def add_head_bias(self, projection: str) -> None:
         """Adds zeros as the bias of the head, because CLIP's projection has none."""
-        weight = self.tensors["head.weight"]
-        self.tensors["head.bias"] = weight.new_zeros(weight.shape[0])
+        self.tensors["head.bias"] = self.tensors["head.weight"].new_zeros(len(self.tensors["head.weight"]))
         self.origins["head.bias"] = (f"zeros: {projection} has no bias",)
 
     def fold_class_position(self, config: ViTConfig) -> None:
@@ -79,6 +68,7 @@ def parts(pattern: str, names: Sequence[str], whole: str) -> tuple[Rule, ...]:
 def rename(state: Mapping[str, Tensor], layout: str, rules: Sequence[Rule]) -> Converted:
     """Applies the first rule that matches each name, then concatenates parts."""
     converted = Converted(layout)
+    tensors, origins = converted.tensors, converted.origins
     for name, tensor in state.items():
         matches = ((re.fullmatch(pattern, name), replacement) for pattern, replacement in rules)
         match, replacement = next((found for found in matches if found[0]), (None, name))
@@ -86,24 +76,18 @@ def rename(state: Mapping[str, Tensor], layout: str, rules: Sequence[Rule]) -> C
             converted.ignored.append(name)
             continue
         target = match.expand(replacement) if match else name
-        converted.tensors[target], converted.origins[target] = tensor, (name,)
-    _join_parts(converted)
+        tensors[target], origins[target] = tensor, (name,)
+    partial = sorted(name for name in tensors if "@" in name)
+    for whole, group in itertools.groupby(partial, lambda name: name.partition("@")[0]):
+        pieces = [(tensors.pop(name), origins.pop(name)[0], name) for name in group]
+        complete = len(pieces) == int(pieces[0][2].rpartition("of")[2])
+        if complete and len({tensor.shape[1:] for tensor, _, _ in pieces}) == 1:
+            tensors[whole] = torch.cat([tensor for tensor, _, _ in pieces])
+            origins[whole] = tuple(original for _, original, _ in pieces)
+        else:  # restore the source's names, which the error shows
+            for tensor, original, _ in pieces:
+                tensors[original], origins[original] = tensor, (original,)
     return converted
-
-
-def _join_parts(converted: Converted) -> None:
-    wholes: dict[str, list[str]] = {}
-    for name in sorted(name for name in converted.tensors if "@" in name):
-        wholes.setdefault(name.partition("@")[0], []).append(name)
-    for whole, names in wholes.items():
-        tensors = [converted.tensors.pop(name) for name in names]
-        origins = [converted.origins.pop(name) for name in names]
-        if len(names) == int(names[0].rpartition("of")[2]) and len({tensor.shape[1:] for tensor in tensors}) == 1:
-            converted.tensors[whole] = torch.cat(tensors)
-            converted.origins[whole] = tuple(original for (original,) in origins)
-        else:  # restore the file's names, which the error shows
-            for tensor, (original,) in zip(tensors, origins):
-                converted.tensors[original], converted.origins[original] = tensor, (original,)
 
 
 def with_key_biases(state: Mapping[str, Tensor], q_bias: str) -> Mapping[str, Tensor]:
@@ -133,37 +117,30 @@ def take_weights(
         RuntimeError: shapes of a parameter differ.
     """
     peer_state = {name: tensor.to("meta") for name, tensor in peer.state_dict().items()}
-    converted = convert(peer_state, config)
+    origins = convert(peer_state, config).origins
     found = {
         peer_name: part
-        for name, peer_names in converted.origins.items()
-        if name in weights
-        for peer_name, part in zip(peer_names, weights[name].chunk(len(peer_names)))
+        for name in origins.keys() & weights.keys()
+        for peer_name, part in zip(origins[name], weights[name].chunk(len(origins[name])))
     }
     reasons = [f"its parameter {name} has no counterpart" for name in peer_state if name not in found]
-    reasons += [f"vit-fast's parameter {name} has no counterpart" for name in weights if name not in converted.origins]
+    reasons += [f"vit-fast's parameter {name} has no counterpart" for name in weights if name not in origins]
     raise_unsupported(type(peer).__name__, reasons)
     peer.load_state_dict(found)
 
 
-# Fields and properties that have ViTConfig's defaults in the plain ViT of the paper.
-_PLAIN = (
-    "class_token", "distilled", "reg_tokens", "pos_embed", "no_embed_class", "pre_norm", "global_pool",
-    "norm_after_pool", "final_norm", "init_values", "stem_channels", "norm_layer", "mlp_layer", "scale_attn_norm",
-    "scale_mlp_norm", "qk_norm", "rope", "proj_bias", "embed_norm",
-)  # fmt: skip
+# Fields and properties of the plain ViT of the paper
+PLAIN_VIT = {
+    name: getattr(ViTConfig(), name)
+    for name in (
+        "class_token", "distilled", "reg_tokens", "pos_embed", "no_embed_class", "pre_norm", "global_pool",
+        "norm_after_pool", "final_norm", "init_values", "stem_channels", "norm_layer", "mlp_layer", "scale_attn_norm",
+        "scale_mlp_norm", "qk_norm", "rope", "proj_bias", "embed_norm",
+    )
+}  # fmt: skip
 
 
-def plain_vit_reasons(config: ViTConfig) -> list[str]:
-    """Returns the reasons why a config is not the plain ViT of the paper."""
-    plain = ViTConfig()
-    return config_reasons(config, **{name: (getattr(plain, name),) for name in _PLAIN})
-
-
-def config_reasons(config: ViTConfig, **supported: Iterable[object]) -> list[str]:
-    """Returns a reason for each field whose value is not among the supported ones."""
-    return [
-        f"{name} must be {' or '.join(map(repr, values))}, got {getattr(config, name)!r}"
-        for name, values in supported.items()
-        if getattr(config, name) not in values
-    ]
+def config_reasons(config: ViTConfig, **required: object) -> list[str]:
+    """Returns a reason for each field whose value is not the required one."""
+    values = ((name, value, getattr(config, name)) for name, value in required.items())
+    return [f"{name} must be {value!r}, got {got!r}" for name, value, got in values if got != value]

@@ -53,14 +53,15 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
 
 
 def wrote(config: Mapping[str, Any]) -> bool:
-    """True if timm wrote a config.json."""
     return "pretrained_cfg" in config or "architecture" in config
 
 
 def read_config(config: Mapping[str, Any]) -> Facts:
     """Reads timm's config.json; raises ValueError if it sets an option that ViTConfig does not have."""
-    facts = Facts(class_names=_class_names(config))
     pretrained = config.get("pretrained_cfg") or config
+    labels = {**pretrained, **config}
+    names, texts = labels.get("label_names") or (), labels.get("label_descriptions") or {}
+    facts = Facts(class_names=tuple(str(texts.get(name, name)) for name in names) or None)
     fields: dict[str, Any] = dict(config.get("model_args") or {})
     if (num_classes := config.get("num_classes", pretrained.get("num_classes"))) is not None:
         fields["num_classes"] = num_classes
@@ -72,23 +73,18 @@ def read_config(config: Mapping[str, Any]) -> Facts:
         facts.notes.append(f"config.json: {error}")
     else:
         facts.config = variant.config.replace(**fields)
-    keys = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
-    known = {key: pretrained[key] for key in keys if pretrained.get(key) is not None}
-    if {"mean", "std"} <= set(known):
-        try:
-            facts.data_config = DataConfig.from_dict(known)
-        except ValueError as error:
-            facts.notes.append(f"preprocessing not used: {error}")
+    try:
+        facts.data_config = _data_config(pretrained)
+    except ValueError as error:
+        facts.notes.append(f"preprocessing not used: {error}")
     return facts
 
 
-def _class_names(config: Mapping[str, Any]) -> tuple[str, ...] | None:
-    pretrained = config.get("pretrained_cfg", {})
-    names = config.get("label_names") or pretrained.get("label_names")
-    if not names:
-        return None
-    descriptions = config.get("label_descriptions") or pretrained.get("label_descriptions") or {}
-    return tuple(str(descriptions.get(name, name)) if isinstance(descriptions, dict) else str(name) for name in names)
+def _data_config(pretrained: Mapping[str, Any]) -> DataConfig | None:
+    """Returns the preprocessing of a pretrained_cfg, or None if it does not contain mean and std."""
+    keys = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+    known = {key: pretrained[key] for key in keys if pretrained.get(key) is not None}
+    return DataConfig.from_dict(known) if {"mean", "std"} <= known.keys() else None
 
 
 # --- peer with our weights ------------------------------------------------------------------------------------
@@ -96,16 +92,15 @@ def _class_names(config: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 def build_peer(config: ViTConfig) -> nn.Module:
     """Builds timm's model of this shape; raises UnsupportedInputError with all reasons if there is none."""
-    supported = {
+    required = {
         "pos_embed": "learn", "stem_channels": (), "rope": None, "mlp_layer": "mlp", "norm_layer": "layer_norm",
         "embed_norm": False, "pool_heads": None, "pool_mlp_ratio": None,
     }  # fmt: skip
-    raise_unsupported(NAME, config_reasons(config, **{name: (value,) for name, value in supported.items()}))
+    raise_unsupported(NAME, config_reasons(config, **required))
     from timm.models.deit import VisionTransformerDistilled
     from timm.models.vision_transformer import VisionTransformer
 
-    make = VisionTransformerDistilled if config.distilled else VisionTransformer
-    model: nn.Module = make(
+    model: nn.Module = (VisionTransformerDistilled if config.distilled else VisionTransformer)(
         img_size=config.image_hw,
         patch_size=config.patch_hw,
         norm_layer=functools.partial(nn.LayerNorm, eps=config.norm_eps),
@@ -135,10 +130,10 @@ def recognize(model: Any) -> ImageModel | None:
     if not hasattr(patch_embed, "patch_size") or getattr(patch_embed, "img_size", None) is None:
         problems.append("its patch embedding has no fixed image and patch size")
     raise_unsupported(f"export of timm's {type(model).__name__}", problems)
-    data = {name: pretrained[name] for name in ("mean", "std", "interpolation", "crop_pct") if pretrained.get(name)}
-    if pretrained.get("crop_mode") in ("center", "squash"):
-        data["crop_mode"] = pretrained["crop_mode"]
-    names = pretrained.get("label_names")
+    data_config = None
+    with contextlib.suppress(ValueError):
+        data_config = _data_config(pretrained)
+    names = tuple(pretrained.get("label_names") or ())
     return TimmModel(
         model=model,
         library=NAME,
@@ -149,8 +144,8 @@ def recognize(model: Any) -> ImageModel | None:
         depth=len(model.blocks),
         attentions=len(model.blocks) + (getattr(model, "attn_pool", None) is not None),
         num_classes=int(model.num_classes),
-        data_config=DataConfig(**data) if len(data) >= 4 else None,
-        class_names=tuple(names) if names and len(names) == model.num_classes else None,
+        data_config=data_config,
+        class_names=names if names and len(names) == model.num_classes else None,
         config={name: value for name, value in pretrained.items() if isinstance(value, str | int | float)},
     )
 
@@ -160,20 +155,19 @@ class TimmModel(TimmInterface):
         model: Any = self.model
         if not dynamic_size:
             return
+        what, embed = f"dynamic_size with timm's {type(model).__name__}", model.patch_embed
         if (rope := getattr(model, "rope", None)) is not None:
-            config = rope_config(rope)
-            if config is None:
+            if (config := rope_config(rope)) is None:
                 reason = f"its rotary embeddings ({type(rope).__name__}) are computed for one size only"
-                raise UnsupportedInputError(f"dynamic_size with timm's {type(model).__name__}", [reason])
+                raise UnsupportedInputError(what, [reason])
             rope.get_embed = functools.partial(_positions_in_graph, config, rope)
             undo.callback(delattr, rope, "get_embed")
         if model.dynamic_img_size:
             return
         from timm.layers.format import Format
 
-        embed = model.patch_embed
         if not hasattr(embed, "strict_img_size"):
-            raise UnsupportedInputError(f"dynamic_size with timm's {type(model).__name__}", ["its positions are fixed"])
+            raise UnsupportedInputError(what, ["its positions are fixed"])
         switch(undo, model, "dynamic_img_size", True)
         for name, value in (("strict_img_size", False), ("flatten", False), ("output_fmt", Format.NHWC)):
             switch(undo, embed, name, value)
@@ -181,26 +175,26 @@ class TimmModel(TimmInterface):
 
 def rope_config(rope: Any) -> RopeConfig | None:
     """Describes timm's module of rotary embeddings; returns None if RopeConfig cannot represent it."""
-    kind = type(rope).__name__
-    if kind not in ("RotaryEmbeddingDinoV3", "RotaryEmbeddingCat"):
-        return None
-    common: dict[str, Any] = {
-        "temperature": float(rope.temperature),
-        "layout": "half" if getattr(rope, "rotate_half", False) else "interleaved",  # timm 1.0.20 has no rotate_half
-        "columns_first": rope.grid_indexing == "xy",
-    }
+    kind, known = type(rope).__name__, False
+    fields: dict[str, Any] = {}
     if kind == "RotaryEmbeddingDinoV3":
-        is_default = rope.min_period is None and rope.normalize_coords == "separate" and not rope.grid_offset
-        return RopeConfig(**common) if is_default else None
-    if getattr(rope, "grid_type", "index") != "index":
+        known = rope.min_period is None and rope.normalize_coords == "separate" and not rope.grid_offset
+    elif kind == "RotaryEmbeddingCat":
+        known = getattr(rope, "grid_type", "index") == "index"
+        grid = None if rope.ref_feat_shape is None else tuple(rope.ref_feat_shape)
+        fields = {"coordinates": "index", "reference_grid": grid, "offset": rope.grid_offset}
+    if not known:
         return None
-    grid = None if rope.ref_feat_shape is None else (rope.ref_feat_shape[0], rope.ref_feat_shape[1])
-    return RopeConfig(coordinates="index", reference_grid=grid, offset=rope.grid_offset, **common)
+    return RopeConfig(
+        temperature=float(rope.temperature),
+        layout="half" if getattr(rope, "rotate_half", False) else "interleaved",  # timm 1.0.20 has no rotate_half
+        columns_first=rope.grid_indexing == "xy",
+        **fields,
+    )
 
 
 def _positions_in_graph(config: RopeConfig, rope: Any, shape: Size) -> Tensor:
     """Computes timm's sines and cosines [rows * columns, 2 D] in the graph, where timm would insert constants."""
     cos, sin = rope_of(config, shape, rope.dim, like=next(rope.buffers()))
-    half = config.layout == "half"
-    sin, cos = (torch.cat([t, t], -1) if half else t.repeat_interleave(2, -1) for t in (sin, cos))
-    return torch.cat([sin, cos], -1)
+    both = torch.stack([sin, cos], -2)  # [rows * columns, 2, D/2]
+    return (both.repeat(1, 1, 2) if config.layout == "half" else both.repeat_interleave(2, -1)).flatten(1)

@@ -26,7 +26,7 @@ from ..interface.image_model import (
     required_input_reasons,
     switch,
 )
-from ..interface.weight_names import Converted, Rule, parts, plain_vit_reasons, rename, with_key_biases
+from ..interface.weight_names import PLAIN_VIT, Converted, Rule, config_reasons, parts, rename, with_key_biases
 
 NAME = "transformers"
 PEER = "transformers' ViTForImageClassification, attn_implementation='sdpa'"
@@ -89,49 +89,38 @@ TOWER_RULES: tuple[Rule, ...] = (
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     """Converts transformers' names to timm's. Concatenates q, k and v, and adds a batch axis to embedding tables."""
-    if any(name.endswith("embeddings.patch_embedding.weight") for name in state):
-        return _convert_tower(state)
-    gated = any(".mlp.gate_proj." in name for name in state)
-    state = with_key_biases(state, r"(.+\.attention\.)q(_proj\.bias)")  # DINOv3
-    converted = rename(state, f"{NAME} ViT/DeiT/DINOv2", VIT_RULES + (GATED_MLP_RULES if gated else PLAIN_MLP_RULES))
-    converted.fold_class_position(config)
-    if any("layer_scale1.lambda1" in name for name in state):
-        converted.mark_head_unsupported("DINOv2's classifier reads class token and mean patch (2 * embed_dim)")
-    else:
-        converted.head_problem = _token_head_problem
-    return converted
+    reads_token = f"the head reads the class token: global_pool must be 'token', got {config.global_pool!r}"
+    token_problem = None if config.global_pool == "token" else reads_token
+    unsupported = "which ViTConfig does not support"
+    if not any(name.endswith("embeddings.patch_embedding.weight") for name in state):
+        mlp_rules = GATED_MLP_RULES if any(".mlp.gate_proj." in name for name in state) else PLAIN_MLP_RULES
+        state = with_key_biases(state, r"(.+\.attention\.)q(_proj\.bias)")  # DINOv3
+        converted = rename(state, f"{NAME} ViT/DeiT/DINOv2", VIT_RULES + mlp_rules)
+        converted.fold_class_position(config)
+        converted.head_problem = token_problem
+        if any("layer_scale1.lambda1" in name for name in state):
+            reads = "DINOv2's classifier reads class token and mean patch (2 * embed_dim)"
+            converted.head_problem = f"{reads}, {unsupported}"
+        return converted
 
-
-def _convert_tower(state: Mapping[str, Tensor]) -> Converted:
     is_clip = any("class_embedding" in name for name in state)
     converted = rename(state, f"{NAME} {'CLIP' if is_clip else 'SigLIP'}", TOWER_RULES)
     converted.add_batch_axis()
     for suffix in ("weight", "bias"):  # splits the packed projection of MultiheadAttention into timm's q and kv
         if (packed := converted.tensors.pop(f"attn_pool.in_proj.{suffix}", None)) is not None:
             origin, C = converted.origins.pop(f"attn_pool.in_proj.{suffix}"), packed.shape[0] // 3
-            for name, part in (("q", packed[:C]), ("kv", packed[C:])):
-                converted.tensors[f"attn_pool.{name}.{suffix}"] = part
-                converted.origins[f"attn_pool.{name}.{suffix}"] = origin
+            for name, part in ((f"attn_pool.q.{suffix}", packed[:C]), (f"attn_pool.kv.{suffix}", packed[C:])):
+                converted.tensors[name], converted.origins[name] = part, origin
     if "visual_projection.weight" in state:
         converted.add_head_bias("visual_projection")
-        converted.head_problem = _token_head_problem
+        converted.head_problem = token_problem
     elif "classifier.weight" in state and is_clip:
-        converted.mark_head_unsupported("CLIPForImageClassification's classifier reads patches before the final norm")
-    elif "classifier.weight" in state:
-        converted.head_problem = _siglip_head_problem
+        reads = "CLIPForImageClassification's classifier reads patches before the final norm"
+        converted.head_problem = f"{reads}, {unsupported}"
+    elif "classifier.weight" in state and (config.global_pool != "avg" or config.norm_after_pool):
+        needed = "the model must have global_pool='avg' and fc_norm=False"
+        converted.head_problem = f"the head reads the mean of the normalized patches: {needed}"
     return converted
-
-
-def _token_head_problem(config: ViTConfig) -> str | None:
-    if config.global_pool == "token":
-        return None
-    return f"the head reads the class token: global_pool must be 'token', got {config.global_pool!r}"
-
-
-def _siglip_head_problem(config: ViTConfig) -> str | None:
-    if config.global_pool == "avg" and not config.norm_after_pool:
-        return None
-    return "the head reads the mean of the normalized patches: the model must have global_pool='avg' and fc_norm=False"
 
 
 # --- config.json and preprocessor_config.json ------------------------------------------------------------------
@@ -167,7 +156,6 @@ _PIL_FILTERS: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "biline
 
 
 def wrote(config: Mapping[str, Any]) -> bool:
-    """True if transformers wrote a config.json."""
     return "model_type" in config
 
 
@@ -189,17 +177,15 @@ def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     for bias in ("proj_bias", "mlp_bias"):
         if not vision.get(bias, True):
             raise ValueError(f"{bias} must be True, got False")
-    C = vision["hidden_size"]
-    hidden = None if "mlp_ratio" in vision else vision["intermediate_size"]
-    if vision.get("use_swiglu_ffn"):
-        hidden = (int(int(C * vision["mlp_ratio"]) * 2 / 3) + 7) // 8 * 8
-    mlp_ratio = vision["mlp_ratio"] if hidden is None else hidden / C
-    if hidden is not None and int(C * mlp_ratio) != hidden:
-        mlp_ratio = (hidden + 0.5) / C  # half a unit more, because ViTConfig rounds down
-    image_size, patch_size = vision["image_size"], vision["patch_size"]
-    fields = {
-        "img_size": tuple(image_size) if isinstance(image_size, list) else image_size,
-        "patch_size": tuple(patch_size) if isinstance(patch_size, list) else patch_size,
+    C, mlp_ratio = vision["hidden_size"], vision.get("mlp_ratio")
+    if mlp_ratio is None or vision.get("use_swiglu_ffn"):
+        hidden = vision["intermediate_size"] if mlp_ratio is None else (int(int(C * mlp_ratio) * 2 / 3) + 7) // 8 * 8
+        mlp_ratio = hidden / C
+        if int(C * mlp_ratio) != hidden:
+            mlp_ratio = (hidden + 0.5) / C  # half a unit more, because ViTConfig rounds down
+    sizes = {"img_size": vision["image_size"], "patch_size": vision["patch_size"]}
+    return {
+        **{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()},
         "in_chans": vision["num_channels"],
         "embed_dim": C,
         "depth": vision["num_hidden_layers"],
@@ -208,22 +194,26 @@ def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "qkv_bias": vision.get("qkv_bias", True),
         "act_layer": ACTIVATIONS[vision["hidden_act"]],
         "norm_eps": vision["layer_norm_eps"],
-        "num_classes": _num_classes(family, config),
+        **_family_fields(family, config, vision),
     }
-    return fields | _family_fields(family, config, vision)
 
 
 def _family_fields(family: str, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
-    if family == "deit":
-        return {"distilled": True}
-    if family.startswith("dinov2"):
-        registers = vision["num_register_tokens"] if family == "dinov2_with_registers" else 0
-        layer_scale = {"init_values": vision.get("layerscale_value", 1.0)}
-        swiglu = {"mlp_layer": "swiglu", "act_layer": "silu"} if vision.get("use_swiglu_ffn") else {}
-        return layer_scale | swiglu | ({"reg_tokens": registers, "no_embed_class": True} if registers else {})
+    architectures = config.get("architectures") or []
+    classifies = any("ForImageClassification" in name for name in architectures)
+    labels = len(config.get("id2label") or ()) or 2  # transformers omits its default, two labels
+    head = {"num_classes": labels if classifies else 0}
+    if family == "siglip":
+        return head | {"class_token": False, "global_pool": "avg" if classifies else "map", "fc_norm": False}
+    if family in ("vit", "deit"):
+        return head | {"distilled": family == "deit"}
+    # DINOv2's and CLIP's classifiers have other inputs than our head
+    if family == "clip":
+        projects = {"CLIPModel", "CLIPVisionModelWithProjection"} & set(architectures)
+        return {"num_classes": int(config.get("projection_dim", 512)) if projects else 0, "pre_norm": True}
+    fields = {"num_classes": 0, "init_values": vision.get("layerscale_value", 1.0)}
     if family == "dinov3_vit":
-        return {
-            "init_values": vision.get("layerscale_value", 1.0),
+        return fields | {
             "reg_tokens": vision["num_register_tokens"],
             "pos_embed": "none",
             "rope": RopeConfig(temperature=vision["rope_theta"]),
@@ -231,25 +221,9 @@ def _family_fields(family: str, config: Mapping[str, Any], vision: Mapping[str, 
             "qkv_bias": any(vision.get(f"{name}_bias", name != "key") for name in ("query", "key", "value")),
             "dynamic_img_size": True,
         }
-    if family == "clip":
-        return {"pre_norm": True}
-    if family == "siglip":
-        classifies = _classifies(config)
-        return {"class_token": False, "global_pool": "avg" if classifies else "map", "fc_norm": False}
-    return {}
-
-
-def _num_classes(family: str, config: Mapping[str, Any]) -> int:
-    architectures = config.get("architectures") or []
-    if family == "clip" and any(a in ("CLIPModel", "CLIPVisionModelWithProjection") for a in architectures):
-        return int(config.get("projection_dim", 512))
-    if family.startswith("dino") or family == "clip" or not _classifies(config):
-        return 0  # DINOv2's and CLIP's classifiers have other inputs than our head
-    return len(config.get("id2label") or ()) or 2  # transformers omits its default, two labels
-
-
-def _classifies(config: Mapping[str, Any]) -> bool:
-    return any("ForImageClassification" in a for a in config.get("architectures") or ())
+    if family == "dinov2_with_registers" and (registers := vision["num_register_tokens"]):
+        fields |= {"reg_tokens": registers, "no_embed_class": True}
+    return fields | ({"mlp_layer": "swiglu", "act_layer": "silu"} if vision.get("use_swiglu_ffn") else {})
 
 
 def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
@@ -258,7 +232,19 @@ def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
         raise ValueError("it does not scale pixels to [0, 1]")
     name = str(processor.get("image_processor_type") or processor.get("feature_extractor_type") or "ViT")
     is_vit = name.startswith("ViT")  # also old files, which omit the name
-    resized, crop, squashes = _sizes(processor, name.startswith(("ViT", "DeiT")))
+    size, crops = processor.get("size", 224), bool(processor.get("do_center_crop", False))
+    if isinstance(size, Mapping):
+        squashes = "height" in size
+        resized = size["height"] if squashes else size["shortest_edge"]
+        if squashes and size["height"] != size["width"]:
+            raise ValueError(f"it resizes to {size['height']}x{size['width']}, not a square")
+    else:  # old format: one number means both sides for ViT and DeiT, the shorter side for CLIP
+        squashes, resized = not crops or name.startswith(("ViT", "DeiT")), size
+    if not crops and not squashes:
+        raise ValueError("it preserves the aspect ratio without a crop")
+    crop = processor.get("crop_size", resized) if crops else resized
+    if isinstance(crop, Mapping):
+        crop = crop.get("height", crop.get("shortest_edge"))
     crop_pct = crop / resized
     if math.floor(crop / crop_pct) != resized:
         crop_pct = math.nextafter(crop_pct, 0)
@@ -266,8 +252,7 @@ def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
     if processor.get("do_normalize", True):
         if not is_vit and not {"image_mean", "image_std"} <= set(processor):
             raise ValueError("it has no image_mean and image_std")
-        mean = tuple(processor.get("image_mean", (0.5, 0.5, 0.5)))
-        std = tuple(processor.get("image_std", (0.5, 0.5, 0.5)))
+        mean, std = (tuple(processor.get(f"image_{name}", (0.5, 0.5, 0.5))) for name in ("mean", "std"))
     return DataConfig(
         mean=mean,
         std=std,
@@ -277,31 +262,12 @@ def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
     )
 
 
-def _sizes(processor: Mapping[str, Any], squashes_by_default: bool) -> tuple[int, int, bool]:
-    """Returns the sizes after resizing and after cropping, in pixels, and True if both sides are resized."""
-    size, crops = processor.get("size", 224), bool(processor.get("do_center_crop", False))
-    if isinstance(size, Mapping):
-        squashes = "height" in size
-        resized = size["height"] if squashes else size["shortest_edge"]
-        if squashes and size["height"] != size["width"]:
-            raise ValueError(f"it resizes to {size['height']}x{size['width']}, not a square")
-    else:  # old format: one number means both sides for ViT and DeiT, the shorter side for CLIP
-        squashes = not crops or squashes_by_default
-        resized = size
-    if not crops and not squashes:
-        raise ValueError("it preserves the aspect ratio without a crop")
-    crop = processor.get("crop_size", resized) if crops else resized
-    if isinstance(crop, Mapping):
-        crop = crop.get("height", crop.get("shortest_edge"))
-    return resized, crop, squashes
-
-
 # --- peer with our weights -------------------------------------------------------------------------------------
 
 
 def build_peer(config: ViTConfig) -> nn.Module:
     """Builds transformers' model of this shape; raises UnsupportedInputError with all reasons if there is none."""
-    raise_unsupported("transformers' ViT", plain_vit_reasons(config))
+    raise_unsupported("transformers' ViT", config_reasons(config, **PLAIN_VIT))
     from transformers import ViTConfig as HFViTConfig
     from transformers import ViTForImageClassification
 
@@ -342,9 +308,8 @@ def recognize(model: Any) -> ImageModel | None:
     raise_unsupported(f"export of transformers' {type(model).__name__}", reasons)
     labels = getattr(config, "id2label", None) or {}
     names = tuple(labels[i] for i in sorted(labels, key=int))
-    if all(re.fullmatch(r"LABEL_\d+", name) for name in names):  # transformers' placeholders
-        names = ()
     classifies = "ForImageClassification" in type(model).__name__
+    are_placeholders = all(re.fullmatch(r"LABEL_\d+", name) for name in names)
     depth = int(config.num_hidden_layers)
     pooling = any("MultiheadAttentionPoolingHead" in type(module).__name__ for module in model.modules())
     return TransformersModel(
@@ -357,7 +322,7 @@ def recognize(model: Any) -> ImageModel | None:
         depth=depth,
         attentions=depth + pooling,
         num_classes=int(config.num_labels) if classifies else 0,
-        class_names=names or None if classifies else None,
+        class_names=names if classifies and not are_placeholders else None,
         config=config.to_diff_dict(),
     )
 
@@ -367,8 +332,7 @@ class TransformersModel(ImageModel):
         """Selects an attention function for which transformers creates no mask, because images have no padding."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        if _ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
-            ALL_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, _attention_without_mask)
+        ALL_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, _attention_without_mask)
         configs = [getattr(module, "config", None) for module in self.model.modules()]
         for config in {id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values():
             switch(undo, config, "_attn_implementation", _ATTENTION_NAME)
@@ -376,15 +340,12 @@ class TransformersModel(ImageModel):
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
         model: Any = self.model
         options = {"interpolate_pos_encoding": True} if dynamic_size else {}
-        result: Tensor
-        if head == "logits":
-            result = model(pixel_values=images, **options).logits
-            return result
-        base = model.base_model if "ForImageClassification" in type(model).__name__ else model
-        outputs = base(pixel_values=images, **options)
-        pooled: Tensor | None = getattr(outputs, "pooler_output", None)
-        pooled = getattr(outputs, "image_embeds", None) if pooled is None else pooled
-        return outputs.last_hidden_state[:, 0] if pooled is None else pooled
+        if head == "features" and "ForImageClassification" in type(model).__name__:
+            model = model.base_model
+        outputs = model(pixel_values=images, **options)
+        results = [getattr(outputs, name, None) for name in ("logits", "pooler_output", "image_embeds")]
+        result: Tensor | None = next((each for each in results if each is not None), None)
+        return outputs.last_hidden_state[:, 0] if result is None else result
 
 
 def _attention_without_mask(
