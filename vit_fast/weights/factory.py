@@ -52,25 +52,21 @@ def create_model(
     """
     check_type("name", name, str)
     check_type("dtype", dtype, torch.dtype, type(None))
-    head_is_given = "num_classes" in config_overrides
     source = None if weights is None else open_source(weights)
     if "/" in name:
         if weights is not None:
-            raise ValueError(
-                f"name must be one of list_models() if weights are given, got {name!r}, which has its own weights"
-            )
+            requirement = "name must be one of list_models() if weights are given"
+            raise ValueError(f"{requirement}, got {name!r}, which has its own weights")
         source = open_source(name)
         if source.config is None:
-            raise ValueError(
-                f"{name} has no config of a supported model: pass a name of list_models() and weights={name!r}"
-            )
+            advice = f"pass a name of list_models() and weights={name!r}"
+            raise ValueError(f"{name} has no config of a supported model: {advice}")
         config, data_config = source.config, source.data_config
     else:
         variant = get_variant(name)
         config, data_config = variant.config, variant.data
-    if source is not None:
-        config_overrides = overrides_from(source) | config_overrides
-    config = config.replace(**config_overrides)
+    overrides = {} if source is None else overrides_from(source)
+    config = config.replace(**overrides | config_overrides)
     place = as_device(device)
     _check_memory(config, place)
     with place:
@@ -78,7 +74,7 @@ def create_model(
     if dtype is not None:
         model = model.to(dtype)
     if source is not None:
-        load_weights(model, source, replace_head=head_is_given)
+        load_weights(model, source, replace_head="num_classes" in config_overrides)
     set_backend(model, backend)
     if precision is not None:
         fuse(model.eval(), backend, precision=precision)
@@ -87,12 +83,11 @@ def create_model(
 
 def _check_memory(config: ViTConfig, device: torch.device) -> None:
     """Raises ValueError if a model does not fit into memory, before the system kills the process."""
+    if device.type not in ("cpu", "cuda"):
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-    elif device.type == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        return
     rows = config.seqlen + config.num_classes + config.depth * (4 * config.embed_dim + 2 * config.hidden_dim)
     needed = rows * config.embed_dim * torch.get_default_dtype().itemsize  # ignores smaller parameters
     if needed > memory:

@@ -33,26 +33,15 @@ _LISTED = 12  # names in a list before "and N more"
 
 @dataclass
 class WeightsReport:
-    """Report of load_weights.
+    """Report of load_weights."""
 
-    Attributes:
-        source: Path, repository, or "a state dict".
-        layout: Library whose parameter names the source uses.
-        loaded: Number of loaded tensors of the model.
-        renamed: Pairs (name in the source, name in the model). Several tensors of the source may form one.
-        interpolated: Interpolated position embeddings, with both grids.
-        replaced: Head tensors that were not loaded because of replace_head, with the reason.
-        ignored: Tensors of the source that the model does not use.
-        notes: Other notes.
-    """
-
-    source: str
-    layout: str
-    loaded: int = 0
-    renamed: list[tuple[str, str]] = field(default_factory=list)
-    interpolated: list[str] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
+    source: str  # path, repository, or "a state dict"
+    layout: str  # library whose parameter names the source uses
+    loaded: int = 0  # tensors of the model
+    renamed: list[tuple[str, str]] = field(default_factory=list)  # (name in the source, name in the model)
+    interpolated: list[str] = field(default_factory=list)  # position embeddings, with both grids
+    replaced: list[str] = field(default_factory=list)  # head tensors that replace_head did not load, with the reason
+    ignored: list[str] = field(default_factory=list)  # tensors of the source that the model does not use
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -86,16 +75,14 @@ def load_weights(
     check_type("model", model, VisionTransformer)
     opened = open_source(source)
     tensors, report = _fit(model, opened, replace_head)
-    for name, block in model.blocks.named_children():
-        prepare_to_load(block, tensors, f"blocks.{name}.")
     state = model.state_dict()
     with torch.no_grad():
         for name, tensor in tensors.items():
             state[name].copy_(tensor)
     if opened.data_config is not None:
         model.data_config = opened.data_config
-    if not report.replaced and opened.class_names and len(opened.class_names) == model.config.num_classes:
-        model.class_names = opened.class_names
+    if not report.replaced:
+        _take_class_names(model, opened)
     return report
 
 
@@ -159,89 +146,85 @@ def load(
     if opened.config is None:
         raise WeightsError(f"{opened.name} has no config: call create_model(name, weights=...)")
     place = as_device(device or "cpu")
-    names = opened.class_names
-    if names is not None and len(names) != opened.config.num_classes:
-        names = None
     with torch.device("meta"):
-        model = VisionTransformer(opened.config, data_config=opened.data_config, class_names=names)
+        model = VisionTransformer(opened.config, data_config=opened.data_config)
     tensors, report = _fit(model, opened, replace_head=False)
+    _take_class_names(model, opened)
     if report.layout != "vit-fast":
         dtype = tensors["patch_embed.proj.weight"].dtype  # tensors computed during conversion may have a wider dtype
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    for name, block in model.blocks.named_children():
-        prepare_to_load(block, tensors, f"blocks.{name}.")
     model.load_state_dict(tensors, assign=True)
     model = model.to(place)
     set_backend(model, backend)
     return model.eval()
 
 
+def _take_class_names(model: VisionTransformer, source: Source) -> None:
+    if source.class_names and len(source.class_names) == model.config.num_classes:
+        model.class_names = source.class_names
+
+
 def overrides_from(source: Source) -> dict[str, Any]:
     """Returns the config fields of the weights that override the named model: num_classes, act_layer, norm_eps."""
-    if source.config is None:
-        return {}
-    return {name: getattr(source.config, name) for name in ("num_classes", "act_layer", "norm_eps")}
+    names = ("num_classes", "act_layer", "norm_eps")
+    return {} if source.config is None else {name: getattr(source.config, name) for name in names}
 
 
 def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[dict[str, Tensor], WeightsReport]:
     """Converts the tensors of a source to those of a model, or raises WeightsError with all differences."""
-    config = model.config
+    config, given = model.config, source.config
     wanted = model.state_dict() | buffers_to_load(source.tensors, config.embed_dim)
     converted = known.convert(source.tensors, config)
     if converted is None:
-        raise WeightsError(
-            f"{source.name}: must have the names of a known layout ({known.known_names()}), got "
-            f"{_listed(sorted(source.tensors))}"
-        )
-    layout = "vit-fast" if source.name.endswith(".safetensors") and source.config else converted.layout
+        layouts, names = known.known_names(), _listed(sorted(source.tensors))
+        raise WeightsError(f"{source.name}: must have the names of a known layout ({layouts}), got {names}")
+    layout = "vit-fast" if source.name.endswith(".safetensors") and given else converted.layout
     report = WeightsReport(source.name, layout, ignored=list(converted.ignored), notes=list(source.notes))
-    tensors = dict(converted.tensors)
+    tensors, origins, head_problem = dict(converted.tensors), converted.origins, converted.head_problem
 
     unused = (*(_HEADS if config.num_classes == 0 else ()), *(("attn_pool.",) if config.global_pool != "map" else ()))
     for name in [name for name in tensors if name.startswith(unused)]:
         del tensors[name]
-        report.ignored += [name for name in converted.origins[name] if name in source.tensors]
-    _interpolate_positions(tensors, wanted.get("pos_embed"), config, source, report)
+        report.ignored += [name for name in origins[name] if name in source.tensors]
+    _interpolate_positions(tensors, wanted.get("pos_embed"), config, given, report)
     problems = []
-    if (given := source.config) is not None:
+    if given is not None:
         for name in ("act_layer", "norm_eps"):
             if (there := getattr(given, name)) != (own := getattr(config, name)):
                 report.notes.append(f"{name}: the source has {there!r}, the model {own!r}")
         if given.embed_dim == config.embed_dim and given.num_heads != config.num_heads:
             problems.append(f"num_heads: the source has {given.num_heads}, the model {config.num_heads}")
-    head_reason = converted.head_problem
-    if replace_head:
-        for name in [name for name in wanted if name.startswith(_HEADS)]:
-            there = tensors.get(name)
-            if head_reason is not None or there is None or there.shape != wanted[name].shape:
-                was = "missing in the source" if there is None else f"{_shape(there)} in the source"
-                report.replaced.append(f"{name}: {was}, the model keeps its {_shape(wanted[name])}")
-                tensors.pop(name, None)
-                del wanted[name]
+    for name in [name for name in wanted if replace_head and name.startswith(_HEADS)]:
+        there = tensors.get(name)
+        if head_problem is not None or there is None or there.shape != wanted[name].shape:
+            was = "missing in the source" if there is None else f"{_shape(there)} in the source"
+            report.replaced.append(f"{name}: {was}, the model keeps its {_shape(wanted.pop(name))}")
+            tensors.pop(name, None)
 
     missing = [name for name in wanted if name not in tensors]
-    unexpected = [origin for name in tensors if name not in wanted for origin in converted.origins[name]]
+    unexpected = [origin for name in tensors if name not in wanted for origin in origins[name]]
     listed = (("missing", missing), ("unexpected", unexpected))
     problems += [f"{kind}: {', '.join(names)}" for kind, names in listed if names]
-    for name in (name for name in wanted if name in tensors):
-        tensor, own = tensors[name], wanted[name]
-        if tensor.shape != own.shape:
-            problems.append(f"shape of {name}: {_shape(tensor)} in the source, {_shape(own)} in the model")
-        elif tensor.is_floating_point() != own.is_floating_point():
-            problems.append(f"dtype of {name}: must be floating, got {tensor.dtype}")
-    if head_reason and any(name.startswith(_HEADS) for name in tensors):
-        problems.append(f"head: {head_reason}")
+    for name, own in ((name, wanted[name]) for name in wanted if name in tensors):
+        if (there := tensors[name]).shape != own.shape:
+            problems.append(f"shape of {name}: {_shape(there)} in the source, {_shape(own)} in the model")
+        elif there.is_floating_point() != own.is_floating_point():
+            problems.append(f"dtype of {name}: must be floating, got {there.dtype}")
+    if head_problem and any(name.startswith(_HEADS) for name in tensors):
+        problems.append(f"head: {head_problem}")
     if any(name.startswith(_HEADS) for name in missing) or any("shape of head" in problem for problem in problems):
         problems.append("pass replace_head=True to keep the model's head")
     if problems:
         raise WeightsError(f"{source.name} ({converted.layout} layout) does not fit:\n  - " + "\n  - ".join(problems))
     report.loaded = len(tensors)
-    report.renamed = [(origin, name) for name in tensors for origin in converted.origins[name] if origin != name]
+    report.renamed = [(origin, name) for name in tensors for origin in origins[name] if origin != name]
+    for name, block in model.blocks.named_children():
+        prepare_to_load(block, tensors, f"blocks.{name}.")
     return tensors, report
 
 
 def _interpolate_positions(
-    tensors: dict[str, Tensor], own: Tensor | None, config: ViTConfig, source: Source, report: WeightsReport
+    tensors: dict[str, Tensor], own: Tensor | None, config: ViTConfig, given: ViTConfig | None, report: WeightsReport
 ) -> None:
     positions = tensors.get("pos_embed")
     if positions is None or own is None or positions.dim() != 3 or positions.shape[-1] != own.shape[-1]:
@@ -249,7 +232,7 @@ def _interpolate_positions(
     prefix = own.shape[1] - config.num_patches
     patches = positions.shape[1] - prefix
     side = math.isqrt(max(patches, 0))
-    grids = [known.grid_size for known in (source.config, config) if known is not None] + [(side, side)]
+    grids = [known.grid_size for known in (given, config) if known is not None] + [(side, side)]
     old = next((grid for grid in grids if 0 < math.prod(grid) == patches), None)  # None if unknown
     if old is not None and old != (new := config.grid_size):
         tensors["pos_embed"] = resample_pos_embed(positions, old, new, prefix)

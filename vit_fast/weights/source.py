@@ -31,6 +31,7 @@ WEIGHT_FILES = (
     "open_clip_pytorch_model.bin",
 )  # fmt: skip
 
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # exceptions of reading malformed JSON
 _WRAPPERS = ("model", "state_dict", "model_state_dict")
 _HUB_ID = re.compile(r"(?:hf-hub:|hf_hub:|hf://)?(\w[\w.-]*/\w[\w.-]*(?:@[\w./-]+)?)")
 
@@ -112,7 +113,7 @@ def _read_safetensors(path: Path) -> Source:
             if not isinstance(names, list | None):
                 raise ValueError(f"class_names must be a list, got {names!r}")
             source.class_names = None if names is None else tuple(map(str, names))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except _DAMAGE as error:
             raise WeightsError(f"{path}: its vit-fast metadata cannot be read: {_first_line(error)}") from None
     return source
 
@@ -131,16 +132,13 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
 
 
 def _read_npz(path: Path) -> dict[str, Tensor]:
+    def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
+        if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # JAX's bfloat16
+            return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+        return torch.from_numpy(np.array(array))
+
     with np.load(path, allow_pickle=False) as arrays:
-        if not isinstance(arrays, np.lib.npyio.NpzFile):
-            raise WeightsError(f"{path}: must be an .npz archive, got a single array")
-        return {name: _from_numpy(arrays[name]) for name in arrays.files}
-
-
-def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # JAX's bfloat16
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(np.array(array))
+        return {name: as_tensor(arrays[name]) for name in arrays.files}
 
 
 def _tensors_of(content: Mapping[str, Any], name: str) -> dict[str, Tensor]:
@@ -205,31 +203,26 @@ def _open(name: str, find: Find) -> Source:
         raise WeightsError(f"{name}: must contain one of {', '.join(WEIGHT_FILES)}")
     source = read_file(weights_file) if weights_file.suffix != ".json" else _read_shards(weights_file, find)
     source.name = name
-    if source.config is not None and config_file is None:
-        return source  # vit_fast.save stores the config in the file
-    found = Source(name, source.tensors)
     if config_file is None:
-        found.notes.append("no config.json: the model keeps its head size, preprocessing and class names")
-        return found
+        if source.config is None:  # otherwise, vit_fast.save stored it in the file
+            source.notes.append("no config.json: the model keeps its head size, preprocessing and class names")
+        return source
     config = _read_json(config_file)
     library = next((library for library in CONFIGURATIONS if library.wrote(config)), None)
     if library is None:
-        found.notes.append("config.json is ignored: no supported library wrote it")
-        return found
+        return Source(name, source.tensors, notes=["config.json is ignored: no supported library wrote it"])
     try:
-        facts = library.read_config(config)
-    except (TypeError, AttributeError, KeyError) as error:
-        raise WeightsError(f"{name}: its config.json is malformed: {type(error).__name__}: {error}") from None
+        found = Source(name, source.tensors, **vars(library.read_config(config)))
     except ValueError as error:
         raise WeightsError(f"{name}: its config.json describes an unsupported model: {error}") from None
-    found = Source(name, source.tensors, **vars(facts))
+    except _DAMAGE as error:
+        raise WeightsError(f"{name}: its config.json is malformed: {type(error).__name__}: {error}") from None
     if library is hf_model:
         try:
-            file = find("preprocessor_config.json")
-            if file is None:
+            if (file := find("preprocessor_config.json")) is None:
                 raise ValueError("there is no preprocessor_config.json")
             found.data_config = hf_model.data_config_from_processor(_read_json(file))
-        except (ValueError, KeyError, TypeError) as error:
+        except _DAMAGE as error:
             found.notes.append(f"the model keeps its preprocessing: {error}")
     return found
 
