@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,95 +29,80 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32"}
 _HEADS = 4
 
 
-@dataclass(frozen=True)
-class _Case:
-    tokens: int
-    head_dim: int
-    access: str = "tma"
-    dtype: torch.dtype = torch.bfloat16
-    batch: int = 256  # several waves on every GPU
-    queries: int | None = None  # None: equal to tokens; other values e.g. for attention pooling
-    form: str = "fixed"
-    to_e4m3: bool = False
-
-    @property
-    def name(self) -> str:
-        lengths = f"N{self.tokens}" if self.queries is None else f"Nq{self.queries} N{self.tokens}"
-        ending = "" if self.form == "fixed" else f" {self.form}"
-        ending += " to e4m3" if self.to_e4m3 else ""
-        return f"{_NAMES[self.dtype]} {lengths} D{self.head_dim} B{self.batch} {self.access}{ending}"
-
-    def is_core(self, arch: str) -> bool:
-        if self.access != "tma" or self.to_e4m3 or self.dtype != torch.bfloat16:
-            return False
-        hopper = arch == "sm_90"
-        if self.form != "fixed":
-            large = (self.tokens, self.head_dim, self.form) == (1024, 80, "packed")
-            return large or (hopper and self.head_dim == 72)
-        if arch == "sm_120" and self.head_dim in (96, 128):
-            return True  # because these kernels would spill with the tile sizes of sm_80
-        return (self.tokens, self.head_dim) in _CORE_SHAPES and (hopper or self.tokens == 197)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Returns q, k, v, their gradients, o and its gradient [B, H, N, D], for which the policy selects `access`.
-
-        For "vector", the batch stride is 0. For "scalar", the storage offset is one element.
-        """
-        n_q, most = self.queries or self.tokens, max(self.queries or 0, self.tokens)
-        shape = (1 if self.access == "vector" else self.batch, most, 3, _HEADS, self.head_dim)
-        flat = torch.empty(torch.Size(shape).numel() + 1, dtype=self.dtype, device="meta")
-        flat = flat[1:] if self.access == "scalar" else flat[:-1]
-        q, k, v = flat.view(shape).expand(self.batch, -1, -1, -1, -1).transpose(1, 3).unbind(2)
-        inputs = [q[:, :, :n_q], k[:, :, : self.tokens], v[:, :, : self.tokens]]
-        o, do = torch.empty(2, self.batch, n_q, _HEADS, self.head_dim, dtype=self.dtype, device="meta").transpose(2, 3)
-        tensors = [*inputs, *inputs, o, do]
-        if self.form == "packed":  # concatenate all images along the tokens
-            tensors = [tensor.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for tensor in tensors]
-        return tensors
-
-    def builds(self, arch: str) -> Iterator[Build]:
-        q, k, v, dq, dk, dv, o, do = self.tensors()
-        lse, scale = torch.empty(q.shape[:3], dtype=torch.float32, device="meta"), self.head_dim**-0.5
-        form: dict[str, Any] = {}
-        if self.form == "masked":
-            form["key_mask"] = torch.empty((self.batch, self.tokens), dtype=torch.bool, device="meta")
-        elif self.form == "packed":
-            form = {"sequences": torch.empty(self.batch + 1, dtype=torch.int32, device="meta"), "longest": self.tokens}
-        with offline.recorded(offline.gpu(arch)) as launches:
-            if self.to_e4m3:
-                o8 = torch.empty_like(o, dtype=torch.float8_e4m3fn)
-                attention_forward(q, k, v, o8, lse, scale, torch.empty(1, device="meta"))
-            else:
-                attention_forward(q, k, v, o, lse, scale, **form)
-                attention_backward(q, k, v, o, do, lse, dq, dk, dv, scale, **form)
-        for launch in launches:
-            yield Build(
-                launch.kernel.__name__.strip("_").removesuffix("_kernel"), self.name, launch,
-                core=self.is_core(arch), needs=self._needs(arch, launch.constants["TMA"]),
-            )  # fmt: skip
-
-    def _needs(self, arch: str, tma: bool) -> tuple[str, ...]:
-        if self.dtype == torch.float32 or self.access == "scalar" or self.to_e4m3:
-            return ()
-        stores = ("tma_stores",) if self.form == "fixed" else ()  # masked stores do not use TMA
-        return (matrix_instruction(arch), *(("tma_loads", *stores) if tma else ()))
-
-
 def attention_builds(arch: str) -> Iterator[Build]:
     """Yields a build for each kernel, shape class, dtype and access of the launch policy."""
-    for case in _cases(arch):
-        yield from case.builds(arch)
-
-
-def _cases(arch: str) -> Iterator[_Case]:
     for access in ("tma", "vector", "scalar"):
-        yield from (_Case(*shape, access) for shape in _HALF_SHAPES)
-    yield _Case(197, 64, batch=1)
-    yield _Case(196, 64, queries=1)  # attention pooling of SigLIP: one query per image
-    yield from (_Case(*shape, dtype=torch.float16) for shape in _CORE_SHAPES)
+        for shape in _HALF_SHAPES:
+            yield from _builds(arch, *shape, access)
+    yield from _builds(arch, 197, 64, batch=1)
+    yield from _builds(arch, 196, 64, queries=1)  # attention pooling of SigLIP: one query per image
+    for shape in _CORE_SHAPES:
+        yield from _builds(arch, *shape, dtype=torch.float16)
     for form, shapes in (("packed", _PACKED_SHAPES), ("masked", _MASKED_SHAPES)):
-        yield from (_Case(*shape, access, form=form) for shape in shapes for access in ("tma", "scalar"))
+        for shape in shapes:
+            for access in ("tma", "scalar"):
+                yield from _builds(arch, *shape, access, form=form)
     for form in ("fixed", "packed", "masked"):
-        yield from (_Case(*shape, dtype=torch.float32, form=form) for shape in _FP32_SHAPES)
-    if has_fp8(arch):
-        yield from (_Case(*shape, to_e4m3=True) for shape in _E4M3_SHAPES)
+        for shape in _FP32_SHAPES:
+            yield from _builds(arch, *shape, dtype=torch.float32, form=form)
+    for *shape, access in _E4M3_SHAPES if has_fp8(arch) else ():
+        yield from _builds(arch, *shape, access, form="to e4m3")
+
+
+def _builds(
+    arch: str, tokens: int, head_dim: int, access: str = "tma", *, dtype: torch.dtype = torch.bfloat16,
+    batch: int = 256, queries: int | None = None, form: str = "fixed",
+) -> Iterator[Build]:  # fmt: skip
+    """Yields the builds of forward and backward, or of a forward with FP8 output. A batch of 256 is several waves."""
+    q, k, v, o, do = _tensors(tokens, head_dim, access, dtype, batch, queries or tokens, form)
+    lse, scale = torch.empty(q.shape[:3], dtype=torch.float32, device="meta"), head_dim**-0.5
+    options: dict[str, Any] = {}
+    if form == "masked":
+        options["key_mask"] = torch.empty((batch, tokens), dtype=torch.bool, device="meta")
+    elif form == "packed":
+        options = {"sequences": torch.empty(batch + 1, dtype=torch.int32, device="meta"), "longest": tokens}
+    with offline.recorded(offline.gpu(arch)) as launches:
+        if form == "to e4m3":
+            o8 = torch.empty_like(o, dtype=torch.float8_e4m3fn)
+            attention_forward(q, k, v, o8, lse, scale, torch.empty(1, device="meta"))
+        else:
+            attention_forward(q, k, v, o, lse, scale, **options)
+            attention_backward(q, k, v, o, do, lse, q, k, v, scale, **options)
+
+    lengths = f"N{tokens}" if queries is None else f"Nq{queries} N{tokens}"
+    ending = "" if form == "fixed" else f" {form}"
+    hopper, shape = arch == "sm_90", (tokens, head_dim)
+    if access != "tma" or form == "to e4m3" or dtype != torch.bfloat16:
+        core = False
+    elif form != "fixed":
+        core = (*shape, form) == (1024, 80, "packed") or (hopper and head_dim == 72)
+    elif arch == "sm_120" and head_dim in (96, 128):
+        core = True  # because these kernels would spill with the tile sizes of sm_80
+    else:
+        core = shape in _CORE_SHAPES and (hopper or tokens == 197)
+    for launch in launches:
+        needs: tuple[str, ...] = ()
+        if dtype != torch.float32 and access != "scalar" and form != "to e4m3":
+            stores = ("tma_stores",) if form == "fixed" else ()  # masked stores do not use TMA
+            needs = (matrix_instruction(arch), *(("tma_loads", *stores) if launch.constants["TMA"] else ()))
+        kernel = launch.kernel.__name__.strip("_").removesuffix("_kernel")
+        case = f"{_NAMES[dtype]} {lengths} D{head_dim} B{batch} {access}{ending}"
+        yield Build(kernel, case, launch, core=core, needs=needs)
+
+
+def _tensors(
+    tokens: int, head_dim: int, access: str, dtype: torch.dtype, batch: int, queries: int, form: str
+) -> list[torch.Tensor]:
+    """Returns q, k, v, o and the gradient of o [B, H, N, D], for which the policy selects `access`.
+
+    For "vector", the batch stride is 0. For "scalar", the storage offset is one element.
+    """
+    shape = (1 if access == "vector" else batch, max(queries, tokens), 3, _HEADS, head_dim)
+    flat = torch.empty(torch.Size(shape).numel() + 1, dtype=dtype, device="meta")
+    flat = flat[1:] if access == "scalar" else flat[:-1]
+    q, k, v = flat.view(shape).expand(batch, -1, -1, -1, -1).transpose(1, 3).unbind(2)
+    o, do = torch.empty(2, batch, queries, _HEADS, head_dim, dtype=dtype, device="meta").transpose(2, 3)
+    tensors = [q[:, :, :queries], k[:, :, :tokens], v[:, :, :tokens], o, do]
+    if form == "packed":  # concatenate all images along the tokens
+        tensors = [tensor.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for tensor in tensors]
+    return tensors

@@ -63,8 +63,7 @@ def candidates(task: Task) -> Iterator[Config]:
             yield BackwardConfig(block_m, block_n, num_warps, num_stages, tma)
         return
     if task.problem.n_kv <= MAX_ROW_KEYS:
-        choices = product(ROW_CHUNKS, (1, 2, 4), (1, 2), (None, 168))
-        for (largest, chunks), per_program, num_stages, maxnreg in choices:
+        for (largest, chunks), per_program, num_stages, maxnreg in product(ROW_CHUNKS, (1, 2, 4), (1, 2), (None, 168)):
             yield ForwardConfig("row", 64, largest, per_program, chunks, 4, num_stages, tma, maxnreg)
     warps = ((64, 128, 4), (64, 64, 4), (128, 128, 8), (128, 64, 8), (128, 64, 4))
     for (block_m, block_n, num_warps), num_stages in product(warps, (2, 3)):
@@ -91,8 +90,6 @@ def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, flo
         except Exception:  # e.g. a compiler error, or too much shared memory
             if expected is None:
                 raise RuntimeError(f"the default configuration of {task.kernel} does not run: {config}") from None
-    if not times:
-        raise RuntimeError(f"no configuration of {task.kernel} gives finite outputs")
     return min(times.items(), key=lambda item: item[1])
 
 
@@ -135,6 +132,4 @@ def write_entry(path: Path, problem: Problem, kernel: str, config: Config) -> No
     table = json.loads(path.read_text())
     classes = table["architectures"].setdefault(problem.arch, {})
     classes.setdefault(problem.shape_class, {})[kernel] = asdict(config)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(table, indent=2) + "\n")
-    temporary.replace(path)
+    path.write_text(json.dumps(table, indent=2) + "\n")

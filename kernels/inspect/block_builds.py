@@ -86,24 +86,19 @@ def _block(
     head_dim: int = 64, rope: str = "", tables: int = 1, qk_norm: str = "", over: str = "head",
 ) -> _Call:  # fmt: skip
     """Returns a call of the operator, in training with its backward, on uninitialized tensors."""
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=stream, requires_grad=training)
-
-    given: dict[str, Tensor] = {}
     inside = heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
     if "attention" in halves:
-        given |= {"norm1_weight": empty(_C), "qkv_weight": empty(3 * inside, _C), "qkv_bias": empty(3 * inside)}
-        given |= {"proj_weight": empty(_C, inside), "proj_bias": empty(_C), "scale1": empty(_C)}
+        shapes |= {"norm1_weight": (_C,), "qkv_weight": (3 * inside, _C), "qkv_bias": (3 * inside,)}
+        shapes |= {"proj_weight": (_C, inside), "proj_bias": (_C,), "scale1": (_C,)}
     if "mlp" in halves:
-        given |= {"norm2_weight": empty(_C), "fc1_weight": empty(_F, _C), "fc1_bias": empty(_F)}
-        given |= {"fc2_weight": empty(_C, _F), "fc2_bias": empty(_C), "scale2": empty(_C)}
+        shapes |= {"norm2_weight": (_C,), "fc1_weight": (_F, _C), "fc1_bias": (_F,)}
+        shapes |= {"fc2_weight": (_C, _F), "fc2_bias": (_C,), "scale2": (_C,)}
     if norm == "layer_norm":
-        given |= {name.replace("weight", "bias"): empty(_C) for name in given if name.startswith("norm")}
-    if gated:
-        given |= {"gate_weight": empty(_F, _C), "gate_bias": empty(_F)}
-    if inner:
-        given |= {"inner_weight": empty(_F), "inner_bias": empty(_F)}
+        shapes |= {name.replace("weight", "bias"): (_C,) for name in shapes if name.startswith("norm")}
+    shapes |= {"gate_weight": (_F, _C), "gate_bias": (_F,)} if gated else {}
+    shapes |= {"inner_weight": (_F,), "inner_bias": (_F,)} if inner else {}
+    empty = partial(torch.empty, dtype=stream, requires_grad=training)
     options: dict[str, Any] = {"inner_norm": ("layer_norm", 1e-6)} if inner else {}
     if qk_norm:
         size = inside if over == "width" else head_dim
@@ -111,15 +106,15 @@ def _block(
         options["qk_norm"] = QkNorm(norms[0], norms[1], over)
     if rope:
         options["rope"] = _rope(head_dim, rope, tables)
-    x = empty(_IMAGES, _TOKENS, _C)
+    x, block = empty(_IMAGES, _TOKENS, _C), BlockTensors(**{name: empty(shape) for name, shape in shapes.items()})
     call = partial(
-        fused_block, x, None, BlockTensors(**given), heads=heads, eps=(1e-6, 1e-6), norm=norm, activation=activation,
+        fused_block, x, None, block, heads=heads, eps=(1e-6, 1e-6), norm=norm, activation=activation,
         residual=residual, next_statistics=True, **options,
     )  # fmt: skip
     return partial(_with_backward, call, x) if training else call
 
 
-def _rope(head_dim: int, layout: str, images: int = 1) -> Rope:
+def _rope(head_dim: int, layout: str = "half", images: int = 1) -> Rope:
     cos, sin = torch.empty(2, images, 1, _TOKENS - _PREFIX, head_dim // 2)
     return Rope(cos, sin, _PREFIX, layout)
 
@@ -130,34 +125,32 @@ def _with_backward(call: _Call, x: Tensor) -> None:
     torch.autograd.grad(y, x, torch.empty_like(y))
 
 
-def _qk_norm_rope(dtype: torch.dtype, norm: str, head_dim: int = 64) -> _Call:
+def _qk_norm_rope(dtype: torch.dtype, norm: str) -> _Call:
     """Returns a call of the operator of qk-norm and rotary embeddings, with its backward."""
-    qkv = torch.empty(_IMAGES, _TOKENS, 3, 12, head_dim, dtype=dtype, requires_grad=True)
-    weight, bias = (torch.empty(head_dim, dtype=dtype, requires_grad=True) for _ in range(2))
-    one = Norm(weight, bias, kind=norm)
-    qk_norm, rope = QkNorm(one, one) if norm else None, _rope(head_dim, "half")
-    call = partial(rotary.qk_norm_rope, qkv, qk_norm=qk_norm, rope=rope, backend="triton")
-    return partial(_with_backward, call, qkv)
+    empty = partial(torch.empty, dtype=dtype, requires_grad=True)
+    qkv, one = empty(_IMAGES, _TOKENS, 3, 12, 64), Norm(empty(64), empty(64), kind=norm)
+    qk_norm = QkNorm(one, one) if norm else None
+    return partial(
+        _with_backward, partial(rotary.qk_norm_rope, qkv, qk_norm=qk_norm, rope=_rope(64), backend="triton"), qkv
+    )
 
 
 def _fp8_block(*, quantized: tuple[str, ...] = _ALL, gated: bool = False, rope: bool = False) -> _Call:
-    of_fp8: dict[str, torch.Tensor] = {}
-    for name, rows, columns in (
-        ("qkv", 3 * _C8, _C8), ("proj", _C8, _C8), ("fc1", 2 * _F8 if gated else _F8, _C8), ("fc2", _C8, _F8),
-    ):  # fmt: skip
-        after_norm, eight = name in ("qkv", "fc1"), name in quantized
-        of_fp8 |= {f"{name}_weight": torch.empty(rows, columns, dtype=_E4M3 if eight else _HALF)}
-        of_fp8 |= {f"{name}_bias": torch.empty(rows)}
-        if after_norm:
-            of_fp8 |= {f"{name}_sum": torch.empty(rows)} | ({f"{name}_row_scale": torch.empty(rows)} if eight else {})
-        else:
-            of_fp8 |= {"scale1" if name == "proj" else "scale2": torch.empty(rows)}
-        of_fp8 |= {f"{name}_factor": torch.empty(columns if after_norm else 1)} if eight else {}
-    positions = interleave(_rope(64, "half"), 64) if rope else None
+    given: dict[str, Tensor] = {}
+    rows = {"qkv": 3 * _C8, "proj": _C8, "fc1": 2 * _F8 if gated else _F8, "fc2": _C8}
+    for name, out in rows.items():
+        columns, after_norm = _F8 if name == "fc2" else _C8, name in ("qkv", "fc1")
+        per_row = ["bias", "sum"] if after_norm else ["bias"]
+        if name in quantized:
+            per_row += ["row_scale"] if after_norm else []
+            given[f"{name}_factor"] = torch.empty(columns if after_norm else 1)
+        given |= {f"{name}_{kind}": torch.empty(out) for kind in per_row}
+        given[f"{name}_weight"] = torch.empty(out, columns, dtype=_E4M3 if name in quantized else _HALF)
+    given |= {"scale1": torch.empty(_C8), "scale2": torch.empty(_C8)}
     return partial(
-        fused_block, torch.empty(_IMAGES, _TOKENS, _C8, dtype=_HALF), None, BlockTensors(**of_fp8), heads=16,
-        eps=(1e-6, 1e-6), activation="silu" if gated else "gelu", rope=positions, next_statistics=True,
-        next_factor=of_fp8.get("qkv_factor"),
+        fused_block, torch.empty(_IMAGES, _TOKENS, _C8, dtype=_HALF), None, BlockTensors(**given), heads=16,
+        eps=(1e-6, 1e-6), activation="silu" if gated else "gelu", rope=interleave(_rope(64), 64) if rope else None,
+        next_statistics=True, next_factor=given.get("qkv_factor"),
     )  # fmt: skip
 
 
@@ -167,12 +160,12 @@ def _calls(arch: str) -> Iterator[tuple[str, torch.dtype, bool, _Call]]:
         given = {key: value for key, value in options.items() if key != "first"}
         for one, training in product(dtypes.split(), (False, True)):
             stream, dtype = _DTYPES[one]
-            ending = ", training" if training else ""
-            yield f"{one} {name}{ending}", dtype, "first" in options, _block(stream, training, **given)
+            full = f"{one} {name}, training" if training else f"{one} {name}"
+            yield full, dtype, "first" in options, _block(stream, training, **given)
     for name, options in _FP8_BLOCKS.items() if has_fp8(arch) else ():
         yield f"fp8 {name}", _HALF, False, _fp8_block(**options)
-    for dtype, norm in product((_HALF, _FULL), ("", "layer_norm")):
-        one = "bf16" if dtype == _HALF else "fp32"
+    for one, norm in product(("bf16", "fp32"), ("", "layer_norm")):
+        dtype = _DTYPES[one][0]
         yield f"{one} {norm or 'rope'} alone, training", dtype, True, _qk_norm_rope(dtype, norm)
 
 
@@ -184,8 +177,7 @@ class _Configurations:
 
     def __init__(self, arch: str, splits: bool) -> None:
         self.arch, self.splits = arch, splits
-        self.number = 0  # set by the caller
-        self.count = 1  # length of the longest table so far
+        self.number, self.count = 0, 1  # the caller sets `number`; `count` is the length of the longest table so far
 
     def _table(self, kind: str, epilogue: str) -> list[MatmulConfig]:
         """Lists the configurations for tensors with and without TMA descriptors."""
@@ -196,23 +188,14 @@ class _Configurations:
         self.count = max(self.count, len(table))
         return table[min(self.number, len(table) - 1)]
 
-    def _best(self, problem: matmul_policy.Problem, most: int = 1) -> tuple[MatmulConfig, int]:
+    def best(self, problem: matmul_policy.Problem, most: int = 1) -> tuple[MatmulConfig, int]:
         whole = [config for config in self._table(problem.kind, problem.epilogue) if problem.allows(config)]
-        partial = self._table(problem.kind, "partial") if most > 1 and self.splits else []
-        return self._take([*((config, 1) for config in whole), *((config, _PARTS) for config in partial)])
+        parts = self._table(problem.kind, "partial") if most > 1 and self.splits else []
+        return self._take([*((config, 1) for config in whole), *((config, _PARTS) for config in parts)])
 
-    def _of_products(self, pairs: Any) -> tuple[MatmulConfig, int]:
-        kind = product_kind(pairs[0][0].dtype)
-        return self._take([(config, _PARTS) for config in self._table(kind, "weight_products")])
-
-    @contextmanager
-    def chosen(self) -> Iterator[None]:
-        with (
-            mock.patch.object(matmul_policy, "best", self._best),
-            mock.patch.object(matmul_policy, "best_head", lambda problem: problem.sizes[0]),
-            mock.patch.object(weight_products, "products_config", self._of_products),
-        ):
-            yield
+    def products_config(self, pairs: Any) -> tuple[MatmulConfig, int]:
+        table = self._table(product_kind(pairs[0][0].dtype), "weight_products")
+        return self._take([(config, _PARTS) for config in table])
 
 
 @contextmanager
@@ -227,14 +210,19 @@ def _tf32() -> Iterator[None]:
 
 def block_builds(arch: str, core: bool = False) -> Iterator[Build]:
     """Yields a build for each launch of each call; `core`: only of the calls with core builds."""
-    gpu = offline.gpu(arch)
     for name, dtype, first_only, call in _calls(arch):
         if core and name not in _CORE:
             continue
         configurations = _Configurations(arch, splits=name in _SPLIT)
         while configurations.number < configurations.count:
-            autocast = torch.autocast("cpu", dtype, enabled=dtype != _FULL)
-            with _tf32(), autocast, configurations.chosen(), offline.recorded(gpu) as launches:
+            with (
+                _tf32(),
+                torch.autocast("cpu", dtype, enabled=dtype != _FULL),
+                mock.patch.object(matmul_policy, "best", configurations.best),
+                mock.patch.object(matmul_policy, "best_head", lambda problem: problem.sizes[0]),
+                mock.patch.object(weight_products, "products_config", configurations.products_config),
+                offline.recorded(offline.gpu(arch)) as launches,
+            ):
                 call()
             for launch in launches:
                 if "attention" not in launch.kernel.__name__:  # see attention_builds.py

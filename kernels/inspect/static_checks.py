@@ -19,6 +19,7 @@ from typing import Any
 import triton
 
 from ..device import REFERENCE_GPU
+from ..launch import Launch
 from . import offline
 from .attention_builds import attention_builds
 from .block_builds import block_builds
@@ -51,8 +52,7 @@ def builds(arch: str, core: bool = False) -> Iterator[Build]:
         if (kernel := offline.specialization(build.launch)) in kernels:
             continue
         kernels.add(kernel)
-        number = 2
-        unnumbered = build.case
+        unnumbered, number = build.case, 2
         while build.key(arch) in keys:
             build = replace(build, case=f"{unnumbered} ({number})")
             number += 1
@@ -61,12 +61,8 @@ def builds(arch: str, core: bool = False) -> Iterator[Build]:
             yield build
 
 
-def compile_build(build: Build, arch: str) -> Stats:
-    return read_stats(offline.compile_launch(build.launch, arch), arch)
-
-
-def disassemble(compiled: Any, flag: str = "-sass") -> str:
-    """Returns the output of cuobjdump for a compiled kernel: machine code (SASS), or with -res-usage, resources."""
+def _disassemble(compiled: Any, flag: str) -> str:
+    """Returns the output of cuobjdump for a compiled kernel."""
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -77,16 +73,15 @@ def disassemble(compiled: Any, flag: str = "-sass") -> str:
 def early_accesses(sass: str) -> int:
     """Returns the number of global memory accesses before ACQBULK (griddepcontrol.wait), excluding prefetches."""
     names = _INSTRUCTION.findall(sass)
-    before = names[: names.index("ACQBULK")] if "ACQBULK" in names else []
-    return sum(name in _GLOBAL_ACCESSES for name in before)
+    return sum(name in _GLOBAL_ACCESSES for name in names[: names.index("ACQBULK")]) if "ACQBULK" in names else 0
 
 
-def read_stats(compiled: Any, arch: str) -> Stats:
-    """Reads the statistics of a compiled kernel; raises RuntimeError if cuobjdump printed no resource line."""
-    usage, sass = disassemble(compiled, "-res-usage"), disassemble(compiled)
-    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    if match is None:
-        raise RuntimeError(f"cuobjdump printed no resource usage: {usage[:200]!r}")
+def compile_stats(launch: Launch, arch: str) -> Stats:
+    """Compiles the kernel of a launch and returns its statistics."""
+    compiled = offline.compile_launch(launch, arch)
+    sass = _disassemble(compiled, "-sass")
+    match = re.search(r"REG:(\d+) STACK:(\d+)", _disassemble(compiled, "-res-usage"))
+    assert match is not None
     mix, metadata = Counter(_INSTRUCTION.findall(sass)), compiled.metadata
     stats = {
         "registers": int(match[1]), "stack_bytes": int(match[2]), "shared_bytes": int(metadata.shared),
@@ -100,23 +95,20 @@ def read_stats(compiled: Any, arch: str) -> Stats:
         "wgmma_waits": sass.count("WARPGROUP.DEPBAR"),
         "wgmma_waits_in_ptx": compiled.asm["ptx"].count("wgmma.wait_group"),
     }  # fmt: skip
-    return stats | {"ctas_per_sm": _occupancy(stats, arch, int(getattr(metadata, "tmem_size", None) or 0))}
-
-
-def _occupancy(stats: Stats, arch: str, tensor_columns: int) -> int:
-    """Returns blocks per multiprocessor."""
     limits, warps = architecture(arch), stats["warps"]
     registers_per_warp = (max(stats["registers"], 1) + 7) // 8 * 8 * 32
     by_registers = 65_536 // registers_per_warp // warps
     by_shared = limits.shared_bytes // (stats["shared_bytes"] + offline.KIB)
+    tensor_columns = int(getattr(metadata, "tmem_size", None) or 0)
     by_tensor_memory = 512 // tensor_columns if tensor_columns else limits.blocks
-    return min(by_registers, by_shared, by_tensor_memory, limits.threads // (32 * warps), limits.blocks)
+    blocks = min(by_registers, by_shared, by_tensor_memory, limits.threads // (32 * warps), limits.blocks)
+    return stats | {"ctas_per_sm": blocks}
 
 
 def problems(build: Build, stats: Stats, arch: str) -> list[str]:
     """Lists reasons not to ship a build."""
     found = []
-    if spills(stats):
+    if stats["spill_loads"] or stats["spill_stores"]:
         found.append(f"spills: {stats['spill_loads']} loads, {stats['spill_stores']} stores")
     if stats["wgmma_waits"] > stats["wgmma_waits_in_ptx"]:
         found.append(f"wgmma is serialized: {stats['wgmma_waits']} waits, {stats['wgmma_waits_in_ptx']} in PTX")
@@ -129,11 +121,6 @@ def problems(build: Build, stats: Stats, arch: str) -> list[str]:
     if stats["ctas_per_sm"] < 1:
         found.append("does not fit on a multiprocessor")
     return found
-
-
-def spills(stats: Stats) -> int:
-    """Returns the number of instructions that move registers to or from local memory."""
-    return stats["spill_loads"] + stats["spill_stores"]
 
 
 def is_recorded(build: Build, arch: str) -> bool:
@@ -172,10 +159,8 @@ def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> No
         builds = {key: counts for key, counts in old["builds"].items() if key.partition("/")[0] not in written}
     for key, stats in found.items():
         names = (*_RECORDED, "wgmma_waits") if stats["wgmma_waits"] else _RECORDED
-        counts = stats | {"spills": spills(stats)}
+        counts = stats | {"spills": stats["spill_loads"] + stats["spill_stores"]}
         builds[key] = {name: counts[name] for name in names}
     lines = [f"  {json.dumps(key)}: {json.dumps(builds[key])}" for key in sorted(builds)]
     text = f'{{"triton": {json.dumps(triton.__version__)}, "builds": {{\n' + ",\n".join(lines) + "\n}}\n"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    path.write_text(text)

@@ -1,9 +1,9 @@
-"""Launches of a block without a GPU: host time (`vit-fast kernels --host`), modeled device time (`--model`).
+"""Launches of a block without a GPU: host time (`vit-fast kernels --host`), estimated device time (`--model`).
 
 Host time: Triton's launch path runs unchanged, with a stand-in driver that launches nothing. Launches are counted for
 ViT-B, B = 1. Process CPU time is measured with small tensors, so that dispatch dominates.
 
-Device time: launches are recorded, compiled, and modeled from machine code and tile sizes. Nothing is measured.
+Device time: launches are recorded, compiled, and estimated from their FLOPs and bytes. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 import timeit
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,21 +30,15 @@ from ..ops.attention import attention_qkvpacked
 from ..variants import get_variant
 
 if TYPE_CHECKING:
-    from ..kernels.inspect.stand_in_driver import StandInDriver
     from ..kernels.launch import Launch
 
 MEASURED = "Host time of Triton's launch path, with a stand-in driver that runs no kernels. No GPU time is measured."
-MODELED = "Modeled from machine code and tile sizes, not measured."
+ESTIMATED = "Estimated from FLOPs and bytes at sustained rates, not measured."
 MODEL = "vit_base_patch16_224"
 DEPTH = 12  # blocks of MODEL; they share the overhead of a compiled call
 NARROW = {"embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8}
 REPEATS = 15
 SECONDS_A_REPEAT = 0.02
-_COLUMNS = {
-    "kernel": "launch", "tile": "tile/parts", "waves": "waves", "MB": "MB", "GFLOP": "GFLOP", "registers": "registers",
-    "step_instructions": "step", "tile_instructions": "tile", "issue_us": "issue us", "floor_us": "floor us",
-    "modelled_us": "modeled us", "bottleneck": "bottleneck",
-}  # fmt: skip
 
 Call = Callable[[], object]
 
@@ -70,13 +63,28 @@ def run_child(arch: str) -> None:
 
     torch.set_num_threads(1)
     driver = stand_in_driver.install(arch)
-    counts = {name: _count(driver, name, call) for name, call in _calls().items()}
-    kernels, narrow, compiled = driver.counters().modules, _calls(**NARROW), _compiled_calls(**NARROW)
-    counts |= {name: _count(driver, name, call) for name, call in compiled.items()}
-    times = _host_us(narrow | compiled)
+
+    def count(name: str, call: Call) -> dict[str, float]:
+        """Counts the steady-state launches and descriptors per block."""
+        for _ in range(4):
+            call()
+        before = driver.counters()
+        call()
+        after = driver.counters()
+        return {
+            key: (getattr(after, key) - getattr(before, key)) / _blocks(name) for key in ("launches", "descriptors")
+        }
+
+    counts = {name: count(name, call) for name, call in _calls().items()}
+    kernels, calls = driver.counters().modules, _calls(**NARROW)
+    model, x = _model_and_tokens(**NARROW)
+    compiled = torch.compile(partial(run_blocks, model.blocks.eval()), fullgraph=True, dynamic=False)
+    name = "block, inference, compiled"
+    calls[name] = torch.no_grad()(partial(compiled, x))
+    counts[name] = count(name, calls[name])
     report = {
         "note": MEASURED, "arch": arch, "machine": describe("cpu"), "kernels": kernels,
-        "rows": [{"name": name, **counts[name], "ours_us": us} for name, us in times.items()],
+        "rows": [{"name": name, **counts[name], "ours_us": us} for name, us in _host_us(calls).items()],
         "violations": driver.violations(),
     }  # fmt: skip
     print(json.dumps(report))
@@ -108,35 +116,19 @@ def _calls(**changes: Any) -> dict[str, Call]:
     }
 
 
-def _compiled_calls(**changes: Any) -> dict[str, Call]:
-    model, x = _model_and_tokens(**changes)
-    compiled = torch.compile(partial(run_blocks, model.blocks.eval()), fullgraph=True, dynamic=False)
-    return {"block, inference, compiled": torch.no_grad()(partial(compiled, x))}
-
-
 def _blocks(name: str) -> int:
     """Returns the number of blocks that a call runs."""
     return DEPTH if name.startswith("block") else 1
 
 
-def _count(driver: StandInDriver, name: str, call: Call) -> dict[str, float]:
-    """Counts the steady-state launches and descriptors of a block."""
-    for _ in range(4):
-        call()
-    before = driver.counters()
-    call()
-    after = driver.counters()
-    return {key: (getattr(after, key) - getattr(before, key)) / _blocks(name) for key in ("launches", "descriptors")}
-
-
 def _host_us(calls: Mapping[str, Call]) -> dict[str, dict[str, float]]:
     """Returns process CPU time per block in microseconds: median, 20th and 80th percentile of interleaved rounds."""
     timers = {name: timeit.Timer(call, timer=time.process_time) for name, call in calls.items()}
-    seconds = {name: max(min(timer.repeat(2, 1)), 1e-6) for name, timer in timers.items()}
-    numbers = {name: max(1, round(SECONDS_A_REPEAT / once)) for name, once in seconds.items()}
+    numbers = {name: max(1, round(SECONDS_A_REPEAT / max(*timer.repeat(2, 1), 1e-6))) for name, timer in timers.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _, (name, timer) in product(range(REPEATS), timers.items()):
-        samples[name].append(timer.timeit(numbers[name]) / numbers[name] / _blocks(name) * 1e6)
+    for _ in range(REPEATS):
+        for name, timer in timers.items():
+            samples[name].append(timer.timeit(numbers[name]) / numbers[name] / _blocks(name) * 1e6)
     found = {}
     for name, values in samples.items():
         p20, *_, p80 = statistics.quantiles(values, n=5)
@@ -167,26 +159,20 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def model_device_time(name: str, batch: int, arch: str) -> dict[str, Any]:
-    """Returns a row per launch of a frozen block in bf16, and the sums in us; "training": of forward and backward."""
+def estimate_device_time(name: str, batch: int, arch: str) -> dict[str, Any]:
+    """Returns a row per launch of a block in bf16, "frozen" and in "training" (forward and backward)."""
     from ..kernels.inspect import device_model, offline
 
     layers, gpu = get_variant(name).config.depth, offline.architecture(arch)
     frozen, training = (
-        summed([device_model.compile_and_model(launch, arch) for launch in record_block(name, batch, arch, step)])
+        [device_model.estimate(launch, arch) for launch in record_block(name, batch, arch, step)]
         for step in (False, True)
     )
     return {
-        "note": MODELED, "arch": arch, "gpu": gpu.gpu, "clock_GHz": gpu.clock, "DRAM_GB_per_s": gpu.dram,
+        "note": ESTIMATED, "arch": arch, "gpu": gpu.gpu, "clock_GHz": gpu.clock, "DRAM_GB_per_s": gpu.dram,
         "multiprocessors": gpu.sm_count, "model": name, "batch": batch, "dtype": "bf16", "layers": layers,
-        **frozen, "training": training,
+        "launches": frozen, "training": {"launches": training},
     }  # fmt: skip
-
-
-def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the rows with their sums."""
-    sums = {key: round(sum(row[key] for row in rows), 2) for key in ("issue_us", "floor_us", "modelled_us")}
-    return {"launches": rows, "layer": sums}
 
 
 def record_block(name: str, batch: int, arch: str, training: bool = False) -> list[Launch]:
@@ -211,20 +197,19 @@ def record_block(name: str, batch: int, arch: str, training: bool = False) -> li
 
 
 def device_time_text(report: Mapping[str, Any]) -> str:
+    layers = report["layers"]
     lines = [
-        f"{report['model']}, batch {report['batch']}, bf16, one of {report['layers']} blocks",
+        f"{report['model']}, batch {report['batch']}, bf16, one of {layers} blocks",
         f"{report['arch']}: {report['gpu']}, {report['multiprocessors']} multiprocessors, {report['clock_GHz']} GHz, "
         f"{report['DRAM_GB_per_s']} GB/s",
-        report["note"] + " step: instructions per warp in one iteration of the main loop; tile: outside the loop.",
+        report["note"],
     ]
+    columns = {
+        "kernel": "launch", "tile": "tile/parts", "waves": "waves", "MB": "MB", "GFLOP": "GFLOP",
+        "registers": "registers", "floor_us": "us", "bottleneck": "bottleneck",
+    }  # fmt: skip
     for what, part in (("frozen forward", report), ("training, forward and backward", report["training"])):
-        rows = [list(_COLUMNS.values()), *([str(row[key]) for key in _COLUMNS] for row in part["launches"])]
-        sums, layers = part["layer"], report["layers"]
-        lines += [
-            "",
-            f"{what}:",
-            *_aligned(rows),
-            f"block: issue {sums['issue_us']} us, floor {sums['floor_us']} us, modeled {sums['modelled_us']} us",
-            f"{layers} blocks: modeled {layers * sums['modelled_us'] / 1e3:.2f} ms",
-        ]
+        rows = [list(columns.values()), *([str(row[key]) for key in columns] for row in part["launches"])]
+        us = sum(row["floor_us"] for row in part["launches"])
+        lines += ["", f"{what}:", *_aligned(rows), f"block: {us:.2f} us; {layers} blocks: {layers * us / 1e3:.2f} ms"]
     return "\n".join(lines)

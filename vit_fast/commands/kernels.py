@@ -35,8 +35,8 @@ def kernels(
     model: Annotated[
         str | None,
         option(
-            "List the launches of one block of this model, frozen and in training, and estimate their GPU time "
-            "(default arch: sm_90)."
+            "List the launches of one block of this model, frozen and in training, and estimate their GPU time from "
+            "FLOPs and bytes (default arch: sm_90)."
         ),
     ] = None,
     host: Annotated[
@@ -69,12 +69,10 @@ def kernels(
         _warm_up(warm_up, sizes or [1])
         return
     if importlib.util.find_spec("vit_fast.kernels.inspect") is None:
-        typer.echo(
+        raise ValueError(
             "vit-fast kernels needs the folder kernels/inspect, which wheels do not contain: run it from a checkout "
-            "(pip install -e .), or pass --warm-up",
-            err=True,
+            "(pip install -e .), or pass --warm-up"
         )
-        raise typer.Exit(2)
     try:
         if tune:
             from ..kernels.inspect import attention_tuning
@@ -87,15 +85,14 @@ def kernels(
             report = block_times.measure_host_time(arch or "sm_90")
             failed, text_of = bool(report["violations"]), block_times.host_time_text
         elif model is not None:
-            report = block_times.model_device_time(model, sizes[0] if sizes else 256, arch or "sm_90")
+            report = block_times.estimate_device_time(model, sizes[0] if sizes else 256, arch or "sm_90")
             failed, text_of = False, block_times.device_time_text
         else:
             archs = arch.split(",") if arch else None
             report = collect(archs, core=False, update_baseline=update_baseline, progress=not as_json)
             failed, text_of = any(row["problems"] for row in report["builds"]), _summary
-    except (RuntimeError, ValueError, ImportError) as error:
-        typer.echo(f"vit-fast kernels{' ' if mode else ''}{mode}: {error}", err=True)
-        raise typer.Exit(2) from error
+    except (RuntimeError, ImportError) as error:  # e.g. without triton or a GPU
+        raise ValueError(f"kernels {mode}: {error}") from error
     typer.echo(json.dumps(report, indent=2) if as_json else text_of(report))
     if failed:
         raise typer.Exit(1)
@@ -144,7 +141,7 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
         for arch, build in wanted:
             row: dict[str, Any] = {"arch": arch, "kernel": build.kernel, "case": build.case}
             try:
-                stats = static_checks.compile_build(build, arch)
+                stats = static_checks.compile_stats(build.launch, arch)
             except Exception as error:  # record a compiler failure in this row and continue
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 row["problems"] = [f"does not compile: {type(error).__name__}: {lines[-1][:200] if lines else ''}"]
