@@ -24,7 +24,7 @@ from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.ops import Norm, QkNorm, Rope
 from vit_fast.ops.block import fused_block
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Keys
-from vit_fast.ops.folded import fold, quantize_block
+from vit_fast.ops.folded import fold
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Arguments = tuple[Any, ...]
@@ -229,7 +229,7 @@ def fp8_block() -> tuple[Tensor, Any, dict[str, Any]]:
         None, None, zeros(192, 64), zeros(192), zeros(64, 64), zeros(64), zeros(64), None, None, zeros(128, 64),
         zeros(128), zeros(64, 128), zeros(64), zeros(64),
     )  # fmt: skip
-    block = quantize_block(tensors, BlockScales(ones, ones[0], ones, ones[0]), BF16)
+    block = fold(tensors, BF16, scales=BlockScales(ones, ones[0], ones, ones[0]))
     return x, block, {"heads": 1, "eps": (1e-6, 1e-6), "next_statistics": True, "next_factor": ones}
 
 

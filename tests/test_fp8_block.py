@@ -23,7 +23,7 @@ from vit_fast.ops import reference
 from vit_fast.ops.backends import fp8_reasons
 from vit_fast.ops.block import fused_block
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope, interleave
-from vit_fast.ops.folded import quantize_block
+from vit_fast.ops.folded import fold
 
 pytestmark = pytest.mark.skipif(KERNEL_ARCH in WITHOUT_FP8, reason="no FP8 on this architecture")
 
@@ -104,7 +104,7 @@ def run(
     x: Tensor, tensors: BlockTensors, scales: BlockScales, next_scale: Tensor | None = None, **settings: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     paired = settings.pop("rope_head", 0)
-    block = quantize_block(tensors, scales, x.dtype, settings.pop("norm", "layer_norm"), paired)
+    block = fold(tensors, x.dtype, settings.pop("norm", "layer_norm"), paired, scales=scales)
     settings["next_factor"] = None if next_scale is None else 1 / next_scale
     if paired:
         settings["rope"] = interleave(settings["rope"], paired)
@@ -200,7 +200,7 @@ def test_empty_batches_and_strided_tokens() -> None:
 
 def test_compiled_blocks_are_one_operator_each(block: Any) -> None:
     x, tensors, scales = block
-    quantized = quantize_block(tensors, scales, x.dtype)
+    quantized = fold(tensors, x.dtype, scales=scales)
 
     def two(x: Tensor) -> Tensor:
         statistics = x8 = None
@@ -248,7 +248,7 @@ def test_outputs_passed_to_the_next_block_match_its_own(kept: dict[str, None], b
     exact = y.double() / scales.qkv
     nearest = (reference.quantize_e4m3(y, scales.qkv) - exact).abs()
     assert ((y8.double() - exact).abs() <= nearest + 1e-6 * exact.abs()).all()  # the reciprocal may move ties
-    quantized = quantize_block(tensors, scales, x.dtype)
+    quantized = fold(tensors, x.dtype, scales=scales)
     with torch.no_grad():
         passed = fused_block(y, statistics, quantized, x8=y8, **SETTINGS)
         made = fused_block(y, None, quantized, **SETTINGS | {"next_statistics": False})
@@ -271,7 +271,7 @@ def test_opcheck(passed_on: bool, block: Any) -> None:
     x, tensors, scales = block
     _, x8, statistics = run(x, tensors, scales, scales.qkv) if passed_on else (None, None, None)
     settings = SETTINGS | {"x8": x8, "next_factor": 1 / scales.qkv if passed_on else None, "next_statistics": passed_on}
-    quantized = quantize_block(tensors, scales, x.dtype)
+    quantized = fold(tensors, x.dtype, scales=scales)
     calls = calls_of(lambda: fused_block(x, statistics, quantized, **settings))
     ((operator, arguments),) = calls
     # not test_schema, for which torch would have to compare tensors of e4m3
@@ -292,7 +292,7 @@ def test_errors_name_every_reason(block: Any) -> None:
     bf16 = torch.bfloat16
 
     def quantize(tensors: BlockTensors = tensors, dtype: torch.dtype = bf16, **wrong: Tensor) -> Any:
-        return quantize_block(tensors, scales._replace(**wrong), dtype)
+        return fold(tensors, dtype, scales=scales._replace(**wrong))
 
     def with_fp32(autocast: bool) -> Any:
         with torch.autocast(DEVICE, bf16, enabled=autocast):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import UnsupportedInputError
 from ..ops.block import fused_block
 from ..ops.descriptions import BlockScales, BlockTensors, Rope, interleave
-from ..ops.folded import quantize_block
+from ..ops.folded import fold
 from ..ops.registration import is_exporting, needs_gradient
 from .frozen import Frozen
 from .parts import AttentionParts, BlockParts, MlpParts, block_tensors, tensor_of
@@ -43,7 +43,7 @@ class FrozenFp8(Frozen):
 
     def _computed(self) -> list[Tensor]:
         tensors = block_tensors(self.attention, self.mlp)
-        quantized = quantize_block(tensors, self._scales, self.dtype, self.mlp.norm.kind, self.rope_head)
+        quantized = fold(tensors, self.dtype, self.mlp.norm.kind, self.rope_head, scales=self._scales)
         # clone, because layers in half precision may hold the parameters, which a refresh must not overwrite
         layers = BlockTensors(*(tensor if tensor is None else tensor.clone() for tensor in quantized))
         if self.layers is None:

@@ -83,7 +83,7 @@ def fused_block(
         x: [B, N, C], or [..., C] for the MLP half alone; fp32, fp16 or bf16.
         statistics: LayerNorm statistics of x from the previous block; computed if None.
         tensors: The parameters, in fp32 or the dtype of the matmuls (`registration.matmul_dtype`); or the result of
-            `fold` or `quantize_block`, without gradients. A half whose parameters are None is skipped.
+            `fold`, without gradients. A half whose parameters are None is skipped.
         eps, norm: Epsilons and kind of norm1 and norm2. inner_norm: kind and epsilon of a norm before fc2.
         residual: True adds x to the branch; must be True for a whole block.
         next_statistics: True to return LayerNorm statistics of the output, for the next block.

@@ -79,8 +79,8 @@ class Keys(NamedTuple):
 class BlockTensors(NamedTuple):
     """The parameters of a block. Absent parameters, and all parameters of an absent half, are None.
 
-    `fold` and `quantize_block` in `folded.py` fold norms and gate into weight and bias of qkv, fc1 and, after an inner
-    norm, fc2. They set `*_sum` of these layers, and set the fields of norms and gate to None. In e4m3, `*_factor`
+    `fold` in `folded.py` folds norms and gate into weight and bias of qkv, fc1 and, after an inner
+    norm, fc2. It sets `*_sum` of these layers, and sets the fields of norms and gate to None. In e4m3, `*_factor`
     are the reciprocal scales of a layer's input. qkv_row_scale and fc1_row_scale scale the rows of weights. scale1 and
     scale2 are row scales times LayerScale.
     """
