@@ -20,7 +20,7 @@ from torch.onnx.ops import symbolic
 
 from vit_fast.blocks.block import run_mlp, runs_whole
 from vit_fast.blocks.fused import FusedNormMlp
-from vit_fast.blocks.parts import BlockParts, scale_of, tensors_of
+from vit_fast.blocks.parts import BlockParts, tensors_of
 from vit_fast.fusion.fuse import sharing_copy
 from vit_fast.ops import qk_norm_rope, reference
 from vit_fast.ops.attention import softmax_scale
@@ -66,7 +66,7 @@ class ExportedBlock(nn.Module):
             by_head = heads.permute(2, 0, 3, 1, 4)
             mixed = F.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], scale=scale)
             mixed = mixed.transpose(1, 2).flatten(2)
-        x = _add(x, F.linear(mixed, *tensors_of(attention.proj)), scale_of(attention))
+        x = _add_linear(x, mixed, *attention.with_scale(attention.proj))
         if mlp.fc1.chunk is None:
             return run_mlp(mlp, x, "sdpa")
         # fc1 packs the gate: keep it one MatMul
@@ -75,7 +75,7 @@ class ExportedBlock(nn.Module):
         hidden = reference.ACTIVATIONS[mlp.activation](halves[gate.chunk]) * halves[mlp.fc1.chunk]
         if mlp.inner_norm is not None:
             hidden = reference.normalize(hidden, mlp.inner_norm.now())
-        return _add(x, F.linear(hidden, *tensors_of(mlp.fc2)), scale_of(mlp))
+        return _add_linear(x, hidden, *mlp.with_scale(mlp.fc2))
 
     def run_as_block(
         self, parts: Any, x: Tensor, attend: Callable[[Tensor], Tensor], ordinary: bool = True,
@@ -86,7 +86,8 @@ class ExportedBlock(nn.Module):
         return y
 
 
-def _add(x: Tensor, branch: Tensor, scale: Tensor | None) -> Tensor:
+def _add_linear(x: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    branch = F.linear(hidden, weight, bias)
     return x + (branch if scale is None else branch * scale)
 
 

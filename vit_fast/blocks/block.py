@@ -23,22 +23,8 @@ from ..ops.layer_norm_mlp import mlp_half
 from ..ops.registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype, needs_gradient
 from .fp8_scales import scales_of
 from .frozen import Frozen
-from .packed import Packed, packed_for, run_packed
-from .parts import (
-    AttentionParts,
-    BlockParts,
-    MlpParts,
-    Outline,
-    block_tensors,
-    built,
-    drops,
-    drops_path,
-    outline,
-    scale_of,
-    sources,
-    tensor_of,
-    tensors_of,
-)
+from .packed import Packed, is_packable, packed_for, run_packed
+from .parts import AttentionParts, BlockParts, MlpParts, Outline, block_tensors, built, outline, sources, tensor_of
 from .plain import is_touched
 from .token_facts import NOTHING, TokenFacts, VersionsCounted, recall, remember
 
@@ -76,8 +62,11 @@ def _read(block: Any) -> BlockParts:
     scales = scales_of(block)
     if scales is not None and scales.active:
         parts.fp8 = scales
-    elif before is not None and before.watch.owner is block and _still_fits(before.frozen, parts):
-        parts.frozen = before.frozen
+    elif before is not None and before.watch.owner is block:
+        # cached weights may match again once a hook that prevents fusion is removed
+        unread, frozen = None in parts.halves, before.frozen
+        if unread or (type(frozen) in (Frozen, Packed) and parts.halves == (frozen.attention, frozen.mlp)):
+            parts.frozen = frozen
     block.__dict__["vit_fast_parts"] = parts
     return parts
 
@@ -91,7 +80,7 @@ def runs_whole(parts: BlockParts, backend: str | None = None) -> bool:
         emulated = parts.fp8 is not None and parts.fp8.emulated  # runs on any device
         if attention.module.vit_fast_backend != backend or (backend != "triton" and not emulated):
             return False
-    return not (is_exporting() or drops(attention.dropouts) or drops(mlp.dropouts))
+    return not (is_exporting() or attention.drops() or mlp.drops())
 
 
 def run_block(
@@ -121,7 +110,7 @@ def run_block(
         x, statistics = attend(x), None
     else:
         assert attention is not None, "attend is required for an attention without parts"
-        if not drops_path(attention.drop_path) and not drops_path(mlp.drop_path):
+        if not attention.drops_path() and not mlp.drops_path():
             tensors, rope = _tensors_for(parts, x, rope)
             return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)
         tensors = block_tensors(attention, None)
@@ -137,7 +126,7 @@ def _run_fused(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Runs one operator for the halves that are not None. If one is None, also applies the other's drop path."""
     half: Any = (attention or mlp) if attention is None or mlp is None else None
-    dropping = half is not None and drops_path(half.drop_path)
+    dropping = half is not None and half.drops_path()
     options: dict[str, Any] = {"residual": not dropping, "next_statistics": next_statistics}
     eps1 = eps2 = 0.0
     if attention is not None:
@@ -159,7 +148,7 @@ def _run_fused(
 
 def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     """Runs norm and MLP with residual, the second half of a block, [..., C] -> [..., C]."""
-    dropping = drops_path(parts.drop_path)
+    dropping = parts.drops_path()
     y = mlp_half(
         x, block_tensors(None, parts), eps=parts.norm.eps, norm=parts.norm.kind, activation=parts.activation,
         residual=not dropping, inner_norm=parts.inner, backend=backend,
@@ -175,7 +164,7 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
     # folding reorders channels of q and k, but not the weights of their norms; only a call with `rope` supports this
     apart = rope is None and attention.qk_norm is not None and attention.rope_head
     if frozen is not None and frozen.dtype == matmul_dtype(x) and not apart:
-        proj, fc2 = (*tensors_of(attention.proj), scale_of(attention)), (*tensors_of(mlp.fc2), scale_of(mlp))
+        proj, fc2 = attention.with_scale(attention.proj), mlp.with_scale(mlp.fc2)
         # read the weights only if gradients are possible, because this runs in every forward
         if not (torch.is_grad_enabled() or in_transform()) or not needs_gradient(
             x, *proj, *fc2, *(tensor_of(*slot) for slot in sources(attention, mlp, False))
@@ -186,34 +175,29 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
     return block_tensors(attention, mlp), rope
 
 
-def freeze_parts(parts: BlockParts) -> None:
-    """Folds the LayerNorms of a block that runs as one operator; creates the cache, or updates it in place."""
+def freeze_block(block: Any) -> bool:
+    """Prepares the weights of a block, or updates them in place; returns False if the block needs no preparation."""
+    parts = parts_of(block)
     attention, mlp = parts.halves
-    dtype = matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
+    if runs_whole(parts, block.vit_fast_backend):
+        kind, dtype = Frozen, matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
+    elif block.vit_fast_backend == "sdpa" and is_packable(parts):
+        kind, dtype = Packed, tensor_of(*mlp.fc1.weights[0]).dtype
+    else:
+        return False
     if parts.fp8 is not None:
         parts.fp8.cached_of(parts).refresh()
-    elif type(parts.frozen) is not Frozen or parts.frozen.dtype != dtype:
-        parts.frozen = Frozen(attention, mlp, dtype, attention.rope_head)
+    elif type(parts.frozen) is not kind or parts.frozen.dtype != dtype:
+        parts.frozen = kind(attention, mlp, dtype, attention.rope_head)
     else:
         parts.frozen.refresh()
-
-
-def _still_fits(frozen: Any, parts: BlockParts) -> bool:
-    """True if cached weights match the block, or may match again once a hook that prevents fusion is removed."""
-    if parts.attention is None or parts.mlp is None:
-        return True
-    return type(frozen) in (Frozen, Packed) and bool(frozen.fits(parts.attention, parts.mlp))
+    return True
 
 
 def run_as_block(
-    block: Any,
-    parts: BlockParts,
-    x: Tensor,
-    attend: Callable[[Tensor], Tensor],
-    ordinary: bool = True,
-    rope: Rope | None = None,
-    keys: Keys | None = None,
-) -> Tensor:
+    block: Any, parts: BlockParts, x: Tensor, attend: Callable[[Tensor], Tensor], ordinary: bool = True,
+    rope: Rope | None = None, keys: Keys | None = None,
+) -> Tensor:  # fmt: skip
     """Runs a fused block that its library calls, [B, N, C]; `attend` runs x + attention(x) as modules."""
     backend = block.vit_fast_backend
     if ordinary and backend == "sdpa" and (packed := packed_for(parts, x)) is not None:
@@ -249,15 +233,12 @@ def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Te
     ready: list[Any] = []
     for block in blocks:
         touched = block._forward_hooks or is_touched(block)  # is_touched ignores output recorders
-        fused: Any = block if hasattr(block, "whole") and not touched else None
-        ready.append(fused and fused.whole())
+        ready.append(None if touched or not hasattr(block, "whole") else block.whole())  # type: ignore[operator]
         if ready[-1] is None:
-            break
-    if None in ready or not ready:
-        for block in blocks:
-            x = block(x, *rope)
-        return x
-    tables = _tables_of(ready[0], rope)
+            for each in blocks:
+                x = each(x, *rope)
+            return x
+    tables = ready[0].attention.module.rope_of(*rope) if rope and ready else None
     facts = NOTHING
     for parts, following in zip_longest(ready, ready[1:]):
         if parts.fp8 is None:
@@ -272,20 +253,15 @@ def run_blocks(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor, *rope: Te
 def run_packed_blocks(blocks: Iterable[Any], x: Tensor, *rope: Tensor, outputs: int | None = None) -> Tensor | None:
     """Runs all blocks with packed linear layers; returns None if a block has none or does not support this call."""
     ready: list[Packed] = []
-    first: BlockParts | None = None
     for block in blocks:
         held: BlockParts | None = block.__dict__.get("vit_fast_parts")
         if held is None or type(held.frozen) is not Packed or block._forward_hooks or is_touched(block):
             return None
-        parts = parts_of(block)
-        packed = packed_for(parts, x) if block.vit_fast_backend == "sdpa" else None
+        packed = packed_for(parts_of(block), x) if block.vit_fast_backend == "sdpa" else None
         if packed is None:
             return None
-        first = first or parts
         ready.append(packed)
-    return None if first is None else run_packed(ready, x, _tables_of(first, rope), None, outputs)
-
-
-def _tables_of(parts: BlockParts, rope: tuple[Tensor, ...]) -> Rope | None:
-    attention: Any = parts.attention
-    return attention.module.rope_of(*rope) if rope else None
+    if not ready:
+        return None
+    tables = ready[0].attention.module.rope_of(*rope) if rope else None
+    return run_packed(ready, x, tables, None, outputs)

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..ops.descriptions import BlockTensors
 from ..ops.folded import fold
 from ..ops.registration import CACHED
-from .parts import AttentionParts, MlpParts, block_tensors, settings, sources
+from .parts import AttentionParts, MlpParts, block_tensors, sources
 from .plain import PLAIN
 
 Weights = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias and LayerScale of a linear layer
@@ -37,18 +37,12 @@ class Frozen:
     def __init__(self, attention: AttentionParts, mlp: MlpParts, dtype: torch.dtype, rope_head: int) -> None:
         self.attention, self.mlp, self.dtype, self.rope_head = attention, mlp, dtype, rope_head
         self._sources = sources(attention, mlp, self.every_source)
-        self._settings = settings(attention, mlp)
         self.tensors: list[Tensor] = []
         self._lock = threading.Lock()
         self._snapshots: list[_Snapshot] = []
         self.refresh()
         _follow_optimizers()
         CACHED[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
-
-    def fits(self, attention: AttentionParts, mlp: MlpParts) -> bool:
-        """True if the cached tensors of a block with these parts depend on the same parameters and settings."""
-        same = self._sources == sources(attention, mlp, self.every_source)
-        return same and self._settings == settings(attention, mlp)
 
     def refresh(self) -> None:
         """Recomputes the cached tensors in the same memory; raises RuntimeError if a shape or device changed."""

@@ -24,8 +24,7 @@ from ..ops.backends import resolve_backend
 from ..ops.descriptions import DTYPES
 from .block import parts_of, run_as_block, run_blocks, run_mlp, runs_whole
 from .fp8_scales import PLACE, prepare_to_load
-from .packed import is_packable
-from .parts import AttentionParts, BlockParts, MlpParts, drops
+from .parts import AttentionParts, BlockParts, MlpParts
 from .reading import Reader, read_block
 
 _LEAVES = ("torch.nn.", "torch.ao.nn.")  # torch.fx never traces into modules whose class is in these packages
@@ -281,7 +280,7 @@ class FusedNormMlp(FusedModule):
         parts = parts_of(self)
         if parts.fp8 is not None:
             parts.fp8.check(self.vit_fast_backend)
-        return None if parts.mlp is None or drops(parts.mlp.dropouts) else parts
+        return None if parts.mlp is None or parts.mlp.drops() else parts
 
     def is_idle(self) -> bool:
         if self.vit_fast_backend != "sdpa" or PLACE in self._modules:
@@ -309,10 +308,6 @@ class FusedNormMlp(FusedModule):
         self.drop_frozen()
         prepare_to_load(self, *args[:2])
         super()._load_from_state_dict(*args)
-
-    def packable(self) -> BlockParts | None:
-        parts = parts_of(self)
-        return parts if self.vit_fast_backend == "sdpa" and is_packable(parts) else None
 
     def whole(self) -> BlockParts | None:
         """Returns the parts if one operator can run the whole block now; else None."""

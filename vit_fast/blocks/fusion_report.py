@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import UnsupportedInputError
 
@@ -81,39 +79,36 @@ class FusionReport:
     def __str__(self) -> str:
         """Formats a table; modules of several blocks share a row if class, result, reasons and notes are equal."""
         precision = f", precision {self.precision}" if self.precision else ""
-        title = f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.skipped)} skipped"
-        elsewhere = [
+        lines = [f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.skipped)} skipped"]
+        if not self.modules:
+            lines[0] += " (no attention or MLP of a supported class)"
+        lines += [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
+        lines += [f"precision {self.precision}: {note}" for note in self.precision_notes]
+        lines += [
             f"{each} is a language model or decoder: only supported classes inside it are fused and listed"
             for each in self.elsewhere
         ]
-        if not self.modules:
-            return "\n".join([f"{title} (no attention or MLP of a supported class)", *elsewhere])
-        rows = [(*row[:3], "; ".join(row[3])) for row in _grouped(self.modules)]
-        header = ("module", "part", "result", "reasons and notes")
-        widths = [max(len(row[i]) for row in (header, *rows)) for i in range(3)]
-        about = [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
-        about += [f"precision {self.precision}: {note}" for note in self.precision_notes] + elsewhere
-        lines = [title, *about, _table_line(header, widths)]
-        return "\n".join(lines + [_table_line(row, widths) for row in rows])
-
-
-def _grouped(modules: Sequence[ModuleReport]) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
-    """Yields rows of the table; blocks.0.attn to blocks.11.attn with equal results become blocks.{0-11}.attn."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for module in modules:
-        pattern = re.sub(r"\d+", "*", module.name)
-        what = "fused" if module.fused else "skipped"
-        key = (pattern, f"{module.class_name}: {module.part}", what, module.reasons + module.notes)
-        groups.setdefault(key, []).append(module.name)
-    for (_, part, what, remarks), names in groups.items():
-        yield _joined(names), part, what, remarks
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for module in self.modules:
+            pattern, part = re.sub(r"\d+", "*", module.name), f"{module.class_name}: {module.part}"
+            key = pattern, part, "fused" if module.fused else "skipped", "; ".join(module.reasons + module.notes)
+            groups.setdefault(key, []).append(module.name)
+        rows = [(_joined(names), *key[1:]) for key, names in groups.items()]
+        table = [("module", "part", "result", "reasons and notes"), *rows] if rows else []
+        widths = [max(len(row[i]) for row in table) for i in range(3)] if rows else []
+        for row in table:
+            left = "".join(f"{text.ljust(width)}  " for text, width in zip(row, widths))
+            wrapped = textwrap.wrap(row[3], 80) or [""]
+            lines += [f"{left}{wrapped[0]}".rstrip(), *(" " * len(left) + text for text in wrapped[1:])]
+        return "\n".join(lines)
 
 
 def _joined(names: list[str]) -> str:
+    """Joins names that differ in numbers: blocks.0.attn to blocks.11.attn become blocks.{0-11}.attn."""
     if len(names) == 1:
         return names[0] or "(the model)"
     numbers = [re.findall(r"\d+", name) for name in names]
-    varying = [i for i in range(len(numbers[0])) if len({row[i] for row in numbers}) > 1]
+    varying = [i for i, column in enumerate(zip(*numbers)) if len(set(column)) > 1]
     if len(varying) != 1:
         return f"{names[0]} and {len(names) - 1} more"
     pieces = re.split(r"(\d+)", names[0])
@@ -121,9 +116,3 @@ def _joined(names: list[str]) -> str:
     together = found == list(range(found[0], found[-1] + 1))
     pieces[2 * varying[0] + 1] = "{" + (f"{found[0]}-{found[-1]}" if together else ",".join(map(str, found))) + "}"
     return "".join(pieces)
-
-
-def _table_line(row: Sequence[str], widths: Sequence[int]) -> str:
-    left = "  ".join(text.ljust(width) for text, width in zip(row, widths))
-    wrapped = textwrap.wrap(row[3], 80) or [""]
-    return ("\n" + " " * (len(left) + 2)).join([f"{left}  {wrapped[0]}", *wrapped[1:]]).rstrip()

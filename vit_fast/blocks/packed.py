@@ -31,17 +31,7 @@ from ..ops.descriptions import Keys, Norm, QkNorm, Rope
 from ..ops.registration import in_transform, needs_gradient
 from ..version import cpu_name
 from .frozen import Frozen
-from .parts import (
-    AttentionParts,
-    BlockParts,
-    MlpParts,
-    drops,
-    drops_path,
-    scale_of,
-    sources,
-    tensor_of,
-    tensors_of,
-)
+from .parts import BlockParts, sources, tensor_of
 
 GRAPH_TOKENS = 32
 """Number of tokens from which oneDNN Graph computes attention: 17 tokens were slower than with flash, 37 faster."""
@@ -77,7 +67,7 @@ class PackedLinear:
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, activation: str | None = None, scale: Tensor | None = None
+        self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, activation: str | None = None
     ) -> None:
         by_mkl = weight.dtype == torch.float32 and activation != "gelu_tanh" and mkl_is_faster()
         if scale is not None:
@@ -130,9 +120,6 @@ class Packed(Frozen):
     every_source = True
     _steps: Steps
 
-    def __init__(self, attention: AttentionParts, mlp: MlpParts) -> None:
-        super().__init__(attention, mlp, tensor_of(*mlp.fc1.weights[0]).dtype, 0)
-
     def _recompute(self) -> None:
         attention, mlp = self.attention, self.mlp
         hidden = mlp.activation if mlp.gate is None else None
@@ -142,12 +129,12 @@ class Packed(Frozen):
             heads=attention.num_heads,
             qk_norm=None if attention.qk_norm is None else attention.qk_norm.now(),
             attention_scale=attention.scale,
-            proj=PackedLinear(*tensors_of(attention.proj), scale=scale_of(attention)),
+            proj=PackedLinear(*attention.with_scale(attention.proj)),
             norm2=mlp.norm.now(),
-            fc1=PackedLinear(*mlp.fc1.tensors(), hidden),
-            gate=None if mlp.gate is None else PackedLinear(*mlp.gate.tensors(), mlp.activation),
+            fc1=PackedLinear(*mlp.fc1.tensors(), activation=hidden),
+            gate=None if mlp.gate is None else PackedLinear(*mlp.gate.tensors(), activation=mlp.activation),
             inner_norm=None if mlp.inner_norm is None else mlp.inner_norm.now(),
-            fc2=PackedLinear(*tensors_of(mlp.fc2), scale=scale_of(mlp)),
+            fc2=PackedLinear(*mlp.with_scale(mlp.fc2)),
         )
 
     def steps(self) -> Steps:
@@ -278,16 +265,8 @@ def pack_reasons(dtype: torch.dtype) -> tuple[str, ...]:
     return ()
 
 
-def pack_parts(parts: BlockParts) -> None:
-    attention, mlp = parts.halves
-    if type(parts.frozen) is Packed and parts.frozen.dtype is tensor_of(*mlp.fc1.weights[0]).dtype:
-        parts.frozen.refresh()
-    else:
-        parts.frozen = Packed(attention, mlp)
-
-
 def is_packable(parts: BlockParts) -> bool:
-    """True if both halves were read, the backend is "sdpa", and all weights have one dtype that this CPU can pack."""
+    """Returns True if both halves run with "sdpa", and all weights have one dtype that this CPU can pack."""
     attention, mlp = parts.halves
     if attention is None or mlp is None or parts.fp8 is not None or attention.norm.kind != mlp.norm.kind:
         return False
@@ -305,7 +284,7 @@ def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
     if not isinstance(packed, Packed) or parts.fp8 is not None or x.dtype is not packed.dtype or not is_plain_call(x):
         return None
     for half in (parts.attention, parts.mlp):  # None if the half must run as modules
-        if half is None or drops(half.dropouts) or drops_path(half.drop_path):
+        if half is None or half.drops() or half.drops_path():
             return None
     needs_grad = torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters())
     return None if needs_grad else packed

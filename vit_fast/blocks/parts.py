@@ -10,7 +10,7 @@ block's modules and their `outline`: names and numbers that are a constant of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ Outline = tuple[Node, Node, tuple[Path, ...], tuple[tuple[Path, str, Any], ...]]
 _LITERALS = (bool, int, float, str, type(None))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class NormParts:
     """A normalization over the last axis; `module` holds weight and, for a LayerNorm, bias."""
 
@@ -47,7 +47,7 @@ class NormParts:
         return Norm(*self.tensors(), self.eps, self.kind)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class LinearParts:
     """A linear layer, or several with the same input; timm's EVA has one weight and three biases."""
 
@@ -70,7 +70,7 @@ class LinearParts:
         return weight.chunk(2)[self.chunk], None if bias is None else bias.chunk(2)[self.chunk]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class QkNormParts:
     """The norms of q and k; see `QkNorm`."""
 
@@ -82,19 +82,40 @@ class QkNormParts:
         return QkNorm(self.q.now(), self.k.now(), self.over)
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionParts:
+@dataclass(frozen=True)
+class Half:
+    """Parts that both halves of a block have."""
+
+    norm: NormParts
+    layer_scale: Slot | None  # vector [C]
+    drop_path: Any = field(compare=False)  # a module with drop_prob, or None
+    dropouts: tuple[Slot, ...] = field(compare=False)  # dropout probabilities in training
+
+    def drops(self) -> bool:
+        """Returns True if dropout is active."""
+        for owner, name in self.dropouts:  # noqa: SIM110  # a generator is slower, and this runs in every forward
+            if owner.training and getattr(owner, name):
+                return True
+        return False
+
+    def drops_path(self) -> bool:
+        """Returns True if drop path is active."""
+        return self.drop_path is not None and bool(self.drop_path.training and self.drop_path.drop_prob)
+
+    def with_scale(self, linear: nn.Module) -> tuple[Any, Any, Any]:
+        """Returns weight and bias of the half's last linear layer, and LayerScale."""
+        return *tensors_of(linear), None if self.layer_scale is None else tensor_of(*self.layer_scale)
+
+
+@dataclass(frozen=True)
+class AttentionParts(Half):
     """The attention half, x + drop_path(layer_scale * proj(attention(qkv(norm(x)))))."""
 
     module: Any  # the attention layer
-    norm: NormParts
     qkv: LinearParts
     num_heads: int
     scale: float | None  # multiplier of q k^T; None means D**-0.5
     proj: Any  # a linear layer
-    layer_scale: Slot | None  # vector [C]
-    drop_path: Any  # a module with drop_prob, or None
-    dropouts: tuple[Slot, ...]  # dropout probabilities in training
     qk_norm: QkNormParts | None = None
     rotates_halves: bool = False  # True if the rotary embeddings, which each call passes, have the layout "half"
 
@@ -106,20 +127,16 @@ class AttentionParts:
         return sum(tensor_of(*slot).shape[0] for slot in self.qkv.weights) // (3 * self.num_heads)
 
 
-@dataclass(frozen=True, eq=False)
-class MlpParts:
+@dataclass(frozen=True)
+class MlpParts(Half):
     """The MLP half, x + drop_path(layer_scale * fc2(inner_norm(hidden))).
 
     hidden is activation(fc1(norm(x))); with a gate, activation(gate(norm(x))) * fc1(norm(x)).
     """
 
-    norm: NormParts
     fc1: LinearParts
     activation: str  # one of `reference.ACTIVATIONS`
     fc2: Any  # a linear layer
-    layer_scale: Slot | None
-    drop_path: Any
-    dropouts: tuple[Slot, ...]
     gate: LinearParts | None = None
     inner_norm: NormParts | None = None  # before fc2, as in EVA-02
 
@@ -150,36 +167,17 @@ class BlockParts:
         return type(None), ()  # a copied or unpickled block is read again
 
 
-def scale_of(parts: AttentionParts | MlpParts) -> Any:
-    return None if parts.layer_scale is None else tensor_of(*parts.layer_scale)
-
-
-def drops(dropouts: tuple[Slot, ...]) -> bool:
-    """True if dropout is active."""
-    for owner, name in dropouts:  # noqa: SIM110  # a generator is slower, and this runs in every forward
-        if owner.training and getattr(owner, name):
-            return True
-    return False
-
-
-def drops_path(drop_path: Any) -> bool:
-    """True if drop path is active."""
-    return drop_path is not None and bool(drop_path.training and drop_path.drop_prob)
-
-
 def block_tensors(attention: AttentionParts | None, mlp: MlpParts | None) -> BlockTensors:
     """Returns the current parameters of a block or of a half."""
-    first: tuple[Any, ...] = (None,) * 7
-    second: tuple[Any, ...] = (None,) * 7
-    gate = inner = (None, None)
+    tensors: list[Any] = [None] * 7
     if attention is not None:
-        first = *attention.norm.tensors(), *attention.qkv.tensors(), *tensors_of(attention.proj), scale_of(attention)
-    if mlp is not None:
-        second = *mlp.norm.tensors(), *mlp.fc1.tensors(), *tensors_of(mlp.fc2), scale_of(mlp)
-        gate = gate if mlp.gate is None else mlp.gate.tensors()
-        inner = inner if mlp.inner_norm is None else mlp.inner_norm.tensors()
-    fields: list[Any] = [*first, *second, *gate, None, None, *inner]
-    return BlockTensors(*fields)
+        tensors = [*attention.norm.tensors(), *attention.qkv.tensors(), *attention.with_scale(attention.proj)]
+    if mlp is None:
+        return BlockTensors(*tensors)
+    tensors += [*mlp.norm.tensors(), *mlp.fc1.tensors(), *mlp.with_scale(mlp.fc2)]
+    tensors += (None, None) if mlp.gate is None else mlp.gate.tensors()
+    tensors += (None, None) if mlp.inner_norm is None else (None, None, *mlp.inner_norm.tensors())
+    return BlockTensors(*tensors)
 
 
 def sources(attention: AttentionParts, mlp: MlpParts, every: bool = True) -> list[Slot]:
@@ -197,14 +195,6 @@ def sources(attention: AttentionParts, mlp: MlpParts, every: bool = True) -> lis
         slots.append((attention.proj, "bias"))
         slots += [half.layer_scale for half in (attention, mlp) if half.layer_scale is not None]
     return slots
-
-
-def settings(attention: AttentionParts, mlp: MlpParts) -> tuple[Any, ...]:
-    """Returns what cached weights depend on besides parameters."""
-    qk = attention.qk_norm
-    norms = [attention.norm, mlp.norm, mlp.inner_norm, *(() if qk is None else (qk.q, qk.k))]
-    kinds = [norm and (norm.kind, norm.eps) for norm in norms]
-    return kinds, attention.rope_head, attention.num_heads, attention.scale, mlp.activation, mlp.fc1.chunk
 
 
 def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
@@ -234,33 +224,28 @@ _CLASSES = {cls.__name__: cls for cls in (AttentionParts, LinearParts, MlpParts,
 def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
     """Returns names and numbers from which `built` rebuilds the parts; None if parts contain any other object."""
     paths = {id(module): tuple(name.split(".")) if name else () for name, module in block.named_modules()}
+
+    def node(value: Any) -> Node:
+        if isinstance(value, nn.Module):
+            return "module", paths[id(value)]
+        if type(value) is tuple:
+            return "tuple", tuple(map(node, value))
+        if type(value) in _CLASSES.values():
+            return type(value).__name__, tuple(node(getattr(value, each.name)) for each in fields(value))
+        if type(value) not in _LITERALS:
+            raise LookupError
+        return "value", value
+
     try:
         values = tuple(
-            (paths[id(owner)], name, _literal(value))
+            (paths[id(owner)], name, node(value)[1])
             for owner, name, value in parts.watch.values
             if type(owner) is not nn.Identity  # an Identity has no values; its class is guarded
         )
         modules = tuple(paths[id(module)] for module in parts.watch.modules)
-        return _node(parts.attention, paths), _node(parts.mlp, paths), modules, values
+        return node(parts.attention), node(parts.mlp), modules, values
     except LookupError:  # an object that is neither a module of the block, nor parts, nor a literal
         return None
-
-
-def _node(value: Any, paths: dict[int, Path]) -> Node:
-    if isinstance(value, nn.Module):
-        return "module", paths[id(value)]
-    if type(value) is tuple:
-        return "tuple", tuple(_node(each, paths) for each in value)
-    if type(value).__name__ in _CLASSES:
-        inner = (getattr(value, field.name) for field in fields(value))
-        return type(value).__name__, tuple(_node(each, paths) for each in inner)
-    return "value", _literal(value)
-
-
-def _literal(value: Any) -> Any:
-    if type(value) not in _LITERALS:
-        raise LookupError
-    return value
 
 
 def built(block: Any, traced: Outline) -> BlockParts:

@@ -50,22 +50,21 @@ def forward_is_replaced(module: nn.Module) -> bool:
     return not (own and getattr(forward, "__func__", None) is type(module).forward)
 
 
-def _class_is_patched(cls: type) -> bool:
-    """True if the forward of `cls`, or of the class that `cls` fuses, was replaced."""
-    classes = (each for each in (cls, getattr(cls, "original", None)) if isinstance(each, type))
-    return any(map(_forward_is_foreign, classes))
+def _class_is_patched(module_class: Any) -> bool:
+    """True if the forward of a class, or of the class that it fuses, was replaced.
 
-
-def _forward_is_foreign(cls: Any) -> bool:
-    """True if the forward of `cls` was not defined in a class body when first seen, or changed since then."""
-    forward = cls.forward
-    if cls not in _FORWARDS:
-        owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-        is_known = owner is nn.Module or "original_forward" in vars(owner)
-        if not is_known and getattr(forward, "__qualname__", "") != f"{owner.__qualname__}.forward":
+    That is, it was not defined in a class body when the class was first seen, or it changed since then.
+    """
+    for cls in (module_class, getattr(module_class, "original", module_class)):
+        if cls not in _FORWARDS:
+            owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+            is_known = owner is nn.Module or "original_forward" in vars(owner)
+            if not is_known and getattr(cls.forward, "__qualname__", "") != f"{owner.__qualname__}.forward":
+                return True
+            _FORWARDS[cls] = cls.forward
+        if _FORWARDS[cls] is not cls.forward:
             return True
-        _FORWARDS[cls] = forward
-    return _FORWARDS[cls] is not forward
+    return False
 
 
 def is_touched(module: nn.Module) -> bool:
@@ -117,6 +116,10 @@ def tensor_reasons(name: str, tensor: Tensor | None) -> list[str]:
     return [f"{name} must be an ordinary tensor, got {type_name(tensor)}"]
 
 
+def _touch(module: nn.Module) -> list[Any]:
+    return [is_touched(module), is_hooked(module), module.__dict__.get("forward")]
+
+
 class Watch:
     """Checks that a block did not change since its parts were read.
 
@@ -135,14 +138,13 @@ class Watch:
         classes = {type(child) for child in self.modules}
         classes |= {getattr(cls, "original", cls) for cls in classes}
         self._forwards = tuple((cls, cls.forward) for cls in classes)
-        touched, plain = [], []
-        for parent, name, child in edges:
-            own, cls = child.__dict__, type(child)
-            if is_touched(child):
-                touched.append((parent, name, child, cls, is_hooked(child), own.get("forward")))
-            else:
-                plain.append((parent, parent._modules, name, child, cls, own, child._parameters))
-        self._touched, self._plain = tuple(touched), tuple(plain)
+        touched = {id(child) for child in self.modules if is_touched(child)}
+        self._touched = tuple((*edge, type(edge[2]), *_touch(edge[2])) for edge in edges if id(edge[2]) in touched)
+        self._plain = tuple(
+            (parent, parent._modules, name, child, type(child), child.__dict__, child._parameters)
+            for parent, name, child in edges
+            if id(child) not in touched
+        )
 
     def holds(self, owner: nn.Module) -> bool:
         """True if `owner` is the block that was read, and no class, child, hook, forward or attribute changed."""
@@ -164,10 +166,8 @@ class Watch:
                 for parameter in parameters.values():
                     if parameter.__class__ is not plain and parameter.__class__ not in PLAIN:
                         return False
-        for parent, name, child, cls, hooked, own_forward in self._touched:
-            if parent._modules.get(name) is not child or type(child) is not cls or not is_touched(child):
-                return False
-            if is_hooked(child) is not hooked or child.__dict__.get("forward") is not own_forward:
+        for parent, name, child, cls, *touch in self._touched:
+            if parent._modules.get(name) is not child or type(child) is not cls or _touch(child) != touch:
                 return False
         for attributes, name, value in self._direct:
             now = attributes.get(name)

@@ -28,8 +28,8 @@ class Inspector:
         self.owner = owner
         self.reasons: list[str] = []  # reasons found so far why the block cannot be fused
         self.notes: list[str] = []  # for the report of a fused block
-        self.edges: dict[str, Edge] = {}
-        self.values: list[tuple[Any, str, object]] = []
+        self.edges: dict[str, Edge] = {}  # watched modules by path
+        self.values: list[tuple[Any, str, object]] = []  # all other attributes that were read
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -40,8 +40,6 @@ class Inspector:
         value: Any = self.owner
         for name in path.split("."):
             value = getattr(value, name, None)
-            if value is None:
-                return None
         return value
 
     def watch(self, path: str) -> Any:
@@ -52,7 +50,7 @@ class Inspector:
             child = getattr(parent, name, None)
             if isinstance(child, nn.Module):
                 self.edges[".".join(names[: i + 1])] = (parent, name, child)
-            elif child is None or not isinstance(child, Tensor):
+            elif not isinstance(child, Tensor):
                 self.values.append((parent, name, child))
             if child is None:
                 return None
@@ -69,15 +67,6 @@ class Inspector:
         self.values.append((owner, name, value))
         return value
 
-    def _check_classes(self, modules: Mapping[str, Classes] | None) -> bool:
-        before = len(self.reasons)
-        for path, classes in (modules or {}).items():
-            module = self.watch(path)
-            if type(module) not in classes:
-                expected = " or ".join(dict.fromkeys(_class_name(cls) for cls in classes)) or "absent"
-                self.reasons.append(f"{path} must be {expected}, got {describe(module)}")
-        return len(self.reasons) == before
-
     def check_fusible(self) -> bool:
         """Returns True if all inspected modules may be bypassed, else adds `reasons`; must be called last."""
         if not self.reasons:
@@ -93,8 +82,8 @@ class Inspector:
                 self.edges[path] = (self.owner.get_submodule(parent), name, module)
 
 
-class PartReader(Inspector):
-    """Reads the parts of a block from one module. Subclasses add classes, by dotted path, with their operator names."""
+class Reader(Inspector):
+    """Reads the two halves of a block. Subclasses add classes, by dotted path, with their operator names."""
 
     activation_classes: ClassVar[dict[str, str]] = {
         "torch.nn.modules.activation.ReLU": "relu",
@@ -121,9 +110,6 @@ class PartReader(Inspector):
             )
         return NormParts(norm, kind or "", eps)
 
-    def optional_norm(self, path: str) -> NormParts | None:
-        return None if type(self.watch(path)) in (type(None), nn.Identity) else self.norm(path)
-
     def linear(self, path: str, classes: Classes = (nn.Linear,)) -> Any:
         """Reads a linear layer that is not wrapped (LoRA), quantized or parametrized."""
         linear = self.watch(path)
@@ -149,9 +135,8 @@ class PartReader(Inspector):
         return name or ""
 
     def require_absent(self, path: str) -> None:
-        module = self.watch(path)
-        if module is not None and type(module) is not nn.Identity:
-            self.reasons.append(f"{path} must be absent or an Identity, got {describe(module)}")
+        if not self._is_absent(path):
+            self.reasons.append(f"{path} must be absent or an Identity, got {describe(self.at(path))}")
 
     def dropout(self, path: str) -> Slot:
         dropout = self.watch(path)
@@ -161,69 +146,11 @@ class PartReader(Inspector):
             self.notes += dropout_notes(path, dropout.p)
         return dropout, "p"
 
-    def drop_path(self, path: str | None) -> Any:
-        drop_path = self.watch(path) if path else None
-        if drop_path is None or type(drop_path) is nn.Identity:
-            return None
-        if not hasattr(drop_path, "drop_prob"):
-            self.reasons.append(f"{path} must be a DropPath with drop_prob, got {describe(drop_path)}")
-        return drop_path
-
-    def layer_scale(self, path: str | None) -> Slot | None:
-        """Returns the slot of the LayerScale vector; None if the path does not exist or the value is 1."""
-        if path is None:
-            return None
-        scale = self.watch(path)
-        if isinstance(scale, Tensor):
-            self.reasons += tensor_reasons(path, scale)
-            return self.slot(path)
-        if scale is not None and scale != 1.0:
-            self.reasons.append(f"{path} must be a Parameter, got {scale!r}")
-        return None
-
-    def _joined(self, paths: tuple[str, ...], chunk: int | None = None) -> LinearParts:
-        """Concatenates linear layers with the same input; for a MultiheadAttention, uses in_proj."""
-        weights, biases = [], []
-        for path in paths:
-            holds_it = isinstance(self.at(path), nn.MultiheadAttention)
-            owner = self.watch(path) if holds_it else self.linear(path)
-            weights.append((owner, "in_proj_weight" if holds_it else "weight"))
-            biases.append((owner, "in_proj_bias" if holds_it else "bias"))
-        return LinearParts(tuple(weights), tuple(biases), chunk)
-
-    def _with_biases(self, paths: tuple[str, ...], biases: tuple[str, ...]) -> LinearParts:
-        for path in biases:
-            self.reasons += tensor_reasons(path, self.watch(path))
-        return LinearParts(self._joined(paths).weights, tuple(map(self.slot, biases)))
-
-    def _qk_norm(self, q: str, k: str, over: str) -> QkNormParts | None:
-        of_q, of_k = self.optional_norm(q), self.optional_norm(k)
-        if of_q is None or of_k is None or (of_q.kind, of_q.eps) != (of_k.kind, of_k.eps):
-            if of_q is not of_k:
-                self.reasons.append(f"{q} and {k} must be norms of equal kind and epsilon, or both be absent")
-            return None
-        return QkNormParts(of_q, of_k, over)
-
-
-class Reader(PartReader):
-    """Reads the two halves of a block from one module."""
-
     def mlp(
-        self,
-        norm: str,
-        fc1: str,
-        activation: str,
-        fc2: str,
-        *,
-        gate: str | None = None,
-        gate_chunk: int | None = None,
-        inner_norm: str | None = None,
-        inside: Mapping[str, Classes] | None = None,
-        empty: Iterable[str] = (),
-        dropouts: Iterable[str] = (),
-        layer_scale: str | None = None,
-        drop_path: str | None = None,
-    ) -> MlpParts | None:
+        self, norm: str, fc1: str, activation: str, fc2: str, *, gate: str | None = None, gate_chunk: int | None = None,
+        inner_norm: str | None = None, inside: Mapping[str, Classes] | None = None, empty: Iterable[str] = (),
+        dropouts: Iterable[str] = (), layer_scale: str | None = None, drop_path: str | None = None,
+    ) -> MlpParts | None:  # fmt: skip
         """Reads the second half of a block by the paths of its parts; returns None and adds `reasons` if not fusible.
 
         Args:
@@ -240,34 +167,21 @@ class Reader(PartReader):
             fc1=self._joined((fc1,), None if gate_chunk is None else 1 - gate_chunk),
             gate=None if gate is None and gate_chunk is None else self._joined((gate or fc1,), gate_chunk),
             activation=self.activation(activation),
-            inner_norm=None if inner_norm is None else self.optional_norm(inner_norm),
+            inner_norm=None if inner_norm is None or self._is_absent(inner_norm) else self.norm(inner_norm),
             fc2=self.linear(fc2),
-            layer_scale=self.layer_scale(layer_scale),
-            drop_path=self.drop_path(drop_path),
+            layer_scale=self._layer_scale(layer_scale),
+            drop_path=self._drop_path(drop_path),
             dropouts=tuple(map(self.dropout, dropouts)),
         )
         return self._if_fusible(parts, empty)
 
     def attention(
-        self,
-        module: str,
-        norm: str,
-        qkv: tuple[str, ...],
-        proj: str,
-        *,
-        biases: tuple[str, ...] | None = None,
-        qk_norm: tuple[str, str] | None = None,
-        qk_norm_over: str = "head",
-        rotates_halves: bool = False,
-        inside: Mapping[str, Classes] | None = None,
-        empty: Iterable[str] = (),
-        dropouts: Iterable[str] = (),
-        rates: Iterable[str] = (),
-        num_heads: int,
-        scale: float | None = None,
-        layer_scale: str | None = None,
+        self, module: str, norm: str, qkv: tuple[str, ...], proj: str, *, biases: tuple[str, ...] | None = None,
+        qk_norm: tuple[str, str] | None = None, qk_norm_over: str = "head", rotates_halves: bool = False,
+        inside: Mapping[str, Classes] | None = None, empty: Iterable[str] = (), dropouts: Iterable[str] = (),
+        rates: Iterable[str] = (), num_heads: int, scale: float | None = None, layer_scale: str | None = None,
         drop_path: str | None = None,
-    ) -> AttentionParts | None:
+    ) -> AttentionParts | None:  # fmt: skip
         """Reads the first half of a block by the paths of its parts; returns None and adds `reasons` if not fusible.
 
         Args:
@@ -275,27 +189,78 @@ class Reader(PartReader):
             qkv: Paths of one linear layer, of three, or of a MultiheadAttention, which holds the weights itself.
             biases: Paths of the biases of qkv if the linear layers have none.
             qk_norm: Paths of possible norms of q and k.
-            qk_norm_over: See QkNormParts.
             rates: Paths of dropout probabilities that are plain attributes.
             inside, empty: See `mlp`.
-            num_heads, scale, rotates_halves: See AttentionParts.
+            num_heads, scale, qk_norm_over, rotates_halves: See AttentionParts and QkNormParts.
         """
         if not self._check_classes(inside):
             return None
         parts = AttentionParts(
             module=self.watch(module),
             norm=self.norm(norm),
-            qkv=self._joined(qkv) if biases is None else self._with_biases(qkv, biases),
+            qkv=self._joined(qkv, None, biases),
             qk_norm=None if qk_norm is None else self._qk_norm(*qk_norm, qk_norm_over),
             num_heads=num_heads,
             scale=scale,
             proj=self.linear(proj, LINEAR_CLASSES),
-            layer_scale=self.layer_scale(layer_scale),
-            drop_path=self.drop_path(drop_path),
+            layer_scale=self._layer_scale(layer_scale),
+            drop_path=self._drop_path(drop_path),
             dropouts=(*map(self.dropout, dropouts), *map(self.slot, rates)),
             rotates_halves=rotates_halves,
         )
         return self._if_fusible(parts, empty)
+
+    def _check_classes(self, modules: Mapping[str, Classes] | None) -> bool:
+        before = len(self.reasons)
+        for path, classes in (modules or {}).items():
+            module = self.watch(path)
+            if type(module) not in classes:
+                names = [f"the {cls.__qualname__} of {cls.__module__.partition('.')[0]}" for cls in classes]
+                expected = " or ".join(dict.fromkeys(names)) or "absent"
+                self.reasons.append(f"{path} must be {expected}, got {describe(module)}")
+        return len(self.reasons) == before
+
+    def _is_absent(self, path: str) -> bool:
+        return type(self.watch(path)) in (type(None), nn.Identity)
+
+    def _joined(self, paths: Collection[str], chunk: int | None, biases: Iterable[str] | None = None) -> LinearParts:
+        """Concatenates linear layers with the same input; for a MultiheadAttention, uses in_proj."""
+        is_mha = [isinstance(self.at(path), nn.MultiheadAttention) for path in paths]
+        owners = [self.watch(path) if mha else self.linear(path) for path, mha in zip(paths, is_mha)]
+        weights, own = (
+            tuple((owner, f"in_proj_{name}" if mha else name) for owner, mha in zip(owners, is_mha))
+            for name in ("weight", "bias")
+        )
+        for path in biases or ():
+            self.reasons += tensor_reasons(path, self.watch(path))
+        return LinearParts(weights, own if biases is None else tuple(map(self.slot, biases)), chunk)
+
+    def _qk_norm(self, q: str, k: str, over: str) -> QkNormParts | None:
+        norms = [None if self._is_absent(path) else self.norm(path) for path in (q, k)]
+        of_q, of_k = norms
+        if of_q is not None and of_k is not None and (of_q.kind, of_q.eps) == (of_k.kind, of_k.eps):
+            return QkNormParts(of_q, of_k, over)
+        if of_q is not of_k:
+            self.reasons.append(f"{q} and {k} must be norms of equal kind and epsilon, or both be absent")
+        return None
+
+    def _drop_path(self, path: str | None) -> Any:
+        if path is None or self._is_absent(path):
+            return None
+        drop_path = self.at(path)
+        if not hasattr(drop_path, "drop_prob"):
+            self.reasons.append(f"{path} must be a DropPath with drop_prob, got {describe(drop_path)}")
+        return drop_path
+
+    def _layer_scale(self, path: str | None) -> Slot | None:
+        """Returns the slot of the LayerScale vector; None if the path does not exist or the value is 1."""
+        scale = None if path is None else self.watch(path)
+        if path is not None and isinstance(scale, Tensor):
+            self.reasons += tensor_reasons(path, scale)
+            return self.slot(path)
+        if scale is not None and scale != 1.0:
+            self.reasons.append(f"{path} must be a Parameter, got {scale!r}")
+        return None
 
     def _if_fusible(self, parts: Parts, empty: Iterable[str]) -> Parts | None:
         for path in empty:
@@ -336,8 +301,3 @@ def describe(thing: object) -> str:
         return "absent"
     name = type(thing).__qualname__
     return ("an " if name[:1] in "AEIO" else "a ") + name
-
-
-def _class_name(cls: type) -> str:
-    library = cls.__module__.partition(".")[0]
-    return f"the {cls.__qualname__} of {library}"

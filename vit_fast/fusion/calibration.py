@@ -94,20 +94,17 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
         none = "the model must have an encoder block that vit_fast.fuse supports, got none"
         raise UnsupportedInputError("calibrate", reasons or [none])
     observers = _observe(copied, blocks, batches)
-    chosen = {
-        block.name: [_choose(block, linear, observers[block.name, linear].seen()) for linear in LINEARS]
-        for block in blocks
-    }
-    for name, linears in chosen.items():
-        set_scales(model.get_submodule(name), BlockScales(*(scale for scale, _ in linears)))
+    chosen = [[_choose(block, each, observers[block.name, each].seen()) for each in LINEARS] for block in blocks]
+    for block, linears in zip(blocks, chosen):
+        set_scales(model.get_submodule(block.name), BlockScales(*(scale for scale, _ in linears)))
     IMAGES[model] = batches
-    return Calibration(sum(map(len, batches)), tuple(about for linears in chosen.values() for _, about in linears))
+    return Calibration(sum(map(len, batches)), tuple(about for linears in chosen for _, about in linears))
 
 
 def _batches(model: nn.Module, images: Any) -> list[Tensor]:
     if isinstance(images, Tensor):
         images = images.split(BATCH) if images.dim() > 1 else [images]
-    elif isinstance(images, str | bytes) or not isinstance(images, Iterable):
+    elif not isinstance(images, Iterable):
         raise TypeError(f"images must be a tensor or an iterable of batches, got {type_name(images)}")
     batches = []
     for number, batch in enumerate(images):
@@ -149,7 +146,14 @@ def _observe(copied: nn.Module, blocks: list[EmulatedBlock], batches: list[Tenso
 
 
 def _choose(block: EmulatedBlock, linear: str, seen: Observation) -> tuple[Tensor, LinearCalibration]:
-    weight, norm = _layer(block, linear)
+    """Returns the scale of a linear layer's input; fc1 and its gate have the same input."""
+    t, norm = block.tensors(), None
+    weight: Tensor = getattr(t, f"{linear}_weight")
+    if linear == "qkv":
+        norm = Norm(t.norm1_weight, None, block.eps[0], block.norm)
+    elif linear == "fc1":
+        norm = Norm(t.norm2_weight, None, block.eps[1], block.norm)
+        weight = weight if t.gate_weight is None else torch.cat([weight, t.gate_weight])
     tokens = torch.from_numpy(seen.tokens).to(weight.device)
     exact = reference.fp8_linear(tokens, weight, None, None, norm)
     smoothings = [np.ones(())]
@@ -168,14 +172,3 @@ def _choose(block: EmulatedBlock, linear: str, seen: Observation) -> tuple[Tenso
         scale = scale.expand(weight.shape[1])
     error = (loss / max(exact.square().sum().item(), 1e-30)) ** 0.5
     return scale, LinearCalibration(block.linears[linear][0], method, smoothed, error)
-
-
-def _layer(block: EmulatedBlock, linear: str) -> tuple[Tensor, Norm | None]:
-    """Returns the weight of a linear layer, joined with that of its gate, and the norm before it without its bias."""
-    t, (eps1, eps2), kind = block.tensors(), block.eps, block.norm
-    if linear == "qkv":
-        return t.qkv_weight, Norm(t.norm1_weight, None, eps1, kind)
-    if linear == "fc1":
-        weight = t.fc1_weight if t.gate_weight is None else torch.cat([t.fc1_weight, t.gate_weight])
-        return weight, Norm(t.norm2_weight, None, eps2, kind)
-    return (t.proj_weight if linear == "proj" else t.fc2_weight), None

@@ -10,12 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from ..blocks.block import freeze_parts
-from ..blocks.fp8_scales import remove_scales
+from ..blocks.block import freeze_block
+from ..blocks.fp8_scales import PLACE, remove_scales
 from ..blocks.frozen import Frozen
 from ..blocks.fused import Finding, FusedContainer, FusedModule, FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import FusionReport, ModuleReport
-from ..blocks.packed import pack_parts
 from ..blocks.plain import forward_is_replaced, forward_reasons
 from ..errors import check_type, type_name
 from ..layers import AttentionPool, PatchEmbed
@@ -90,14 +89,13 @@ def fuse(
     walk = _Walk(model, backend, resolved)
     if normalize is not None:
         walk.add_normalize(*check_normalize(normalize))
-    if calibrated := fp8.touched(model):
-        walk.changes.append((calibrated, functools.partial(fp8.switch, model, choice)))
+    if any(PLACE in module._modules for module in model.modules()):  # calibrated
+        walk.changes.append(functools.partial(fp8.switch, model, choice))
     walk.apply()
-    if choice is not None:
-        rows = fp8.annotated(walk.rows, choice, dtype_of(model))
-        return FusionReport(resolved, tuple(rows), (), precision, choice.notes, tuple(walk.elsewhere))
+    rows = walk.rows if choice is None else fp8.annotated(walk.rows, choice, dtype_of(model))
     why = auto_reasons(device, dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
-    return FusionReport(resolved, tuple(walk.rows), why, elsewhere=tuple(walk.elsewhere))
+    measured = () if choice is None else choice.notes
+    return FusionReport(resolved, tuple(rows), why, precision, measured, tuple(walk.elsewhere))
 
 
 def unfuse(model: nn.Module) -> None:
@@ -185,15 +183,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
     for name, block in blocks:
         if block.training:
             raise ValueError(f"{name or 'model'} must be in evaluation mode: call eval() first")
-    frozen = []
-    for name, block in blocks:
-        if (parts := block.whole()) is not None:
-            freeze_parts(parts)
-        elif (parts := block.packable()) is not None:
-            pack_parts(parts)
-        if parts is not None:
-            frozen.append(name)
-    return tuple(frozen)
+    return tuple(name for name, block in blocks if freeze_block(block))
 
 
 def unfreeze(model: nn.Module) -> None:
@@ -224,7 +214,7 @@ class _Walk:
         self.model, self.requested, self.resolved = model, requested, resolved
         self.rows: list[ModuleReport] = []
         self.elsewhere: list[str] = []
-        self.changes: list[tuple[Sequence[nn.Module], Callable[[], None]]] = []  # modules, and what changes them
+        self.changes: list[Callable[[], object]] = []
         self._has_row: dict[nn.Module, bool] = {}
         self._blocks: set[nn.Module] = set()  # blocks whose norm and MLP will be fused
         self.visit("", model)
@@ -246,7 +236,7 @@ class _Walk:
             found = self._visit_children(name, module, inside_unknown)
             fits = not isinstance(module, form) and form.fits(module, self._blocks)
             if fits and not _reasons(module, form, Finding()):
-                self.changes.append(([module], lambda: _set_fused_class(module, form, self.requested)))
+                self.changes.append(lambda: _set_fused_class(module, form, self.requested))
         else:
             self._visit_children(name, module, inside_unknown=self._visit_fusable(name, module, form))
             found = True
@@ -266,7 +256,9 @@ class _Walk:
             self.rows.append(_row(name, module, part, [reason]))
             self._visit_children(name, module, inside_unknown=True)
             return True
-        is_elsewhere = bool(name) and _reads_text_or_decodes(module)
+        decodes = "Decoder" in class_name and "Encoder" not in class_name
+        reads_text = getattr(module, "input_modalities", None) in ("text", ("text",))  # of transformers
+        is_elsewhere = bool(name) and (decodes or reads_text)
         if is_elsewhere and not inside_unknown:
             self.elsewhere.append(f"{name} ({type(module).__qualname__})")
         inside_unknown = inside_unknown or is_elsewhere
@@ -289,22 +281,19 @@ class _Walk:
             reasons, backend_notes = self._backend_reasons(module, form)
             notes += backend_notes
         self.rows.append(_row(name, module, form.kind, reasons, () if reasons else notes))
-        change: Callable[[], None] | None = None
         if not reasons:
             self._has_row.update(dict.fromkeys(finding.bypassed, True))
             if isinstance(module, FusedModule):
-                change = functools.partial(module.prepare, self.requested)
+                self.changes.append(functools.partial(module.prepare, self.requested))
             else:
-                change = functools.partial(_set_fused_class, module, form, self.requested)
+                self.changes.append(functools.partial(_set_fused_class, module, form, self.requested))
                 if issubclass(form, FusedNormMlp):
                     self._blocks.add(module)
         elif isinstance(module, FusedModule):
             if "original" in vars(form) and not forward_is_replaced(module):
-                change = functools.partial(_restore_class, module)
+                self.changes.append(functools.partial(_restore_class, module))
             else:  # keep the class: fully_shard changed it, or a forward set on the instance may call its forward
-                change = functools.partial(module.set_fused_backend, "sdpa")
-        if change is not None:
-            self.changes.append(([module], change))
+                self.changes.append(functools.partial(module.set_fused_backend, "sdpa"))
         return bool(reasons)
 
     def add_normalize(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
@@ -314,26 +303,27 @@ class _Walk:
         folded = {"vit_fast_mean": mean, "vit_fast_std": std}
         if isinstance(conv, FusedPatchConv):
             self.rows.append(_row(name, conv, FusedPatchConv.kind))
-            self.changes.append(([conv], lambda: conv.__dict__.update(folded)))
+            self.changes.append(lambda: conv.__dict__.update(folded))
             return
         if conv is None:
             raise ValueError(f"{CANNOT_NORMALIZE}: the model must have a convolution as patch embedding, got none")
-        finding, reasons = FusedPatchConv.examine(conv), []
+        finding = FusedPatchConv.examine(conv)
+        reasons = list(finding.reasons)
         if conv.in_channels != len(mean):
-            reasons = [f"normalize must have {conv.in_channels} numbers, one per input channel, got {len(mean)}"]
-        if reasons := [*finding.reasons, *reasons]:
+            reasons.append(f"normalize must have {conv.in_channels} numbers, one per input channel, got {len(mean)}")
+        if reasons:
             raise ValueError(f"{CANNOT_NORMALIZE}: {'; '.join(reasons)}")
         self.rows.append(_row(name, conv, FusedPatchConv.kind, notes=finding.notes))
-        self.changes.append(([conv], lambda: _set_fused_class(conv, FusedPatchConv, "auto", **folded)))
+        self.changes.append(lambda: _set_fused_class(conv, FusedPatchConv, "auto", **folded))
         for owner in self.model.modules():
             if type(owner) is PatchEmbed and any(part is conv for part in owner.modules()):
-                self.changes.append(([owner], functools.partial(_set_fused_class, owner, FusedPatchEmbed, "auto")))
+                self.changes.append(functools.partial(_set_fused_class, owner, FusedPatchEmbed, "auto"))
 
     def apply(self) -> None:
         """Applies all changes; if one fails, undoes the others."""
-        before = [(module, type(module), dict(module.__dict__)) for modules, _ in self.changes for module in modules]
+        before = [(module, type(module), dict(module.__dict__)) for module in self.model.modules()]
         try:
-            for _, change in self.changes:
+            for change in self.changes:
                 change()
         except BaseException:
             for module, cls, attributes in before:
@@ -366,13 +356,6 @@ def _reasons(module: nn.Module, form: type[FusedModule], finding: Finding) -> li
     if not reasons and type(module).forward is not form.original_forward:
         reasons.append(f"{type(module).__qualname__}.forward was replaced on the class")
     return reasons or list(finding.reasons)
-
-
-def _reads_text_or_decodes(module: nn.Module) -> bool:
-    """Returns True for a language model of transformers, or for a decoder."""
-    name = type(module).__name__
-    decodes = "Decoder" in name and "Encoder" not in name
-    return decodes or getattr(module, "input_modalities", None) in ("text", ("text",))
 
 
 def _set_fused_class(module: nn.Module, form: type[FusedModule], backend: str, **attributes: Any) -> None:

@@ -303,12 +303,6 @@ def switch(model: nn.Module, choice: Choice | None) -> None:
         raise
 
 
-def touched(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules whose attributes `switch` changes."""
-    blocks = [module for module in model.modules() if isinstance(module._modules.get(PLACE), Fp8Scales)]
-    return blocks + [module for module in model.modules() if isinstance(module, Fp8Scales)]
-
-
 def annotated(rows: Sequence[ModuleReport], choice: Choice, dtype: torch.dtype | None) -> list[ModuleReport]:
     """Adds notes to the rows of the report: layers that run in e4m3, and the reasons why others do not."""
     half = str(dtype).removeprefix("torch.")
