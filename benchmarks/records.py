@@ -233,8 +233,8 @@ class Journal:
 def _default_folder(machine: Mapping[str, Any]) -> Path:
     date = re.sub(r"[^0-9T]", "", machine["date"].partition("+")[0]).replace("T", "-")
     name = f"{date}-{re.sub(r'[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}"
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(folder for name in names if not (folder := Path("vit-fast-results", name)).exists())
+    folders = (Path("vit-fast-results", name + suffix) for suffix in ["", *(f"-{number}" for number in range(2, 99))])
+    return next(folder for folder in folders if not (folder.exists() or _partial(folder).exists()))
 
 
 def check_folder(folder: Path) -> None:
