@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 
 from vit_fast.apps.data import find_images, read_image, sample_image
 from vit_fast.config import Size
+from vit_fast.errors import as_device
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
 from vit_fast.work import Work, total
@@ -30,8 +32,7 @@ PROTOCOLS = {
     "cpu": Protocol(repeats=80, seconds=4.0, least_repeats=5, warmup_repeats=1, warmup_seconds=0.0),
     "cuda": Protocol(repeats=100, seconds=1.0, least_repeats=10),
 }
-# For batch size 1: enough calls for a 99th percentile.
-LATENCY = Protocol(repeats=1000, seconds=5.0, least_repeats=100)
+LATENCY = Protocol(repeats=1000, seconds=5.0, least_repeats=100)  # enough calls for a 99th percentile
 BOTH_DTYPES = ("vit-fast", "given")  # kinds of models that a CPU with bf16 matmuls measures in fp32 and bf16
 # Batch sizes of --batch-sizes best.
 SEARCHED = {"cpu": tuple(2**i for i in range(7)), "cuda": tuple(2**i for i in range(12))}
@@ -94,10 +95,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A checked run: every model x dtype x batch size, with its candidates by kind of model.
-
-    `search` tries larger batch sizes only while throughput grows. `request` are the arguments of make_configuration.
-    """
+    """A checked run: every model x dtype x batch size, with its candidates by kind of model."""
 
     models: tuple[Model, ...]
     batch_sizes: tuple[int, ...]
@@ -111,16 +109,12 @@ class Configuration:
     data: str = "device"
     explain: bool = False
     cold: bool = False
-    search: bool = False
-    request: dict[str, Any] = field(default_factory=dict, compare=False)
+    search: bool = False  # tries larger batch sizes only while throughput grows
+    request: dict[str, Any] = field(default_factory=dict, compare=False)  # arguments of make_configuration
 
     def groups(self) -> list[Group]:
-        return [
-            Group(model, dtype, batch_size, batch_size, self.training, self.data)
-            for model in self.models
-            for dtype in self.dtypes
-            for batch_size in self.batch_sizes
-        ]
+        each = itertools.product(self.models, self.dtypes, self.batch_sizes)
+        return [Group(model, dtype, size, size, self.training, self.data) for model, dtype, size in each]
 
     @property
     def is_default(self) -> bool:
@@ -133,39 +127,36 @@ class Configuration:
         A candidate is measured in all groups of a dtype or in none. The first ones are the most important.
         """
         lacks_bf16 = FP32_ALONE if self.is_default and self.device.type == "cpu" else ()
-        planned, skipped = {}, []
+        planned: dict[Group, list[Candidate]] = {}
+        seconds: dict[str, dict[str, float]] = {}  # by name and dtype
+        left_s = PLANNED_SHARE * self.time_budget_s
         for group in self.groups():
             every = self.candidates[group.model.kind]
             planned[group] = [c for c in every if group.dtype_name == "fp32" or c.base not in lacks_bf16]
-        left_s = PLANNED_SHARE * self.time_budget_s - sum(
-            self.preparing_s(group, []) + self.timed_s(group) for group in planned
-        )
-        names = list(dict.fromkeys(c.name for found in planned.values() for c in found))
-        for name, dtype in ((name, dtype) for name in names for dtype in self.dtypes):
-            needed_s = sum(
-                self.preparing_s(group, [c]) - GROUP_S + self.timed_s(group)
-                for group, found in planned.items()
-                for c in found
-                if (c.name, group.dtype_name) == (name, dtype)
-            )
-            if not self.is_default or name in names[:ALWAYS] or needed_s <= left_s:
-                left_s -= needed_s
-            elif needed_s:
-                skipped.append(f"{name} ({dtype})")
-        return {
-            group: [c for c in found if f"{c.name} ({group.dtype_name})" not in skipped]
-            for group, found in planned.items()
-        }, skipped
+            left_s -= self.preparing_s(group, []) + self.timed_s(group)
+            for candidate in planned[group]:
+                needed_s = self.preparing_s(group, [candidate]) - GROUP_S + self.timed_s(group)
+                by_dtype = seconds.setdefault(candidate.name, {})
+                by_dtype[group.dtype_name] = by_dtype.get(group.dtype_name, 0.0) + needed_s
+        skipped = []
+        for number, (name, by_dtype) in enumerate(seconds.items()):
+            for dtype, needed_s in by_dtype.items():
+                if not self.is_default or number < ALWAYS or needed_s <= left_s:
+                    left_s -= needed_s
+                else:
+                    skipped.append(f"{name} ({dtype})")
+        for group, found in planned.items():
+            planned[group] = [c for c in found if f"{c.name} ({group.dtype_name})" not in skipped]
+        return planned, skipped
 
     def preparing_s(self, group: Group, candidates: Sequence[Candidate]) -> float:
         """Estimates the seconds until these candidates of a group can be timed."""
         is_first = group.requested_batch_size == self.batch_sizes[0]  # later groups reuse what it builds
-        seconds = GROUP_S
-        for candidate in candidates:
-            if not candidate.missing_packages():
-                seconds += candidate.build_s * is_first + COMPILING_S[candidate.compile_mode]
-                seconds += CALLS_BEFORE * self._call_s(group)
-        return seconds
+        return GROUP_S + sum(
+            c.build_s * is_first + COMPILING_S[c.compile_mode] + CALLS_BEFORE * self._call_s(group)
+            for c in candidates
+            if not c.missing_packages()
+        )
 
     def timed_s(self, group: Group) -> float:
         """Estimates the seconds of the shortest timing of a candidate."""
@@ -177,16 +168,15 @@ class Configuration:
 
     def product_dtypes(self) -> list[str]:
         """Returns the dtypes of the candidates' matmuls; amp also multiplies in bf16."""
-        chosen = [candidate for found in self.candidates.values() for candidate in found]
-        lower = "amp" in self.dtypes or any(candidate.precision == "bf16" for candidate in chosen)
-        return [*self.dtypes, *(["bf16"] if lower else [])]
+        lower = any(candidate.precision == "bf16" for found in self.candidates.values() for candidate in found)
+        return [*self.dtypes, *["bf16"] * (lower or "amp" in self.dtypes)]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for the record, with names of images without folders."""
+        asked = ("img_size", "train", "amp", "data", "explain", "cold", "latency", "seconds")
         return {
             "models": list(dict.fromkeys(model.name for model in self.models)),
-            **{n: self.request.get(n) for n in ("img_size", "train", "amp", "data", "explain", "cold", "latency")},
-            "seconds": self.request.get("seconds"),
+            **{name: self.request.get(name) for name in asked},
             "batch_sizes": ["best"] if self.search else list(self.batch_sizes),
             "dtypes": list(self.dtypes),
             "candidates": list(dict.fromkeys(c.name for chosen in self.candidates.values() for c in chosen)),
@@ -222,19 +212,32 @@ def make_configuration(
     out of range or unreadable.
     """
     request = {name: value for name, value in locals().items() if name != "protocol"}
-    kind = (where := _device(device)).type
-    unlimited = 0 if seconds is not None or candidates is not None else DEFAULT_TIME_BUDGET_S[kind]
-    budget = unlimited if time_budget_s is None else time_budget_s
-    if not budget >= 0:
-        raise ValueError(f"time_budget_s must be >= 0 (0: no limit), got {budget}")
+    where = as_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    if (kind := where.type) not in DEFAULT_MODELS:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if time_budget_s is None:
+        time_budget_s = 0 if seconds is not None or candidates is not None else DEFAULT_TIME_BUDGET_S[kind]
+    if not time_budget_s >= 0:
+        raise ValueError(f"time_budget_s must be >= 0 (0: no limit), got {time_budget_s}")
     if amp and (not train or dtypes not in (None, ["fp32"])):
         raise ValueError("--amp requires --train and fp32 parameters: pass --train, and remove --dtypes")
     if latency and batch_sizes not in (None, [1]):
         raise ValueError("--batch-sizes must be 1 or absent with --latency")
-    words = DEFAULT_MODELS[kind] if models is None else models
     # quick checks before the first model is built
-    resolved, img_sizes, image_files = [resolve(word) for word in words], _sizes(img_size), _images(images)
-    names = ("amp",) if amp else _dtypes(DEFAULT_DTYPES[kind] if dtypes is None else dtypes, where)
+    resolved = [resolve(word) for word in (DEFAULT_MODELS[kind] if models is None else models)]
+    several: Any = [] if img_size is None else img_size if isinstance(img_size[0], Sequence) else [img_size]
+    for sides in several:
+        if len(sides) not in (1, 2) or min(sides) < 1:
+            raise ValueError(f"--img-size must be N or HEIGHTxWIDTH in pixels, got {'x'.join(map(str, sides))}")
+    img_sizes: list[Size | None] = [(sides[0], sides[-1]) for sides in several] or [None]
+    image_files = find_images(images or [sample_image()])[:MAX_VIEWS]
+    for path in image_files:
+        read_image(path)
+    known = [name for name in DTYPES if name != "amp" and (name != "tf32" or kind == "cuda")]
+    names = _some("dtypes", DEFAULT_DTYPES[kind] if dtypes is None else dtypes)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"the dtype must be one of {', '.join(known)} on {where}, got {unknown[0]!r}")
+    names = ("amp",) if amp else names
     choose(candidates, where)
     search = batch_sizes == "best"
     sizes = SEARCHED[kind] if batch_sizes == "best" else (1,) if latency else batch_sizes
@@ -256,61 +259,18 @@ def make_configuration(
             f"{max(sizes) * per_image / 2**30:,.0f} GiB, but {where} has {available / 2**30:,.0f} GiB"
         )
     return Configuration(
-        models=found,
-        batch_sizes=sizes,
-        dtypes=names,
-        candidates={m.kind: tuple(choose(candidates, where, m.kind, train)) for m in found},
-        device=where,
-        images=image_files,
-        time_budget_s=budget or math.inf,
-        protocol=protocol or (LATENCY if latency else PROTOCOLS[kind]).lasting(seconds),
-        training=train,
-        data=data,
-        explain=explain,
-        cold=cold,
-        search=search,
+        found, sizes, names, {m.kind: tuple(choose(candidates, where, m.kind, train)) for m in found}, where,
+        tuple(image_files), time_budget_s or math.inf,
+        protocol or (LATENCY if latency else PROTOCOLS[kind]).lasting(seconds),
+        training=train, data=data, explain=explain, cold=cold, search=search,
         request=request | {"images": [str(Path(image).absolute()) for image in images], "device": str(where)},
-    )
+    )  # fmt: skip
 
 
 def _least_bytes(model: Model, dtypes: Sequence[str]) -> int:
     """Estimates the least memory of a call per image: two inputs, the residual stream and one hidden layer."""
     tokens = 0 if model.config is None else model.config.seqlen * (model.config.embed_dim + model.config.hidden_dim)
     return (2 * math.prod(model.shape) + tokens) * min(DTYPES[name].itemsize for name in dtypes)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in DEFAULT_MODELS:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device must be one of {torch.cuda.device_count()} CUDA devices, got {name!r}")
-    return device
-
-
-def _sizes(img_size: Sequence[int] | Sequence[Sequence[int]] | None) -> list[Size | None]:
-    several: Any = [] if img_size is None else img_size if isinstance(img_size[0], Sequence) else [img_size]
-    for sides in several:
-        if len(sides) not in (1, 2) or min(sides) < 1:
-            raise ValueError(f"--img-size must be N or HEIGHTxWIDTH in pixels, got {'x'.join(map(str, sides))}")
-    return [(sides[0], sides[-1]) for sides in several] or [None]
-
-
-def _dtypes(names: Sequence[str], device: torch.device) -> tuple[str, ...]:
-    known = [name for name in DTYPES if name != "amp" and (name != "tf32" or device.type == "cuda")]
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"the dtype must be one of {', '.join(known)} on {device}, got {unknown[0]!r}")
-    return _some("dtypes", names)
-
-
-def _images(paths: Sequence[str | Path]) -> tuple[Path, ...]:
-    found = find_images(paths or [sample_image()])[:MAX_VIEWS]
-    for path in found:
-        read_image(path)
-    return tuple(found)
 
 
 def _some(what: str, values: Sequence[Any]) -> tuple[Any, ...]:
