@@ -37,11 +37,25 @@ CEILING_PROTOCOL = Protocol(repeats=50, seconds=0.25, least_repeats=5, warmup_re
 def describe(device: torch.device | str) -> dict[str, Any]:
     """Returns device, versions, commit and date for a record, as plain data."""
     device, threads = torch.device(device), torch.get_num_threads()
-    memory = memory_bytes(torch.device("cpu"))
+    memory, gpu = memory_bytes(torch.device("cpu")), None
+    if device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)
+        names = ("driver", "power_limit", "max_clock")
+        reported = (_gpu_query(device, "driver_version,power.limit,clocks.max.sm") or "").split(", ")
+        gpu = {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_GiB": round(properties.total_memory / 2**30, 1),
+            "L2_MiB": round(properties.L2_cache_size / 2**20, 1),
+            **(dict(zip(names, reported, strict=True)) if len(reported) == len(names) else dict.fromkeys(names)),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_name()} ({threads} threads)",
+        "device": gpu["name"] if gpu else f"{cpu_name()} ({threads} threads)",
         "device_type": device.type,
-        "gpu": _describe_gpu(device) if device.type == "cuda" else None,
+        "gpu": gpu,
         "cpu": cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": threads,
@@ -51,7 +65,7 @@ def describe(device: torch.device | str) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed(name))},
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "commit": commit(),
+        "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -114,54 +128,39 @@ def has_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def commit() -> str | None:
+def _commit() -> str | None:
     """Returns the commit, with "-dirty" if tracked files differ from it; None outside a repository."""
     root = Path(__file__).resolve().parent.parent
     if not ((root / ".git").exists() and (root / "pyproject.toml").exists()):  # an installed package
         return None
-    head = output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
-    changes = head and output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
+    head = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
+    changes = head and _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
     return f"{head}-dirty" if changes else head
-
-
-def _describe_gpu(device: torch.device) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(device)
-    reported = _gpu_query(device, "driver_version,power.limit,clocks.max.sm")
-    driver, power_limit, max_clock = (reported or "").split(", ") if (reported or "").count(", ") == 2 else (None,) * 3
-    return {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory_GiB": round(properties.total_memory / 2**30, 1),
-        "L2_MiB": round(properties.L2_cache_size / 2**20, 1),
-        "driver": driver,
-        "power_limit": power_limit,
-        "max_clock": max_clock,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-    }
 
 
 def memory_bytes(device: torch.device) -> int | None:
     """Returns the memory of the device, or of this process on a CPU; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    try:
-        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
-    try:
-        return min(installed, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (ValueError, OSError):  # no such file, or "max"
-        return installed
+    found = None
+    with contextlib.suppress(ValueError, OSError):  # no such file, or "max"
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return found
 
 
-def output(command: list[str]) -> str | None:
+def _output(command: list[str]) -> str | None:
     """Returns the output of a command; None if there is no such command or it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _gpu_query(device: torch.device, fields: str) -> str | None:
+    at: Any = torch.cuda.get_device_properties(device)
+    bus = f"{at.pci_domain_id:08x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
+    return _output(["nvidia-smi", f"--id={bus}", "--format=csv,noheader", f"--query-gpu={fields}"])
 
 
 # A run is busy above these shares of CPU time: used by other processes; throttled by the cgroup's quota.
@@ -176,7 +175,6 @@ class Conditions:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.elapsed_s = self.others_s = self.throttled_s = 0.0
-        self.processors = 0
         self.gpu_slowed = False
 
     @contextlib.contextmanager
@@ -186,24 +184,23 @@ class Conditions:
         try:
             yield
         finally:
-            busy_s, own_s, throttled_s = (now - then for now, then in zip(self._read(), before, strict=True))
+            others_s, throttled_s = (now - then for now, then in zip(self._read(), before, strict=True))
             self.elapsed_s += time.perf_counter() - start
             self.throttled_s += throttled_s
-            self.others_s += max(busy_s - own_s, 0.0) if self.processors else 0.0
+            self.others_s += max(others_s, 0.0)
 
-    def _read(self) -> tuple[float, float, float]:
-        """Returns busy seconds of the CPUs since boot, of this process, and seconds withheld by the quota."""
+    def _read(self) -> tuple[float, float]:
+        """Returns seconds per CPU that other processes were busy since boot, and seconds withheld by the quota."""
         if self._device.type == "cuda":
             active = _gpu_query(self._device, "clocks_event_reasons.active") or ""
             self.gpu_slowed |= active.startswith("0x") and bool(int(active, 16) & GPU_SLOWDOWNS)
-        busy_s, self.processors = _busy_seconds()
-        times = os.times()
-        return busy_s, times.user + times.system + times.children_user + times.children_system, _throttled_seconds()
+        (busy_s, processors), times = _busy_seconds(), os.times()
+        own_s = times.user + times.system + times.children_user + times.children_system
+        return (busy_s - own_s) / processors if processors else 0.0, _throttled_seconds()
 
     def summary(self) -> dict[str, Any]:
         """Returns plain data for the record; `busy` lists reasons not to trust the figures."""
-        others = self.others_s / max(self.elapsed_s * self.processors, 1e-9)
-        throttled = self.throttled_s / max(self.elapsed_s, 1e-9)
+        others, throttled = (seconds / max(self.elapsed_s, 1e-9) for seconds in (self.others_s, self.throttled_s))
         checks = (
             (others > BUSY_SHARE, f"other processes used {others:.0%} of the CPU time"),
             (throttled > THROTTLED_SHARE, f"the cgroup's quota throttled this process for {throttled:.0%} of the time"),
@@ -218,12 +215,10 @@ def _busy_seconds() -> tuple[float, int]:
     try:
         allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-        busy = [
-            sum(float(ticks) for place, ticks in enumerate(fields[1:9]) if place not in (3, 4))  # idle, iowait
-            for fields in lines
-            if fields and fields[0] in allowed
-        ]
-        return sum(busy) / os.sysconf("SC_CLK_TCK"), len(busy)
+        ticks = [
+            map(float, (*fields[1:4], *fields[6:9])) for fields in lines if allowed & {*fields[:1]}
+        ]  # without idle
+        return sum(map(sum, ticks)) / os.sysconf("SC_CLK_TCK"), len(ticks)
     except (OSError, AttributeError, ValueError):
         return 0.0, 0
 
@@ -234,12 +229,6 @@ def _throttled_seconds() -> float:
         return float(fields.get("throttled_usec", 0)) / 1e6
     except (OSError, ValueError):
         return 0.0
-
-
-def _gpu_query(device: torch.device, fields: str) -> str | None:
-    at: Any = torch.cuda.get_device_properties(device)
-    bus = f"{at.pci_domain_id:08x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
-    return output(["nvidia-smi", f"--id={bus}", "--format=csv,noheader", f"--query-gpu={fields}"])
 
 
 COMPILED, REST = "compiled, fused", "other"
