@@ -35,7 +35,7 @@ from vit_fast.measure.clock import Protocol
 
 from .configuration import make_configuration
 from .machine import describe
-from .records import JOURNAL_NAME, RECORD_NAME, Journal, Row, read_record, to_json
+from .records import RECORD_NAME, Journal, Row, read_record, to_json
 from .report import markdown
 from .runner import run
 
@@ -58,46 +58,39 @@ class Job:
 
     def command(self, folder: Path) -> list[str]:
         if not self.tests:
-            own = ("--job", self.name, "--out", str(folder), "--start", str(time.time()))
-            return [sys.executable, "-m", __spec__.name, *own]
-        options = ("-v", "-rf", "-o", "addopts=--import-mode=importlib", "--noconftest")
-        plugins = ("-p", "no:cacheprovider", "-p", "kernel_execution")  # the latter skips tests of exact fp32 matmuls
-        return [sys.executable, "-m", "pytest", *plugins, *options, *self.tests]
+            code = f"from {__spec__.name} import measure; measure({self.name!r}, {str(folder)!r}, {time.time()})"
+            return [sys.executable, "-c", code]
+        # kernel_execution skips tests of exact fp32 matmuls
+        options = ["-v", "-rf", "-o", "addopts=--import-mode=importlib", "--noconftest", "-p", "no:cacheprovider"]
+        return [sys.executable, "-m", "pytest", *options, "-p", "kernel_execution", *self.tests]
 
 
 def perform(job: Job, folder: Path, limit_s: float) -> Found:
     """Runs a job in a process, and prints its tables; returns its outcome. Its output goes to log.txt in the folder."""
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     folder.mkdir(parents=True)
-    log = folder / "log.txt"
+    log, problem = folder / "log.txt", None
     folders = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": folders}
-    problem = None
     with log.open("wb") as file:
         child = subprocess.Popen(
-            job.command(folder), cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
+            job.command(folder), cwd=ROOT, env=os.environ | {"PYTHONPATH": folders}, stdout=file, stderr=file,
+            start_new_session=True,
+        )  # fmt: skip
         try:
             if status := child.wait(limit_s):
                 problem = f"failed: exit status {status}; see {log.name}"
         except subprocess.TimeoutExpired:
-            problem = f"failed: timed out after {limit_s:.0f} s"
+            problem = f"failed: timed out after {limit_s:.0f} s; see {log.name}"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # with its own children
             child.wait()
     if job.tests:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if "%]" in line]
-        counts = {word.lower(): sum(word in line for line in lines) for word in ("PASSED", "FAILED", "SKIPPED")}
-        return {"outcome": problem or "passed"} | counts
+        *_, last = ["", *log.read_text(errors="replace").splitlines()]
+        return {"outcome": problem or "passed", "tests": last.strip("= ")}
     records = [read_record(path) for path in sorted(folder.glob("*/" + RECORD_NAME))]
-    rows = [row for record in records for row in record["rows"]]
-    found = {"outcome": outcome_of(rows)}
-    if problem is not None:
-        saved = sum(path.read_text().count('{"kind": "row"') for path in folder.glob("*/" + JOURNAL_NAME))
-        found["outcome"] = f"{problem}; rows saved: {len(rows) + saved}"
     print(*map(markdown, records), sep="\n")
-    return found
+    return {"outcome": problem or outcome_of([row for record in records for row in record["rows"]])}
 
 
 def outcome_of(rows: Sequence[Row]) -> str:
@@ -106,14 +99,14 @@ def outcome_of(rows: Sequence[Row]) -> str:
     return "no time left" if all(row["status"] in ("skipped", "interrupted") for row in rows) else "measured"
 
 
-def measure(job: Job, folder: Path, start: float) -> None:
+def measure(name: str, folder: str, start: float) -> None:
     """Measures the configurations of a job that began at a time, and writes their records into the folder."""
+    job = next(job for job in JOBS if job.name == name)
     for number, request in enumerate(job.runs):
         left_s = job.limit_s - SPARE_S - (time.time() - start)  # imports take seconds
         configuration = make_configuration(**request, protocol=PROTOCOL, time_budget_s=max(left_s, 1.0))
-        journal = Journal.begin(folder / str(number), configuration.request, describe(configuration.device))
-        record = run(configuration, journal=journal)
-        journal.finish({RECORD_NAME: to_json(record)}, keep=False)
+        journal = Journal.begin(Path(folder, str(number)), configuration.request, describe(configuration.device))
+        journal.finish({RECORD_NAME: to_json(run(configuration, journal=journal))}, keep=False)
 
 
 def tests(name: str, limit_s: float, *arguments: str, parallel: bool = True) -> Job:
@@ -139,16 +132,10 @@ _MLP_TESTS = (
     " or absent_parameters or layouts or passed_statistics or no_rows or nan_stays"
     " or round_like_torch or a_block_matches_the_reference or passed_to_the_next_block or losses_of_the_kernels"
 )
-_MLP_FILES = (
-    *(f"tests/test_mlp_{name}.py" for name in ("kernels", "operator")), "tests/test_fp8_block.py",
-    "tests/test_trainer.py",
-)  # fmt: skip
-
-
-def _gpu_test_files() -> list[str]:
-    marked = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
-    return [str(path.relative_to(ROOT)) for path in marked] or ["tests"]
-
+_MLP_FILES = ("test_mlp_kernels.py", "test_mlp_operator.py", "test_fp8_block.py", "test_trainer.py")
+_GPU_FILES = sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py") if "pytest.mark.gpu" in path.read_text()
+)
 
 _VIT_S, _VIT_B, _VIT_L = (f"vit_{size}_patch16_224" for size in ("small", "base", "large"))
 _ATTENTION, _MLP = "attention:197x12x64", "mlp:197x768x3072"
@@ -172,8 +159,8 @@ JOBS: tuple[Job, ...] = (
     bench("mlp", "matmul alone", 30, ["matmul:197x768x3072"], "triton eager", 256),
     bench("models", "ViT-S", 35, [_VIT_S], "triton-frozen sdpa timm", 128),
     bench("models", "ViT-L, also in FP8", 55, [_VIT_L], "triton-frozen triton-fp8 torchao-fp8+compile sdpa timm", 128),
-    tests("tests that need a GPU", 80, "-m", "gpu", *_gpu_test_files()),
-    tests("tests of the MLP, compiled", 80, "-k", _MLP_TESTS, *_MLP_FILES),
+    tests("tests that need a GPU", 80, "-m", "gpu", *(_GPU_FILES or ["tests"])),
+    tests("tests of the MLP, compiled", 80, "-k", _MLP_TESTS, *map("tests/{}".format, _MLP_FILES)),
     tests("tests of attention, compiled", 60, "-k", _ATTENTION_TESTS, "tests/test_attention_kernel.py"),
     bench("models", "fused models", 45, [_VIT_B], "timm timm+fused transformers transformers+fused", 256),
     bench("attention", "FlexAttention", 45, [_ATTENTION, _LARGER[0]], "triton flex flash-attn xformers", 256),
@@ -203,8 +190,7 @@ def run_jobs(jobs: Sequence[Job], out: Path) -> list[Found]:
         with file_aside(path) as aside:
             record = {"machine": machine, "total_seconds": TOTAL_SECONDS, "rows": found}
             aside.write_text(json.dumps(record, indent=1) + "\n")
-        others = [f"{name} {value}" for name, value in result.items() if name not in ("part", "name", "outcome")]
-        print("\n    ".join([f"{job.name}: {result['outcome']}", *others]), flush=True)
+        print(f"{job.name}: {result['outcome']} {result.get('tests', '')}", flush=True)
     return found
 
 
@@ -214,8 +200,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for the records")
     parser.add_argument("--parts", default=",".join(PARTS), help="some of these, separated by commas: %(default)s")
     parser.add_argument("--dry-run", action="store_true", help="only print the jobs and their time limits")
-    parser.add_argument("--job", choices=[job.name for job in JOBS], help=argparse.SUPPRESS)  # in its own process
-    parser.add_argument("--start", type=float, default=time.time(), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
@@ -227,9 +211,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.out is None:
         parser.error("pass --out FOLDER")
-    if options.job is not None:
-        measure(next(job for job in JOBS if job.name == options.job), options.out, options.start)
-        return 0
     return sum(row["outcome"].startswith(("failed", "INCORRECT")) for row in run_jobs(chosen, options.out))
 
 
