@@ -28,7 +28,7 @@ from .candidate import Candidate
 
 FORMAT = 2
 # Names of fields in format 1.
-BEFORE = {"candidate": "choice", "request": "asked", "speedup": "gain", "speedup_over_compile": "over_compile"}
+BEFORE = {"choice": "candidate", "asked": "request", "gain": "speedup", "over_compile": "speedup_over_compile"}
 # Required fields.
 KEY = ("machine", "model", "example", "request")
 FIGURES = ("speedup", "speedup_over_compile", "resolution", "ms", "images_per_s", "agreement")
@@ -52,23 +52,18 @@ class CachedResult:
         return {"format": FORMAT, "key": self.key, "candidate": self.candidate.to_dict(), "figures": self.figures}
 
     @classmethod
-    def from_dict(cls, data: Any) -> CachedResult:
-        """Reads the output of to_dict, also of format 1; raises ValueError for anything else."""
+    def read(cls, path: Path) -> CachedResult:
+        """Reads what `write` wrote, also of format 1; raises OSError, or ValueError for anything else."""
+        data = json.loads(path.read_text(), object_hook=lambda part: {BEFORE.get(n, n): v for n, v in part.items()})
         version = data.get("format") if isinstance(data, dict) else None
         if version not in (1, FORMAT):
             raise ValueError(f"must be a result of vit_fast.optimize of format {FORMAT}, got format {version!r}")
-        names = BEFORE if version == 1 else {}
-        parts = {name: data.get(names.get(name, name)) for name in ("key", "candidate", "figures")}
-        for name, part in parts.items():
-            if not isinstance(part, dict):
-                raise ValueError(f"{name} must be an object, got {type(part).__name__}")
-            for new in (new for new, old in names.items() if old in part and name != "candidate"):
-                part[new] = part.pop(names[new])
-        lacking = [name for name in KEY if name not in parts["key"]]
-        lacking += [name for name in FIGURES if name not in parts["figures"]]
-        if lacking:
+        key, candidate, figures = (data.get(name) for name in ("key", "candidate", "figures"))
+        if not all(isinstance(part, dict) for part in (key, candidate, figures)):
+            raise ValueError("key, candidate and figures must be objects")
+        if lacking := [*(name for name in KEY if name not in key), *(name for name in FIGURES if name not in figures)]:
             raise ValueError(f"lacks {', '.join(lacking)}")
-        return cls(parts["key"], Candidate.from_dict(parts["candidate"]), parts["figures"])
+        return cls(key, Candidate.from_dict(candidate), figures)
 
     def write(self, path: Path) -> None:
         with file_aside(path) as aside:
@@ -124,8 +119,7 @@ def find(model: nn.Module, example: Any, precision: str | None) -> CachedResult 
     key = key_of(model, example, {"allow": [precision] if precision else []})
     decisive = ["machine", "model", "example", *(["weights"] if precision else [])]
     for _, result in all_results():
-        same = all(result.key.get(name) == key[name] for name in decisive)
-        if same and result.candidate.precision == precision:
+        if result.candidate.precision == precision and all(result.key.get(name) == key[name] for name in decisive):
             return result
     return None
 
@@ -137,18 +131,22 @@ def look_up(key: dict[str, Any]) -> CachedResult | None:
 
 def store(result: CachedResult) -> None:
     """Writes a result to the cache, and replaces one with the same key; raises OSError if that fails."""
-    result.write(folder() / _name(result.key))
+    name = hashlib.sha256(json.dumps(result.key, sort_keys=True).encode()).hexdigest()[:24]
+    result.write(folder() / f"{name}.json")
 
 
 def all_results() -> Iterator[tuple[Path, CachedResult]]:
     """Yields the cached results that can be read, the newest first."""
-    written = []
+    found = []
     for path in _paths():
-        with contextlib.suppress(FileNotFoundError):  # another process removed it just now
-            written.append((path.stat().st_mtime_ns, path))
-    for _, path in sorted(written, reverse=True):
-        if (result := _read(path)) is not None:
-            yield path, result
+        try:
+            found.append((path.stat().st_mtime_ns, path, CachedResult.read(path)))
+        except FileNotFoundError:  # another process removed it just now
+            continue
+        except (OSError, ValueError, TypeError) as error:  # TypeError: fields of other types
+            warnings.warn(f"{path}: ignored, not a result of vit_fast.optimize ({error})", stacklevel=3)
+    for _, path, result in sorted(found, key=lambda each: each[:2], reverse=True):
+        yield path, result
 
 
 def clear() -> int:
@@ -163,17 +161,3 @@ def _paths() -> list[Path]:
     with contextlib.suppress(OSError):
         return [path for path in folder().glob("*.json") if path.is_file()]
     return []
-
-
-def _name(key: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24] + ".json"
-
-
-def _read(path: Path) -> CachedResult | None:
-    try:
-        return CachedResult.from_dict(json.loads(path.read_text()))
-    except FileNotFoundError:  # another process removed it just now
-        return None
-    except (OSError, ValueError, TypeError) as error:  # TypeError: fields of other types
-        warnings.warn(f"{path}: ignored, not a result of vit_fast.optimize ({error})", stacklevel=3)
-        return None

@@ -54,58 +54,26 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Optimization:
-    """The result of `optimize`; print it.
+    """The result of `optimize`; print it."""
 
-    Attributes:
-        model: An independent, read-only copy of the model, run by the candidate; see docs/howto/optimize.md.
-        candidate: The fastest candidate.
-        table: All candidates, the original first; empty for a cached result.
-        speedup: Speed relative to the original.
-        speedup_over_compile: Speed relative to the best of torch.compile alone; None if that was not tried.
-        resolution: The smallest difference that could be measured, as a share; None if it was not measured.
-        objective: "throughput" or "latency".
-        from_cache: True for a cached result, which was built and checked again.
-        cached: The stored form of the result.
-    """
-
-    model: Optimized
-    table: tuple[Row, ...]
-    cached: CachedResult
-
-    @property
-    def candidate(self) -> Candidate:
-        return self.cached.candidate
-
-    @property
-    def speedup(self) -> float:
-        return float(self.cached.figures["speedup"])
-
-    @property
-    def speedup_over_compile(self) -> float | None:
-        found: float | None = self.cached.figures["speedup_over_compile"]
-        return found
-
-    @property
-    def resolution(self) -> float | None:
-        found: float | None = self.cached.figures["resolution"]
-        return found
-
-    @property
-    def objective(self) -> str:
-        return str(self.cached.key["request"]["objective"])
-
-    @property
-    def from_cache(self) -> bool:
-        return not self.table
+    model: Optimized  # an independent, read-only copy, run by the candidate; see docs/howto/optimize.md
+    candidate: Candidate  # the fastest
+    table: tuple[Row, ...]  # all candidates, the original first; empty for a cached result
+    speedup: float  # relative to the original
+    speedup_over_compile: float | None  # relative to the best of torch.compile alone, if that was tried
+    resolution: float | None  # the smallest difference that could be measured, as a share, if it was measured
+    objective: str  # "throughput" or "latency"
+    from_cache: bool  # a cached result, which was built and checked again
+    cached: CachedResult  # the stored form
 
     def __str__(self) -> str:
         figures = self.cached.figures
+        rate, ms = format_number(figures["images_per_s"], 4), format_number(figures["ms"], 4)
         facts = [f"{self.candidate.name}: {self.speedup:.2f}x the speed of the original model"]
         if self.candidate == ORIGINAL:
             facts = ["original: no candidate is faster"]
         if self.speedup_over_compile is not None:
             facts.append(f"{self.speedup_over_compile:.2f}x torch.compile alone")
-        rate, ms = format_number(figures["images_per_s"], 4), format_number(figures["ms"], 4)
         facts.append(f"{rate} images/s, {ms} ms per call")
         if figures["agreement"] is not None and self.candidate.precision is not None:
             facts.append(f"agreement {figures['agreement']:.1%}")
@@ -176,13 +144,24 @@ def optimize(
     """
     start = time.perf_counter()
     check_type("progress", progress, Callable, type(None))  # type: ignore[arg-type]  # works with isinstance
-    allowed = _check(budget_s, lossless, min_agreement, latency_or_throughput, memory_limit, allow)
+    check_type("allow", allow, Collection, type(None))
+    check_number("budget_s", budget_s, positive=True)
+    if memory_limit is not None:
+        check_number("memory_limit", memory_limit, positive=True)
+    check_choice("latency_or_throughput", latency_or_throughput, tuple(SHARE))
+    if not 0 <= min_agreement <= 1:
+        raise ValueError(f"min_agreement must be between 0 and 1, got {min_agreement}")
+    if isinstance(allow, str):
+        raise TypeError(f"allow must be a collection such as ({allow!r},), got {allow!r}")
+    if lossless and allow:
+        raise ValueError(f"allow requires lossless=False, got allow={sorted(allow)} with lossless=True")
+    allowed: frozenset[Precision] = frozenset() if lossless else frozenset(PRECISIONS if allow is None else allow)
+    if unknown := allowed.difference(PRECISIONS):
+        raise ValueError(f"allow must consist of {', '.join(PRECISIONS)}, got {min(unknown)!r}")
     others: Any = images
     if isinstance(others, Tensor):
         raise TypeError(f"images must be a list of batches such as [images], got a tensor {tuple(others.shape)}")
-    device = device_of_example(example)
-    image_files = find_images(calibration or ())
-    model = _snapshot(model, example)
+    device, image_files, model = device_of_example(example), find_images(calibration or ()), _snapshot(model, example)
     request = {
         "objective": latency_or_throughput,
         "allow": sorted(allowed),
@@ -199,10 +178,38 @@ def optimize(
         if cached is not None and cached.suffices(budget_s):
             with contextlib.suppress(Refused):  # it is not available any more: search
                 trials.prepare(cached.candidate, REBUILDING_S)
-                return Optimization(trials.prepared[cached.candidate][0], (), cached)
+                return _optimization(trials, (), cached)
         first = (candidates_of_file if isinstance(model, OnnxFile) else candidates)(device, allowed)
         found = search(trials, ORIGINAL, first, budget_s=budget_s, objective=latency_or_throughput)
-        return _result(found, trials, key, latency_or_throughput, budget_s)
+    table = tuple(_rows(found, trials, SHARE[latency_or_throughput]))
+    chosen = next(row for row in table if row.candidate == found.chosen)
+    compiled = [row.speedup for row in table if row.speedup is not None and row.candidate in COMPILE_ALONE]
+    speedup = chosen.speedup or 1.0
+    figures = {
+        "speedup": speedup,
+        "speedup_over_compile": speedup / max(compiled) if compiled and found.chosen not in COMPILE_ALONE else None,
+        "resolution": found.resolution,
+        "ms": chosen.ms,
+        "images_per_s": chosen.images_per_s,
+        "tried": found.tried,
+        "candidates": len(found.trials),
+        "budget_s": budget_s,
+        "finish_s": found.finish_s,
+        **vars(trials.checked[found.chosen]),
+    }
+    result = CachedResult(key, found.chosen, figures)
+    if not found.interrupted:
+        try:
+            cache.store(result)
+        except OSError as error:  # the result is valid all the same
+            warnings.warn(f"the result is not cached: {error}", stacklevel=2)
+    return _optimization(trials, table, result)
+
+
+def _optimization(trials: Trials, table: tuple[Row, ...], cached: CachedResult) -> Optimization:
+    figures: Any = {name: cached.figures[name] for name in ("speedup", "speedup_over_compile", "resolution")}
+    figures |= {"objective": cached.key["request"]["objective"], "from_cache": not table, "cached": cached}
+    return Optimization(trials.prepared[cached.candidate][0], cached.candidate, table, **figures)
 
 
 def load_optimized(
@@ -223,7 +230,7 @@ def load_optimized(
     """
     check_type("path", path, str, Path)
     try:
-        result = CachedResult.from_dict(json.loads(Path(path).read_text()))
+        result = CachedResult.read(Path(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     request, image_files = result.key["request"], find_images(calibration or ())
@@ -233,19 +240,14 @@ def load_optimized(
     if result.key["model"] != cache.model_key(module):
         raise ValueError(f"{path}: was written for another architecture or file than this {type(module).__name__}")
     if example is None:
-        example = _example_of(result, module)
+        (shape, dtype), *others = result.key["example"]
+        if others or len(shape) != 4:
+            raise ValueError(f"example must be given for a model that is called with {result.key['example']}, got None")
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        example = noise.to(next(module.parameters(), noise).device, getattr(torch, dtype.removeprefix("torch.")))
     trials = Trials(module, example, (), image_files, request["min_agreement"] or 0.0, request["memory_limit"])
     trials.prepare(result.candidate, REBUILDING_S)
     return trials.prepared[result.candidate][0]
-
-
-def _example_of(result: CachedResult, model: nn.Module) -> Tensor:
-    described = result.key["example"]
-    parameter = next(model.parameters(), torch.empty(0))
-    if len(described) != 1 or len(described[0][0]) != 4:
-        raise ValueError(f"example must be given for a model that is called with {described}, got None")
-    images = torch.randn(described[0][0], generator=torch.Generator().manual_seed(0))
-    return images.to(parameter.device, getattr(torch, described[0][1].removeprefix("torch.")))
 
 
 def _snapshot(model: Any, example: Any) -> nn.Module:
@@ -265,54 +267,6 @@ def _snapshot(model: Any, example: Any) -> nn.Module:
         return OnnxFile(model)
     height, width = images.shape[2:]
     return OnnxFile(model, images.device, (height, width) if images.is_floating_point() else None)
-
-
-def _check(
-    budget_s: float, lossless: bool, min_agreement: float, objective: str, memory_limit: int | None,
-    allow: Collection[Precision] | None,
-) -> frozenset[Precision]:  # fmt: skip
-    check_number("budget_s", budget_s, positive=True)
-    check_number("min_agreement", min_agreement)
-    if memory_limit is not None:
-        check_number("memory_limit", memory_limit, positive=True)
-    check_choice("latency_or_throughput", objective, tuple(SHARE))
-    check_type("allow", allow, Collection, type(None))
-    if isinstance(allow, str):
-        raise TypeError(f"allow must be a collection such as ({allow!r},), got {allow!r}")
-    if not 0 <= min_agreement <= 1:
-        raise ValueError(f"min_agreement must be between 0 and 1, got {min_agreement}")
-    if lossless and allow:
-        raise ValueError(f"allow requires lossless=False, got allow={sorted(allow)} with lossless=True")
-    for name in allow or ():
-        if name not in PRECISIONS:
-            raise ValueError(f"allow must consist of {', '.join(PRECISIONS)}, got {name!r}")
-    return frozenset() if lossless else frozenset(PRECISIONS if allow is None else allow)
-
-
-def _result(found: Found, trials: Trials, key: dict[str, Any], objective: Objective, budget_s: float) -> Optimization:
-    rows = tuple(_rows(found, trials, SHARE[objective]))
-    chosen = next(row for row in rows if row.candidate == found.chosen)
-    compiled = [row.speedup for row in rows if row.speedup is not None and row.candidate in COMPILE_ALONE]
-    speedup = chosen.speedup or 1.0
-    figures = {
-        "speedup": speedup,
-        "speedup_over_compile": speedup / max(compiled) if compiled and found.chosen not in COMPILE_ALONE else None,
-        "resolution": found.resolution,
-        "ms": chosen.ms,
-        "images_per_s": chosen.images_per_s,
-        "tried": found.tried,
-        "candidates": len(found.trials),
-        "budget_s": budget_s,
-        "finish_s": found.finish_s,
-        **vars(trials.checked[found.chosen]),
-    }
-    result = CachedResult(key, found.chosen, figures)
-    if not found.interrupted:
-        try:
-            cache.store(result)
-        except OSError as error:  # the result is valid all the same
-            warnings.warn(f"the result is not cached: {error}", stacklevel=3)
-    return Optimization(trials.prepared[found.chosen][0], rows, result)
 
 
 def _rows(found: Found, trials: Trials, share: float) -> Iterator[Row]:
