@@ -31,7 +31,7 @@ class Launch:
 
     kernel: Any  # decorated with `triton.jit`
     grid: tuple[int, ...]  # programs along one to three axes
-    args: Mapping[str, Any]  # by name: tensors, tensor descriptors, numbers, or None if absent
+    args: Mapping[str, Any]  # by name: tensors, tensor descriptors, numbers, None if absent; or tuples of these
     constants: Mapping[str, Any]  # compile-time arguments (`tl.constexpr`) by name
     num_warps: int = 4
     num_stages: int = 2
@@ -137,6 +137,8 @@ def _specialization_of(value: Any) -> Any:
         return value.base.dtype, *value.block_shape
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
+    if kind is tuple:
+        return tuple(map(_specialization_of, value))
     return kind if kind is float else (kind, value)  # as keys, True and 1 are equal; triton distinguishes them
 
 
@@ -153,11 +155,6 @@ def is_watched(*kernels: Any) -> bool:
         or runtime.debug
         or triton.knobs.compilation.instrumentation_mode
     )
-
-
-def pointers(suffix: str, source: Any, **fields: str) -> dict[str, Any]:
-    """Returns pointer arguments {name}{suffix}_ptr from the named fields of `source`; all are None without a source."""
-    return {f"{name}{suffix}_ptr": getattr(source, field, None) for name, field in fields.items()}
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -221,6 +221,8 @@ class _Recorder(TorchDispatchMode):
     def _planned_value(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._at(value) if value.numel() else 0  # kernels never read an empty tensor
+        if isinstance(value, tuple):
+            return tuple(map(self._planned_value, value))
         if not isinstance(value, TensorDescriptor):
             return value
         elsewhere = copy.copy(value)

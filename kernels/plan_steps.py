@@ -95,6 +95,11 @@ class PlannedLaunch:
         self._front = tuple(noted[4:-1]) if self._nested else ()
         self.arguments = list(noted[-1] if self._nested else noted[4:])
         self.pointers = {place: at for place, at in enumerate(self.arguments) if isinstance(at, At)}
+        self.tuples = {
+            place: list(value)
+            for place, value in enumerate(self.arguments)
+            if isinstance(value, tuple) and any(isinstance(member, At) for member in value)
+        }
         places = [place for place, value in enumerate(self.arguments) if type(value).__name__ == "PyCUtensorMap"]
         if len(places) != len(encoders):
             raise LookupError("a tensor descriptor was not converted to a tensor map")
@@ -103,15 +108,25 @@ class PlannedLaunch:
     def prepare(self) -> None:
         """Collects the positions of addresses in the argument list. Must be called after values are renumbered."""
         self._at_pointers = [(place, at.value, at.offset) for place, at in self.pointers.items()]
+        self._at_tuples = [
+            (place, members, [(index, at.value, at.offset) for index, at in enumerate(members) if isinstance(at, At)])
+            for place, members in self.tuples.items()
+        ]
         self._at_maps = [(place, maps.at.value, maps.at.offset, maps) for place, maps in self.maps.items()]
 
     def uses(self) -> list[int]:
-        return [at.value for at in (*self.pointers.values(), *(maps.at for maps in self.maps.values()))]
+        in_tuples = (at for members in self.tuples.values() for at in members if isinstance(at, At))
+        return [at.value for at in (*self.pointers.values(), *in_tuples, *(maps.at for maps in self.maps.values()))]
 
     def __call__(self, stream: int, values: Values, addresses: list[int]) -> None:
         arguments = self.arguments.copy()
         for place, value, offset in self._at_pointers:
             arguments[place] = addresses[value] + offset
+        for place, members, pointers in self._at_tuples:
+            members = members.copy()
+            for index, value, offset in pointers:
+                members[index] = addresses[value] + offset
+            arguments[place] = tuple(members)
         for place, value, offset, maps in self._at_maps:
             address = addresses[value] + offset
             arguments[place] = maps.cached.get(address) or maps.encode(address)

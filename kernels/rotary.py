@@ -33,6 +33,7 @@ from .device import gpu_of
 from .launch import Launch, ceil_div
 
 _TILE = 1024  # elements per tile; larger tiles if a norm spans all heads
+_NONE = (None, None)
 
 
 @triton.jit
@@ -60,21 +61,19 @@ def _store_pairs(pointer, first, second, offsets, pairs, inside, D: tl.constexpr
 
 
 @triton.jit
-def _load_affine(
-    q_ptr, k_ptr, which, head, pairs, inside, D: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr
-):
+def _load_affine(vectors, which, head, pairs, inside, D: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Loads the weight or bias of the norm of q (which = 0) or k."""
     start = head * D if WIDE else head * 0
     if which == 0:
-        first, second = _load_pairs(q_ptr, start, pairs, inside, D, INTERLEAVED)
+        first, second = _load_pairs(vectors[0], start, pairs, inside, D, INTERLEAVED)
     else:
-        first, second = _load_pairs(k_ptr, start, pairs, inside, D, INTERLEAVED)
+        first, second = _load_pairs(vectors[1], start, pairs, inside, D, INTERLEAVED)
     return first, second
 
 
 @triton.jit
 def _load_angles(
-    cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows,
+    tables, token, head, pairs, inside, N, prefix, image_rows, head_rows,
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
 ):  # fmt: skip
     """Loads cos and sin [ROWS, BLOCK]; 1 and 0 for tokens that are not rotated."""
@@ -82,8 +81,8 @@ def _load_angles(
     row = (token // N).to(tl.int64) * image_rows + head * head_rows + position
     offsets = row * ROW_STEP + pairs * PAIR_STEP
     rotated = inside & (position >= 0)
-    cos = tl.load(cos_ptr + offsets, mask=rotated, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + offsets, mask=rotated, other=0.0).to(tl.float32)
+    cos = tl.load(tables[0] + offsets, mask=rotated, other=1.0).to(tl.float32)
+    sin = tl.load(tables[1] + offsets, mask=rotated, other=0.0).to(tl.float32)
     return cos, sin
 
 
@@ -110,17 +109,17 @@ def _normalize(first, second, inside, eps, H, D: tl.constexpr, RMS: tl.constexpr
 
 @triton.jit
 def normed_pairs(
-    first, second, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, which, head, pairs, inside, eps, H,
+    first, second, weights, biases, which, head, pairs, inside, eps, H,
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Applies the norm of q (which = 0) or k. Set INTERLEAVED if pairs are adjacent in weight and bias."""
     first, second, _ = _normalize(first, second, inside, eps, H, D, NORM == "rms_norm", WIDE)
-    if q_weight_ptr is not None:
-        weight1, weight2 = _load_affine(q_weight_ptr, k_weight_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED)
+    if weights[0] is not None:
+        weight1, weight2 = _load_affine(weights, which, head, pairs, inside, D, WIDE, INTERLEAVED)
         first *= weight1
         second *= weight2
-    if q_bias_ptr is not None:
-        bias1, bias2 = _load_affine(q_bias_ptr, k_bias_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED)
+    if biases[0] is not None:
+        bias1, bias2 = _load_affine(biases, which, head, pairs, inside, D, WIDE, INTERLEAVED)
         first += bias1
         second += bias2
     return first, second
@@ -141,9 +140,8 @@ def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
 def _qk_norm_rope_kernel(
     x_ptr,  # [M, 3, H, D]
     out_ptr,  # output: like x, or x itself
-    q_weight_ptr, k_weight_ptr,  # [D], or [H D] if WIDE; None (both): ones
-    q_bias_ptr, k_bias_ptr,  # [D], or [H D] if WIDE; None (both): zeros
-    cos_ptr, sin_ptr,  # [B or 1, H or 1, N - prefix, D / 2]; None: no rotation
+    weights, biases,  # of the norms of q and k: two vectors [D], or [H D] if WIDE; (None, None): ones, zeros
+    tables,  # cos and sin [B or 1, H or 1, N - prefix, D / 2]; (None, None): no rotation
     M, N, H, prefix, eps,
     image_rows, head_rows,  # strides of images and heads in the tables, in rows; 0 if shared
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of rows and pairs in the tables, in elements
@@ -163,12 +161,12 @@ def _qk_norm_rope_kernel(
     if which < 2:
         if NORM != "none":
             first, second = normed_pairs(
-                first, second, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, which, head, pairs, inside, eps, H,
-                D, NORM, WIDE, LAYOUT == "interleaved",
+                first, second, weights, biases, which, head, pairs, inside, eps, H, D, NORM, WIDE,
+                LAYOUT == "interleaved",
             )  # fmt: skip
-        if cos_ptr is not None:
+        if tables[0] is not None:
             cos, sin = _load_angles(
-                cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows, ROW_STEP, PAIR_STEP
+                tables, token, head, pairs, inside, N, prefix, image_rows, head_rows, ROW_STEP, PAIR_STEP
             )
             if INVERSE:
                 sin = -sin
@@ -185,7 +183,7 @@ def _qk_norm_rope_grad_kernel(
     grad_ptr,  # [M, 3, H, D]
     x_ptr,  # [M, 3, H, D], input of the forward
     out_ptr,  # output: dx [M, 3, H, D], or grad itself
-    q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,  # as in the forward
+    weights, tables,  # as in the forward
     part_ptr,  # output: partial sums, fp32 [programs / PARTS, 2 (q, k), 2 (dw, db), D or H D]; or None
     M, N, H, prefix, eps, image_rows, head_rows,
     blocks,  # number of tiles of q; k and v have as many
@@ -205,9 +203,9 @@ def _qk_norm_rope_grad_kernel(
         offsets = ((token.to(tl.int64) * 3 + which) * H + head) * D
         grad1, grad2 = _load_pairs(grad_ptr, offsets, pairs, inside, D, INTERLEAVED)
         if which < 2:
-            if cos_ptr is not None:
+            if tables[0] is not None:
                 cos, sin = _load_angles(
-                    cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows, ROW_STEP, PAIR_STEP
+                    tables, token, head, pairs, inside, N, prefix, image_rows, head_rows, ROW_STEP, PAIR_STEP
                 )
                 turned = grad2 * cos - grad1 * sin
                 grad1 = grad1 * cos + grad2 * sin
@@ -219,10 +217,8 @@ def _qk_norm_rope_grad_kernel(
                 weight_sum2 += grad2 * x2
                 bias_sum1 += grad1
                 bias_sum2 += grad2
-            if q_weight_ptr is not None:
-                weight1, weight2 = _load_affine(
-                    q_weight_ptr, k_weight_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED
-                )
+            if weights[0] is not None:
+                weight1, weight2 = _load_affine(weights, which, head, pairs, inside, D, WIDE, INTERLEAVED)
                 grad1 *= weight1
                 grad2 *= weight2
             along = _mean(grad1 * x1, grad2 * x2, H, D, WIDE)
@@ -275,14 +271,13 @@ def shared_arguments(s: QkvSettings) -> tuple[dict[str, Any], dict[str, Any]]:
 
     `image_rows` and `head_rows` are leading strides of the tables in rows, 0 if shared.
     """
-    (cos, sin), (q_weight, k_weight) = s.tables or (None, None), s.weights or (None, None)
     image_rows = head_rows = row = pair = 0
-    if cos is not None:
-        *outer, row, pair = cos.stride()
-        image_rows, head_rows = (step // row if size > 1 else 0 for step, size in zip(outer, cos.shape))
+    if s.tables is not None:
+        *outer, row, pair = s.tables[0].stride()
+        image_rows, head_rows = (step // row if size > 1 else 0 for step, size in zip(outer, s.tables[0].shape))
     args = {
-        "q_weight_ptr": q_weight, "k_weight_ptr": k_weight, "cos_ptr": cos, "sin_ptr": sin, "prefix": s.prefix,
-        "image_rows": image_rows, "head_rows": head_rows,
+        "weights": s.weights or _NONE, "tables": s.tables or _NONE, "prefix": s.prefix, "image_rows": image_rows,
+        "head_rows": head_rows,
     }  # fmt: skip
     return args, {"NORM": s.norm, "ROW_STEP": row, "PAIR_STEP": pair}
 
@@ -308,9 +303,8 @@ def qk_norm_rope_launch(
         separate: The channels of a pair are adjacent in x, and D/2 apart in `out`.
     """
     args, constants, blocks, warps = _arguments(x, settings)
-    q_bias, k_bias = settings.biases or (None, None)
     parts = 2 if out is x else 3
-    args |= {"out_ptr": out, "q_bias_ptr": q_bias, "k_bias_ptr": k_bias}
+    args |= {"out_ptr": out, "biases": settings.biases or _NONE}
     constants |= {"SEPARATE": separate, "INVERSE": inverse, "PARTS": parts}
     return Launch(_qk_norm_rope_kernel, (blocks * parts,), args, constants, num_warps=warps, device=x.device)
 

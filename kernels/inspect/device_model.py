@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..launch import Launch, ceil_div
 from ..matmul.matmul_policy import PRODUCTS
@@ -25,7 +26,7 @@ def estimate(launch: Launch, arch: str) -> dict[str, Any]:
     gpu, stats = offline.architecture(arch), compile_stats(launch, arch)
     c, args = launch.constants, launch.args
     values = {name: getattr(value, "base", value) for name, value in args.items()}  # tensors of tensor descriptors
-    tensors = [value for value in values.values() if isinstance(value, Tensor)]
+    tensors = [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
     # views of the same elements count once
     moved = sum({(t.data_ptr(), t.numel()): t.numel() * t.element_size() for t in tensors}.values())
     tile, itemsize, flop = "", 2, 0.0

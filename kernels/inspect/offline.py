@@ -115,24 +115,28 @@ def specialization(launch: Launch) -> str:
     return repr((launch.kernel.__name__, _specialize(launch), launch.options()))
 
 
-def _specialize(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
+def _specialize(launch: Launch) -> tuple[dict[str, Any], dict[Any, Any], dict[tuple[int, ...], Any]]:
     """Returns types, constants and divisibility of the arguments, as triton derives them at a launch."""
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = dict(launch.constants)
+    constants: dict[Any, Any] = dict(launch.constants)
     attributes: dict[tuple[int, ...], Any] = {}
-    for index, parameter in enumerate(launch.kernel.params):
-        name = parameter.name
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        value = launch.args[name]
+
+    def type_of(parameter: Any, value: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(value, tuple):
+            return tuple(type_of(parameter, member, (*path, index)) for index, member in enumerate(value))
         if value is None or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
-            signature[name] = "constexpr"
-            constants[name] = value
-            continue
-        signature[name], divisible = _type_of(value)
+            constants[path] = value
+            return "constexpr"
+        name, divisible = _type_of(value)
         if divisible and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            attributes[path] = [["tt.divisibility", 16]]
+        return name
+
+    signature = {}
+    for index, parameter in enumerate(launch.kernel.params):
+        constant = parameter.name in launch.constants
+        signature[parameter.name] = (
+            "constexpr" if constant else type_of(parameter, launch.args[parameter.name], (index,))
+        )
     return signature, constants, attributes
 
 

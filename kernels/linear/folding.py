@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, ceil_div, pointers
+from ..launch import Launch, ceil_div
 from ..layer_norm import chunk, load_chunk, load_columns, store_chunk
 
 
@@ -53,10 +53,16 @@ def row_pointers(pointer, gate_ptr, rows, C, F=0, HEAD: tl.constexpr = 0):
 
 
 @triton.jit
-def _fold_rows(
-    weight_ptr, gamma_ptr, beta_ptr, bias_ptr, gate_ptr, gate_bias_ptr, folded_ptr, sum_ptr, shift_ptr, program, F, C,
-    HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
+def _fold_rows(layer, program, HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
+    (
+        F, C,
+        weight_ptr, bias_ptr,  # [F, C]; [F] or None. With a gate, F / 2 in place of F
+        gamma_ptr, beta_ptr,  # [C] or None
+        gate_ptr, gate_bias_ptr,  # like weight and bias; None: no gate
+        folded_ptr,  # output: [F, C] W'', in the dtype of x
+        sum_ptr,  # output: fp32 [F] s; None for RMSNorm
+        shift_ptr,  # output: fp32 [F] c
+    ) = layer  # fmt: skip
     rows = program * ROWS + tl.arange(0, ROWS)
     inside = rows < F
     start = rows.to(tl.int64)[:, None] * C
@@ -88,32 +94,16 @@ def _fold_rows(
 
 @triton.jit
 def _fold_kernel(
-    weight_ptr,  # [F, C], or [F / 2, C] with a gate
-    gamma_ptr,  # [C] or None
-    beta_ptr,  # [C] or None
-    bias_ptr,  # [F], or [F / 2] with a gate; or None
-    gate_ptr, gate_bias_ptr,  # like weight and bias; None: no gate
-    folded_ptr,  # output: [F, C] W'', in the dtype of x
-    sum_ptr,  # output: fp32 [F] s; None for RMSNorm
-    shift_ptr,  # output: fp32 [F] c
-    # the same for a second layer, or None:
-    weight2_ptr, gamma2_ptr, beta2_ptr, bias2_ptr, gate2_ptr, gate_bias2_ptr, folded2_ptr, sum2_ptr, shift2_ptr,
-    F, C, F2, C2,
+    layer, second,  # as in `_fold_rows`; all None if there is no second layer
     HEAD: tl.constexpr,  # head_dim if q and k of the first layer are permuted; else 0
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    first = tl.cdiv(F, ROWS)
+    first = tl.cdiv(layer[0], ROWS)
     if program < first:
-        _fold_rows(
-            weight_ptr, gamma_ptr, beta_ptr, bias_ptr, gate_ptr, gate_bias_ptr, folded_ptr, sum_ptr, shift_ptr,
-            program, F, C, HEAD, ROWS, BLOCK_C,
-        )  # fmt: skip
-    elif weight2_ptr is not None:
-        _fold_rows(
-            weight2_ptr, gamma2_ptr, beta2_ptr, bias2_ptr, gate2_ptr, gate_bias2_ptr, folded2_ptr, sum2_ptr,
-            shift2_ptr, program - first, F2, C2, 0, ROWS, BLOCK_C,
-        )  # fmt: skip
+        _fold_rows(layer, program, HEAD, ROWS, BLOCK_C)
+    elif second[2] is not None:
+        _fold_rows(second, program - first, 0, ROWS, BLOCK_C)
 
 
 @dataclass(frozen=True)
@@ -161,21 +151,17 @@ def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[Fo
         weight = linear.weight.new_empty((linear.rows, linear.weight.shape[1]), dtype=dtype)
         folded.append(FoldedLinear(weight, None if linear.rms else sums, shift))
     for first in range(0, len(dense), 2):
-        _fold(dense[first : first + 2], folded[first : first + 2])
+        layers = [
+            (*into.weight.shape, linear.weight, linear.bias, linear.gamma, linear.beta, linear.gate, linear.gate_bias,
+             into.weight, into.weight_sum, into.shift)
+            for linear, into in zip(dense[first : first + 2], folded[first:])
+        ]  # fmt: skip
+        block, rows = chunk(max(layer[1] for layer in layers))
+        programs = sum(ceil_div(layer[0], rows) for layer in layers)
+        args = {"layer": layers[0], "second": layers[1] if layers[1:] else (None,) * 11}
+        constants = {"HEAD": dense[first].rope_head, "ROWS": rows, "BLOCK_C": block}
+        Launch(_fold_kernel, (programs,), args, constants, num_warps=4, device=dense[first].weight.device).run()
     return folded
-
-
-def _fold(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear]) -> None:
-    args: dict[str, Any] = {}
-    block, rows = chunk(max(linear.weight.shape[1] for linear in linears))
-    for suffix, linear, into in zip(("", "2"), [*linears, None], [*folded, None]):
-        args |= pointers(suffix, linear, weight="weight", gamma="gamma", beta="beta", bias="bias", gate="gate")
-        args |= pointers(suffix, linear, gate_bias="gate_bias")
-        args |= pointers(suffix, into, folded="weight", sum="weight_sum", shift="shift")
-        args |= {f"F{suffix}": linear.rows if linear else 0, f"C{suffix}": linear.weight.shape[1] if linear else 0}
-    programs = sum(ceil_div(linear.rows, rows) for linear in linears)
-    constants = {"HEAD": linears[0].rope_head, "ROWS": rows, "BLOCK_C": block}
-    Launch(_fold_kernel, (programs,), args, constants, num_warps=4, device=linears[0].weight.device).run()
 
 
 def fold_linear(linear: NormedLinear, dtype: torch.dtype) -> FoldedLinear:

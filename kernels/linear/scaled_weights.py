@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, ceil_div, pointers
+from ..launch import Launch, ceil_div
 from ..layer_norm import chunk, load_chunk, load_columns, store_chunk
 
 _AT_ONCE = 3  # maximum number of weights per launch
@@ -35,9 +35,14 @@ def _largest_power(scale_ptr, F, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scale_rows(
-    weight_ptr, scale_ptr, factor_ptr, scaled_ptr, program, F, C, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
-):
+def _scale_rows(layer, program, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
+    (
+        F, C,
+        weight_ptr,  # [F, C]
+        scale_ptr,  # [F] or None
+        factor_ptr,  # output: fp32 [C], f repeated; None except in fp16
+        scaled_ptr,  # output: [F, C]
+    ) = layer  # fmt: skip
     rows = program * ROWS + tl.arange(0, ROWS)
     inside = rows < F
     start = rows.to(tl.int64)[:, None] * C
@@ -58,25 +63,19 @@ def _scale_rows(
 
 @triton.jit
 def _scaled_weights_kernel(
-    weight_ptr,  # [F, C]
-    scale_ptr,  # [F] or None
-    factor_ptr,  # output: fp32 [C], f repeated; None except in fp16
-    scaled_ptr,  # output: [F, C]
-    # the same for a second and a third weight, or None:
-    weight2_ptr, scale2_ptr, factor2_ptr, scaled2_ptr, weight3_ptr, scale3_ptr, factor3_ptr, scaled3_ptr,
-    F, C, F2, C2, F3, C3,
+    first, second, third,  # as in `_scale_rows`; absent weights have the sizes 0
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    second = tl.cdiv(F, ROWS)
-    third = second + tl.cdiv(F2, ROWS)
-    if program < second:
-        _scale_rows(weight_ptr, scale_ptr, factor_ptr, scaled_ptr, program, F, C, ROWS, BLOCK_C)
-    elif program < third:
-        if weight2_ptr is not None:
-            _scale_rows(weight2_ptr, scale2_ptr, factor2_ptr, scaled2_ptr, program - second, F2, C2, ROWS, BLOCK_C)
-    elif weight3_ptr is not None:
-        _scale_rows(weight3_ptr, scale3_ptr, factor3_ptr, scaled3_ptr, program - third, F3, C3, ROWS, BLOCK_C)
+    second_start = tl.cdiv(first[0], ROWS)
+    third_start = second_start + tl.cdiv(second[0], ROWS)
+    if program < second_start:
+        _scale_rows(first, program, ROWS, BLOCK_C)
+    elif program < third_start:
+        if second[2] is not None:
+            _scale_rows(second, program - second_start, ROWS, BLOCK_C)
+    elif third[2] is not None:
+        _scale_rows(third, program - third_start, ROWS, BLOCK_C)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class ScaledWeight:
 def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> list[ScaledWeight]:
     """Returns diag(ls) W in `dtype` for each pair of W [F, C] and ls [F]; W in `dtype` if ls is None."""
     made: list[ScaledWeight] = []
-    todo: list[tuple[Tensor, Tensor | None, ScaledWeight]] = []
+    todo: list[tuple[Any, ...]] = []
     for weight, scale in pairs:
         dense = weight.contiguous()
         if scale is None and dense.dtype == dtype:
@@ -99,22 +98,16 @@ def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.d
         factored = scale is not None and dtype == torch.float16
         factor = dense.new_empty(dense.shape[1], dtype=torch.float32) if factored else None
         made.append(ScaledWeight(torch.empty_like(dense, dtype=dtype), factor))
-        todo.append((dense, scale if scale is None else scale.contiguous(), made[-1]))
-    for first in range(0, len(todo), _AT_ONCE):
-        _scale(todo[first : first + _AT_ONCE])
+        scale = scale if scale is None else scale.contiguous()
+        todo.append((*dense.shape, dense, scale, factor, made[-1].weight))
+    for start in range(0, len(todo), _AT_ONCE):
+        weights = todo[start : start + _AT_ONCE]
+        block, rows = chunk(max(weight[1] for weight in weights))
+        programs = sum(ceil_div(weight[0], rows) for weight in weights)
+        args = dict(zip(("first", "second", "third"), [*weights, *[(0, 0, *[None] * 4)] * 2]))
+        constants = {"ROWS": rows, "BLOCK_C": block}
+        Launch(_scaled_weights_kernel, (programs,), args, constants, num_warps=4, device=weights[0][2].device).run()
     return made
-
-
-def _scale(weights: Sequence[tuple[Tensor, Tensor | None, ScaledWeight]]) -> None:
-    args: dict[str, Any] = {}
-    block, rows = chunk(max(weight.shape[1] for weight, _, _ in weights))
-    for suffix, (weight, scale, made) in zip(("", "2", "3"), [*weights, *[(None, None, None)] * _AT_ONCE]):
-        F, C = (0, 0) if weight is None else weight.shape
-        args |= pointers(suffix, made, factor="factor", scaled="weight")
-        args |= {f"weight{suffix}_ptr": weight, f"scale{suffix}_ptr": scale, f"F{suffix}": F, f"C{suffix}": C}
-    programs = sum(ceil_div(weight.shape[0], rows) for weight, _, _ in weights)
-    constants = {"ROWS": rows, "BLOCK_C": block}
-    Launch(_scaled_weights_kernel, (programs,), args, constants, num_warps=4, device=weights[0][0].device).run()
 
 
 def in_dtype(dtype: torch.dtype, *weights: Tensor) -> list[Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, ceil_div, pointers
+from ..launch import Launch, ceil_div
 from ..layer_norm import load_columns
 from ..matmul.matmul_tiles import READ_AT_ONCE, tile_mask, tile_offsets
 from .folding import NormedLinear, row_pointers
 from .gradients import (
+    SUM_ROWS,
     add_column_parts,
     column_sum_programs,
     column_sum_tiles,
@@ -45,10 +45,19 @@ def _sum_splits(part_ptr, splits, offsets, mask, M, N):
 
 
 @triton.jit
-def _folded_tile(
-    part_ptr, sum_ptr, shift_ptr, weight_ptr, gate_ptr, gamma_ptr, beta_ptr, out_ptr, gate_out_ptr, bias_grad_ptr,
-    gate_bias_grad_ptr, vector_part_ptr, program, F, C, splits, sums, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+def _folded_tile(layer, program, splits, sums, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Computes a tile of dW and of the parts of dgamma and dbeta of a layer after a LayerNorm."""
+    (
+        F, C,
+        part_ptr,  # fp32 [splits, F, C], parts of dz~^T x or of dz^T n
+        sum_ptr,  # fp32 [sums, F], partial sums of dz over M
+        shift_ptr,  # fp32 [sums, F], partial sums of dz~ * mean over M, interleaved with sum_ptr; None for dz^T n
+        weight_ptr, gate_ptr,  # [F, C] and None; with a gate, [F / 2, C] each
+        gamma_ptr, beta_ptr,  # [C] or None
+        out_ptr, gate_out_ptr,  # output: dW, like the weights
+        bias_grad_ptr, gate_bias_grad_ptr,  # output: [F], or with a gate [F / 2] each; or None
+        vector_part_ptr,  # output: fp32 [F / ROWS, 2, C], parts of dgamma and dbeta
+    ) = layer  # fmt: skip
     tiles_c = tl.cdiv(C, COLS)
     tile_f = program // tiles_c
     row = tile_f * ROWS
@@ -76,10 +85,18 @@ def _folded_tile(
 
 
 @triton.jit
-def _residual_tile(
-    part_ptr, weight_ptr, scale_ptr, out_ptr, scale_part_ptr, grad_ptr, grad_part_ptr,
-    program, C, F, splits, M, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+def _residual_tile(layer, program, splits, M, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Computes a tile of dW and parts of dls of a layer before a residual, or a tile of partial sums of dy."""
+    (
+        C, F,
+        part_ptr,  # fp32 [splits, C, F], parts of V = dy^T h
+        weight_ptr,  # [C, F]
+        scale_ptr,  # [C] or None
+        out_ptr,  # output: [C, F] dW
+        scale_part_ptr,  # output: fp32 [F / COLS, C], partial sums of V W over F; or None
+        grad_ptr,  # [M, C] dy
+        grad_part_ptr,  # output: fp32 [M / SUM_ROWS, C], partial sums of dy over M; or None
+    ) = layer  # fmt: skip
     tiles_f = tl.cdiv(F, COLS)
     tiles = tl.cdiv(C, ROWS) * tiles_f
     if program < tiles:
@@ -101,84 +118,44 @@ def _residual_tile(
 
 
 @triton.jit
-def _tiles(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    return tl.cdiv(rows, ROWS) * tl.cdiv(cols, COLS)
+def _tiles(layer, ROWS: tl.constexpr, COLS: tl.constexpr):
+    return tl.cdiv(layer[0], ROWS) * tl.cdiv(layer[1], COLS)
 
 
-@triton.jit
-def _residual_tiles(grad_part_ptr, C, F, M, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Returns the number of tiles of the weight and, unless `grad_part_ptr` is None, of column sums of dy."""
-    tiles = _tiles(C, F, ROWS, COLS)
-    if grad_part_ptr is not None:
-        tiles += column_sum_programs(M, C)
-    return tiles
-
-
-@triton.jit(do_not_specialize=["M", "splits", "sums", "splits2", "splits3", "sums3", "splits4"])
+@triton.jit(do_not_specialize=["splits", "sums", "sums2", "M"])
 def _weight_grad_kernel(
-    # linear layer after a LayerNorm, or None:
-    part_ptr,  # fp32 [splits, F, C], parts of dz~^T x or of dz^T n
-    sum_ptr,  # fp32 [sums, F], partial sums of dz over M
-    shift_ptr,  # fp32 [sums, F], partial sums of dz~ * mean over M, interleaved with sum_ptr; None for dz^T n
-    weight_ptr, gate_ptr,  # [F, C] and None; with a gate, [F / 2, C] each
-    gamma_ptr,  # [C] or None
-    beta_ptr,  # [C] or None
-    out_ptr, gate_out_ptr,  # output: dW, like the weights
-    bias_grad_ptr, gate_bias_grad_ptr,  # output: [F], or with a gate [F / 2] each; or None
-    vector_part_ptr,  # output: fp32 [F / ROWS, 2, C], parts of dgamma and dbeta
-    F, C, splits, sums,
-    # linear layer before a residual, or None:
-    part2_ptr,  # fp32 [splits2, C2, F2], parts of V = dy^T h
-    weight2_ptr,  # [C2, F2]
-    scale2_ptr,  # [C2] or None
-    out2_ptr,  # output: [C2, F2] dW
-    scale_part2_ptr,  # output: fp32 [F2 / COLS, C2], partial sums of V W over F; or None
-    grad2_ptr,  # [M, C2] dy
-    grad_part2_ptr,  # output: fp32 [M / SUM_ROWS, C2], partial sums of dy over M; or None
-    F2, C2, splits2,
-    # a second layer after a LayerNorm and a second layer before a residual, or None:
-    part3_ptr, sum3_ptr, shift3_ptr, weight3_ptr, gate3_ptr, gamma3_ptr, beta3_ptr, out3_ptr, gate_out3_ptr,
-    bias_grad3_ptr, gate_bias_grad3_ptr, vector_part3_ptr,
-    F3, C3, splits3, sums3,
-    part4_ptr, weight4_ptr, scale4_ptr, out4_ptr, scale_part4_ptr, grad4_ptr, grad_part4_ptr, F4, C4, splits4,
-    M,
+    # up to two layers of each kind, as in `_folded_tile` and `_residual_tile`; sizes are 0 if absent
+    folded, residual, folded2, residual2,
+    splits, sums, sums2, M,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    first = _tiles(F, C, ROWS, COLS)
-    second = first + _residual_tiles(grad_part2_ptr, C2, F2, M, ROWS, COLS)
-    third = second + _tiles(F3, C3, ROWS, COLS)
-    if part_ptr is not None:
+    first = _tiles(folded, ROWS, COLS)
+    second = first + _tiles(residual, ROWS, COLS)
+    if residual[8] is not None:
+        second += column_sum_programs(M, residual[0])
+    third = second + _tiles(folded2, ROWS, COLS)
+    if folded[2] is not None:
         if program < first:
-            _folded_tile(
-                part_ptr, sum_ptr, shift_ptr, weight_ptr, gate_ptr, gamma_ptr, beta_ptr, out_ptr, gate_out_ptr,
-                bias_grad_ptr, gate_bias_grad_ptr, vector_part_ptr, program, F, C, splits, sums, ROWS, COLS,
-            )  # fmt: skip
-    if part2_ptr is not None:
+            _folded_tile(folded, program, splits, sums, ROWS, COLS)
+    if residual[2] is not None:
         if (program >= first) & (program < second):
-            _residual_tile(
-                part2_ptr, weight2_ptr, scale2_ptr, out2_ptr, scale_part2_ptr, grad2_ptr, grad_part2_ptr,
-                program - first, C2, F2, splits2, M, ROWS, COLS,
-            )  # fmt: skip
-    if part3_ptr is not None:
+            _residual_tile(residual, program - first, splits, M, ROWS, COLS)
+    if folded2[2] is not None:
         if (program >= second) & (program < third):
-            _folded_tile(
-                part3_ptr, sum3_ptr, shift3_ptr, weight3_ptr, gate3_ptr, gamma3_ptr, beta3_ptr, out3_ptr, gate_out3_ptr,
-                bias_grad3_ptr, gate_bias_grad3_ptr, vector_part3_ptr, program - second, F3, C3, splits3, sums3,
-                ROWS, COLS,
-            )  # fmt: skip
-    if part4_ptr is not None:
+            _folded_tile(folded2, program - second, splits, sums2, ROWS, COLS)
+    if residual2[2] is not None:
         if program >= third:
-            _residual_tile(
-                part4_ptr, weight4_ptr, scale4_ptr, out4_ptr, scale_part4_ptr, grad4_ptr, grad_part4_ptr,
-                program - third, C4, F4, splits4, M, ROWS, COLS,
-            )  # fmt: skip
+            _residual_tile(residual2, program - third, splits, M, ROWS, COLS)
 
 
 @triton.jit
-def _affine_columns(
-    vector_part_ptr, gamma_grad_ptr, beta_grad_ptr, col, F, C, WEIGHT_ROWS: tl.constexpr, COLS: tl.constexpr
-):
+def _affine_columns(norm, col, WEIGHT_ROWS: tl.constexpr, COLS: tl.constexpr):
+    (
+        C, F,
+        vector_part_ptr,  # fp32 [F / WEIGHT_ROWS, 2, C]
+        gamma_grad_ptr, beta_grad_ptr,  # output: [C] or None
+    ) = norm  # fmt: skip
     cols = col + tl.arange(0, COLS)
     parts = tl.cdiv(F, WEIGHT_ROWS)
     if gamma_grad_ptr is not None:
@@ -190,10 +167,14 @@ def _affine_columns(
 
 
 @triton.jit
-def _branch_columns(
-    grad_part_ptr, scale_part_ptr, bias_ptr, scale_ptr, bias_grad_ptr, scale_grad_ptr, col, F, C, sums,
-    WEIGHT_COLS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+def _branch_columns(branch, col, sums, WEIGHT_COLS: tl.constexpr, COLS: tl.constexpr):
+    (
+        C, F,
+        grad_part_ptr,  # fp32 [sums, C], or None
+        scale_part_ptr,  # fp32 [F / WEIGHT_COLS, C], or None
+        bias_ptr, scale_ptr,  # [C] or None
+        bias_grad_ptr, scale_grad_ptr,  # output: [C] or None
+    ) = branch  # fmt: skip
     cols = col + tl.arange(0, COLS)
     total = tl.zeros((COLS,), tl.float32)
     if grad_part_ptr is not None:
@@ -209,45 +190,22 @@ def _branch_columns(
 
 @triton.jit(do_not_specialize=["sums"])
 def _vector_grad_kernel(
-    # LayerNorm before a linear layer, or None:
-    vector_part_ptr,  # fp32 [F / WEIGHT_ROWS, 2, C]
-    gamma_grad_ptr,  # output: [C] or None
-    beta_grad_ptr,  # output: [C] or None
-    F, C,
-    # linear layer before a residual, or None:
-    grad_part2_ptr,  # fp32 [sums, C2], or None
-    scale_part2_ptr,  # fp32 [F2 / WEIGHT_COLS, C2], or None
-    bias2_ptr,  # [C2] or None
-    scale2_ptr,  # [C2] or None
-    bias_grad2_ptr,  # output: [C2] or None
-    scale_grad2_ptr,  # output: [C2] or None
-    F2, C2,
-    # a second LayerNorm and a second linear layer, or None:
-    vector_part3_ptr, gamma_grad3_ptr, beta_grad3_ptr, F3, C3,
-    grad_part4_ptr, scale_part4_ptr, bias4_ptr, scale4_ptr, bias_grad4_ptr, scale_grad4_ptr, F4, C4,
+    norm, branch, norm2, branch2,  # up to two of each, as in `_affine_columns` and `_branch_columns`
     sums,
     WEIGHT_ROWS: tl.constexpr, WEIGHT_COLS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    first = tl.cdiv(C, COLS)
-    second = first + tl.cdiv(C2, COLS)
-    third = second + tl.cdiv(C3, COLS)
+    first = tl.cdiv(norm[0], COLS)
+    second = first + tl.cdiv(branch[0], COLS)
+    third = second + tl.cdiv(norm2[0], COLS)
     if program < first:
-        _affine_columns(vector_part_ptr, gamma_grad_ptr, beta_grad_ptr, program * COLS, F, C, WEIGHT_ROWS, COLS)
+        _affine_columns(norm, program * COLS, WEIGHT_ROWS, COLS)
     elif program < second:
-        _branch_columns(
-            grad_part2_ptr, scale_part2_ptr, bias2_ptr, scale2_ptr, bias_grad2_ptr, scale_grad2_ptr,
-            (program - first) * COLS, F2, C2, sums, WEIGHT_COLS, COLS,
-        )  # fmt: skip
+        _branch_columns(branch, (program - first) * COLS, sums, WEIGHT_COLS, COLS)
     elif program < third:
-        _affine_columns(
-            vector_part3_ptr, gamma_grad3_ptr, beta_grad3_ptr, (program - second) * COLS, F3, C3, WEIGHT_ROWS, COLS
-        )
+        _affine_columns(norm2, (program - second) * COLS, WEIGHT_ROWS, COLS)
     else:
-        _branch_columns(
-            grad_part4_ptr, scale_part4_ptr, bias4_ptr, scale4_ptr, bias_grad4_ptr, scale_grad4_ptr,
-            (program - third) * COLS, F4, C4, sums, WEIGHT_COLS, COLS,
-        )  # fmt: skip
+        _branch_columns(branch2, (program - third) * COLS, sums, WEIGHT_COLS, COLS)
 
 
 @dataclass(frozen=True)
@@ -278,7 +236,7 @@ class ResidualProducts:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of parameters in their dtypes, None if absent; and the partial sums of `_weight_grad_kernel`."""
+    """Gradients of parameters in their dtypes, None if absent."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -287,109 +245,66 @@ class Gradients:
     gate: Tensor | None = None
     gate_bias: Tensor | None = None
     scale: Tensor | None = None
-    vector_part: Tensor | None = None
-    grad_part: Tensor | None = None
-    scale_part: Tensor | None = None
 
 
-Folded = tuple[FoldedProducts, Gradients]
-Residual = tuple[ResidualProducts, Gradients]
+Layer = tuple[Any, tuple[Any, ...], tuple[Any, ...]]  # gradients, arguments of the first and the second kernel
+_NO_FOLDED: Layer = None, (0, 0, *[None] * 12), (0, 0, *[None] * 3)
+_NO_RESIDUAL: Layer = None, (0, 0, *[None] * 7), (0, 0, *[None] * 6)
 
 
-def _room_for(products: FoldedProducts | ResidualProducts) -> Gradients:
-    """Allocates the gradients of the parameters of the layer."""
-    fp32: dict[str, Any] = {"dtype": torch.float32, "device": products.part.device}
-    _, rows, cols = products.part.shape
-    layer: Any = products
-    names, made = ["bias", "scale"], {}
-    if isinstance(products, FoldedProducts):
-        layer, names = products.linear, ["bias", "gamma", "beta", "gate", "gate_bias"]
-        made["vector_part"] = torch.empty(ceil_div(rows, ROWS), 2, cols, **fp32)
-    else:
-        if products.bias is not None:
-            made["grad_part"] = new_column_sums(products.grad)
-        if products.scale is not None:
-            made["scale_part"] = torch.empty(ceil_div(cols, COLS), rows, **fp32)
-    made |= {name: torch.empty_like(getattr(layer, name)) for name in names if getattr(layer, name) is not None}
-    return Gradients(torch.empty_like(layer.weight), **made)
+def _like(layer: Any, *names: str) -> Any:
+    """Allocates the gradients of the named parameters of a layer, which may be None."""
+    given = {name: getattr(layer, name) for name in names}
+    return Gradients(**{name: torch.empty_like(tensor) for name, tensor in given.items() if tensor is not None})
 
 
-def _slots(folded: Sequence[Folded], residual: Sequence[Residual]) -> list[tuple[str, Any, Any]]:
-    """Returns (suffix of argument names, products, gradients) of the four layers in order; None if absent."""
-    pairs = [*zip_longest(folded, residual, fillvalue=(None, None)), ((None, None), (None, None))][:2]
-    return [(suffix, *slot) for suffix, slot in zip(("", "2", "3", "4"), (slot for pair in pairs for slot in pair))]
+def _folded_layer(products: FoldedProducts) -> Layer:
+    linear, sums, (_, F, C) = products.linear, products.column_part, products.part.shape
+    found = _like(linear, "weight", "bias", "gamma", "beta", "gate", "gate_bias")
+    vector_part = products.part.new_empty(ceil_div(F, ROWS), 2, C)
+    arguments = (
+        F, C, products.part, *((sums[:, 0], sums[:, 1]) if sums.dim() == 3 else (sums, None)),
+        linear.weight, linear.gate, linear.gamma, linear.beta,
+        found.weight, found.gate, found.bias, found.gate_bias, vector_part,
+    )  # fmt: skip
+    has_vectors = found.gamma is not None or found.beta is not None
+    return found, arguments, (C, F, vector_part, found.gamma, found.beta) if has_vectors else _NO_FOLDED[2]
 
 
-def _run_weight_gradients(folded: Sequence[Folded], residual: Sequence[Residual]) -> None:
-    args: dict[str, Any] = {}
-    programs = M = 0
-    for suffix, products, found in _slots(folded, residual):
-        splits, rows, cols = (0, 0, 0) if products is None else products.part.shape
-        programs += ceil_div(rows, ROWS) * ceil_div(cols, COLS)
-        args |= pointers(suffix, products, part="part") | {f"splits{suffix}": splits}
-        if suffix in ("", "3"):
-            sums: Any = getattr(products, "column_part", None)
-            split = sums is not None and sums.dim() == 3
-            args |= {
-                f"sum{suffix}_ptr": sums[:, 0] if split else sums, f"shift{suffix}_ptr": sums[:, 1] if split else None,
-                f"sums{suffix}": 0 if sums is None else sums.shape[0], f"F{suffix}": rows, f"C{suffix}": cols,
-            }  # fmt: skip
-            linear = getattr(products, "linear", None)
-            args |= pointers(suffix, linear, weight="weight", gate="gate", gamma="gamma", beta="beta")
-            args |= pointers(
-                suffix, found, out="weight", gate_out="gate", bias_grad="bias", gate_bias_grad="gate_bias",
-                vector_part="vector_part",
-            )  # fmt: skip
-        else:
-            args |= pointers(suffix, products, weight="weight", scale="scale", grad="grad")
-            args |= pointers(suffix, found, out="weight", scale_part="scale_part", grad_part="grad_part")
-            args |= {f"F{suffix}": cols, f"C{suffix}": rows}
-            if found is not None and found.grad_part is not None:
-                M = products.grad.shape[0]
-                programs += column_sum_tiles(products.grad)
-    constants = {"ROWS": ROWS, "COLS": COLS}
-    device = (folded or residual)[0][0].part.device
-    Launch(_weight_grad_kernel, (programs,), args | {"M": M}, constants, num_warps=4, device=device).run()
-
-
-def _run_vector_gradients(folded: Sequence[Folded], residual: Sequence[Residual]) -> None:
-    """Launches `_vector_grad_kernel`; the grid is empty if there are no vectors."""
-    args: dict[str, Any] = {}
-    programs = sums = 0
-    for suffix, products, found in _slots(folded, residual):
-        after_norm = suffix in ("", "3")
-        vectors = (found.gamma, found.beta) if found and after_norm else (found.bias, found.scale) if found else ()
-        F = C = 0
-        if all(vector is None for vector in vectors):
-            products = found = None
-        elif after_norm:
-            _, F, C = products.part.shape
-        else:
-            C, F = found.weight.shape
-            sums = sums if found.grad_part is None else found.grad_part.shape[0]
-        if after_norm:
-            args |= pointers(suffix, found, vector_part="vector_part", gamma_grad="gamma", beta_grad="beta")
-        else:
-            args |= pointers(suffix, products, bias="bias", scale="scale")
-            args |= pointers(
-                suffix, found, grad_part="grad_part", scale_part="scale_part", bias_grad="bias", scale_grad="scale"
-            )
-        programs += ceil_div(C, _VECTOR_COLS)
-        args |= {f"F{suffix}": F, f"C{suffix}": C}
-    constants = {"WEIGHT_ROWS": ROWS, "WEIGHT_COLS": COLS, "COLS": _VECTOR_COLS}
-    device = (folded or residual)[0][0].part.device
-    Launch(
-        _vector_grad_kernel, (programs,), args | {"sums": sums}, constants,
-        num_warps=4, maxnreg=_REGISTERS, device=device,
-    ).run()  # fmt: skip
+def _residual_layer(p: ResidualProducts) -> Layer:
+    _, C, F = p.part.shape
+    found = _like(p, "weight", "bias", "scale")
+    grad_part = None if p.bias is None else new_column_sums(p.grad)
+    scale_part = None if p.scale is None else p.part.new_empty(ceil_div(F, COLS), C)
+    arguments = (C, F, p.part, p.weight, p.scale, found.weight, scale_part, p.grad, grad_part)
+    vectors = (C, F, grad_part, scale_part, p.bias, p.scale, found.bias, found.scale)
+    return found, arguments, vectors if grad_part is not None or scale_part is not None else _NO_RESIDUAL[2]
 
 
 def parameter_gradients(
     folded: Sequence[FoldedProducts], residual: Sequence[ResidualProducts]
 ) -> tuple[list[Gradients], list[Gradients]]:
-    """Returns the gradients of up to two linear layers after LayerNorms and two before residuals, with equal M."""
-    first = [(products, _room_for(products)) for products in folded]
-    second = [(products, _room_for(products)) for products in residual]
-    _run_weight_gradients(first, second)
-    _run_vector_gradients(first, second)
-    return [found for _, found in first], [found for _, found in second]
+    """Returns the gradients of up to two linear layers after LayerNorms and two before residuals.
+
+    All layers have the same M and number of splits.
+    """
+    layers, branches = [*map(_folded_layer, folded)], [*map(_residual_layer, residual)]
+    (_, layer, norm), (_, layer2, norm2) = [*layers, _NO_FOLDED, _NO_FOLDED][:2]
+    (_, branch, vectors), (_, branch2, vectors2) = [*branches, _NO_RESIDUAL, _NO_RESIDUAL][:2]
+    parts = [products.part for products in folded] + [products.part for products in residual]
+    splits, device = parts[0].shape[0], parts[0].device
+    sums = [*(products.column_part.shape[0] for products in folded), 0, 0]
+    summed = [products.grad for products in residual if products.bias is not None]
+    M = summed[0].shape[0] if summed else 0
+    programs = sum(ceil_div(part.shape[1], ROWS) * ceil_div(part.shape[2], COLS) for part in parts)
+    args = {
+        "folded": layer, "residual": branch, "folded2": layer2, "residual2": branch2,
+        "splits": splits, "sums": sums[0], "sums2": sums[1], "M": M,
+    }  # fmt: skip
+    programs += sum(map(column_sum_tiles, summed))
+    Launch(_weight_grad_kernel, (programs,), args, {"ROWS": ROWS, "COLS": COLS}, num_warps=4, device=device).run()
+    programs = sum(ceil_div(each[0], _VECTOR_COLS) for each in (norm, vectors, norm2, vectors2))  # 0 without vectors
+    args = {"norm": norm, "branch": vectors, "norm2": norm2, "branch2": vectors2, "sums": ceil_div(M, SUM_ROWS)}
+    constants = {"WEIGHT_ROWS": ROWS, "WEIGHT_COLS": COLS, "COLS": _VECTOR_COLS}
+    Launch(_vector_grad_kernel, (programs,), args, constants, 4, maxnreg=_REGISTERS, device=device).run()
+    return [found for found, *_ in layers], [found for found, *_ in branches]

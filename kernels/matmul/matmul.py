@@ -83,10 +83,9 @@ def _matmul_kernel(
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]: "activation_grad" stores partial sums of columns
     hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of h if a norm of h follows; else None
     along_ptr,  # fp32 [M], mean over N of h^ * (gradient of h^); None: no norm of h
-    q_weight_ptr, k_weight_ptr,  # "qk_norm": [HEAD]; None (both): ones
-    q_bias_ptr, k_bias_ptr,  # "qk_norm": [HEAD]; None (both): zeros
-    cos_ptr, sin_ptr,  # "rotary", "qk_norm": [images or 1, tokens - prefix, HEAD / 2]; None: no rotation
-    weights,  # B as a pointer if DEPENDENT, else None
+    norm_weights, norm_biases,  # "qk_norm": of q and k, two vectors [HEAD]; (None, None): ones, zeros
+    tables,  # "rotary", "qk_norm": cos and sin [images or 1, tokens - prefix, HEAD / 2]; (None, None): no rotation
+    b_ptr,  # B as a pointer if DEPENDENT, else None
     M, N, K, eps, splits, qk_eps,
     tokens, prefix, image_rows,  # per image: tokens, tokens without rotation, and rows of the tables (0 if shared)
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
@@ -105,7 +104,7 @@ def _matmul_kernel(
     HALVES: tl.constexpr,  # in weight and bias of the norms, a pair has channels j and j + HEAD / 2
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # strides of the tables: rows, pairs
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
-    DEPENDENT: tl.constexpr,  # starts early and prefetches `weights` (ptx.py)
+    DEPENDENT: tl.constexpr,  # starts early and prefetches B (ptx.py)
 ):  # fmt: skip
     # Triton must not specialize on sizes: with a constant K = 1, it would remove the loop over K and pipeline the loop
     # over tiles, with too much shared memory. The next two lines state the alignment that vector loads need.
@@ -121,13 +120,13 @@ def _matmul_kernel(
     WIDTH: tl.constexpr = COLS // 2 if EPILOGUE == "gated" else COLS  # columns that a sub-tile stores
     SHAPE: tl.constexpr = (BLOCK_M, COLS, TMA, DTYPE)
     HEADS: tl.constexpr = (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP)
-    heads = (q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, qk_eps, cos_ptr, sin_ptr, tokens, prefix, image_rows)
+    heads = (norm_weights, norm_biases, qk_eps, tables, tokens, prefix, image_rows)
     units = tiles * splits if EPILOGUE == "partial" else tiles
     if DEPENDENT:
         _, tile_n, k_start, k_stop = _unit(
             tl.program_id(0), tiles_m, tiles_n, K, splits, BLOCK_K, GROUP_M, EPILOGUE == "partial"
         )
-        prefetch_rows(weights, tile_n * BLOCK_N, k_start, k_stop, N, K, BLOCK_N, BLOCK_K)
+        prefetch_rows(b_ptr, tile_n * BLOCK_N, k_start, k_stop, N, K, BLOCK_N, BLOCK_K)
     wait_for_previous(DEPENDENT)
     for tile in tl.range(tl.program_id(0), units, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n, k_start, k_stop = _unit(

@@ -83,8 +83,8 @@ class HeadStep:
         s = self.settings
         args, constants = shared_arguments(s)
         del args["head_rows"]  # 0, because all heads share the tables
-        q_bias, k_bias = s.biases or (None, None)
-        args |= {"q_bias_ptr": q_bias, "k_bias_ptr": k_bias, "qk_eps": s.eps, "tokens": self.tokens}
+        args |= {"norm_weights": args.pop("weights"), "norm_biases": s.biases or (None, None)}
+        args |= {"qk_eps": s.eps, "tokens": self.tokens}
         halves = s.tables is not None and s.layout != "interleaved"
         return args, constants | {"HEAD": self.head_dim, "HALVES": halves}
 
@@ -196,7 +196,7 @@ def matmul_launch(
         "out_scale_ptr": o.out_scale, "row_part_ptr": o.row_part, "column_part_ptr": o.column_part,
         "out_part_ptr": o.out_part, "hidden_ptr": o.hidden, "along_ptr": o.along,
         "M": M, "N": N, "K": K, "eps": o.eps,
-        "weights": o.b if dependent else None, "splits": split_k, **head_args,
+        "b_ptr": o.b if dependent else None, "splits": split_k, **head_args,
     }  # fmt: skip
     constants = {
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
