@@ -28,18 +28,19 @@ __all__ = [
     "VerificationError", "export_onnx", "inspect_onnx", "trtexec_line", "write_card", "write_triton_repository",
 ]  # fmt: skip
 
-_PLACES = {
-    "CalibrationError": ".quantize", "ExportReport": ".report", "ModelFileError": ".runtime.metadata",
-    "OnnxRunner": ".runtime.runner", "ProviderError": ".runtime.runner", "QuantisationError": ".quantize",
-    "VerificationError": ".verification", "export_onnx": ".exporter", "inspect_onnx": ".runtime.metadata",
-    "trtexec_line": ".deployment", "write_card": ".deployment", "write_triton_repository": ".deployment",
+_MODULES = {
+    ".deployment": "trtexec_line write_card write_triton_repository", ".exporter": "export_onnx",
+    ".quantize": "CalibrationError QuantisationError", ".report": "ExportReport",
+    ".runtime.metadata": "ModelFileError inspect_onnx", ".runtime.runner": "OnnxRunner ProviderError",
+    ".verification": "VerificationError",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     packages = ("onnx", "onnxscript", "onnxruntime")
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise MissingPackageError(f"{', '.join(missing)} not installed: pip install 'vit-fast[export]'")
-    return getattr(importlib.import_module(_PLACES[name], __name__), name)
+    (module,) = (module for module, names in _MODULES.items() if name in names.split())
+    return getattr(importlib.import_module(module, __name__), name)

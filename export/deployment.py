@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,8 @@ ACCELERATOR_MODES = {"fp32": "FP32", "fp16": "FP16", "int8": "INT8"}
 QUEUE_DELAY_US = 500
 LABELS = "labels.txt"
 CHECKED = ("verification", "accuracy", "eight_bit")  # metadata in the section "Checked" of a card
-BATCHES = (1, 8, 64)
-"""Smallest, typical and largest batch size of an engine."""
-SIDES = (0.5, 1.0, 2.0)
-"""Smallest, typical and largest height and width of an engine for images of any size, relative to the model's."""
+PROFILE = (("min", 1, 0.5), ("opt", 8, 1.0), ("max", 64, 2.0))
+"""Batch sizes of an engine and, for images of any size, height and width relative to the model's."""
 
 
 def write_triton_repository(
@@ -70,6 +68,7 @@ def write_triton_repository(
         ValueError: an argument is invalid.
         ModelFileError: the file is missing, damaged or unsafe.
         FileExistsError: the repository has a model of this name.
+        UnsupportedInputError: the server cannot build TensorRT engines in the file's precision.
     """
     check_type("model_path", model_path, str, Path)
     check_type("repository", repository, str, Path)
@@ -78,10 +77,12 @@ def write_triton_repository(
     check_integer("max_batch", max_batch, 1)
     check_integer("instances", instances, 1)
     check_choice("device", device, (None, *INSTANCE_KINDS))
-    target = check_triton_repository(Path(repository), name)
     info = inspect_onnx(model_path)
+    for_tensorrt = info.metadata.get("target") == "tensorrt"
     device = device or TARGET_DEVICES.get(str(info.metadata.get("target")), "auto")
-    config = _server_config(info, name, max_batch, instances, device)
+    precision = str(info.metadata.get("precision")) if for_tensorrt and device == "gpu" else None
+    target = check_triton_repository(Path(repository), name, precision)
+    config = _server_config(info, name, max_batch, instances, device, precision)
     with folder_aside(target) as aside:
         copy_model(Path(model_path), aside / "1" / "model.onnx")
         if labels := _labels(info):
@@ -90,27 +91,28 @@ def write_triton_repository(
     return target
 
 
-def check_triton_repository(repository: Path, name: str) -> Path:
-    """Returns the folder for a new model; raises FileExistsError if it exists, ValueError for an invalid name."""
+def check_triton_repository(repository: Path, name: str, precision: str | None) -> Path:
+    """Returns the folder for a new model.
+
+    Raises FileExistsError if it exists, ValueError for an invalid name, and UnsupportedInputError if the server builds
+    TensorRT engines of a precision (not None) that it has no name for.
+    """
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in (".", ".."):
         raise ValueError(f"name must consist of letters, digits, '_', '-' and '.', got {name!r}")
+    if precision not in (None, *ACCELERATOR_MODES):
+        known = ", ".join(ACCELERATOR_MODES)
+        reasons = [f"the precision of the server's TensorRT accelerator must be one of {known}, got {precision}"]
+        reasons.append("export without a repository, and build an engine with the trtexec command that export prints")
+        raise UnsupportedInputError("a repository for Triton Inference Server with TensorRT", reasons)
     target = repository / name
     if target.exists():
         raise FileExistsError(f"{target}: already exists: remove this folder, or choose another name")
     return target
 
 
-def accelerator_mode(precision: str) -> str:
-    """Returns the server's name of a precision; raises UnsupportedInputError if its TensorRT accelerator has none."""
-    if precision not in ACCELERATOR_MODES:
-        known = ", ".join(ACCELERATOR_MODES)
-        reasons = [f"the precision of the server's TensorRT accelerator must be one of {known}, got {precision}"]
-        reasons.append("export without a repository, and build an engine with the trtexec command that export prints")
-        raise UnsupportedInputError("a repository for Triton Inference Server with TensorRT", reasons)
-    return ACCELERATOR_MODES[precision]
-
-
-def _server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, device: str) -> str:
+def _server_config(
+    info: OnnxInfo, name: str, max_batch: int, instances: int, device: str, precision: str | None
+) -> str:
     """Returns the server's ModelConfig in protobuf's text format."""
     dynamic = all(not isinstance(v["shape"][0], int) for v in [*info.inputs, *info.outputs] if v["shape"])
     lines = [
@@ -128,10 +130,10 @@ def _server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, de
             lines.append(f"{kind} {{ name: {_quoted(value['name'])} {_type_of(value, info)} dims: {dims}{labels} }}")
     if dynamic:
         lines.append(f"dynamic_batching {{ max_queue_delay_microseconds: {QUEUE_DELAY_US} }}")
-    if device == "gpu" and info.metadata.get("target") == "tensorrt":
-        mode = accelerator_mode(str(info.metadata.get("precision")))
-        accelerator = f'name: "tensorrt" parameters {{ key: "precision_mode" value: "{mode}" }}'
-        lines.append(f"optimization {{ execution_accelerators {{ gpu_execution_accelerator {{ {accelerator} }} }} }}")
+    if precision is not None:
+        mode = f'parameters {{ key: "precision_mode" value: "{ACCELERATOR_MODES[precision]}" }}'
+        accelerator = f'gpu_execution_accelerator {{ name: "tensorrt" {mode} }}'
+        lines.append(f"optimization {{ execution_accelerators {{ {accelerator} }} }}")
     if dynamic and info.output is not None and (profile := _shape_profile(info)):
         tensor, dims = info.inputs[0], list(profile["opt"][1:])
         request = f"{_type_of(tensor, info)} dims: {dims} random_data: true"
@@ -162,13 +164,10 @@ def _labels(info: OnnxInfo) -> tuple[str, ...]:
 def _shape_profile(info: OnnxInfo) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of an engine as "min", "opt" and "max"; none for a fixed shape."""
     signature = read_signature(info)
-    if None not in signature.shape:
-        return {}
-    height, width = signature.image_hw or (224, 224)
-    patches = signature.patch_hw or (1, 1)
     profile = {}
-    for name, batch, part in zip(("min", "opt", "max"), BATCHES, SIDES):
-        sides = [max(1, round(side * part / patch)) * patch for side, patch in zip((height, width), patches)]
+    for name, batch, part in PROFILE if None in signature.shape else ():
+        hw, patches = signature.image_hw or (224, 224), signature.patch_hw or (1, 1)
+        sides = [max(1, round(side * part / patch)) * patch for side, patch in zip(hw, patches)]
         wanted = (batch, *sides, signature.in_chans) if signature.takes_pixels else (batch, signature.in_chans, *sides)
         profile[name] = tuple(fixed or size for fixed, size in zip(signature.shape, wanted))
     return profile
@@ -205,28 +204,26 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # metadata of another structure
         raise damaged(path, repr(error)) from None
     facts = {"license": license_name or "unknown: ask the source of the weights"} | info.facts()
-    rows = [(name, shortened(value)) for name, value in facts.items() if name not in CHECKED and name != "config"]
-    engine = info.metadata.get("target") == "tensorrt"
     hashes = []
     for file in files:
         with file.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
-        hashes.append((file.name, str(file.stat().st_size), digest))
+            hashes.append((file.name, file.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest()))
     lines = [
         *("---", f"license: {license_name or 'unknown'}", "library_name: onnx", "---", "", f"# {path.name}", ""),
-        *_markdown(("field", "value"), rows),
+        *_markdown(("field", "value"), [row for row in facts.items() if row[0] not in (*CHECKED, "config")]),
         *("", "## Checked", "", *checked, "", "## Run", "", "    from vit_fast.export import OnnxRunner", ""),
         f'    probabilities = OnnxRunner("{path.name}").probabilities([image])',
-        *([f"    # as a TensorRT engine: {trtexec_line(replace(info, path=path.name))}"] if engine else []),
-        *("", "## Files", "", *_markdown(("file", "bytes", "sha256"), hashes), ""),
     ]
+    if info.metadata.get("target") == "tensorrt":
+        lines.append(f"    # as a TensorRT engine: {trtexec_line(replace(info, path=path.name))}")
+    lines += ["", "## Files", "", *_markdown(("file", "bytes", "sha256"), hashes), ""]
     with file_aside(card) as aside:
         aside.write_text("\n".join(lines), encoding="utf-8")
     return card
 
 
-def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+def _markdown(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    cells = [[" ".join(shortened(cell).split()).replace("|", "\\|") for cell in row] for row in rows]
     return [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *cells)]
 
 

@@ -51,7 +51,12 @@ def matmuls_of(model: ir.Model, scheme: Scheme) -> list[MatMul]:
         if node.op_type == "MatMul" and not node.domain:
             x, weight = node.inputs[0], constant_of(node.inputs[1])
             if x is not None and weight is not None and weight.ndim == 2 and (x.shape is None or len(x.shape) == 3):
-                linears.append(MatMul(node, _name_of(node)))
+                # Named after its bias, because the exporter renames transposed weights. If several constants follow,
+                # the last one is the bias: in SkipLayerNormalization, it follows that of the norm.
+                read = [value for use in node.outputs[0].uses() for value in use.node.inputs if value is not None]
+                biases = [str(v.name) for v in read if v.const_value is not None and str(v.name).endswith(".bias")]
+                name = biases[-1].removeprefix("model.").removesuffix(".bias") if biases else str(node.name)
+                linears.append(MatMul(node, name))
         if node.op_type == "Softmax" and not node.domain and scheme.kind == "e4m3":
             scores = node.inputs[0].producer() if node.inputs[0] is not None else None
             mixed = [use.node for use in node.outputs[0].uses()]
@@ -63,48 +68,39 @@ def matmuls_of(model: ir.Model, scheme: Scheme) -> list[MatMul]:
     return linears + attention
 
 
-def _name_of(node: ir.Node) -> str:
-    """Returns the layer's name, from its bias: the exporter renames transposed weights."""
-    values = [value for use in node.outputs[0].uses() for value in use.node.inputs if value is not None]
-    names = [str(v.name) for v in values if v.const_value is not None and str(v.name).endswith(".bias")]
-    # the last one: in SkipLayerNormalization, the bias follows the norm's own
-    return names[-1].removeprefix("model.").removesuffix(".bias") if names else str(node.name)
-
-
 def quantize_statically(
     model: ir.Model, matmuls: Sequence[MatMul], scheme: Scheme, ranges: Mapping[str, Range], *, fused: bool
 ) -> ir.Model:
     """Returns a copy with these MatMuls in QDQ format, or fused: MatMulIntegerToFloat. Weights are int8 or e4m3."""
     from onnxruntime.quantization import QuantType
-    from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
+    from onnxruntime.quantization.calibrate import TensorData
     from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+    from onnxruntime.quantization.quant_utils import add_infer_metadata
 
-    types = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8, "e4m3": QuantType.QFLOAT8E4M3FN}
-    of_weights = types["e4m3" if scheme.kind == "e4m3" else "int8"]
+    is_e4m3 = scheme.kind == "e4m3"
+    kind = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8, "e4m3": QuantType.QFLOAT8E4M3FN}[scheme.kind]
+    limits = {value: ranges[str(value.name)] for matmul in matmuls for value in matmul.activations}
+    activations = [str(value.name) for value in limits]
+    for matmul in matmuls:
+        if matmul.weight is not None and is_e4m3:  # ONNX Runtime would clip at 4.5 standard deviations
+            weight, peak = matmul.node.inputs[1], float(np.abs(matmul.weight).max())
+            assert weight is not None
+            limits[weight] = Range(-peak, peak, "weight")
     overrides: dict[str, list[dict[str, Any]]] = {}
-
-    def override(value: ir.Value, limits: Range, kind: Any) -> None:
-        scale, zero = scheme.grid(limits)
+    for value, one in limits.items():
+        scale, zero = scheme.grid(one)
         dtype = (value.dtype or ir.DataType.FLOAT).numpy()
         numbers = {"scale": np.asarray(scale, dtype), "zero_point": np.asarray(zero, ZEROS[scheme.kind])}
         overrides[str(value.name)] = [numbers | {"quant_type": kind}]
-
-    for matmul in matmuls:
-        for value in matmul.activations:
-            override(value, ranges[str(value.name)], types[scheme.kind])
-        if matmul.weight is not None and scheme.kind == "e4m3":  # ONNX Runtime would clip at 4.5 standard deviations
-            weight, peak = matmul.node.inputs[1], float(np.abs(matmul.weight).max())
-            assert weight is not None
-            override(weight, Range(-peak, peak, "weight"), of_weights)
-    limits = {
-        str(value.name): TensorData(lowest=np.array([one.low], np.float32), highest=np.array([one.high], np.float32))
-        for matmul in matmuls
-        for value in matmul.activations
-        for one in [ranges[str(value.name)]]
-    }
+    for matmul in matmuls:  # ONNX Runtime's own inference of dtypes fails for dynamic shapes
+        for value in (*matmul.activations, *matmul.node.outputs):
+            value.dtype = value.dtype or ir.DataType.FLOAT
+    proto: onnx.ModelProto = ir.serde.serialize_model(model)
+    add_infer_metadata(proto)
+    unused = TensorData(lowest=np.zeros(1, np.float32), highest=np.ones(1, np.float32))  # `overrides` replaces it
     quantizer = QDQQuantizer(
-        _with_types(model, matmuls), per_channel=scheme.kind != "e4m3", weight_qType=of_weights,
-        activation_qType=types[scheme.kind], tensors_range=TensorsData(CalibrationMethod.MinMax, limits),
+        proto, per_channel=not is_e4m3, weight_qType=kind if is_e4m3 else QuantType.QInt8, activation_qType=kind,
+        tensors_range=dict.fromkeys(activations, unused),
         extra_options={"OpTypesToExcludeOutputQuantization": ["MatMul"], "TensorQuantOverrides": overrides},
         **_only(matmuls),
     )  # fmt: skip
@@ -137,18 +133,6 @@ def _only(matmuls: Sequence[MatMul]) -> dict[str, Any]:
     return {
         "nodes_to_quantize": nodes, "nodes_to_exclude": [], "op_types_to_quantize": ["MatMul"], "reduce_range": False,
     }  # fmt: skip
-
-
-def _with_types(model: ir.Model, matmuls: Sequence[MatMul]) -> onnx.ModelProto:
-    """Returns the graph with dtypes of activations; ONNX Runtime's own inference fails for dynamic shapes."""
-    from onnxruntime.quantization.quant_utils import add_infer_metadata
-
-    for matmul in matmuls:
-        for value in (*matmul.activations, *matmul.node.outputs):
-            value.dtype = value.dtype or ir.DataType.FLOAT
-    proto: onnx.ModelProto = ir.serde.serialize_model(model)
-    add_infer_metadata(proto)
-    return proto
 
 
 def _quantized(quantizer: Any) -> ir.Model:

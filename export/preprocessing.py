@@ -9,7 +9,7 @@ Resize rounds to uint8; in ONNX Runtime, the result differs from Pillow's by at 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -79,27 +79,25 @@ def preprocessing_model(
         raise UnsupportedInputError("preprocess=True", problems)
     scaled_hw = [math.floor(side / data_config.crop_pct) for side in image_hw]
     keep_ratio = SQUARE if scaled_hw[0] == scaled_hw[1] else RECTANGLE
+    lists: dict[str, Sequence[float]] = {
+        "scale": [1 / (255 * s) for s in std], "shift": [-m / s for m, s in zip(mean, std)], "scaled_hw": scaled_hw,
+        "image_hw": image_hw,
+    }  # fmt: skip
     return ir.from_onnx_text(
         GRAPH.format(
             opset=opset, batch=batch or BATCH, in_chans=in_chans, mode=MODES[data_config.interpolation],
-            scale=_listed(1 / (255 * s) for s in std), shift=_listed(-m / s for m, s in zip(mean, std)),
-            scaled_hw=_listed(scaled_hw), image_hw=_listed(image_hw),
             resize=SQUASH if data_config.crop_mode == "squash" else keep_ratio,
+            **{name: ", ".join(map(str, values)) for name, values in lists.items()},
         )
     )  # fmt: skip
-
-
-def _listed(values: Iterable[float]) -> str:
-    return ", ".join(map(str, values))
 
 
 def prepend(model: ir.Model, first: ir.Model) -> None:
     """Feeds the output of `first`, whose nodes are moved, into the only input of a model."""
     nodes, constants = list(first.graph), list(first.graph.initializers.values())
     (pixels,), (images,), old = first.graph.inputs, first.graph.outputs, model.graph.inputs[0]
-    first.graph.outputs.clear()
-    first.graph.inputs.clear()
-    first.graph.initializers.clear()
+    for contents in (first.graph.outputs, first.graph.inputs, first.graph.initializers):
+        contents.clear()
     first.graph.remove(nodes)
     for value in (*constants, *(node.outputs[0] for node in nodes)):
         value.name = f"preprocess.{value.name}"

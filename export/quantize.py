@@ -15,9 +15,11 @@ Source: SmoothQuant, arxiv.org/abs/2211.10438.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -76,35 +78,30 @@ def quantize(
     seen = smooth(model, matmuls, observe(model, matmuls, calibration), scheme)
     ranges = choose_ranges(matmuls, seen, scheme) if options.needs_calibration else {}
 
-    def written(excluded: Collection[MatMul]) -> ir.Model:
+    @functools.lru_cache(maxsize=1)
+    def written(excluded: tuple[MatMul, ...]) -> ir.Model:
         chosen = [matmul for matmul in matmuls if matmul not in excluded]
         if not options.needs_calibration:
             return quantize_dynamically(model, chosen)
         return quantize_statically(model, chosen, scheme, ranges, fused=options.target == "ort-cpu")
 
-    made = written(())  # the last graph that passed, with the fewest layers in float
-    losses: list[Check] = []
-
-    def passes(excluded: Collection[MatMul]) -> bool:
-        nonlocal made
-        candidate = written(excluded) if excluded else made
-        losses.append(loss_of(_outputs(candidate, held_out), expected, options.output))
-        if passed := losses[-1].acceptable(MARGIN):
-            made = candidate
-        return passed
+    def loss(excluded: tuple[MatMul, ...]) -> Check:
+        return loss_of(_outputs(written(excluded), held_out), expected, options.output)
 
     excluded: tuple[MatMul, ...] = ()
-    if held_out and not passes(()):
+    if held_out and not loss(()).acceptable(MARGIN):
         attention = sum(matmul.weight is None for matmul in matmuls)
         most = attention + (len(matmuls) - attention) // 2
-        excluded = fewest_excluded(_by_error(model, matmuls, scheme, ranges, held_out), passes, most) or ()
-        if not excluded:
+        order = _by_error(model, matmuls, scheme, ranges, held_out)
+        found = fewest_excluded(order, lambda some: loss(tuple(some)).acceptable(MARGIN), most)
+        if found is None:
             raise QuantisationError(
                 f"{options.precision}: must be within {MARGIN:.0%} of the budget ({EIGHT_BIT_BUDGET}), "
-                f"got {losses[-1].line()} with {most} of {len(matmuls)} MatMuls in float"
+                f"got {loss(tuple(order[:most])).line()} with {most} of {len(matmuls)} MatMuls in float"
             )
+        excluded = found
     names, methods = tuple(matmul.name for matmul in excluded), Counter(one.method for one in ranges.values())
-    return made, Quantized(len(matmuls) - len(excluded), names, dict(methods))
+    return written(excluded), Quantized(len(matmuls) - len(excluded), names, dict(methods))
 
 
 def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantized:
@@ -112,10 +109,9 @@ def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path
     info = inspect_onnx(source)
     signature = read_signature(info)
     reasons = []
-    if signature.dtype != np.float32:
-        reasons.append(f"the file must take preprocessed images in float32, got {signature.dtype}")
-    elif signature.image_hw is None:
-        reasons.append("the file must take images of one size, got any size")
+    if signature.dtype != np.float32 or signature.image_hw is None:
+        got = f"{signature.dtype} {list(signature.shape)}"
+        reasons.append(f"the file must take preprocessed images of one size in float32, got {got}")
     version = max(info.opsets.get(domain, 0) for domain in ("", "ai.onnx"))
     try:
         options = ExportOptions(opset=version, precision="int8", target=target)
@@ -151,24 +147,23 @@ def observe(model: ir.Model, matmuls: Sequence[MatMul], batches: Sequence[np.nda
 
 
 def choose_ranges(matmuls: Sequence[MatMul], seen: Mapping[str, Observation], scheme: Scheme) -> dict[str, Range]:
-    """Returns the range of each activation: 0 to 1 after a softmax, else the most accurate."""
+    """Returns the range of each activation: 0 to 1 after a softmax, else the one with the smallest error.
+
+    That is the error of the linear layers that read the activation. If there are none, returns the widest range.
+    """
     ranges = {}
     for value, users in _readers(matmuls).items():
         name, producer = str(value.name), value.producer()
-        weights = [weight for user in users if (weight := user.weight) is not None]
-        is_softmax = producer is not None and producer.op_type == "Softmax"
-        ranges[name] = Range(0.0, 1.0, "a softmax") if is_softmax else choose_range(seen[name], weights, scheme)
+        if producer is not None and producer.op_type == "Softmax":
+            ranges[name] = Range(0.0, 1.0, "a softmax")
+            continue
+        weights = [user.weight.astype(np.float32) for user in users if user.weight is not None]
+        tried = []
+        for limits in scheme.ranges(seen[name]):
+            difference = seen[name].tokens - scheme.rounded(seen[name].tokens, limits)
+            tried.append((sum(float(np.square(difference @ weight).sum()) for weight in weights), limits))
+        ranges[name] = first_near_best(tried)[1]
     return ranges
-
-
-def choose_range(seen: Observation, weights: Sequence[np.ndarray], scheme: Scheme) -> Range:
-    """Returns the range with the smallest error of the MatMuls with these weights [C, F]; the widest if none."""
-
-    def error(limits: Range) -> float:
-        difference = seen.tokens - scheme.rounded(seen.tokens, limits)
-        return sum(float(np.square(difference @ weight.astype(np.float32)).sum()) for weight in weights)
-
-    return first_near_best([(error(limits), limits) for limits in scheme.ranges(seen)])[1]
 
 
 def _readers(matmuls: Sequence[MatMul]) -> dict[ir.Value, list[MatMul]]:
@@ -200,27 +195,20 @@ def smooth(
         peak = seen[name].peak if name in seen else DEVIATIONS * largest[0] + sum(largest[1:])
         scale = smoothing_scale(peak, [weight for weight in weights if weight is not None])
         scale = power_of_two(scale) if scheme.kind == "e4m3" else scale
-        for place in places:
-            _scale_constant(model, norm, place, 1 / scale)
-        for user in users:
-            _scale_constant(model, user.node, 1, scale[:, None])
+        factors = [(norm, place, 1 / scale) for place in places] + [(user.node, 1, scale[:, None]) for user in users]
+        for node, place, factor in factors:
+            array: Any = constant_of(node.inputs[place])
+            scaled = ir.tensor((array.astype(np.float64) * factor).astype(array.dtype))
+            value = ir.val(f"{node.name}.smoothed_{place}", const_value=scaled)
+            model.graph.register_initializer(value)
+            node.replace_input_with(place, value)
         if name in seen:
             smoothed[name] = seen[name].divided(scale)
     return smoothed
 
 
-def _scale_constant(model: ir.Model, node: ir.Node, place: int, scale: np.ndarray) -> None:
-    array = constant_of(node.inputs[place])
-    assert array is not None
-    scaled = ir.tensor((array.astype(np.float64) * scale).astype(array.dtype), name=f"{node.name}.smoothed_{place}")
-    value = ir.val(scaled.name, const_value=scaled)
-    model.graph.register_initializer(value)
-    node.replace_input_with(place, value)
-
-
 def _outputs(model: ir.Model, batches: Sequence[np.ndarray]) -> np.ndarray:
-    rows = [arrays[0] for arrays in run_graph(model, batches)] if batches else []
-    return np.concatenate(rows) if rows else np.empty(0)
+    return np.concatenate([arrays[0] for arrays in run_graph(model, batches)]) if batches else np.empty(0)
 
 
 def _by_error(
@@ -230,17 +218,17 @@ def _by_error(
     """Sorts the MatMuls: attention first, then by the error if one alone is quantized, the largest first."""
     seen = observe(model, matmuls, held_out[:ERROR_BATCHES])
 
+    def relative(moved: np.ndarray, exact: np.ndarray) -> float:
+        return float(np.square(moved - exact).sum() / max(np.square(exact).sum(), 1e-30))
+
     def error(matmul: MatMul) -> float:
-        found = [(seen[name].tokens, ranges.get(name)) for name in (str(value.name) for value in matmul.activations)]
-        exact = [x for x, _ in found]
-        moved = [scheme.rounded(x, known or Range(float(x.min()), float(x.max()), "its own")) for x, known in found]
+        names = [str(value.name) for value in matmul.activations]
+        exact = [seen[name].tokens for name in names]
+        known = [ranges.get(name) or Range(float(x.min()), float(x.max()), "its own") for name, x in zip(names, exact)]
+        moved = [scheme.rounded(x, limits) for x, limits in zip(exact, known)]
         if matmul.weight is None:
-            return max(_relative(m, x) for m, x in zip(moved, exact))
+            return max(map(relative, moved, exact))
         weight = matmul.weight.astype(np.float32)
-        return _relative(moved[0] @ scheme.rounded_weight(weight), exact[0] @ weight)
+        return relative(moved[0] @ scheme.rounded_weight(weight), exact[0] @ weight)
 
     return sorted(matmuls, key=lambda matmul: (matmul.weight is not None, -error(matmul)))
-
-
-def _relative(moved: np.ndarray, exact: np.ndarray) -> float:
-    return float(np.square(moved - exact).sum() / max(np.square(exact).sum(), 1e-30))

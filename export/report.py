@@ -13,7 +13,7 @@ import numpy as np
 
 from vit_fast.libraries.interface.image_model import Output
 
-from .runtime.metadata import counted, two_columns
+from .runtime.metadata import two_columns
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -191,7 +191,7 @@ class ExportReport:
             ("opset, target, precision", f"{self.opset}, {self.target}, {self.precision}"),
             ("output", self.output),
             ("size", f"{self.bytes / 1e6:.1f} MB{beside}"),
-            (f"{sum(self.nodes.values())} nodes", counted(self.nodes)),
+            (f"{sum(self.nodes.values())} nodes", self.nodes),
             ("8-bit", self.eight_bit and self.eight_bit.line()),
             *(("fused", fusion.line()) for fusion in self.fusions if fusion.complete),
             *((f"verified: {check.title()}", f"{check.line()} against {self.reference}") for check in self.checks),

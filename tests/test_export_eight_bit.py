@@ -18,7 +18,7 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, QuantisationError, VerificationError, export_onnx, graphs
 from vit_fast.export.quantize import quantize_file
 from vit_fast.export.report import loss_of
-from vit_fast.quantization.schemes import Range
+from vit_fast.quantization.schemes import Range, Scheme
 
 LAYOUTS = [
     ("int8", "generic"), ("int8", "ort-cpu"), ("int8", "tensorrt"), ("int8-dynamic", "ort-cpu"), ("fp8", "tensorrt"),
@@ -164,7 +164,7 @@ def test_a_loss_that_a_user_would_notice_does_not_pass() -> None:
 @pytest.mark.slow
 def test_a_file_with_too_large_an_error_is_rejected(tmp_path: Path, monkeypatch: Any, folder: Path) -> None:
     monkeypatch.setattr("vit_fast.export.quantize.MARGIN", 1e9)  # nothing stays in float
-    monkeypatch.setattr("vit_fast.export.quantize.choose_range", lambda *_: Range(-0.1, 0.1, "largest"))
+    monkeypatch.setattr(Scheme, "ranges", lambda *_: [Range(-0.1, 0.1, "largest")])
     with pytest.raises(VerificationError, match=r"sure of another class on \d+ of 64 images"):
         export_onnx(digits_vit(), tmp_path / "m.onnx", precision="int8", calibration=[folder])
     assert not list(tmp_path.iterdir())

@@ -33,36 +33,25 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
     """Reads the graph of an ONNX file without the weights beside it, after checking both."""
     check_type("path", path, str, Path)
     path = Path(path)
-    if path.exists() and not path.is_file():  # reading a pipe would block
-        kind = "folder" if path.is_dir() else "pipe or device"
-        raise ModelFileError(f"{path}: must be an ONNX file, got a {kind}")
+    if not path.is_file():  # reading a pipe would block
+        raise ModelFileError(f"{path}: {'got a folder, pipe or device' if path.exists() else 'no such file'}")
     try:
         proto = onnx.load_model(path, format="protobuf", load_external_data=False)
-    except FileNotFoundError:
-        raise ModelFileError(f"{path}: no such file") from None
-    except (DecodeError, ValueError, RuntimeError) as error:
-        raise ModelFileError(f"{path}: not an ONNX file, or truncated: {error}") from None
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (DecodeError, ValueError, RuntimeError, OSError) as error:
+        raise ModelFileError(f"{path}: not an ONNX file, or it is truncated or unreadable: {error}") from None
     if not proto.HasField("graph") or not proto.graph.node or not proto.opset_import or not proto.graph.output:
         raise ModelFileError(f"{path}: not an ONNX model: it has no graph, output or opset")
-    # ONNX Runtime searches beside the given name, even if that is a link
-    reasons: dict[str, str] = {}
-    for location, fields in _external_data(proto):
-        reason = reasons.get(location) or _unsafe(path.parent.resolve(), location, fields)
-        reasons |= {location: reason} if reason else {}
-    if reasons:
-        listed = "; ".join(f"{location!r} {reason}" for location, reason in sorted(reasons.items()))
+    folder = path.parent.resolve()  # ONNX Runtime searches beside the given name, even if that is a link
+    unsafe = {name: reason for name, fields in _external_data(proto) if (reason := _unsafe(folder, name, fields))}
+    if unsafe:
+        listed = "; ".join(f"{name!r} {reason}" for name, reason in sorted(unsafe.items()))
         raise ModelFileError(f"{path}: external data rejected: {listed}")
     return proto
 
 
 def parts_of(path: Path) -> list[Path]:
     """Returns a model file and the files of its weights; raises the errors of read_proto."""
-    return [
-        path,
-        *(path.parent / location for location in sorted({name for name, _ in _external_data(read_proto(path))})),
-    ]
+    return [path, *(path.parent / name for name in sorted({name for name, _ in _external_data(read_proto(path))}))]
 
 
 def copy_model(path: Path, target: Path) -> None:
@@ -118,12 +107,11 @@ class OnnxInfo:
     """Description of an ONNX file.
 
     Attributes:
-        path: The file.
-        producer: Program that wrote it.
+        producer: Program that wrote the file.
         opsets: Version of each operator set, by domain ("" is ONNX's own).
         inputs: Name, dtype and dimensions of each input.
         outputs: The same of each output.
-        nodes: Number of nodes per operator.
+        nodes: Number of nodes per operator, the most frequent first.
         data_config: Preprocessing; None if unknown.
         preprocess: True if the file contains the preprocessing and takes uint8 pixels.
         class_names: Names of the outputs; None if unknown.
@@ -160,24 +148,18 @@ class OnnxInfo:
 
     def to_table(self) -> Table:
         """Returns the description as a rich table; long lists are shortened."""
-        facts = self.facts() | {"nodes": counted(self.nodes)}
-        return two_columns(self.path, ((name, shortened(value)) for name, value in facts.items()))
+        return two_columns(self.path, [*self.facts().items(), ("nodes", self.nodes)])
 
 
-def two_columns(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+def two_columns(title: str, rows: Iterable[tuple[str, Any]]) -> Table:
     """Returns a table of names and values, in which markup of rich has no effect."""
     from rich.markup import escape
     from rich.table import Table
 
     table = Table("what", "value", title=escape(title))
-    for row in rows:
-        table.add_row(*map(escape, row))
+    for name, value in rows:
+        table.add_row(escape(name), escape(shortened(value)))
     return table
-
-
-def counted(nodes: dict[str, int]) -> str:
-    """Formats operators and their counts, the most frequent first."""
-    return ", ".join(f"{name} {n}" for name, n in Counter(nodes).most_common())
 
 
 def shortened(value: Any, limit: int = 6) -> str:
@@ -203,16 +185,27 @@ def inspect_onnx(path: str | Path) -> OnnxInfo:
         opsets={entry.domain: entry.version for entry in proto.opset_import},
         inputs=[_describe_value(v) for v in proto.graph.input if v.name not in initializers],
         outputs=[_describe_value(v) for v in proto.graph.output],
-        nodes=dict(Counter(node.op_type for node in proto.graph.node)),
+        nodes=dict(Counter(node.op_type for node in proto.graph.node).most_common()),
         fp8=any(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in proto.graph.initializer),
     )
     properties = {entry.key: entry.value for entry in proto.metadata_props}
     own = {key.removeprefix(PREFIX): value for key, value in properties.items() if key.startswith(PREFIX)}
+    info.metadata = own or properties
     if not own:
-        info.metadata = properties
         return info
     try:
-        _read_metadata(info, {key: json.loads(value) for key, value in own.items()})
+        info.metadata = facts = {key: json.loads(value) for key, value in own.items()}
+        data_config, names = facts.pop("data_config", None), facts.pop("class_names", None)
+        info.data_config = DataConfig.from_dict(data_config) if data_config else None
+        if not isinstance(names, list | None):
+            raise ValueError(f"class_names must be a list, got {names!r}")
+        info.class_names = tuple(map(str, names)) if names else None
+        info.output, info.preprocess = facts.pop("output", None), bool(facts.pop("preprocess", False))
+        if info.output not in (None, *get_args(Output)):
+            raise ValueError(f"output must be one of {', '.join(get_args(Output))}, got {info.output!r}")
+        for key in ("image_hw", "patch_hw"):
+            sides = facts.get(key, [1, 1])
+            pair(key, None if isinstance(sides, int) else sides)
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise damaged(path, error) from None
     return info
@@ -220,23 +213,6 @@ def inspect_onnx(path: str | Path) -> OnnxInfo:
 
 def damaged(path: str | Path, error: object) -> ModelFileError:
     return ModelFileError(f"{path}: its metadata is damaged: {error}")
-
-
-def _read_metadata(info: OnnxInfo, facts: dict[str, Any]) -> None:
-    """Checks and stores the metadata that export_onnx writes."""
-    data_config, names = facts.pop("data_config", None), facts.pop("class_names", None)
-    info.data_config = DataConfig.from_dict(data_config) if data_config else None
-    if not isinstance(names, list | None):
-        raise ValueError(f"class_names must be a list, got {names!r}")
-    info.class_names = tuple(map(str, names)) if names else None
-    info.output, info.preprocess = facts.pop("output", None), bool(facts.pop("preprocess", False))
-    if info.output not in (None, *get_args(Output)):
-        raise ValueError(f"output must be one of {', '.join(get_args(Output))}, got {info.output!r}")
-    for key in ("image_hw", "patch_hw"):
-        if isinstance(facts.get(key, [1, 1]), int):
-            raise ValueError(f"{key} must be two integers, got {facts[key]!r}")
-        pair(key, facts.get(key, [1, 1]))
-    info.metadata = facts
 
 
 def _describe_value(value: onnx.ValueInfoProto) -> dict[str, Any]:
@@ -276,21 +252,11 @@ class Signature:
     def in_chans(self) -> int:
         return self.shape[3 if self.takes_pixels else 1] or 3
 
-    def set_image_hw(self, image_hw: Size) -> None:
-        """Sets the size that images must be resized to; raises ValueError if it differs from the file's."""
-        image_hw = pair("image_hw", image_hw)
-        if self.takes_pixels:
-            raise ValueError(f"image_hw must be None, because this ONNX model resizes images itself, got {image_hw!r}")
-        fixed = self.shape[2:]
-        if any(n is not None and n != side for n, side in zip(fixed, image_hw)):
-            raise ValueError(f"image_hw must be {fixed} like the file's input, got {image_hw!r}")
-        self.image_hw = image_hw
-
     def check(self, images: Any) -> None:
         """Raises ValueError unless dtype and shape of numpy or torch images match the file."""
         shape, problems = tuple(images.shape), []
         dtype = str(images.dtype).removeprefix("torch.")
-        wanted = ["batch" if i == 0 else n or "any" for i, n in enumerate(self.shape)]
+        wanted = ["batch", *(n or "any" for n in self.shape[1:])]
         if dtype != str(self.dtype):
             problems.append(f"dtype must be {self.dtype}, got {dtype}")
         if len(shape) != 4 or any(n is not None and n != got for n, got in zip(self.shape[1:], shape[1:])):
@@ -317,14 +283,17 @@ def read_signature(info: OnnxInfo) -> Signature:
             f"[batch, height, width, channels], got {entry['dtype']} {entry['shape']}"
         )
     dtype: np.dtype[Any] = np.dtype(DTYPES[entry["dtype"]])
-    shape = tuple(dim if isinstance(dim, int) and dim > 0 else None for dim in entry["shape"])
+    sizes: list[Any] = [
+        tuple(dim if isinstance(dim, int) and dim > 0 else None for dim in dims)
+        for dims in (entry["shape"], out["shape"][1:])
+    ]
+    shape, tail = sizes
     height, width = shape[1:3] if dtype == np.uint8 else shape[2:]
     known, patch = info.metadata.get("image_hw"), info.metadata.get("patch_hw", (1, 1))
     image_hw: Size | None = (height, width) if height and width else None
     if image_hw is None and isinstance(known, list):  # other exporters may store text here
         image_hw = (known[0], known[1])
-    tail = tuple(dim for dim in out["shape"][1:] if isinstance(dim, int) and dim > 0)
-    is_known = bool(tail) and len(tail) == len(out["shape"]) - 1 and out["dtype"] in DTYPES
+    is_known = bool(tail) and None not in tail and out["dtype"] in DTYPES
     return Signature(
         path=path, input=entry["name"], dtype=dtype, shape=shape, image_hw=image_hw,
         patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None, output=out["name"],

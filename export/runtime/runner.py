@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vit_fast.config import DataConfig, Size
-from vit_fast.errors import UnsupportedInputError, VitFastError, check_choice, check_integer, check_type
+from vit_fast.errors import UnsupportedInputError, VitFastError, check_choice, check_integer, check_type, pair
 from vit_fast.libraries.interface.image_model import Output
 
 from .metadata import ModelFileError, OnnxInfo, Signature, damaged, inspect_onnx, read_signature
@@ -37,31 +37,42 @@ def reasons_against(kind: str) -> list[str]:
     """Returns the reasons why ONNX Runtime cannot use a device on this machine, each with a fix."""
     import onnxruntime
 
-    if kind == "cpu":
-        return []
     if PROVIDERS[kind] not in onnxruntime.get_available_providers():
         package = "onnxruntime-openvino" if kind == "openvino" else "onnxruntime-gpu"
-        return [
-            f"this build of ONNX Runtime has no {PROVIDERS[kind]}: "
-            f"pip uninstall onnxruntime onnxruntime-gpu; pip install {package}"
-        ]
-    if kind == "openvino":
+        remedy = f"pip uninstall onnxruntime onnxruntime-gpu; pip install {package}"
+        return [f"this build of ONNX Runtime has no {PROVIDERS[kind]}: {remedy}"]
+    if kind in ("cpu", "openvino"):
         return []
     from onnxruntime.capi import build_and_package_info as build
 
     _preload()
     major = int(getattr(build, "cuda_version", "12").split(".")[0])  # of the CUDA that it was built for
     names = ("cudart.so.{0}", "cublas.so.{0}", "cublasLt.so.{0}", "curand.so.10", "cufft.so.{1}", "cudnn.so.9")
-    toolkit = [f"lib{name.format(major, major - 1)}" for name in names]
     remedy = f"pip install 'onnxruntime-gpu[cuda,cudnn]', or install CUDA {major} and cuDNN 9 on the library path"
-    driver = "there is no NVIDIA driver, or this container cannot see it (--gpus all)"
-    needed = [(["libcuda.so.1"], f"{{}} is missing: {driver}"), (toolkit, f"missing {{}}: {remedy}")]
+    needed = {
+        "{} is missing: there is no NVIDIA driver, or this container cannot see it (--gpus all)": ["libcuda.so.1"],
+        f"missing {{}}: {remedy}": [f"lib{name.format(major, major - 1)}" for name in names],
+    }
     if kind == "tensorrt":
-        needed.append(
-            (["libnvinfer.so.10", "libnvonnxparser.so.10"], "TensorRT 10 is missing ({}): pip install tensorrt")
-        )
-    missing = [([name for name in libraries if not _loads(name)], message) for libraries, message in needed]
-    return [message.format(", ".join(absent)) for absent, message in missing if absent]
+        needed["TensorRT 10 is missing ({}): pip install tensorrt"] = ["libnvinfer.so.10", "libnvonnxparser.so.10"]
+    missing = {message: [name for name in libraries if not _loads(name)] for message, libraries in needed.items()}
+    return [message.format(", ".join(absent)) for message, absent in missing.items() if absent]
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _preload() -> None:
+    """Loads CUDA and cuDNN from the nvidia-* wheels, without ONNX Runtime's messages."""
+    import onnxruntime
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        onnxruntime.preload_dlls()
 
 
 def open_session(
@@ -100,22 +111,6 @@ def open_session(
     if session.get_providers()[0] != PROVIDERS[kind]:
         raise ProviderError(f"{failure}: {'; '.join(reasons_against(kind)) or 'see the log of ONNX Runtime'}")
     return session
-
-
-def _preload() -> None:
-    """Loads CUDA and cuDNN from the nvidia-* wheels, without ONNX Runtime's messages."""
-    import onnxruntime
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        onnxruntime.preload_dlls()
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
 
 
 class OnnxRunner:
@@ -157,26 +152,44 @@ class OnnxRunner:
         optimize: bool = True,
     ) -> None:  # fmt: skip
         check_type("path", path, str, Path)
-        kind, index = _parse_device(device)
+        check_type("device", device, str)
+        match = re.fullmatch(r"auto|cpu|openvino|(?:cuda|tensorrt)(?::([0-9]{1,4}))?", device)
+        if match is None:
+            names = "'auto', 'cpu', 'cuda', 'cuda:N', 'tensorrt', 'tensorrt:N' or 'openvino'"
+            raise ValueError(f"device must be {names}, got {device!r}")
+        kind, index = device.partition(":")[0], int(match[1] or 0)
         check_integer("max_batch", max_batch, 1)
         if threads is not None:
             check_integer("threads", threads, 1, MAX_THREADS)
         self.path = Path(path)
         self.info: OnnxInfo = inspect_onnx(self.path)
-        self._signature = read_signature(self.info)
-        self.in_chans, self.takes_pixels = self._signature.in_chans, self._signature.takes_pixels
+        self._signature = signature = read_signature(self.info)
+        self.in_chans, self.takes_pixels = signature.in_chans, signature.takes_pixels
         if data_config is not None and not isinstance(data_config, DataConfig):
             data_config = DataConfig.from_dict(data_config)
         self.data_config = data_config or self.info.data_config
-        self.class_names = _class_names(self.info, self._signature, class_names)
+        classes, known = signature.output_tail[-1] if signature.output_tail else None, self.info.class_names
+        if known and classes not in (None, len(known)) and self.info.output != "features" and class_names is None:
+            raise damaged(path, f"{len(known)} class names for {classes} outputs")
+        if class_names is not None:
+            check_type("class_names", class_names, list, tuple)
+            if classes not in (None, len(class_names)):
+                got = f"one per class of the file, got {len(class_names)}"
+                raise ValueError(f"class_names must have {classes} names, {got}")
+            known = tuple(class_names)
+        self.class_names = known
         if output is not None:
             check_choice("output", output, get_args(Output))
             if self.info.output not in (None, output):
                 raise ValueError(f"output must be {self.info.output!r} like the file's, got {output!r}")
         self.output = output or self.info.output or "logits"
+        self.image_hw = signature.image_hw
         if image_hw is not None:
-            self._signature.set_image_hw(image_hw)
-        self.image_hw = self._signature.image_hw
+            self.image_hw, fixed = pair("image_hw", image_hw), signature.shape[2:]
+            if self.takes_pixels:
+                raise ValueError(f"image_hw must be None, because the file resizes images itself, got {image_hw!r}")
+            if any(n is not None and n != side for n, side in zip(fixed, self.image_hw)):
+                raise ValueError(f"image_hw must be {fixed} like the file's input, got {image_hw!r}")
         self.notes: tuple[str, ...] = ()
         if kind == "auto":
             self.notes = tuple(reasons_against("cuda"))
@@ -195,10 +208,10 @@ class OnnxRunner:
             session = open_session(self.path, **options)
         self.device = kind
         self.providers: tuple[str, ...] = tuple(session.get_providers())
-        self.max_batch = self._signature.shape[0] or max_batch
-        self._needs_full_batch = self._signature.shape[0] is not None or cuda_graph
+        self.max_batch = signature.shape[0] or max_batch
+        self._needs_full_batch = signature.shape[0] is not None or cuda_graph
         self._bind = io_binding and kind in ("cuda", "tensorrt")
-        self._session = _Session(session, self._signature, index if cuda_graph else None)
+        self._session = _Session(session, signature, index if cuda_graph else None)
 
     def __call__(self, images: Any) -> Any:
         """Runs the model.
@@ -219,26 +232,23 @@ class OnnxRunner:
         if self.takes_pixels and images.ndim == 3:
             images = images[None]
         self._signature.check(images)
-        if isinstance(images, Tensor) and not (self._bind and images.is_cuda):
-            return torch.from_numpy(self._run(images.detach().cpu().numpy())).to(images.device)
-        return self._run(images)
-
-    def _run(self, images: Any) -> Any:
-        """Runs a numpy array, or a CUDA tensor without copies, in pieces if the batch is larger than max_batch."""
         if not len(images):  # one image of zeros gives shape and dtype of the output
-            one = np.zeros((1, *(n or 1 for n in images.shape[1:])), self._signature.dtype)
-            empty = self._run(one)[:0]
-            return torch.from_numpy(empty).to(images.device) if isinstance(images, Tensor) else empty
+            one = np.zeros((1, *images.shape[1:]), self._signature.dtype)
+            return self(torch.from_numpy(one).to(images.device) if isinstance(images, Tensor) else one)[:0]
+        bound = isinstance(images, Tensor) and images.is_cuda and self._bind
+        inputs = images.detach().cpu().numpy() if isinstance(images, Tensor) and not bound else images
         size, results = self.max_batch, []
-        for start in range(0, len(images), size):
-            piece = images[start : start + size]
+        for start in range(0, len(inputs), size):
+            piece = inputs[start : start + size]
             count = len(piece)
             if count < size and self._needs_full_batch:
                 piece = piece[[min(i, count - 1) for i in range(size)]]
             results.append(self._session.run(piece)[:count])
-        if len(results) == 1:
-            return results[0]
-        return torch.cat(results) if isinstance(images, Tensor) else np.concatenate(results)
+        if len(results) > 1:
+            results = [torch.cat(results) if bound else np.concatenate(results)]
+        return (
+            torch.from_numpy(results[0]).to(images.device) if isinstance(images, Tensor) and not bound else results[0]
+        )
 
     def probabilities(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Returns class probabilities [B, classes] of images; see `prepare` for the preprocessing.
@@ -270,11 +280,10 @@ class OnnxRunner:
         if self.takes_pixels:
             pixels = np.asarray(image.convert("L" if self.in_chans == 1 else "RGB"), np.uint8)
             return pixels.reshape(image.height, image.width, self.in_chans)
-        what = f"preprocessing for {self.path}"
-        if self.data_config is None:
-            raise UnsupportedInputError(what, ["the file has no data_config: pass one (mean, std, crop_pct, ...)"])
-        if self.image_hw is None:
-            raise UnsupportedInputError(what, ["the file has no fixed size: pass image_hw"])
+        if self.data_config is None or self.image_hw is None:
+            no_config = "the file has no data_config: pass one (mean, std, crop_pct, ...)"
+            reasons = [no_config] if self.data_config is None else ["the file has no fixed size: pass image_hw"]
+            raise UnsupportedInputError(f"preprocessing for {self.path}", reasons)
         return make_transform(self.data_config, self.image_hw, self.in_chans)(image).numpy()
 
     def example(self, batch: int, generator: np.random.Generator | None = None) -> np.ndarray:
@@ -339,26 +348,3 @@ class _Session:
                 raise
             message = f"{self._signature.path} does not support images of shape {shape}: {str(error)[:300]}"
             raise ValueError(message) from error
-
-
-def _class_names(info: OnnxInfo, signature: Signature, names: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Returns the given class names, otherwise the file's, after checking their number."""
-    known, classes = info.class_names, signature.output_tail[-1] if signature.output_tail else None
-    if names is not None:
-        check_type("class_names", names, list, tuple)
-        if classes and len(names) != classes:
-            raise ValueError(f"class_names must have {classes} names, one per class of the file, got {len(names)}")
-        return tuple(names)
-    if known and classes and len(known) != classes and info.output != "features":
-        raise damaged(info.path, f"{len(known)} class names for {classes} outputs")
-    return known
-
-
-def _parse_device(device: str) -> tuple[str, int]:
-    check_type("device", device, str)
-    match = re.fullmatch(r"auto|cpu|openvino|(?:cuda|tensorrt)(?::([0-9]{1,4}))?", device)
-    if match is None:
-        raise ValueError(
-            f"device must be 'auto', 'cpu', 'cuda', 'cuda:N', 'tensorrt', 'tensorrt:N' or 'openvino', got {device!r}"
-        )
-    return device.partition(":")[0], int(match[1] or 0)

@@ -8,6 +8,7 @@ model.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,7 @@ _PRODUCTS = {
     "Conv": (0, 1), "FusedConv": (0, 1), "ConvInteger": (0, 1), "QLinearConv": (0, 3),
 }  # fmt: skip
 _ATTENTION = ("MultiHeadAttention", "Attention")
-_ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Cast", "QuantizeLinear", "DequantizeLinear")
+_CASTS = ("Cast", "QuantizeLinear", "DequantizeLinear")
 # Operators of other domains that compute no matmul.
 _WITHOUT = (
     "SkipLayerNormalization", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "BiasGelu",
@@ -47,6 +48,8 @@ class UncountedError(ValueError):
 
 def count_work(path: str | Path, shape: Sequence[int]) -> Work:
     """Counts the operations of one call with images of a shape, and the elements of operands and outputs."""
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
     proto = read_proto(path)
     dims = proto.graph.input[0].type.tensor_type.shape.dim
     if len(dims) != len(shape):
@@ -54,36 +57,28 @@ def count_work(path: str | Path, shape: Sequence[int]) -> Work:
     calls = math.ceil(shape[0] / (dims[0].dim_value or shape[0]))
     for dim, size in zip(dims, shape, strict=True):
         dim.dim_value = dim.dim_value or size
-    return total(map(_count, ir.from_proto(_with_shapes(proto)).graph)) * calls
+    if proto.functions:
+        proto = onnx.inliner.inline_local_functions(proto)
+    foreign = [node for node in proto.graph.node if node.domain not in ("", "ai.onnx")]
+    unknown = [node for node in foreign if node.op_type not in (*_PRODUCTS, *_ATTENTION, *_WITHOUT)]
+    for node in [*unknown, *(node for node in proto.graph.node if node.op_type in _OTHERS)]:
+        raise UncountedError(f"{node.domain or 'ai.onnx'}.{node.op_type}: no formula for its operations")
+    del proto.graph.value_info[:]
+    try:
+        proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+        if foreign:  # operators that ONNX does not know
+            proto = SymbolicShapeInference.infer_shapes(proto, auto_merge=True)
+    except Exception as error:  # both raise many types
+        raise UncountedError(f"its shapes cannot be inferred: {' '.join(str(error).split())[:200]}") from None
+    return total(map(_count, ir.from_proto(proto).graph)) * calls
 
 
 def narrow_precision(path: str | Path) -> str | None:
     """Returns the number format of most weights: "int8", "fp8", "fp16", "bf16"; None for fp32 or wider."""
-    sizes: dict[str | None, int] = {}
+    sizes: Counter[str | None] = Counter()
     for tensor in read_proto(path).graph.initializer:
-        kind = _NARROW.get(tensor.data_type)
-        sizes[kind] = sizes.get(kind, 0) + math.prod(tensor.dims)
-    return max(sizes, key=lambda kind: sizes[kind], default=None)
-
-
-def _with_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Infers the shapes of all values, and rejects operators whose operations cannot be counted."""
-    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
-
-    if proto.functions:
-        proto = onnx.inliner.inline_local_functions(proto)
-    foreign = [node.domain not in ("", "ai.onnx") for node in proto.graph.node]
-    for node, strange in zip(proto.graph.node, foreign, strict=True):
-        if node.op_type not in (*_PRODUCTS, *_ATTENTION, *_WITHOUT) if strange else node.op_type in _OTHERS:
-            raise UncountedError(f"{node.domain or 'ai.onnx'}.{node.op_type}: no formula for its operations")
-    del proto.graph.value_info[:]
-    try:
-        proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-        if any(foreign):  # operators that ONNX does not know
-            proto = SymbolicShapeInference.infer_shapes(proto, auto_merge=True)
-    except Exception as error:  # both raise many types
-        raise UncountedError(f"its shapes cannot be inferred: {' '.join(str(error).split())[:200]}") from None
-    return proto
+        sizes[_NARROW.get(tensor.data_type)] += math.prod(tensor.dims)
+    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def _count(node: ir.Node) -> Work:
@@ -98,8 +93,15 @@ def _count(node: ir.Node) -> Work:
     first, second = (node.inputs[place] for place in _PRODUCTS[node.op_type])
     a, b, out = _shape(first), _shape(second), _shape(node.outputs[0])
     inner = math.prod(b[1:]) if "Conv" in node.op_type else a[-2 if node.attributes.get_int("transA", 0) else -1]
-    moved = 0 if _is_from_softmax(first) else math.prod(a)
-    moved += 0 if _leads_to_softmax(node.outputs[0]) else math.prod(out)
+    # attention scores count as not moved
+    source = first.producer() if first is not None else None
+    while source is not None and source.op_type in _CASTS:
+        source = source.inputs[0].producer() if source.inputs[0] is not None else None
+    users = [use.node for use in node.outputs[0].uses()]
+    while len(users) == 1 and users[0].op_type in ("Add", "Sub", "Mul", "Div", "Where", *_CASTS):
+        users = [use.node for use in users[0].outputs[0].uses()]
+    moved = 0 if source is not None and source.op_type == "Softmax" else math.prod(a)
+    moved += 0 if any(user.op_type == "Softmax" for user in users) else math.prod(out)
     return Work(2 * inner * math.prod(out), moved + math.prod(b))
 
 
@@ -107,17 +109,3 @@ def _shape(value: ir.Value | None) -> tuple[int, ...]:
     if value is None or value.shape is None or not value.shape.is_static():
         raise UncountedError(f"the shape of {'an input' if value is None else value.name!r} is unknown")
     return value.shape.numpy()
-
-
-def _is_from_softmax(value: ir.Value | None) -> bool:
-    node = None if value is None else value.producer()
-    while node is not None and node.op_type in _ELEMENTWISE[5:]:
-        node = None if node.inputs[0] is None else node.inputs[0].producer()
-    return node is not None and node.op_type == "Softmax"
-
-
-def _leads_to_softmax(value: ir.Value) -> bool:
-    users = [use.node for use in value.uses()]
-    while len(users) == 1 and users[0].op_type in _ELEMENTWISE:
-        users = [use.node for use in users[0].outputs[0].uses()]
-    return any(user.op_type == "Softmax" for user in users)

@@ -61,13 +61,11 @@ def export(
     from ..apps.classifiers import read_class_names
     from ..apps.data import find_images
     from ..export import export_onnx, write_card, write_triton_repository
-    from ..export.deployment import accelerator_mode, check_triton_repository
+    from ..export.deployment import check_triton_repository
     from ..weights.factory import create_model
 
     if triton_repository is not None:
-        check_triton_repository(triton_repository, out.stem)
-        if target == "tensorrt":
-            accelerator_mode(precision)
+        check_triton_repository(triton_repository, out.stem, precision if target == "tensorrt" else None)
     if calibrate:
         find_images(calibrate)
     names = None if classes is None else read_class_names(classes)

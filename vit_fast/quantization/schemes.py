@@ -133,21 +133,18 @@ class Scheme:
         scale, zero = self.grid(limits)
         if self.kind == "e4m3":
             inside = torch.from_numpy(np.clip(x / scale, -E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
-            restored: np.ndarray = inside.float().numpy() * np.float32(scale)
-        else:
-            least, most = (-128, 127) if self.kind == "int8" else (0, 255)
-            restored = (np.clip(np.rint(x / scale) + zero, least, most) - zero) * np.float32(scale)
-        return restored
+            return np.asarray(inside.float().numpy() * np.float32(scale))
+        least, most = (-128, 127) if self.kind == "int8" else (0, 255)
+        return np.asarray((np.clip(np.rint(x / scale) + zero, least, most) - zero) * np.float32(scale))
 
     def rounded_weight(self, weight: np.ndarray) -> np.ndarray:
         """Returns a weight [C, F], quantized and back, in fp32."""
         weight = weight.astype(np.float32)
+        peaks = np.abs(weight).max(axis=0)
         if self.kind == "e4m3":
-            peak = float(np.abs(weight).max())
-            return self.rounded(weight, Range(-peak, peak, "largest"))
-        scales = np.maximum(np.abs(weight).max(axis=0), np.finfo(np.float32).tiny * 128) / 127
-        restored: np.ndarray = np.clip(np.rint(weight / scales), -127, 127) * scales
-        return restored
+            return self.rounded(weight, Range(-float(peaks.max()), float(peaks.max()), "largest"))
+        scales = np.maximum(peaks, np.finfo(np.float32).tiny * 128) / 127
+        return np.asarray(np.clip(np.rint(weight / scales), -127, 127) * scales)
 
     def ranges(self, seen: Observation) -> list[Range]:
         """Returns ranges to try for an activation, the widest first; keeps the first method's range per scale."""
