@@ -25,12 +25,12 @@ from ..blocks.token_facts import NOTHING, TokenFacts
 from ..errors import UnsupportedInputError, check_choice, type_name
 from ..ops import reference
 from ..ops.backends import fp8_reasons
-from ..ops.descriptions import BlockScales, BlockTensors, Norm, Rope, checked_rope
+from ..ops.descriptions import BlockScales, BlockTensors, QkNorm, Rope, checked_rope
 from .schemes import fewest_excluded
 
 WHAT = "fuse with precision='fp8'"
 IMAGES_FOR_ORDER = 32
-"""Number of images used to rank the layers by sensitivity."""
+"""Largest number of images used to rank the layers by sensitivity."""
 IMAGES: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()
 """Calibration images of each model."""
 Linear = tuple[str, str]  # a block's name, and one of LINEARS
@@ -43,18 +43,29 @@ class EmulatedBlock:
         scales: Scales of the layers that are rounded; None for the others.
         observe: Called with a name of LINEARS and the input of that layer, fp32 [B, N, K].
         name: The block's name in its model.
-        linears: See `linears_of`.
+        linears: Names of the modules that form each of LINEARS: e.g. q, k and v if separate, or fc1 and its gate. The
+            projection of a MultiheadAttention is called `in_proj`.
     """
 
     emulated = True
 
-    def __init__(self, name: str, parts: BlockParts, linears: dict[str, tuple[str, ...]]) -> None:
+    def __init__(self, name: str, parts: BlockParts, names: Mapping[nn.Module, str]) -> None:
         self.scales = BlockScales()
         self.observe: Callable[[str, Tensor], None] = lambda name, x: None
-        self.name, self.linears = name, linears
-        self._attention, self._mlp = parts.halves
-        self.norm = str(self._mlp.norm.kind)
-        self.eps = self._attention.norm.eps, self._mlp.norm.eps
+        self.name = name
+        attention, mlp = self._attention, self._mlp = parts.halves
+        self.norm = str(mlp.norm.kind)
+        self.eps = attention.norm.eps, mlp.norm.eps
+
+        def joined(*linears: LinearParts | None) -> tuple[str, ...]:
+            slots = [slot for linear in linears if linear is not None for slot in linear.weights]
+            found = (names[owner] + ("" if slot == "weight" else ".in_proj") for owner, slot in slots)
+            return tuple(dict.fromkeys(found))
+
+        self.linears = {
+            "qkv": joined(attention.qkv), "proj": (names[attention.proj],),
+            "fc1": joined(mlp.fc1, mlp.gate), "fc2": (names[mlp.fc2],),
+        }  # fmt: skip
 
     def tensors(self) -> BlockTensors:
         """Returns the parameters in fp32."""
@@ -69,7 +80,8 @@ class EmulatedBlock:
             rope = checked_rope(rope, (*x.shape[:2], 3, heads, tensors.qkv_weight.shape[0] // (3 * heads)))
         qk_norm = attention.qk_norm and attention.qk_norm.now()
         if qk_norm is not None:
-            qk_norm = qk_norm._replace(q=_wide_norm(qk_norm.q), k=_wide_norm(qk_norm.k))
+            q, k = (norm._replace(weight=_wide(norm.weight), bias=_wide(norm.bias)) for norm in qk_norm[:2])
+            qk_norm = QkNorm(q, k, qk_norm.over)
         read = iter(LINEARS if tensors.gate_weight is None else ("qkv", "proj", "fc1", "fc1", "fc2"))
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -90,62 +102,34 @@ class EmulatedBlock:
         """Accepts every backend."""
 
 
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().float()
+
+
 def emulate(copied: nn.Module) -> tuple[list[EmulatedBlock], dict[str, str]]:
     """Makes blocks of a fused copy run the reference if the kernels could run them as one operator.
 
     Returns these blocks in the model's order, at first with no layer rounded, and by name why the others were skipped.
     """
     found, skipped = [], {}
-    names = {id(module): name for name, module in copied.named_modules()}
-    for name, block in copied.named_modules():
+    names = {module: name for name, module in copied.named_modules()}
+    for block, name in names.items():
         if not isinstance(block, FusedNormMlp):
             continue
         block.__dict__.pop("vit_fast_parts", None)
         block._modules.pop(PLACE, None)
         parts = parts_of(block)
-        if reasons := _unsupported_reasons(parts):
-            skipped[name] = "; ".join(reasons)
-        else:
-            parts.fp8 = EmulatedBlock(name, parts, linears_of(parts, names))
+        inside = parts.mlp is not None and parts.mlp.inner_norm is not None
+        if runs_whole(parts) and not inside:
+            parts.fp8 = EmulatedBlock(name, parts, names)
             found.append(parts.fp8)
+            continue
+        reasons = [*parts.attention_reasons, *parts.mlp_reasons]
+        if inside:
+            reasons.append("the MLP must not have an inner norm in FP8")
+        alone = "attention and MLP must belong to one block that the kernels run as one operator"
+        skipped[name] = "; ".join(reasons or [alone])
     return found, skipped
-
-
-def _unsupported_reasons(parts: BlockParts) -> list[str]:
-    """Returns the reasons why the kernels cannot run a block as one operator, whatever the device."""
-    inside = parts.mlp is not None and parts.mlp.inner_norm is not None
-    if runs_whole(parts) and not inside:
-        return []
-    reasons = [*parts.attention_reasons, *parts.mlp_reasons]
-    if inside:
-        reasons.append("the MLP must not have an inner norm in FP8")
-    return reasons or ["attention and MLP must belong to one block that the kernels run as one operator"]
-
-
-def linears_of(parts: BlockParts, names: Mapping[int, str]) -> dict[str, tuple[str, ...]]:
-    """Returns the names of the modules that form each of LINEARS: e.g. q, k and v if separate, or fc1 and its gate.
-
-    The projection of a MultiheadAttention is called `in_proj`. `names` are the names of all modules by id.
-    """
-    attention, mlp = parts.halves
-
-    def joined(*linears: LinearParts | None) -> tuple[str, ...]:
-        slots = [slot for linear in linears if linear is not None for slot in linear.weights]
-        found = (names[id(owner)] + ("" if slot == "weight" else ".in_proj") for owner, slot in slots)
-        return tuple(dict.fromkeys(found))
-
-    return {
-        "qkv": joined(attention.qkv), "proj": (names[id(attention.proj)],),
-        "fc1": joined(mlp.fc1, mlp.gate), "fc2": (names[id(mlp.fc2)],),
-    }  # fmt: skip
-
-
-def _wide(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().float()
-
-
-def _wide_norm(norm: Norm) -> Norm:
-    return norm._replace(weight=_wide(norm.weight), bias=_wide(norm.bias))
 
 
 def as_model_input(model: nn.Module, batch: Tensor) -> Tensor:
@@ -153,56 +137,51 @@ def as_model_input(model: nn.Module, batch: Tensor) -> Tensor:
     return batch.detach().to(device_of(model), dtype_of(model) if batch.is_floating_point() else None)
 
 
-def find_kept(
-    copied: nn.Module, blocks: Sequence[EmulatedBlock], scales: Mapping[str, BlockScales], batches: Sequence[Tensor],
+def _required(
+    copied: nn.Module, blocks: Sequence[EmulatedBlock], scales: Mapping[str, Fp8Scales], batches: Sequence[Tensor],
     wanted: float, always: Mapping[str, Collection[str]],
-) -> tuple[set[Linear], float]:  # fmt: skip
+) -> tuple[Collection[Linear], float]:  # fmt: skip
     """Finds the fewest linear layers, besides `always`, that must stay in half precision for top-1 agreement `wanted`.
 
     A layer's sensitivity is the change of the logits if this layer alone is rounded. Bisection finds how many of the
     most sensitive layers must stay. Also returns the agreement that is reached.
     """
+    everything = {name: own.all()._asdict() for name, own in scales.items()}
 
-    def logits(rounded: Callable[[Linear], bool], images: Sequence[Tensor]) -> Tensor:
+    def logits(rounded: Collection[Linear], images: Sequence[Tensor] = batches) -> Tensor:
         for block in blocks:
-            own = scales[block.name]._asdict()
-            block.scales = BlockScales(**{k: own[k] if rounded((block.name, k)) else None for k in LINEARS})
+            own = everything[block.name]
+            block.scales = BlockScales(**{k: own[k] if (block.name, k) in rounded else None for k in LINEARS})
         with torch.inference_mode():
             outputs = [copied(batch) for batch in images]
-        found = [each for each in map(logits_of, outputs) if each is not None]
-        if len(found) < len(outputs):
+        if any(logits_of(output) is None for output in outputs):
             got = type_name(outputs[0])
             raise ValueError(f"the model must return logits [B, classes] for min_agreement, got {got}")
-        return torch.cat(found)
+        return torch.cat([logits_of(output) for output in outputs])  # type: ignore[misc]  # none is None
 
-    exact = logits(lambda linear: False, batches)
-    linears = [(block.name, k) for block in blocks for k in LINEARS if k not in always.get(block.name, ())]
+    linears = [(block.name, k) for block in blocks for k in LINEARS if k not in always[block.name]]
+    classes = logits(()).argmax(-1)
     reached: dict[int, float] = {}  # by number of layers kept
 
     def passes(kept: Collection[Linear]) -> bool:
-        chosen = set(linears) - set(kept)
-        same = logits(chosen.__contains__, batches).argmax(-1) == exact.argmax(-1)
-        reached[len(kept)] = same.double().mean().item()
+        found = logits(set(linears) - set(kept)).argmax(-1)
+        reached[len(kept)] = (found == classes).double().mean().item()
         return reached[len(kept)] >= wanted
 
     if passes(()):
-        return set(), reached[0]
-    first, count = [], 0
-    for batch in batches:
-        first.append(batch[: IMAGES_FOR_ORDER - count])
-        count += len(first[-1])
-    few = exact[:count]
-    first = [batch for batch in first if len(batch)]
-    damage = {one: (logits(one.__eq__, first) - few).square().sum().item() for one in linears}
+        return (), reached[0]
+    few = [batch[: IMAGES_FOR_ORDER // 2] for batch in batches[:2]]
+    exact = logits((), few)
+    damage = {one: (logits((one,), few) - exact).square().sum().item() for one in linears}
     kept = fewest_excluded(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
     if kept is None:
         enough = max(reached)
         reason = (
-            f"the top-1 agreement on {len(exact)} images is {reached[enough]:.1%} with {enough} of "
+            f"the top-1 agreement on {len(classes)} images is {reached[enough]:.1%} with {enough} of "
             f"{len(linears)} linear layers in half precision, and {reached[0]:.1%} with none"
         )
         raise UnsupportedInputError(f"fuse with precision='fp8', min_agreement={wanted:g}", [reason])
-    return set(kept), reached[len(kept)]
+    return kept, reached[len(kept)]
 
 
 def logits_of(output: object) -> Tensor | None:
@@ -252,30 +231,50 @@ class Choice:
 def choose(model: nn.Module, copied: nn.Module, keep: Iterable[str] | None, min_agreement: float | None) -> Choice:
     """Selects the layers that run in e4m3, with a fused copy of the model; see `fuse` for keep and min_agreement."""
     blocks, skipped = emulate(copied)
-    scales = {block.name: scales_of(model.get_submodule(block.name)) for block in blocks}
+    found = {block.name: scales_of(model.get_submodule(block.name)) for block in blocks}
+    scales = {name: own for name, own in found.items() if own is not None}
     advice = "must be calibrated: call vit_fast.calibrate(model, images)"
-    without = [f"{name} {advice}" for name, own in scales.items() if own is None]
-    if without or not blocks:
-        raise UnsupportedInputError(WHAT, without or [f"{name}: {why}" for name, why in skipped.items()])
+    if reasons := [f"{name} {advice}" for name in found if name not in scales]:
+        raise UnsupportedInputError(WHAT, reasons)
+    if not blocks:
+        raise UnsupportedInputError(WHAT, [f"{name}: {why}" for name, why in skipped.items()])
     if keep is None and min_agreement is None:
-        kept = {name: dict.fromkeys(own.names_kept(), "saved with the scales") for name, own in scales.items() if own}
+        kept = {name: dict.fromkeys(own.names_kept(), "saved with the scales") for name, own in scales.items()}
         return Choice(kept, skipped)
-    asked = _kept_by_name({block.name: block.linears for block in blocks}, () if keep is None else keep)
-    kept = {name: dict.fromkeys(layers, "requested by keep") for name, layers in asked.items()}
+    kept = _kept_by_name(blocks, () if keep is None else keep)
     if min_agreement is None:
         return Choice(kept, skipped)
     if not isinstance(min_agreement, int | float) or not 0 < min_agreement <= 1:
         raise ValueError(f"min_agreement must be in (0, 1], got {min_agreement}")
     if model not in IMAGES:
         raise ValueError("min_agreement requires calibration images: call vit_fast.calibrate(model, images) first")
-    everything = {name: own.all() for name, own in scales.items() if own}
     images = [as_model_input(model, batch) for batch in IMAGES[model]]  # the model may have been moved
-    required, agreement = find_kept(copied, blocks, everything, images, min_agreement, asked)
+    required, agreement = _required(copied, blocks, scales, images, min_agreement, kept)
     for name, layer in required:
         kept[name][layer] = "required by min_agreement"
     count = sum(map(len, images))
     note = f"top-1 agreement of {agreement:.1%} on {count} calibration images, computed by the reference"
     return Choice(kept, skipped, (note,))
+
+
+def _kept_by_name(blocks: Sequence[EmulatedBlock], keep: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Returns `Choice.kept` for the layers that match one of the names or shell-style patterns."""
+    if isinstance(keep, str) or not isinstance(keep, Iterable):
+        raise TypeError(f"keep must be a sequence of names, such as ('*.fc2',), got {keep!r}")
+    kept: dict[str, dict[str, str]] = {block.name: {} for block in blocks}
+    for pattern in keep:
+        found = [
+            (block.name, linear)
+            for block in blocks
+            for linear, names in block.linears.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names)
+        ]
+        if not found:
+            first = ", ".join(name for names in blocks[0].linears.values() for name in names)
+            raise ValueError(f"keep must match linear layers of the blocks, such as {first}, got {pattern!r}")
+        for name, linear in found:
+            kept[name][linear] = "requested by keep"
+    return kept
 
 
 @torch.no_grad()
@@ -305,37 +304,14 @@ def switch(model: nn.Module, choice: Choice | None) -> None:
 
 def annotated(rows: Sequence[ModuleReport], choice: Choice, dtype: torch.dtype | None) -> list[ModuleReport]:
     """Adds notes to the rows of the report: layers that run in e4m3, and the reasons why others do not."""
-    half = str(dtype).removeprefix("torch.")
-
-    def notes(row: ModuleReport) -> list[str]:
+    half, noted = str(dtype).removeprefix("torch."), []
+    for row in rows:
+        notes = list(row.notes)
         if row.fused and row.name in choice.kept and "MLP" in row.part:
             kept = choice.kept[row.name]
-            inside = ", ".join(name for name in LINEARS if name not in kept)
-            stay = [f"{name} stays in {half}: {kept[name]}" for name in LINEARS if name in kept]
-            return [f"in e4m3: {inside or 'nothing'}", *stay]
-        return [f"stays in {half}: {choice.skipped[row.name]}"] if row.fused and row.name in choice.skipped else []
-
-    return [dataclasses.replace(row, notes=(*row.notes, *notes(row))) for row in rows]
-
-
-def _kept_by_name(linears: Mapping[str, Mapping[str, Sequence[str]]], keep: Iterable[str]) -> dict[str, set[str]]:
-    """Returns, by block, the names of LINEARS whose layers match one of the names or shell-style patterns."""
-    if isinstance(keep, str):
-        raise TypeError(f"keep must be a sequence of names, got {keep!r}: pass ({keep!r},)")
-    keep = list(keep) if isinstance(keep, Iterable) else [keep]
-    if not all(isinstance(pattern, str) for pattern in keep):
-        raise TypeError(f"keep must contain names of linear layers or patterns, got {keep!r}")
-    kept: dict[str, set[str]] = {block: set() for block in linears}
-    for pattern in keep:
-        found = [
-            (block, linear)
-            for block, layers in linears.items()
-            for linear, names in layers.items()
-            if any(fnmatch.fnmatchcase(name, pattern) for name in names)
-        ]
-        if not found:
-            first = ", ".join(name for names in next(iter(linears.values())).values() for name in names)
-            raise ValueError(f"keep must match linear layers of the blocks, such as {first}, got {pattern!r}")
-        for block, linear in found:
-            kept[block].add(linear)
-    return kept
+            notes.append("in e4m3: " + (", ".join(name for name in LINEARS if name not in kept) or "nothing"))
+            notes += [f"{name} stays in {half}: {kept[name]}" for name in LINEARS if name in kept]
+        elif row.fused and row.name in choice.skipped:
+            notes.append(f"stays in {half}: {choice.skipped[row.name]}")
+        noted.append(dataclasses.replace(row, notes=tuple(notes)))
+    return noted
