@@ -153,20 +153,19 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
     if t.qkv_weight is not None:
         head_dim = t.qkv_weight.shape[0] // (3 * s.heads)
         norm_dtype = None if s.saves or t.is_fp8 else s.dtype
-        step = qkv_step(qk, s.qk, s.prefix, head_dim, t.qkv_sum is not None, norm_dtype)
+        step = qkv_step(qk, s.qk, s.prefix, x.shape[-2], head_dim, t.qkv_sum is not None, norm_dtype)
     folded = _folded(t, 0 if step is None else step.rope_head, s)
     weights = _plain_weights(t, s)
     y, emitted = rows, statistics
     y8 = None if x8 is None else as_matrix(x8)
     if step is not None:
         norm_input = _norm_input(rows, statistics, y8, t.qkv_factor, s.eps1, folded["qkv"], s)
-        head_step = step.for_matmul(x.shape[-2])
         if s.saves:
-            flat, _, normed = linear.layer_norm_linear_saving(norm_input, folded["qkv"], head_step=head_step)
+            flat, _, normed = linear.layer_norm_linear_saving(norm_input, folded["qkv"], head_step=step.head_step)
             saved |= {"norm1_input": normed.source, "statistics1": normed.statistics}
         else:
-            flat = linear.layer_norm_linear(norm_input, folded["qkv"], head_step=head_step, dtype=s.dtype)
-        ready, before = step.forward(flat.view(*x.shape[:-1], 3, s.heads, step.head_dim), s.saves)
+            flat = linear.layer_norm_linear(norm_input, folded["qkv"], head_step=step.head_step, dtype=s.dtype)
+        ready, before = step.forward(flat.view(*x.shape[:-1], 3, s.heads, head_dim), s.saves)
         mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale, t.proj_factor)
         saved |= {"qkv": ready, "mixed": mixed, "lse": lse, "before_norm": before}
         # before fc1, a separate kernel normalizes fp32 tokens and reads no statistics

@@ -167,7 +167,8 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         (d_packed,) = attention_gradient(
             d_mixed, [saved.qkv], saved.mixed, saved.lse, qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale
         )
-        norm_sums = qkv_step(qk, s.qk, s.prefix, saved.qkv.shape[-1], False).backward(d_packed, saved.before_norm)
+        step = qkv_step(qk, s.qk, s.prefix, saved.qkv.shape[1], saved.qkv.shape[-1], False)
+        norm_sums = step.backward(d_packed, saved.before_norm)
         d_qkv, norm_input = as_matrix(d_packed.flatten(2)), _norm_input(saved.norm1_input, saved.statistics1)
         stream, normalized, sums["qkv"] = linear.layer_norm_linear_gradient(
             d_qkv, norm_input, linears["qkv"], scaled["qkv"].weight, stream if s.residual else None

@@ -10,7 +10,7 @@ Operators: `vit_fast::qk_norm_rope` and its backward. In a block, `qkv_step` sel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -109,21 +109,16 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
     return tensors, settings, prefix
 
 
-def _require_supported(what: str, qkv: Tensor, tensors: QkTensors) -> None:
-    B, N, _, _, D = qkv.shape
-    reasons = list(triton_unavailable_reasons(qkv.device))
-    if D % 2:
-        reasons.append(f"head_dim must be even, got {D}")
-    if B * N > MAX_TOKENS:
-        reasons.append(f"qkv must have at most {MAX_TOKENS} tokens, got {B * N}")
-    for name, tensor in zip(("qkv", *QkTensors._fields), (qkv, *tensors[:6])):
+def _kernel_settings(
+    what: str, head_dim: int, tensors: QkTensors, settings: QkSettings, prefix: int, reasons: Sequence[str] = ()
+) -> QkvSettings:
+    """Converts operator arguments; raises UnsupportedInputError with these and all other reasons against it."""
+    reasons = [*reasons, *([f"head_dim must be even, got {head_dim}"] if head_dim % 2 else [])]
+    for name, tensor in zip(QkTensors._fields, tensors[:6]):
         if tensor is not None and tensor.dtype not in DTYPES:
             reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
     if reasons:
         raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
-
-
-def _kernel_settings(tensors: QkTensors, settings: QkSettings, prefix: int) -> QkvSettings:
     from ..kernels.rotary import QkvSettings, can_be_read
 
     def contiguous(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -139,9 +134,13 @@ def _kernel_settings(tensors: QkTensors, settings: QkSettings, prefix: int) -> Q
 def _forward(qkv: Tensor, tensors: Sequence[Tensor | None], prefix: int, *settings: Any) -> Tensor:
     from ..kernels import rotary
 
-    qk = QkTensors(*tensors)
-    _require_supported(_WHAT, qkv, qk)
-    return rotary.qk_norm_rope(qkv.contiguous(), _kernel_settings(qk, QkSettings(*settings), prefix))
+    reasons = list(triton_unavailable_reasons(qkv.device))
+    if (tokens := qkv.shape[0] * qkv.shape[1]) > MAX_TOKENS:
+        reasons.append(f"qkv must have at most {MAX_TOKENS} tokens, got {tokens}")
+    if qkv.dtype not in DTYPES:
+        reasons.append(f"qkv must be float32, float16 or bfloat16, got {qkv.dtype}")
+    made = _kernel_settings(_WHAT, qkv.shape[-1], QkTensors(*tensors), QkSettings(*settings), prefix, reasons)
+    return rotary.qk_norm_rope(qkv.contiguous(), made)
 
 
 def _backward(
@@ -152,19 +151,17 @@ def _backward(
 
     qk = QkTensors(*tensors)
     x = None if qkv is None else qkv.contiguous()
-    kernel_settings = _kernel_settings(qk, QkSettings(*settings), prefix)
-    dx, sums = rotary.qk_norm_rope_gradients(grad_output.contiguous(), x, kernel_settings)
+    made = _kernel_settings(_WHAT, grad_output.shape[-1], qk, QkSettings(*settings), prefix)
+    dx, sums = rotary.qk_norm_rope_gradients(grad_output.contiguous(), x, made)
     return [dx, *norm_gradients(sums, qk).values()]
 
 
 def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]:
     """Returns the gradients of the norms' parameters by name; `sums` is fp32 [2 (q, k), 2 (weight, bias), D or H D]."""
-    places = ((0, 0), (0, 1), (1, 0), (1, 1))
-    return {
-        name: sums[place].to(parameter.dtype, copy=True)
-        for name, parameter, place in zip(QkTensors._fields, tensors, places)
-        if parameter is not None and sums is not None
-    }
+    if sums is None:
+        return {}
+    parameters = zip(QkTensors._fields, tensors, sums.flatten(0, 1))
+    return {name: row.to(each.dtype, copy=True) for name, each, row in parameters if each is not None}
 
 
 def _fake_backward(
@@ -196,45 +193,21 @@ _backward_kernel = operator(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class QkvStep:
-    """qk-norm and rotation of one block; `in_matmul` is True if the epilogue of the qkv matmul computes them."""
+class QkvStep(NamedTuple):
+    """Norms and rotation of q and k in one block."""
 
-    settings: QkvSettings
-    in_matmul: bool
-    head_dim: int
-    tensors: QkTensors
+    settings: QkvSettings | None  # None: neither norms nor rotation
+    head_step: HeadStep | None  # for the epilogue of the qkv matmul; None if a separate kernel runs `settings`
+    rope_head: int  # head_dim if the matmul rotates layout "half", else 0; see `kernels/linear/folding.py`
 
-    @property
-    def is_empty(self) -> bool:
-        """True if there are neither norms nor rotary embeddings."""
-        return self.settings.tables is None and self.settings.norm == "none"
-
-    @property
-    def rope_head(self) -> int:
-        """head_dim if the matmul rotates layout "half", else 0; see `kernels/linear/folding.py`."""
-        rotates = self.in_matmul and self.settings.tables is not None and self.settings.layout == "half"
-        return self.head_dim if rotates else 0
-
-    def for_matmul(self, tokens: int) -> HeadStep | None:
-        """Returns norms and rotation for the matmul's epilogue; `tokens` is the number of tokens per image."""
-        if not self.in_matmul:
-            return None
-        from ..kernels.matmul.matmul_launch import HeadStep
-
-        return HeadStep(self.settings, tokens, self.head_dim)
-
-    def forward(self, packed: Tensor, saves: bool = False) -> tuple[Tensor, Tensor | None]:
+    def forward(self, packed: Tensor, saves: bool) -> tuple[Tensor, Tensor | None]:
         """Applies norms and rotation to qkv [B, N, 3, H, D], unless the matmul did.
 
         Returns qkv for the attention, and the norms' input if the backward needs it. May overwrite `packed`.
         """
         from ..kernels import rotary
 
-        if self.is_empty:
-            return packed, None
-        _require_supported("a block", packed, self.tensors)
-        if self.in_matmul:
+        if self.settings is None or self.head_step is not None:
             return packed, None
         if saves and self.settings.norm != "none":
             return rotary.qk_norm_rope(packed, self.settings), packed
@@ -248,31 +221,38 @@ class QkvStep:
         """
         from ..kernels import rotary
 
-        if self.settings.norm != "none":
-            return rotary.qk_norm_rope_gradients(grad, saved, self.settings, grad)[1]
-        if not self.is_empty:
-            adjacent = self.rope_head > 0
-            settings = replace(self.settings, layout="interleaved_half") if adjacent else self.settings
-            rotary.qk_norm_rope_launch(grad, grad, settings, inverse=True, separate=adjacent).run()
+        settings, adjacent = self.settings, self.rope_head > 0
+        if settings is None:
+            return None
+        if settings.norm != "none":
+            return rotary.qk_norm_rope_gradients(grad, saved, settings, grad)[1]
+        if adjacent:
+            settings = replace(settings, layout="interleaved_half")
+        rotary.qk_norm_rope_launch(grad, grad, settings, inverse=True, separate=adjacent).run()
         return None
 
 
 def qkv_step(
-    tensors: QkTensors, settings: QkSettings, prefix: int, head_dim: int, is_folded: bool,
+    tensors: QkTensors, settings: QkSettings, prefix: int, tokens: int, head_dim: int, is_folded: bool,
     norm_dtype: torch.dtype | None = None,
 ) -> QkvStep:  # fmt: skip
-    """Builds a `QkvStep` from the results of `operator_arguments`.
+    """Builds a `QkvStep` for images of `tokens` tokens from the results of `operator_arguments`.
 
     If the weight was folded earlier with layout "half", its pairs are not adjacent: the matmul does not rotate.
     norm_dtype is the dtype of the matmul, or None if its epilogue must not normalize, e.g. before a backward.
     """
+    from ..kernels.matmul.matmul_launch import HeadStep
     from ..kernels.matmul.matmul_policy import NORMED_HEADS
 
     norm, _, over, layout = settings
-    in_matmul = tensors.cos is not None or norm != "none"
+    if norm == "none" and tensors.cos is None:
+        return QkvStep(None, None, 0)
+    in_matmul = True
     if norm != "none":
         half = norm_dtype is not None and norm_dtype.itemsize == 2
         in_matmul = over == "head" and half and head_dim in NORMED_HEADS
     if tensors.cos is not None:
         in_matmul = in_matmul and tensors.cos.shape[1] == 1 and (layout != "half" or not is_folded)
-    return QkvStep(_kernel_settings(tensors, settings, prefix), in_matmul, head_dim, tensors)
+    made = _kernel_settings("a block", head_dim, tensors, settings, prefix)
+    rotates = in_matmul and tensors.cos is not None and layout == "half"
+    return QkvStep(made, HeadStep(made, tokens, head_dim) if in_matmul else None, head_dim if rotates else 0)
