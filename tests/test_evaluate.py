@@ -111,7 +111,7 @@ def test_what_is_refused(tmp_path: Path, capsys: Any) -> None:
 def test_ties_few_classes_and_many(tmp_path: Path) -> None:
     """Two classes have no top-5; of equal probabilities the first class wins; 200 classes show no counts."""
     found = evaluate([(Path("x"), 1), (Path("y"), 0)], [[0.5, 0.5], [1, 0]])
-    assert found.correct.tolist() == [False, True] and found.top5 == 1.0
+    assert found.predicted[:, 0].tolist() == [0, 0] and found.top5 == 1.0
     found = evaluate([(Path(str(i)), i) for i in range(200)], np.eye(200))
     draw_confusion(found, [str(i) for i in range(200)], tmp_path / "c.png")
     assert Image.open(tmp_path / "c.png").size[0] < 2500

@@ -217,7 +217,6 @@ def test_what_is_refused(
 def ray() -> Iterator[Any]:
     """Starts a cluster of two cores on this machine."""
     ray = pytest.importorskip("ray")
-    pytest.importorskip("ray.data")
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level="ERROR")
     yield ray
     ray.shutdown()
@@ -254,7 +253,7 @@ def test_an_image_that_kills_every_ray_worker_ends_the_run(
             os.kill(os.getpid(), signal.SIGKILL)
 
     hook = model.patch_embed.register_forward_pre_hook(kill)
-    with pytest.raises(PredictionError, match=r"^3 workers died between .*20.png and .*2[1-3].png$"):
+    with pytest.raises(PredictionError, match=r"^3 workers died between .*20.png and .*22.png$"):
         _predict(model, folder, out, engine="ray", workers=2)
     hook.remove()
     finished = len(list(out.with_name("out.parquet.parts").glob("[0-9]*.parquet")))

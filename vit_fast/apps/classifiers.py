@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ..errors import as_device
 from ..model import VisionTransformer
 from ..weights import load
 from ..weights.factory import create_model
@@ -34,15 +35,7 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
         raise ValueError(f"{weights}: global_pool must not be '', which gives logits per token")
     if model.config.num_classes == 0:
         raise ValueError(f"{weights}: must have a classification head, got num_classes=0")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        model = model.to(device)
-    except (RuntimeError, AssertionError) as error:  # unknown name or missing device
-        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
-    if model.head.weight.is_meta:
-        raise ValueError(f"--device {device}: must not be the meta device, which computes nothing")
-    return model
+    return model.to(as_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device))
 
 
 def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:
@@ -97,29 +90,24 @@ def rows(
     A row contains path, label, index, probability, `probabilities` (softmax in fp64) and `embedding` (the input of the
     head), the last two as arrays. The row of an unreadable image contains only path and error.
     """
-    parameter = next(model.parameters())
-    order = iter(files)
+    parameter, order = next(model.parameters()), iter(files)
     for images, errors in batches_of(DataLoader(_Files(files, model), BATCH_SIZE, num_workers=workers)):
         tokens = model.forward_features(images.to(parameter.device, parameter.dtype))
         logits, embeddings = (model.forward_head(tokens, pre_logits=pre_logits) for pre_logits in (False, True))
         assert isinstance(logits, Tensor) and isinstance(embeddings, Tensor)  # in evaluation mode
-        for error, row, embedding in zip(errors, logits.double().cpu(), embeddings.float().cpu()):
-            file = next(order)
+        for error, row, embedding, file in zip(errors, logits.double().cpu(), embeddings.float().cpu(), order):
             if error:
                 yield {"path": str(file), "error": error}
                 continue
             if not row.isfinite().all():
                 raise ValueError(f"{file}: the model's logits are not finite")
-            probabilities = row.softmax(dim=0)
+            probabilities = row.softmax(dim=0).numpy()
             best = int(probabilities.argmax())
             yield {
-                "path": str(file),
-                "label": class_names[best],
-                "index": best,
-                "probability": probabilities[best].item(),
-                "probabilities": probabilities.numpy(),
+                "path": str(file), "label": class_names[best], "index": best,
+                "probability": float(probabilities[best]), "probabilities": probabilities,
                 "embedding": embedding.numpy(),
-            }
+            }  # fmt: skip
 
 
 def labeled_images(folder: Path, classes: int, class_names: Sequence[str] | None) -> list[tuple[Path, int]]:
@@ -129,8 +117,7 @@ def labeled_images(folder: Path, classes: int, class_names: Sequence[str] | None
     be one subfolder per class; their alphabetical order gives the index.
     """
     images = ImageFolder(folder)
-    names = images.class_names
-    known = {name: i for i, name in enumerate(class_names or ())}
+    names, known = images.class_names, {name: i for i, name in enumerate(class_names or ())}
     indices: Sequence[int] = range(classes)
     if all(name in known for name in names):
         indices = [known[name] for name in names]
@@ -156,13 +143,8 @@ class Evaluation:
     classes: int
 
     @property
-    def correct(self) -> np.ndarray:
-        hits: np.ndarray = self.predicted[:, 0] == self.labels
-        return hits
-
-    @property
     def top1(self) -> float:
-        return float(self.correct.mean())
+        return float((self.predicted[:, 0] == self.labels).mean())
 
     @property
     def top5(self) -> float:
@@ -185,9 +167,20 @@ class Evaluation:
                 rows.append(row | {"confused_with": names[int(others.argmax())] if others.any() else None})
         return rows
 
-    def disagreements(self, other: Evaluation) -> list[int]:
-        """Returns the indices of images for which another classifier predicts a different class."""
-        return np.flatnonzero(self.predicted[:, 0] != other.predicted[:, 0]).tolist()
+    def disagreements(self, other: Evaluation, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns a row per image for which another classifier predicts a different class."""
+        return [
+            {
+                "image": str(self.files[i]),
+                "class": names[self.labels[i]],
+                "predicted": names[self.predicted[i, 0]],
+                "answer": names[self.predicted[i, 0]],  # former name of "predicted", for existing readers
+                "probability": float(self.probabilities[i, 0]),
+                "against": names[other.predicted[i, 0]],
+                "against_probability": float(other.probabilities[i, 0]),
+            }
+            for i in np.flatnonzero(self.predicted[:, 0] != other.predicted[:, 0])
+        ]
 
 
 def evaluate(labeled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float] | np.ndarray]) -> Evaluation:

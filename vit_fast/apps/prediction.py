@@ -6,7 +6,6 @@ merges and removes them. Local runs and runs on a cluster can resume each other.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
 import importlib.util
@@ -15,14 +14,14 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import MissingPackageError, VitFastError
+from ..errors import MissingPackageError, VitFastError, check_choice
 from ..files import check_replaceable, file_aside
 from ..model import VisionTransformer
 from ..weights.source import weights_digest
@@ -34,7 +33,7 @@ __all__ = ["ENGINES", "Predicted", "PredictionError", "predict_to_parquet"]
 ENGINES, DEVICES = ("local", "ray"), ("auto", "cpu", "cuda")
 PART = 512  # images per part
 _TASK = "task.json"
-_BLOCKS_PER_WORKER, _TRIES = 4, 3  # on a cluster: blocks of images, to balance the load, and attempts per block
+_BLOCKS_PER_WORKER, _TRIES = 4, 3  # on a cluster: tasks, to balance the load, and attempts per task
 
 
 class PredictionError(VitFastError, RuntimeError):
@@ -95,55 +94,66 @@ def predict_to_parquet(
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise MissingPackageError("pyarrow not installed: pip install 'vit-fast[predict]'")
-    if engine not in ENGINES:
-        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    check_choice("engine", engine, ENGINES)
     if len(set(files)) < len(files):
         raise ValueError("files must not contain duplicates")
     check_replaceable(out)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    options = (class_names, workers, device) if engine == "ray" else (class_names, workers or 0)
-    compute = _on_cluster if engine == "ray" else _on_this_machine
+    def compute(paths: Sequence[Path]) -> Generator[dict[str, Any]]:
+        if engine == "ray":
+            return _rows_by_ray(model, paths, class_names, workers, device)
+        return rows(model, paths, class_names, workers or 0)
+
+    text, vector = pa.string(), pa.list_(pa.float32())
+    kinds = {"path": text, "label": text, "index": pa.int32(), "probability": pa.float64()}
+    schema = pa.schema(kinds | {"probabilities": vector, "embedding": vector, "error": text})
     parts = out.with_name(f"{out.name}.parts")
     chunks = {parts / f"{i // PART:08}.parquet": files[i : i + PART] for i in range(0, len(files), PART)}
     missing = {name: chunk for name, chunk in chunks.items() if not name.is_file()}
     resumed = len(files) - sum(map(len, missing.values()))
     _begin(parts, _task(model, files, class_names))
+    lost: list[str] = []
+    left_when_lost = None  # the number of missing parts when the last worker was lost
     try:
-        lost = _compute(missing, lambda paths: compute(model, paths, *options), lambda left: on_part(len(files) - left))
+        while missing:
+            try:
+                with contextlib.closing(compute(list(itertools.chain(*missing.values())))) as predicted:
+                    for name, chunk in list(missing.items()):
+                        found = [_as_fp32(row) for row in itertools.islice(predicted, len(chunk))]
+                        assert [row["path"] for row in found] == list(map(str, chunk))
+                        with file_aside(name) as aside:
+                            pq.write_table(pa.Table.from_pylist(found, schema=schema), aside)
+                        del missing[name]
+                        on_part(len(files) - sum(map(len, missing.values())))
+            except ReaderLostError as error:
+                if len(missing) == left_when_lost:  # at the same images again
+                    first = next(iter(missing.values()))
+                    raise PredictionError(f"{error} between {first[0]} and {first[-1]}: re-run to resume") from None
+                left_when_lost = len(missing)
+                lost.append(str(error))
     finally:
         if not any(name.is_file() for name in chunks):
             shutil.rmtree(parts, ignore_errors=True)  # there is nothing to resume
-    bad = _merge(chunks, out)
+
+    bad: list[tuple[str, str]] = []
+    with file_aside(out) as aside, pq.ParquetWriter(aside, schema) as writer:
+        for name in chunks:
+            try:
+                table = pq.read_table(name, schema=schema)
+            except (ValueError, OSError) as error:  # base classes of pyarrow's errors
+                raise PredictionError(f"{name}: damaged: {error}: remove it and re-run the command") from None
+            writer.write_table(table)
+            bad += [(row["path"], row["error"]) for row in table.select(["path", "error"]).to_pylist() if row["error"]]
     for path in (*chunks, parts / _TASK):  # the task last, because it describes the parts
         path.unlink()
     shutil.rmtree(parts)
     return Predicted(len(files), tuple(bad), resumed, tuple(lost))
 
 
-def _compute(
-    missing: dict[Path, Sequence[Path]], tables: Callable[[Sequence[Path]], Generator[Any]], on_left: Callable[..., Any]
-) -> list[str]:
-    """Writes the missing parts, and removes them from `missing`; returns a message per lost worker."""
-    import pyarrow.parquet as pq
-
-    lost: list[str] = []
-    left_when_lost = None  # the number of missing parts when the last worker was lost
-    while missing:
-        try:
-            with contextlib.closing(tables(list(itertools.chain(*missing.values())))) as stream:
-                for (name, chunk), table in zip(list(missing.items()), stream, strict=True):
-                    assert table.column("path").to_pylist() == list(map(str, chunk))
-                    with file_aside(name) as aside:
-                        pq.write_table(table, aside)
-                    del missing[name]
-                    on_left(sum(map(len, missing.values())))
-        except ReaderLostError as error:
-            if len(missing) == left_when_lost:  # at the same images again
-                first = next(iter(missing.values()))
-                raise PredictionError(f"{error} between {first[0]} and {first[-1]}: re-run to resume") from None
-            left_when_lost = len(missing)
-            lost.append(str(error))
-    return lost
+def _as_fp32(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: np.float32(value) if isinstance(value, np.ndarray) else value for name, value in row.items()}
 
 
 def _task(model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str]) -> str:
@@ -169,121 +179,59 @@ def _begin(parts: Path, task: str) -> None:
         aside.write_text(task, encoding="utf-8")
 
 
-def _merge(names: Iterable[Path], out: Path) -> list[tuple[str, str]]:
-    """Merges the parts into the result, and returns the unreadable images."""
-    import pyarrow.parquet as pq
-
-    bad: list[tuple[str, str]] = []
-    with file_aside(out) as aside, pq.ParquetWriter(aside, _schema()) as writer:
-        for name in names:
-            try:
-                table = pq.read_table(name, schema=_schema())
-            except (ValueError, OSError) as error:  # base classes of pyarrow's errors
-                raise PredictionError(f"{name}: damaged: {error}: remove it and re-run the command") from None
-            writer.write_table(table)
-            bad += [(row["path"], row["error"]) for row in table.select(["path", "error"]).to_pylist() if row["error"]]
-    return bad
+def _rows_on_worker(
+    model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], device: str
+) -> list[dict[str, Any]]:
+    return list(map(_as_fp32, rows(model.to(device), files, class_names)))
 
 
-def _schema() -> Any:
-    import pyarrow as pa
-
-    text, vector = pa.string(), pa.list_(pa.float32())
-    kinds = {"path": text, "label": text, "index": pa.int32(), "probability": pa.float64()}
-    return pa.schema(kinds | {"probabilities": vector, "embedding": vector, "error": text})
-
-
-def _on_this_machine(
-    model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int
-) -> Generator[Any]:
-    """Yields tables of PART rows; the last table may be shorter."""
-    predicted = rows(model, files, class_names, workers)
-    while chunk := list(itertools.islice(predicted, PART)):
-        yield _table(chunk)
-
-
-def _table(rows: Iterable[dict[str, Any]]) -> Any:
-    import pyarrow as pa
-
-    fp32 = ({name: np.float32(v) if isinstance(v, np.ndarray) else v for name, v in row.items()} for row in rows)
-    return pa.Table.from_pylist(list(fp32), schema=_schema())
-
-
-class _Attempts:
-    """Ray actor that counts the attempts per block. It survives the workers."""
-
-    def __init__(self) -> None:
-        self.counts: collections.Counter[str] = collections.Counter()
-
-    def begin(self, block: str) -> int:
-        self.counts[block] += 1
-        return self.counts[block]
-
-
-class _Worker:
-    """Ray actor with its own copy of the model."""
-
-    def __init__(self, model: VisionTransformer, class_names: Sequence[str], device: str, attempts: Any) -> None:
-        self.model, self.class_names, self.attempts = model.to(device), class_names, attempts
-
-    def __call__(self, files: Any) -> Any:
-        """Returns one row per file, or one row without a path whose error ends the run."""
-        import ray
-
-        paths = [Path(file) for file in files.column("file").to_pylist()]
-        try:
-            if ray.get(self.attempts.begin.remote(str(paths[0]))) > _TRIES:  # Ray itself retries forever
-                raise PredictionError(f"{_TRIES} workers died between {paths[0]} and {paths[-1]}")
-            return _table(rows(self.model, paths, self.class_names))
-        except (VitFastError, ValueError) as error:  # Ray would replace the message of an exception by a traceback
-            return _table([{"error": str(error)}])
-
-
-def _on_cluster(
+def _rows_by_ray(
     model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int | None, device: str
-) -> Generator[Any]:
-    """Yields the tables of `_on_this_machine`, computed by Ray Data on the cluster that `ray.init()` finds or starts.
+) -> Generator[dict[str, Any]]:
+    """Yields the rows of the images, computed by tasks on the Ray cluster that `ray.init()` finds or starts.
 
     Each node needs this package, and the files under the same paths. Ray restarts a worker that dies and repeats its
-    images, at most twice, because the images may have caused the crash.
+    task, at most twice, because the images may have caused the crash.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("ray", "pandas")):  # Ray Data needs pandas
-        raise MissingPackageError("ray[data] not installed: pip install 'vit-fast[ray]'")
+    if importlib.util.find_spec("ray") is None:
+        raise MissingPackageError("ray not installed: pip install 'vit-fast[ray]'")
     if device not in DEVICES:
         raise ValueError(f"device must be one of {', '.join(DEVICES)} with engine='ray', got {device!r}")
     import ray
-    import ray.data
     import ray.exceptions
 
     starts = not ray.is_initialized()
     if starts:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    context = ray.data.DataContext.get_current().copy()
-    context.enable_progress_bars = False
-    context.execution_options.preserve_order = True
+    tasks: list[Any] = []
     try:
         count, gpus = _share(ray.cluster_resources(), workers, device)
-        blocks = max(math.ceil(len(files) / PART), min(math.ceil(len(files) / BATCH_SIZE), _BLOCKS_PER_WORKER * count))
-        attempts = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Attempts).remote()
-        with ray.data.DataContext.current(context):
-            items = ray.data.from_items([{"file": str(file)} for file in files], override_num_blocks=blocks)
-            predicted = items.map_batches(
-                _Worker,
-                fn_constructor_args=(model, list(class_names), "cuda" if gpus else "cpu", attempts),
-                batch_size=None,
-                batch_format="pyarrow",
-                compute=ray.data.ActorPoolStrategy(size=count),
-                num_cpus=1,
-                num_gpus=gpus,
-            )
-            for table in predicted.iter_batches(batch_size=PART, batch_format="pyarrow"):
-                paths = table.column("path").to_pylist()
-                if None in paths:
-                    raise PredictionError(table.column("error")[paths.index(None)].as_py())
-                yield table.cast(_schema())
+        size = min(PART, max(BATCH_SIZE, math.ceil(len(files) / (_BLOCKS_PER_WORKER * count))))
+        blocks = [files[i : i + size] for i in range(0, len(files), size)]
+        options = (class_names, "cuda" if gpus else "cpu")
+        predict, shared = ray.remote(max_retries=_TRIES - 1, num_gpus=gpus)(_rows_on_worker), ray.put(model)
+        running: list[Any] = []
+        for i, block in enumerate(blocks):
+            while True:
+                for each in blocks[len(tasks) : len(tasks) + count - len(running)]:
+                    tasks.append(predict.remote(shared, each, *options))
+                    running.append(tasks[-1])
+                if tasks[i] not in running:
+                    break
+                running = ray.wait(running)[1]
+            try:
+                yield from ray.get(tasks[i])
+            except ray.exceptions.RayTaskError as error:
+                raise PredictionError(str(error.cause)) from None
+            except ray.exceptions.WorkerCrashedError:
+                raise PredictionError(f"{_TRIES} workers died between {block[0]} and {block[-1]}") from None
+            tasks[i] = None  # frees its rows
     except ray.exceptions.RayError as error:
         raise PredictionError(f"ray: {' '.join(str(error).split())}") from None
     finally:
+        for task in tasks:
+            if task is not None:
+                ray.cancel(task)
         if starts:
             ray.shutdown()
 

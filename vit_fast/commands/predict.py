@@ -67,6 +67,10 @@ def predict(
         here = "cpu" if engine == "ray" else device  # workers of the cluster copy the model to their device
         _to_parquet(open_classifier(weights, model, backend, here), files, out, given, workers, engine, device)
         return
+    if weights.endswith(".onnx") and model is not None:
+        raise ValueError(f"--model {model} cannot be combined with an ONNX file")
+    if data_config is not None and not weights.endswith(".onnx"):
+        raise ValueError(f"--data-config requires an ONNX file, got --weights {weights}")
     known, rows = _classify(files, weights, model, backend, device, data_config)
     results = []
     for file, probabilities in zip(files, rows):
@@ -102,41 +106,29 @@ def _to_parquet(
 
 
 def _classify(
-    files: Sequence[Path],
-    weights: str,
-    model: str | None = None,
-    backend: str = "auto",
-    device: str = "auto",
-    data_config: Path | None = None,
+    files: Sequence[Path], weights: str, model: str | None, backend: str, device: str, data_config: Path | None
 ) -> tuple[Sequence[str] | None, Iterator[np.ndarray]]:
-    """Opens weights or an ONNX file; returns its class names, and an iterator over the probabilities of each image."""
-    if weights.endswith(".onnx"):
-        if model is not None:
-            raise ValueError(f"--model {model} cannot be combined with an ONNX file")
-        return _classify_by_onnx(files, Path(weights), device, data_config)
-    if data_config is not None:
-        raise ValueError(f"--data-config requires an ONNX file, got --weights {weights}")
-    from ..apps.classifiers import open_classifier, rows
-    from ..apps.data import ImageError
+    """Opens weights or an ONNX file; returns its class names, and an iterator over the probabilities of each image.
 
-    opened = open_classifier(weights, model, backend, device)
-
-    def probabilities() -> Iterator[np.ndarray]:
-        for row in rows(opened, files, [""] * opened.config.num_classes):
-            if "error" in row:
-                raise ImageError(row["error"])
-            yield row["probabilities"]
-
-    return opened.class_names, probabilities()
-
-
-def _classify_by_onnx(
-    files: Sequence[Path], path: Path, device: str, data_config: Path | None
-) -> tuple[Sequence[str] | None, Iterator[np.ndarray]]:
+    `model` and `backend` apply to weights, `data_config` to ONNX files.
+    """
     import numpy as np
 
-    from ..apps.data import read_image
+    from ..apps.classifiers import open_classifier, rows
+    from ..apps.data import ImageError, read_image
     from ..errors import pair
+
+    if not weights.endswith(".onnx"):
+        opened = open_classifier(weights, model, backend, device)
+
+        def by_weights() -> Iterator[np.ndarray]:
+            for row in rows(opened, files, [""] * opened.config.num_classes):
+                if "error" in row:
+                    raise ImageError(row["error"])
+                yield row["probabilities"]
+
+        return opened.class_names, by_weights()
+
     from ..export import OnnxRunner
 
     try:
@@ -146,9 +138,9 @@ def _classify_by_onnx(
     if not isinstance(given, dict):
         raise ValueError(f"--data-config must contain a JSON object, got {data_config} with a {type(given).__name__}")
     image_hw = pair("img_size", given.pop("img_size")) if "img_size" in given else None
-    runner = OnnxRunner(path, device, data_config=given or None, image_hw=image_hw)
+    runner = OnnxRunner(weights, device, data_config=given or None, image_hw=image_hw)
 
-    def probabilities() -> Iterator[np.ndarray]:
+    def by_onnx() -> Iterator[np.ndarray]:
         for start in range(0, len(files), BATCH_SIZE):
             chunk = files[start : start + BATCH_SIZE]
             for file, row in zip(chunk, runner.probabilities([read_image(file) for file in chunk])):
@@ -156,7 +148,7 @@ def _classify_by_onnx(
                     raise ValueError(f"{file}: the model's logits are not finite")
                 yield row
 
-    return runner.class_names, probabilities()
+    return runner.class_names, by_onnx()
 
 
 def evaluate(
@@ -173,7 +165,9 @@ def evaluate(
     as_json: Annotated[bool, option("Print JSON with all classes and disagreements.", "--json")] = False,
 ) -> None:
     """Measure top-1, top-5 and per-class accuracy of a model on labeled images, or compare it with a second model."""
-    from ..apps.classifiers import draw_confusion, read_class_names
+    from ..apps.classifiers import class_names_for, draw_confusion, labeled_images, read_class_names
+    from ..apps.classifiers import evaluate as collect
+    from ..apps.data import ImageFolder
     from ..files import check_replaceable, file_aside
 
     if confusion is not None:
@@ -181,78 +175,50 @@ def evaluate(
     requested = [weights] if against is None else [weights, against]
     if data_config is not None and not any(name.endswith(".onnx") for name in requested):
         raise ValueError(f"--data-config requires an ONNX file, got {' and '.join(requested)}")
-    given = None if classes is None else read_class_names(classes)
-    names, evaluation = _evaluate(folder, weights, given, model, backend, data_config)
-    other: Evaluation | None = None
-    disagreements: list[dict[str, Any]] = []
-    if against is not None:
-        _, other = _evaluate(folder, against, names, model, backend, data_config)
-        disagreements = [_disagreement(evaluation, other, names, i) for i in evaluation.disagreements(other)]
+    names: Sequence[str] | None = None if classes is None else read_class_names(classes)
+    files = [file for file, _ in ImageFolder(folder).files]
+    evaluations: list[Evaluation] = []
+    for each in requested:
+        known, rows = _classify(files, each, model, backend, "auto", data_config)
+        first = next(rows)  # its length is the number of classes
+        labeled = labeled_images(folder, len(first), names or known)
+        names = class_names_for(len(first), names, known)
+        evaluations.append(collect(labeled, chain([first], rows)))
+    evaluation, *others = evaluations
+    assert names is not None
+    disagreements = evaluation.disagreements(others[0], names) if others else []
     if as_json:
-        content = _summary(evaluation, names) | {"confusion": evaluation.confusion.tolist()}
-        if other is not None:
-            content |= {"against": _summary(other, names), "disagreements": disagreements}
+        summaries = []
+        for one in evaluations:
+            # "taken for" is the former name of "confused_with", for existing readers
+            per_class = [row | {"taken for": row["confused_with"]} for row in one.by_class(names)]
+            summaries.append({"images": len(files), "top1": one.top1, "top5": one.top5, "classes": per_class})
+        content = summaries[0] | {"confusion": evaluation.confusion.tolist()}
+        if others:
+            content |= {"against": summaries[1], "disagreements": disagreements}
         typer.echo(json.dumps(content, indent=2))
     else:
-        _print(evaluation, other, names, disagreements)
+        _print(evaluations, names, disagreements)
     if confusion is not None:  # last, so that the result is printed even if this fails
         with file_aside(confusion) as aside:
             draw_confusion(evaluation, names, aside)
 
 
-def _evaluate(
-    folder: Path, weights: str, given: Sequence[str] | None, model: str | None, backend: str, data_config: Path | None
-) -> tuple[Sequence[str], Evaluation]:
-    from ..apps.classifiers import class_names_for, labeled_images
-    from ..apps.classifiers import evaluate as collect
-    from ..apps.data import ImageFolder
-
-    files = [file for file, _ in ImageFolder(folder).files]
-    if weights.endswith(".onnx"):  # --model and --backend apply to weights, --data-config to ONNX files
-        known, rows = _classify(files, weights, data_config=data_config)
-    else:
-        known, rows = _classify(files, weights, model, backend)
-    first = next(rows)  # its length is the number of classes
-    names = class_names_for(len(first), given, known)
-    return names, collect(labeled_images(folder, len(first), given or known), chain([first], rows))
-
-
-def _summary(evaluation: Evaluation, names: Sequence[str]) -> dict[str, Any]:
-    # "taken for" is the former name of "confused_with", for existing readers
-    classes = [row | {"taken for": row["confused_with"]} for row in evaluation.by_class(names)]
-    return {"images": len(evaluation.files), "top1": evaluation.top1, "top5": evaluation.top5, "classes": classes}
-
-
-def _disagreement(one: Evaluation, other: Evaluation, names: Sequence[str], index: int) -> dict[str, Any]:
-    predicted = names[one.predicted[index, 0]]
-    return {
-        "image": str(one.files[index]),
-        "class": names[one.labels[index]],
-        "predicted": predicted,
-        "answer": predicted,  # former name of "predicted", for existing readers
-        "probability": float(one.probabilities[index, 0]),
-        "against": names[other.predicted[index, 0]],
-        "against_probability": float(other.probabilities[index, 0]),
-    }
-
-
-def _print(
-    evaluation: Evaluation, other: Evaluation | None, names: Sequence[str], disagreements: Sequence[dict[str, Any]]
-) -> None:
-    typer.echo(f"{len(evaluation.files)} images: top-1 {evaluation.top1:.2%}, top-5 {evaluation.top5:.2%}")
+def _print(evaluations: Sequence[Evaluation], names: Sequence[str], disagreements: Sequence[dict[str, Any]]) -> None:
+    evaluation, *others = evaluations
+    count = len(evaluation.files)
+    typer.echo(f"{count} images: top-1 {evaluation.top1:.2%}, top-5 {evaluation.top5:.2%}")
     rows = sorted(evaluation.by_class(names), key=lambda row: row["top1"])
     for row in rows[:LISTED]:
         confused = "" if row["confused_with"] is None else f", most often confused with {row['confused_with']}"
         typer.echo(f"  {row['top1']:7.2%}  {row['class']} ({row['images']} images){confused}")
     if len(rows) > LISTED:
         typer.echo(f"  ... and {len(rows) - LISTED} classes with higher accuracy")
-    if other is None:
-        return
-    share = len(disagreements) / len(evaluation.files)
-    typer.echo(
-        f"against: top-1 {other.top1:.2%}, top-5 {other.top5:.2%}; "
-        f"the models disagree on {len(disagreements)} images ({share:.2%})"
-    )
+    for other in others:
+        typer.echo(
+            f"against: top-1 {other.top1:.2%}, top-5 {other.top5:.2%}; "
+            f"the models disagree on {len(disagreements)} images ({len(disagreements) / count:.2%})"
+        )
     for row in disagreements[:LISTED]:
         typer.echo(
             f"  {row['image']} ({row['class']}): {row['predicted']} {row['probability']:.1%}, "
