@@ -8,14 +8,11 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ..cli import PLAIN, AsJson, Device, argument, integers, option, split_words, table, wide_console
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def bench(
@@ -72,45 +69,41 @@ def bench(
     """
     from rich.markup import escape
 
+    from ..benchmarks import report as texts
+    from ..benchmarks.candidates import CANDIDATES, COMPILE_MODES
     from ..benchmarks.configuration import make_configuration
     from ..benchmarks.machine import describe
     from ..benchmarks.records import RECORD_NAME, Journal, check_folder, to_json
-    from ..benchmarks.report import closing, draw, markdown, render
     from ..benchmarks.runner import run
     from ..measure.candidate import patient_interrupt
 
     console = wide_console(stderr=as_json)
     if list_candidates:
-        _print_candidates(console)
+        listed = table("candidates", ("candidate", "description", "installed", "torch.compile"), texts=4)
+        for name, candidate in CANDIDATES.items():
+            packages = " ".join(candidate.missing_packages())
+            installed = f"no (pip install {packages})" if packages else "yes"
+            listed.add_row(name, candidate.summary, installed, "yes" if candidate.compilable else "no")
+        console.print(listed)
+        console.print(f"Append +compile to a name, or +compile:MODE, where MODE is one of {', '.join(COMPILE_MODES)}.")
         return
     if out is not None:
         check_folder(out)
-    asked: dict[str, Any] = {
-        "images": images or (),
-        "models": split_words(models),
+    given: dict[str, Any] = {
+        "images": images or (), "models": split_words(models), "dtypes": split_words(dtypes),
         "batch_sizes": "best" if batch_sizes == "best" else integers("--batch-sizes", batch_sizes),
-        "dtypes": split_words(dtypes),
-        "candidates": split_words(candidates),
+        "candidates": split_words(candidates), "device": device, "data": data, "time_budget_s": time_budget,
         "img_size": [integers("--img-size", size, "x") or [] for size in img_size.split(",")] if img_size else None,
-        "device": device,
-        "data": data,
-        "time_budget_s": time_budget,
-        "seconds": seconds,
-        "train": train,
-        "amp": amp,
-        "explain": explain,
-        "cold": cold,
-        "latency": latency,
-    }
+        "seconds": seconds, "train": train, "amp": amp, "explain": explain, "cold": cold, "latency": latency,
+    }  # fmt: skip
     if resume is None:
-        configuration = make_configuration(**asked)
+        configuration = make_configuration(**given)
         journal = Journal.begin(out, configuration.request, describe(configuration.device))
     else:
-        given = [value for value in asked.values() if value is not False]  # a time budget may be 0
-        if out is not None or any(value not in ((), None, "auto", "device") for value in given):
-            raise ValueError(
-                f"--resume {resume} must be the only option besides --json: the run has stored its options"
-            )
+        # a time budget may be 0
+        if out or any(value is not False and value not in ((), None, "auto", "device") for value in given.values()):
+            message = f"--resume {resume} must be the only option besides --json: the run has stored its options"
+            raise ValueError(message)
         journal = Journal.resume(resume)
         try:
             configuration = make_configuration(**journal.header["request"])
@@ -128,14 +121,19 @@ def bench(
                     console.print(f"... {step}", **PLAIN)
 
             record = run(configuration, tell, journal)
-        _print_record(console, record)
+        for line in (texts.heading(record), texts.ceilings_line(record), *texts.remarks(record)):
+            console.print(line, **PLAIN)
+        for caption, titles, rows in texts.tables(record, texts.columns_in(record, console.width)):
+            console.print(table(caption, titles, rows))
+        for line in texts.not_measured(record):
+            console.print(line, **PLAIN)
         files = {
-            RECORD_NAME: to_json(record), "table.md": markdown(record).encode(), "plot.png": draw(record),
-            "report.html": render({journal.folder.name: record}).encode(),
+            RECORD_NAME: to_json(record), "table.md": texts.markdown(record).encode(), "plot.png": texts.draw(record),
+            "report.html": texts.render({journal.folder.name: record}).encode(),
         }  # fmt: skip
         journal.finish(files, keep=record["interrupted"])
     console.print(f"wrote {journal.folder}/", **PLAIN)
-    console.print(closing(record), **PLAIN)
+    console.print(texts.closing(record), **PLAIN)
     if as_json:
         typer.echo(to_json(record), nl=False)
     if record["interrupted"]:
@@ -143,29 +141,6 @@ def bench(
         raise typer.Exit(130)
     if any(row["status"] in ("incorrect", "failed") for row in record["rows"]):
         raise typer.Exit(1)
-
-
-def _print_candidates(console: Console) -> None:
-    from ..benchmarks.candidates import CANDIDATES, COMPILE_MODES
-
-    rows = []
-    for candidate in CANDIDATES.values():
-        missing = candidate.missing_packages()
-        installed = f"no (pip install {' '.join(missing)})" if missing else "yes"
-        rows.append((candidate.base, candidate.summary, installed, "yes" if candidate.compilable else "no"))
-    console.print(table("candidates", ("candidate", "description", "installed", "torch.compile"), rows, texts=4))
-    console.print(f"Append +compile to a name, or +compile:MODE, where MODE is one of {', '.join(COMPILE_MODES)}.")
-
-
-def _print_record(console: Console, record: dict[str, Any]) -> None:
-    from ..benchmarks.report import ceilings_line, columns_in, heading, not_measured, remarks, tables
-
-    for line in (heading(record), ceilings_line(record), *remarks(record)):
-        console.print(line, **PLAIN)
-    for caption, titles, rows in tables(record, columns_in(record, console.width)):
-        console.print(table(caption, titles, rows))
-    for line in not_measured(record):
-        console.print(line, **PLAIN)
 
 
 def compare(
@@ -185,15 +160,13 @@ def compare(
         return
     rows = []
     for pair in comparison["pairs"]:
-        rates = map(format_number, pair["images_per_s"])
         interval = "" if pair["interval"] is None else "[{:.3f}, {:.3f}]".format(*pair["interval"])
         resolution = "unknown" if pair["resolution"] is None else f"{pair['resolution']:.1%}"
-        about = pair["model"], pair["dtype"], str(pair["batch"]), pair["candidate"], pair["verdict"]
-        rows.append((*about, *rates, f"{pair['ratio']:.3f}", interval, resolution))
-    texts = ("model", "dtype", "batch", "candidate", "verdict")
-    titles = (*texts, "first", "second", "ratio", "interval", "resolution")
+        about = (str(pair[name]) for name in ("model", "dtype", "batch", "candidate", "verdict"))
+        rows.append((*about, *map(format_number, pair["images_per_s"]), f"{pair['ratio']:.3f}", interval, resolution))
+    titles = ["model", "dtype", "batch", "candidate", "verdict", "first", "second", "ratio", "interval", "resolution"]
     console = wide_console()
-    console.print(table("second / first, images per second", titles, rows, texts=len(texts)))
+    console.print(table("second / first, images per second", titles, rows, texts=5))
     for line in (*comparison["warnings"], *comparison["unpaired"]):
         console.print(line, **PLAIN)
 

@@ -11,8 +11,7 @@ A candidate replaces the original only if it is faster by more than the resoluti
 Among equally fast candidates, the one with the fewest changes is chosen. The search does not know the content of a
 candidate, and its clock is an argument.
 
-Source: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", 2016, for the
-halving.
+Source of the halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization".
 """
 
 from __future__ import annotations
@@ -48,27 +47,23 @@ class OutOfTime(Refused):
 
 @dataclass
 class Trial:
-    """A candidate with its samples (the last ones of all trials are of the same rounds), and why it was not chosen."""
+    """A candidate with its samples; the last ones of all trials are of the same rounds."""
 
     candidate: Any
     samples_ms: list[float] = field(default_factory=list)
-    reason: str | None = None
+    reason: str | None = None  # why it was not chosen
 
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search: the fastest candidate, and all of them, the original first.
-
-    `resolution` is the smallest difference that can be measured, None if there was no time for it. `finish_s` is the
-    estimated budget that finishes the search, None if it is finished.
-    """
+    """The result of a search: the fastest candidate, and all of them, the original first."""
 
     chosen: Any
     trials: tuple[Trial, ...]
-    resolution: float | None
+    resolution: float | None  # the smallest difference that can be measured; None: there was no time for it
     interrupted: bool
     tried: int
-    finish_s: float | None
+    finish_s: float | None  # the estimated budget that finishes the search; None: it is finished
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
@@ -130,7 +125,12 @@ class _Search:
                 if isinstance(error, OutOfTime):  # what it needs, or its limit besides the time that it has taken
                     self.untried, self.lacking_s = self.untried + 1, self.lacking_s + max(needed, left)
                 continue
-            self._drop_far_behind()
+            # Other load affects the shortest call least. The second trial stays, in case the first fails.
+            first, *rest = sorted(self.running, key=lambda trial: min(trial.samples_ms))
+            rest = [trial for trial in rest if trial is not self.original][first is not self.original :]
+            for trial in rest:
+                if (factor := min(trial.samples_ms) / min(first.samples_ms)) > FAR_BEHIND:
+                    self._drop(trial, f"{factor:.1f}x slower than the fastest")
 
     def vary(self) -> None:
         """Varies the fastest again and again."""
@@ -146,8 +146,8 @@ class _Search:
         rounds = FIRST_ROUNDS
         self.bench.tell(f"timing {len(self.running)} candidates, interleaved")
         while self.rounds < ENOUGH_ROUNDS or (self.rounds < MOST_ROUNDS and (self._resolution() or FINE) >= FINE):
-            if (leader := self._best()) is not self.leader:
-                self.leader, self.again = leader, []
+            if (best := self._best()) is not self.leader:
+                self.leader, self.again = best, []
             for _ in range(rounds):
                 round_s = sum(trial.samples_ms[-1] for trial in (*self.running, self.leader)) / 1e3
                 if self._left_s() < round_s:
@@ -155,17 +155,35 @@ class _Search:
                         self.lacking_s += round_s * max(ENOUGH_ROUNDS - self.rounds, 0)
                     return
                 self._round()
-            self._drop_the_slower()
+            best = self._best()
+            rest = sorted((t for t in self.running if t not in (best, self.original)), key=self._cost)
+            for trial in rest[len(rest) // 2 :]:
+                factor = self._cost(trial) / self._cost(best)
+                if factor > BEHIND and self._lead(best, trial) > 1:
+                    self._drop(trial, f"{factor:.2f}x slower than the fastest")
             rounds = min(2 * rounds, ENOUGH_ROUNDS // 2)
 
+    def _round(self) -> None:
+        """Times each candidate once, and the leader twice, in random order."""
+        each = [(trial, trial.samples_ms) for trial in self.running] + [(self.leader, self.again)]
+        random.Random(self.rounds).shuffle(each)
+        for trial, samples in each:
+            if trial in self.running:
+                try:
+                    samples.append(self.bench.call_ms(trial.candidate, self.rounds))
+                except Refused as error:
+                    if trial is self.original:
+                        raise
+                    self._drop(trial, str(error))
+        self.rounds += 1
+
     def conclude(self, interrupted: bool) -> Found:
-        best, chosen, resolution = self._best(), self.original, self._resolution()
+        best, resolution = self._best(), self._resolution()
         needed = 1 + (resolution or 0.0)
         equals = [trial for trial in self.running if trial is best or self._lead(best, trial) <= needed]
-        for trial in sorted(equals, key=lambda trial: trial.candidate.changes):
-            if trial is self.original or self._lead(trial, self.original) > needed:
-                chosen = trial
-                break
+        simplest = sorted(equals, key=lambda trial: trial.candidate.changes)
+        gaining = (t for t in simplest if t is self.original or self._lead(t, self.original) > needed)
+        chosen = next(gaining, self.original)
         for trial in self.trials:
             if trial is not chosen and trial in self.running and trial.samples_ms:
                 behind = self._cost(trial) / self._cost(chosen)
@@ -191,36 +209,6 @@ class _Search:
         if trial in self.running:
             self.running.remove(trial)
             self.bench.release(trial.candidate)
-
-    def _drop_far_behind(self) -> None:
-        """Drops by the shortest call, which other load affects least. The second stays, in case the first fails."""
-        first, *rest = sorted(self.running, key=lambda trial: min(trial.samples_ms))
-        quickest = min(first.samples_ms)
-        for trial in [trial for trial in rest if trial is not self.original][first is not self.original :]:
-            if min(trial.samples_ms) > FAR_BEHIND * quickest:
-                self._drop(trial, f"{min(trial.samples_ms) / quickest:.1f}x slower than the fastest")
-
-    def _round(self) -> None:
-        """Times each candidate once, and the leader twice, in random order."""
-        rounds = [(trial, trial.samples_ms) for trial in self.running] + [(self.leader, self.again)]
-        random.Random(self.rounds).shuffle(rounds)
-        for trial, samples in rounds:
-            if trial in self.running:
-                try:
-                    samples.append(self.bench.call_ms(trial.candidate, self.rounds))
-                except Refused as error:
-                    if trial is self.original:
-                        raise
-                    self._drop(trial, str(error))
-        self.rounds += 1
-
-    def _drop_the_slower(self) -> None:
-        best = self._best()
-        rest = sorted((t for t in self.running if t not in (best, self.original)), key=self._cost)
-        for trial in rest[len(rest) // 2 :]:
-            factor = self._cost(trial) / self._cost(best)
-            if factor > BEHIND and self._lead(best, trial) > 1:
-                self._drop(trial, f"{factor:.2f}x slower than the fastest")
 
     def _resolution(self) -> float | None:
         """Returns the difference between the leader's two names; None if there are too few samples."""
