@@ -41,7 +41,7 @@ def test_table_progress_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "cached result, checked again" in capsys.readouterr().out
     assert run("cache") == 0
     said = capsys.readouterr().out
-    assert said.startswith("1 cached result in")
+    assert said.startswith("cached results in") and said.splitlines()[0].endswith(": 1")
     assert "throughput, 2x3x32x32 torch.float32" in said and "fused sdpa" in said
     assert run("cache", "--json") == 0
     (kept,) = json.loads(capsys.readouterr().out)

@@ -16,49 +16,35 @@ from ..cli import PLAIN, AsJson, Device, argument, integers, option, split_words
 
 
 def bench(
-    images: Annotated[
-        list[Path] | None, argument("Image files or folders (default: matplotlib's sample image).")
-    ] = None,
+    images: Annotated[list[Path] | None, argument("Image files or folders (default: a sample image).")] = None,
     models: Annotated[
         str | None,
         option(
-            "Models, separated by commas: a name that `vit-fast models` lists, or a pattern, timm:NAME, hf:FOLDER, a "
-            "weights file, FILE.onnx, or package.module:function that returns an nn.Module.",
+            "Names or patterns of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, FILE.onnx, module:function.",
             metavar="A,B",
         ),
     ] = None,
-    img_size: Annotated[
-        str | None, option("Image sizes in pixels (default: the model's).", metavar="N|HxW,...")
-    ] = None,
+    img_size: Annotated[str | None, option("Image sizes (default: the model's).", metavar="N|HxW,...")] = None,
     train: Annotated[bool, option("Measure training steps: forward, backward, AdamW.", "--train")] = False,
     amp: Annotated[bool, option("With --train: run the forward under bf16 autocast.", "--amp")] = False,
-    data: Annotated[
-        str, option("Memory of the images; with host, include the copy to the GPU.", metavar="device|host")
-    ] = "device",
-    explain: Annotated[
-        bool, option("Also measure the time per layer and kernel, and print its lower bound.", "--explain")
-    ] = False,
-    cold: Annotated[
-        bool, option("Also measure the time from process start to the first correct output.", "--cold")
-    ] = False,
-    latency: Annotated[bool, option("Measure latency: p50, p90 and p99 of one image per call.", "--latency")] = False,
+    data: Annotated[str, option("Memory of the images: device, or host to include the copy to the GPU.")] = "device",
+    explain: Annotated[bool, option("Also print time and lower bound per layer and kernel.", "--explain")] = False,
+    cold: Annotated[bool, option("Also measure the time from process start to the first output.", "--cold")] = False,
+    latency: Annotated[bool, option("Measure p50, p90 and p99 latency of one image per call.", "--latency")] = False,
     batch_sizes: Annotated[
-        str | None,
-        option("Batch sizes; best doubles the batch size while throughput increases.", metavar="1,8|best"),
+        str | None, option("Batch sizes; best doubles the batch size while throughput increases.", metavar="1,8|best")
     ] = None,
     dtypes: Annotated[str | None, option("Dtypes: fp32, tf32 (GPU only), fp16, bf16.", metavar="A,B")] = None,
     candidates: Annotated[
         str | None, option("Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")
     ] = None,
     device: Device = "auto",
-    out: Annotated[
-        Path | None, option("New or empty folder, in which to write record, table, plot and HTML report.")
-    ] = None,
+    out: Annotated[Path | None, option("New folder for record, table, plot and HTML report.")] = None,
     time_budget: Annotated[
-        float | None, option("Skip candidates that do not fit into this time; 0 means no limit.", metavar="SECONDS")
+        float | None, option("Skip candidates that do not fit into these seconds; 0 means no limit.")
     ] = None,
-    seconds: Annotated[float | None, option("Measure each candidate for this many seconds.", metavar="SECONDS")] = None,
-    resume: Annotated[Path | None, option("Resume the interrupted run in this folder.", metavar="FOLDER")] = None,
+    seconds: Annotated[float | None, option("Measure each candidate for this many seconds.")] = None,
+    resume: Annotated[Path | None, option("Resume the interrupted run in this folder.")] = None,
     as_json: AsJson = False,
     list_candidates: Annotated[bool, option("List the candidates and exit.", "--list-candidates")] = False,
 ) -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -23,40 +22,29 @@ if TYPE_CHECKING:
     from ..measure.optimization import Optimization
 
 OTHER_BATCHES = 3  # to measure agreement
+ModelName = Annotated[
+    str, argument("One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, FILE.onnx, or module:function.")
+]
 FIGURES = ("patches", "filters", "positions", "attention", "rollout", "attention_distance", "features")
 
 
 def optimize(
-    model: Annotated[
-        str,
-        argument(
-            "One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, FILE.onnx, or package.module:function "
-            "that returns an nn.Module."
-        ),
-    ],
+    model: ModelName,
     batch: Annotated[int, option("Images per call.", min=1)] = 1,
     img_size: ImageSize = None,
     allow: Annotated[str | None, option("Also try lower precision: bf16, fp16, int8, fp8.", metavar="A,B")] = None,
-    min_agreement: Annotated[
-        float, option("With --allow: required top-1 agreement with the model.", min=0, max=1)
-    ] = 0.99,
+    min_agreement: Annotated[float, option("With --allow: required top-1 agreement.", min=0, max=1)] = 0.99,
     images: Annotated[
-        list[Path] | None,
-        option("Image files or folders for check and calibration (default: matplotlib's sample image)."),
+        list[Path] | None, option("Image files or folders for check and calibration (default: a sample image).")
     ] = None,
-    budget: Annotated[
-        float, option("Time limit of the search in seconds, including builds, exports and checks.", min=1)
-    ] = 100,
+    budget: Annotated[float, option("Time limit of the search in seconds, with builds and checks.", min=1)] = 100,
     latency: Annotated[bool, option("Minimize p90 latency instead of median latency.", "--latency")] = False,
     memory_limit: Annotated[
-        float | None,
-        option("Skip candidates that need more than this many MiB in addition to the model.", min=0.001),
+        float | None, option("Maximum MiB of a candidate in addition to the model.", min=0.001)
     ] = None,
     device: Device = "auto",
     save: Annotated[Path | None, option("Save the result for vit_fast.load_optimized.")] = None,
-    export: Annotated[
-        Path | None, option("New or empty folder for the result: an ONNX file or a PyTorch package.")
-    ] = None,
+    export: Annotated[Path | None, option("New folder for the result: an ONNX file or a PyTorch package.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest configuration of a model on this machine, verify it against fp64, and cache it.
@@ -101,13 +89,12 @@ def optimize(
         for path in deploy(result.cached, opened.module, opened.example, export, opened.image_files):
             console.print(f"wrote {path}", **PLAIN)
     if as_json:
-        rows = [_plain(row) for row in result.table]
+        rows = [
+            {**vars(row), "candidate": row.candidate.to_dict(), "name": row.candidate.name}
+            | {"checked": None if row.checked is None else vars(row.checked)}
+            for row in result.table
+        ]
         typer.echo(json.dumps(result.cached.to_dict() | {"name": result.candidate.name, "table": rows}, indent=2))
-
-
-def _plain(row: Any) -> dict[str, Any]:
-    facts = {**vars(row), "candidate": row.candidate.to_dict(), "name": row.candidate.name}
-    return facts | {"checked": None if row.checked is None else vars(row.checked)}
 
 
 def _table(result: Optimization) -> Table:
@@ -115,21 +102,19 @@ def _table(result: Optimization) -> Table:
 
     from ..measure.clock import format_number
 
-    titles = (
-        "candidate", "ms", "images/s", "speedup", "max error", "agreement", "peak MiB", "first call s", "status",
-    )  # fmt: skip
+    titles = ["candidate", "ms", "images/s", "speedup", "max error", "agreement", "peak MiB", "first call s", "status"]
     made = table(f"{result.objective}, in the order of the search", titles)
     made.columns[-1].justify, made.columns[-1].no_wrap, made.columns[0].no_wrap = "left", False, False
     for row in result.table:
-        timed, checked = ["", "", ""], ["", "", "", ""]
+        cells = [""] * 7
         if row.ms is not None and row.images_per_s is not None:
             interval = "" if row.speedup_interval is None else " [{:.2f}, {:.2f}]".format(*row.speedup_interval)
-            timed = [format_number(row.ms, 4), format_number(row.images_per_s, 4), f"{row.speedup:.2f}{interval}"]
+            cells[:3] = format_number(row.ms, 4), format_number(row.images_per_s, 4), f"{row.speedup:.2f}{interval}"
         if (found := row.checked) is not None:
-            peak = f"{found.peak_bytes / 2**20:.0f}"
-            checked = [f"{found.error:.1e}", f"{found.agreement:.1%}", peak, f"{found.first_call_s:.1f}"]
-        cells = map(escape, (row.candidate.name, *timed, *checked, row.reason or "selected"))
-        made.add_row(*cells, style=None if row.reason else "bold")
+            cells[3:5] = f"{found.error:.1e}", f"{found.agreement:.1%}"
+            cells[5:] = f"{found.peak_bytes / 2**20:.0f}", f"{found.first_call_s:.1f}"
+        texts = map(escape, (row.candidate.name, *cells, row.reason or "selected"))
+        made.add_row(*texts, style=None if row.reason else "bold")
     return made
 
 
@@ -146,7 +131,7 @@ def cache(
     if as_json:
         typer.echo(json.dumps([result.to_dict() for _, result in found], indent=2))
         return
-    typer.echo(f"{len(found)} cached result{'s' * (len(found) != 1)} in {cache.folder()}")
+    typer.echo(f"cached results in {cache.folder()}: {len(found)}")
     for path, result in found:
         key = result.key
         shapes = " ".join("x".join(map(str, shape)) + f" {dtype}" for shape, dtype in key["example"])
@@ -157,18 +142,10 @@ def cache(
 
 
 def show(
-    model: Annotated[
-        str,
-        argument(
-            "One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, or package.module:function that returns "
-            "an nn.Module."
-        ),
-    ],
+    model: ModelName,
     image: Annotated[Path | None, argument("An image file (default: matplotlib's sample image).")] = None,
     figures: Annotated[str, option(f"Some of {', '.join(FIGURES)}.", metavar="A,B")] = ",".join(FIGURES),
-    blocks: Annotated[
-        str, option("Blocks of the attention figure; negative indices count from the end.", metavar="0,-1")
-    ] = "0,-1",
+    blocks: Annotated[str, option("Blocks of the attention figure; negative ones count from the end.")] = "0,-1",
     img_size: ImageSize = None,
     out: Annotated[Path, option("Folder for the files FIGURE.png.")] = Path("figures"),
 ) -> None:
@@ -191,22 +168,19 @@ def show(
         opened.module, image or opened.image_files[0], data_config=opened.model.data, image_hw=opened.model.image_hw,
         in_chans=opened.model.in_chans,
     )  # fmt: skip
-    made = {}
     for name in wanted:
+        inputs, path = [opened.module, prepared][: 1 if name == "filters" else 2], out / f"{name}.png"
         try:
-            inputs = [opened.module] if name == "filters" else [opened.module, prepared]
-            made[name] = getattr(drawn, name)(*inputs, **options.get(name, {}))
+            figure = getattr(drawn, name)(*inputs, **options.get(name, {}))
         except UnsupportedInputError as error:
             typer.echo(f"skipped {name}: {'; '.join(error.reasons)}", err=True)
-    for name, figure in made.items():
-        path = out / f"{name}.png"
+            continue
         with file_aside(path) as aside:
             figure.savefig(aside)
         typer.echo(f"wrote {path}")
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
     """A model in fp32 on its device, with an example batch, other batches, and the image files."""
 
     model: Model
@@ -232,25 +206,22 @@ def open_model(
     configuration = make_configuration(
         images, models=[name], batch_sizes=[batch], dtypes=["fp32"], img_size=img_size, device=device
     )
-    on, paths = configuration.device, configuration.images
-    if len(configuration.models) > 1:
+    on, paths, (model, *more) = configuration.device, configuration.images, configuration.models
+    if more:
         names = ", ".join(model.name for model in configuration.models)
         raise ValueError(f"the name must match one model, got {name!r}, which matches {names}")
-    (model,) = configuration.models
-    if model.onnx is not None:
-        module: Any = OnnxFile(model.onnx, on, img_size if img_size is None else model.image_hw)
-    elif model.kind not in ("vit-fast", "given"):
+    if model.kind not in ("vit-fast", "given", "onnx"):
         raise ValueError(f"the model must not be a single block or operator, got {name}")
-    else:
-        weights = model.weights if model.config is None or model.weights else random_weights(model.config)
-        module = build_reference(Task(model, weights, torch.float32, on, batch))
     count = max(batch, min(MAX_VIEWS, batch * (1 + OTHER_BATCHES)))
+    views = image_views(paths, model, count)
     if model.onnx is None:
-        views = image_views(paths, model, count)
-    elif module.runner.takes_pixels:
-        views = torch.from_numpy(as_pixels(read_image(paths[0]), count, module.runner.in_chans))
+        weights = model.weights if model.config is None or model.weights else random_weights(model.config)
+        module: Any = build_reference(Task(model, weights, torch.float32, on, batch))
     else:
-        one = torch.from_numpy(module.runner.example(1, np.random.default_rng(0)))
-        views = image_views(paths, model, count).to(one.dtype)
+        module = OnnxFile(model.onnx, on, img_size if img_size is None else model.image_hw)
+        if module.runner.takes_pixels:
+            views = torch.from_numpy(as_pixels(read_image(paths[0]), count, module.runner.in_chans))
+        else:
+            views = views.to(torch.from_numpy(module.runner.example(1, np.random.default_rng(0))).dtype)
     batches = [part for part in views.to(on).split(batch) if len(part) == batch]
     return Opened(model, module, batches[0], batches[1:], paths)
