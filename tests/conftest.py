@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 WHOLE = {
     "test_export_errors", "test_export_options", "test_fuse_matrix",
     "test_model", "test_onnx_runner", "test_packaging", "test_runtime", "test_stand_in_driver", "test_static_kernels",
-    "test_traced_parts", "test_warm_up",
+    "test_warm_up",
 }  # fmt: skip
 
 

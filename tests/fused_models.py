@@ -240,7 +240,8 @@ def gradients(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> 
     model.zero_grad(set_to_none=True)
     output = subject.run(model, inputs)
     output.square().sum().backward()
-    return output.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    named = ((name.removeprefix("_orig_mod."), parameter.grad) for name, parameter in model.named_parameters())
+    return output.detach(), {name: grad.clone() for name, grad in named if grad is not None}
 
 
 def assert_same_results(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +12,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import LIBRARIES, SUBJECTS, attributes_of, classes_of, plain_vit, tiny_timm
+from fused_models import IMAGE, LIBRARIES, SUBJECTS, of_depth, plain_vit, rotary_of_depth, tiny_timm
 from kernel_support import DEVICE
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import vit_fast
-from vit_fast.blocks.fused import FusedModule, FusedNormMlp
+from vit_fast.blocks.fused import FusedBlocks, FusedModule, FusedNormMlp
 
 Change = Callable[[Any], object]
+
+
+def doubled(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = before(*args, **kwargs)
+    return 2 * result if isinstance(result, Tensor) else (2 * result[0], *result[1:])
+
+
+def set_forward(module: nn.Module) -> None:
+    module.forward = functools.partial(doubled, module.forward)
 
 
 def hook_attention_dropout(block: Any) -> None:
@@ -41,6 +51,7 @@ CHANGES: dict[str, tuple[Change, str | None]] = {
         lambda block: setattr(block, "norm2", nn.RMSNorm(64)), "norm2.eps must be a number, got None",
     ),
     "other MLP": (lambda block: setattr(block, "mlp", nn.Linear(64, 64)), "mlp must be the Mlp of "),
+    "forward": (set_forward, "its forward was replaced on the instance"),
 }  # fmt: skip
 OF_TIMM: dict[str, tuple[Change, str | None]] = {
     "activation": (lambda block: setattr(block.mlp, "act", nn.GELU(approximate="tanh")), None),
@@ -74,34 +85,24 @@ def test_a_change_takes_effect_and_is_skipped_with_a_reason(library: str, change
 @pytest.mark.each_value
 @pytest.mark.parametrize("backend", ("sdpa", "triton"))
 @pytest.mark.parametrize("name", ("timm-vit", "timm-eva02", "transformers-vit", "transformers-siglip2"))
-def test_a_scale_of_attention_changed_after_fuse_is_followed(name: str, backend: str) -> None:
-    plain, inputs = SUBJECTS[name].build().to(DEVICE).eval(), SUBJECTS[name].inputs()
-    inputs = {key: value.to(DEVICE) for key, value in inputs.items()}
+def test_a_changed_attention_scale_takes_effect(name: str, backend: str) -> None:
+    subject = SUBJECTS[name]
+    plain, inputs = subject.build().to(DEVICE).eval(), {k: v.to(DEVICE) for k, v in subject.inputs().items()}
     fused = copy.deepcopy(plain)
     vit_fast.fuse(fused, backend)
     with torch.no_grad():
-        before = SUBJECTS[name].output(fused(**inputs))
+        before = subject.run(fused, inputs)
         for module in (*plain.modules(), *fused.modules()):
             for attribute in ("scale", "scaling"):
                 if isinstance(getattr(module, attribute, None), float):
                     setattr(module, attribute, 3.0)
                     module.fused_attn = False  # otherwise timm ignores its scale
-        expected = SUBJECTS[name].output(plain(**inputs))
+        expected = subject.run(plain, inputs)
         assert (expected - before).norm() > 0.01 * before.norm()
-        torch.testing.assert_close(SUBJECTS[name].output(fused(**inputs)), expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(subject.run(fused, inputs), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_a_forward_replaced_on_an_instance_or_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    images = torch.randn(2, 3, 32, 32)
-    for fused_first in (False, True):
-        model = tiny_timm().eval()
-        if fused_first:
-            vit_fast.fuse(model, "sdpa").require_all()
-        set_forward(model.blocks[0])
-        expected = model(images)
-        (row,) = vit_fast.fuse(model, "eager").skipped
-        assert row.reasons == ("its forward was replaced on the instance",)
-        torch.testing.assert_close(model(images), expected)
+def test_a_forward_replaced_in_the_library_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("timm.models.vision_transformer.Block.forward", lambda self, x, **masks: x)
     (row,) = vit_fast.fuse(tiny_timm()).skipped
     assert row.reasons == ("Block.forward was replaced on the class",)
@@ -128,7 +129,7 @@ def scale_weights(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("library", [*LIBRARIES, "torch"])
-def test_weights_of_another_class_run_by_peer_own_linear(library: str) -> None:
+def test_weights_of_another_tensor_class_run_in_the_original_linear(library: str) -> None:
     subject = SUBJECTS[LIBRARIES.get(library, "torch-encoder")]
     model = subject.build().to(DEVICE).eval()
     inputs = {name: tensor[:1].to(DEVICE) for name, tensor in subject.inputs().items()}
@@ -166,25 +167,6 @@ def test_a_model_stays_fused_after_accelerate_removed_its_hooks(library: str) ->
 # --- unfuse removes everything that fuse added, and nothing that users set --------------------------------------
 
 
-@pytest.mark.parametrize("library", [*LIBRARIES, "torch"])
-def test_unfuse_restores_a_frozen_model(library: str) -> None:
-    model = SUBJECTS[LIBRARIES.get(library, "torch-encoder")].build().eval()
-    classes, before = classes_of(model), attributes_of(model)
-    vit_fast.fuse(model, "triton")
-    vit_fast.freeze(model)
-    vit_fast.unfuse(model)
-    assert classes_of(model) == classes and attributes_of(model) == before
-
-
-def doubled(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = before(*args, **kwargs)
-    return 2 * result if isinstance(result, Tensor) else (2 * result[0], *result[1:])
-
-
-def set_forward(module: nn.Module) -> None:
-    module.forward = functools.partial(doubled, module.forward)
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("how", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -220,3 +202,66 @@ def test_a_forward_set_before_fuse_stays_and_one_left_by_accelerate_is_removed()
     vit_fast.unfuse(model)
     assert vars(first)["forward"] is given and "forward" not in vars(second)
     assert torch.equal(model(images), expected)
+
+
+# --- a Sequential of fused blocks behaves like a Sequential ---------------------------------------------------------
+
+X = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+
+
+OPERATIONS: dict[str, Callable[[Any], nn.Module]] = {
+    "first": lambda blocks: blocks[:1],
+    "none": lambda blocks: blocks[:0],
+    "slice of a slice": lambda blocks: blocks[1:][:1],
+    "sum": lambda blocks: blocks + blocks[:2],
+    "added to another": lambda blocks: nn.Sequential(nn.Tanh()) + blocks,
+    "product": lambda blocks: 2 * blocks,
+    "sum in place": lambda blocks: operator.iadd(blocks, blocks[:1]),
+    "append": lambda blocks: blocks.append(nn.Tanh()),
+    "pickle of a slice": lambda blocks: pickle.loads(pickle.dumps(blocks[1:])),
+}
+PATHS = {"timm": "blocks", "torchvision": "encoder.layers", "vit-fast": "blocks"}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("library", PATHS)
+def test_containers_do_what_they_do_without_fuse(library: str, operation: str) -> None:
+    model = of_depth(3)[library].build().eval()
+    expected = OPERATIONS[operation](copy.deepcopy(model).get_submodule(PATHS[library]))
+    vit_fast.fuse(model, "sdpa").require_all()
+    blocks: Any = model.get_submodule(PATHS[library])
+    assert isinstance(blocks, FusedBlocks)
+    found: Any = OPERATIONS[operation](blocks)
+    with torch.no_grad():
+        assert list(found.state_dict()) == list(expected.state_dict())
+        assert len(found) == len(list(found)) == len(list(expected))
+        undo = (lambda: vit_fast.unfuse(model), lambda: vit_fast.unfuse(found))  # they share their blocks
+        for each in (lambda: None, lambda: vit_fast.fuse(found, "eager"), *undo):
+            each()
+            torch.testing.assert_close(found(X), expected(X), rtol=1e-4, atol=1e-4)
+    assert not isinstance(found, FusedBlocks)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_a_block_that_is_not_fused_in_a_fused_sequential(backend: str) -> None:
+    model, other = (of_depth(2)["timm"].build().eval() for _ in range(2))
+    expected = nn.Sequential(*copy.deepcopy(model).blocks[:1], copy.deepcopy(other).blocks[1])
+    vit_fast.fuse(model, backend)
+    blocks = model.blocks[:1].append(other.blocks[1])
+    with torch.no_grad():
+        torch.testing.assert_close(blocks(X), expected(X), rtol=1e-4, atol=1e-4)
+        assert vit_fast.fuse(blocks, backend).require_all()
+        torch.testing.assert_close(blocks(X), expected(X), rtol=1e-4, atol=1e-4)
+
+
+def test_a_slice_of_our_blocks_passes_rotary_positions_on() -> None:
+    model, images = rotary_of_depth(3)["vit-fast"].build().eval(), torch.randn(1, 3, IMAGE, IMAGE)
+    vit_fast.set_backend(model, "sdpa")
+    model.blocks = model.blocks[:2]
+    seen: list[Tensor] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+    with torch.no_grad():
+        model(images)
+    assert len(seen) == 2 and all(positions is not None for positions in seen)
