@@ -70,35 +70,27 @@ def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
 
 def fp8_reasons(device: torch.device) -> list[str]:
     """Returns all reasons why blocks in FP8 cannot run on a device."""
-    return list(triton_unavailable_reasons(device) or _capability_reasons(device))
-
-
-@constant_to_compiler
-def _capability_reasons(device: torch.device) -> tuple[str, ...]:
+    if reasons := triton_unavailable_reasons(device):
+        return list(reasons)
     from ..kernels.device import gpu_of
 
     major, minor = divmod(int(gpu_of(device).arch.removeprefix("sm_")), 10)
     if (major, minor) >= FP8_CAPABILITY:
-        return ()
+        return []
     least = ".".join(map(str, FP8_CAPABILITY))
-    return (f"FP8 needs compute capability {least} or higher, got {major}.{minor} on {device}",)
+    return [f"FP8 needs compute capability {least} or higher, got {major}.{minor} on {device}"]
 
 
 def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Returns all reasons why kernels with matmuls of this dtype cannot run on a device."""
     reasons = list(triton_unavailable_reasons(device))
-    if reasons or dtype != torch.float32 or _computes_fp32_exactly() or _tf32_is_allowed():
+    if reasons or dtype != torch.float32 or interpreter_is_active() or _tf32_is_allowed():
         return reasons
     return [
         "fp32 matmuls must be allowed to use TF32, got "
         f"torch.backends.cuda.matmul.fp32_precision={torch.backends.cuda.matmul.fp32_precision!r}: call "
         "torch.set_float32_matmul_precision('high'), use float16 or bfloat16, or backend='sdpa'"
     ]
-
-
-@constant_to_compiler
-def _computes_fp32_exactly() -> bool:
-    return interpreter_is_active()
 
 
 @constant_to_compiler
@@ -136,9 +128,9 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-@functools.cache
+@constant_to_compiler
 def interpreter_is_active() -> bool:
-    """Returns True if Triton runs kernels in its interpreter; this is fixed for the life of the process."""
+    """Returns True if Triton runs kernels in its interpreter."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

@@ -1,8 +1,8 @@
 """Registers operators with torch, each with a schema, implementation, fake, gradient and FLOP formula.
 
-`torch.library.custom_op` needs more host time per call. Here, autograd calls one `torch.autograd.Function`, and a call
-reaches the implementation directly unless a mode or a tensor subclass intercepts the call. The implementation runs
-through a launch plan (`kernels/plan.py`): later calls with the same signature replay the launches and skip all checks.
+`torch.library.custom_op` needs more host time per call. Here, a call reaches the implementation directly unless a mode
+or a tensor subclass intercepts it. The implementation runs through a launch plan (`kernels/plan.py`): later calls with
+the same signature replay the launches and skip all checks.
 
 An operator may take at most one list of tensors. `text_of` encodes strings, flags and dtypes as one string. Numbers are
 separate arguments, because torch.compile may trace them.
@@ -30,6 +30,7 @@ from ..errors import UnsupportedInputError
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 CACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Cached weights (`Frozen` in `blocks/frozen.py`) by the address of their first tensor."""
+_LIBRARY = torch_library.Library("vit_fast", "FRAGMENT")
 _UNCOMPILED = "triton operators under torch.func or forward-mode derivatives run uncompiled"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -73,26 +74,36 @@ def operator(
         cached: Position, in the flattened arguments, of the weight whose address is a key of `CACHED`. Every
             call first updates the cached weights if the parameters changed, also in a compiled graph.
     """
-    library = _library()
-    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     registered = getattr(torch.ops.vit_fast, name).default
-    arguments = _Arguments(registered)
+    kinds = [str(argument.type) for argument in registered._schema.arguments]
+    at = next((position for position, kind in enumerate(kinds) if kind.startswith("List")), None)
+    behind = 0 if at is None else len(kinds) - at - 1
     refuse_vmap = _refuse(
         f"torch.vmap of {what}",
         "the kernels take a batch of any size: fold the mapped dimension into it, or use backend='sdpa'",
     )
 
+    def flattened(args: Sequence[Any]) -> Sequence[Any]:
+        return args if at is None else (*args[:at], *args[at], *args[at + 1 :])
+
+    def nested(flat: Sequence[Any]) -> Sequence[Any]:
+        if at is None:
+            return flat
+        end = len(flat) - behind
+        return (*flat[:at], list(flat[at:end]), *flat[end:])
+
     def on_flat(*flat: Any) -> Any:
-        return function(*arguments.nested(flat))
+        return function(*nested(flat))
 
     def implementation(*args: Any) -> Any:
-        flat = arguments.flat(args)
+        flat = flattened(args)
         if cached is not None and CACHED and (weights := CACHED.get(flat[cached].data_ptr())) is not None:
             weights.ensure_current()
         return _run_by_plan()(on_flat, flat)
 
-    library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch_library.register_fake(registered, fake, lib=library)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch_library.register_fake(registered, fake, lib=_LIBRARY)
     torch_library.register_vmap(registered, refuse_vmap)
     _flop_formulas.append((registered.overloadpacket, lambda *args, out_val=None, **_: flop(*args)))
 
@@ -103,22 +114,20 @@ def operator(
         ctx.set_materialize_grads(False)
         if not isinstance(output, Tensor):
             ctx.mark_non_differentiable(*output[1:])
-        saved, ctx.rest = gradient.save(arguments.nested(inputs), output)
+        saved, ctx.rest = gradient.save(nested(inputs), output)
         ctx.save_for_backward(*saved)
 
     def derive(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
-            _refuse(
-                f"the second derivative of {what}",
-                "the backward kernels are not differentiable: use backend='eager'",
-            )()
+            reason = "the backward kernels are not differentiable: use backend='eager'"
+            _refuse(f"the second derivative of {what}", reason)()
         gradients = () if grad_output is None else gradient.backward(grad_output, ctx.saved_tensors, ctx.rest)
         return (*gradients, *(None,) * (ctx.count - len(gradients)))
 
-    class Differentiable(torch.autograd.Function):
+    class Differentiable(torch.autograd.Function):  # without setup_context, which would take 20 us per call
         @staticmethod
         def forward(ctx: Any, keys: Any, *flat: Any) -> Any:
-            output = _without_lists(dispatch(keys, *arguments.nested(flat)))  # gradients are disabled here
+            output = _without_lists(dispatch(keys, *nested(flat)))  # gradients are disabled here
             save(ctx, flat, output)
             return output
 
@@ -131,7 +140,7 @@ def operator(
 
     def dispatch(keys: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():
-            flat = arguments.flat(args)
+            flat = flattened(args)
             if torch._C._any_requires_grad(*flat):
                 return Differentiable.apply(keys, *flat)  # type: ignore[no-untyped-call]  # untyped in torch
         with torch._C._AutoDispatchBelowAutograd():
@@ -140,14 +149,14 @@ def operator(
                 return implementation(*args)
             return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
-    library.impl(name, dispatch, "Autograd", with_keyset=True)
+    _LIBRARY.impl(name, dispatch, "Autograd", with_keyset=True)
 
     class Transformed(torch.autograd.Function):
         """The operator for torch.func, which otherwise rejects operators or treats forward-mode tangents as zero."""
 
         @staticmethod
         def forward(*flat: Any) -> Any:
-            return _without_lists(registered(*arguments.nested(flat)))
+            return _without_lists(registered(*nested(flat)))
 
         setup_context = staticmethod(save)
         backward = staticmethod(derive)
@@ -168,31 +177,7 @@ def operator(
             routes["uncompiled"] = torch.compiler.disable(Transformed.apply, reason=_UNCOMPILED)
         return "uncompiled" if "uncompiled" in routes else "eager"
 
-    def call(*args: Any) -> Any:
-        return routes[route()](*arguments.flat(args)) if in_transform() else registered(*args)
-
-    return call
-
-
-class _Arguments:
-    """Flattens and rebuilds the arguments of an operator that may take one list of tensors."""
-
-    def __init__(self, registered: Any) -> None:
-        kinds = [str(argument.type) for argument in registered._schema.arguments]
-        lists = [position for position, kind in enumerate(kinds) if kind.startswith("List")]
-        assert len(lists) < 2, "at most one list of tensors"
-        self._list = lists[0] if lists else None
-        self._behind = len(kinds) - lists[0] - 1 if lists else 0
-
-    def flat(self, args: Sequence[Any]) -> Sequence[Any]:
-        at = self._list
-        return args if at is None else (*args[:at], *args[at], *args[at + 1 :])
-
-    def nested(self, flat: Sequence[Any]) -> Sequence[Any]:
-        if self._list is None:
-            return flat
-        end = len(flat) - self._behind
-        return (*flat[: self._list], list(flat[self._list : end]), *flat[end:])
+    return lambda *args: routes[route()](*flattened(args)) if in_transform() else registered(*args)
 
 
 def _without_lists(output: Any) -> Any:
@@ -280,11 +265,6 @@ def _text(words: tuple[Any, ...]) -> str:
 def words_of(text: str) -> tuple[Any, ...]:
     """Restores the arguments of `text_of`, with dtypes as text."""
     return tuple(json.loads(text))
-
-
-@functools.cache
-def _library() -> torch_library.Library:
-    return torch_library.Library("vit_fast", "FRAGMENT")
 
 
 @functools.cache
