@@ -40,12 +40,12 @@ class FixedGrid(nn.Module):
         super().__init__()
         package = "timm" if comes_from("timm", tower) else "transformers"
         reasons = version_reasons() if package == "transformers" else []
-        if not any(comes_from(package, tower, name) for name in TOWERS):
+        if not comes_from(package, tower, *TOWERS):
             reasons = [f"the tower must be one of {', '.join(TOWERS)}, got a {type(tower).__name__}"]
         raise_unsupported("FixedGrid", reasons)
         self.tower: Any = tower
         facts: Any = getattr(tower, "config", None) or tower.embeds  # NaFlexVit has no config
-        self.is_qwen = any(comes_from("transformers", tower, name) for name in QWEN)
+        self.is_qwen = comes_from("transformers", tower, *QWEN)
         self.merge = facts.spatial_merge_size if self.is_qwen else 1
         names = ("in_channels", "num_channels", "in_chans")
         self.channels = int(next(getattr(facts, name) for name in names if hasattr(facts, name)))
@@ -82,8 +82,11 @@ class FixedGrid(nn.Module):
         if self.is_qwen:
             layout = {name: self._repeated(name, images.shape[0]) for name in self.layout_names}
             output = self.tower(self.patches(images), None, **layout).pooler_output.unflatten(0, (images.shape[0], -1))
-        elif self.layout_names:
-            output = self._siglip2(images)
+        elif self.layout_names:  # SigLIP 2
+            patches = patchify(images, self.patch_hw).movedim(3, -1).flatten(3).flatten(1, 2)
+            tokens = embed_patches(self.tower.embeddings, patches, self.get_buffer("resizing"))
+            output = self.tower.post_layernorm(self.tower.encoder(inputs_embeds=tokens).last_hidden_state)
+            output = self.tower.head(output) if self.tower.use_head else output
         else:
             output = self.tower.forward_head(self.tower.forward_features(images), pre_logits=features)
         return output
@@ -94,12 +97,6 @@ class FixedGrid(nn.Module):
         by_cell = cells.transpose(2, 3).unsqueeze(6)  # [B, rows, columns, merge, merge, channels, 1, height, width]
         frames = self.tower.config.temporal_patch_size
         return by_cell.expand(*(-1,) * 6, frames, -1, -1).flatten(5).flatten(0, 4)
-
-    def _siglip2(self, images: Tensor) -> Tensor:
-        patches = patchify(images, self.patch_hw).movedim(3, -1).flatten(3).flatten(1, 2)
-        tokens = embed_patches(self.tower.embeddings, patches, self.get_buffer("resizing"))
-        tokens = self.tower.post_layernorm(self.tower.encoder(inputs_embeds=tokens).last_hidden_state)
-        return self.tower.head(tokens) if self.tower.use_head else tokens
 
     def _repeated(self, name: str, batch: int) -> Tensor:
         """Repeats the metadata of one image for all images of a batch."""

@@ -17,7 +17,7 @@ from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.plain import PLAIN, is_touched, tensor_reasons, touch_reasons
 from ..blocks.reading import Reader, dropout_notes
 from ..config import ViTConfig
-from ..errors import UnsupportedInputError, type_name
+from ..errors import type_name
 from ..ops import attention_qkvpacked
 from .interface.image_model import Head, ImageModel, comes_from, raise_unsupported
 from .interface.weight_names import PLAIN_VIT, Converted, Rule, config_reasons, rename
@@ -53,11 +53,9 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
 def build_peer(config: ViTConfig) -> nn.Module:
     """Builds torchvision's model of this shape; raises UnsupportedInputError with all reasons if there is none."""
     problems = config_reasons(config, **PLAIN_VIT, act_layer="gelu", qkv_bias=True, in_chans=3)
-    for name, (height, width) in (("img_size", config.image_hw), ("patch_size", config.patch_hw)):
-        if height != width:
-            problems.append(f"{name} must be square, got {height}x{width}")
-    if config.num_classes == 0:
-        problems.append("num_classes must be at least 1, got 0")
+    sizes = {"img_size": config.image_hw, "patch_size": config.patch_hw}
+    problems += [f"{name} must be square, got {h}x{w}" for name, (h, w) in sizes.items() if h != w]
+    problems += [] if config.num_classes else ["num_classes must be at least 1, got 0"]
     raise_unsupported(NAME, problems)
     from torchvision.models.vision_transformer import VisionTransformer
 
@@ -79,7 +77,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
 
 def recognize(model: Any) -> ImageModel | None:
     """Describes a VisionTransformer of torchvision for export; returns None for another model."""
-    if not comes_from(NAME, model, class_name="VisionTransformer"):
+    if not comes_from(NAME, model, "VisionTransformer"):
         return None
     size, patch, depth = int(model.image_size), int(model.patch_size), len(model.encoder.layers)
     linears = [module for module in model.heads.modules() if isinstance(module, nn.Linear)]
@@ -99,9 +97,8 @@ def recognize(model: Any) -> ImageModel | None:
 
 class TorchvisionModel(ImageModel):
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
-        if dynamic_size:
-            what = "dynamic_size with torchvision's VisionTransformer"
-            raise UnsupportedInputError(what, ["it supports one image size only"])
+        reasons = ["it supports one image size only"] if dynamic_size else []
+        raise_unsupported("dynamic_size with torchvision's VisionTransformer", reasons)
         # disable the fast path of nn.MultiheadAttention, an operator that ONNX cannot represent
         enabled = torch.backends.mha.get_fastpath_enabled()
         undo.callback(torch.backends.mha.set_fastpath_enabled, enabled)
@@ -109,13 +106,14 @@ class TorchvisionModel(ImageModel):
 
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
         model: Any = self.model
+        output: Tensor
         if head == "logits":
-            logits: Tensor = model(images)
-            return logits
-        tokens = model._process_input(images)
-        tokens = torch.cat([model.class_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
-        features: Tensor = model.encoder(tokens)[:, 0]
-        return features
+            output = model(images)
+        else:
+            tokens = model._process_input(images)
+            tokens = torch.cat([model.class_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
+            output = model.encoder(tokens)[:, 0]
+        return output
 
 
 # --- fusing ---------------------------------------------------------------------------------------------------
@@ -162,9 +160,8 @@ class MultiheadAttentionMixin(FusedModule):
         changed = type(self.out_proj) is not NonDynamicallyQuantizableLinear
         changed = changed or any(type(parameter) not in PLAIN for parameter in self._parameters.values())
         if masked or need_weights or not self_attention or dropping or changed or is_touched(self.out_proj):
-            return super().forward(
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )
+            masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return super().forward(query, key, value, *masks)
         x = query if self.batch_first else query.transpose(0, 1)
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
         mixed = attention_qkvpacked(qkv, backend=self.vit_fast_backend).flatten(2)
@@ -190,8 +187,7 @@ class TransformerEncoderLayerMixin(FusedNormMlp):
         is_causal: bool = False,
     ) -> Tensor:
         """Maps [B, N, C] (or [N, B, C] without batch_first) to the same shape."""
-        masks: dict[str, Any] = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
-        given = is_causal or any(mask is not None for mask in masks.values())
+        given = is_causal or src_mask is not None or src_key_padding_mask is not None
         parts = self.ready()
         if given or src.is_nested or parts is None:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
@@ -227,12 +223,13 @@ class EncoderBlockMixin(FusedNormMlp):
         if parts is None:
             return super().forward(input)
         torch._assert(input.dim() == 3, f"Expected (batch_size, seq_length, hidden_dim) got {input.shape}")
-        return self.run_as_block(parts, input, self._attend)
 
-    def _attend(self, input: Tensor) -> Tensor:
-        x = self.ln_1(input)
-        x, _ = self.self_attention(x, x, x, need_weights=False)
-        return self.dropout(x) + input
+        def attend(x: Tensor) -> Tensor:
+            normed = self.ln_1(x)
+            mixed, _ = self.self_attention(normed, normed, normed, need_weights=False)
+            return self.dropout(mixed) + x
+
+        return self.run_as_block(parts, input, attend)
 
 
 SKIPPED = {

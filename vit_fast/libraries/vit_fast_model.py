@@ -17,7 +17,7 @@ from ..layers import DropPath, GatedMlp, LayerScale, Mlp
 from ..model import VisionTransformer
 from ..ops import Rope, attention
 from ..variants import get_variant, list_models
-from .interface.image_model import ImageModel, TimmInterface, switch
+from .interface.image_model import ImageModel, switch
 from .timm.timm_blocks import AttentionLayer, read_attention
 
 NAME = "vit-fast"
@@ -52,7 +52,7 @@ def _variant_of(config: ViTConfig, data_config: DataConfig) -> str | None:
     return next(iter(alike or same), None)
 
 
-class OurModel(TimmInterface):
+class OurModel(ImageModel):
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         model: Any = self.model
         if model.config.dynamic_img_size != dynamic_size:

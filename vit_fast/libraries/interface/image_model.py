@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import copy
 import dataclasses
@@ -22,8 +21,8 @@ Head = Literal["logits", "features"]
 
 
 @dataclass(kw_only=True)
-class ImageModel(abc.ABC):
-    """A model with the facts that export needs; each library has a subclass."""
+class ImageModel:
+    """A model with the facts that export needs. Libraries whose models do not have timm's methods have a subclass."""
 
     model: nn.Module
     library: str  # "vit-fast", "timm", "transformers" or "torchvision"
@@ -43,9 +42,15 @@ class ImageModel(abc.ABC):
         """Prepares the model for export, with any image size if requested; `undo` restores it."""
         return
 
-    @abc.abstractmethod
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
         """Maps images [B, in_chans, height, width] to logits or pooled features [B, ...]."""
+        model: Any = self.model
+        result: Tensor
+        if head == "features":
+            result = model.forward_head(model.forward_features(images), pre_logits=True)
+        else:
+            result = model(images)
+        return result
 
     def set_data_config(self, data_config: DataConfig | None) -> None:
         """Sets the preprocessing, without the normalization if the model contains it."""
@@ -87,17 +92,6 @@ class Facts:
     notes: list[str] = field(default_factory=list)  # for the report
 
 
-class TimmInterface(ImageModel):
-    def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
-        model: Any = self.model
-        result: Tensor
-        if head == "features":
-            result = model.forward_head(model.forward_features(images), pre_logits=True)
-        else:
-            result = model(images)
-        return result
-
-
 def required_input_reasons(model: nn.Module) -> list[str]:
     """Returns a reason if the forward of a model requires more arguments than images."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -116,12 +110,10 @@ def raise_unsupported(what: str, reasons: list[str]) -> None:
         raise UnsupportedInputError(what, reasons)
 
 
-def comes_from(package: str, model: nn.Module, class_name: str | None = None) -> bool:
-    """Returns True if a model's class or one of its bases is from a package and, if given, has this name."""
-    return any(
-        cls.__module__.partition(".")[0] == package and class_name in (None, cls.__name__)
-        for cls in type(model).__mro__
-    )
+def comes_from(package: str, model: nn.Module, *class_names: str) -> bool:
+    """Returns True if a model's class or one of its bases is from a package and has one of the names, if given."""
+    bases = [cls for cls in type(model).__mro__ if cls.__module__.partition(".")[0] == package]
+    return any(not class_names or cls.__name__ in class_names for cls in bases)
 
 
 def switch(undo: contextlib.ExitStack, owner: Any, attribute: str, value: Any) -> None:
@@ -132,7 +124,5 @@ def switch(undo: contextlib.ExitStack, owner: Any, attribute: str, value: Any) -
 
 def pair(value: Any) -> Size:
     """Returns height and width; one number sets both."""
-    if isinstance(value, int):
-        return value, value
-    height, width = value
+    height, width = (value, value) if isinstance(value, int) else value
     return int(height), int(width)

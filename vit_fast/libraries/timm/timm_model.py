@@ -19,7 +19,7 @@ from ...config import DataConfig, RopeConfig, Size, ViTConfig
 from ...errors import UnsupportedInputError
 from ...positions import rope_of
 from ...variants import get_variant
-from ..interface.image_model import Facts, ImageModel, TimmInterface, comes_from, pair, raise_unsupported, switch
+from ..interface.image_model import Facts, ImageModel, comes_from, pair, raise_unsupported, switch
 from ..interface.weight_names import Converted, Rule, config_reasons, parts, rename, with_key_biases
 
 NAME = "timm"
@@ -150,7 +150,7 @@ def recognize(model: Any) -> ImageModel | None:
     )
 
 
-class TimmModel(TimmInterface):
+class TimmModel(ImageModel):
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         model: Any = self.model
         if not dynamic_size:
