@@ -27,7 +27,6 @@ from .self_attention import (
     container_classes_beside,
     is_set,
     projections_of,
-    scale_name,
 )
 
 # Possible names of the parts of a layer; the first existing one applies
@@ -107,7 +106,7 @@ class FusedLayer(FusedNormMlp):
             qk_norm=(f"{name}.{QK_NORMS[0]}", f"{name}.{QK_NORMS[1]}"),
             qk_norm_over="width",
             num_heads=linears[0].out_features // type(module).head_width(module),
-            scale=block.value(f"{name}.{scale_name(module)}"),
+            scale=block.value(_first(block, (f"{name}.scaling", f"{name}.scale"))),
             rotates_halves=isinstance(module, FusedRotarySelfAttention),
             **_residual(block, 1),
         )

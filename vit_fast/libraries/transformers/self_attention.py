@@ -55,17 +55,6 @@ def first_attribute(module: nn.Module, *names: str) -> Any:
     return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 
-def scale_name(module: nn.Module) -> str:
-    return "scaling" if hasattr(module, "scaling") else "scale"
-
-
-def eager_reasons(module: Any) -> list[str]:
-    if module.config._attn_implementation != "eager":
-        return []
-    advice = "build the model with attn_implementation='sdpa'"
-    return [f"attn_implementation='eager' returns attention weights: {advice}"]
-
-
 class FusedSelfAttention(FusedModule):
     """An attention layer of transformers with a fused operator between its linear layers, which run as modules."""
 
@@ -76,7 +65,7 @@ class FusedSelfAttention(FusedModule):
 
     @property
     def vit_fast_scale(self) -> float:
-        return float(getattr(self, scale_name(self)))
+        return float(first_attribute(self, "scaling", "scale"))
 
     @classmethod
     def examine(cls, module: Any) -> Finding:
@@ -89,8 +78,7 @@ class FusedSelfAttention(FusedModule):
         # SigLIP's text tower attends in both directions, mostly without a mask
         if "Text" in type(module.config).__name__ and not type(module).__name__.startswith("Siglip"):
             reasons.append("it belongs to a text model, which needs causal and padding masks")
-        reasons += eager_reasons(module)
-        return Finding(reasons, dropout_notes("attention", _dropout(module)))
+        return Finding(reasons + _eager_reasons(module), dropout_notes("attention", _dropout(module)))
 
     @classmethod
     def head_width(cls, module: Any) -> int:
@@ -136,13 +124,16 @@ class FusedSelfAttention(FusedModule):
             projected[i] = getattr(self, norm)(projected[i]) if hasattr(self, norm) else projected[i]
         parts = [part.unflatten(-1, (-1, type(self).head_width(self))) for part in projected]
         if rope is not None or (keys is not None and keys.cu_seqlens is not None):
-            qkv = torch.stack(parts, 2)
-            qkv = qkv if rope is None else qk_norm_rope(qkv, rope=rope, backend=self.vit_fast_backend)
-            return attention_among(qkv, keys, scale=self.vit_fast_scale, backend=self.vit_fast_backend).flatten(2)
+            return self.mix(torch.stack(parts, 2), rope, keys).flatten(2)
         q, k, v = (part.transpose(1, 2) for part in parts)
         key_mask = None if keys is None else keys.mask
         mixed = attention(q, k, v, scale=self.vit_fast_scale, key_mask=key_mask, backend=self.vit_fast_backend)
         return mixed.transpose(1, 2).flatten(2)
+
+    def mix(self, qkv: Tensor, rope: Rope | None, keys: Keys | None) -> Tensor:
+        """Rotates q and k of qkv [..., 3, H, D] and computes attention -> [..., H, D]."""
+        qkv = qkv if rope is None else qk_norm_rope(qkv, rope=rope, backend=self.vit_fast_backend)
+        return attention_among(qkv, keys, scale=self.vit_fast_scale, backend=self.vit_fast_backend)
 
 
 class FusedRotarySelfAttention(FusedSelfAttention):
@@ -152,7 +143,7 @@ class FusedRotarySelfAttention(FusedSelfAttention):
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
         cos, sin = kwargs["position_embeddings"]
-        return Rope(cos, sin, prefix=hidden_states.shape[1] - cos.shape[-2], layout="half")
+        return Rope(cos, sin, prefix=hidden_states.shape[-2] - cos.shape[-2], layout="half")
 
 
 class FusedPackedAttention(FusedRotarySelfAttention):
@@ -163,11 +154,7 @@ class FusedPackedAttention(FusedRotarySelfAttention):
 
     @classmethod
     def examine(cls, module: Any) -> Finding:
-        return Finding(eager_reasons(module))
-
-    def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
-        cos, sin = kwargs["position_embeddings"]
-        return Rope(cos, sin, layout="half")
+        return Finding(_eager_reasons(module))
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys:
         # cu_seqlens is int64 while traced. The maximum length only selects tiles, so the total is enough.
@@ -177,9 +164,8 @@ class FusedPackedAttention(FusedRotarySelfAttention):
         """Maps [total, C] to [total, C]."""
         if self.needs_original_forward(args, kwargs):
             return super(FusedSelfAttention, self).forward(hidden_states, *args, **kwargs)
-        qkv, backend = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)), self.vit_fast_backend
-        qkv = qk_norm_rope(qkv, rope=self.rope_of(hidden_states, kwargs), backend=backend)
-        mixed = attention_among(qkv, self.keys_of(hidden_states, kwargs), scale=self.vit_fast_scale, backend=backend)
+        qkv = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1))
+        mixed = self.mix(qkv, self.rope_of(hidden_states, kwargs), self.keys_of(hidden_states, kwargs))
         return self.proj(mixed.flatten(1))
 
 
@@ -196,6 +182,12 @@ class FusedAttentionWithLengths(FusedRotarySelfAttention):
         return kwargs.get(KEYS)
 
 
+def _eager_reasons(module: Any) -> list[str]:
+    advice = "build the model with attn_implementation='sdpa'"
+    found = f"attn_implementation='eager' returns attention weights: {advice}"
+    return [found] if module.config._attn_implementation == "eager" else []
+
+
 def _dropout(module: nn.Module) -> float:
     p = first_attribute(module, *DROPOUT_RATES)
     return p.p if isinstance(p, nn.Dropout) else p
@@ -203,11 +195,9 @@ def _dropout(module: nn.Module) -> float:
 
 def container_classes_beside(original: type[nn.Module]) -> tuple[type, ...]:
     """Returns the classes in the Python module of `original` that only group parts of attention layers and MLPs."""
-    return tuple(
-        thing
-        for name, thing in vars(sys.modules[original.__module__]).items()
-        if isinstance(thing, type) and name.endswith(CONTAINERS) and issubclass(thing, nn.Module)
-    )
+    beside = vars(sys.modules[original.__module__]).values()
+    classes = (each for each in beside if isinstance(each, type) and issubclass(each, nn.Module))
+    return tuple(cls for cls in classes if cls.__name__.endswith(CONTAINERS))
 
 
 class TransformersReader(Reader):
@@ -262,25 +252,21 @@ class FusedPoolingHead(FusedNormMlp):
 
     def forward(self, hidden_state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Maps tokens [B, N, C] to pooled [B, C]."""
-        mha = self.attention
-        key_mask = None
+        mha, key_mask = self.attention, None
         if is_padding(attention_mask):
-            key_mask = attention_mask[:, 0, 0]  # type: ignore[index]  # is_padding checked that
-            attention_mask = key_mask
+            attention_mask = key_mask = attention_mask[:, 0, 0]  # type: ignore[index]  # is_padding checked that
         elif attention_mask is not None:
             return super().forward(hidden_state, attention_mask)
         changed = type(mha) is not nn.MultiheadAttention or is_touched(mha) or is_touched(mha.out_proj)
-        changed = changed or (self.training and mha.dropout)
         parts = self.ready()
-        if changed or parts is None:
+        if changed or (self.training and mha.dropout) or parts is None:
             # the heads of other models have no parameter for a mask
             return super().forward(hidden_state, *(() if attention_mask is None else (attention_mask,)))
-        C = mha.embed_dim
+        C, heads = mha.embed_dim, (mha.num_heads, -1)
         weight, bias = mha.in_proj_weight, mha.in_proj_bias
         probe = self.probe.expand(hidden_state.shape[0], -1, -1)
-        q = F.linear(probe, weight[:C], bias[:C]).unflatten(-1, (mha.num_heads, -1)).transpose(1, 2)
-        kv = F.linear(hidden_state, weight[C:], bias[C:]).unflatten(-1, (2, mha.num_heads, -1))
-        k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
+        q = F.linear(probe, weight[:C], bias[:C]).unflatten(-1, heads).transpose(1, 2)
+        k, v = F.linear(hidden_state, weight[C:], bias[C:]).unflatten(-1, (2, *heads)).permute(2, 0, 3, 1, 4).unbind(0)
         pooled = attention(q, k, v, key_mask=key_mask, backend=self.vit_fast_backend).transpose(1, 2).flatten(2)
         pooled = F.linear(pooled, mha.out_proj.weight, mha.out_proj.bias)
         return self.norm_mlp(parts, pooled)[:, 0]
