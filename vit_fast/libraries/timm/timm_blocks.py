@@ -94,7 +94,7 @@ class AttentionLayer(FusedModule):
 
 
 class AttentionMixin(AttentionLayer):
-    """timm's Attention with a fused operator between its linear layers."""
+    """timm's Attention."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         if self.vit_fast_backend == "sdpa" and self.fused_attn and attn_mask is None and not is_causal:
@@ -103,7 +103,7 @@ class AttentionMixin(AttentionLayer):
 
 
 class RotaryAttentionMixin(AttentionLayer):
-    """timm's EvaAttention and AttentionRope with fused operators between their linear layers."""
+    """timm's EvaAttention and AttentionRope."""
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -126,10 +126,9 @@ class RotaryAttentionMixin(AttentionLayer):
                 k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
             return torch.stack((q, k, v), 2)
         if getattr(self, "q_bias", None) is None:
-            qkv = self.qkv(x)
-        else:
-            bias = torch.cat([self.q_bias, self.k_bias, self.v_bias])
-            qkv = self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
+            return super().packed(x)
+        bias = torch.cat([self.q_bias, self.k_bias, self.v_bias])
+        qkv = self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
         return qkv.unflatten(-1, (3, self.num_heads, -1))
 
 

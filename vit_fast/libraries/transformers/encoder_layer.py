@@ -56,13 +56,6 @@ def _first(block: Reader, names: Iterable[str]) -> str:
     return name
 
 
-def _residual(block: Reader, half: int) -> dict[str, Any]:
-    """Returns the paths of LayerScale and DropPath of a half of the layer."""
-    names = (f"layer_scale{half}.lambda1", f"lambda_{half}")
-    layer_scale = next((name for name in names if block.at(name) is not None), None)
-    return {"layer_scale": layer_scale, "drop_path": None if block.at("drop_path") is None else "drop_path"}
-
-
 class FusedLayer(FusedNormMlp):
     """An encoder layer of transformers. Its first half is fused if its attention layer has four projections."""
 
@@ -108,7 +101,8 @@ class FusedLayer(FusedNormMlp):
             num_heads=linears[0].out_features // type(module).head_width(module),
             scale=block.value(_first(block, (f"{name}.scaling", f"{name}.scale"))),
             rotates_halves=isinstance(module, FusedRotarySelfAttention),
-            **_residual(block, 1),
+            layer_scale=_first(block, ("layer_scale1.lambda1", "lambda_1")),
+            drop_path="drop_path",
         )
 
     @classmethod
@@ -131,7 +125,8 @@ class FusedLayer(FusedNormMlp):
             gate=paths[3] if len(paths) > 3 else None,
             inside=dict.fromkeys(inside, container_classes_beside(cls.original)),
             dropouts=[name for name in MLP_DROPOUTS if block.at(name) is not None],
-            **_residual(block, 2),
+            layer_scale=_first(block, ("layer_scale2.lambda1", "lambda_2")),
+            drop_path="drop_path",
         )
 
     def set_up(self) -> None:
@@ -154,8 +149,7 @@ class FusedLayer(FusedNormMlp):
 
         def attend(x: Tensor) -> Tensor:
             branch = self.attend(getattr(self, norm)(x), **named)
-            for name in after:
-                part = getattr(self, name)
+            for part in (getattr(self, name) for name in after):
                 if isinstance(part, nn.Module):
                     branch = part(branch)
                 elif part is not None:
@@ -186,10 +180,8 @@ class FusedLayerWithBias(FusedLayer):
         if hasattr(self, "relative_position_bias"):
             mask, resolution = kwargs.pop("attention_mask", None), kwargs.pop("resolution", None)
             interpolate = kwargs.pop("interpolate_pos_encoding", False)
-            if self.relative_position_bias is not None and resolution is None:
-                raise ValueError("resolution must be (height, width) for a BEiT layer with a position bias, got None")
             if self.relative_position_bias is not None:
-                window = (resolution[0] // self.patch_size, resolution[1] // self.patch_size)
+                window = tuple(pixels // self.patch_size for pixels in resolution)
                 bias = self.relative_position_bias(window, interpolate, dim_size=normed.shape[1])
                 mask = bias if mask is None else bias + mask
             kwargs["attention_mask"] = mask

@@ -33,56 +33,26 @@ from .self_attention import (
 
 # Families with an encoder layer, and the prefix of their class names: CLIPEncoderLayer, CLIPAttention
 LAYERS = {
-    "aimv2": "Aimv2Encoder",
-    "altclip": "AltCLIPEncoder",
-    "beit": "Beit",
-    "chinese_clip": "ChineseCLIPVision",
-    "clip": "CLIPEncoder",
-    "clipseg": "CLIPSegEncoder",
-    "deit": "DeiT",
-    "dinov2": "Dinov2",
-    "dinov2_with_registers": "Dinov2WithRegisters",
-    "dinov3_vit": "DINOv3ViT",
-    "dpt": "DPTViT",
-    "eomt": "Eomt",
-    "eomt_dinov3": "EomtDinov3",
-    "ijepa": "IJepa",
-    "internvl": "InternVLVision",
-    "janus": "JanusVisionEncoder",
-    "kosmos2": "Kosmos2VisionEncoder",
-    "metaclip_2": "MetaClip2Encoder",
-    "ovis2": "Ovis2VisionEncoder",
-    "owlv2": "Owlv2Encoder",
-    "owlvit": "OwlViTEncoder",
-    "pixio": "Pixio",
-    "radio": "Radio",
-    "siglip": "SiglipEncoder",
-    "siglip2": "Siglip2Encoder",
-    "tipsv2": "Tipsv2Vision",
-    "unlimited_ocr": "UnlimitedOcrEncoder",
-    "vit": "ViT",
-    "vit_mae": "ViTMAE",
-    "vit_msn": "ViTMSN",
-    "vitpose_backbone": "VitPoseBackbone",
-    "vivit": "Vivit",
+    "aimv2": "Aimv2Encoder", "altclip": "AltCLIPEncoder", "beit": "Beit", "chinese_clip": "ChineseCLIPVision",
+    "clip": "CLIPEncoder", "clipseg": "CLIPSegEncoder", "deit": "DeiT", "dinov2": "Dinov2",
+    "dinov2_with_registers": "Dinov2WithRegisters", "dinov3_vit": "DINOv3ViT", "dpt": "DPTViT", "eomt": "Eomt",
+    "eomt_dinov3": "EomtDinov3", "ijepa": "IJepa", "internvl": "InternVLVision", "janus": "JanusVisionEncoder",
+    "kosmos2": "Kosmos2VisionEncoder", "metaclip_2": "MetaClip2Encoder", "ovis2": "Ovis2VisionEncoder",
+    "owlv2": "Owlv2Encoder", "owlvit": "OwlViTEncoder", "pixio": "Pixio", "radio": "Radio", "siglip": "SiglipEncoder",
+    "siglip2": "Siglip2Encoder", "tipsv2": "Tipsv2Vision", "unlimited_ocr": "UnlimitedOcrEncoder", "vit": "ViT",
+    "vit_mae": "ViTMAE", "vit_msn": "ViTMSN", "vitpose_backbone": "VitPoseBackbone", "vivit": "Vivit",
     "yolos": "Yolos",
-}
+}  # fmt: skip
 OTHER_LAYERS = {"beit": FusedLayerWithBias, "vitpose_backbone": FusedVitPoseLayer}  # instead of FusedLayer
 ROTARY = {"dinov3_vit", "eomt_dinov3"}  # families whose layers get cosines and sines
 
 # Families with Qwen's layer and attention, and rotary layout "half"; the prefix of their class names
 LIKE_QWEN = {
-    "cohere_compass": "CohereCompassVision",
-    "ernie4_5_vl_moe": "Ernie4_5_VLMoeVision",
-    "glm4v": "Glm4vVision",
-    "qwen2_5_vl": "Qwen2_5_VLVision",
-    "qwen3_5": "Qwen3_5Vision",
-    "qwen3_5_moe": "Qwen3_5MoeVision",
-    "qwen3_omni_moe": "Qwen3OmniMoeVision",
-    "qwen3_vl": "Qwen3VLVision",
-    "qwen3_vl_moe": "Qwen3VLMoeVision",
+    "cohere_compass": "CohereCompassVision", "ernie4_5_vl_moe": "Ernie4_5_VLMoeVision", "glm4v": "Glm4vVision",
+    "qwen2_5_vl": "Qwen2_5_VLVision", "qwen3_5": "Qwen3_5Vision", "qwen3_5_moe": "Qwen3_5MoeVision",
+    "qwen3_omni_moe": "Qwen3OmniMoeVision", "qwen3_vl": "Qwen3VLVision", "qwen3_vl_moe": "Qwen3VLMoeVision",
     "qwen4_exp": "Qwen4ExpVision",
-}
+}  # fmt: skip
 
 
 class FusedTower(FusedModule):
@@ -100,10 +70,9 @@ class FusedTower(FusedModule):
         return f"Fused{type(self).__qualname__}"
 
 
-def _new_tower(original: type[nn.Module]) -> nn.Module:
+def _new_tower(original: type[nn.Module]) -> Any:
     form: Any = FORMS.of(original)
-    tower: nn.Module = form.__new__(form)
-    return tower
+    return form.__new__(form)
 
 
 class FusedTowerWithLengths(FusedTower):
@@ -150,20 +119,18 @@ class FusedPaddedTower(FusedTower):
         return super().forward(pixel_values, pixel_attention_mask, *args, **kwargs)
 
 
-# Classes with other names, by family and class
-CLASSES: dict[str, type[FusedModule]] = {
-    "idefics2.Idefics2EncoderLayer": FusedLayer,
-    "idefics2.Idefics2VisionAttention": FusedSelfAttention,
-    "idefics3.Idefics3EncoderLayer": FusedLayer,
-    "idefics3.Idefics3VisionAttention": FusedSelfAttention,
-    "pixtral.PixtralAttention": FusedAttentionWithLengths,
-    "pixtral.PixtralAttentionLayer": FusedLayer,
-    "pixtral.PixtralVisionModel": FusedTowerWithLengths,
-    "qwen2_vl.Qwen2VLVisionBlock": FusedPackedLayer,
-    "qwen2_vl.VisionAttention": FusedPackedAttention,
-    "siglip2.Siglip2VisionModel": FusedPaddedTower,
-    "smolvlm.SmolVLMEncoderLayer": FusedLayer,
-    "smolvlm.SmolVLMVisionAttention": FusedSelfAttention,
+# Classes with other names, by family
+CLASSES: dict[str, dict[str, type[FusedModule]]] = {
+    "idefics2": {"Idefics2EncoderLayer": FusedLayer, "Idefics2VisionAttention": FusedSelfAttention},
+    "idefics3": {"Idefics3EncoderLayer": FusedLayer, "Idefics3VisionAttention": FusedSelfAttention},
+    "pixtral": {
+        "PixtralAttention": FusedAttentionWithLengths,
+        "PixtralAttentionLayer": FusedLayer,
+        "PixtralVisionModel": FusedTowerWithLengths,
+    },
+    "qwen2_vl": {"Qwen2VLVisionBlock": FusedPackedLayer, "VisionAttention": FusedPackedAttention},
+    "siglip2": {"Siglip2VisionModel": FusedPaddedTower},
+    "smolvlm": {"SmolVLMEncoderLayer": FusedLayer, "SmolVLMVisionAttention": FusedSelfAttention},
 }
 
 # Reasons against fusing other classes, by a pattern of their names
@@ -173,25 +140,25 @@ SKIPPED = {
 }
 
 
-def _mixins() -> dict[str, type[FusedModule]]:
-    found = dict(CLASSES)
-    for family, prefix in LAYERS.items():
-        short = "DPT" if family == "dpt" else prefix.removesuffix("Encoder")  # DPTViTLayer holds DPTSelfAttention
-        attention = FusedRotarySelfAttention if family in ROTARY else FusedSelfAttention
-        found |= {
-            f"{family}.{prefix}Layer": OTHER_LAYERS.get(family, FusedLayer),
-            f"{family}.{short}Attention": attention,
-            f"{family}.{short}SelfAttention": attention,
-            f"{family}.{short}MultiheadAttentionPoolingHead": FusedPoolingHead,
-            f"{family}.{short}AttentionPoolingHead": FusedAttentionPoolingHead,
-        }
-    for family, prefix in LIKE_QWEN.items():
-        found |= {f"{family}.{prefix}Block": FusedPackedLayer, f"{family}.{prefix}Attention": FusedPackedAttention}
-    split = [(path.split("."), mixin) for path, mixin in found.items()]
-    return {f"transformers.models.{family}.modeling_{family}.{name}": mixin for (family, name), mixin in split}
-
-
 class _Forms(Forms):
+    def __init__(self) -> None:
+        found = {family: dict(classes) for family, classes in CLASSES.items()}
+        for family, prefix in LAYERS.items():
+            short = "DPT" if family == "dpt" else prefix.removesuffix("Encoder")  # DPTViTLayer holds DPTSelfAttention
+            attention = FusedRotarySelfAttention if family in ROTARY else FusedSelfAttention
+            found[family] = found.get(family, {}) | {
+                f"{prefix}Layer": OTHER_LAYERS.get(family, FusedLayer),
+                f"{short}Attention": attention,
+                f"{short}SelfAttention": attention,
+                f"{short}MultiheadAttentionPoolingHead": FusedPoolingHead,
+                f"{short}AttentionPoolingHead": FusedAttentionPoolingHead,
+            }
+        for family, prefix in LIKE_QWEN.items():
+            found[family] = {f"{prefix}Block": FusedPackedLayer, f"{prefix}Attention": FusedPackedAttention}
+        path = "transformers.models.{0}.modeling_{0}.{1}"
+        mixins = {path.format(family, name): mixin for family in found for name, mixin in found[family].items()}
+        super().__init__(globals(), mixins)
+
     def of(self, original: type[nn.Module]) -> type[FusedModule] | None:
         """Returns None for ViTAttention of transformers 4, which only contains ViTSelfAttention and ViTSelfOutput."""
         name = re.sub("(?<!Self)Attention$", "SelfAttention", original.__name__)
@@ -199,5 +166,5 @@ class _Forms(Forms):
         return None if wraps else super().of(original)
 
 
-FORMS = _Forms(globals(), _mixins())
+FORMS = _Forms()
 __getattr__ = FORMS.named
