@@ -12,21 +12,11 @@ from torch import Tensor, nn
 from .config import Size, ViTConfig
 from .errors import check_type
 
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    """Computes x * sigmoid(1.702 x), OpenAI CLIP's activation."""
-    return x * torch.sigmoid(1.702 * x)
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
-    "quick_gelu": quick_gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # of OpenAI's CLIP
     "silu": F.silu,
 }
 
@@ -40,10 +30,15 @@ class PatchEmbed(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
-        self.stem = conv_stem(config.in_chans, config.stem_channels) if config.stem_channels else nn.Identity()
-        channels = config.stem_channels[-1] if config.stem_channels else config.in_chans
+        layers: list[nn.Module] = []
+        channels = config.in_chans
+        for out_chans in config.stem_channels:
+            conv = nn.Conv2d(channels, out_chans, kernel_size=3, stride=2, padding=1, bias=False)
+            layers += [conv, nn.GroupNorm(math.gcd(32, out_chans), out_chans), nn.ReLU()]
+            channels = out_chans
+        self.stem = nn.Sequential(*layers) if layers else nn.Identity()
         self.proj = nn.Conv2d(channels, config.embed_dim, config.patch_hw, config.patch_hw, bias=not config.pre_norm)
-        self.norm = make_norm(config, config.embed_dim) if config.embed_norm else nn.Identity()
+        self.norm = make_norm(config, config.embed_norm)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Size]:
         """Projects images [B, in_chans, height, width] to tokens [B, patches, C]; also returns (rows, columns)."""
@@ -61,26 +56,13 @@ class PatchEmbed(nn.Module):
         dtype = getattr(self.proj, "weight", images).dtype  # a wrapper of the convolution may have no weight attribute
         if images.dtype != dtype and not torch.is_autocast_enabled(images.device.type):
             raise ValueError(f"images must have the dtype of the weights, {dtype}, got {images.dtype}")
-        (height, width), patch_hw = images.shape[2:], config.patch_pixels
+        (height, width), (rows, columns) = images.shape[2:], config.patch_pixels
+        if config.dynamic_img_size and (height % rows or width % columns):
+            requirement = f"image height and width must be multiples of the patch size {rows}x{columns}"
+            raise ValueError(f"{requirement}, got {height}x{width}")
         if not config.dynamic_img_size and (height, width) != config.image_hw:
             advice = "build the model with dynamic_img_size=True, or with this img_size"
             raise ValueError("images must be {}x{}, got {}x{}: {}".format(*config.image_hw, height, width, advice))
-        if config.dynamic_img_size and (height % patch_hw[0] or width % patch_hw[1]):
-            requirement = "image height and width must be multiples of the patch size"
-            raise ValueError("{} {}x{}, got {}x{}".format(requirement, *patch_hw, height, width))
-
-
-def conv_stem(in_chans: int, channels: tuple[int, ...]) -> nn.Sequential:
-    """Builds 3x3 convolutions of stride 2, each followed by GroupNorm and ReLU."""
-    layers: list[nn.Module] = []
-    for out_chans in channels:
-        layers += [
-            nn.Conv2d(in_chans, out_chans, kernel_size=3, stride=2, padding=1, bias=False),
-            nn.GroupNorm(math.gcd(32, out_chans), out_chans),
-            nn.ReLU(),
-        ]
-        in_chans = out_chans
-    return nn.Sequential(*layers)
 
 
 class LayerScale(nn.Module):
@@ -110,10 +92,10 @@ class DropPath(nn.Module):
         return x * (mask / keep_prob)
 
 
-def make_norm(config: ViTConfig, width: int) -> nn.Module:
-    """Builds the norm that config.norm_layer names."""
+def make_norm(config: ViTConfig, present: bool = True, width: int | None = None) -> nn.Module:
+    """Builds the norm that config.norm_layer names, over embed_dim by default; an Identity if it is not present."""
     kind = nn.RMSNorm if config.norm_layer == "rms_norm" else nn.LayerNorm
-    return kind(width, eps=config.norm_eps)
+    return kind(width or config.embed_dim, eps=config.norm_eps) if present else nn.Identity()
 
 
 class Mlp(nn.Module):
@@ -124,7 +106,7 @@ class Mlp(nn.Module):
         C, F = config.embed_dim, config.hidden_dim
         self.activation = config.act_layer
         self.fc1 = nn.Linear(C, F, bias=config.proj_bias)
-        self.norm = make_norm(config, F) if config.scale_mlp_norm else nn.Identity()
+        self.norm = make_norm(config, config.scale_mlp_norm, F)
         self.fc2 = nn.Linear(F, C, bias=config.proj_bias)
         self.drop = nn.Dropout(drop)
 
@@ -163,7 +145,7 @@ class AttentionPool(nn.Module):
         self.q = nn.Linear(C, C)
         self.kv = nn.Linear(C, 2 * C)
         self.proj = nn.Linear(C, C)
-        self.norm = make_norm(config, C)
+        self.norm = make_norm(config)
         ratio = config.mlp_ratio if config.pool_mlp_ratio is None else config.pool_mlp_ratio
         self.mlp = MLPS[config.mlp_layer](config.replace(mlp_ratio=ratio))
 

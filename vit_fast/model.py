@@ -33,9 +33,9 @@ class Attention(nn.Module):
         self.num_prefix_tokens = config.num_prefix_tokens
         self.rope_layout = None if config.rope is None else config.rope.layout
         self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.qkv_bias)
-        self.q_norm, self.k_norm = (_norm(config, config.qk_norm, config.head_dim) for _ in range(2))
+        self.q_norm, self.k_norm = (make_norm(config, config.qk_norm, config.head_dim) for _ in range(2))
         self.attn_drop = nn.Dropout(config.attn_drop_rate)
-        self.norm = _norm(config, config.scale_attn_norm)
+        self.norm = make_norm(config, config.scale_attn_norm)
         self.proj = nn.Linear(config.embed_dim, config.embed_dim, bias=config.proj_bias)
         self.proj_drop = nn.Dropout(config.proj_drop_rate)
 
@@ -56,12 +56,9 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3).unbind(2)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope:
-            q, k = self._rotate(q, *rope), self._rotate(k, *rope)
+            (cos, sin), P, layout = rope, self.num_prefix_tokens, str(self.rope_layout)
+            q, k = (torch.cat([x[:, :, :P], rotate(x[:, :, P:], cos, sin, layout)], dim=2) for x in (q, k))
         return q, k, v
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        prefix, patches = x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
-        return torch.cat([prefix, rotate(patches, cos, sin, str(self.rope_layout))], dim=2)
 
 
 class Block(nn.Module):
@@ -69,11 +66,11 @@ class Block(nn.Module):
 
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()
-        self.norm1 = _norm(config)
+        self.norm1 = make_norm(config)
         self.attn = Attention(config)
         self.ls1 = _layer_scale(config)
         self.drop_path1 = DropPath(drop_path)
-        self.norm2 = _norm(config)
+        self.norm2 = make_norm(config)
         self.mlp = MLPS[config.mlp_layer](config, config.proj_drop_rate)
         self.ls2 = _layer_scale(config)
         self.drop_path2 = DropPath(drop_path)
@@ -125,12 +122,12 @@ class VisionTransformer(nn.Module):
         positions = config.num_patches + (config.num_prefix_tokens if config.pos_embed_covers_prefix else 0)
         self.pos_embed = nn.Parameter(torch.empty(1, positions, C)) if config.pos_embed == "learn" else None
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
-        self.norm_pre = _norm(config, config.pre_norm)
+        self.norm_pre = make_norm(config, config.pre_norm)
         drop_paths = [config.drop_path_rate * i / max(config.depth - 1, 1) for i in range(config.depth)]
         self.blocks = Blocks(*(Block(config, drop_path) for drop_path in drop_paths))
-        self.norm = _norm(config, config.final_norm and not config.norm_after_pool)
+        self.norm = make_norm(config, config.final_norm and not config.norm_after_pool)
         self.attn_pool = AttentionPool(config) if config.global_pool == "map" else None
-        self.fc_norm = _norm(config, config.final_norm and config.norm_after_pool)
+        self.fc_norm = make_norm(config, config.final_norm and config.norm_after_pool)
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head = _head(config)
         self.head_dist = _head(config) if config.distilled else None
@@ -171,20 +168,16 @@ class VisionTransformer(nn.Module):
         config, (height, width) = self.config, self.config.patch_pixels
         if config.rope is None:
             return ()
-        grid = images.shape[2] // height, images.shape[3] // width
-        return rope_of(config.rope, grid, config.head_dim, like=z)
+        return rope_of(config.rope, (images.shape[2] // height, images.shape[3] // width), config.head_dim, like=z)
 
     def pool(self, tokens: Tensor) -> Tensor:
         """Pools tokens [B, N, C] to [B, C] as config.global_pool defines; "" returns the tokens."""
-        pooling = self.config.global_pool
-        if pooling == "token":
-            return tokens[:, 0]
         patches = tokens[:, self.num_prefix_tokens :]
-        if pooling == "avg":
+        if self.attn_pool is not None:
+            return self.attn_pool(tokens if self.config.pool_include_prefix else patches)
+        if self.config.global_pool == "avg":
             return patches.mean(dim=1)
-        if self.attn_pool is None:
-            return tokens
-        return self.attn_pool(tokens if self.config.pool_include_prefix else patches)
+        return tokens[:, 0] if self.config.global_pool == "token" else tokens
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Pools tokens [B, N, C] and applies the head (equation 4); pre_logits returns the input of the head.
@@ -212,12 +205,10 @@ class VisionTransformer(nn.Module):
         Raises:
             ValueError: a block does not exist, or was replaced.
         """
-        depth = self.config.depth
+        depth, maps = self.config.depth, dict[int, Tensor]()
         wanted = list(range(depth) if blocks is None else blocks)
-        for index in wanted:
-            if not -depth <= index < depth:
-                raise ValueError(f"blocks must be between {-depth} and {depth - 1}, got {index}")
-        maps: dict[int, Tensor] = {}
+        if unknown := [index for index in wanted if not -depth <= index < depth]:
+            raise ValueError(f"blocks must be between {-depth} and {depth - 1}, got {unknown[0]}")
         z = self.embed(images)
         rope = self.rope(images, z)
         for index, block in enumerate(self.blocks):
@@ -256,10 +247,6 @@ class VisionTransformer(nn.Module):
                 nn.init.trunc_normal_(token, std=0.02)
         if self.attn_pool is not None:
             nn.init.trunc_normal_(self.attn_pool.latent, std=self.embed_dim**-0.5)
-
-
-def _norm(config: ViTConfig, present: bool = True, width: int | None = None) -> nn.Module:
-    return make_norm(config, width or config.embed_dim) if present else nn.Identity()
 
 
 def _layer_scale(config: ViTConfig) -> nn.Module:

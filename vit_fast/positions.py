@@ -26,13 +26,6 @@ def pos_embed_for(config: ViTConfig, learned: Tensor | None, grid: Size, patches
     return pos_embed.to(patches.dtype)
 
 
-def sincos_1d(positions: Tensor, dim: int) -> Tensor:
-    """Returns sines and cosines [P, dim] of positions [P] at dim/2 frequencies (arXiv 1706.03762, section 3.5)."""
-    angles = positions[:, None] * frequencies(dim // 2, 10000.0, positions)
-    cosines = (angles + math.pi / 2).sin()  # ONNX Runtime 1.23 has no fp64 Cos
-    return torch.cat([angles.sin(), cosines], dim=1)
-
-
 def frequencies(count: int, temperature: float, like: Tensor) -> Tensor:
     """Returns temperature^(-i / count) for i < count, with dtype and device of `like`."""
     return temperature ** (-torch.arange(count, dtype=like.dtype, device=like.device) / count)
@@ -42,16 +35,19 @@ def fixed_pos_embed(kind: str, grid: Size, dim: int, device: torch.device | None
     """Returns the fixed position embedding [1, rows * columns, dim] of a patch grid, in fp32.
 
     "sincos1d" numbers the patches in reading order; "sincos2d" encodes the row in one half of the channels and the
-    column in the other.
+    column in the other. Source: arXiv 1706.03762, section 3.5.
     """
-    rows, columns = (torch.arange(n, dtype=torch.float64, device=device) for n in grid)
+
+    def encode(count: int, width: int) -> Tensor:
+        positions = torch.arange(count, dtype=torch.float64, device=device)
+        angles = positions[:, None] * frequencies(width // 2, 10000.0, positions)
+        return torch.cat([angles.sin(), (angles + math.pi / 2).sin()], dim=1)  # ONNX Runtime 1.23 has no fp64 Cos
+
+    rows, columns = grid
     if kind == "sincos1d":
-        embedding = sincos_1d(torch.arange(grid[0] * grid[1], dtype=torch.float64, device=device), dim)
-    else:
-        per_row, per_column = sincos_1d(rows, dim // 2), sincos_1d(columns, dim // 2)
-        planes = per_column[None].expand(grid[0], -1, -1), per_row[:, None].expand(-1, grid[1], -1)
-        embedding = torch.cat(planes, dim=2).flatten(0, 1)
-    return embedding[None].float()
+        return encode(rows * columns, dim)[None].float()
+    planes = encode(columns, dim // 2).expand(rows, -1, -1), encode(rows, dim // 2)[:, None].expand(-1, columns, -1)
+    return torch.cat(planes, dim=2).flatten(0, 1)[None].float()
 
 
 def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_prefix_tokens: int) -> Tensor:
@@ -97,17 +93,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 def _rope_tables(
     config: RopeConfig, grid: Size, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    axes = [torch.arange(n, dtype=torch.float32, device=device) for n in grid]
+    rows, columns = (torch.arange(n, dtype=torch.float32, device=device) for n in grid)
     if config.coordinates == "centred":
-        axes = [2 * math.pi * (2 * ((axis + 0.5) / n) - 1) for axis, n in zip(axes, grid)]
+        rows, columns = (2 * math.pi * (2 * ((axis + 0.5) / n) - 1) for axis, n in zip((rows, columns), grid))
     else:
-        scales = (1.0, 1.0) if config.reference_grid is None else config.reference_grid
-        sizes = (1, 1) if config.reference_grid is None else grid
-        axes = [(axis + config.offset) / n * scale for axis, n, scale in zip(axes, sizes, scales)]
-    planes = [axes[0][:, None].expand(grid), axes[1][None].expand(grid)]
+        old = config.reference_grid or (1.0, 1.0)
+        new = grid if config.reference_grid else (1, 1)
+        rows, columns = ((axis + config.offset) / n * scale for axis, n, scale in zip((rows, columns), new, old))
+    planes = [rows[:, None].expand(grid), columns[None].expand(grid)]
     if config.columns_first:
         planes.reverse()
-    turns = torch.stack(planes, dim=-1)[..., None] * frequencies(head_dim // 4, config.temperature, axes[0])
+    turns = torch.stack(planes, dim=-1)[..., None] * frequencies(head_dim // 4, config.temperature, rows)
     angles = turns.flatten(2).flatten(0, 1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
