@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...errors import UnsupportedInputError
+from .image_model import raise_unsupported
 
 OUTPUT_OPTIONS = ("output_hidden_states", "output_attentions", "return_dict")
 IGNORED_OPTIONS = ("use_cache", "interpolate_pos_encoding")  # generate() passes them; these towers ignore them
@@ -103,19 +103,19 @@ class PackedTower(abc.ABC):
             lengths = [call.lengths[image] for image in images]
             if len(images) == len(call.lengths):  # one part, already in order
                 images, lengths = (0,), [sum(lengths)]
-            split = [self._copied(leaf, budget, lengths) for leaf in pytree.tree_leaves(outputs)]
+            split: list[Sequence[Any]] = []
+            for leaf in pytree.tree_leaves(outputs):
+                if not isinstance(leaf, Tensor):
+                    split.append([leaf] * len(lengths))
+                    continue
+                rows = [length // self.tokens_per_row(leaf, budget) for length in lengths]
+                copied = leaf.narrow(self.axis, 0, sum(rows)).clone()
+                # a single piece goes to the caller, and torch forbids in-place changes of views that split returns
+                split.append(copied.split(rows, self.axis) if len(rows) > 1 else [copied])
             pieces.update(zip(images, zip(*split)))
         ordered = zip(*(pieces[image] for image in sorted(pieces)))
         leaves = [torch.cat(one, self.axis) if isinstance(one[0], Tensor) and one[1:] else one[0] for one in ordered]
         return with_leaves(outputs, leaves)
-
-    def _copied(self, leaf: Any, budget: int, lengths: Sequence[int]) -> Sequence[Any]:
-        if not isinstance(leaf, Tensor):
-            return [leaf] * len(lengths)
-        rows = [length // self.tokens_per_row(leaf, budget) for length in lengths]
-        copied = leaf.narrow(self.axis, 0, sum(rows)).clone()
-        # a single piece goes to the caller, and torch forbids in-place changes of views that split returns
-        return copied.split(rows, self.axis) if len(rows) > 1 else [copied]
 
     def tokens_per_row(self, leaf: Tensor, budget: int) -> int:
         return budget // leaf.shape[self.axis]
@@ -165,12 +165,11 @@ class ImageTower(PackedTower):
         return min(budget // self.tokens_per_image, sequences)
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
-        outputs = self.eager(buffers["images"], **options)
-        batch = len(buffers["images"])
+        outputs, batch = self.eager(buffers["images"], **options), len(buffers["images"])
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        if invalid := [shape for shape in shapes if shape[:1] != (batch,)]:
-            reason = f"the first axis of each output must be the batch, got {invalid[0]} for {batch} images"
-            raise UnsupportedInputError("GraphRunner", [reason])
+        requirement = "the first axis of each output must be the batch"
+        invalid = [f"{requirement}, got {shape} for {batch} images" for shape in shapes if shape[:1] != (batch,)]
+        raise_unsupported("GraphRunner", invalid[:1])
         return outputs
 
     def tokens_per_row(self, leaf: Tensor, budget: int) -> int:
@@ -193,15 +192,12 @@ class PaddedTower(PackedTower):
         places = real.flatten().nonzero()[:, 0]
         if self.like.is_cuda:
             places = places.pin_memory().to(self.like.device, non_blocking=True)
-
-        def padded(leaf: Any) -> Any:
-            if leaf is None:
-                return None
-            whole = leaf.new_zeros((batch, width, *leaf.shape[2:]))
-            whole.flatten(0, 1).index_copy_(0, places, leaf[0])
-            return whole
-
-        return self.finish(call, with_leaves(packed, [padded(leaf) for leaf in pytree.tree_leaves(packed)]))
+        leaves = pytree.tree_leaves(packed)
+        for index, leaf in enumerate(leaves):
+            if leaf is not None:
+                leaves[index] = leaf.new_zeros((batch, width, *leaf.shape[2:]))
+                leaves[index].flatten(0, 1).index_copy_(0, places, leaf[0])
+        return self.finish(call, with_leaves(packed, leaves))
 
     @abc.abstractmethod
     def finish(self, call: Call, outputs: Any) -> Any:

@@ -32,13 +32,12 @@ class VisionTransformerMixin(FusedContainer):
         return len(module.blocks) > 0 and all(block in blocks for block in module.blocks)
 
     def forward(self, x: Tensor, *masks: Any, **options: Any) -> Tensor:
-        tower: Any = self  # also a VisionTransformer
         if masks or options or not self._reads_one_token():
             timms: Any = super()
             output: Tensor = timms.forward(x, *masks, **options)
         else:
-            tokens = tower.norm_pre(tower.patch_drop(tower._pos_embed(tower.patch_embed(x))))
-            output = tower.forward_head(tower.norm(_run_for_one_token(tower.blocks, tokens)))
+            tokens = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
+            output = self.forward_head(self.norm(_run_for_one_token(self.blocks, tokens)))
         return output
 
     def _reads_one_token(self) -> bool:
@@ -48,9 +47,8 @@ class VisionTransformerMixin(FusedContainer):
         blocks, cls = tower.blocks, type(tower)
         if not isinstance(blocks, nn.Sequential) or not len(blocks) or is_exporting():
             return False
-        for name in _METHODS:
-            if name in self.__dict__ or getattr(cls, name).__module__ != cls.original.__module__:
-                return False
+        if any(name in vars(self) or getattr(cls, name).__module__ != cls.original.__module__ for name in _METHODS):
+            return False
         return not any(part._forward_hooks or is_touched(part) for part in (blocks, tower.norm))
 
 
@@ -99,7 +97,9 @@ class NaFlexVitMixin(FusedModule):
     kind = "padding mask"
 
     def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> dict[str, Any]:
-        use_keys = attn_mask is None and patch_valid is not None and not is_exporting() and self._layers_are_fused()
+        use_keys = attn_mask is None and patch_valid is not None and not is_exporting()
+        # timm's own attention layers may add a mask to the scores
+        use_keys = use_keys and all(isinstance(block.attn, AttentionLayer) for block in self.blocks)
         timms: Any = super()
         embeds: dict[str, Any] = timms._forward_embeds(x, patch_coord, patch_valid, False if use_keys else attn_mask)
         if use_keys:  # after timm's patch dropout, which selects the valid patches in training
@@ -112,10 +112,6 @@ class NaFlexVitMixin(FusedModule):
             return timms._pool(x, pool_type, patch_valid)
         prefix = self.num_prefix_tokens if self.pool_include_prefix else 0
         return self.attn_pool(x[:, self.num_prefix_tokens - prefix :], attn_mask=padding_mask(patch_valid, prefix))
-
-    def _layers_are_fused(self) -> bool:
-        """Returns True if all attention layers are fused; timm's own may add a mask to the scores."""
-        return all(isinstance(block.attn, AttentionLayer) for block in self.blocks)
 
 
 def padding_mask(valid: Tensor, prefix: int) -> Tensor:

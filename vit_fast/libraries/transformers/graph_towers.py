@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,10 @@ class GridTower(PackedTower):
     def read(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Call:
         """Reads patches [tokens, P], and frames, height and width of each image in patches, [images, 3]."""
         options, reasons = self.options_of(kwargs)
-        grids = grid_thw.tolist() if grid_thw.dim() == 2 and grid_thw.shape[1] == 3 else []
-        if not grids:
+        if grid_thw.shape != (len(grid_thw), 3) or not len(grid_thw):
             requirement = "must have shape [images, 3] with at least one image"
             raise ValueError(f"grid_thw {requirement}, got {list(grid_thw.shape)}")
-        merge = self.tower.spatial_merge_size
+        grids, merge = grid_thw.tolist(), self.tower.spatial_merge_size
         if invalid := [grid for grid in grids if min(grid) < 1 or grid[1] % merge or grid[2] % merge]:
             raise ValueError(f"height and width in grid_thw must be multiples of {merge} patches, got {invalid[0]}")
         lengths = [frames * height * width for frames, height, width in grids]
@@ -62,10 +61,8 @@ class GridTower(PackedTower):
         return found
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
-        longest = {"max_seqlen": len(buffers["hidden_states"])}
-        if "cu_window_seqlens" in buffers:
-            longest["max_window_seqlen"] = longest["max_seqlen"]
-        return self.eager(**buffers, **longest, **options)
+        names = ["max_seqlen", *(["max_window_seqlen"] if "cu_window_seqlens" in buffers else [])]
+        return self.eager(**buffers, **dict.fromkeys(names, len(buffers["hidden_states"])), **options)
 
 
 def grid_layout(tower: Any, grids: Tensor) -> dict[str, Tensor]:
@@ -143,7 +140,7 @@ class Siglip2Tower(PaddedTower):
         """Reads patches [B, N, P], the mask [B, N], and height and width in patches, [B, 2]."""
         options, reasons = self.options_of(kwargs)
         batch, width = pixel_values.shape[:2]
-        if not batch or tuple(spatial_shapes.shape) != (batch, 2):
+        if not batch or spatial_shapes.shape != (batch, 2):
             requirement = "must have shapes [B, N, P] and [B, 2] with at least one image"
             got = f"{list(pixel_values.shape)} and {list(spatial_shapes.shape)}"
             raise ValueError(f"pixel_values and spatial_shapes {requirement}, got {got}")
@@ -188,10 +185,8 @@ def _run_siglip2(tower: Any, patches: Tensor, resizing: Tensor, cu_seqlens: Tens
 
 def resizing_weights(embeddings: Any, height: int, width: int) -> Tensor:
     """Returns weights [N, 2, side] that interpolate the rows and columns of SigLIP 2's positions for each patch."""
-    side = embeddings.position_embedding_size
-    rows, columns = _axis_weights(side, height), _axis_weights(side, width)
-    whole = torch.stack([rows[:, None].expand(-1, width, -1), columns.expand(height, -1, -1)], 2)
-    return whole.flatten(0, 1)
+    rows, columns = (_axis_weights(embeddings.position_embedding_size, length) for length in (height, width))
+    return torch.stack([rows[:, None].expand(-1, width, -1), columns.expand(height, -1, -1)], 2).flatten(0, 1)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -217,27 +212,24 @@ def patchify(images: Tensor, patch_hw: Size) -> Tensor:
 def packed_tower(tower: Any) -> PackedTower | None:
     if not comes_from("transformers", tower):
         return None
-    forms: dict[str, Callable[[Any], PackedTower]]
-    forms = {"PixtralVisionModel": PixtralTower, "Siglip2VisionModel": Siglip2Tower}
-    form = next((form for name, form in forms.items() if comes_from("transformers", tower, name)), None)
-    if {"qwen2_vl", *LIKE_QWEN} & set(type(tower).__module__.split(".")) and hasattr(tower, "patch_embed"):
+    form: type[Any] | None = None
+    if comes_from("transformers", tower, "PixtralVisionModel"):
+        form = PixtralTower
+    elif comes_from("transformers", tower, "Siglip2VisionModel"):
+        form = Siglip2Tower
+    elif {"qwen2_vl", *LIKE_QWEN} & set(type(tower).__module__.split(".")) and hasattr(tower, "patch_embed"):
         form = GridTower
-    if form is None:
-        return _image_tower(tower)
-    raise_unsupported("packed vision towers", version_reasons())
-    return form(tower)
-
-
-def _image_tower(tower: Any) -> ImageTower | None:
-    """Returns the ImageTower for the image size in the config; None for other models."""
+    if form is not None:
+        raise_unsupported("packed vision towers", version_reasons())
+        packed: PackedTower = form(tower)
+        return packed
     config, takes = getattr(tower, "config", None), inspect.signature(type(tower).forward).parameters
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     if not size or not patch or "pixel_values" not in takes or "patch_attention_mask" in takes:  # read on the host
         return None
     (height, width), (rows, columns) = pair(size), pair(patch)
-    channels = int(getattr(config, "num_channels", 3))
-    tokens = (height // rows) * (width // columns)
-    return ImageTower(tower, (channels, height, width), tokens, next(tower.parameters()))
+    shape, tokens = (getattr(config, "num_channels", 3), height, width), (height // rows) * (width // columns)
+    return ImageTower(tower, shape, tokens, next(tower.parameters()))
 
 
 def version_reasons() -> list[str]:
