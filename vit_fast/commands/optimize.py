@@ -168,13 +168,14 @@ def show(
         opened.module, image or opened.image_files[0], data_config=opened.model.data, image_hw=opened.model.image_hw,
         in_chans=opened.model.in_chans,
     )  # fmt: skip
+    made = {}
     for name in wanted:
-        inputs, path = [opened.module, prepared][: 1 if name == "filters" else 2], out / f"{name}.png"
+        inputs = [opened.module, prepared][: 1 if name == "filters" else 2]
         try:
-            figure = getattr(drawn, name)(*inputs, **options.get(name, {}))
+            made[out / f"{name}.png"] = getattr(drawn, name)(*inputs, **options.get(name, {}))
         except UnsupportedInputError as error:
             typer.echo(f"skipped {name}: {'; '.join(error.reasons)}", err=True)
-            continue
+    for path, figure in made.items():
         with file_aside(path) as aside:
             figure.savefig(aside)
         typer.echo(f"wrote {path}")
