@@ -1,6 +1,6 @@
 """The candidates of the benchmark: their names, which of them are the default, and the functions that build them.
 
-All candidates of a task have the same weights. To add a candidate, add it to `_all`. A name may have a compile mode:
+All candidates of a group have the same weights. To add a candidate, add it to `_all`. A name may have a compile mode:
 `timm+compile`, `timm+compile:max-autotune`.
 """
 
@@ -25,11 +25,10 @@ from vit_fast.fusion.fuse import fuse, set_backend
 from vit_fast.libraries.interface.weight_names import take_weights
 from vit_fast.libraries.known import PEERS
 from vit_fast.libraries.transformers import hf_model
-from vit_fast.measure.candidate import AS_FILE, COMPILE_MODES, PRECISIONS, RUNTIMES, Candidate, Engine, Precision
+from vit_fast.measure.candidate import COMPILE_MODES, PRECISIONS, RUNTIMES, Candidate
 from vit_fast.model import VisionTransformer
 
-from . import operators
-from .models import Model, OutputOf, Task, weights_of
+from .models import Group, OutputOf, weights_of
 
 # The most important ones first: the last ones are skipped if time runs out.
 DEFAULT_NAMES = {
@@ -64,19 +63,14 @@ NAMES = {
 }  # fmt: skip
 
 
-def get_candidate(name: str) -> Candidate:
-    """Returns the candidate of this name; otherwise ValueError names the nearest one and all others."""
+def parse_candidate(word: str) -> Candidate:
+    """Returns the candidate of a word such as `timm+compile:max-autotune`; ValueError if there is none."""
+    name, separator, mode = word.strip().partition("+compile")
     if name not in CANDIDATES:
         nearest = difflib.get_close_matches(name, CANDIDATES, n=1, cutoff=0.6)
         hint = f"did you mean {nearest[0]}?" if nearest else f"must be one of {', '.join(CANDIDATES)}"
         raise ValueError(f"unknown candidate {name!r}: {hint}")
-    return CANDIDATES[name]
-
-
-def parse_candidate(word: str) -> Candidate:
-    """Returns the candidate of a word such as `timm+compile:max-autotune`; ValueError if there is none."""
-    name, separator, mode = word.strip().partition("+compile")
-    candidate = get_candidate(name)
+    candidate = CANDIDATES[name]
     if not separator:
         return candidate
     if mode and not mode.startswith(":"):
@@ -105,13 +99,14 @@ LOSSY_TOLERANCE = 0.35
 ORT = ("onnx", "onnxscript", "onnxruntime")
 
 Function = Callable[[Tensor], Tensor]
+Builder = Callable[[Candidate, Group], Any]
 
 
-def make(candidate: Candidate, task: Task) -> Function:
-    """Builds a candidate, or its first block if that is the task; UnsupportedInputError lists all reasons."""
+def make(candidate: Candidate, group: Group) -> Function:
+    """Builds a candidate, or its first block if that is the model; UnsupportedInputError lists all reasons."""
     assert candidate.builder is not None
-    made: Function = candidate.builder(candidate, task)
-    if not task.model.block:
+    made: Function = candidate.builder(candidate, group)
+    if not group.model.block:
         return made
     blocks = getattr(made, "blocks", None)
     if not isinstance(blocks, nn.Sequential):
@@ -121,184 +116,181 @@ def make(candidate: Candidate, task: Task) -> Function:
     return block
 
 
-def build_reference(task: Task) -> nn.Module:
-    """Builds the reference of a task: our eager model or operator, or the given model itself."""
-    given = task.model.kind == "given"
-    made = build_given(AS_FILE, task) if given else make(CANDIDATES["eager"], task)
+def build_reference(group: Group) -> nn.Module:
+    """Builds the reference of a group: our eager model or operator, or the given model itself."""
+    made: Any = make(CANDIDATES["given" if group.model.kind == "given" else "eager"], group)
     assert isinstance(made, nn.Module)
     return made
 
 
-def build(candidate: Candidate, task: Task) -> nn.Module:
-    """Builds our model with the task's weights on the candidate's backend, or an operator."""
+def build(candidate: Candidate, group: Group) -> nn.Module:
+    """Builds our model on the candidate's backend, or an operator."""
     backend = candidate.attention or candidate.base
-    if task.model.operator is not None:
-        return operators.build(backend, task.model.operator, task.weights or {}, task.device)
-    config, weights = task.config_and_weights
+    if group.model.operator is not None:
+        from . import operators
+
+        return operators.build(backend, group.model.operator, weights_of(group.model, group.dtype) or {}, group.device)
+    config, weights = group.config_and_weights
     with torch.device("meta"):
-        model = VisionTransformer(config, data_config=task.model.data)
-    model = model.to_empty(device=task.device).to(task.dtype)
+        model = VisionTransformer(config, data_config=group.model.data)
+    model = model.to_empty(device=group.device).to(group.dtype)
     model.load_state_dict(dict(weights))
     set_backend(model, backend)
     return model.eval().requires_grad_(False)
 
 
-def _build_operator(candidate: Candidate, task: Task) -> nn.Module:
-    if task.model.operator is None:
-        raise UnsupportedInputError(candidate.base, [f"the model must be a single operator, got {task.model.name}"])
-    return build(candidate, task)
+def _build_operator(candidate: Candidate, group: Group) -> nn.Module:
+    if group.model.operator is None:
+        raise UnsupportedInputError(candidate.base, [f"the model must be a single operator, got {group.model.name}"])
+    return build(candidate, group)
 
 
-def _build_changed(changes: Candidate, candidate: Candidate, task: Task) -> nn.Module:
-    """Builds our model with the kernels, and freezes it or converts it to FP8."""
+def _build_changed(builder: Builder, changes: Candidate, candidate: Candidate, group: Group) -> Any:
+    """Builds a model, and freezes it, captures it in a CUDA graph, or converts it to FP8."""
     from vit_fast.measure.build import changed_copy
     from vit_fast.quantization.fp8 import unable_reasons
-
-    if changes.precision == "fp8":  # checked before anything is built
-        reasons = unable_reasons(task.device, task.dtype)
-        reasons += [] if task.whole else [f"the model must not be a single block or operator, got {task.model.name}"]
-        if reasons:
-            raise UnsupportedInputError(candidate.base, reasons)
-    return changed_copy(changes, build(candidate, task), _images(task, task.batch_size), ())
-
-
-def _build_graphs(candidate: Candidate, task: Task) -> Function:
-    """Captures our frozen model in a CUDA graph."""
     from vit_fast.run.graph_runner import GraphRunner
 
-    return GraphRunner(build(candidate, task), _images(task, 1), batch_sizes=(task.batch_size,))
+    if changes.precision == "fp8":  # checked before anything is built
+        _require_whole(candidate, group, unable_reasons(group.device, group.dtype))
+    model = builder(candidate, group)
+    if changes.graphs:
+        return GraphRunner(model, _images(group, 1), batch_sizes=(group.batch_size,))
+    return changed_copy(changes, model, _images(group), ())
 
 
-def _images(task: Task, batch: int) -> Tensor:
-    return torch.zeros(batch, *task.model.shape, dtype=task.dtype, device=task.device)
+def _require_whole(candidate: Candidate, group: Group, reasons: Sequence[str]) -> None:
+    part = f"the model must not be a single block or operator, got {group.model.name}"
+    if reasons := [*reasons, *([] if group.model.is_whole else [part])]:
+        raise UnsupportedInputError(candidate.base, reasons)
 
 
-def build_peer(library: ModuleType, candidate: Candidate, task: Task) -> nn.Module:
+def _images(group: Group, count: int | None = None) -> Tensor:
+    return torch.zeros(count or group.batch_size, *group.model.shape, dtype=group.dtype, device=group.device)
+
+
+def _build_peer(library: ModuleType, candidate: Candidate, group: Group) -> nn.Module:
     """Builds a library's model with our weights."""
-    config, weights = task.config_and_weights
-    model = library.build_peer(config).to(device=task.device, dtype=task.dtype)
+    config, weights = group.config_and_weights
+    model = library.build_peer(config).to(device=group.device, dtype=group.dtype)
     take_weights(model, weights, library.convert, config)
     model = model.eval().requires_grad_(False)
     return OutputOf(model) if library is hf_model else model
 
 
-def build_given(candidate: Candidate, task: Task) -> nn.Module:
+def _build_given(candidate: Candidate, group: Group) -> nn.Module:
     """Builds a model that was given by id, file or function."""
-    if task.model.make is None:
-        reason = f"the model must be timm:NAME, hf:FOLDER or module:function, got {task.model.name}"
+    if group.model.make is None:
+        reason = f"the model must be timm:NAME, hf:FOLDER or module:function, got {group.model.name}"
         raise UnsupportedInputError("given", [reason])
-    return task.model.make().to(task.device, task.dtype).requires_grad_(False)
+    return group.model.make().to(group.device, group.dtype).requires_grad_(False)
 
 
-def _build_fused(
-    build_model: Callable[[Candidate, Task], nn.Module], whole: bool, frozen: bool, candidate: Candidate, task: Task
-) -> nn.Module:
+def _build_fused(builder: Builder, whole: bool, candidate: Candidate, group: Group) -> nn.Module:
     """Builds a model and calls vit_fast.fuse; whole: every attention and MLP must be fused, otherwise any part."""
-    from vit_fast.fusion.fuse import freeze
-
-    model = build_model(candidate, task)
+    model: nn.Module = builder(candidate, group)
     report = fuse(model)
     if whole or not report.fused:
         report.require_all()
-    if frozen and not freeze(model):
-        raise UnsupportedInputError("freeze", ["no block of this model can be frozen"])
     return model
 
 
-def _build_optimized(candidate: Candidate, task: Task) -> nn.Module:
+def _build_optimized(candidate: Candidate, group: Group) -> nn.Module:
     """Builds the cached result of vit_fast.optimize in the candidate's precision."""
     from vit_fast.measure import cache
     from vit_fast.measure.build import build as build_candidate
 
-    module = build_reference(task)
-    example = _images(task, task.batch_size)
+    module, example = build_reference(group), _images(group)
     found = cache.find(module, example, candidate.precision)
     if found is None:
         allowed = "" if candidate.precision is None else f" --allow {candidate.precision}"
-        command = f"vit-fast optimize {task.model.name} --batch {task.batch_size}{allowed}"
+        command = f"vit-fast optimize {group.model.name} --batch {group.batch_size}{allowed}"
         raise UnsupportedInputError("optimized", [f"the cache contains no result for this model: run {command}"])
     with torch.no_grad():
         return build_candidate(found.candidate, module, example, module(example), ())
 
 
-def build_file(candidate: Candidate, task: Task) -> Function:
-    """Opens the export of the task's model, or the given ONNX file, in the candidate's runtime."""
+def _build_file(candidate: Candidate, group: Group) -> Function:
+    """Opens the export of the group's model, or the given ONNX file, in the candidate's runtime."""
     from vit_fast.measure.runtimes import open_file
 
-    fp32, on_cpu = task.dtype == torch.float32, task.device.type == "cpu"
-    in_openvino, bf16 = candidate.engine == "openvino", task.dtype == torch.bfloat16
-    given, found = task.model.onnx is not None, f"{task.dtype} on {task.device}"
+    fp32, on_cpu, bf16 = group.dtype == torch.float32, group.device.type == "cpu", group.dtype == torch.bfloat16
+    in_openvino, path, found = candidate.engine == "openvino", group.model.onnx, f"{group.dtype} on {group.device}"
+    quantizes = path is not None and (candidate.precision or not fp32)
     checks = (
         (in_openvino and not (on_cpu and (fp32 or bf16)), f"it must run on the CPU in fp32 or bf16, got {found}"),
         (bf16 and on_cpu and not in_openvino, "it has no bf16 kernels for CPUs"),
         (candidate.engine == "tensorrt" and on_cpu, "it needs a GPU"),
-        (candidate.precision == "int8" and not fp32, f"the dtype must be fp32 for int8, got {task.dtype}"),
-        (given and (candidate.precision or not fp32), "an ONNX file must be run in fp32, without further quantization"),
+        (candidate.precision == "int8" and not fp32, f"the dtype must be fp32 for int8, got {group.dtype}"),
+        (quantizes, "an ONNX file must be run in fp32, without further quantization"),
     )
     if reasons := [reason for fails, reason in checks if fails]:
         raise UnsupportedInputError(RUNTIMES[candidate.engine], reasons)
-    if not fp32:
-        candidate = dataclasses.replace(candidate, precision="bf16" if bf16 else "fp16")
-    if (path := task.model.onnx) is None:
-        exported = _exported(candidate.engine, candidate.precision, task.model, task.dtype, task.device)
-        path = Path(exported.name) / "model.onnx"
-    run = open_file(candidate, path, _images(task, task.batch_size), task.model.image_hw)
-    return lambda images: run(images if in_openvino else images.float()).to(task.dtype)
+    lower = candidate.precision if fp32 else "bf16" if bf16 else "fp16"
+    as_file = Candidate(candidate.engine, precision=lower)
+    if path is None:  # exported once for all batch sizes
+        path = Path(_exported(as_file, dataclasses.replace(group, batch_size=1, requested_batch_size=1)).name)
+        path /= "model.onnx"
+    run = open_file(as_file, path, _images(group), group.model.image_hw)
+    return lambda images: run(images if in_openvino else images.float()).to(group.dtype)
 
 
 @functools.lru_cache(maxsize=4)
-def _exported(
-    engine: Engine, precision: Precision | None, model: Model, dtype: torch.dtype, device: torch.device
-) -> tempfile.TemporaryDirectory[str]:
-    """Exports a model to model.onnx in a folder, once for all batch sizes."""
+def _exported(candidate: Candidate, group: Group) -> tempfile.TemporaryDirectory[str]:
+    """Exports a model to model.onnx in a folder."""
     from vit_fast.measure.runtimes import write_onnx
 
-    task, folder = Task(model, weights_of(model, dtype), dtype, device, 1), tempfile.TemporaryDirectory()
-    path = Path(folder.name) / "model.onnx"
-    write_onnx(Candidate(engine, precision=precision), _exportable(task), path, _images(task, 1), ())
+    if group.model.make is not None:
+        model = group.model.make()
+        model = model.model if isinstance(model, OutputOf) else model
+    else:  # with the weights in the group's dtype
+        weights, config = dict(group.config_and_weights[1]), group.config_and_weights[0]
+        model = VisionTransformer(config, data_config=group.model.data)
+        model.load_state_dict(weights)
+        set_backend(model, "sdpa")
+    folder = tempfile.TemporaryDirectory()
+    write_onnx(candidate, model.eval().requires_grad_(False), Path(folder.name) / "model.onnx", _images(group), ())
     return folder
 
 
-def _exportable(task: Task) -> nn.Module:
-    if task.model.make is not None:
-        model = task.model.make()
-        return model.model if isinstance(model, OutputOf) else model
-    on_cpu = dataclasses.replace(task, dtype=torch.float32, device=torch.device("cpu"))
-    return build(CANDIDATES["sdpa"], on_cpu)
-
-
-def _build_torchao(candidate: Candidate, task: Task) -> nn.Module:
+def _build_torchao(candidate: Candidate, group: Group) -> nn.Module:
     """Quantizes our model with torchao: dynamic activation quantization, per row in fp8."""
-    fp8 = candidate.precision == "fp8"
-    checks = (
-        (task.dtype != torch.bfloat16, f"the model must be in bf16, got {task.dtype}"),
-        (not task.whole, f"the model must not be a single block or operator, got {task.model.name}"),
-    )
-    if fp8 and (reasons := [reason for fails, reason in checks if fails]):
-        raise UnsupportedInputError(candidate.base, reasons)
+    if fp8 := candidate.precision == "fp8":
+        reason = f"the model must be in bf16, got {group.dtype}"
+        _require_whole(candidate, group, [] if group.dtype == torch.bfloat16 else [reason])
     from torchao import quantization as ao
 
-    model, int8 = build(CANDIDATES["sdpa"], task), ao.Int8DynamicActivationInt8WeightConfig
+    model, int8 = build(CANDIDATES["sdpa"], group), ao.Int8DynamicActivationInt8WeightConfig
     ao.quantize_(model, ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()) if fp8 else int8())
     return model
 
 
 def _all() -> Iterator[Candidate]:
-    def named(base: str, summary: str, builder: Callable[..., Any], **fields: Any) -> Candidate:
-        return Candidate(base=base, summary=summary, builder=builder, **fields)
-
     on_eager, on_sdpa, on_triton = ({"attention": name, "mlp": name} for name in ("eager", "sdpa", "triton"))
     inference = {"trainable": False}
     lossy = inference | {"tolerance": LOSSY_TOLERANCE}
     file = inference | {"compilable": False}
     onnx: dict[str, Any] = file | {"engine": "onnxruntime", "packages": ORT, "peer": True, "build_s": 7.0}
 
+    def named(base: str, summary: str, builder: Builder, **fields: Any) -> Candidate:
+        return Candidate(base=base, summary=summary, builder=builder, **fields)
+
+    def fused(base: str, what: str, builder: Builder, **fields: Any) -> Iterator[Candidate]:
+        builder = partial(_build_fused, builder, fields["fullgraph"])
+        yield named(f"{base}+fused", f"{what} after vit_fast.fuse", builder, **fields)
+        frozen = partial(_build_changed, builder, Candidate(frozen=True))
+        summary = f"{what} after vit_fast.fuse and vit_fast.freeze"
+        yield named(f"{base}+fused+frozen", summary, frozen, **fields, **inference)
+
     yield named("eager", "vit-fast's model in plain PyTorch: the reference", build, **on_eager, fullgraph=True)
     yield named("sdpa", "vit-fast's model with torch's scaled_dot_product_attention", build, **on_sdpa, fullgraph=True)
     yield named("triton", "vit-fast's model with the Triton kernels", build, **on_triton, fullgraph=True)
-    frozen, e4m3 = partial(_build_changed, Candidate(frozen=True)), partial(_build_changed, Candidate(precision="fp8"))
+    frozen, graphs, e4m3 = (
+        partial(_build_changed, build, changes)
+        for changes in (Candidate(frozen=True), Candidate(graphs=True), Candidate(precision="fp8"))
+    )
     yield named("triton-frozen", "triton with frozen weights", frozen, **on_triton, **inference)
-    yield named("triton-graphs", "triton-frozen in a CUDA graph", _build_graphs, **on_triton, **file)
+    yield named("triton-graphs", "triton-frozen in a CUDA graph", graphs, **on_triton, **file)
     summary = "triton with linear layers in e4m3, calibrated"
     yield named("triton-fp8", summary, e4m3, **on_triton, **lossy, precision="fp8")
     for kernel in ("flash", "cudnn", "efficient"):
@@ -307,11 +299,11 @@ def _all() -> Iterator[Candidate]:
         yield named(f"sdpa-{kernel}", summary, build, **on_sdpa, fullgraph=True, context=only)
 
     for library in PEERS:
-        peer, needs = partial(build_peer, library), (library.NAME,)
+        peer, needs = partial(_build_peer, library), (library.NAME,)
         yield named(library.NAME, library.PEER, peer, packages=needs, peer=True)
-        yield from _fused(library.NAME, f"the model of {library.NAME}", peer, True, needs)
-    yield named("given", "your model", build_given, peer=True)
-    yield from _fused("given", "your model", build_given, False, ())
+        yield from fused(library.NAME, f"the model of {library.NAME}", peer, packages=needs, fullgraph=True)
+    yield named("given", "your model", _build_given, peer=True)
+    yield from fused("given", "your model", _build_given, fullgraph=False)
 
     summary = "cached result of vit_fast.optimize"
     yield named("optimized", f"{summary}, lossless", _build_optimized, **file)
@@ -319,12 +311,12 @@ def _all() -> Iterator[Candidate]:
         fields = file | lossy | {"precision": precision}
         yield named(f"optimized-{precision}", f"{summary} in {precision}", _build_optimized, **fields)
 
-    yield named("onnxruntime", "ONNX Runtime, exported by vit_fast.export", build_file, **onnx)
+    yield named("onnxruntime", "ONNX Runtime, exported by vit_fast.export", _build_file, **onnx)
     calibrated = onnx | lossy | {"precision": "int8", "peer": False, "build_s": 9.0}
-    yield named("onnxruntime-int8", "onnxruntime, static int8 calibrated on an image", build_file, **calibrated)
-    yield named("tensorrt", "onnxruntime with the TensorRT provider", build_file, **onnx | {"engine": "tensorrt"})
+    yield named("onnxruntime-int8", "onnxruntime, static int8 calibrated on an image", _build_file, **calibrated)
+    yield named("tensorrt", "onnxruntime with the TensorRT provider", _build_file, **onnx | {"engine": "tensorrt"})
     openvino = onnx | {"engine": "openvino", "packages": (*ORT[:2], "openvino")}
-    yield named("openvino", "OpenVINO on a CPU, exported by vit_fast.export", build_file, **openvino)
+    yield named("openvino", "OpenVINO on a CPU, exported by vit_fast.export", _build_file, **openvino)
 
     ao = lossy | {"packages": ("torchao",), "peer": True}
     summary = "sdpa with torchao's int8 weights and dynamic activation quantization"
@@ -339,16 +331,6 @@ def _all() -> Iterator[Candidate]:
         ("transformer-engine", "LayerNormMLP of NVIDIA TransformerEngine", ("transformer_engine",)),
     ):
         yield named(base, summary, _build_operator, packages=packages, peer=True, compilable=False)
-
-
-def _fused(
-    base: str, what: str, build_model: Callable[[Candidate, Task], nn.Module], whole: bool, packages: tuple[str, ...]
-) -> Iterator[Candidate]:
-    for frozen, name, done in ((False, "fused", "fuse"), (True, "fused+frozen", "fuse and vit_fast.freeze")):
-        yield Candidate(
-            base=f"{base}+{name}", summary=f"{what} after vit_fast.{done}", packages=packages, fullgraph=whole,
-            builder=partial(_build_fused, build_model, whole, frozen), trainable=not frozen,
-        )  # fmt: skip
 
 
 CANDIDATES: dict[str, Candidate] = {candidate.base: candidate for candidate in _all()}

@@ -17,11 +17,11 @@ from vit_fast.config import Size
 from vit_fast.errors import as_device
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
-from vit_fast.work import Work, total
+from vit_fast.work import total
 
 from .candidates import FP32_ALONE, choose
 from .machine import DTYPES, has_bf16, memory_bytes
-from .models import MAX_VIEWS, Model, resolve
+from .models import MAX_VIEWS, Group, Model, resolve
 
 # Defaults. On two CPU cores, the budget ends the run within three minutes.
 DEFAULT_MODELS = {"cpu": ("vit_tiny_patch16_224",), "cuda": ("vit_base_patch16_224",)}
@@ -49,51 +49,6 @@ ALWAYS = 2  # candidates that are always measured
 
 
 @dataclass(frozen=True)
-class Group:
-    """The candidates of one model, dtype and batch size (smaller than requested if that does not fit into memory)."""
-
-    model: Model
-    dtype_name: str
-    batch_size: int
-    requested_batch_size: int
-    training: bool = False
-    data: str = "device"
-
-    def __str__(self) -> str:
-        return f"{self.model.name} {self.dtype_name} batch {self.batch_size}{' training' if self.training else ''}"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype_name]
-
-    @property
-    def key(self) -> tuple[str | int, ...]:
-        """The key of its rows; see records.key_of."""
-        return self.model.name, self.dtype_name, self.requested_batch_size, self.data, *self.sizes
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Height and width of the images, or the shape of another input."""
-        return self.model.shape if self.model.data is None else self.model.image_hw
-
-    def about(self, candidate: str) -> dict[str, Any]:
-        """Returns the fields that identify a row or a control of a candidate."""
-        return {
-            "candidate": candidate, "model": self.model.name, "dtype": self.dtype_name, "batch": self.batch_size,
-            "requested_batch": self.requested_batch_size, "img_size": list(self.sizes), "data": self.data,
-        }  # fmt: skip
-
-    def least(self) -> dict[str, Work]:
-        """Returns a lower bound on the work of a call, by part. A training step of a model counts three times."""
-        return {} if self.model.parts is None else self.model.parts(self.batch_size, self.training)
-
-    @property
-    def launch(self) -> Literal["counted", "hidden"]:
-        """The protocol's launch: "counted" at batch size 1, as for a request that waits; otherwise "hidden"."""
-        return "counted" if self.batch_size == 1 and self.model.data is not None else "hidden"
-
-
-@dataclass(frozen=True)
 class Configuration:
     """A checked run: every model x dtype x batch size, with its candidates by kind of model."""
 
@@ -114,7 +69,7 @@ class Configuration:
 
     def groups(self) -> list[Group]:
         each = itertools.product(self.models, self.dtypes, self.batch_sizes)
-        return [Group(model, dtype, size, size, self.training, self.data) for model, dtype, size in each]
+        return [Group(*one, one[2], self.training, self.data, self.device) for one in each]
 
     @property
     def is_default(self) -> bool:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -36,10 +36,13 @@ from vit_fast.model import VisionTransformer
 from vit_fast.variants import get_variant, list_models
 from vit_fast.work import Counter, Work, work
 
-from .operators import Operator
+from .machine import DTYPES
 
+if TYPE_CHECKING:
+    from .operators import Operator
+
+CPU = torch.device("cpu")
 MAX_VIEWS = 64  # different images; more would cost time to prepare
-_WITH_LIBRARY = re.compile(r"(timm|hf):(.+)")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -73,6 +76,10 @@ class Model:
         return kind if self.config is not None else "onnx" if self.onnx is not None else "given"
 
     @property
+    def is_whole(self) -> bool:
+        return self.operator is None and not self.block
+
+    @property
     def image_hw(self) -> Size:
         return self.shape[1], self.shape[2]
 
@@ -82,44 +89,77 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Task:
-    """The task of all candidates of a group; its weights have our (timm's) names, None for a model with its own."""
+class Group:
+    """The candidates of one model, dtype and batch size (smaller than requested if that does not fit into memory)."""
 
     model: Model
-    weights: Mapping[str, Tensor] | None
-    dtype: torch.dtype
-    device: torch.device
+    dtype_name: str
     batch_size: int
+    requested_batch_size: int
     training: bool = False
-    amp: bool = False
+    data: str = "device"
+    device: torch.device = CPU
+
+    def __str__(self) -> str:
+        return f"{self.model.name} {self.dtype_name} batch {self.batch_size}{' training' if self.training else ''}"
 
     @property
-    def whole(self) -> bool:
-        """False for a part of a model."""
-        return self.model.operator is None and not self.model.block
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype_name]
 
     @property
     def config_and_weights(self) -> tuple[ViTConfig, Mapping[str, Tensor]]:
-        """The configuration and weights, from which every library builds the model."""
-        if self.model.config is None or self.weights is None:
+        """The configuration and weights under our (timm's) names, from which every library builds the model."""
+        weights = weights_of(self.model, self.dtype)
+        if self.model.config is None or weights is None:
             raise UnsupportedInputError(
                 "this candidate", [f"the model must be one of `vit-fast models`, got {self.model.name}"]
             )
-        return self.model.config, self.weights
+        return self.model.config, weights
+
+    @property
+    def key(self) -> tuple[str | int, ...]:
+        """The key of its rows; see records.key_of."""
+        return self.model.name, self.dtype_name, self.requested_batch_size, self.data, *self.sizes
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Height and width of the images, or the shape of another input."""
+        return self.model.shape if self.model.data is None else self.model.image_hw
+
+    def about(self, candidate: str) -> dict[str, Any]:
+        """Returns the fields that identify a row or a control of a candidate."""
+        return {
+            "candidate": candidate, "model": self.model.name, "dtype": self.dtype_name, "batch": self.batch_size,
+            "requested_batch": self.requested_batch_size, "img_size": list(self.sizes), "data": self.data,
+        }  # fmt: skip
+
+    def least(self) -> dict[str, Work]:
+        """Returns a lower bound on the work of a call, by part. A training step of a model counts three times."""
+        return {} if self.model.parts is None else self.model.parts(self.batch_size, self.training)
+
+    @property
+    def launch(self) -> Literal["counted", "hidden"]:
+        """The protocol's launch: "counted" at batch size 1, as for a request that waits; otherwise "hidden"."""
+        return "counted" if self.batch_size == 1 and self.model.data is not None else "hidden"
 
 
 def resolve(given: str) -> Callable[[Size | None], list[Model]]:
     """Looks up a word of `--models`; returns a function of the image size (or None) that builds its models."""
-    if (operator := Operator.parse(given)) is not None:
-        return lambda size: [Model(given, operator.shape, None, operator.parts, operator=operator)]
-    if given.startswith("block:"):
-        whole = resolve(given.removeprefix("block:"))
+    head, _, rest = given.partition(":")
+    if head in ("attention", "mlp", "matmul"):
+        from .operators import Operator
+
+        if (operator := Operator.parse(given)) is not None:
+            return lambda size: [Model(given, operator.shape, None, operator.parts, operator=operator)]
+    if head == "block":
+        whole = resolve(rest)
         return lambda size: [_block(model) for model in whole(size)]
-    if matched := _WITH_LIBRARY.fullmatch(given):
-        make = {"timm": _timm, "hf": _transformers}[matched[1]]
-        if matched[1] == "timm":
-            _check_timm(matched[2])
-        return lambda size: [_given(given, *make(matched[2], size))]
+    if rest and head in ("timm", "hf"):
+        if head == "timm":
+            _check_timm(rest)
+        make = _timm if head == "timm" else _transformers
+        return lambda size: [_given(given, *make(rest, size))]
     if _FUNCTION.fullmatch(given):
         function = _function(given)
         return lambda size: [_given(given, function, size or (224, 224), DataConfig())]
@@ -130,19 +170,17 @@ def resolve(given: str) -> Callable[[Size | None], list[Model]]:
         if not Path(given).exists() and (is_onnx or hub_id(given) is None):
             raise ValueError(f"{given}: no such file")
         return lambda size: [_onnx(Path(given), size) if is_onnx else _of_weights(given, size)]
-    names = list_models(given)
-    if not names:
+    if not (names := list_models(given)):
         get_variant(given)  # raises, and names the nearest
     return lambda size: [_variant(name, size) for name in names]
 
 
 def _variant(name: str, img_size: Size | None) -> Model:
     variant = get_variant(name)
-    config = variant.config if img_size is None else variant.config.replace(img_size=img_size)
-    return describe_vit(name, config, variant.data, None)
+    return describe_vit(name, variant.config.replace(img_size=img_size or variant.config.img_size), variant.data)
 
 
-def describe_vit(name: str, config: ViTConfig, data: DataConfig, weights: Mapping[str, Tensor] | None) -> Model:
+def describe_vit(name: str, config: ViTConfig, data: DataConfig, weights: Mapping[str, Tensor] | None = None) -> Model:
     """Describes a model of one of our shapes; None means random weights."""
 
     def parts(batch: int, training: bool) -> dict[str, Work]:
@@ -197,6 +235,7 @@ def _onnx(path: Path, img_size: Size | None) -> Model:
 
 def _given(name: str, make: Callable[[], nn.Module], image_hw: Size, data: DataConfig) -> Model:
     """Builds a model once, to check that it takes images, and counts its operations for batch sizes 1 and 2."""
+    make = partial(_seeded, make)
     model = make()
     in_chans = next((part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)), 3)
     counted = []
@@ -215,6 +254,13 @@ def _given(name: str, make: Callable[[], nn.Module], image_hw: Size, data: DataC
     return Model(name, (in_chans, *image_hw), data, parts, make=make)
 
 
+def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    """Builds a model with the same random weights each time, without changing the caller's random state."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make().eval().float()
+
+
 def _check_timm(name: str) -> None:
     import timm
 
@@ -226,15 +272,13 @@ def _check_timm(name: str) -> None:
 def _timm(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Module], Size, DataConfig]:
     import timm
 
-    options: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
+    make = partial(timm.create_model, name, **({} if img_size is None else {"img_size": img_size}))
     try:
-        model = timm.create_model(name, **options)
+        known = timm.data.resolve_model_data_config(make())
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise ValueError(f"timm:{name}: {error}") from None
-    known = timm.data.resolve_model_data_config(model)
-    data = DataConfig(mean=tuple(known["mean"]), std=tuple(known["std"]))
     height, width = img_size or known["input_size"][1:]
-    return functools.partial(_seeded, functools.partial(timm.create_model, name, **options)), (height, width), data
+    return make, (height, width), DataConfig(mean=tuple(known["mean"]), std=tuple(known["std"]))
 
 
 def _transformers(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Module], Size, DataConfig]:
@@ -247,7 +291,8 @@ def _transformers(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Mod
     config = getattr(config, "vision_config", config)
     if img_size is not None:
         config.image_size = img_size[0] if img_size[0] == img_size[1] else img_size
-    if getattr(config, "image_size", None) is None:
+    side = getattr(config, "image_size", None)
+    if side is None:
         raise ValueError(f"hf:{name}: must be a vision model, got a config without image_size")
     weights = any(Path(name).glob("*.safetensors"))
 
@@ -260,9 +305,8 @@ def _transformers(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Mod
             return OutputOf(model)
         raise UnsupportedInputError(f"hf:{name}", [f"transformers has no model for {type(config).__name__}"])
 
-    side = config.image_size
     height, width = (side, side) if isinstance(side, int) else side
-    return functools.partial(_seeded, make), (height, width), DataConfig()
+    return make, (height, width), DataConfig()
 
 
 def _function(name: str) -> Callable[[], nn.Module]:
@@ -283,14 +327,7 @@ def _function(name: str) -> Callable[[], nn.Module]:
             raise ValueError(f"{name}() must return an nn.Module, got {type(model).__name__}")
         return model
 
-    return functools.partial(_seeded, checked)
-
-
-def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    """Builds a model with the same random weights each time, without changing the caller's random state."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return make().eval().float()
+    return checked
 
 
 class OutputOf(nn.Module):
@@ -313,63 +350,47 @@ def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         model = VisionTransformer(config)
-    model = model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            owner = model.get_submodule(name.rpartition(".")[0])
-            parameter.copy_(_draw(name, parameter, owner, generator))
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-
-def _draw(name: str, parameter: Tensor, owner: nn.Module, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(parameter.shape, generator=generator)
-    if isinstance(owner, nn.LayerNorm | nn.GroupNorm):
-        return 1 + 0.2 * noise if name.endswith("weight") else 0.2 * noise
-    if name.endswith("gamma"):
-        return 0.5 + 0.2 * noise
-    if name.endswith("bias"):
-        return 0.1 * noise
-    if isinstance(owner, nn.Linear | nn.Conv2d):
-        weight = noise / math.sqrt(parameter[0].numel())
+    model = model.to_empty(device="cpu").requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        owner, mean, std = model.get_submodule(name.rpartition(".")[0]), 0.0, 0.3
+        if isinstance(owner, nn.LayerNorm | nn.GroupNorm):
+            mean, std = float(name.endswith("weight")), 0.2
+        elif name.endswith("gamma"):
+            mean, std = 0.5, 0.2
+        elif name.endswith("bias"):
+            std = 0.1
+        elif isinstance(owner, nn.Linear | nn.Conv2d):
+            std = parameter[0].numel() ** -0.5
+        parameter.normal_(mean, std, generator=generator)
         if name.endswith("attn.qkv.weight"):
-            weight[: 2 * weight.shape[1]] *= 2
-        return weight
-    return 0.3 * noise
+            parameter[: 2 * parameter.shape[1]] *= 2
+    return dict(model.state_dict())
 
 
 @functools.lru_cache(maxsize=2)
 def weights_of(model: Model, dtype: torch.dtype) -> dict[str, Tensor] | None:
     """Returns a model's parameters, its own or random ones, in a dtype; None for a model with weights inside."""
-    weights = model.weights if model.operator is None else model.operator.weights()
-    if weights is None and model.config is not None:
+    weights = model.weights
+    if weights is None and model.operator is not None:
+        weights = model.operator.weights()
+    elif weights is None and model.config is not None:
         weights = random_weights(model.config)
-    return None if weights is None else rounded(weights, dtype)
+    return None if weights is None else {name: tensor.to(dtype) for name, tensor in weights.items()}
 
 
-def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: tensor.to(dtype) for name, tensor in weights.items()}
-
-
-def image_views(paths: Sequence[Path], model: Model, count: int, seed: int = 0) -> Tensor:
+def image_views(paths: Sequence[Path], model: Model, count: int) -> Tensor:
     """Prepares whole images and then random crops [count, *model.shape] in fp32, or random numbers for other inputs."""
     if model.data is None:
-        return torch.randn(count, *model.shape, generator=torch.Generator().manual_seed(seed))
+        return torch.randn(count, *model.shape, generator=torch.Generator().manual_seed(0))
     transform = make_transform(model.data, model.image_hw, model.in_chans)
-    images = [read_image(path) for path in paths[:count]]
-    generator = np.random.default_rng(seed)
-    views = []
-    for number in range(count):
-        image = images[number % len(images)]
-        views.append(transform(image if number < len(images) else random_crop(image, generator)))
-    return torch.stack(views)
+    images, generator = [read_image(path) for path in paths[:count]], np.random.default_rng(0)
+    crops = (random_crop(images[number % len(images)], generator) for number in range(len(images), count))
+    return torch.stack([transform(image) for image in (*images, *crops)])
 
 
 def rotating_batches(views: Tensor, batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Makes different batches of views on a device, enough that the next one is never in the cache."""
-    nbytes = batch_size * views[0].numel() * dtype.itemsize
     on_device = views.to(device=device, dtype=dtype)
-    batches = []
-    for number in range(cold_copies(nbytes, device)):
-        rows = (torch.arange(batch_size, device=device) + number * (batch_size + 1)) % len(views)
-        batches.append(on_device[rows])
-    return batches
+    copies = cold_copies(batch_size * on_device[0].nbytes, device)
+    rows = torch.arange(batch_size, device=device)
+    return [on_device[(rows + number * (batch_size + 1)) % len(views)] for number in range(copies)]

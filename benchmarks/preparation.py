@@ -6,8 +6,7 @@ measured on random images, because its error on similar images varies by chance.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import functools
 import json
 import math
 import resource
@@ -25,48 +24,44 @@ from torch import Tensor, nn
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, error_of, size_of
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.measure import clock
+from vit_fast.measure import candidate as measuring
 from vit_fast.measure.candidate import (
+    GRAPH_MODES,
     MEASURES,
     Candidate,
+    Prepared,
     Reference,
-    Verdict,
     at_most,
     describe_error,
     errors_of,
-    is_out_of_memory,
-    judge,
-    same_class,
 )
 from vit_fast.measure.clock import Call, synchronize
 
 from .candidates import build_reference, make
-from .configuration import Group, make_configuration
+from .configuration import make_configuration
 from .machine import products_in, profile
-from .models import MAX_VIEWS, Task, image_views, rotating_batches, weights_of
+from .models import MAX_VIEWS, Group, image_views, rotating_batches
 from .records import Row, Status, make_row
 
 # Time limit of each of these: preparing a candidate, a round of timing, a cold start.
 CANDIDATE_SECONDS = 900.0
-GRAPH_MODES = ("reduce-overhead", "max-autotune")
 MAX_CHECKED_IMAGES = 8
 # The allowed error of an ONNX file, which a runtime rewrites, as a share of the outputs of the unchanged file.
 ONNX_TOLERANCE = 0.01
 LEARNING_RATE = 1e-6
-Function = Callable[[Tensor], Tensor]
 
 
 class TrainingStep:
     """Forward, cross-entropy, backward and AdamW of a model without dropout; or the backward alone of a part of it."""
 
-    def __init__(self, task: Task, model: nn.Module, function: Function) -> None:
-        self.task, self.function = task, function
+    def __init__(self, group: Group, model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+        self.group, self.function, self.whole = group, function, group.model.is_whole
         self.parameters = list(model.train().requires_grad_(True).parameters())
         for part in model.modules():
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
-        if task.whole:
-            self.optimizer = torch.optim.AdamW(self.parameters, LEARNING_RATE, fused=task.device.type == "cuda")
+        if self.whole:
+            self.optimizer = torch.optim.AdamW(self.parameters, LEARNING_RATE, fused=group.device.type == "cuda")
         else:
             from torch._functorch import config
 
@@ -75,7 +70,7 @@ class TrainingStep:
         self._forwards: dict[int, tuple[Tensor, list[Tensor], Tensor]] = {}
 
     def __call__(self, x: Tensor) -> object:
-        if self.task.whole:
+        if self.whole:
             self.optimizer.zero_grad()
             self._losses(x, torch.arange(len(x), device=x.device)).mean().backward()
             return self.optimizer.step()
@@ -89,20 +84,20 @@ class TrainingStep:
     def gradients(self, x: Tensor, rows: Sequence[int], places: Sequence[int]) -> list[Tensor]:
         """Computes gradients of the input [B, ...], and of each parameter: for a whole model only their norm [1]."""
         leaf = x.detach().clone().requires_grad_()
-        if self.task.whole:
+        if self.whole:
             losses = self._losses(leaf, torch.tensor(places, device=x.device))
         else:
             out = self.function(leaf)
             losses = (out * self._gradient_of(out)).flatten(1).sum(1)
-        leaves = [leaf, *self.parameters]
-        own, *others = torch.autograd.grad(losses[rows].sum(), leaves, allow_unused=self.task.whole)
-        if not self.task.whole:
+        own, *others = torch.autograd.grad(losses[rows].sum(), [leaf, *self.parameters], allow_unused=self.whole)
+        if not self.whole:
             return [own, *others]
         squares = [gradient.double().square().sum() for gradient in others if gradient is not None]
         return [own, torch.stack(squares).sum().sqrt().reshape(1).to(x.dtype)]
 
     def _losses(self, images: Tensor, places: Tensor) -> Tensor:
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.task.amp):
+        amp = self.group.dtype_name == "amp" and images.dtype != torch.float64
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=amp):
             outputs = self.function(images).flatten(1)
         outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
         return F.cross_entropy(outputs, places % outputs.shape[1], reduction="none")
@@ -113,75 +108,80 @@ class TrainingStep:
         return one.to(out).repeat(len(out), *[1] * (out.ndim - 1))
 
 
-@dataclass(frozen=True)
-class Expected(Reference):
-    """The expected output, or in training gradients; `others` are of the batches after the first, for agreement."""
-
-    others: Sequence[Tensor] = ()
-
-
-def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
-    """Computes the fp64 reference of a batch, eager's error in the task's dtype, and the outputs of other batches."""
-    rows = checked_rows(task)
-    if task.model.onnx is not None:
-        from vit_fast.measure.runtimes import open_reference
-
-        outputs = open_reference(task.model.onnx, task.model.image_hw)(images[rows].float()).double()
-        return _expected(task, rows, [outputs], [{m: ONNX_TOLERANCE * size_of(outputs, m) for m in MEASURES}])
-    weights = None if task.weights is None else {name: tensor.double() for name, tensor in task.weights.items()}
-    exact_task = dataclasses.replace(task, weights=weights, dtype=torch.float64, amp=False)
-    exact_model, eager_model = build_reference(exact_task), build_reference(task)
-    chosen = images[rows]
-    noise = torch.randn((MAX_CHECKED_IMAGES, *images.shape[1:]), generator=torch.Generator().manual_seed(0))
-    if task.training:
-        steps = TrainingStep(exact_task, exact_model, exact_model), TrainingStep(task, eager_model, eager_model)
-        return _expect_gradients(task, *steps, chosen, rows, noise.to(images) if task.whole else noise[:0])
-    if task.whole:
-        chosen = torch.cat([chosen, noise.to(images)])
-    with torch.inference_mode():
-        exact = exact_model(chosen.double()).cpu()
-        errors = errors_of(eager_model(chosen), exact)
-        further = [exact_model(batch.double()).cpu() for batch in others]
-    return _expected(task, rows, [exact[: len(rows)]], [errors], further)
-
-
-def _expected(
-    task: Task, rows: list[int], exact: list[Tensor], errors: list[dict[Measure, float]], others: Sequence[Tensor] = ()
-) -> Expected:
-    first, *parameters = exact
-    shapes = [(task.batch_size, *first.shape[1:]), *(tuple(gradient.shape) for gradient in parameters)]
-    dtypes = [torch.bfloat16 if task.amp else task.dtype] * len(exact)
-    what = " of the norm of all parameters' gradients" if task.whole else " of a parameter's gradient"
-    return Expected(exact, errors, dtypes, shapes, rows, ["", *(what for _ in parameters)], others)
-
-
 def _expect_gradients(
-    task: Task, exact_step: TrainingStep, eager_step: TrainingStep, images: Tensor, rows: list[int], noise: Tensor
-) -> Expected:
-    """Computes gradients of these images; random images show how much the error of a norm varies by chance."""
+    group: Group, exact_model: nn.Module, eager_model: nn.Module, images: Tensor, rows: list[int], noise: Tensor
+) -> tuple[list[Tensor], list[dict[Measure, float]]]:
+    """Computes gradients of these images in fp64, and eager's errors.
+
+    Random images show how much the error of a norm varies by chance.
+    """
+    exact_step, step = TrainingStep(group, exact_model, exact_model), TrainingStep(group, eager_model, eager_model)
     each = range(len(rows))
-    exact, eager = exact_step.gradients(images.double(), each, rows), eager_step.gradients(images, each, rows)
+    exact, eager = exact_step.gradients(images.double(), each, rows), step.gradients(images, each, rows)
     errors: list[dict[Measure, float]] = [errors_of(eager[0], exact[0])]
     errors += [{"largest": error_of(*pair)} for pair in zip(eager[1:], exact[1:], strict=True)]
-    for image in noise.split(1) if len(noise) else ():
-        norm, exact_norm = eager_step.gradients(image, [0], [0])[1], exact_step.gradients(image.double(), [0], [0])[1]
+    for image in noise.split(1) if group.model.is_whole else ():
+        norm, exact_norm = step.gradients(image, [0], [0])[1], exact_step.gradients(image.double(), [0], [0])[1]
         relative = error_of(norm, exact_norm) / size_of(exact_norm)
         errors[1]["largest"] = max(errors[1]["largest"], relative * size_of(exact[1]))
-    return _expected(task, rows, [exact[0].cpu(), *exact[1:]], errors)
+    return [exact[0].cpu(), *exact[1:]], errors
 
 
-def checked_rows(task: Task) -> list[int]:
-    """Returns the indices of the images of a batch to check: evenly spaced, with the first and the last."""
-    operator, count = task.model.operator, task.batch_size
-    most = MAX_CHECKED_IMAGES if operator is None else operator.checked
-    return [round(i * (count - 1) / (most - 1)) for i in range(most)] if count > most else list(range(count))
+@dataclass(frozen=True)
+class Problem:
+    """The rotating batches of a group, on the device or in pinned memory, and the reference of the first batch."""
+
+    batches: list[Tensor]
+    reference: Reference
 
 
-def judge_outputs(candidate: Candidate, task: Task, expected: Expected, outputs: object) -> Verdict:
-    """Checks a candidate's outputs, or in training its gradients, for a whole batch."""
-    factor = GRADIENT_FACTOR if task.training else FORWARD_FACTOR
-    leaves: Any = outputs if task.training else [outputs]
-    return judge(leaves, expected, factor, candidate.tolerance)
+def make_problem(group: Group, images: Sequence[Path]) -> Problem:
+    """Makes batches and the reference of a group; raises whatever the reference raises."""
+    batches = make_batches(group, images)
+    # as many batches as agreement needs images
+    few = math.ceil(MAX_CHECKED_IMAGES / group.batch_size) if group.model.is_whole and not group.training else 1
+    return Problem(batches, expect(group, *(batch.to(group.device) for batch in batches[:few])))
+
+
+def checked_rows(group: Group) -> list[int]:
+    """Returns the images to check: all, if each contributes to a gradient; few for attention, whose fp64 is large."""
+    most = {"attention": 2, "mlp": group.batch_size, "matmul": group.batch_size}
+    return measuring.spread(group.batch_size, most.get(group.model.kind, MAX_CHECKED_IMAGES))
+
+
+def make_batches(group: Group, images: Sequence[Path]) -> list[Tensor]:
+    views, host = image_views(images, group.model, max(8, min(group.batch_size, MAX_VIEWS))), group.data == "host"
+    batches = rotating_batches(views, group.batch_size, group.dtype, torch.device("cpu") if host else group.device)
+    return [batch.pin_memory() for batch in batches] if host else batches
+
+
+def expect(group: Group, images: Tensor, *others: Tensor) -> Reference:
+    """Computes outputs, or in training gradients, of a batch in fp64, eager's error, and outputs of other batches."""
+    whole, rows, outputs = group.model.is_whole, checked_rows(group), list[Tensor]()
+    chosen, errors = images[rows], list[dict[Measure, float]]()
+    if group.model.onnx is not None:
+        from vit_fast.measure.runtimes import open_reference
+
+        exact = outputs = [open_reference(group.model.onnx, group.model.image_hw)(chosen.float()).double()]
+        errors = [{measure: ONNX_TOLERANCE * size_of(exact[0], measure) for measure in MEASURES}]
+    else:
+        exact_model, eager_model = build_reference(group).double(), build_reference(group)
+        noise = torch.randn((MAX_CHECKED_IMAGES, *images.shape[1:]), generator=torch.Generator().manual_seed(0))
+        noise = noise.to(images)
+        if group.training:
+            exact, errors = _expect_gradients(group, exact_model, eager_model, chosen, rows, noise)
+        else:
+            chosen = torch.cat([chosen, noise]) if whole else chosen
+            with torch.inference_mode():
+                found = exact_model(chosen.double()).cpu()
+                exact, errors = [found[: len(rows)]], [errors_of(eager_model(chosen), found)]
+                outputs = [*exact, *(exact_model(batch.double()).cpu() for batch in others)] if whole else []
+    shapes = [(group.batch_size, *exact[0].shape[1:]), *(tuple(gradient.shape) for gradient in exact[1:])]
+    dtypes = [torch.bfloat16 if group.dtype_name == "amp" else group.dtype] * len(exact)
+    what = " of the norm of all parameters' gradients" if whole else " of a parameter's gradient"
+    names = ["", *(what for _ in exact[1:])]
+    factor, kind = (GRADIENT_FACTOR, list) if group.training else (FORWARD_FACTOR, Tensor)
+    return Reference(exact, errors, dtypes, shapes, rows, names, outputs, kind, factor)
 
 
 def describe_rule() -> str:
@@ -193,134 +193,80 @@ def describe_rule() -> str:
     )
 
 
-@dataclass(frozen=True)
-class Problem:
-    """The task of a group, its batches, and the expected outputs of the first batch."""
-
-    task: Task
-    batches: list[Tensor]
-    expected: Expected
-
-
-def make_problem(group: Group, images: Sequence[Path], device: torch.device) -> Problem:
-    """Makes weights, batches and the reference of a group; raises whatever the reference raises."""
-    task, batches = make_task(group, images, device)
-    # as many batches as agreement needs images
-    few = math.ceil(MAX_CHECKED_IMAGES / task.batch_size) if task.whole and not task.training else 1
-    return Problem(task, batches, expect(task, *(batch.to(device) for batch in batches[:few])))
-
-
-def make_task(group: Group, images: Sequence[Path], device: torch.device) -> tuple[Task, list[Tensor]]:
-    """Makes the task of a group, and its rotating batches: on the device, or in pinned memory."""
-    weights = weights_of(group.model, group.dtype)
-    task = Task(group.model, weights, group.dtype, device, group.batch_size, group.training, group.dtype_name == "amp")
-    views = image_views(images, group.model, max(8, min(group.batch_size, MAX_VIEWS)))
-    host = group.data == "host"
-    batches = rotating_batches(views, task.batch_size, task.dtype, torch.device("cpu") if host else device)
-    return task, [batch.pin_memory() for batch in batches] if host else batches
-
-
-@dataclass
-class Prepared:
-    """A candidate that is built, correct and warm: its call of a batch's number, its row, and seconds of a call."""
-
-    candidate: Candidate
-    call: Call
-    row: Row
-    call_s: float
-
-
 def prepare(
     candidate: Candidate, group: Group, problem: Problem, *, explained: bool = False
 ) -> tuple[Prepared | None, Row]:
     """Builds and checks a candidate; returns it if it is correct, and its row with status and reason."""
     status: Status
+    device = group.device
     try:
         with at_most(CANDIDATE_SECONDS):
-            ready, row = _build_and_check(candidate, group, problem)
-            if ready is not None and explained:
-                row["explained"] = profile(ready.call, problem.task.device, group.least(), group.dtype.itemsize)
+            build = functools.partial(_callers, candidate, group, problem.batches)
+            ready = measuring.prepare(candidate, build, problem.reference, device, candidate.tolerance)
+            verdict = ready.verdict
+            row = make_row(group, candidate, "incorrect" if verdict.reason else "measured", verdict.reason)
+            row.update(
+                max_error=verdict.max_error if math.isfinite(verdict.max_error) else None,  # because of JSON
+                allowed_error=verdict.allowed_error,
+                agreement=ready.agreement,
+                build_s=round(ready.build_s, 3),
+                first_call_s=round(ready.first_call_s, 6),
+            )
+            if ready.call_bytes is None:
+                return None, row
+            ready.row = row
+            if device.type == "cuda" or isinstance(ready.function, nn.Module):
+                own_bytes = ready.own_bytes
+                if device.type == "cpu":
+                    weights = [*ready.function.parameters(), *ready.function.buffers()]
+                    own_bytes = sum(tensor.nbytes for tensor in weights)
+                row["peak_MiB"] = round((own_bytes + ready.call_bytes) / 2**20, 1)
+            if explained:
+                row["explained"] = profile(ready.call, device, group.least(), group.dtype.itemsize)
             return ready, row
     except UnsupportedInputError as error:
         status, reason = "unsupported", f"{error.what}: {'; '.join(error.reasons)}"
     except Exception as error:
-        status, reason = "out of memory" if is_out_of_memory(error) else "failed", describe_error(error)
+        status = "out of memory" if measuring.is_out_of_memory(error) else "failed"
+        reason = describe_error(error)
         if any(sign in reason for sign in ("No available kernel", "No viable backend")):
             status, reason = "unsupported", "torch has no such attention kernel on this device"
     return None, make_row(group, candidate, status, reason)
 
 
-def _build_and_check(candidate: Candidate, group: Group, problem: Problem) -> tuple[Prepared | None, Row]:
-    task, expected, device = problem.task, problem.expected, problem.task.device
-    on_gpu = device.type == "cuda"
-    before, start = torch.cuda.memory_allocated(device) if on_gpu else 0, time.perf_counter()
-    function, call, check = _callers(candidate, task, problem.batches)
-    build_s = time.perf_counter() - start
-    first_call_s, first = _timed(check, device)
-    # A CUDA graph is replayed from the third call on: in inference, check that call, after one with another batch.
-    call(1)
-    call_s, last = _timed(lambda: call(0), device)
-    verdict = judge_outputs(candidate, task, expected, first if task.training else last)
-    row = make_row(group, candidate, "measured" if verdict.passed else "incorrect", verdict.reason)
-    agreement = None
-    if verdict.passed and task.whole and not task.training:
-        # one by one: the next call of a CUDA graph overwrites the output
-        outputs: Any = itertools.chain([last], map(call, range(1, 1 + len(expected.others))))
-        exact = [expected.exact[0], *expected.others]
-        same = [same_class(output[[*expected.rows]].cpu(), one) for output, one in zip(outputs, exact, strict=True)]
-        agreement = float(torch.cat(same).double().mean())
-        del outputs
-    del first, last  # not to count their memory
-    row.update(
-        max_error=verdict.max_error if math.isfinite(verdict.max_error) else None,  # because of JSON
-        allowed_error=verdict.allowed_error,
-        agreement=agreement,
-        build_s=round(build_s, 3),
-        first_call_s=round(first_call_s, 6),
-    )
-    if not verdict.passed:
-        return None, row
-    if on_gpu or isinstance(function, nn.Module):
-        weights = [*function.parameters(), *function.buffers()] if isinstance(function, nn.Module) else []
-        on_cpu = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-        resident = torch.cuda.memory_allocated(device) - before if on_gpu else on_cpu
-        row["peak_MiB"] = round((resident + clock.peak_memory_of_call(lambda: call(1), device)) / 2**20, 1)
-    return Prepared(candidate, call, row, call_s), row
-
-
-def _timed(action: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    synchronize(device)
-    start = time.perf_counter()
-    output = action()
-    synchronize(device)
-    return time.perf_counter() - start, output
-
-
-def _callers(candidate: Candidate, task: Task, batches: list[Tensor]) -> tuple[object, Call, Callable[[], object]]:
-    function = make(candidate, task)
+def _callers(
+    candidate: Candidate, group: Group, batches: Sequence[Tensor]
+) -> tuple[object, Call, Callable[[], object] | None]:
+    """Builds a candidate; returns it, a call of a batch's number, and in training a function of its gradients."""
+    function = make(candidate, group)
     compiled = candidate.compiled(function, fullgraph=candidate.fullgraph)
-    if task.training:
-        if not isinstance(function, nn.Module):
-            raise UnsupportedInputError(candidate.name, ["training needs an nn.Module"])
-        step = TrainingStep(task, function, compiled)
 
-    def call(number: int) -> object:
-        batch = batches[number % len(batches)].to(task.device, non_blocking=True)  # no copy if it is there
-        with torch.inference_mode(not task.training), candidate.context():
-            if task.training:
-                return step(batch)
-            if candidate.compile_mode in GRAPH_MODES:
+    def batch_of(number: int) -> Tensor:
+        return batches[number % len(batches)].to(group.device, non_blocking=True)  # no copy if it is there
+
+    def infer(number: int) -> object:
+        batch = batch_of(number)
+        with torch.inference_mode(), candidate.context():
+            if candidate.engine in GRAPH_MODES:
                 # Otherwise, interleaved calls of several CUDA graphs would be recorded as one iteration.
                 torch.compiler.cudagraph_mark_step_begin()
             return compiled(batch)
 
-    def check() -> object:
-        if not task.training:
-            return call(0)
-        with candidate.context():
-            return step.gradients(batches[0].to(task.device), checked_rows(task), range(len(batches[0])))
+    if not group.training:
+        return function, infer, None
+    if not isinstance(function, nn.Module):
+        raise UnsupportedInputError(candidate.name, ["training needs an nn.Module"])
+    step = TrainingStep(group, function, compiled)
 
-    return function, call, check
+    def train(number: int) -> object:
+        with candidate.context():
+            return step(batch_of(number))
+
+    def gradients() -> object:
+        with candidate.context():
+            return step.gradients(batch_of(0), checked_rows(group), range(group.batch_size))
+
+    return function, train, gradients
 
 
 def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
@@ -328,8 +274,7 @@ def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
     asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
     asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
     asked |= {"dtypes": None if group.dtype_name == "amp" else [group.dtype_name], "candidates": [name]}
-    code = f"from {__name__} import print_first_output; print_first_output()"
-    command = [sys.executable, "-c", code, json.dumps(asked)]
+    command = [sys.executable, "-c", f"from {__name__} import print_first_output as p; p()", json.dumps(asked)]
     started = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CANDIDATE_SECONDS)
@@ -345,24 +290,17 @@ def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
 def print_first_output() -> None:
     """Prints the time of the first output and the peak memory as JSON, if the output is correct; see cold_start."""
     configuration = make_configuration(**json.loads(sys.argv[1]))
-    (group,) = configuration.groups()
-    ((candidate,),) = configuration.candidates.values()
+    (group,), ((candidate,),) = configuration.groups(), configuration.candidates.values()
     try:
         with products_in(group.dtype_name):
-            task, batches = make_task(group, configuration.images, configuration.device)
-            _, _, check = _callers(candidate, task, batches)
-            outputs = [check()]
-            synchronize(task.device)
+            batches = make_batches(group, configuration.images)
+            _, call, gradients = _callers(candidate, group, batches)
+            output = call(0) if gradients is None else gradients()
+            synchronize(group.device)
             done = time.monotonic()
-            verdict = judge_outputs(candidate, task, expect(task, batches[0].to(task.device)), outputs.pop())
+            verdict = measuring.judge(output, expect(group, batches[0].to(group.device)), candidate.tolerance)
     except Exception as error:  # whatever a candidate raises
         sys.exit(describe_error(error))
     if verdict.reason is not None:
         sys.exit(f"incorrect: {verdict.reason}")
     print(json.dumps({"done": done, "peak_MiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)}))
-
-
-def release_memory(device: torch.device, forget_compiled: bool = True) -> None:
-    if forget_compiled:
-        torch.compiler.reset()
-    clock.free_memory(device)

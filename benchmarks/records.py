@@ -22,7 +22,7 @@ from vit_fast.measure.candidate import Candidate, describe_error
 from vit_fast.measure.clock import Timing, percentile
 from vit_fast.work import Work, total
 
-from .configuration import Group
+from .models import Group
 
 FORMAT, BEFORE = "vit-fast-bench/3", "vit-fast-bench/2"
 RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"

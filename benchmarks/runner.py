@@ -12,29 +12,19 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
+
 from vit_fast.measure import clock
-from vit_fast.measure.candidate import Candidate, at_most, describe_error, is_out_of_memory
+from vit_fast.measure.candidate import Candidate, Prepared, at_most, describe_error, is_out_of_memory
 from vit_fast.measure.clock import Call, Samples, Timing, time_interleaved
 from vit_fast.version import __version__
 
-from . import preparation
-from .configuration import Configuration, Group
+from . import preparation, records
+from .configuration import Configuration
 from .machine import Conditions, best_ceilings, describe, measure_ceilings, products_in
-from .preparation import Prepared, Problem, cold_start, describe_rule, make_problem, prepare, release_memory
-from .records import (
-    FORMAT,
-    Journal,
-    Record,
-    Row,
-    Status,
-    add_timing,
-    finish,
-    is_lower,
-    key_of,
-    make_control,
-    make_row,
-    may_gain,
-)
+from .models import Group
+from .preparation import Problem, cold_start, describe_rule, make_problem, prepare
+from .records import Journal, Record, Row, Status, key_of, make_row
 
 # The second name of the fastest full-precision candidate of a group.
 AGAIN = "again"
@@ -47,45 +37,33 @@ SHARES = 1.3  # of its estimated share of the time that preparing a group may ta
 class Watch:
     """Decides after every round if the timing of a group goes on; see clock.time_interleaved.
 
-    It ends when the protocol is satisfied, or at end_s if there are enough repeats. If this timing has its own share of
-    the time (`allocated`), it goes on while noise prevents a ranking. The fastest candidate at full precision (`best`)
-    is timed twice. `running` is the candidate that was called last; `again` is called after every round.
+    It ends when the protocol is satisfied, or at the end of the group's time if there are enough repeats. If the group
+    has its own share of the time, it goes on while noise prevents a ranking. The fastest candidate at full precision
+    (`best`) is timed twice. `running` is the candidate that was called last; `again` is called after every round.
     """
 
-    def __init__(
-        self, prepared: Mapping[str, Prepared], protocol: clock.Protocol, now_s: Callable[[], float], end_s: float,
-        allocated: bool,
-    ) -> None:  # fmt: skip
-        self._protocol, self._now_s, self._end_s, self._allocated = protocol, now_s, end_s, allocated
-        alike = [name for name, ready in prepared.items() if not is_lower(ready.row)] or list(prepared)
+    def __init__(self, run: _Run, prepared: Mapping[str, Prepared], protocol: clock.Protocol) -> None:
+        self._whole_run, self._protocol = run, protocol
+        alike = [name for name, ready in prepared.items() if not records.is_lower(ready.row)] or list(prepared)
         self.best = min(alike, key=lambda name: prepared[name].call_s)
-        self.calls = {name: self._tracked(name, ready.call) for name, ready in prepared.items()}
-        self.calls[AGAIN] = self._tracked(self.best, prepared[self.best].call)
-        self.running = ""
-        self._samples: Mapping[str, Samples] = {}
+        self.calls = {name: functools.partial(self._call, name, ready.call) for name, ready in prepared.items()}
+        self.calls[AGAIN] = self.calls[self.best]
+        self.running, self._samples = "", dict[str, Samples]()
         self.again: Callable[[], None] = lambda: None
 
+    def _call(self, name: str, call: Call, number: int) -> object:
+        self.running = name
+        return call(number)
+
     def __call__(self, number: int, samples: Mapping[str, Samples]) -> Collection[str]:
-        self._samples = samples
+        self._samples = dict(samples)
         self.again()
-        return () if self._is_done(number) else list(samples)
-
-    def _is_done(self, number: int) -> bool:
-        if self._protocol.is_satisfied(self._samples):
-            if not self._allocated:
-                return True
-            if number % ROUNDS_BETWEEN == 0:
-                control = clock.control(self._samples[self.best], self._samples[AGAIN])
-                if control["resolution"] <= clock.UNRANKABLE:
-                    return True
-        return self._now_s() >= self._end_s and len(self.timings()) == len(self._samples)
-
-    def _tracked(self, name: str, call: Call) -> Call:
-        def run_it(number: int) -> object:
-            self.running = name
-            return call(number)
-
-        return run_it
+        is_done = self._protocol.is_satisfied(samples)
+        if is_done and self._whole_run.configuration.is_default:
+            is_done = number % ROUNDS_BETWEEN == 0
+            is_done &= clock.control(samples[self.best], samples[AGAIN])["resolution"] <= clock.UNRANKABLE
+        is_late = self._whole_run.elapsed_s() >= self._whole_run.end_s
+        return () if is_done or (is_late and len(self.timings()) == len(samples)) else list(samples)
 
     def timings(self) -> dict[str, Timing]:
         """Returns the timings of candidates with enough repeats."""
@@ -118,7 +96,7 @@ class _Run:
         try:
             self._take_ceilings()
             for group in list(self.planned):
-                if configuration.search and not may_gain(group, journal.found("row")):
+                if configuration.search and not records.may_gain(group, journal.found("row")):
                     del self.planned[group]
                 elif (remaining := self._remaining(group)) and not self._is_too_late(()):
                     self._run_group(group, remaining)
@@ -132,9 +110,9 @@ class _Run:
         order = [(group.key, candidate.name) for group, found in self.planned.items() for candidate in found]
         rows = sorted(journal.found("row"), key=lambda row: order.index((key_of(row), row["candidate"])))
         ceilings, controls = best_ceilings(journal.found("ceilings")), journal.found("control")
-        finish(rows, ceilings, controls)
+        records.finish(rows, ceilings, controls)
         return {
-            "format": FORMAT,
+            "format": records.FORMAT,
             "vit_fast": __version__,
             "machine": journal.header.get("machine") or describe(configuration.device),
             "ceilings": ceilings,
@@ -167,7 +145,8 @@ class _Run:
             with products_in(group.dtype_name):
                 too_large = self._measure_group(group, candidates)
         finally:
-            release_memory(self.configuration.device)
+            torch.compiler.reset()
+            clock.free_memory(self.configuration.device)
         if not too_large:
             return
         if group.batch_size == 1:
@@ -183,7 +162,7 @@ class _Run:
         self.latest_s, self.end_s = self._ends_s(group)
         self.tell(f"{group}: images and the fp64 reference")
         try:
-            problem = make_problem(group, configuration.images, configuration.device)
+            problem = make_problem(group, configuration.images)
         except Exception as error:  # e.g. a dtype that an operator does not support
             if is_out_of_memory(error):
                 return list(candidates)
@@ -197,7 +176,7 @@ class _Run:
             if ready is not None:
                 prepared[candidate.name] = ready
             else:
-                release_memory(configuration.device, forget_compiled=False)
+                clock.free_memory(configuration.device)
                 if row["status"] == "out of memory":
                     too_large.append(candidate)
                 else:
@@ -227,7 +206,7 @@ class _Run:
             self.tell(f"{group}: timing {len(prepared)} candidates, interleaved")
             conditions = Conditions(self.configuration.device)
             protocol = dataclasses.replace(self.configuration.protocol, launch=group.launch)
-            watch = Watch(prepared, protocol, self.elapsed_s, self.end_s, self.configuration.is_default)
+            watch = Watch(self, prepared, protocol)
             add = functools.partial(self._add_timed, group, prepared, watch.best, conditions)
             try:
                 with conditions.watch(), at_most(preparation.CANDIDATE_SECONDS) as watch.again:
@@ -246,7 +225,7 @@ class _Run:
                 add(timings, "skipped")
                 break
             # Outside of the handler, in which the exception keeps tensors alive.
-            release_memory(self.configuration.device, forget_compiled=False)
+            clock.free_memory(self.configuration.device)
         return too_large
 
     def _add_timed(
@@ -254,11 +233,11 @@ class _Run:
         timings: Mapping[str, Timing], otherwise: Status,
     ) -> None:  # fmt: skip
         if best in timings and AGAIN in timings:
-            control = make_control(group, best, timings[best], timings[AGAIN], conditions.summary())
+            control = records.make_control(group, best, timings[best], timings[AGAIN], conditions.summary())
             self.journal.add("control", control)
         for name, ready in prepared.items():
             if name in timings:
-                add_timing(ready.row, timings[name], group)
+                records.add_timing(ready.row, timings[name], group)
             else:
                 ready.row.update(status=otherwise, reason="too few repeats")
             self.journal.add("row", ready.row)

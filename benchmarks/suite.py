@@ -18,7 +18,8 @@ import torch
 import vit_fast
 from vit_fast.apps.data import sample_image
 from vit_fast.benchmarks.candidates import parse_candidate
-from vit_fast.benchmarks.configuration import Group, make_configuration
+from vit_fast.benchmarks.configuration import make_configuration
+from vit_fast.benchmarks.models import Group
 from vit_fast.benchmarks.preparation import Problem, make_problem, prepare
 from vit_fast.measure.clock import synchronize
 from vit_fast.variants import get_variant
@@ -44,7 +45,7 @@ CASES = [
 
 @functools.cache
 def problem_of(group: Group) -> Problem:
-    return make_problem(group, [sample_image()], DEFAULT.device)
+    return make_problem(group, [sample_image()])
 
 
 @pytest.mark.parametrize(("group", "name"), CASES)

@@ -1,9 +1,10 @@
-"""A small run of the bench: its configuration, a listener, and what its rows hold."""
+"""A small run of the bench: its configuration, candidates, and what its rows hold."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from vit_fast.benchmarks import candidates, machine, runner
-from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.configuration import Configuration, make_configuration
-from vit_fast.benchmarks.models import Task, resolve, weights_of
+from vit_fast.benchmarks.models import Group, resolve, weights_of
 from vit_fast.benchmarks.records import SPEED_FIELDS
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate
@@ -26,31 +26,39 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     """Makes ceilings and resampling small, as the fixture `small_ceilings`."""
     patch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     patch.setitem(machine.COPY_BYTES, "cpu", 2**16)
-    patch.setattr(runner, "release_memory", lambda *_, **__: None)
+    patch.setattr(torch.compiler, "reset", lambda: None)
+    patch.setattr(clock, "free_memory", lambda device: None)
     patch.setattr(clock, "RESAMPLES", 200)
 
 
-def named(name: str, build: Callable[[Task], Any], **fields: Any) -> Candidate:
-    """A candidate that a function of the task builds."""
-    return Candidate(base=name, builder=lambda _, task: build(task), **fields)
+def named(name: str, build: Callable[[Group], Any], **fields: Any) -> Candidate:
+    """A candidate that a function of the group builds."""
+    return Candidate(base=name, builder=lambda _, group: build(group), **fields)
 
 
-def build(name: str, task: Task) -> nn.Module:
+def build(name: str, group: Group) -> nn.Module:
     """Our model or operator as a candidate of this name, also for a single block."""
-    return candidates.build(get_candidate(name), task)
+    return candidates.build(candidates.CANDIDATES[name], group)
 
 
-def task_of(word: str, dtype: torch.dtype = torch.float32, training: bool = False, batch: int = 5) -> Task:
-    """The task of a model or operator on the CPU."""
+def group_of(word: str, dtype: str = "fp32", training: bool = False, batch: int = 5) -> Group:
     (model,) = resolve(word)(None)
-    return Task(model, weights_of(model, dtype), dtype, torch.device("cpu"), batch, training)
+    return Group(model, dtype, batch, batch, training)
 
 
-def breaking(error: Callable[[], None], after: int = 9, above: int = 0) -> Callable[[Task], Callable[[Tensor], Tensor]]:
+def with_weights(group: Group, weights: Mapping[str, Tensor]) -> Group:
+    """The group with some weights of its model replaced."""
+    model = dataclasses.replace(group.model, weights={**weights_of(group.model, group.dtype), **weights})
+    return dataclasses.replace(group, model=model)
+
+
+def breaking(
+    error: Callable[[], None], after: int = 9, above: int = 0
+) -> Callable[[Group], Callable[[Tensor], Tensor]]:
     """A candidate that calls `error` after so many calls, on batches above a size; 9 calls are before the timing."""
 
-    def make(task: Task) -> Callable[[Tensor], Tensor]:
-        model, calls = build("sdpa", task), itertools.count()
+    def make(group: Group) -> Callable[[Tensor], Tensor]:
+        model, calls = build("sdpa", group), itertools.count()
 
         def forward(images: Tensor) -> Tensor:
             if next(calls) >= after and len(images) > above:
@@ -63,21 +71,13 @@ def breaking(error: Callable[[], None], after: int = 9, above: int = 0) -> Calla
 
 
 def plan(*names: str, batch_sizes: tuple[int, ...] = (2,), **fields: object) -> Configuration:
-    return make_configuration(
-        models=["vit_test"],
-        batch_sizes=batch_sizes,
-        dtypes=["fp32"],
-        candidates=names,
-        device="cpu",
-        protocol=QUICK,
-        **fields,
-    )
+    fields = {"models": ["vit_test"], "dtypes": ["fp32"], "device": "cpu", "protocol": QUICK} | fields
+    return make_configuration(batch_sizes=batch_sizes, candidates=names or None, **fields)
 
 
 def measure(model: str, *names: str, **fields: object) -> dict:
     """The record of a model at batch size 2."""
-    fields = {"batch_sizes": [2], "device": "cpu", "protocol": QUICK} | fields
-    return runner.run(make_configuration(models=[model], candidates=names or None, **fields))
+    return runner.run(plan(*names, **{"models": [model], "dtypes": None, "batch_sizes": [2]} | fields))
 
 
 def rows_by_candidate(record: dict) -> dict[str, dict]:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from vit_fast.measure import clock, device_clock
-from vit_fast.measure.clock import Protocol, time_interleaved
-from vit_fast.measure.device_clock import CudaQueue
+from vit_fast.measure import clock
+from vit_fast.measure.clock import CudaQueue, Protocol, time_interleaved
 
 CPU = torch.device("cpu")
 SIX = Protocol(repeats=6, seconds=0.0, least_repeats=6, warmup_repeats=2, warmup_seconds=10.0)
@@ -209,14 +208,14 @@ def test_a_delay_of_the_host_is_hidden_by_a_longer_sleep(gpu: Simulated) -> None
 
     found = time_interleaved({"a": call}, "cuda", QUICK)["a"]
     assert not found.host_bound and (found.ms_p20, found.ms_p80) == pytest.approx((0.1, 0.1))
-    assert len(calls) == 1 + device_clock.PROBES + found.repeats + 2
+    assert len(calls) == 1 + clock.PROBES + found.repeats + 2
 
 
 @pytest.mark.gpu
 def test_a_real_device_sleeps_while_the_host_is_slow() -> None:
     """The device sleeps for about 1 ms behind a host that needs 4; the same behind a wait is host-bound."""
     device = torch.device("cuda")
-    queue = device_clock.open_queue(device)
+    queue = clock.open_queue(device)
 
     def call(_: int) -> None:
         time.sleep(4e-3)

@@ -20,7 +20,7 @@ import vit_fast
 from vit_fast.benchmarks import models, report, runner
 from vit_fast.benchmarks.candidates import parse_candidate
 from vit_fast.benchmarks.configuration import LATENCY, Configuration, make_configuration
-from vit_fast.benchmarks.models import Task, resolve
+from vit_fast.benchmarks.models import Group, resolve
 from vit_fast.benchmarks.records import PERCENTILE_REPEATS, add_timing, compare_records, make_row
 from vit_fast.measure.clock import Timing
 from vit_fast.variants import get_variant
@@ -191,7 +191,7 @@ class _Forgets(nn.Module):
 
 def test_an_incorrect_gradient_gets_no_speed(add) -> None:
     """The outputs are correct."""
-    add("forgetful", lambda task: _Forgets(build("sdpa", task)))
+    add("forgetful", lambda group: _Forgets(build("sdpa", group)))
     assert_measured(measured_rows("vit_test", "forgetful"), "forgetful")
     (row,) = measured_rows("vit_test", "forgetful", train=True)
     assert row["status"] == "incorrect" and row["ms"] is None
@@ -272,11 +272,11 @@ def test_tf32_rounds_products_of_that_group_alone(add) -> None:
         make_configuration(candidates=["eager"], **VIT_TEST | {"dtypes": ["tf32"]})
     seen: dict[str, set[str]] = {}
 
-    def watched(task: Task) -> object:
-        model = build("sdpa", task)
+    def watched(group: Group) -> object:
+        model = build("sdpa", group)
 
         def answer(images: torch.Tensor) -> torch.Tensor:
-            seen.setdefault(str(task.batch_size), set()).add(torch.get_float32_matmul_precision())
+            seen.setdefault(str(group.batch_size), set()).add(torch.get_float32_matmul_precision())
             return model(images)
 
         return answer

@@ -12,16 +12,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from bench_support import QUICK, assert_no_speed, breaking, build, plan, rows_by_candidate
+from bench_support import QUICK, assert_no_speed, breaking, build, plan, rows_by_candidate, with_weights
 
 from vit_fast.benchmarks import machine, preparation, records, runner
-from vit_fast.benchmarks.configuration import Configuration, Group, make_configuration
-from vit_fast.benchmarks.models import Task
-from vit_fast.benchmarks.preparation import Prepared
+from vit_fast.benchmarks.configuration import Configuration, make_configuration
+from vit_fast.benchmarks.models import Group
 from vit_fast.benchmarks.records import make_row
 from vit_fast.errors import UnsupportedInputError
 
@@ -64,7 +64,7 @@ def test_a_record_holds_every_figure_and_they_agree() -> None:
 
 
 def test_agreement_is_of_eight_images_in_calls_that_reuse_memory(add: Callable[..., None]) -> None:
-    def partly(task: Task) -> Callable[[torch.Tensor], torch.Tensor]:
+    def partly(task: Group) -> Callable[[torch.Tensor], torch.Tensor]:
         model, memory, calls = build("sdpa", task), torch.empty(1, 10), itertools.count(1)
 
         def answer(images: torch.Tensor) -> torch.Tensor:
@@ -98,12 +98,11 @@ def hang() -> None:
     time.sleep(600)
 
 
-def zero_bias(task: Task) -> object:
-    weights = {**task.weights, "head.bias": torch.zeros_like(task.weights["head.bias"])}
-    return build("sdpa", dataclasses.replace(task, weights=weights))
+def zero_bias(task: Group) -> object:
+    return build("sdpa", with_weights(task, {"head.bias": torch.zeros(10)}))
 
 
-def stale(task: Task) -> object:
+def stale(task: Group) -> object:
     """Simulates a graph that replays stale inputs: right at first, then the same output for every input."""
     model, kept = build("sdpa", task), []
 
@@ -114,11 +113,11 @@ def stale(task: Task) -> object:
     return answer
 
 
-def refuse(task: Task) -> object:
+def refuse(task: Group) -> object:
     raise UnsupportedInputError("this library", ["one reason", "another reason"])
 
 
-def break_down(task: Task | None = None) -> object:
+def break_down(task: Group | None = None) -> object:
     raise RuntimeError("it broke\nin two lines")
 
 
@@ -147,7 +146,7 @@ def test_what_is_wrong_with_one_candidate_is_said_in_its_row_and_the_others_are_
 def test_a_definition_that_cannot_run_fails_its_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     expect = preparation.expect
 
-    def only_batch_1(task: Task, *rest: object) -> object:
+    def only_batch_1(task: Group, *rest: object) -> object:
         if task.batch_size > 1:
             raise RuntimeError("not implemented for this")
         return expect(task, *rest)
@@ -175,7 +174,7 @@ def test_a_row_above_its_ceiling_is_a_named_defect_and_no_share(monkeypatch: pyt
 def test_the_control_is_the_best_at_full_precision(add) -> None:
     """A candidate in lower precision may be faster and noisier."""
 
-    def quick(task: Task) -> object:
+    def quick(task: Group) -> object:
         return lambda images: torch.zeros(len(images), 10)
 
     add("quick", quick, precision="int8", tolerance=1e9, peer=True)
@@ -314,14 +313,15 @@ class Machine:
     def spend(self, seconds: float) -> None:
         self.now_s += seconds * self.slowness * float(np.exp(self.random.normal(0, self.noise)))
 
-    def prepare(self, candidate: object, group: Group, *_: object, **__: object) -> tuple[Prepared, dict]:
+    def prepare(self, candidate: object, group: Group, *_: object, **__: object) -> tuple[SimpleNamespace, dict]:
         key = candidate.name, group.dtype_name  # an exported file serves every batch size
         compiling_s = {"none": 0.0, "default": 25.0, "freezing": 10.0}[candidate.compile_mode]
         self.spend(compiling_s + (0.2 if key in self.built else candidate.build_s))
         self.built.add(key)
         seconds = 0.014 * group.batch_size * (0.8 if "frozen" in candidate.name else 1.0)
         row = make_row(group, candidate, "measured") | {"max_error": 1e-6, "allowed_error": 1e-5, "agreement": 1.0}
-        return Prepared(candidate, lambda _: self.spend(seconds), row, seconds), row
+        ready = SimpleNamespace(candidate=candidate, call=lambda _: self.spend(seconds), row=row, call_s=seconds)
+        return ready, row
 
 
 @pytest.mark.fast_cases("1.0-0.03")

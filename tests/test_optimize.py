@@ -24,9 +24,9 @@ import vit_fast
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import cache
 from vit_fast.measure.build import build
-from vit_fast.measure.candidate import PRECISIONS, Candidate
+from vit_fast.measure.candidate import PRECISIONS, Candidate, judge
 from vit_fast.measure.search import Refused
-from vit_fast.measure.trials import Expected, Trials, candidates, candidates_of_file, variations
+from vit_fast.measure.trials import Trials, candidates, candidates_of_file, expect, variations
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -150,21 +150,20 @@ ODD: dict[str, tuple[Callable[..., Any], Any]] = {
 def test_signatures_and_output_structures(name: str) -> None:
     forward, example = ODD[name]
     model = Around(forward).eval()
-    expected = Expected(model, example)
-    optimized = build(FUSED, model, example, expected.output, ())
-    error, allowed, agreement = expected.check(optimized, FUSED)
-    assert allowed is not None and error <= allowed and agreement == 1.0
+    trials = Trials(model, example)
+    trials.prepare(FUSED, 600)
+    optimized, checked = trials.prepared[FUSED][0], trials.checked[FUSED]
+    assert checked.allowed is not None and checked.error <= checked.allowed and checked.agreement == 1.0
     args, kwargs = (
         ((), example) if isinstance(example, dict) else (example if isinstance(example, tuple) else (example,), {})
     )
     found, spec = pytree.tree_flatten(optimized(*args, **kwargs))
-    leaves, same = pytree.tree_flatten(expected.output)
+    leaves, same = pytree.tree_flatten(trials.output)
     assert spec == same and all(type(one) is type(other) for one, other in zip(found, leaves))
     assert all(one.dtype == other.dtype for one, other in zip(found, leaves) if isinstance(one, Tensor))
 
 
-def test_incorrect_outputs_are_refused(model, images) -> None:
-    expected = Trials(model, images).expected
+def test_incorrect_outputs_are_refused(model, images, monkeypatch) -> None:
     for change, precision, reason in (
         (lambda output: output + 1e-3, None, "error must be at most"),
         (lambda output: output[:2], None, "the output must be"),
@@ -172,16 +171,18 @@ def test_incorrect_outputs_are_refused(model, images) -> None:
         (lambda output: {"logits": output}, None, "must be Tensor, got dict"),
         (lambda output: output.roll(1, 1), "bf16", "the top-1 agreement must be at least"),
     ):
+        trials = Trials(model, images)
+        built = torch.no_grad()(lambda values, change=change: change(model(values)))
+        monkeypatch.setattr("vit_fast.measure.trials.build", lambda *_, built=built: built)
         with pytest.raises(Refused, match=reason):
-            choice = Candidate(split=3, precision=precision)
-            expected.check(lambda values, change=change: change(model(values)), choice)
+            trials.prepare(Candidate(split=3, precision=precision), 600)
+    monkeypatch.undo()
     dependent = Around(coupled).eval()  # a subset of the images gives another output: the whole batch is compared
-    expected = Expected(dependent, IMAGES)
+    output, reference = expect(dependent, IMAGES)
     with torch.no_grad():
-        expected.check(dependent, FUSED)
-        with pytest.raises(Refused, match="error must be at most"):
-            halves = Candidate(split=5)
-            expected.check(build(halves, dependent, IMAGES, expected.output, ()), halves)
+        assert judge(dependent(IMAGES), reference).reason is None
+        halves = build(Candidate(split=5), dependent, IMAGES, output, ())
+        assert "error must be at most" in str(judge(halves(IMAGES), reference).reason)
 
 
 def test_memory_limit(model, images) -> None:

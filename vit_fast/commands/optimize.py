@@ -201,7 +201,7 @@ def open_model(
     from ..apps.data import as_pixels, read_image
     from ..benchmarks.candidates import build_reference
     from ..benchmarks.configuration import make_configuration
-    from ..benchmarks.models import MAX_VIEWS, Task, image_views, random_weights
+    from ..benchmarks.models import MAX_VIEWS, Group, image_views
     from ..measure.runtimes import OnnxFile
 
     configuration = make_configuration(
@@ -216,8 +216,7 @@ def open_model(
     count = max(batch, min(MAX_VIEWS, batch * (1 + OTHER_BATCHES)))
     views = image_views(paths, model, count)
     if model.onnx is None:
-        weights = model.weights if model.config is None or model.weights else random_weights(model.config)
-        module: Any = build_reference(Task(model, weights, torch.float32, on, batch))
+        module: Any = build_reference(Group(model, "fp32", batch, batch, device=on))
     else:
         module = OnnxFile(model.onnx, on, img_size if img_size is None else model.image_hw)
         if module.runner.takes_pixels:

@@ -24,7 +24,7 @@ from ..libraries.known import recognize
 from ..ops.backends import fp8_reasons
 from ..quantization.fp8 import as_model_input, logits_of
 from ..run.graph_runner import GraphRunner
-from .candidate import DTYPES, ORIGINAL, Candidate
+from .candidate import DTYPES, GRAPH_MODES, ORIGINAL, Candidate, leaves_of, tensors_in
 from .runtimes import OnnxFile, open_file, write_onnx
 
 Function = Callable[..., Any]
@@ -39,7 +39,7 @@ class Optimized(nn.Module):
     """
 
     def __init__(
-        self, original: nn.Module, candidate: Candidate, function: Function, *, output_dtypes: tuple[torch.dtype, ...]
+        self, original: nn.Module, candidate: Candidate, function: Function, output_dtypes: tuple[torch.dtype, ...]
     ) -> None:
         super().__init__()
         self.candidate = candidate
@@ -110,8 +110,7 @@ class Optimized(nn.Module):
             return super().__getattr__(name)
         value = getattr(self._original, name)
         if callable(value):
-            optimized = f"a model optimized as {self.candidate.name!r}"
-            raise AttributeError(f"{optimized} does not expose {name}: use the original model")
+            raise AttributeError(f"{self._refusal(f'does not expose {name}: use the original model')}")
         return _copy_of(value) if isinstance(value, Tensor) else copy.deepcopy(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
@@ -151,8 +150,7 @@ def build(
             function = _in_pieces(function, candidate.split)
         if candidate.threads is not None:
             function = _with_threads(function, candidate.threads)
-    dtypes = tuple(leaf.dtype for leaf in tensors_in(output) if leaf.is_floating_point())
-    return Optimized(model, candidate, function, output_dtypes=dtypes)
+    return Optimized(model, candidate, function, tuple(leaf.dtype for leaf in leaves_of(output)))
 
 
 def changed_copy(
@@ -199,15 +197,16 @@ def _calibration_images(
 
 
 def _fuse_parts(work: nn.Module, candidate: Candidate) -> None:
-    named = {backend for backend in (candidate.attention, candidate.mlp) if backend is not None}
-    report = fuse(work, max(named))  # triton if it is among them, which raises an error if it is unavailable
-    rows = [row for row in report.fused if candidate.backend_of(row.part) is not None]
-    if not rows:
+    backends = {"attention": candidate.attention, "MLP": candidate.mlp}
+    report = fuse(work, max(filter(None, backends.values())))  # triton raises an error if it is unavailable
+    fused = [(row, backends["attention" if row.part.startswith("attention") else "MLP"]) for row in report.fused]
+    if not any(backend for _, backend in fused):
         reasons = [f"{row.name}: {'; '.join(row.reasons)}" for row in report.skipped[:3]]
         raise UnsupportedInputError(candidate.name, reasons or ["vit_fast.fuse supports no module of the model"])
-    for row in rows:
-        module: Any = work.get_submodule(row.name)
-        module.set_fused_backend(str(candidate.backend_of(row.part)))
+    for row, backend in fused:
+        if backend is not None:
+            module: Any = work.get_submodule(row.name)
+            module.set_fused_backend(backend)
 
 
 def _module(
@@ -219,7 +218,7 @@ def _module(
         raise UnsupportedInputError(candidate.name, ["an ONNX file needs ONNX Runtime or OpenVINO"])
     work = changed_copy(candidate, model, example, image_files, min_agreement)
     function: Function = candidate.compiled(work, fullgraph=False)  # models of other libraries may have graph breaks
-    if candidate.compile_mode in ("reduce-overhead", "max-autotune"):
+    if candidate.engine in GRAPH_MODES:
         compiled = function  # the next replay of its CUDA graphs overwrites the outputs
         function = lambda *args, **kwargs: pytree.tree_map_only(Tensor, torch.clone, compiled(*args, **kwargs))  # noqa: E731
     dtype = None if candidate.precision is None else DTYPES[candidate.precision]
@@ -227,8 +226,7 @@ def _module(
         images = only_images(example)
         if images is None:
             raise UnsupportedInputError(candidate.name, ["CUDA graphs need a model that takes one tensor"])
-        size = candidate.split or len(images)
-        runner = GraphRunner(work, images if dtype is None else images.to(dtype), (size,))
+        runner = GraphRunner(work, images.to(dtype or images.dtype), (candidate.split or len(images),))
         function = _of_images(runner, model, example, candidate)
     return function if dtype is None else with_inputs(function, lambda value: value.to(dtype))
 
@@ -239,16 +237,12 @@ def _session(
     """Exports a model; returns a function with the model's signature that runs the file in a runtime."""
     images = only_images(example)
     leaves, spec = pytree.tree_flatten(output)
-    reasons = []
     if images is None:
-        args, kwargs = arguments(example)
-        found = ", ".join(type(value).__name__ for value in (*args, *kwargs.values()))
-        reasons.append(f"the model must take one tensor, got {found or 'nothing'}")
+        raise UnsupportedInputError(candidate.name, ["the model must take one tensor and no other argument"])
     if len(tensors_in(output)) != 1 or len(leaves) != 1:
         found = f"{len(tensors_in(output))} tensors among {len(leaves)} values"
-        reasons.append(f"the model must return one tensor, alone or in a structure, got {found}")
-    if images is None or reasons:
-        raise UnsupportedInputError(candidate.name, reasons)
+        reason = f"the model must return one tensor, alone or in a structure, got {found}"
+        raise UnsupportedInputError(candidate.name, [reason])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         write_onnx(candidate, model, path, images, image_files)
@@ -329,12 +323,6 @@ def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def call(function: Function, example: Any) -> Any:
     args, kwargs = arguments(example)
     return function(*args, **kwargs)
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Returns the tensors in an example or an output."""
-    value = dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def only_images(example: Any) -> Tensor | None:

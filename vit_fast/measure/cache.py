@@ -23,8 +23,7 @@ from torch import nn
 from ..files import file_aside
 from ..version import __version__, cpu_name, installed
 from ..weights.source import weights_digest
-from .build import tensors_in
-from .candidate import Candidate
+from .candidate import Candidate, tensors_in
 
 FORMAT = 2
 # Names of fields in format 1.

@@ -7,36 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..accuracy import FORWARD_FACTOR, Measure, allowed_error, error_of, size_of
 from ..errors import UnsupportedInputError
+from .clock import Call, memory_in_use, peak_memory_of_call, synchronize
 
 Engine = Literal["torch", "compile", "reduce-overhead", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
 # Modes of `+compile:MODE`; "freezing" is Inductor's option (weights as constants).
 COMPILE_MODES = ("default", "freezing", "reduce-overhead", "max-autotune")
+GRAPH_MODES = COMPILE_MODES[2:]  # capture CUDA graphs
 Precision = Literal["bf16", "fp16", "int8", "fp8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 # Dtypes of the model; with fp8, of everything except the operands of the linear layers.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 # Runtimes that load a file.
-RUNTIMES: dict[str, str] = {
-    "onnxruntime": "ONNX Runtime", "tensorrt": "ONNX Runtime with TensorRT", "openvino": "OpenVINO",
-}  # fmt: skip
-CONFIGURATION = (
-    "engine", "attention", "mlp", "precision", "frozen", "graphs", "threads", "split",
-)  # fmt: skip
+RUNTIMES = {"onnxruntime": "ONNX Runtime", "tensorrt": "ONNX Runtime with TensorRT", "openvino": "OpenVINO"}
+CONFIGURATION = ("engine", "attention", "mlp", "precision", "frozen", "graphs", "threads", "split")
 MEASURES: tuple[Measure, ...] = ("largest", "rms")
 # Outputs that are no logits agree if their cosine similarity is at least this.
 SAME_DIRECTION = 0.99
@@ -46,36 +46,28 @@ SAME_DIRECTION = 0.99
 class Candidate:
     """A way to run a model. The default is the model itself.
 
-    `optimize` varies the first eight fields: `attention` and `mlp` are backends of `vit_fast.fuse` (None does not fuse
-    them), `precision` is a number format below the model's, `split` is images per call. The benchmark describes its
-    candidates by the others: `builder` returns a function of images for a benchmarks.models.Task, `peer` means another
-    project's implementation, `tolerance` is the allowed error in lower precision as a share of the largest output (None
-    means the rule of vit_fast.accuracy), and `build_s` estimates the seconds to build and check the first one.
+    `optimize` varies the fields in CONFIGURATION. The benchmark describes its candidates by the others.
     """
 
     engine: Engine = "torch"
-    attention: str | None = None
+    attention: str | None = None  # backend of vit_fast.fuse; None does not fuse
     mlp: str | None = None
-    precision: Precision | None = None
+    precision: Precision | None = None  # below the model's
     frozen: bool = False
     graphs: bool = False
     threads: int | None = None
-    split: int | None = None
+    split: int | None = None  # images per call
     base: str = ""
     summary: str = ""
-    builder: Callable[[Any, Any], Callable[[Any], Any]] | None = None
+    builder: Callable[[Any, Any], Callable[[Any], Any]] | None = None  # of this and a benchmarks.models.Group
     packages: tuple[str, ...] = ()
-    peer: bool = False
+    peer: bool = False  # another project's implementation
     compilable: bool = True
     trainable: bool = True
     fullgraph: bool = False
     context: Callable[[], AbstractContextManager[object]] = nullcontext
-    tolerance: float | None = None
-    build_s: float = 1.0
-
-    def backend_of(self, part: str) -> str | None:
-        """Returns the backend of a part of a fuse report."""
-        return self.attention if part.startswith("attention") else self.mlp
+    tolerance: float | None = None  # allowed error in lower precision, as a share of the largest output
+    build_s: float = 1.0  # estimate for the first one, with checks
 
     @property
     def changes(self) -> int:
@@ -153,7 +145,11 @@ ORIGINAL, AS_FILE = Candidate(), Candidate("onnxruntime")
 
 @dataclass(frozen=True)
 class Reference:
-    """The expected outputs of a batch, one entry per tensor: in fp64 of the images `rows`, and shapes of the batch."""
+    """The expected output of a batch, or its gradients, with one entry per tensor in each list.
+
+    `exact` is in fp64, of the images `rows`; `eager_errors` are the errors of the model itself. `shapes` are of the
+    whole batch. `outputs` are the expected outputs of this batch and of more batches, to measure agreement.
+    """
 
     exact: Sequence[Tensor]
     eager_errors: Sequence[dict[Measure, float]]
@@ -161,43 +157,44 @@ class Reference:
     shapes: Sequence[tuple[int, ...]]
     rows: Sequence[int]
     names: Sequence[str] = ()  # for errors
+    outputs: Sequence[Tensor] = ()
+    kind: type = Tensor  # the class of the output, which may contain several tensors
+    factor: float = FORWARD_FACTOR
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The largest error of a candidate, the allowed error, and the reason why it fails."""
+    """The largest error of a candidate, the allowed error, and the reason why it fails, or None."""
 
     max_error: float
     allowed_error: float
     reason: str | None
 
-    @property
-    def passed(self) -> bool:
-        return self.reason is None
 
-
-def judge(
-    leaves: Sequence[object], reference: Reference, factor: float = FORWARD_FACTOR, tolerance: float | None = None
-) -> Verdict:
-    """Compares the outputs of a whole batch with the reference; see Candidate.tolerance."""
+def judge(output: object, reference: Reference, tolerance: float | None = None) -> Verdict:
+    """Compares the output of a whole batch with the reference; see Candidate.tolerance."""
     limits: list[dict[Measure, float]] = [{"largest": (tolerance or 0) * size_of(exact)} for exact in reference.exact]
     if tolerance is None:
         each = zip(reference.exact, reference.eager_errors, reference.dtypes, strict=True)
         limits = [
-            {m: allowed_error(error, exact, dtype, factor, m) for m, error in eager.items()}
+            {m: allowed_error(error, exact, dtype, reference.factor, m) for m, error in eager.items()}
             for exact, eager, dtype in each
         ]
     limit = max(allowed["largest"] for allowed in limits)
-    found = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
-    if found != [*reference.shapes]:
-        got, expected = (one[0] if len(one) == 1 else one for one in (found, [*reference.shapes]))
-        return Verdict(float("inf"), limit, f"the output must be {expected}, got {got}")
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not all(bool(leaf.isfinite().all()) for leaf in tensors):
-        return Verdict(float("inf"), limit, "the output contains NaN or infinity")
+    leaves, shapes = leaves_of(output), [*reference.shapes]
+    reason = None
+    if not isinstance(output, reference.kind):
+        reason = f"the output must be {reference.kind.__name__}, got {type(output).__name__}"
+    elif (found := [tuple(leaf.shape) for leaf in leaves]) != shapes:
+        got, expected = (one[0] if len(one) == 1 else one for one in (found, shapes))
+        reason = f"the output must be {expected}, got {got}"
+    elif not all(bool(leaf.isfinite().all()) for leaf in leaves):
+        reason = "the output contains NaN or infinity"
+    if reason is not None:
+        return Verdict(float("inf"), limit, reason)
     errors = [
         errors_of(leaf if leaf.shape == exact.shape else leaf[[*reference.rows]], exact)
-        for leaf, exact in zip(tensors, reference.exact, strict=True)
+        for leaf, exact in zip(leaves, reference.exact, strict=True)
     ]
     worst = max(error["largest"] for error in errors)
     for error, allowed, what in zip(errors, limits, reference.names or [""] * len(limits), strict=True):
@@ -212,6 +209,22 @@ def errors_of(leaf: Tensor, exact: Tensor) -> dict[Measure, float]:
     return {measure: error_of(leaf, exact, measure) for measure in MEASURES}
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns the tensors in an example or an output."""
+    value = dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def leaves_of(output: Any) -> list[Tensor]:
+    """Returns the floating-point tensors in an output."""
+    return [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Returns at most `most` indices below `count`: evenly spaced, with the first and the last."""
+    return [round(i * (count - 1) / (most - 1)) for i in range(most)] if count > most else list(range(count))
+
+
 def same_class(one: Tensor, other: Tensor) -> Tensor:
     """Returns a bool per image: equal argmax of logits, or for other outputs a cosine similarity >= SAME_DIRECTION."""
     one, other = one.float(), other.to(one.device).float()
@@ -221,8 +234,65 @@ def same_class(one: Tensor, other: Tensor) -> Tensor:
     return torch.cosine_similarity(rows[0], rows[1]) >= SAME_DIRECTION
 
 
-# Limits. The alarm repeats after this time, because a weakref callback, a `__del__` or a handler may swallow its error.
-# It is also the time for cleanup while an error unwinds.
+@dataclass
+class Prepared:
+    """A candidate that was built, called and checked."""
+
+    candidate: Candidate
+    function: Any
+    call: Call  # of a batch's number
+    verdict: Verdict
+    agreement: float | None
+    build_s: float
+    first_call_s: float
+    call_s: float
+    own_bytes: int  # that building it added
+    call_bytes: int | None  # peak of what a call allocates; None if the check failed
+    row: dict[str, Any] = field(default_factory=dict)  # of the benchmark
+
+
+def prepare(
+    candidate: Candidate, build: Callable[[], tuple[Any, Call, Callable[[], Any] | None]], reference: Reference,
+    device: torch.device, tolerance: float | None = None,
+) -> Prepared:  # fmt: skip
+    """Builds a candidate, calls it, compares its output with the reference, and measures its memory.
+
+    `build` returns what runs, a call of it, and in training a function of the gradients, which are compared instead.
+    """
+
+    def timed(action: Callable[[], Any]) -> tuple[float, Any]:
+        synchronize(device)
+        start = time.perf_counter()
+        output = action()
+        synchronize(device)
+        return time.perf_counter() - start, output
+
+    before = memory_in_use(device)
+    build_s, (function, call, gradients) = timed(build)
+    first_call_s, first = timed(gradients or (lambda: call(0)))
+    # A CUDA graph is replayed from the third call on: in inference, check that call, after one with another batch.
+    call(1)
+    call_s, last = timed(lambda: call(0))
+    verdict = judge(last if gradients is None else first, reference, tolerance)
+    agreement, call_bytes = None, None
+    if verdict.reason is None and reference.outputs:
+        # one by one: the next call of a CUDA graph overwrites the output
+        outputs = itertools.chain([last], map(call, range(1, len(reference.outputs))))
+        same = []
+        for output, expected in zip(outputs, reference.outputs, strict=True):
+            leaf = leaves_of(output)[0]
+            same.append(same_class(leaf if leaf.shape == expected.shape else leaf[[*reference.rows]], expected).cpu())
+        agreement = float(torch.cat(same).double().mean())
+        del outputs, output, leaf
+    del first, last  # not to count their memory
+    own_bytes = max(0, memory_in_use(device) - before)
+    if verdict.reason is None:
+        call_bytes = peak_memory_of_call(lambda: call(1), device)
+    times = build_s, first_call_s, call_s
+    return Prepared(candidate, function, call, verdict, agreement, *times, own_bytes, call_bytes)
+
+
+# The alarm repeats after this time, also the time for cleanup: a weakref callback or a handler may swallow its error.
 REPEAT_S = 2.0
 
 
@@ -283,11 +353,9 @@ def _cancel_compilations() -> None:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """True if memory ran out, also if a compiler or a runtime wrapped the exception."""
+    signs = "can't allocate memory", "CUDA out of memory", "CUDA error: out of memory"
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        text = str(error)
-        if any(sign in text for sign in ("can't allocate memory", "CUDA out of memory", "CUDA error: out of memory")):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in signs):
             return True
         error = error.__cause__ or error.__context__
     return False

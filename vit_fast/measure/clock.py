@@ -1,11 +1,12 @@
 """Times calls interleaved, after warm-up, on inputs that are not in the last-level cache; compares the timings.
 
-    timings = time_interleaved({"eager": call_eager, "sdpa": call_sdpa}, device)
-    timings["sdpa"].ms, timings["sdpa"].ms_p20, timings["sdpa"].ms_p80
+The calls are interleaved, so that clock drift, heat and other processes affect all of them. On a CPU, the host's
+monotonic clock measures a call. Untimed calls precede it (see SETTLE_MS), as in a program that runs only this call.
 
-On CUDA, events around each call measure it (device_clock.py), and the host's time to enqueue it is recorded. On a CPU,
-the host's monotonic clock measures it. The calls are interleaved, so that clock drift, heat and other processes affect
-all of them. On a CPU, untimed calls precede each timed one (see SETTLE_MS), as in a program that runs only this call.
+On CUDA, events around a call measure it, and the host's time to enqueue it is recorded. To measure device time alone,
+the call is queued while the device sleeps for longer than the host needs. The event before the call must still be
+pending when the call has been queued. Otherwise the call is timed again with a longer sleep. A call that waits for the
+device, or that fills the driver's queue, is marked host-bound.
 
 As an A/A control, one candidate is timed twice, interleaved in the same rounds. The resolution (noise floor) is the
 largest deviation from 1 that the ratio of the two, or its confidence interval, reaches. A candidate is faster or slower
@@ -16,35 +17,87 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import math
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from .device_clock import DeviceClock, open_queue
-
 Call = Callable[[int], object]
 
-# Larger than the last-level cache of most processors.
-CPU_CACHE_BYTES = 64 * 2**20
-# Duration of the untimed calls. After a call, threads of torch spin for about 10 ms, those of ONNX Runtime for 35. So
-# the next call would share the cores with them. After an idle wait, the timed call would first wake its own threads.
+CPU_CACHE_BYTES = 64 * 2**20  # larger than the last-level cache of most processors
+# Duration of the untimed calls. After a call, threads of torch spin for about 10 ms, those of ONNX Runtime for 35, and
+# would share the cores with the next call. After an idle wait, the timed call would first wake its own threads.
 SETTLE_MS = 40.0
 RESAMPLES, CONFIDENCE = 1000, 0.99
-# Candidates are not ranked if the resolution exceeds this.
-UNRANKABLE = 0.10
+UNRANKABLE = 0.10  # candidates are not ranked if the resolution exceeds this
 SAME, FASTER, SLOWER, UNKNOWN = "no difference", "faster", "slower", "cannot be ranked"
 QUIET_RUN = "to reduce noise, stop other processes, fix the clocks, or pin the run to unused cores (taskset -c)"
+# The sleep in units of the host's time, and an additional constant.
+MARGIN, SLACK_MS = 1.5, 0.05
+# Each attempt sleeps twice as long as the one before: enough for a delay of the host, never for a call that waits.
+ATTEMPTS, PROBES = 4, 3
+SHORT_CYCLES, LONG_CYCLES = 200_000, 4_000_000
+MIN_FLUSH_BYTES = 256 * 2**20
+
+
+class CudaQueue:
+    """The current stream of a CUDA device, and the clock of the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @functools.cached_property
+    def cycles_per_ms(self) -> float:
+        """The cycles of `sleep` per millisecond: the largest of a few slopes from a short to a long sleep."""
+
+        def milliseconds(cycles: int) -> float:
+            start = self.mark()
+            self.sleep(cycles)
+            end = self.mark()
+            end.synchronize()
+            return float(start.elapsed_time(end))
+
+        milliseconds(LONG_CYCLES)  # wakes a device whose clocks are low
+        slopes = [milliseconds(LONG_CYCLES) - milliseconds(SHORT_CYCLES) for _ in range(PROBES)]
+        return (LONG_CYCLES - SHORT_CYCLES) / max(min(slopes), 1e-3)
+
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.device(self.device)
+
+    def now_ms(self) -> float:
+        return time.perf_counter_ns() / 1e6
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def sleep(self, cycles: int) -> None:
+        torch.cuda._sleep(cycles)
+
+    def flush(self) -> None:
+        """Queues a write that evicts everything from the last-level cache."""
+        cache = int(torch.cuda.get_device_properties(self.device).L2_cache_size)
+        torch.empty(max(2 * cache, MIN_FLUSH_BYTES), dtype=torch.int8, device=self.device).zero_()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+open_queue = functools.cache(CudaQueue)  # calibrated once per process and device
 
 
 @dataclass(frozen=True)
@@ -54,8 +107,8 @@ class Protocol:
     A call is timed until it has `repeats` samples, or `least_repeats` samples and `seconds` (with untimed calls),
     whichever is first. Before, it is called up to `warmup_repeats` times or for `warmup_seconds`, at least once.
 
-    On CUDA, `launch` "counted" includes the host's time to launch the call, as in a latency-bound program; "hidden"
-    queues the call behind other work, so that only device time counts.
+    On CUDA, `launch` "counted" includes the host's time to launch the call on an idle device, as in a latency-bound
+    program. "hidden" empties the cache and queues the call behind other work, so that only device time counts.
     """
 
     repeats: int = 50
@@ -73,30 +126,24 @@ class Protocol:
             raise ValueError(f"seconds must be a number of seconds >= 0, got {seconds}")
         return dataclasses.replace(self, repeats=sys.maxsize, seconds=seconds)
 
-    def share_of(self, samples: Samples) -> float:
-        """Returns the progress of a measurement from 0 to 1."""
-        count, seconds = len(samples), (sum(samples) + samples.untimed_ms) / 1e3
-        in_time = min(count / self.least_repeats, seconds / self.seconds if self.seconds else 1.0)
-        return min(max(count / self.repeats, in_time), 1.0)
-
     def is_satisfied(self, samples: Mapping[str, Samples]) -> bool:
-        return all(self.share_of(taken) == 1 for taken in samples.values())
+        return all(
+            len(taken) >= min(self.least_repeats, self.repeats)
+            and (len(taken) >= self.repeats or sum(taken) + taken.untimed_ms >= 1e3 * self.seconds)
+            for taken in samples.values()
+        )
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The durations of one call in milliseconds: median, percentiles, and all calls in the order of their rounds.
-
-    `host_ms` is the median of the host's time to enqueue a call, None on a CPU. `host_bound`: launches were to be
-    hidden but could not be, so ms includes host time.
-    """
+    """The durations of one call in milliseconds: median, percentiles, and all calls in the order of their rounds."""
 
     ms: float
     ms_p20: float
     ms_p80: float
     repeats: int
-    host_ms: float | None = None
-    host_bound: bool = False
+    host_ms: float | None = None  # median time of the host to enqueue a call, None on a CPU
+    host_bound: bool = False  # launches were to be hidden but could not be, so ms includes host time
     samples_ms: tuple[float, ...] = ()
 
     @classmethod
@@ -113,37 +160,65 @@ def percentile(samples: Sequence[float], share: float) -> float:
 
 
 class Samples(list[float]):
-    """The durations of one call so far, in ms; `untimed_ms` is the duration of the untimed calls on a CPU."""
+    """The durations of one call so far, of untimed calls on a CPU, and of enqueuing it on CUDA; in ms."""
 
     def __init__(self, call: Call, device: torch.device, protocol: Protocol, *, alone: bool = False) -> None:
         super().__init__()
+        self._call, self._queue = call, open_queue(device) if device.type == "cuda" else None
         self.untimed_ms, self._settle_ms = 0.0, 0.0 if alone else SETTLE_MS
-        self._clock: DeviceClock | None = None
-        if device.type == "cuda":
-            self._clock = DeviceClock(open_queue(device), call, hide=protocol.launch == "hidden")
-        self._call = call
+        self._hide, self._sleep_ms = protocol.launch == "hidden", 0.0
+        self.host_ms: list[float] = []
+        self.host_bound = False
 
     def take(self, number: int) -> None:
         """Times one more call, in round `number`."""
-        if self._clock is not None:
-            self.append(self._clock(number))
+        if self._queue is not None:
+            self.append(self._on_device(number))
             return
         untimed_ms = 0.0
         while untimed_ms < self._settle_ms:
-            untimed_ms += self._run(number)
+            untimed_ms += self._on_host(number)
         self.untimed_ms += untimed_ms
-        self.append(self._run(number))
+        self.append(self._on_host(number))
 
-    def _run(self, number: int) -> float:
+    def _on_host(self, number: int) -> float:
         start = time.perf_counter_ns()
         self._call(number)
         return (time.perf_counter_ns() - start) / 1e6
 
+    def _on_device(self, number: int) -> float:
+        if self._hide and not self.host_bound:
+            if not self._sleep_ms:
+                host_ms = statistics.median(self._queued(number)[1] for _ in range(PROBES))
+                self._sleep_ms = MARGIN * host_ms + SLACK_MS
+            for _ in range(ATTEMPTS):
+                device_ms, host_ms, hidden = self._queued(number, self._sleep_ms)
+                if hidden:
+                    break
+                self._sleep_ms *= 2
+            self.host_bound = not hidden
+        if not self._hide or self.host_bound:
+            device_ms, host_ms, _ = self._queued(number)
+        self.host_ms.append(host_ms)
+        return device_ms
+
+    def _queued(self, number: int, sleep_ms: float = 0.0) -> tuple[float, float, bool]:
+        """Returns the time of a call, the host's time, and True if the device was still asleep when it was queued."""
+        queue: Any = self._queue
+        if self._hide:
+            queue.flush()
+        queue.synchronize()
+        if sleep_ms:
+            queue.sleep(int(sleep_ms * queue.cycles_per_ms))
+        start, began = queue.mark(), queue.now_ms()
+        self._call(number)
+        host_ms, end = queue.now_ms() - began, queue.mark()
+        hidden = not start.query()
+        end.synchronize()
+        return start.elapsed_time(end), host_ms, hidden
+
     def timing(self) -> Timing:
-        """Summarizes at least one sample."""
-        if self._clock is None:
-            return Timing.from_samples(self)
-        return Timing.from_samples(self, self._clock.host_ms, self._clock.host_bound)
+        return Timing.from_samples(self, self.host_ms, self.host_bound)
 
 
 def time_interleaved(
@@ -155,8 +230,7 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Times several calls, functions of the round's number, interleaved until each satisfies the protocol.
 
-    `on_round` is called after every round with its number and the samples so far; it returns the names to continue
-    with. Exceptions of a call are not caught.
+    `on_round` is called after every round with its number and the samples so far. It returns the names that continue.
     """
     device = torch.device(device)
     protocol = Protocol() if protocol is None else protocol
@@ -172,8 +246,7 @@ def time_interleaved(
         names = list(calls)
         number = 0
         while names:
-            # A random order in each round, the same in each run: the state that a call leaves behind (spinning threads,
-            # a warm cache) affects all other calls equally.
+            # Random, so that what a call leaves behind (spinning threads, a warm cache) affects all others equally.
             for name in random.Random(number).sample(names, len(names)):
                 samples[name].take(number)
             number += 1
@@ -207,16 +280,24 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
     if device.type == "cuda":
         synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        before = memory_in_use(device)
         call()
         synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device) - before)
+        return int(torch.cuda.max_memory_allocated(device)) - before
     activities = [torch.profiler.ProfilerActivity.CPU]
     with without_profiler_chatter(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         call()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max([0, *itertools.accumulate(changes)])
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Returns the bytes that torch has allocated on a GPU, or the resident memory of this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    fields = Path("/proc/self/statm")
+    return int(fields.read_text().split()[1]) * 4096 if fields.exists() else 0
 
 
 def free_memory(device: torch.device) -> None:
@@ -248,8 +329,7 @@ def without_profiler_chatter() -> Iterator[None]:
 def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5) -> float:
     """Returns the speedup of `other` over `base`: the ratio of their quantiles `share`, base time / other time.
 
-    If samples with the same index are from the same round (`paired`), the median is that of the ratios per round, in
-    which machine drift cancels.
+    `paired` samples with the same index are from the same round: drift cancels in the median of the ratios per round.
     """
     return float(_ratios(np.asarray(base_ms)[None], np.asarray(other_ms)[None], paired, share)[0])
 
@@ -257,10 +337,7 @@ def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, 
 def ratio_interval(
     base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5
 ) -> tuple[float, float]:
-    """Returns the 99 % confidence interval of `ratio`, by a circular block bootstrap.
-
-    Blocks, because consecutive samples are correlated (bursts, drift).
-    """
+    """Returns the 99 % confidence interval of `ratio`, by a circular block bootstrap."""
     generator = np.random.default_rng(0)
     base, other = np.asarray(base_ms), np.asarray(other_ms)
     rows = _blocks(len(base), generator)
@@ -278,17 +355,14 @@ def _ratios(base: np.ndarray, other: np.ndarray, paired: bool, share: float) -> 
 
 
 def _blocks(count: int, generator: np.random.Generator) -> np.ndarray:
-    """Returns sample indices [RESAMPLES, count]: random circular blocks of about sqrt(count) consecutive samples."""
+    """Returns sample indices [RESAMPLES, count], in blocks because consecutive samples are correlated."""
     length = max(1, round(math.sqrt(count)))
     starts = generator.integers(0, count, (RESAMPLES, math.ceil(count / length), 1))
     return ((starts + np.arange(length)) % count).reshape(RESAMPLES, -1)[:, :count]
 
 
 def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: float = 0.5) -> dict[str, Any]:
-    """Compares two timings of identical code in the same rounds.
-
-    Returns `resolution` for ratios within these rounds and `between_runs` for ratios to another run (0.02 means 2 %).
-    """
+    """Returns `resolution` for ratios within these rounds, and `between_runs` for ratios to another run (0.02: 2 %)."""
     low, high = ratio_interval(first_ms, again_ms, paired=True, share=share)
     found = ratio(first_ms, again_ms, paired=True, share=share)
     apart = ratio_interval(first_ms, again_ms, paired=False, share=share)

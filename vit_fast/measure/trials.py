@@ -21,7 +21,7 @@ from ..errors import UnsupportedInputError
 from ..fusion.fuse import unfuse
 from ..ops.backends import triton_unavailable_reasons
 from ..version import installed
-from .build import Optimized, arguments, build, call, tensors_in, with_inputs
+from .build import Optimized, arguments, build, call, with_inputs
 from .candidate import (
     AS_FILE,
     ORIGINAL,
@@ -32,10 +32,12 @@ from .candidate import (
     describe_error,
     errors_of,
     is_out_of_memory,
-    judge,
-    same_class,
-)  # fmt: skip
-from .clock import Protocol, Samples, format_number, free_memory, peak_memory_of_call, synchronize
+    leaves_of,
+    prepare,
+    spread,
+    tensors_in,
+)
+from .clock import Call, Protocol, Samples, format_number, free_memory
 from .runtimes import OnnxFile, open_reference
 from .search import OutOfTime, Refused
 
@@ -103,66 +105,41 @@ def variations(candidate: Candidate, device: torch.device, batch: int) -> list[C
     return [replace(candidate, **change) for change in changes]
 
 
-class Expected:
-    """The outputs of a model for the timed example, and for more batches to measure agreement.
+def expect(model: nn.Module, example: Any, others: Sequence[Any] = ()) -> tuple[Any, Reference]:
+    """Returns a model's output for an example, and the reference: in fp64, and for more batches to measure agreement.
 
     Raises an error if the model modifies its input, buffers or parameters in place, is not deterministic, returns NaN,
     infinity or no floating-point tensor, or fails in fp64.
     """
-
-    def __init__(self, model: nn.Module, example: Any, others: Sequence[Any] = ()) -> None:
-        self.batches = [example, *others]
-        with torch.no_grad():
-            _check_untouched(model, *pytree.tree_map_only(Tensor, torch.clone, arguments(example)))
-            self.output = call(model, example)
-            first, second = leaves_of(self.output), leaves_of(call(model, example))
-            if not first:
-                raise ValueError(f"the model must return floating-point tensors, got {type(self.output).__name__}")
-            if not all(bool(leaf.isfinite().all()) for leaf in first):
-                raise ValueError("the model must return finite outputs, got NaN or infinity for the example")
-            for one, other in zip(first, second):
-                if one.shape != other.shape or error_of(one, other) > torch.finfo(one.dtype).eps ** 0.5 * size_of(one):
-                    raise ValueError("the model must be deterministic, got different outputs for the same input")
-            self.outputs = [first, *(leaves_of(call(model, batch)) for batch in others)]
-            self.reference = self._reference(model, example)
-
-    def _reference(self, model: nn.Module, example: Any) -> Reference:
-        """Returns the fp64 reference: of MOST_IN_FP64 images, or of all if outputs depend on the rest of the batch."""
-        batch, outputs = first_batch(example), self.outputs[0]
-        exact_model, rounding = _exact(model)
-        few = min(MOST_IN_FP64, batch)
+    with torch.no_grad():
+        _check_untouched(model, *pytree.tree_map_only(Tensor, torch.clone, arguments(example)))
+        output = call(model, example)
+        leaves, again = leaves_of(output), leaves_of(call(model, example))
+        if not leaves:
+            raise ValueError(f"the model must return floating-point tensors, got {type(output).__name__}")
+        if not all(bool(leaf.isfinite().all()) for leaf in leaves):
+            raise ValueError("the model must return finite outputs, got NaN or infinity for the example")
+        for one, other in zip(leaves, again):
+            if one.shape != other.shape or error_of(one, other) > torch.finfo(one.dtype).eps ** 0.5 * size_of(one):
+                raise ValueError("the model must be deterministic, got different outputs for the same input")
+        # in fp64 a few images, or all if outputs depend on the rest of the batch
+        batch, (exact_model, rounding) = first_batch(example), _exact(model)
+        rows = spread(batch, MOST_IN_FP64)
 
         def cut(value: Tensor) -> Tensor:
-            return value[:few] if value.dim() and value.shape[0] == batch else value
+            return value[rows] if value.dim() and value.shape[0] == batch else value
 
-        some = pytree.tree_map_only(Tensor, cut, example)
-        exact, checked = leaves_of(call(exact_model, some)), [cut(leaf) for leaf in outputs]
-        if few < batch and not _are_alike(checked, exact, leaves_of(call(model, some))):
-            exact, checked = leaves_of(call(exact_model, example)), outputs
+        some, checked = pytree.tree_map_only(Tensor, cut, example), [cut(leaf) for leaf in leaves]
+        exact = leaves_of(call(exact_model, some))
+        if len(rows) < batch and not _are_alike(checked, exact, leaves_of(call(model, some))):
+            exact, checked = leaves_of(call(exact_model, example)), leaves
         errors = [
             {m: max(error, rounding * size_of(right, m)) for m, error in errors_of(leaf, right).items()}
             for leaf, right in zip(checked, exact, strict=True)
         ]
-        shapes = [tuple(leaf.shape) for leaf in outputs]
-        return Reference(exact, errors, [leaf.dtype for leaf in outputs], shapes, range(few))
-
-    def check(
-        self, function: Callable[..., Any], candidate: Candidate, min_agreement: float = 0.99
-    ) -> tuple[float, float | None, float]:
-        """Returns largest error, allowed error (None at lower precision) and agreement; raises Refused on failure."""
-        is_original, lossy = candidate == ORIGINAL, candidate.precision is not None
-        outputs = [self.output] if is_original else [call(function, batch) for batch in self.batches]
-        if type(outputs[0]) is not type(self.output):
-            raise Refused(f"the output must be {type(self.output).__name__}, got {type(outputs[0]).__name__}")
-        found = [leaves_of(output) for output in outputs]
-        verdict = judge(found[0], self.reference, tolerance=float("inf") if lossy else None)
-        if verdict.reason is not None:
-            raise Refused(verdict.reason)
-        same = [same_class(one[0], other[0]) for one, other in zip(found, self.outputs)]
-        agreement = float(torch.cat(same).double().mean())
-        if lossy and agreement < min_agreement:
-            raise Refused(f"the top-1 agreement must be at least {min_agreement:.1%}, got {agreement:.1%}")
-        return verdict.max_error, None if lossy else verdict.allowed_error, agreement
+        outputs = [leaves[0], *(leaves_of(call(model, other))[0] for other in others)]
+    dtypes, shapes = [leaf.dtype for leaf in leaves], [tuple(leaf.shape) for leaf in leaves]
+    return output, Reference(exact, errors, dtypes, shapes, rows, outputs=outputs, kind=type(output))
 
 
 def _are_alike(checked: list[Tensor], exact: list[Tensor], alone: list[Tensor]) -> bool:
@@ -171,11 +148,6 @@ def _are_alike(checked: list[Tensor], exact: list[Tensor], alone: list[Tensor]) 
         error_of(leaf, right, "rms") <= 4 * allowed_error(error_of(one, right, "rms"), right, leaf.dtype, measure="rms")
         for leaf, right, one in zip(checked, exact, alone)
     )
-
-
-def leaves_of(output: Any) -> list[Tensor]:
-    """Returns the floating-point tensors in an output."""
-    return [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
 
 
 def first_batch(example: Any) -> int:
@@ -244,7 +216,8 @@ class Trials:
         self.progress, self.check_interrupt = progress, check_interrupt
         self.device = device_of_example(example)
         self.tell("the reference in fp64")
-        self.expected = Expected(model, example, others)
+        self.batches = [example, *others]
+        self.output, self.reference = expect(model, example, others)
         self.checked: dict[Candidate, Checked] = {}
         self.took: dict[Candidate, float] = {}  # preparation in seconds, also if it timed out
         self.prepared: dict[Candidate, tuple[Optimized, Samples]] = {}
@@ -275,7 +248,7 @@ class Trials:
         try:
             # the original has no time limit
             with contextlib.nullcontext() if candidate == ORIGINAL else at_most(max(seconds, 1.0)):
-                optimized, self.checked[candidate] = self._build_and_check(candidate)
+                optimized = self._build_and_check(candidate)
         except Exception as error:  # a candidate may raise any type; the search continues
             free_memory(self.device)
             if candidate == ORIGINAL or isinstance(error, Refused):
@@ -288,20 +261,28 @@ class Trials:
         samples = Samples(lambda number: call(optimized, self.example), self.device, Protocol())
         self.prepared[candidate] = optimized, samples
 
-    def _build_and_check(self, candidate: Candidate) -> tuple[Optimized, Checked]:
-        start, before = time.perf_counter(), _own_bytes(self.device)
-        what = self.model, self.example, self.expected.output, self.image_files
-        optimized = build(candidate, *what, self.min_agreement)
-        call(optimized, self.example)
-        synchronize(self.device)
-        first_call_s = time.perf_counter() - start
-        error, allowed, agreement = self.expected.check(optimized, candidate, self.min_agreement)
-        peak = peak_memory_of_call(lambda: call(optimized, self.example), self.device)
-        peak += max(0, _own_bytes(self.device) - before)
-        if self.memory_limit is not None and peak > self.memory_limit and candidate != ORIGINAL:
+    def _build_and_check(self, candidate: Candidate) -> Optimized:
+        def start() -> tuple[Optimized, Call, None]:
+            what = self.model, self.example, self.output, self.image_files
+            optimized = build(candidate, *what, self.min_agreement)
+            return optimized, lambda number: call(optimized, self.batches[number % len(self.batches)]), None
+
+        lossy = candidate.precision is not None
+        ready = prepare(candidate, start, self.reference, self.device, float("inf") if lossy else None)
+        reason, agreement = ready.verdict.reason, 1.0 if ready.agreement is None else ready.agreement
+        peak = ready.own_bytes + (ready.call_bytes or 0)
+        if reason is None and lossy and agreement < self.min_agreement:
+            reason = f"the top-1 agreement must be at least {self.min_agreement:.1%}, got {agreement:.1%}"
+        if reason is None and self.memory_limit is not None and peak > self.memory_limit:
             needed, limit = format_number(peak / 2**20), format_number(self.memory_limit / 2**20)
-            raise Refused(f"needs {needed} MiB, memory_limit is {limit} MiB")
-        return optimized, Checked(error, allowed, agreement, first_call_s, peak)
+            reason = f"needs {needed} MiB, memory_limit is {limit} MiB"
+        if reason is not None and candidate != ORIGINAL:
+            raise Refused(reason)
+        allowed = None if lossy else ready.verdict.allowed_error
+        first_call_s = ready.build_s + ready.first_call_s
+        self.checked[candidate] = Checked(ready.verdict.max_error, allowed, agreement, first_call_s, peak)
+        function: Optimized = ready.function
+        return function
 
     def call_ms(self, candidate: Candidate, number: int) -> float:
         """Returns the duration in ms of one call in round `number`; raises Refused if the call fails."""
@@ -342,13 +323,6 @@ def device_of_example(example: Any) -> torch.device:
     if len(devices) > 1:
         raise ValueError(f"example must be on one device, got {', '.join(map(str, devices))}")
     return devices.pop()
-
-
-def _own_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
-    fields = Path("/proc/self/statm")
-    return int(fields.read_text().split()[1]) * 4096 if fields.exists() else 0
 
 
 def _in_words(error: Exception) -> str:
