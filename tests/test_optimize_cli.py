@@ -27,43 +27,46 @@ FUSED = Candidate(attention="sdpa", mlp="sdpa")
 ROUNDED = dataclasses.replace(FUSED, precision="bf16")
 
 
+OPTIMIZE = ("optimize", "vit_test", "--batch", "2", "--budget", "60")
+BF16 = ("--allow", "bf16", "--min-agreement", "0")
+
+
 def test_table_progress_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Path, only) -> None:
     only(FUSED)
     saved = tmp_path / "fast.json"
-    assert run("optimize", "vit_test", "--batch", "2", "--budget", "60", "--save", str(saved)) == 0
-    said, told = capsys.readouterr()
-    assert "original" in said and "fused sdpa" in said and "speedup" in said
-    lines = [line.partition(" of 60 s: ")[2] for line in told.splitlines() if " of 60 s: " in line]
+    assert run(*OPTIMIZE, "--save", str(saved)) == 0
+    out, progress = capsys.readouterr()
+    assert "original" in out and "fused sdpa" in out and "speedup" in out
+    lines = [line.partition(" of 60 s: ")[2] for line in progress.splitlines() if " of 60 s: " in line]
     assert lines == ["the reference in fp64", "original", "fused sdpa", "timing 2 candidates, interleaved"]
     assert vit_fast.load_optimized(saved, vit_fast.create_model("vit_test")).candidate == FUSED
 
-    assert run("optimize", "vit_test", "--batch", "2", "--budget", "60") == 0
+    assert run(*OPTIMIZE) == 0
     assert "cached result, checked again" in capsys.readouterr().out
     assert run("cache") == 0
-    said = capsys.readouterr().out
-    assert said.startswith("cached results in") and said.splitlines()[0].endswith(": 1")
-    assert "throughput, 2x3x32x32 torch.float32" in said and "fused sdpa" in said
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("cached results in") and first.endswith(": 1")
+    assert "throughput, 2x3x32x32 torch.float32" in second and "fused sdpa" in second
     assert run("cache", "--json") == 0
-    (kept,) = json.loads(capsys.readouterr().out)
-    assert kept["candidate"] == {"attention": "sdpa", "mlp": "sdpa"}
+    (stored,) = json.loads(capsys.readouterr().out)
+    assert stored["candidate"] == {"attention": "sdpa", "mlp": "sdpa"}
     assert run("cache", "--clear") == 0 and list(cache.all_results()) == []
 
 
-def test_json_and_brackets_of_errors(capsys: pytest.CaptureFixture[str], only, monkeypatch) -> None:
+def test_json_and_errors_with_brackets(capsys: pytest.CaptureFixture[str], only, monkeypatch) -> None:
     only(ROUNDED)
-    arguments = ["optimize", "vit_test", "--allow", "bf16", "--min-agreement", "0", "--budget", "60"]
-    assert run(*arguments, "--json") == 0
+    assert run(*OPTIMIZE, *BF16, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["name"] == "fused sdpa, bf16" == found["table"][1]["name"]
     assert found["key"]["request"]["allow"] == ["bf16"] and found["figures"]["speedup"] > 1
     assert 0 <= found["table"][1]["checked"]["agreement"] <= 1
 
-    def failing(*how: object) -> None:
+    def failing(*_: object) -> None:
         raise RuntimeError("[/usr/lib/so] of [int8]")
 
     cache.clear()
     monkeypatch.setattr("vit_fast.measure.build.fuse", failing)
-    assert run(*arguments) == 0
+    assert run(*OPTIMIZE, *BF16) == 0
     assert "RuntimeError: [/usr/lib/so] of [int8]" in capsys.readouterr().out
 
 
@@ -72,8 +75,7 @@ def test_json_and_brackets_of_errors(capsys: pytest.CaptureFixture[str], only, m
 def test_exported_folder(choice: Candidate, only, tmp_path: Path) -> None:
     only(choice)
     folder = tmp_path / "deployed"
-    allow = ["--allow", "bf16", "--min-agreement", "0"] if choice.precision else []
-    assert run("optimize", "vit_test", "--batch", "2", "--budget", "600", *allow, "--export", str(folder)) == 0
+    assert run(*OPTIMIZE, *(BF16 if choice.precision else ()), "--budget", "600", "--export", str(folder)) == 0
     described = json.loads((folder / FIGURES).read_text())
     assert Candidate.from_dict(described["candidate"]) == choice
     opened, path = open_model("vit_test", 2, ()), folder / described["file"]
@@ -114,9 +116,9 @@ def test_bench_measures_the_cached_result(only) -> None:
     assert [row["status"] for row in found] == ["unsupported"] * 2
     assert "run vit-fast optimize vit_test --batch 2 --allow bf16" in found[1]["reason"]
 
-    for choice, allow in ((FUSED, []), (Candidate(precision="bf16"), ["--allow", "bf16", "--min-agreement", "0"])):
+    for choice, allow in ((FUSED, ()), (Candidate(precision="bf16"), BF16)):
         only(choice)
-        assert run("optimize", "vit_test", "--batch", "2", "--budget", "60", *allow) == 0
+        assert run(*OPTIMIZE, *allow) == 0
     rows = rows_by_candidate(runner.run(plan(*candidates, batch_sizes=(2,))))
     assert [rows[name]["status"] for name in candidates] == ["measured"] * 3
     assert [rows[name]["precision"] for name in candidates] == ["fp32", "fp32", "bf16"]
@@ -130,6 +132,12 @@ def test_integer_buffers_are_part_of_the_digest() -> None:
     assert weights_digest(norm) != before == weights_digest(torch.nn.BatchNorm2d(3))
 
 
+def test_auto_does_not_depend_on_the_cache(model, images, only) -> None:
+    only(Candidate(attention="eager", mlp="eager"))
+    assert vit_fast.optimize(model, images, budget_s=600).candidate.attention == "eager"
+    assert vit_fast.fuse(model).backend == "sdpa"
+
+
 def test_location_of_the_cache(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("VIT_FAST_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -138,21 +146,13 @@ def test_location_of_the_cache(monkeypatch, tmp_path) -> None:
     assert cache.folder() == Path.home() / ".cache" / "vit_fast" / "answers"
 
 
-def test_auto_does_not_depend_on_the_cache(model, images, only) -> None:
-    only(Candidate(attention="eager", mlp="eager"))
-    assert vit_fast.optimize(model, images, budget_s=600).candidate.attention == "eager"
-    assert vit_fast.fuse(model).backend == "sdpa"
-
-
 @pytest.mark.parametrize("reason", ["home directory.*VIT_FAST_CACHE", "taken"])
-def test_a_search_is_not_lost_if_it_cannot_be_cached(
-    reason, model, images, one_engine, monkeypatch, tmp_path: Path
-) -> None:
-    def nobody() -> Path:
+def test_a_result_that_cannot_be_cached_is_returned(reason, model, images, one_engine, monkeypatch, tmp_path) -> None:
+    def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     (tmp_path / "taken").write_text("a file")
-    monkeypatch.setattr(Path, "home", nobody)
+    monkeypatch.setattr(Path, "home", home)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "taken") if reason == "taken" else "")
     with pytest.warns(UserWarning, match=f"not cached: .*{reason}"):

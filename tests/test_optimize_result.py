@@ -46,22 +46,14 @@ def timm_model() -> nn.Module:
     return model
 
 
-def _write_numpy(model: nn.Module) -> None:
-    model.blocks[1].mlp.fc1.weight.detach().numpy()[:] *= -1
-
-
-def _replace_forward(model: nn.Module) -> None:
-    model.blocks[1].mlp.forward = lambda x: x * 0
-
-
 # In this order, each on top of the ones before.
-CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+CHANGES: dict[str, Callable[[Any], Any]] = {
     "eps": lambda model: setattr(model.blocks[1].norm1, "eps", 0.5),
     "data": lambda model: model.blocks[0].attn.qkv.weight.data.mul_(3),
-    "numpy": _write_numpy,
+    "numpy": lambda model: model.blocks[1].mlp.fc1.weight.detach().numpy().fill(0.5),
     "buffer": lambda model: model.pos_embed.add_(1),
     "hook": lambda model: model.blocks[0].register_forward_hook(lambda module, args, output: output * 0),
-    "forward": _replace_forward,
+    "forward": lambda model: setattr(model.blocks[1].mlp, "forward", lambda x: x * 0),
     "load_state_dict": lambda model: model.load_state_dict({n: v * 2 for n, v in model.state_dict().items()}),
     "module": lambda model: setattr(model, "head", nn.Linear(32, 5)),
     "training": lambda model: model.train(),
@@ -71,7 +63,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.fast_cases("original", "fused sdpa", "ONNX Runtime")
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_no_change_of_the_model_reaches_the_result(choice: Candidate, timm_model, images, only, tmp_path) -> None:
+def test_changing_the_model_does_not_change_the_result(choice, timm_model, images, only, tmp_path) -> None:
     only(choice)
     allow: Any = {"lossless": False, "allow": [choice.precision], "min_agreement": 0.0} if choice.precision else {}
     result = vit_fast.optimize(timm_model, images, budget_s=600, **allow)
@@ -80,16 +72,13 @@ def test_no_change_of_the_model_reaches_the_result(choice: Candidate, timm_model
     results = [result.model, vit_fast.load_optimized(tmp_path / "fast.json", timm_model)]
     before = [each(images) for each in results]
     torch.testing.assert_close(before[0], timm_model(images), atol=2e-2 if choice.precision else 1e-4, rtol=1e-2)
-    changed = []
     for name, change in CHANGES.items():
         change(timm_model)
-        if not all(torch.equal(each(images), output) for each, output in zip(results, before)):
-            changed.append(name)
-    assert changed == []
+        assert all(torch.equal(each(images), output) for each, output in zip(results, before)), name
 
 
 @pytest.mark.slow
-def test_no_change_of_a_file_reaches_the_result(model, images, tmp_path: Path, only) -> None:
+def test_changing_the_file_does_not_change_the_result(model, images, tmp_path: Path, only) -> None:
     """ONNX Runtime maps external weights."""
     only(Candidate())
     path = tmp_path / "model.onnx"
@@ -102,30 +91,27 @@ def test_no_change_of_a_file_reaches_the_result(model, images, tmp_path: Path, o
     assert torch.equal(found.model(images), before)
 
 
-class Holder(nn.Module):
+def inside(result: nn.Module) -> nn.Module:
     """A module with a result inside."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.last = inner, nn.Linear(5, 2)
+    return nn.ModuleDict({"inner": result, "last": nn.Linear(5, 2)})
 
 
-REFUSED: dict[str, Callable[[Any], object]] = {
-    "module": lambda r: r.head,
-    "method": lambda r: r.forward_features,
-    "replaced module": lambda r: setattr(r, "head", nn.Linear(32, 3)),
-    "attribute": lambda r: setattr(r, "global_pool", "avg"),
-    "removed": lambda r: delattr(r, "cls_token"),
-    "load_state_dict": lambda r: r.load_state_dict(r.state_dict()),
-    "load_state_dict around": lambda r: Holder(r).load_state_dict(Holder(r).state_dict()),
-    "half": lambda r: r.half(),
-    "to": lambda r: r.to("meta"),
-    "to around": lambda r: Holder(r).to(torch.bfloat16),
-    "requires_grad": lambda r: r.requires_grad_(),
-    "in place": lambda r: next(r.parameters()).zero_(),
-    "tensor": lambda r: r.cls_token.mul_(2),
-    "training": lambda r: copy.deepcopy(r).train()(torch.zeros(1, 3, 32, 32)),
-}
+REFUSED: tuple[Callable[[Any], object], ...] = (
+    lambda r: r.head,
+    lambda r: r.forward_features,
+    lambda r: setattr(r, "head", nn.Linear(32, 3)),
+    lambda r: setattr(r, "global_pool", "avg"),
+    lambda r: delattr(r, "cls_token"),
+    lambda r: r.load_state_dict(r.state_dict()),
+    lambda r: inside(r).load_state_dict(inside(r).state_dict()),
+    lambda r: r.half(),
+    lambda r: r.to("meta"),
+    lambda r: inside(r).to(torch.bfloat16),
+    lambda r: r.requires_grad_(),
+    lambda r: next(r.parameters()).zero_(),
+    lambda r: r.cls_token.mul_(2),
+    lambda r: copy.deepcopy(r).train()(torch.zeros(1, 3, 32, 32)),
+)
 
 
 @pytest.mark.fast_cases("fused sdpa")
@@ -133,22 +119,23 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 def test_a_result_is_read_only(choice: Candidate, timm_model, images) -> None:
     result = build(choice, timm_model, images, timm_model(images), ())
     before = result(images)
-    for name, change in REFUSED.items():
-        with pytest.raises((UnsupportedInputError, AttributeError, RuntimeError, ValueError)) as caught:
+    for change in REFUSED:
+        with pytest.raises(
+            (UnsupportedInputError, AttributeError, RuntimeError, ValueError),
+            match=r"the original model|inference tensor|cls_token",
+        ):
             change(result)
-        told = ("the original model", "inference tensor", "cls_token")
-        assert any(part in str(caught.value) for part in told), f"{name}: {caught.value}"
-    state, kept = result.state_dict(), timm_model.state_dict()
-    assert state.keys() == kept.keys() and all(torch.equal(state[name], value) for name, value in kept.items())
+    state, given = result.state_dict(), timm_model.state_dict()
+    assert state.keys() == given.keys() and all(torch.equal(state[name], value) for name, value in given.items())
     for tensor in (*state.values(), *(p.data for p in result.parameters()), result.cls_token.data):
         tensor.zero_()
     result.default_cfg["mean"] = None
     assert torch.equal(result(images), before) and result.default_cfg["mean"] is not None
-    assert [name for name, _ in result.named_parameters()] == [name for name, _ in timm_model.named_parameters()]
-    assert [name for name, _ in result.named_buffers()] == ["pos_embed"]
+    for names in ("named_parameters", "named_buffers"):
+        assert [n for n, _ in getattr(result, names)()] == [n for n, _ in getattr(timm_model, names)()]
     assert result.num_classes == 5 and not hasattr(result, "blocks") and not hasattr(result, "unheard")
     assert result.to("cpu") is result and result.float() is result and result.requires_grad_(False) is result
-    assert "inner.head.weight" in Holder(result).state_dict()
+    assert "inner.head.weight" in inside(result).state_dict()
 
 
 @pytest.mark.fast_cases("original", "fused sdpa, bf16", "1 threads")
