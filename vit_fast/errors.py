@@ -38,6 +38,12 @@ class MissingPackageError(VitFastError, ImportError):
     """Required packages are not installed; the message contains the pip command."""
 
 
+def raise_unsupported(what: str, reasons: list[str]) -> None:
+    """Raises UnsupportedInputError with all reasons, if there are any."""
+    if reasons:
+        raise UnsupportedInputError(what, reasons)
+
+
 def check_type(name: str, value: object, *kinds: type) -> None:
     """Raises TypeError unless an argument has one of these types."""
     if not isinstance(value, kinds):

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .config import DataConfig, ViTConfig
+from .config import DataConfig, Size, ViTConfig
 from .errors import check_type
 from .layers import MLPS, AttentionPool, DropPath, LayerScale, PatchEmbed, make_norm
-from .positions import pos_embed_for, rope_of, rotate
+from .positions import fixed_pos_embed, resample_pos_embed, rope_of, rotate
 
 
 class Attention(nn.Module):
@@ -154,7 +154,7 @@ class VisionTransformer(nn.Module):
     def embed(self, images: Tensor) -> Tensor:
         """Maps images to tokens [B, N, C], starting with the prefix tokens (equation 1)."""
         patches, grid = self.patch_embed(images)
-        pos_embed = pos_embed_for(self.config, self.pos_embed, grid, patches)
+        pos_embed = self._pos_embed(grid, patches)
         if pos_embed is not None and not self.config.pos_embed_covers_prefix:
             patches = patches + pos_embed
         tokens = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
@@ -162,6 +162,18 @@ class VisionTransformer(nn.Module):
         if pos_embed is not None and self.config.pos_embed_covers_prefix:
             z = z + pos_embed
         return self.norm_pre(self.pos_drop(z))
+
+    def _pos_embed(self, grid: Size, patches: Tensor) -> Tensor | None:
+        """Returns the position embedding of a patch grid in the dtype of the patches; None if the config has none."""
+        config, learned = self.config, self.pos_embed
+        if config.pos_embed == "none":
+            return None
+        if learned is None:
+            return fixed_pos_embed(config.pos_embed, grid, config.embed_dim, patches.device).to(patches.dtype)
+        if not config.dynamic_img_size:
+            return learned.to(patches.dtype)
+        prefix = config.num_prefix_tokens if config.pos_embed_covers_prefix else 0
+        return resample_pos_embed(learned, config.grid_size, grid, prefix).to(patches.dtype)
 
     def rope(self, images: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         """Returns cosines and sines of the rotary embedding for tokens z; () if the model has none."""

@@ -9,21 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .config import RopeConfig, Size, ViTConfig
-
-
-def pos_embed_for(config: ViTConfig, learned: Tensor | None, grid: Size, patches: Tensor) -> Tensor | None:
-    """Returns the position embedding of a patch grid in the dtype of the patches; None if the config has none."""
-    if config.pos_embed == "none":
-        return None
-    if learned is None:
-        pos_embed = fixed_pos_embed(config.pos_embed, grid, config.embed_dim, device=patches.device)
-    elif not config.dynamic_img_size:
-        pos_embed = learned
-    else:
-        prefix = config.num_prefix_tokens if config.pos_embed_covers_prefix else 0
-        pos_embed = resample_pos_embed(learned, config.grid_size, grid, prefix)
-    return pos_embed.to(patches.dtype)
+from .config import RopeConfig, Size
 
 
 def frequencies(count: int, temperature: float, like: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ..ops.block import fused_block
 from ..ops.descriptions import BlockTensors, Keys, Rope, interleave
 from ..ops.layer_norm_mlp import mlp_half
 from ..ops.registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype, needs_gradient
-from .fp8_scales import scales_of
+from .fp8_scales import PLACE
 from .frozen import Frozen
 from .packed import Packed, is_packable, packed_for, run_packed
 from .parts import AttentionParts, BlockParts, MlpParts, Outline, block_tensors, built, outline, sources, tensor_of
@@ -59,9 +59,8 @@ def _outline(address: int) -> Outline | None:
 def _read(block: Any) -> BlockParts:
     before: BlockParts | None = block.__dict__.get("vit_fast_parts")
     parts: BlockParts = block.read()
-    scales = scales_of(block)
-    if scales is not None and scales.active:
-        parts.fp8 = scales
+    if PLACE in block._modules and block._modules[PLACE].active:
+        parts.fp8 = block._modules[PLACE]
     elif before is not None and before.watch.owner is block:
         # cached weights may match again once a hook that prevents fusion is removed
         unread, frozen = None in parts.halves, before.frozen

@@ -16,9 +16,8 @@ from ..blocks.frozen import Frozen
 from ..blocks.fused import Finding, FusedContainer, FusedModule, FusedNormMlp, device_of, dtype_of
 from ..blocks.fusion_report import FusionReport, ModuleReport
 from ..blocks.plain import forward_is_replaced, forward_reasons
-from ..errors import check_type, type_name
+from ..errors import check_type, raise_unsupported, type_name
 from ..layers import AttentionPool, PatchEmbed
-from ..libraries.interface.image_model import raise_unsupported
 from ..libraries.known import form_or_reason, fused_form, is_near_attention
 from ..model import Attention, Block
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..blocks.fused import FusedModule
 from ..config import Size
-from .interface.image_model import Head, ImageModel, comes_from, pair, raise_unsupported
+from ..errors import raise_unsupported
+from .interface.image_model import Head, ImageModel, comes_from, pair
 from .transformers.graph_towers import embed_patches, grid_layout, patchify, resizing_weights, version_reasons
 
 QWEN = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel")

@@ -17,9 +17,9 @@ from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.plain import PLAIN, is_touched, tensor_reasons, touch_reasons
 from ..blocks.reading import Reader, dropout_notes
 from ..config import ViTConfig
-from ..errors import type_name
+from ..errors import raise_unsupported, type_name
 from ..ops import attention_qkvpacked
-from .interface.image_model import Head, ImageModel, comes_from, raise_unsupported
+from .interface.image_model import Head, ImageModel, comes_from
 from .interface.weight_names import PLAIN_VIT, Converted, Rule, config_reasons, rename
 
 NAME = "torchvision"

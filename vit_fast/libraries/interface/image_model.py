@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ...config import DataConfig, Size, ViTConfig
-from ...errors import UnsupportedInputError
 
 Output = Literal["logits", "probabilities", "features"]
 Head = Literal["logits", "features"]
@@ -102,12 +101,6 @@ def required_input_reasons(model: nn.Module) -> list[str]:
     packed = {"grid_thw", "spatial_shapes"} & set(names)
     advice = ": give GraphRunner budgets; to export, use vit_fast.FixedGrid" if packed else ""
     return [f"its forward must require only images, but also requires {' and '.join(names)}{advice}"]
-
-
-def raise_unsupported(what: str, reasons: list[str]) -> None:
-    """Raises UnsupportedInputError with all reasons, if there are any."""
-    if reasons:
-        raise UnsupportedInputError(what, reasons)
 
 
 def comes_from(package: str, model: nn.Module, *class_names: str) -> bool:

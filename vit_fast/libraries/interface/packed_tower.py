@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .image_model import raise_unsupported
+from ...errors import raise_unsupported
 
 OUTPUT_OPTIONS = ("output_hidden_states", "output_attentions", "return_dict")
 IGNORED_OPTIONS = ("use_cache", "interpolate_pos_encoding")  # generate() passes them; these towers ignore them

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config import ViTConfig
-from .image_model import raise_unsupported
+from ...errors import raise_unsupported
 
 Rule = tuple[str, str | None]
 """A pattern that matches the whole name, and its replacement. None drops the tensor and lists it in the report.

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ...config import DataConfig, RopeConfig, Size, ViTConfig
-from ...errors import UnsupportedInputError
+from ...errors import UnsupportedInputError, raise_unsupported
 from ...positions import rope_of
 from ...variants import get_variant
-from ..interface.image_model import Facts, ImageModel, comes_from, pair, raise_unsupported, switch
+from ..interface.image_model import Facts, ImageModel, comes_from, pair, switch
 from ..interface.weight_names import Converted, Rule, config_reasons, parts, rename, with_key_biases
 
 NAME = "timm"

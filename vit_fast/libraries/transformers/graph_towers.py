@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import Size
+from ...errors import raise_unsupported
 from ...ops.descriptions import Keys
-from ..interface.image_model import comes_from, pair, raise_unsupported
+from ..interface.image_model import comes_from, pair
 from ..interface.packed_tower import Call, ImageTower, PackedTower, PaddedTower, pad_to, read_grids
 from .families import LIKE_QWEN
 from .self_attention import KEYS

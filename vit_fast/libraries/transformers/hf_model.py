@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import DataConfig, Interpolation, RopeConfig, ViTConfig
+from ...errors import raise_unsupported
 from ..interface.image_model import (
     Facts,
     Head,
     ImageModel,
     comes_from,
     pair,
-    raise_unsupported,
     required_input_reasons,
     switch,
 )
