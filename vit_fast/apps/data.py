@@ -103,26 +103,23 @@ def read_image(path: str | Path) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
-                return _to_rgb(ImageOps.exif_transpose(image))
+            with Image.open(path) as opened:
+                image = ImageOps.exif_transpose(opened)
+                if image.mode == "F":
+                    raise ImageError("pixels must be integers, got floating point")
+                if image.mode == "I" or image.mode.startswith("I;16"):
+                    # Pillow's convert would clip at 255; keep the upper byte, as Pillow does for 16-bit RGB PNG files
+                    upper = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
+                    image = Image.fromarray(upper.astype(np.uint8))
+                if image.mode in ("P", "PA", "LA") or "transparency" in image.info:
+                    image = image.convert("RGBA")
+                return image.convert("RGB")
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise ImageError(f"{path}: rejected as a possible decompression bomb: {error}") from None
     except Image.UnidentifiedImageError:
         raise ImageError(f"{path}: not an image in a format that Pillow supports") from None
     except _DECODER_ERRORS as error:
         raise ImageError(f"{path}: cannot be read as an image: {error}") from None
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "F":
-        raise ImageError("pixels must be integers, got floating point")
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        # Pillow's convert would clip at 255; keep the upper byte, as Pillow does for 16-bit RGB PNG files
-        upper = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
-        image = Image.fromarray(upper.astype(np.uint8))
-    if image.mode in ("P", "PA", "LA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-    return image.convert("RGB")
 
 
 def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -> Callable[[Image.Image], Tensor]:
@@ -133,7 +130,7 @@ def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -
     if in_chans not in (1, 3):
         raise ValueError(f"in_chans must be 1 (gray) or 3 (RGB) for image files, got {in_chans}")
     mean, std = (
-        torch.tensor(per_channel(values, in_chans)).view(-1, 1, 1) for values in (data_config.mean, data_config.std)
+        torch.tensor(per_channel(each, in_chans)).view(-1, 1, 1) for each in (data_config.mean, data_config.std)
     )
     height, width = image_hw
     scaled_hw = math.floor(height / data_config.crop_pct), math.floor(width / data_config.crop_pct)
@@ -141,7 +138,14 @@ def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -
 
     def transform(image: Image.Image) -> Tensor:
         image = image.convert("L" if in_chans == 1 else "RGB")
-        hw = scaled_hw if data_config.crop_mode == "squash" else _cover(image, scaled_hw)
+        hw = scaled_hw
+        if data_config.crop_mode != "squash":  # the smallest size that covers scaled_hw, rounded like timm
+            if hw[0] == hw[1]:
+                short = min(image.size)
+                hw = hw[0] * image.height // short, hw[0] * image.width // short
+            else:
+                ratio = min(image.height / hw[0], image.width / hw[1])
+                hw = round(image.height / ratio), round(image.width / ratio)
         if hw[0] * hw[1] > (Image.MAX_IMAGE_PIXELS or math.inf):
             size, resized = f"{image.height}x{image.width}", f"{hw[0]}x{hw[1]}"
             raise ImageError(f"the aspect ratio of the image is too large: {size} would be resized to {resized}")
@@ -161,16 +165,6 @@ def per_channel(values: Sequence[float], in_chans: int) -> tuple[float, ...]:
     if len(values) not in (1, in_chans):
         raise ValueError(f"data_config must have one mean and std per channel, {in_chans}, got {len(values)}")
     return tuple(values) * (in_chans // len(values))
-
-
-def _cover(image: Image.Image, target_hw: Size) -> Size:
-    """Returns the smallest size that covers the target with the image's aspect ratio, rounded like timm."""
-    if target_hw[0] == target_hw[1]:
-        short, long = sorted((image.height, image.width))
-        scaled = int(target_hw[0] * long / short)
-        return (target_hw[0], scaled) if image.height <= image.width else (scaled, target_hw[0])
-    ratio = min(image.height / target_hw[0], image.width / target_hw[1])
-    return round(image.height / ratio), round(image.width / ratio)
 
 
 class ImageFolder:
@@ -195,11 +189,10 @@ class ImageFolder:
 
 def load_images(paths: Sequence[str | Path], model: VisionTransformer) -> Tensor:
     """Loads and preprocesses image files and folders for a model: [B, in_chans, height, width], float32, on the CPU."""
-    files = find_images(paths)
-    if not files:
+    images = [read_image(file) for file in find_images(paths)]
+    if not images:
         raise ValueError("paths must contain at least one image or folder, got none")
-    transform = make_transform(model.data_config, model.config.image_hw, model.config.in_chans)
-    return torch.stack([transform(read_image(file)) for file in files])
+    return as_inputs(images, model.data_config, model.config.image_hw, model.config.in_chans)
 
 
 def read_images(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -> list[Image.Image]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from ..model import VisionTransformer
 from .data import ImageError, ImageFolder, make_transform
 
 _OF_TORCHVISION = {"MNIST": "MNIST/raw", "FashionMNIST": "FashionMNIST/raw", "CIFAR10": "cifar-10-batches-py"}
+_DIGITS = tuple(map(str, range(10)))
 _TEST_EVERY = 5  # every fifth bundled digit is in the test set
 
 
@@ -54,17 +54,11 @@ class SmallImages:
 LabeledImages = ImageFolder | SmallImages
 
 
-@dataclass(frozen=True)
-class TrainingData:
+class TrainingData(NamedTuple):
     """Training and validation images of the same classes."""
 
     train: LabeledImages
     held_out: LabeledImages | None
-
-    def __post_init__(self) -> None:
-        if self.held_out is not None and self.held_out.class_names != self.train.class_names:
-            names, others = self.train.class_names, self.held_out.class_names
-            raise ValueError(f"validation images must have the classes of the training images, {names}, got {others}")
 
 
 def open_data(path: Path | None = None, validation: Path | None = None) -> TrainingData:
@@ -81,47 +75,48 @@ def open_data(path: Path | None = None, validation: Path | None = None) -> Train
     """
     if path is not None and not path.exists():
         raise ImageError(f"{path}: no such file or folder")
-    data = _digits() if path is None else _of_torchvision(path)
-    if data is None:
-        assert path is not None
-        return TrainingData(ImageFolder(path), None if validation is None else ImageFolder(validation))
-    if validation is not None:
-        raise ValueError(f"validation must be None for data that contain a test set, got {validation}")
-    return data
-
-
-def _digits() -> TrainingData:
-    with np.load(Path(__file__).with_name("digits.npz")) as arrays:
-        pixels, labels = (arrays["images"] * 15.9375).astype(np.uint8), arrays["labels"]
-    names = tuple(map(str, range(10)))
-    test = np.arange(len(pixels)) % _TEST_EVERY == 0
-    return TrainingData(*(SmallImages(pixels[part], labels[part], names, mirrored=False) for part in (~test, test)))
-
-
-def _of_torchvision(path: Path) -> TrainingData | None:
-    found = [
-        (name, root)
-        for name, folder in _OF_TORCHVISION.items()
-        for root in (path, path.parent)
-        if (root / folder).is_dir() and (root is path or path.name == Path(folder).parts[0])
-    ]
-    if not found:
-        return None
+    found = (
+        []
+        if path is None
+        else [
+            (name, root)
+            for name, folder in _OF_TORCHVISION.items()
+            for root in (path, path.parent)
+            if (root / folder).is_dir() and (root is path or path.name == Path(folder).parts[0])
+        ]
+    )
     if len(found) > 1:
         names = ", ".join(name for name, _ in found)
         raise ImageError(f"{path}: must contain one torchvision data set, got {names}: pass the folder of one")
+    if path is not None and not found:
+        train, held_out = ImageFolder(path), None if validation is None else ImageFolder(validation)
+        if held_out is not None and held_out.class_names != train.class_names:
+            classes = f"the classes of the training images, {train.class_names}, got {held_out.class_names}"
+            raise ValueError(f"validation images must have {classes}")
+        return TrainingData(train, held_out)
+    if validation is not None:
+        raise ValueError(f"validation must be None for data that contain a test set, got {validation}")
+    if found:
+        return _of_torchvision(*found[0])
+    with np.load(Path(__file__).with_name("digits.npz")) as arrays:
+        pixels, labels = (arrays["images"] * 15.9375).astype(np.uint8), arrays["labels"]
+    test = np.arange(len(pixels)) % _TEST_EVERY == 0
+    return TrainingData(*(SmallImages(pixels[part], labels[part], _DIGITS, mirrored=False) for part in (~test, test)))
+
+
+def _of_torchvision(name: str, root: Path) -> TrainingData:
     if importlib.util.find_spec("torchvision") is None:
         raise MissingPackageError("torchvision not installed: pip install 'vit-fast[train]'")
     from torchvision import datasets
 
-    ((name, root),) = found
     try:
         parts: list[Any] = [getattr(datasets, name)(root, train=train) for train in (True, False)]
     except Exception as error:  # for damaged files, torchvision raises exceptions of many types
-        reason = str(error) or type(error).__name__
-        raise ImageError(f"{path}: torchvision cannot read it as {name}: {reason}") from None
+        raise ImageError(
+            f"{root}: torchvision cannot read it as {name}: {str(error) or type(error).__name__}"
+        ) from None
     digits = name == "MNIST"  # torchvision's class names are "0 - zero" and so on
-    classes = tuple(map(str, range(10))) if digits else tuple(parts[0].classes)
+    classes = _DIGITS if digits else tuple(parts[0].classes)
     return TrainingData(
         *(SmallImages(np.asarray(part.data), np.asarray(part.targets), classes, mirrored=not digits) for part in parts)
     )
@@ -152,25 +147,19 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
         if self.augment:
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, index))
             x, y, flip, share, shape = torch.rand(5, generator=generator).tolist()
-            small = isinstance(self.source, SmallImages)
-            image = _shifted(image, x, y) if small else _cropped(image, x, y, share, shape)
+            if isinstance(self.source, SmallImages):
+                right, down = ((2 * part - 1) / 8 * side for part, side in zip((x, y), image.size))
+                matrix = (1.0, 0.0, right, 0.0, 1.0, down)
+                image = image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
+            else:
+                area, ratio = (0.35 + 0.65 * share) * image.width * image.height, (4 / 3) ** (2 * shape - 1)
+                width = min(image.width, max(1, round(math.sqrt(area * ratio))))
+                height = min(image.height, max(1, round(math.sqrt(area / ratio))))
+                left, top = round(x * (image.width - width)), round(y * (image.height - height))
+                image = image.crop((left, top, left + width, top + height))
             if flip < 0.5 and self.source.mirrored:
                 image = ImageOps.mirror(image)
         return self.transform(image), label
-
-
-def _shifted(image: Image.Image, x: float, y: float) -> Image.Image:
-    by = ((2 * part - 1) / 8 * side for part, side in zip((x, y), image.size))
-    matrix = (1.0, 0.0, next(by), 0.0, 1.0, next(by))
-    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
-
-
-def _cropped(image: Image.Image, x: float, y: float, share: float, shape: float) -> Image.Image:
-    area, ratio = (0.35 + 0.65 * share) * image.width * image.height, (4 / 3) ** (2 * shape - 1)
-    width = min(image.width, max(1, round(math.sqrt(area * ratio))))
-    height = min(image.height, max(1, round(math.sqrt(area / ratio))))
-    left, top = round(x * (image.width - width)), round(y * (image.height - height))
-    return image.crop((left, top, left + width, top + height))
 
 
 def mixed_seed(*parts: int) -> int:

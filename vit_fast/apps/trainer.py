@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..errors import MAX_SIZE, VitFastError, check_choice, check_integer, check_number, check_type
@@ -70,9 +71,8 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulation", "patience"):
-            check_integer(name, getattr(self, name), 0 if name == "patience" else 1)
-        check_integer("seed", self.seed, -MAX_SIZE)
+        for name, least in {"epochs": 1, "batch_size": 1, "accumulation": 1, "patience": 0, "seed": -MAX_SIZE}.items():
+            check_integer(name, getattr(self, name), least)
         for name in ("lr", "layer_decay"):
             check_number(name, getattr(self, name), positive=True)
         if self.layer_decay > 1:
@@ -92,39 +92,13 @@ class TrainingError(VitFastError, RuntimeError):
     """Training cannot continue or be resumed."""
 
 
-@dataclass(frozen=True)
-class Processes:
+class Processes(NamedTuple):
     """Processes of distributed training: "ddp" replicates the parameters, "fsdp" shards them (FSDP2)."""
 
     rank: int = 0
     world: int = 1
     strategy: str = "ddp"
     mesh: DeviceMesh | None = None
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Returns the module to call instead of the model."""
-        if self.world == 1:
-            return model
-        if self.strategy == "ddp":
-            return nn.parallel.DistributedDataParallel(model)
-        from torch.distributed.fsdp import fully_shard
-
-        for module in [*(module for module in model.modules() if isinstance(module, Block)), model]:
-            fully_shard(module, mesh=self.mesh)
-        return model
-
-    def synchronize(self, forward: Any, *, last: bool) -> None:
-        """Lets only the last part of a batch synchronize gradients in its backward pass."""
-        if self.world > 1 and self.strategy == "fsdp":
-            forward.set_requires_gradient_sync(last)
-        elif self.world > 1:
-            forward.require_backward_grad_sync = last  # as DistributedDataParallel.no_sync does
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sums over all processes, in place."""
-        if self.world > 1:
-            dist.all_reduce(values)
-        return values
 
     def wait(self) -> None:
         if self.world > 1:
@@ -182,7 +156,12 @@ class Trainer:
     ) -> None:
         self.model, self.config, self.processes = model, config, processes
         model.set_grad_checkpointing(config.grad_checkpointing)
-        self.forward = processes.wrap(model)
+        self.forward: Any = model
+        if processes.world > 1 and processes.strategy == "ddp":
+            self.forward = nn.parallel.DistributedDataParallel(model)
+        elif processes.world > 1:
+            for module in [*(module for module in model.modules() if isinstance(module, Block)), model]:
+                fully_shard(module, mesh=processes.mesh)
         self.optimizer = torch.optim.AdamW(parameter_groups(model, config), lr=config.lr)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, warmup_steps, total_steps, config.schedule)
@@ -193,17 +172,26 @@ class Trainer:
 
     def step(self, images: Tensor, labels: Tensor) -> Measure:
         """Updates the parameters with a batch [B, C, H, W] per process."""
+        config, device = self.config, self.parameters[0].device
         self.model.train()
-        device = self.parameters[0].device
         images, labels = images.to(device), labels.to(device)
-        images, targets = self._mixed(images, labels)
+        targets = labels
+        if config.mixup:  # of the batch with its reversal
+            share = torch.distributions.Beta(config.mixup, config.mixup).sample().item()
+            share = max(share, 1 - share)  # accuracy counts the label with the larger share
+            targets = F.one_hot(labels, self.model.num_classes).float()
+            images, targets = (share * each + (1 - share) * each.flip(0) for each in (images, targets))
         found = torch.zeros(3, dtype=torch.float64, device=device)
-        parts = list(zip(*(tensor.chunk(self.config.accumulation) for tensor in (images, labels, targets))))
+        parts = list(zip(*(tensor.chunk(config.accumulation) for tensor in (images, labels, targets))))
         for i, (part, own, target) in enumerate(parts):
-            self.processes.synchronize(self.forward, last=i == len(parts) - 1)
-            with torch.autocast(device.type, torch.bfloat16, enabled=self.config.dtype == "bf16"):
+            if self.processes.world > 1:  # only the last part synchronizes gradients in its backward pass
+                if self.processes.strategy == "fsdp":
+                    self.forward.set_requires_gradient_sync(i == len(parts) - 1)
+                else:
+                    self.forward.require_backward_grad_sync = i == len(parts) - 1  # like no_sync()
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
                 logits = self.forward(part)
-            loss = F.cross_entropy(logits.float(), target, label_smoothing=self.config.label_smoothing)
+            loss = F.cross_entropy(logits.float(), target, label_smoothing=config.label_smoothing)
             (loss * (len(part) / len(images))).backward()
             found += _counts(loss.detach() * len(part), logits, own)
         measure = self._sum(found)
@@ -211,18 +199,20 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             advice = f"got {measure.loss} in step {self.step_count}: try a smaller lr"
             raise TrainingError(f"the loss must be finite, {advice}")
-        if self.config.max_grad_norm:
-            nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+        if config.max_grad_norm:
+            nn.utils.clip_grad_norm_(self.parameters, config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
         self.step_count += 1
-        self._average()
+        if self.averages:
+            decay = min(config.ema_decay, (1 + self.step_count) / (10 + self.step_count))
+            get_ema_multi_avg_fn(decay)(self.averages, [p.detach() for p in self.parameters], None)
         return measure
 
     @torch.no_grad()
     def measure(self, batches: Iterable[tuple[Tensor, Tensor]], own: int) -> Measure:
-        """Measures loss and accuracy on validation images, with the averaged weights if ema_decay is set."""
+        """Measures loss and accuracy on the first `own` images, with the averaged weights if ema_decay is set."""
         self.model.eval()
         device = self.parameters[0].device
         found = torch.zeros(3, dtype=torch.float64, device=device)
@@ -235,45 +225,29 @@ class Trainer:
         return self._sum(found)
 
     def _sum(self, found: Tensor) -> Measure:
-        total, correct, count = self.processes.sum(found).tolist()
+        if self.processes.world > 1:
+            dist.all_reduce(found)
+        total, correct, count = found.tolist()
         return Measure(total / count, int(correct), int(count))
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Temporarily replaces the weights by their moving average if ema_decay is set."""
         own = [parameter.detach().clone() for parameter in self.parameters] if self.averages else []
+        parameters = [parameter.detach() for parameter in self.parameters]
         try:
-            _copy(self.averages, self.parameters)
+            for parameter, average in zip(parameters, self.averages):
+                parameter.copy_(average)
             yield
         finally:
-            _copy(own, self.parameters)
-
-    def _mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Applies mixup of the batch with its reversal; returns images and targets."""
-        if not self.config.mixup:
-            return images, labels
-        share = torch.distributions.Beta(self.config.mixup, self.config.mixup).sample().item()
-        share = max(share, 1 - share)  # accuracy counts the label with the larger share
-        targets = F.one_hot(labels, self.model.num_classes).float()
-        return share * images + (1 - share) * images.flip(0), share * targets + (1 - share) * targets.flip(0)
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        if self.averages:
-            decay = min(self.config.ema_decay, (1 + self.step_count) / (10 + self.step_count))
-            get_ema_multi_avg_fn(decay)(self.averages, [p.detach() for p in self.parameters], None)
+            for parameter, before in zip(parameters, own):
+                parameter.copy_(before)
 
 
 def _counts(loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
     """Returns summed loss, number of correct images, and number of images, in fp64."""
     correct = (logits.detach().argmax(1) == labels).sum()
     return torch.stack([loss.double(), correct, torch.full_like(correct, len(labels))])
-
-
-@torch.no_grad()
-def _copy(sources: list[Tensor], targets: list[nn.Parameter]) -> None:
-    for source, target in zip(sources, targets):
-        target.copy_(source)
 
 
 def parameter_groups(model: VisionTransformer, config: TrainConfig) -> list[dict[str, Any]]:

@@ -99,7 +99,16 @@ def train(
         ValueError: model and data have different numbers of classes, the model does not pool, or a setting does not
             fit the data or the number of processes.
     """
-    _check(model, data, config, workers, processes)
+    if (classes := model.config.num_classes) != (labels := len(data.train.class_names)):
+        raise ValueError(f"model and data must have the same number of classes, got {classes} and {labels}")
+    if model.config.global_pool == "":
+        raise ValueError("global_pool must not be '', which gives logits per token: use a model that pools")
+    check_integer("workers", workers, 0)
+    if config.patience and data.held_out is None:
+        raise ValueError(f"patience must be 0 without validation images, got {config.patience}")
+    if config.batch_size % (processes.world * config.accumulation):
+        parts = f"the number of processes times accumulation, {processes.world} x {config.accumulation}"
+        raise ValueError(f"batch_size must be a multiple of {parts}, got {config.batch_size}")
     model.class_names = data.train.class_names
     images = PreparedImages(data.train, model, augment=config.augment, seed=config.seed)
     about = {"model": model.config.to_dict(), "classes": list(data.train.class_names), "images": len(data.train)}
@@ -135,8 +144,8 @@ def train(
         rows.append(row)
         _write(out, trainer, rows, about, save=saved_row(rows, config) is row)
         on_epoch(row)
-    whole = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, read_file(out / WEIGHTS).tensors, options=whole)  # type: ignore[arg-type]  # tensors are values
+    weights: Any = read_file(out / WEIGHTS).tensors
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
     model.eval()
     return rows
 
@@ -148,21 +157,6 @@ def saved_row(rows: list[Row], config: TrainConfig) -> Row:
 
 def _best(rows: list[Row]) -> int:
     return max(range(len(rows)), key=lambda epoch: rows[epoch]["accuracy"])
-
-
-def _check(
-    model: VisionTransformer, data: TrainingData, config: TrainConfig, workers: int, processes: Processes
-) -> None:
-    if (classes := model.config.num_classes) != (labels := len(data.train.class_names)):
-        raise ValueError(f"model and data must have the same number of classes, got {classes} and {labels}")
-    if model.config.global_pool == "":
-        raise ValueError("global_pool must not be '', which gives logits per token: use a model that pools")
-    check_integer("workers", workers, 0)
-    if config.patience and data.held_out is None:
-        raise ValueError(f"patience must be 0 without validation images, got {config.patience}")
-    if config.batch_size % (processes.world * config.accumulation):
-        parts = f"the number of processes times accumulation, {processes.world} x {config.accumulation}"
-        raise ValueError(f"batch_size must be a multiple of {parts}, got {config.batch_size}")
 
 
 def _measure(trainer: Trainer, source: LabeledImages, workers: int) -> Measure:
@@ -178,7 +172,15 @@ def _measure(trainer: Trainer, source: LabeledImages, workers: int) -> Measure:
 def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
     """Restores a trainer to the end of the run's last finished epoch; returns the rows of the log."""
     path = out / CHECKPOINT
-    state = _read(path)
+    if not path.is_file():
+        raise TrainingError(f"{path}: no such file: there is no run to resume")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # for a damaged file, torch.load raises exceptions of many types
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise TrainingError(f"{path}: cannot be read (damaged, or not a checkpoint): {first}") from None
+    if not isinstance(state, dict) or state.get("format") != _FORMAT:
+        raise TrainingError(f"{path}: must be a checkpoint of vit-fast train")
     compared = {"the config": (state["config"], asdict(trainer.config))}
     compared |= {f"the {name}": (state["about"].get(name), value) for name, value in about.items()}
     pairs = ((name, old, new) for name, (old, new) in compared.items() if old != new)
@@ -226,19 +228,6 @@ def _write(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, Any
             with file_aside(out / LOG) as log:
                 log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     trainer.processes.wait()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise TrainingError(f"{path}: no such file: there is no run to resume")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # for a damaged file, torch.load raises exceptions of many types
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise TrainingError(f"{path}: cannot be read (damaged, or not a checkpoint): {first}") from None
-    if not isinstance(state, dict) or state.get("format") != _FORMAT:
-        raise TrainingError(f"{path}: must be a checkpoint of vit-fast train")
-    return state
 
 
 def _difference(old: Any, new: Any) -> str:
