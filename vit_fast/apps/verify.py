@@ -15,8 +15,6 @@ from ..ops.backends import interpreter_is_active, resolve_backend, triton_unavai
 from ..weights.factory import create_model
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-Outputs = Callable[[str, torch.dtype], Sequence[Tensor]]
-"""Runs a case with a backend in a dtype: returns the output and, for an operator, the gradient."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +70,27 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
 def _rows(backend: str, device: torch.device, interpreted: bool) -> Iterator[Row]:
     # Triton's interpreter computes bf16 incorrectly; compiled kernels compute fp32 matmuls in TF32
     dtypes = ("fp32", "fp16") if interpreted else ("fp16", "bf16") if backend == "triton" else tuple(_DTYPES)
-    for dtype in dtypes:
-        for case, function, inputs in _operators(device, interpreted):
-            outputs = _of_operator(function, [tensor.to(_DTYPES[dtype]) for tensor in inputs])
-            yield from _judged((case, f"{case} gradient"), backend, dtype, outputs)
-        cases = ("VisionTransformer, 2 blocks, C64 N17",)
-        yield from _judged(cases, backend, dtype, _of_model(_DTYPES[dtype], device))
+    for name in dtypes:
+        dtype = _DTYPES[name]
+        for case, function, inputs in [*_operators(device, interpreted), _model(device)]:
+            rounded = [tensor.to(dtype) for tensor in inputs]
+            cases = (case,) if case.startswith("VisionTransformer") else (case, f"{case} gradient")
+            try:
+                found = _run(function, rounded, backend, dtype, len(cases))
+            except Exception as error:  # report the failure in a row and continue with the other cases
+                problem = f"{type(error).__name__}: {error}"
+                yield from (Row(each, backend, name, problem=problem) for each in cases)
+                continue
+            eager, exact = (_run(function, rounded, "eager", each, len(cases)) for each in (dtype, torch.float64))
+            for each, factor, *outputs in zip(cases, (FORWARD_FACTOR, GRADIENT_FACTOR), found, eager, exact):
+                verdict = judge(*outputs, factor)
+                yield Row(each, backend, name, verdict.error, verdict.eager_error, verdict.allowed)
 
 
-def _operators(device: torch.device, small: bool) -> Iterator[tuple[str, Callable[..., Tensor], list[Tensor]]]:
+Case = tuple[str, Callable[..., Tensor], list[Tensor]]
+
+
+def _operators(device: torch.device, small: bool) -> Iterator[Case]:
     """Yields operators with random inputs in fp64."""
 
     def draw(*shape: int) -> Tensor:
@@ -100,37 +110,23 @@ def _operators(device: torch.device, small: bool) -> Iterator[tuple[str, Callabl
     yield f"layer_norm_mlp M{rows} C{width} F{hidden}", ops.layer_norm_mlp, [draw(rows, width), *parameters]
 
 
-def _of_operator(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Outputs:
-    def run(backend: str, dtype: torch.dtype) -> Sequence[Tensor]:
-        first, *others = (tensor.to(dtype) for tensor in inputs)
-        first = first.detach().requires_grad_()
-        out = function(first, *others, backend=backend)
-        return out.detach(), *torch.autograd.grad(out.square().sum(), first)
+def _model(device: torch.device) -> Case:
+    weights = create_model("vit_test", device=device).state_dict()
 
-    return run
+    def run(images: Tensor, *values: Tensor, backend: str) -> Tensor:
+        model = create_model("vit_test", backend=backend, device=device, dtype=images.dtype)
+        model.load_state_dict(dict(zip(weights, values)))
+        return model(images)
 
-
-def _of_model(rounded_to: torch.dtype, device: torch.device) -> Outputs:
-    weights = create_model("vit_test", device=device).to(rounded_to).state_dict()
-    images = torch.randn(2, 3, 32, 32, device=device).to(rounded_to)
-
-    @torch.no_grad()
-    def run(backend: str, dtype: torch.dtype) -> Sequence[Tensor]:
-        model = create_model("vit_test", backend=backend, device=device, dtype=dtype)
-        model.load_state_dict(weights)
-        return (model(images.to(dtype)),)
-
-    return run
+    inputs = [torch.randn(2, 3, 32, 32, device=device), *weights.values()]
+    return "VisionTransformer, 2 blocks, C64 N17", run, inputs
 
 
-def _judged(cases: Sequence[str], backend: str, dtype: str, run: Outputs) -> Iterator[Row]:
-    """Yields a row per output; the second one is a gradient."""
-    try:
-        found = run(backend, _DTYPES[dtype])
-    except Exception as error:  # report the failure in a row and continue with the other cases
-        yield from (Row(each, backend, dtype, problem=f"{type(error).__name__}: {error}") for each in cases)
-        return
-    references = run("eager", _DTYPES[dtype]), run("eager", torch.float64)
-    for case, factor, one, eager, exact in zip(cases, (FORWARD_FACTOR, GRADIENT_FACTOR), found, *references):
-        verdict = judge(one, eager, exact, factor)
-        yield Row(case, backend, dtype, verdict.error, verdict.eager_error, verdict.allowed)
+def _run(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], backend: str, dtype: torch.dtype, outputs: int
+) -> list[Tensor]:
+    """Returns the output and, if `outputs` is 2, the gradient of the first input."""
+    first, *others = (tensor.detach().to(dtype) for tensor in inputs)
+    with torch.set_grad_enabled(outputs == 2):
+        out = function(first.requires_grad_(outputs == 2), *others, backend=backend)
+    return [out.detach(), *(torch.autograd.grad(out.square().sum(), first) if outputs == 2 else ())]

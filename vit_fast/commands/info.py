@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -70,16 +69,17 @@ def _backend_rows(device: Any) -> list[dict[str, Any]]:
 
     automatic = resolve_backend("auto", device)
     for_fp32 = () if automatic != "triton" else auto_reasons(device, torch.float32)
-    rows = []
-    for backend in ("eager", "sdpa", "triton"):
-        reasons = list(triton_unavailable_reasons(device)) if backend == "triton" else []
-        remarks = reasons
-        if backend == automatic:
-            remarks = ["selected by backend='auto'", *for_fp32]
-        elif backend == "triton" and not reasons and device.type == "cpu" and interpreter_is_active():
-            remarks = ["runs in Triton's interpreter, which is very slow"]
-        rows.append({"backend": backend, "device": str(device), "available": not reasons, "reasons": remarks})
-    return rows
+    reasons = list(triton_unavailable_reasons(device))
+    interpreted = not reasons and device.type == "cpu" and interpreter_is_active()
+    remarks = {"triton": ["runs in Triton's interpreter, which is very slow"] if interpreted else reasons}
+    remarks[automatic] = ["selected by backend='auto'", *for_fp32]
+    return [
+        {
+            "backend": backend, "device": str(device), "available": backend != "triton" or not reasons,
+            "reasons": remarks.get(backend, []),
+        }
+        for backend in ("eager", "sdpa", "triton")
+    ]  # fmt: skip
 
 
 def models(
@@ -92,12 +92,10 @@ def models(
         typer.echo(json.dumps(rows, indent=2))
         return
     titles = ("model", "Mparams", "GFLOP", "tokens", "embed_dim", "depth", "heads", "img_size")
-    shown: dict[str, Callable[[Any], str]] = {
-        "parameters": lambda count: f"{count / 1e6:.1f}",
-        "gflop_per_image": lambda gflop: f"{gflop:.1f}",
-        "img_size": lambda size: "x".join(map(str, size)),
-    }
-    cells = [[shown.get(name, str)(value) for name, value in row.items()] for row in rows]
+    cells = []
+    for row in rows:
+        name, parameters, gflop, *sizes, image_hw = row.values()
+        cells.append([name, f"{parameters / 1e6:.1f}", f"{gflop:.1f}", *map(str, sizes), "x".join(map(str, image_hw))])
     wide_console().print(table(f"{len(rows)} models", titles, cells))
 
 
@@ -113,19 +111,15 @@ def model_rows(pattern: str) -> list[dict[str, Any]]:
     for name in list_models(pattern) or [pattern]:
         config = get_variant(name).config
         with torch.device("meta"):
-            model = VisionTransformer(config)
+            parameters = sum(p.numel() for p in VisionTransformer(config).parameters())
         rows.append(
             {
-                "model": name,
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "gflop_per_image": total(work(config, 1).values()).flop / 1e9,
-                "tokens": config.seqlen,
-                "embed_dim": config.embed_dim,
-                "depth": config.depth,
-                "num_heads": config.num_heads,
+                "model": name, "parameters": parameters,
+                "gflop_per_image": total(work(config, 1).values()).flop / 1e9, "tokens": config.seqlen,
+                "embed_dim": config.embed_dim, "depth": config.depth, "num_heads": config.num_heads,
                 "img_size": list(config.image_hw),
             }
-        )
+        )  # fmt: skip
     return rows
 
 
