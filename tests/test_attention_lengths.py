@@ -33,7 +33,7 @@ for n_q, n_kv in lengths:
         builds[offline.specialization(launch)] = offline.Build(launch.kernel.__name__, f"{n_q} {n_kv}", launch)
 for build in builds.values():
     try:
-        problems = static_checks.problems(build, static_checks.compile_build(build, arch), arch)
+        problems = static_checks.problems(build, static_checks.compile_stats(build.launch, arch), arch)
     except Exception as error:
         problems = [repr(error)]
     bad += [f"{build.kernel} {build.case}: {problem}" for problem in problems]

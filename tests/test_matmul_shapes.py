@@ -41,8 +41,8 @@ for M, C, F in shapes:
             build = offline.Build("matmul", f"{M} {C} {F}", launch)
             builds.setdefault(offline.specialization(launch), (C % 8 == 0 and F % 8 == 0, build))
 for aligned, build in builds.values() if compiles else ():
-    stats = static_checks.compile_build(build, arch)
-    found.append([build.case, aligned, static_checks.spills(stats), static_checks.problems(build, stats, arch)])
+    stats = static_checks.compile_stats(build.launch, arch)
+    found.append([build.case, aligned, stats["spill_loads"] + stats["spill_stores"], static_checks.problems(build, stats, arch)])
 print(json.dumps([len(builds), found]))
 """
 

@@ -56,7 +56,7 @@ def patches(model: nn.Module, image: GivenImage = None) -> Figure:
     height, width = image.shown.shape[0] // rows, image.shown.shape[1] // columns
     shown = image.shown[: rows * height, : columns * width]
     title = f"{rows} x {columns} = {rows * columns} patches of {height} x {width} pixels"
-    return _drawn(title, _tiled(shown.reshape(rows, height, columns, width, 3).swapaxes(1, 2)))
+    return _drawn(title, {"": _tiled(shown.reshape(rows, height, columns, width, 3).swapaxes(1, 2))})
 
 
 def positions(model: nn.Module, image: GivenImage = None) -> Figure:
@@ -72,7 +72,7 @@ def positions(model: nn.Module, image: GivenImage = None) -> Figure:
     # draw at most 14 x 14 positions
     rows, columns = (np.unique(np.linspace(0, count - 1, min(count, 14)).round().astype(int)) for count in grid)
     title = "cosine similarity of each position embedding to all others, from -1 (dark) to 1 (light)"
-    return _drawn(title, _tiled(similarity[rows][:, columns].numpy()), cmap="viridis", vmin=-1, vmax=1)
+    return _drawn(title, {"": _tiled(similarity[rows][:, columns].numpy())}, cmap="viridis", vmin=-1, vmax=1)
 
 
 def filters(model: nn.Module, count: int = 28) -> Figure:
@@ -92,7 +92,7 @@ def filters(model: nn.Module, count: int = 28) -> Figure:
     tiles = np.ones((rows * columns, *shown.shape[1:3], 3), np.float32)
     tiles[: len(shown)] = _stretched(shown, (1, 2, 3)).numpy()
     title = f"patch embedding: {len(shown)} principal components of {len(weight)} filters"
-    return _drawn(title, _tiled(tiles.reshape(rows, columns, *tiles.shape[1:])))
+    return _drawn(title, {"": _tiled(tiles.reshape(rows, columns, *tiles.shape[1:]))})
 
 
 def attention(
@@ -111,14 +111,12 @@ def attention(
         ValueError: a block or head does not exist.
     """
     image, activations = _recorded(model, image)
-    depth, of_head = len(activations.attention), range(activations.attention[0].shape[1])
-    for block in blocks:
-        if not isinstance(block, int) or not -depth <= block < depth:
-            raise ValueError(f"blocks must be between {-depth} and {depth - 1}, got {block}")
-    heads = of_head if heads is None else heads
-    for head in heads:
-        if head not in of_head:
-            raise ValueError(f"heads must be between 0 and {len(of_head) - 1}, got {head}")
+    depth, count = len(activations.attention), activations.attention[0].shape[1]
+    heads = range(count) if heads is None else heads
+    for name, indices, least, most in (("blocks", blocks, -depth, depth - 1), ("heads", heads, 0, count - 1)):
+        for index in indices:
+            if not isinstance(index, int) or not least <= index <= most:
+                raise ValueError(f"{name} must be between {least} and {most}, got {index}")
     if not len(blocks) or not len(heads):
         raise ValueError("blocks and heads must contain at least one index each, got none")
     maps = {
@@ -129,7 +127,7 @@ def attention(
         for head in heads
     }
     title = "attention of the class token" if activations.prefix else "mean attention of all patches"
-    return _over(image, maps, len(heads), title)
+    return _drawn(title, maps, len(heads), over=image)
 
 
 def rollout(model: nn.Module, image: GivenImage = None) -> Figure:
@@ -140,7 +138,7 @@ def rollout(model: nn.Module, image: GivenImage = None) -> Figure:
     """
     image, activations = _recorded(model, image)
     reached = _of_class_token(activations.rollout()[0], activations)
-    return _over(image, {"image": None, "rollout": reached}, 2, "attention rollout")
+    return _drawn("attention rollout", {"image": None, "rollout": reached}, 2, over=image)
 
 
 def attention_distance(model: nn.Module, image: GivenImage = None) -> Figure:
@@ -152,7 +150,8 @@ def attention_distance(model: nn.Module, image: GivenImage = None) -> Figure:
     sides = [side / count for side, count in zip(image.shown.shape[:2], activations.grid)]
     found = activations.distances(sides).numpy()
     depth, heads = found.shape
-    figure, ((axes,),) = _figure(f"{heads} heads per block, and their mean", 5.5, 3.6)
+    figure, axes = _figure(f"{heads} heads per block, and their mean", 5.5, 3.6)
+    axes = axes.item()
     for head in range(heads):
         axes.scatter(range(depth), found[:, head], s=18, color=ACCENT, alpha=0.75, linewidths=0)
     axes.plot(range(depth), found.mean(1), color=FAINT, linewidth=1)
@@ -174,7 +173,8 @@ def features(model: nn.Module, image: GivenImage = None) -> Figure:
     found = activations.features[0]
     _, coordinates = components(found.flatten(0, 1), 3)
     colors = _stretched(coordinates.unflatten(0, found.shape[:2]), (0, 1))
-    return _drawn("patch features: three principal components as colors", image.shown, colors.numpy())
+    title = "patch features: three principal components as colors"
+    return _drawn(title, {"image": image.shown, "features": colors.numpy()}, 2)
 
 
 def _recorded(model: nn.Module, image: GivenImage) -> tuple[ModelImage, Activations]:
@@ -187,27 +187,28 @@ def _of_class_token(values: Tensor, activations: Activations) -> Tensor:
     return (values[0] if activations.prefix else values.mean(0)).reshape(activations.grid)
 
 
-def _drawn(title: str, *images: Any, **how: Any) -> Figure:
-    """Draws images [rows, columns] or [rows, columns, 3] side by side, with the larger side of 5 inches in total."""
-    rows, columns = images[0].shape[:2]
-    side = 5.0 / len(images) / max(rows, columns)
-    figure, axes = _figure(title, len(images) * side * columns, side * rows, columns=len(images))
-    for place, pixels in zip(axes.flat, images):
-        _show(place, pixels, **how)
-    return figure
+def _drawn(
+    title: str, images: Mapping[str, Any], columns: int = 1, over: ModelImage | None = None, **options: Any
+) -> Figure:
+    """Draws images by name; with `over`, as heat maps over that image, or only that image for None.
 
-
-def _over(image: ModelImage, maps: Mapping[str, Tensor | None], columns: int, title: str) -> Figure:
-    """Draws maps over the image; None draws only the image."""
-    rows = math.ceil(len(maps) / columns)
-    height, width = image.shown.shape[:2]
-    figure, axes = _figure(title, 1.6 * columns, (1.6 * height / max(height, width) + 0.25) * rows, rows, columns)
-    for place, (name, values) in zip(axes.flat, maps.items(), strict=True):
-        _show(place, image.shown if values is None else image.shown.mean(-1), cmap="gray", vmin=0, vmax=1)
-        if values is not None:
-            extent = (0, width, height, 0)
-            place.imshow(values.numpy(), cmap="inferno", alpha=0.65, interpolation="bilinear", extent=extent)
+    `options` are those of imshow.
+    """
+    height, width = (next(iter(images.values())) if over is None else over.shown).shape[:2]
+    rows, scale = math.ceil(len(images) / columns), max(1.6, 5.0 / columns) / max(height, width)  # inches per pixel
+    label = 0.25 if columns > 1 else 0.0
+    figure, axes = _figure(title, columns * scale * width, rows * (scale * height + label), rows, columns)
+    extent = (0, width, height, 0)
+    for place, (name, values) in zip(axes.flat, images.items(), strict=True):
+        place.set_axis_off()
         place.set_title(name, fontsize=7, color=FAINT, pad=2)
+        if over is None:
+            place.imshow(values, extent=extent, **options)
+            continue
+        below = over.shown if values is None else over.shown.mean(-1)
+        place.imshow(below, cmap="gray", vmin=0, vmax=1, extent=extent)
+        if values is not None:
+            place.imshow(values.numpy(), cmap="inferno", alpha=0.65, interpolation="bilinear", extent=extent)
     return figure
 
 
@@ -218,11 +219,6 @@ def _figure(title: str, width: float, height: float, rows: int = 1, columns: int
     FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.02, ha="left", size=8.5, color=INK, weight="bold")
     return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def _show(axes: Any, pixels: np.ndarray, **how: Any) -> None:
-    axes.set_axis_off()
-    axes.imshow(pixels, extent=(0, pixels.shape[1], pixels.shape[0], 0), **how)
 
 
 def _tiled(tiles: np.ndarray) -> np.ndarray:

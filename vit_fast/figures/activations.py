@@ -77,7 +77,7 @@ class Activations:
 
         Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, figure 11 (appendix D.7).
         """
-        places = torch.cartesian_prod(*(torch.arange(count).float() * side for count, side in zip(self.grid, patch_px)))
+        places = torch.cartesian_prod(*(torch.arange(count) * float(side) for count, side in zip(self.grid, patch_px)))
         apart = torch.cdist(places, places)
         between = [weights[..., self.prefix :, self.prefix :] for weights in self.attention]
         return torch.stack([((weights * apart).sum(-1) / weights.sum(-1)).mean((0, 2)) for weights in between])
