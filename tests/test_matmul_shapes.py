@@ -42,7 +42,8 @@ for M, C, F in shapes:
             builds.setdefault(offline.specialization(launch), (C % 8 == 0 and F % 8 == 0, build))
 for aligned, build in builds.values() if compiles else ():
     stats = static_checks.compile_stats(build.launch, arch)
-    found.append([build.case, aligned, stats["spill_loads"] + stats["spill_stores"], static_checks.problems(build, stats, arch)])
+    spills = stats["spill_loads"] + stats["spill_stores"]
+    found.append([build.case, aligned, spills, static_checks.problems(build, stats, arch)])
 print(json.dumps([len(builds), found]))
 """
 

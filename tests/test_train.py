@@ -127,7 +127,7 @@ def test_patience_stops_and_saves_the_best_weights(folder: Path, out: Path, monk
         heads.append(trainer.model.head.weight.detach().clone())
         return training.Measure(1.0, next(accuracies), 10)
 
-    monkeypatch.setattr(training, "_measure", measure)
+    monkeypatch.setattr(Trainer, "measure", measure)
     model = _model()
     rows = train(model, open_data(folder, folder), out, _settings(epochs=9, patience=2))
     assert [row["accuracy"] for row in rows] == [0.3, 0.5, 0.4, 0.5]

@@ -69,8 +69,17 @@ def build_hf_kernel(folder: str | Path) -> Path:
     """Writes the repository of a Hub kernel, ready to upload, into a new or empty folder."""
     folder = Path(folder)
     check_new_folder(folder)
-    sources = _sources()
-    build = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:12]
+    paths = [path for pattern in ("ops/*.py", "kernels/**/*.py", "kernels/**/*.json") for path in PACKAGE.glob(pattern)]
+    sources = {"__init__.py": INIT, "kernels/__init__.py": '"""Device code and launchers."""\n'}
+    while paths:
+        path = paths.pop()
+        name = path.relative_to(PACKAGE).as_posix()
+        if path.parent.name != "inspect" and name not in sources:
+            sources[name] = path.read_text()
+            above = re.escape("." * len(Path(name).parts))  # modules at the top of the package
+            imported = re.findall(rf"^\s*from {above}(\w+) import", sources[name], re.MULTILINE)
+            paths += [file for module in imported if (file := PACKAGE / f"{module}.py").is_file()]
+    build = hashlib.sha256(json.dumps(sorted(sources.items())).encode()).hexdigest()[:12]
     metadata = {
         "name": NAME, "id": f"_{NAME.replace('-', '_')}_{build}", "version": VERSION, "license": "Apache-2.0",
         "python-depends": [], "backend": {"type": "cuda"},
@@ -82,19 +91,3 @@ def build_hf_kernel(folder: str | Path) -> Path:
             path.write_text(re.sub(NAMESPACES, lambda use: use[0].replace("vit_fast", f"vit_fast_{build}"), text))
         (aside / "README.md").write_text(CARD)
     return folder / VARIANT
-
-
-def _sources() -> dict[str, str]:
-    """Returns the sources of the kernels and operators, and of the modules that they import, by path in the variant."""
-    paths = [path for pattern in ("ops/*.py", "kernels/**/*.py", "kernels/**/*.json") for path in PACKAGE.glob(pattern)]
-    files = {}
-    while paths:
-        path = paths.pop()
-        name = path.relative_to(PACKAGE).as_posix()
-        if path.parent.name != "inspect" and name not in files:
-            files[name] = path.read_text()
-            above = "." * len(Path(name).parts)  # modules at the top of the package
-            imported = re.findall(rf"^\s*from {re.escape(above)}(\w+) import", files[name], re.MULTILINE)
-            paths += [file for module in imported if (file := PACKAGE / f"{module}.py").is_file()]
-    files |= {"__init__.py": INIT, "kernels/__init__.py": '"""Device code and launchers."""\n'}
-    return dict(sorted(files.items()))

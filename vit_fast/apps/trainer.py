@@ -24,51 +24,33 @@ from ..model import Block, VisionTransformer
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Training settings. 0 disables weight decay, warm-up, mixup and other optional settings.
+    """Training settings; an invalid field raises ValueError or TypeError.
 
-    Attributes:
-        epochs: Passes over the images.
-        batch_size: Images per step, summed over all processes; the last batch of an epoch may be smaller.
-        lr: Learning rate at the end of the warm-up.
-        weight_decay: AdamW's weight decay of matrices. Biases, norms, LayerScale, tokens and positions have none.
-        warmup_epochs: Epochs of linear warm-up.
-        schedule: Learning rate after the warm-up: "cosine" decays to 0, "constant" stays at lr.
-        layer_decay: Multiplies the learning rate of each block relative to the next one (BEiT, arXiv 2106.08254). The
-            head has the learning rate lr, the patch embedding the smallest one.
-        label_smoothing: Label smoothing of the cross entropy.
-        mixup: alpha of mixup's Beta distribution (arXiv 1710.09412).
-        max_grad_norm: Maximum norm for gradient clipping.
-        ema_decay: Decay of the exponential moving average of the weights, at most (1 + step) / (10 + step). The
-            averaged weights are evaluated and saved.
-        accumulation: Number of gradient accumulation steps into which a batch is split, to reduce memory.
-        patience: Stops after this number of epochs without a better validation accuracy, and saves the weights of the
-            best epoch.
-        dtype: Autocast dtype of the forward pass; "fp32" means no autocast.
-        grad_checkpointing: Recomputes blocks in the backward pass instead of storing their activations.
-        augment: True augments the images, see PreparedImages; False applies the evaluation transform.
-        seed: Seed of shuffling, augmentation, mixup, dropout and drop path.
-
-    Raises:
-        ValueError, TypeError: a field is invalid.
+    0 disables weight decay, warm-up, mixup and other optional settings.
     """
 
     epochs: int = 10
-    batch_size: int = 64
-    lr: float = 5e-4
-    weight_decay: float = 0.05
-    warmup_epochs: float = 1.0
-    schedule: Literal["cosine", "constant"] = "cosine"
+    batch_size: int = 64  # images per step, summed over all processes; the last batch of an epoch may be smaller
+    lr: float = 5e-4  # learning rate at the end of the warm-up
+    weight_decay: float = 0.05  # AdamW's, of matrices; biases, norms, LayerScale, tokens and positions have none
+    warmup_epochs: float = 1.0  # epochs of linear warm-up
+    schedule: Literal["cosine", "constant"] = "cosine"  # after the warm-up, lr decays to 0 or is constant
+    # Multiplies the learning rate of each block relative to the next one (BEiT, arXiv 2106.08254). The head has the
+    # learning rate lr, the patch embedding the smallest one.
     layer_decay: float = 1.0
     label_smoothing: float = 0.0
-    mixup: float = 0.0
-    max_grad_norm: float = 1.0
+    mixup: float = 0.0  # alpha of the Beta distribution (arXiv 1710.09412)
+    max_grad_norm: float = 1.0  # for gradient clipping
+    # Decay of the exponential moving average of the weights, at most (1 + step) / (10 + step). The averaged weights are
+    # evaluated and saved.
     ema_decay: float = 0.0
-    accumulation: int = 1
+    accumulation: int = 1  # gradient accumulation steps into which a batch is split, to reduce memory
+    # Stops after this number of epochs without a better validation accuracy, and saves the weights of the best epoch.
     patience: int = 0
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    grad_checkpointing: bool = False
-    augment: bool = True
-    seed: int = 0
+    dtype: Literal["fp32", "bf16"] = "fp32"  # autocast dtype of the forward pass; "fp32" means no autocast
+    grad_checkpointing: bool = False  # recomputes blocks in the backward pass instead of storing their activations
+    augment: bool = True  # augments the images, see PreparedImages; False applies the evaluation transform
+    seed: int = 0  # of shuffling, augmentation, mixup, dropout and drop path
 
     def __post_init__(self) -> None:
         for name, least in {"epochs": 1, "batch_size": 1, "accumulation": 1, "patience": 0, "seed": -MAX_SIZE}.items():

@@ -29,7 +29,7 @@ from ..model import VisionTransformer
 from ..weights.load import save_tensors
 from ..weights.source import read_file
 from .data import batches_of
-from .datasets import LabeledImages, PreparedImages, TrainingData, mixed_seed
+from .datasets import PreparedImages, TrainingData, mixed_seed
 from .trainer import ALONE, Measure, Processes, TrainConfig, Trainer, TrainingError
 
 __all__ = ["TrainConfig", "Trainer", "TrainingError", "train"]
@@ -131,7 +131,13 @@ def train(
         for step, batch in enumerate(batches_of(loader)):
             measures.append(trainer.step(*batch))
             on_step(epoch, step, steps, measures[-1])
-        held_out = None if data.held_out is None else _measure(trainer, data.held_out, workers)
+        held_out = None
+        if data.held_out is not None:  # processes with fewer images repeat the first one and do not count it
+            own = list(range(processes.rank, len(data.held_out), processes.world))
+            filled = own + [0] * (math.ceil(len(data.held_out) / processes.world) - len(own))
+            subset = Subset(PreparedImages(data.held_out, model), filled)
+            validation = DataLoader(subset, config.batch_size // processes.world, num_workers=workers)
+            held_out = trainer.measure(batches_of(validation), len(own))
         seen = sum(measure.seen for measure in measures)
         row: Row = {
             "epoch": epoch,
@@ -159,16 +165,6 @@ def _best(rows: list[Row]) -> int:
     return max(range(len(rows)), key=lambda epoch: rows[epoch]["accuracy"])
 
 
-def _measure(trainer: Trainer, source: LabeledImages, workers: int) -> Measure:
-    """Measures part of the images in each process. Ranks with fewer images repeat the first one and do not count it."""
-    rank, world = trainer.processes.rank, trainer.processes.world
-    own = list(range(rank, len(source), world))
-    filled = own + [0] * (math.ceil(len(source) / world) - len(own))
-    images: Subset[Any] = Subset(PreparedImages(source, trainer.model), filled)
-    loader = DataLoader(images, trainer.config.batch_size // world, num_workers=workers)
-    return trainer.measure(batches_of(loader), len(own))
-
-
 def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
     """Restores a trainer to the end of the run's last finished epoch; returns the rows of the log."""
     path = out / CHECKPOINT
@@ -183,10 +179,16 @@ def _resume(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
         raise TrainingError(f"{path}: must be a checkpoint of vit-fast train")
     compared = {"the config": (state["config"], asdict(trainer.config))}
     compared |= {f"the {name}": (state["about"].get(name), value) for name, value in about.items()}
-    pairs = ((name, old, new) for name, (old, new) in compared.items() if old != new)
-    if different := "; ".join(f"{name} ({_difference(old, new)})" for name, old, new in pairs):
+    different = []
+    for name, (old, new) in compared.items():
+        if isinstance(old, dict) and old != new:
+            fields = sorted({str(key) for key in old.keys() | new.keys() if old.get(key) != new.get(key)})
+            different.append(f"{name} ({', '.join(fields)})")
+        elif old != new:
+            different.append(f"{name} ({old!r}, here {new!r})")
+    if different:
         advice = "use the same settings, or another folder"
-        raise TrainingError(f"{path}: belongs to a run with other settings: {different}: {advice}")
+        raise TrainingError(f"{path}: belongs to a run with other settings: {'; '.join(different)}: {advice}")
     if state["model"].keys() != trainer.model.state_dict().keys():
         raise TrainingError(f"{path}: does not fit this model: its tensors have other names")
     try:
@@ -228,9 +230,3 @@ def _write(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, Any
             with file_aside(out / LOG) as log:
                 log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     trainer.processes.wait()
-
-
-def _difference(old: Any, new: Any) -> str:
-    if isinstance(old, dict) and isinstance(new, dict):
-        return ", ".join(sorted({str(name) for name in old.keys() | new.keys() if old.get(name) != new.get(name)}))
-    return f"{old!r}, here {new!r}"

@@ -47,56 +47,46 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Export a model to ONNX, and verify that the file's output matches the model's."""
-    if inspect is not None:
-        from ..export import inspect_onnx
-
-        _show(inspect_onnx(inspect), as_json)
-        return
-    if model is None:
-        model, weights = weights, None
-    if model is None or out is None:
-        raise ValueError("pass MODEL or --weights, and -o FILE.onnx; or pass --inspect FILE.onnx")
-    model = model_name(model)
+    from rich.console import Console
 
     from ..apps.classifiers import read_class_names
     from ..apps.data import find_images
-    from ..export import export_onnx, write_card, write_triton_repository
+    from ..export import export_onnx, inspect_onnx, write_card, write_triton_repository
     from ..export.deployment import check_triton_repository
     from ..weights.factory import create_model
 
-    if triton_repository is not None:
-        check_triton_repository(triton_repository, out.stem, precision if target == "tensorrt" else None)
-    if calibrate:
-        find_images(calibrate)
-    names = None if classes is None else read_class_names(classes)
-    has_weights = weights is not None or "/" in model  # a Hub id or a path has weights
-    overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
-    options: dict[str, Any] = {"precision": precision, "target": target, "output": returns}  # checked by export_onnx
-    report = export_onnx(
-        create_model(model, weights=weights, backend="sdpa", **overrides),
-        out,
-        dynamic_size=dynamic_size,
-        preprocess=preprocess,
-        calibration=calibrate or None,
-        validation=validation,
-        class_names=names,
-        source=model if has_weights and weights is None else f"{model}, {weights or 'random weights'}",
-        verify=verify,
-        **options,
-    )
-    if not has_weights:
-        report.warnings.append("the weights are random: pass --weights")
-    if triton_repository is not None:
-        folder = write_triton_repository(out, triton_repository)
-        typer.echo(f"wrote {folder} for Triton Inference Server", err=True)
-    if card:
-        typer.echo(f"wrote model card {write_card(out)}", err=True)
-    _show(report, as_json)
-
-
-def _show(result: Any, as_json: bool) -> None:
-    from rich.console import Console
-
+    if inspect is not None:
+        result: Any = inspect_onnx(inspect)
+    else:
+        if model is None:
+            model, weights = weights, None
+        if model is None or out is None:
+            raise ValueError("pass MODEL or --weights, and -o FILE.onnx; or pass --inspect FILE.onnx")
+        model = model_name(model)
+        if triton_repository is not None:
+            check_triton_repository(triton_repository, out.stem, precision if target == "tensorrt" else None)
+        if calibrate:
+            find_images(calibrate)
+        has_weights = weights is not None or "/" in model  # a Hub id or a path has weights
+        overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
+        options: dict[str, Any] = {
+            "precision": precision,
+            "target": target,
+            "output": returns,
+        }  # checked by export_onnx
+        result = export_onnx(
+            create_model(model, weights=weights, backend="sdpa", **overrides), out, dynamic_size=dynamic_size,
+            preprocess=preprocess, calibration=calibrate or None, validation=validation,
+            class_names=None if classes is None else read_class_names(classes), verify=verify,
+            source=model if has_weights and weights is None else f"{model}, {weights or 'random weights'}", **options,
+        )  # fmt: skip
+        if not has_weights:
+            result.warnings.append("the weights are random: pass --weights")
+        if triton_repository is not None:
+            folder = write_triton_repository(out, triton_repository)
+            typer.echo(f"wrote {folder} for Triton Inference Server", err=True)
+        if card:
+            typer.echo(f"wrote model card {write_card(out)}", err=True)
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2, default=str))
     else:

@@ -13,7 +13,7 @@ import typer
 from ..cli import Backend, Side, argument, model_name, option
 
 if TYPE_CHECKING:
-    from ..apps.trainer import Measure, TrainConfig
+    from ..apps.trainer import Measure
 
 
 def train(
@@ -50,10 +50,14 @@ def train(
     resume: Annotated[bool, option("Resume the run in --out after its last finished epoch.", "--resume")] = False,
 ) -> None:
     """Train or fine-tune a model on labeled images. Prints loss and accuracy after each epoch, and plots them."""
+    import torch
+
     from ..apps.datasets import open_data
     from ..apps.trainer import joined
-    from ..apps.training import config_for
+    from ..apps.training import WEIGHTS, config_for, saved_row
     from ..apps.training import train as run
+    from ..files import file_aside
+    from ..weights.factory import create_model
 
     config = config_for(model, {"epochs": epochs, "batch_size": batch_size, "lr": lr}, settings or ())
     with joined(parallel) as processes:
@@ -66,46 +70,27 @@ def train(
             def on_epoch(row: dict[str, Any]) -> None:
                 write(row)
                 if first:
-                    _print_epoch(row, config.epochs)
+                    validated = "" if row["accuracy"] is None else f", validation accuracy {row['accuracy']:.2%}"
+                    typer.echo(f"epoch {row['epoch'] + 1}/{config.epochs}: loss {row['loss']:.4f}{validated}")
 
             opened = open_data(data, validation)
-            overrides = {"num_classes": len(opened.train.class_names), "drop_path_rate": drop_path}
+            overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
+            overrides |= {"num_classes": len(opened.train.class_names), "drop_path_rate": drop_path}
+            torch.manual_seed(config.seed)
+            device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
             # Do not store the model in a variable: it must be freed before the process group.
             rows = run(
-                _model(model, weights, backend, config.seed, img_size, **overrides), opened, out, config,
-                resume=resume, workers=workers, processes=processes, on_step=on_step, on_epoch=on_epoch,
+                create_model(model_name(model), weights=weights, backend=backend, device=device, **overrides), opened,
+                out, config, resume=resume, workers=workers, processes=processes, on_step=on_step, on_epoch=on_epoch,
             )  # fmt: skip
     if first and rows:
-        _print_result(out, rows, config)
-
-
-def _model(name: str, weights: str | None, backend: str, seed: int, size: int | None, **overrides: Any) -> Any:
-    import torch
-
-    from ..weights.factory import create_model
-
-    torch.manual_seed(seed)
-    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    overrides |= {} if size is None else {"img_size": size}
-    return create_model(model_name(name), weights=weights, backend=backend, device=device, **overrides)
-
-
-def _print_epoch(row: dict[str, Any], epochs: int) -> None:
-    validated = "" if row["accuracy"] is None else f", validation accuracy {row['accuracy']:.2%}"
-    typer.echo(f"epoch {row['epoch'] + 1}/{epochs}: loss {row['loss']:.4f}{validated}")
-
-
-def _print_result(out: Path, rows: list[dict[str, Any]], config: TrainConfig) -> None:
-    from ..apps.training import WEIGHTS, saved_row
-    from ..files import file_aside
-
-    row = saved_row(rows, config)
-    if row["accuracy"] is not None:
-        typer.echo(f"validation loss: {row['held_out_loss']:.2f}")
-        typer.echo(f"validation accuracy: {row['accuracy']:.2%}")
-    with file_aside(out / "curve.png") as aside:
-        _draw_curve(rows, aside)
-    typer.echo(f"wrote {out / WEIGHTS}, {out / 'curve.png'}")
+        row = saved_row(rows, config)
+        if row["accuracy"] is not None:
+            typer.echo(f"validation loss: {row['held_out_loss']:.2f}")
+            typer.echo(f"validation accuracy: {row['accuracy']:.2%}")
+        with file_aside(out / "curve.png") as aside:
+            _draw_curve(rows, aside)
+        typer.echo(f"wrote {out / WEIGHTS}, {out / 'curve.png'}")
 
 
 @contextmanager
