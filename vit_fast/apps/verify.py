@@ -82,8 +82,8 @@ def _rows(backend: str, device: torch.device, interpreted: bool) -> Iterator[Row
                 yield from (Row(each, backend, name, problem=problem) for each in cases)
                 continue
             eager, exact = (_run(function, rounded, "eager", each, len(cases)) for each in (dtype, torch.float64))
-            for each, factor, *outputs in zip(cases, (FORWARD_FACTOR, GRADIENT_FACTOR), found, eager, exact):
-                verdict = judge(*outputs, factor)
+            for i, (each, factor) in enumerate(zip(cases, (FORWARD_FACTOR, GRADIENT_FACTOR))):
+                verdict = judge(found[i], eager[i], exact[i], factor)
                 yield Row(each, backend, name, verdict.error, verdict.eager_error, verdict.allowed)
 
 
