@@ -33,8 +33,7 @@ from .verification import IMAGES, check_labeled, check_verifiable, measure_accur
 
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
 HELD_OUT_IMAGES = 64
-MIN_HELD_OUT = 32
-"""Fewest held-out images that show how often quantization changes the top-1 class."""
+MIN_HELD_OUT = 32  # fewest held-out images that show how often quantization changes the top-1 class
 
 
 def export_onnx(

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import io
 import logging
-import re
 import tempfile
 import traceback
 import warnings
@@ -34,8 +33,7 @@ from .report import Fusion
 from .runtime.runner import open_session
 
 BATCH = "batch"
-PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20
-"""Bytes of weights that fit into one file: protobuf's limit of 2 GiB, minus room for the graph."""
+PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20  # bytes of weights in one file: protobuf's 2 GiB, minus room for the graph
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -97,38 +95,28 @@ def _to_onnx(module: nn.Module, vit: ImageModel, options: ExportOptions) -> ir.M
             verbose=False,
         )  # fmt: skip
     except Exception as error:
-        reason = _untraceable(module, error) if exported is None else _untranslatable(exported, error)
+        reason = _failure(error, module, exported)
         raise UnsupportedInputError(f"export of {vit.name}", [reason]) from error
     model: ir.Model = program.model
     return model
 
 
-def _untraceable(model: nn.Module, error: Exception) -> str:
-    """Finds the innermost module in the traceback of an exception of torch.export."""
+def _failure(error: BaseException, model: nn.Module, exported: Any) -> str:
+    """Describes an exception of torch's exporter with the module and the operator that cause it, if they are found."""
     names = {id(module): name.removeprefix("model.") for name, module in model.named_modules() if "." in name}
     frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     inside = [names[id(module)] for module in frames if id(module) in names]
     where = f"module {inside[-1]!r}" if inside else "the model, with these dynamic dimensions,"
-    return f"{where} cannot be exported by torch.export: {_first_line(error)}"
-
-
-def _untranslatable(exported: Any, error: BaseException) -> str:
-    """Finds module and operator in the chain of exceptions that torch's exporter raises."""
-    causes = [error]
-    while (cause := causes[-1].__cause__) is not None:
-        causes.append(cause)
-    match = re.search(r"target=(?:torch\.ops\.)?([\w.:]+)", "\n".join(map(str, causes)))
-    reason = _first_line(causes[-1])
-    for node in exported.graph.nodes:
-        if match and node.op == "call_function" and str(node.target) == match[1]:
-            stack = list((node.meta.get("nn_module_stack") or {}).values())
-            path = stack[-1][0].split("model.", 1)[-1] if stack else "the model itself"
-            return f"module {path!r}: the operator {node.target} cannot be translated to ONNX ({reason})"
-    return reason
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip()[:300]}".splitlines()[0]
+    fault = "cannot be exported by torch.export"
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if exported is not None:
+        where, fault = "the graph", "cannot be translated to ONNX"
+        for node in exported.graph.nodes:
+            if node.op == "call_function" and repr(node.target) in str(error):
+                (*_, (path, _)) = (node.meta.get("nn_module_stack") or {"": ("", None)}).values()
+                where = f"module {path.split('model.', 1)[-1]!r}: the operator {node.target}"
+    return f"{where} {fault}: {type(error).__name__}: {str(error).strip()[:300]}".splitlines()[0]
 
 
 @contextlib.contextmanager
@@ -200,15 +188,7 @@ def save(model: ir.Model, path: Path, external: bool | None = None) -> str | Non
         exceed = "exceed protobuf's limit of 2 GB per file: use external_data=True"
         raise ValueError(f"{size / 1e9:.1f} GB of weights {exceed}")
     beside = f"{path.name}.data" if external or size > PROTOBUF_LIMIT else None
-    try:
-        ir.save(model, path, external_data=beside)
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__
-        if cause is None:
-            raise
-        raise OSError(cause.errno, f"{cause.strerror or cause} ({size / 2**20:.0f} MiB of weights)") from error
+    ir.save(model, path, external_data=beside)
     return beside
 
 

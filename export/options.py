@@ -18,8 +18,8 @@ MIN_OPSET, DEFAULT_OPSET = 18, 20
 HALF_SCALES_OPSET, GELU_OPSET, BF16_OPSET, ATTENTION_OPSET = 19, 20, 22, 23
 MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
 
+# Largest |file - eager| / max(1, largest |eager|) that passes. For 8-bit precisions, see `report.Check`.
 BUDGETS: dict[str, float] = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 5e-2}
-"""Largest |file - eager| / max(1, largest |eager|) that passes. For 8-bit precisions, see `report.Check`."""
 
 
 @dataclass(frozen=True, kw_only=True)

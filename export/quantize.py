@@ -1,16 +1,12 @@
 """Quantizes a graph to 8 bits: smooths, calibrates, and keeps layers in float until the loss is within the budget.
 
 Quantizes the linear layers inside blocks and, for e4m3, the MatMuls of attention. Norms, patch embedding and head stay
-in float; they need only a few percent of a ViT's operations.
+in float; they need only a few percent of a ViT's operations. The quantizers of ONNX Runtime write the nodes, with
+scales of vit_fast/quantization/schemes.py. Each DequantizeLinear feeds its MatMul directly, also in attention, so that
+TensorRT fuses them.
 
-Smoothing moves the scale of large channels from an activation into the weights that read it, without changing x W:
-
-    x W = (x / s) (s W),     s_j = sqrt(max |x_j| / max |W_j|)
-
-The norm before the linear layer outputs x / s if its weight and bias are divided by s. In large ViTs, some channels are
-100 to 1000 times larger than the others. Without smoothing, the others would get almost none of the 8-bit range.
-
-Source: SmoothQuant, arxiv.org/abs/2211.10438.
+Smoothing divides the output of a norm by s, through its weight and bias. In large ViTs, some channels are 100 to 1000
+times larger than the others. Without smoothing, the others would get almost none of the 8-bit range.
 """
 
 from __future__ import annotations
@@ -18,10 +14,13 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from vit_fast.apps.data import CALIBRATION_IMAGES, as_inputs, read_images
@@ -37,23 +36,19 @@ from vit_fast.quantization.schemes import (
     smoothing_scale,
 )
 
-from .eight_bit import MatMul, matmuls_of, quantize_dynamically, quantize_statically
 from .graphs import constant_of, run_graph, save
 from .options import ExportOptions, Target
 from .report import EIGHT_BIT_BUDGET, Check, Quantized, loss_of
 from .runtime.metadata import inspect_onnx, read_signature
 
-ERROR_BATCHES = 4
-"""Number of held-out batches used to sort the MatMuls by error."""
-MARGIN = 0.9
-"""Share of the error budget that quantization may use. The file, compared with eager later, may use all of it."""
-PARAMETERS = {
+ERROR_BATCHES = 4  # held-out batches used to sort the MatMuls by error
+MARGIN = 0.9  # share of the error budget that quantization may use; the file, compared with eager, may use all of it
+PARAMETERS = {  # positions of weight and bias among a norm's inputs
     "LayerNormalization": (1, 2), "SkipLayerNormalization": (2, 3), "RMSNormalization": (1,),
     "SimplifiedLayerNormalization": (1,), "SkipSimplifiedLayerNormalization": (2,),
 }  # fmt: skip
-"""Positions of weight and bias among a norm's inputs."""
-DEVIATIONS = 3.0
-"""Without images, the assumed peak of a normalized channel, in standard deviations."""
+DEVIATIONS = 3.0  # without images, the assumed peak of a normalized channel, in standard deviations
+ZEROS: dict[str, Any] = {"int8": np.int8, "uint8": np.uint8, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
 class CalibrationError(VitFastError, ValueError):
@@ -62,6 +57,53 @@ class CalibrationError(VitFastError, ValueError):
 
 class QuantisationError(VitFastError, RuntimeError):
     """Quantization changes the model's outputs by more than the budget."""
+
+
+@dataclass(frozen=True, eq=False)
+class MatMul:
+    """A MatMul of tokens [B, N, C] with a constant weight [C, F], or of two activations inside attention."""
+
+    node: ir.Node
+    name: str
+
+    @property
+    def weight(self) -> np.ndarray | None:
+        """The constant weight [C, F]; None inside attention."""
+        return constant_of(self.node.inputs[1])
+
+    @property
+    def activations(self) -> list[ir.Value]:
+        """The inputs that depend on the images."""
+        inputs = [value for value in self.node.inputs if value is not None]
+        return inputs if self.weight is None else inputs[:1]
+
+
+Readers = dict[ir.Value, list[MatMul]]  # of each activation
+
+
+def matmuls_of(model: ir.Model, scheme: Scheme) -> list[MatMul]:
+    """Returns the linear layers over tokens and, for e4m3, the MatMuls of attention; not patch embedding and head."""
+    linears: list[MatMul] = []
+    attention: list[MatMul] = []
+    for node in model.graph:
+        if node.op_type == "MatMul" and not node.domain:
+            x, weight = node.inputs[0], constant_of(node.inputs[1])
+            if x is not None and weight is not None and weight.ndim == 2 and (x.shape is None or len(x.shape) == 3):
+                # Named after its bias, because the exporter renames transposed weights. If several constants follow,
+                # the last one is the bias: in SkipLayerNormalization, it follows that of the norm.
+                read = [value for use in node.outputs[0].uses() for value in use.node.inputs if value is not None]
+                biases = [str(v.name) for v in read if v.const_value is not None and str(v.name).endswith(".bias")]
+                name = biases[-1].removeprefix("model.").removesuffix(".bias") if biases else str(node.name)
+                linears.append(MatMul(node, name))
+        if node.op_type == "Softmax" and not node.domain and scheme.kind == "e4m3":
+            scores = node.inputs[0].producer() if node.inputs[0] is not None else None
+            mixed = [use.node for use in node.outputs[0].uses()]
+            if scores is not None and scores.op_type == "MatMul" and [n.op_type for n in mixed] == ["MatMul"]:
+                count = len(attention) // 2
+                attention += [MatMul(scores, f"attention {count}: q k"), MatMul(mixed[0], f"attention {count}: p v")]
+    if not linears:
+        raise ValueError("the model must have a linear layer over tokens for an 8-bit precision, got none")
+    return linears + attention
 
 
 def quantize(
@@ -74,16 +116,17 @@ def quantize(
     """
     scheme = Scheme("e4m3" if options.precision == "fp8" else "int8" if options.target == "tensorrt" else "uint8")
     matmuls = matmuls_of(model, scheme)
+    readers: Readers = {value: [] for matmul in matmuls for value in matmul.activations}
+    for matmul in matmuls:
+        for value in matmul.activations:
+            readers[value].append(matmul)
     expected = _outputs(model, held_out)
-    seen = smooth(model, matmuls, observe(model, matmuls, calibration), scheme)
-    ranges = choose_ranges(matmuls, seen, scheme) if options.needs_calibration else {}
+    seen = smooth(model, readers, observe(model, readers, calibration), scheme)
+    ranges = choose_ranges(readers, seen, scheme) if options.needs_calibration else {}
 
     @functools.lru_cache(maxsize=1)
     def written(excluded: tuple[MatMul, ...]) -> ir.Model:
-        chosen = [matmul for matmul in matmuls if matmul not in excluded]
-        if not options.needs_calibration:
-            return quantize_dynamically(model, chosen)
-        return quantize_statically(model, chosen, scheme, ranges, fused=options.target == "ort-cpu")
+        return write_nodes(model, [matmul for matmul in matmuls if matmul not in excluded], scheme, ranges)
 
     def loss(excluded: tuple[MatMul, ...]) -> Check:
         return loss_of(_outputs(written(excluded), held_out), expected, options.output)
@@ -92,7 +135,7 @@ def quantize(
     if held_out and not loss(()).acceptable(MARGIN):
         attention = sum(matmul.weight is None for matmul in matmuls)
         most = attention + (len(matmuls) - attention) // 2
-        order = _by_error(model, matmuls, scheme, ranges, held_out)
+        order = _by_error(matmuls, observe(model, readers, held_out[:ERROR_BATCHES]), ranges, scheme)
         found = fewest_excluded(order, lambda some: loss(tuple(some)).acceptable(MARGIN), most)
         if found is None:
             raise QuantisationError(
@@ -131,11 +174,11 @@ def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path
     return done
 
 
-def observe(model: ir.Model, matmuls: Sequence[MatMul], batches: Sequence[np.ndarray]) -> dict[str, Observation]:
+def observe(model: ir.Model, readers: Readers, batches: Sequence[np.ndarray]) -> dict[str, Observation]:
     """Runs the graph on images and observes the activations of the MatMuls, by name; {} without images."""
     if not batches:
         return {}
-    values = {str(value.name): value for value in _readers(matmuls)}
+    values = {str(value.name): value for value in readers}
     generator = np.random.default_rng(0)
     observers = {name: Observer(generator) for name in values}
     for arrays in run_graph(model, batches, list(values.values())):
@@ -146,13 +189,13 @@ def observe(model: ir.Model, matmuls: Sequence[MatMul], batches: Sequence[np.nda
     return {name: observer.seen() for name, observer in observers.items()}
 
 
-def choose_ranges(matmuls: Sequence[MatMul], seen: Mapping[str, Observation], scheme: Scheme) -> dict[str, Range]:
+def choose_ranges(readers: Readers, seen: Mapping[str, Observation], scheme: Scheme) -> dict[str, Range]:
     """Returns the range of each activation: 0 to 1 after a softmax, else the one with the smallest error.
 
     That is the error of the linear layers that read the activation. If there are none, returns the widest range.
     """
     ranges = {}
-    for value, users in _readers(matmuls).items():
+    for value, users in readers.items():
         name, producer = str(value.name), value.producer()
         if producer is not None and producer.op_type == "Softmax":
             ranges[name] = Range(0.0, 1.0, "a softmax")
@@ -166,16 +209,8 @@ def choose_ranges(matmuls: Sequence[MatMul], seen: Mapping[str, Observation], sc
     return ranges
 
 
-def _readers(matmuls: Sequence[MatMul]) -> dict[ir.Value, list[MatMul]]:
-    readers: dict[ir.Value, list[MatMul]] = {}
-    for matmul in matmuls:
-        for value in matmul.activations:
-            readers.setdefault(value, []).append(matmul)
-    return readers
-
-
 def smooth(
-    model: ir.Model, matmuls: Sequence[MatMul], seen: Mapping[str, Observation], scheme: Scheme
+    model: ir.Model, readers: Readers, seen: Mapping[str, Observation], scheme: Scheme
 ) -> dict[str, Observation]:
     """Moves scales from the outputs of norms into the linear layers that follow; returns the observations after it.
 
@@ -183,7 +218,7 @@ def smooth(
     from the norm's weight and bias.
     """
     smoothed = dict(seen)
-    for x, users in _readers(matmuls).items():
+    for x, users in readers.items():
         name, norm, weights = str(x.name), x.producer(), [user.weight for user in users]
         if norm is None or norm.op_type not in PARAMETERS or len(x.uses()) != len(users) or x.is_graph_output():
             continue
@@ -212,11 +247,9 @@ def _outputs(model: ir.Model, batches: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _by_error(
-    model: ir.Model, matmuls: Sequence[MatMul], scheme: Scheme, ranges: Mapping[str, Range],
-    held_out: Sequence[np.ndarray],
-) -> list[MatMul]:  # fmt: skip
+    matmuls: Sequence[MatMul], seen: Mapping[str, Observation], ranges: Mapping[str, Range], scheme: Scheme
+) -> list[MatMul]:
     """Sorts the MatMuls: attention first, then by the error if one alone is quantized, the largest first."""
-    seen = observe(model, matmuls, held_out[:ERROR_BATCHES])
 
     def relative(moved: np.ndarray, exact: np.ndarray) -> float:
         return float(np.square(moved - exact).sum() / max(np.square(exact).sum(), 1e-30))
@@ -232,3 +265,58 @@ def _by_error(
         return relative(moved[0] @ scheme.rounded_weight(weight), exact[0] @ weight)
 
     return sorted(matmuls, key=lambda matmul: (matmul.weight is not None, -error(matmul)))
+
+
+def write_nodes(model: ir.Model, matmuls: Sequence[MatMul], scheme: Scheme, ranges: Mapping[str, Range]) -> ir.Model:
+    """Returns a copy with these MatMuls in QDQ format, and weights in int8 or e4m3.
+
+    Without `ranges`, they become integer MatMuls of uint8 and int8 that compute the ranges at run time.
+    """
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization.calibrate import TensorData
+    from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
+    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+    from onnxruntime.quantization.quant_utils import QuantizationMode, add_infer_metadata
+
+    is_e4m3 = scheme.kind == "e4m3"
+    kind = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8, "e4m3": QuantType.QFLOAT8E4M3FN}[scheme.kind]
+    common: dict[str, Any] = {
+        "nodes_to_quantize": [matmul.node.name for matmul in matmuls], "nodes_to_exclude": [], "reduce_range": False,
+        "op_types_to_quantize": ["MatMul"], "per_channel": not is_e4m3, "activation_qType": kind,
+        "weight_qType": kind if is_e4m3 else QuantType.QInt8,
+    }  # fmt: skip
+    limits: dict[Any, Range] = {}
+    activations: list[str] = []
+    for matmul in matmuls:
+        for value in (*matmul.activations, *matmul.node.outputs):
+            value.dtype = value.dtype or ir.DataType.FLOAT  # ONNX Runtime's own inference fails for dynamic shapes
+        if ranges:
+            limits |= {value: ranges[str(value.name)] for value in matmul.activations}
+            activations += [str(value.name) for value in matmul.activations]
+        if is_e4m3 and matmul.weight is not None:  # ONNX Runtime would clip at 4.5 standard deviations
+            peak = float(np.abs(matmul.weight).max())
+            limits[matmul.node.inputs[1]] = Range(-peak, peak, "weight")
+    overrides: dict[str, Any] = {}
+    for tensor, one in limits.items():
+        (scale, zero), dtype = scheme.grid(one), (tensor.dtype or ir.DataType.FLOAT).numpy()
+        numbers = {"scale": np.asarray(scale, dtype), "zero_point": np.asarray(zero, ZEROS[scheme.kind])}
+        overrides[str(tensor.name)] = [numbers | {"quant_type": kind}]
+    proto: onnx.ModelProto = ir.serde.serialize_model(model)
+    quantizer: Any
+    if ranges:
+        add_infer_metadata(proto)
+        unused = TensorData(lowest=np.zeros(1, np.float32), highest=np.ones(1, np.float32))  # see `overrides`
+        options: dict[str, Any] = {"OpTypesToExcludeOutputQuantization": ["MatMul"], "TensorQuantOverrides": overrides}
+        tensors_range = dict.fromkeys(activations, unused)
+        quantizer = QDQQuantizer(proto, tensors_range=tensors_range, extra_options=options, **common)
+    else:
+        del proto.graph.value_info[:]  # the quantizer infers all shapes again
+        options = {"MatMulConstBOnly": True, "DefaultTensorType": onnx.TensorProto.FLOAT}
+        quantizer = ONNXQuantizer(
+            proto, mode=QuantizationMode.IntegerOps, static=False, tensors_range=None, extra_options=options, **common
+        )
+    quantizer.quantize_model()
+    made = ir.serde.deserialize_model(quantizer.model.model)
+    made.graph.sort()
+    made.metadata_props.clear()
+    return made

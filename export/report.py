@@ -18,17 +18,12 @@ from .runtime.metadata import two_columns
 if TYPE_CHECKING:
     from rich.table import Table
 
-SURE = 0.1
-"""The model counts as sure of an image if it prefers its class to the file's by this probability."""
-FLIPS = 0.01
-"""Allowed share of images whose class changes although the model is sure of it; none of fewer than 100 may."""
-RMS = 0.05
-"""Allowed root mean square error of the logits, in standard deviations of the logits."""
+SURE = 0.1  # the model counts as sure of an image if it prefers its class to the file's by this probability
+FLIPS = 0.01  # allowed share of images whose class changes although the model is sure of it
+RMS = 0.05  # allowed root mean square error of the logits, in standard deviations of the logits
 EIGHT_BIT_BUDGET = f"rms error <= {RMS:g}, the model is sure of another class on at most {FLIPS:.0%} of the images"
-POINTS = 0.006
-"""Allowed loss of accuracy relative to the model. One more misclassified image is always allowed."""
-LEAST_PROBABILITY = 1e-30
-"""Smaller probabilities are replaced by this value before the logarithm."""
+POINTS = 0.006  # allowed loss of accuracy relative to the model; one more misclassified image is always allowed
+LEAST_PROBABILITY = 1e-30  # replaces smaller probabilities before the logarithm
 
 
 @dataclass(frozen=True)
@@ -64,27 +59,16 @@ class Quantized:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Comparison of a file's output with the model's, for images of one size.
-
-    Attributes:
-        images: Number of images.
-        max_error: Largest |file - model|, divided by the largest |model| if that is above 1.
-        rms_error: Root mean square of the difference, in standard deviations of the model's output.
-        top1_agreement: Share of images with the same most probable class; None for features.
-        flips: Images with another class although the model was sure of its own.
-        batch: The largest batch size.
-        image_hw: Height and width of the images.
-        passed: True if the error is within the budget.
-    """
+    """Comparison of a file's output with the model's, for images of one size."""
 
     images: int
-    max_error: float
-    rms_error: float
-    top1_agreement: float | None
-    flips: int
-    batch: int = 0
+    max_error: float  # largest |file - model|, divided by the largest |model| if that is above 1
+    rms_error: float  # root mean square of the difference, in standard deviations of the model's output
+    top1_agreement: float | None  # share of images with the same most probable class; None for features
+    flips: int  # images with another class although the model was sure of its own
+    batch: int = 0  # the largest batch size
     image_hw: tuple[int, int] = (0, 0)
-    passed: bool = False
+    passed: bool = False  # the error is within the budget
 
     def acceptable(self, margin: float = 1.0) -> bool:
         """Returns True if the loss is within the budget of 8-bit precisions; `margin` < 1 makes it stricter."""
@@ -118,44 +102,27 @@ class Accuracy:
 
 @dataclass
 class ExportReport:
-    """Report of export_onnx. `print(report)` prints a table, `report.to_json()` returns JSON.
-
-    Attributes:
-        precision: Precision of weights and matmuls; input and output are always fp32 (or uint8 pixels).
-        output: "logits", "probabilities" or "features".
-        bytes: Size of the file and of the weights beside it.
-        external_data: Name of the file with the weights, or None if they are inside.
-        nodes: Number of nodes per operator.
-        fusions: Number of fusions, and of those that were possible.
-        checks: Comparisons with the eager model; empty without verification.
-        reference: Reference of the comparison, e.g. "eager fp64".
-        budget: The largest error that passes.
-        eight_bit: Quantized MatMuls, layers in float, and methods of the ranges; None for other precisions.
-        accuracy: Accuracy of the model and the file on labeled images; None if not measured.
-        trtexec: The command that builds a TensorRT engine from the file; None for other targets.
-        seconds: Duration of each step.
-        warnings: Limitations of this file.
-    """
+    """Report of export_onnx. `print(report)` prints a table, `report.to_json()` returns JSON."""
 
     path: str
     model: str
     library: str
     opset: int
     target: str
-    precision: str
-    output: str
-    bytes: int = 0
-    external_data: str | None = None
-    nodes: dict[str, int] = field(default_factory=dict)
+    precision: str  # of weights and matmuls; input and output are always fp32 (or uint8 pixels)
+    output: str  # "logits", "probabilities" or "features"
+    bytes: int = 0  # size of the file and of the weights beside it
+    external_data: str | None = None  # name of the file with the weights; None if they are inside
+    nodes: dict[str, int] = field(default_factory=dict)  # number of nodes per operator
     fusions: list[Fusion] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
-    reference: str | None = None
-    budget: str = ""
-    eight_bit: Quantized | None = None
-    accuracy: Accuracy | None = None
-    trtexec: str | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)  # comparisons with the eager model; empty without verification
+    reference: str | None = None  # of the comparison, e.g. "eager fp64"
+    budget: str = ""  # the largest error that passes
+    eight_bit: Quantized | None = None  # None for other precisions
+    accuracy: Accuracy | None = None  # None without labeled images
+    trtexec: str | None = None  # the command that builds a TensorRT engine from the file; None for other targets
+    seconds: dict[str, float] = field(default_factory=dict)  # duration of each step
+    warnings: list[str] = field(default_factory=list)  # limitations of this file
 
     @property
     def verified(self) -> bool:

@@ -93,7 +93,7 @@ def test_a_provider_that_is_not_available_raises(exported: Any, monkeypatch: pyt
     failure = "CUDAExecutionProvider could not be initialized"
     for device, message in (
         ("cuda", r"libcuda\.so\.1 is missing.*cuDNN 9"),
-        ("tensorrt", r"TensorRT 10 is missing \(libnvinfer"),
+        ("tensorrt", r"libnvinfer.* are missing: pip install tensorrt"),
         ("openvino", "pip install onnxruntime-openvino"),
     ):
         with pytest.raises(ProviderError, match=message):

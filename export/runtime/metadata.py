@@ -104,34 +104,20 @@ def _external_data(message: Any) -> Iterator[tuple[str, dict[str, str]]]:
 
 @dataclass
 class OnnxInfo:
-    """Description of an ONNX file.
-
-    Attributes:
-        producer: Program that wrote the file.
-        opsets: Version of each operator set, by domain ("" is ONNX's own).
-        inputs: Name, dtype and dimensions of each input.
-        outputs: The same of each output.
-        nodes: Number of nodes per operator, the most frequent first.
-        data_config: Preprocessing; None if unknown.
-        preprocess: True if the file contains the preprocessing and takes uint8 pixels.
-        class_names: Names of the outputs; None if unknown.
-        output: "logits", "probabilities" or "features"; None if unknown.
-        fp8: True if weights are in e4m3.
-        metadata: The other metadata of export_onnx, or all metadata of another exporter.
-    """
+    """Description of an ONNX file."""
 
     path: str
-    producer: str
-    opsets: dict[str, int]
-    inputs: list[dict[str, Any]]
+    producer: str  # program that wrote the file
+    opsets: dict[str, int]  # version of each operator set, by domain ("" is ONNX's own)
+    inputs: list[dict[str, Any]]  # name, dtype and shape of each
     outputs: list[dict[str, Any]]
-    nodes: dict[str, int]
-    data_config: DataConfig | None = None
-    preprocess: bool = False
-    class_names: tuple[str, ...] | None = None
-    output: str | None = None
-    fp8: bool = False
-    metadata: dict[str, Any] = field(default_factory=dict)
+    nodes: dict[str, int]  # number of nodes per operator, the most frequent first
+    data_config: DataConfig | None = None  # preprocessing; None if unknown
+    preprocess: bool = False  # the file contains the preprocessing and takes uint8 pixels
+    class_names: tuple[str, ...] | None = None  # None if unknown
+    output: str | None = None  # "logits", "probabilities" or "features"; None if unknown
+    fp8: bool = False  # weights are in e4m3
+    metadata: dict[str, Any] = field(default_factory=dict)  # the rest of export_onnx, or all of another exporter
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -227,22 +213,17 @@ def _describe_value(value: onnx.ValueInfoProto) -> dict[str, Any]:
 
 @dataclass
 class Signature:
-    """Input and first output of a file that takes images.
-
-    The shape is [B, channels, height, width], or [B, height, width, channels] in uint8, with None for any size. Images
-    must be resized to `image_hw` if known. `patch_hw` divides the sides of images of any size. `output_tail` is the
-    shape of the output after the batch axis; None if shape or dtype is unknown.
-    """
+    """Input and first output of a file that takes images."""
 
     path: Path
     input: str
     dtype: np.dtype[Any]
-    shape: tuple[int | None, ...]
-    image_hw: Size | None
-    patch_hw: Size | None
+    shape: tuple[int | None, ...]  # [B, channels, height, width], or [B, height, width, channels] in uint8; None: any
+    image_hw: Size | None  # images must be resized to it; None if unknown
+    patch_hw: Size | None  # divides the sides of images of any size
     output: str
     output_dtype: np.dtype[Any]
-    output_tail: tuple[int, ...] | None
+    output_tail: tuple[int, ...] | None  # shape of the output after the batch axis; None if it or the dtype is unknown
 
     @property
     def takes_pixels(self) -> bool:

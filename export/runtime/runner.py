@@ -43,20 +43,17 @@ def reasons_against(kind: str) -> list[str]:
         return [f"this build of ONNX Runtime has no {PROVIDERS[kind]}: {remedy}"]
     if kind in ("cpu", "openvino"):
         return []
-    from onnxruntime.capi import build_and_package_info as build
-
-    _preload()
-    major = int(getattr(build, "cuda_version", "12").split(".")[0])  # of the CUDA that it was built for
-    names = ("cudart.so.{0}", "cublas.so.{0}", "cublasLt.so.{0}", "curand.so.10", "cufft.so.{1}", "cudnn.so.9")
-    remedy = f"pip install 'onnxruntime-gpu[cuda,cudnn]', or install CUDA {major} and cuDNN 9 on the library path"
+    toolkit = [*re.findall(r"Failed to load ([\w.]+):", _preload()), "libcudnn.so.9"]
     needed = {
-        "{} is missing: there is no NVIDIA driver, or this container cannot see it (--gpus all)": ["libcuda.so.1"],
-        f"missing {{}}: {remedy}": [f"lib{name.format(major, major - 1)}" for name in names],
+        "there is no NVIDIA driver, or this container cannot see it (--gpus all)": ["libcuda.so.1"],
+        "pip install 'onnxruntime-gpu[cuda,cudnn]', or install CUDA and cuDNN 9 on the library path": toolkit,
+        "pip install tensorrt": ["libnvinfer.so.10", "libnvonnxparser.so.10"] if kind == "tensorrt" else [],
     }
-    if kind == "tensorrt":
-        needed["TensorRT 10 is missing ({}): pip install tensorrt"] = ["libnvinfer.so.10", "libnvonnxparser.so.10"]
-    missing = {message: [name for name in libraries if not _loads(name)] for message, libraries in needed.items()}
-    return [message.format(", ".join(absent)) for message, absent in missing.items() if absent]
+    reasons = []
+    for remedy, libraries in needed.items():
+        if missing := [library for library in libraries if not _loads(library)]:
+            reasons.append(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: {remedy}")
+    return reasons
 
 
 def _loads(library: str) -> bool:
@@ -67,12 +64,13 @@ def _loads(library: str) -> bool:
     return True
 
 
-def _preload() -> None:
-    """Loads CUDA and cuDNN from the nvidia-* wheels, without ONNX Runtime's messages."""
+def _preload() -> str:
+    """Loads CUDA and cuDNN from the nvidia-* wheels; returns ONNX Runtime's messages."""
     import onnxruntime
 
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()) as messages:
         onnxruntime.preload_dlls()
+    return messages.getvalue()
 
 
 def open_session(

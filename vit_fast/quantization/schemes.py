@@ -25,14 +25,10 @@ from ..ops.reference import E4M3_MAX
 T = TypeVar("T")
 
 PERCENTILES = (99.99, 99.9)
-TOKENS_BY_CHANCE, TOKENS_LARGEST = 8, 4
-"""Tokens sampled per image: random ones, and the largest, because only few tokens contain massive activations."""
-MAX_TOKENS = 1536
-"""Maximum number of sampled tokens per activation. More are reduced to the largest and random ones, a third each."""
-SHRINK = np.linspace(0.2, 1.0, 17)
-"""Ranges that "mean squared error" tries, relative to the largest."""
-NEAR = 1.02
-"""Candidates within this factor of the smallest loss count as equal; the first of them is selected."""
+TOKENS_BY_CHANCE, TOKENS_LARGEST = 8, 4  # samples per image; only few tokens contain massive activations
+MAX_TOKENS = 1536  # samples per activation; more are reduced to the largest and random ones, a third each
+SHRINK = np.linspace(0.2, 1.0, 17)  # ranges that "mean squared error" tries, relative to the largest
+NEAR = 1.02  # candidates within this factor of the smallest loss count as equal; the first of them is selected
 
 
 @dataclass(frozen=True)
