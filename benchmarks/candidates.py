@@ -65,23 +65,20 @@ NAMES = {
 
 def parse_candidate(word: str) -> Candidate:
     """Returns the candidate of a word such as `timm+compile:max-autotune`; ValueError if there is none."""
-    name, separator, mode = word.strip().partition("+compile")
+    name, compiled, mode = word.strip().partition("+compile")
     if name not in CANDIDATES:
         nearest = difflib.get_close_matches(name, CANDIDATES, n=1, cutoff=0.6)
         hint = f"did you mean {nearest[0]}?" if nearest else f"must be one of {', '.join(CANDIDATES)}"
         raise ValueError(f"unknown candidate {name!r}: {hint}")
-    candidate = CANDIDATES[name]
-    if not separator:
-        return candidate
-    if mode and not mode.startswith(":"):
-        raise ValueError(f"candidate {word!r}: +compile must be followed by :MODE or nothing, got {mode}")
-    found = mode[1:] or "default"
+    if not compiled:
+        return CANDIDATES[name]
+    found: Any = mode.removeprefix(":") or "default"
     if found not in COMPILE_MODES:
-        raise ValueError(f"the compile mode must be one of {', '.join(COMPILE_MODES)}, got {found!r}")
-    if not candidate.compilable:
+        raise ValueError(f"candidate {word!r}: +compile:MODE must have one of {', '.join(COMPILE_MODES)}, got {mode!r}")
+    if not CANDIDATES[name].compilable:
         raise ValueError(f"candidate {name!r} cannot be compiled by torch.compile: use {name!r} alone")
     engine: Any = "compile" if found in ("default", "freezing") else found
-    return dataclasses.replace(candidate, engine=engine, frozen=found == "freezing")
+    return dataclasses.replace(CANDIDATES[name], engine=engine, frozen=found == "freezing")
 
 
 def choose(
@@ -105,20 +102,20 @@ Builder = Callable[[Candidate, Group], Any]
 def make(candidate: Candidate, group: Group) -> Function:
     """Builds a candidate, or its first block if that is the model; UnsupportedInputError lists all reasons."""
     assert candidate.builder is not None
-    made: Function = candidate.builder(candidate, group)
-    if not group.model.block:
-        return made
-    blocks = getattr(made, "blocks", None)
-    if not isinstance(blocks, nn.Sequential):
-        reason = "model.blocks must be an nn.Sequential of blocks that take only tokens"
-        raise UnsupportedInputError(candidate.base, [reason])
-    block: Function = blocks[0]
-    return block
+    made: Any = candidate.builder(candidate, group)
+    if group.model.block:
+        blocks = getattr(made, "blocks", None)
+        if not isinstance(blocks, nn.Sequential):
+            reason = "model.blocks must be an nn.Sequential of blocks that take only tokens"
+            raise UnsupportedInputError(candidate.base, [reason])
+        made = blocks[0]
+    function: Function = made
+    return function
 
 
 def build_reference(group: Group) -> nn.Module:
     """Builds the reference of a group: our eager model or operator, or the given model itself."""
-    made: Any = make(CANDIDATES["given" if group.model.kind == "given" else "eager"], group)
+    made = make(CANDIDATES["given" if group.model.kind == "given" else "eager"], group)
     assert isinstance(made, nn.Module)
     return made
 
@@ -130,6 +127,8 @@ def build(candidate: Candidate, group: Group) -> nn.Module:
         from . import operators
 
         return operators.build(backend, group.model.operator, weights_of(group.model, group.dtype) or {}, group.device)
+    if candidate.attention is None:
+        raise UnsupportedInputError(backend, [f"the model must be a single operator, got {group.model.name}"])
     config, weights = group.config_and_weights
     with torch.device("meta"):
         model = VisionTransformer(config, data_config=group.model.data)
@@ -137,12 +136,6 @@ def build(candidate: Candidate, group: Group) -> nn.Module:
     model.load_state_dict(dict(weights))
     set_backend(model, backend)
     return model.eval().requires_grad_(False)
-
-
-def _build_operator(candidate: Candidate, group: Group) -> nn.Module:
-    if group.model.operator is None:
-        raise UnsupportedInputError(candidate.base, [f"the model must be a single operator, got {group.model.name}"])
-    return build(candidate, group)
 
 
 def _build_changed(builder: Builder, changes: Candidate, candidate: Candidate, group: Group) -> Any:
@@ -155,7 +148,7 @@ def _build_changed(builder: Builder, changes: Candidate, candidate: Candidate, g
         _require_whole(candidate, group, unable_reasons(group.device, group.dtype))
     model = builder(candidate, group)
     if changes.graphs:
-        return GraphRunner(model, _images(group, 1), batch_sizes=(group.batch_size,))
+        return GraphRunner(model, _images(group)[:1], batch_sizes=(group.batch_size,))
     return changed_copy(changes, model, _images(group), ())
 
 
@@ -165,8 +158,8 @@ def _require_whole(candidate: Candidate, group: Group, reasons: Sequence[str]) -
         raise UnsupportedInputError(candidate.base, reasons)
 
 
-def _images(group: Group, count: int | None = None) -> Tensor:
-    return torch.zeros(count or group.batch_size, *group.model.shape, dtype=group.dtype, device=group.device)
+def _images(group: Group) -> Tensor:
+    return torch.zeros(group.batch_size, *group.model.shape, dtype=group.dtype, device=group.device)
 
 
 def _build_peer(library: ModuleType, candidate: Candidate, group: Group) -> nn.Module:
@@ -216,21 +209,19 @@ def _build_file(candidate: Candidate, group: Group) -> Function:
 
     fp32, on_cpu, bf16 = group.dtype == torch.float32, group.device.type == "cpu", group.dtype == torch.bfloat16
     in_openvino, path, found = candidate.engine == "openvino", group.model.onnx, f"{group.dtype} on {group.device}"
-    quantizes = path is not None and (candidate.precision or not fp32)
-    checks = (
-        (in_openvino and not (on_cpu and (fp32 or bf16)), f"it must run on the CPU in fp32 or bf16, got {found}"),
-        (bf16 and on_cpu and not in_openvino, "it has no bf16 kernels for CPUs"),
-        (candidate.engine == "tensorrt" and on_cpu, "it needs a GPU"),
-        (candidate.precision == "int8" and not fp32, f"the dtype must be fp32 for int8, got {group.dtype}"),
-        (quantizes, "an ONNX file must be run in fp32, without further quantization"),
-    )
-    if reasons := [reason for fails, reason in checks if fails]:
+    checks = {
+        f"it must run on the CPU in fp32 or bf16, got {found}": in_openvino and not (on_cpu and (fp32 or bf16)),
+        "it has no bf16 kernels for CPUs": bf16 and on_cpu and not in_openvino,
+        "it needs a GPU": candidate.engine == "tensorrt" and on_cpu,
+        f"the dtype must be fp32 for int8, got {group.dtype}": candidate.precision == "int8" and not fp32,
+        "an ONNX file must be run in fp32, without further quantization": path and (candidate.precision or not fp32),
+    }
+    if reasons := [reason for reason, fails in checks.items() if fails]:
         raise UnsupportedInputError(RUNTIMES[candidate.engine], reasons)
-    lower = candidate.precision if fp32 else "bf16" if bf16 else "fp16"
-    as_file = Candidate(candidate.engine, precision=lower)
+    as_file = Candidate(candidate.engine, precision=candidate.precision if fp32 else "bf16" if bf16 else "fp16")
     if path is None:  # exported once for all batch sizes
-        path = Path(_exported(as_file, dataclasses.replace(group, batch_size=1, requested_batch_size=1)).name)
-        path /= "model.onnx"
+        one = dataclasses.replace(group, batch_size=1, requested_batch_size=1)
+        path = Path(_exported(as_file, one).name) / "model.onnx"
     run = open_file(as_file, path, _images(group), group.model.image_hw)
     return lambda images: run(images if in_openvino else images.float()).to(group.dtype)
 
@@ -243,13 +234,11 @@ def _exported(candidate: Candidate, group: Group) -> tempfile.TemporaryDirectory
     if group.model.make is not None:
         model = group.model.make()
         model = model.model if isinstance(model, OutputOf) else model
-    else:  # with the weights in the group's dtype
-        weights, config = dict(group.config_and_weights[1]), group.config_and_weights[0]
-        model = VisionTransformer(config, data_config=group.model.data)
-        model.load_state_dict(weights)
-        set_backend(model, "sdpa")
+    else:  # with the weights rounded to the group's dtype
+        on_cpu = dataclasses.replace(group, device=torch.device("cpu"))
+        model = build(CANDIDATES["sdpa"], on_cpu).float()
     folder = tempfile.TemporaryDirectory()
-    write_onnx(candidate, model.eval().requires_grad_(False), Path(folder.name) / "model.onnx", _images(group), ())
+    write_onnx(candidate, model, Path(folder.name) / "model.onnx", _images(group), ())
     return folder
 
 
@@ -330,7 +319,7 @@ def _all() -> Iterator[Candidate]:
         ("cublaslt", "MLP in PyTorch with cuBLASLt's GELU epilogue", ()),
         ("transformer-engine", "LayerNormMLP of NVIDIA TransformerEngine", ("transformer_engine",)),
     ):
-        yield named(base, summary, _build_operator, packages=packages, peer=True, compilable=False)
+        yield named(base, summary, build, packages=packages, peer=True, compilable=False)
 
 
 CANDIDATES: dict[str, Candidate] = {candidate.base: candidate for candidate in _all()}

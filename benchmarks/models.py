@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ import vit_fast
 from vit_fast.apps.data import make_transform, random_crop, read_image
 from vit_fast.config import DataConfig, Size, ViTConfig
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.measure.candidate import describe_error
 from vit_fast.measure.clock import cold_copies
 from vit_fast.model import VisionTransformer
 from vit_fast.variants import get_variant, list_models
@@ -48,24 +49,20 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model to measure: of one of our shapes (`config`), a function that makes it, an ONNX file, or an operator.
-
-    `shape` is of one input: [channels, height, width], or tokens first. `data` is None for random inputs. `parts`
-    returns the work of each part for a batch size, in inference or training. `source` is the word of `--models`.
-    """
+    """A model to measure: of one of our shapes (`config`), a function that makes it, an ONNX file, or an operator."""
 
     name: str
-    shape: tuple[int, ...]
-    data: DataConfig | None
-    parts: Callable[[int, bool], dict[str, Work]] | None
+    shape: tuple[int, ...]  # of one input: [channels, height, width], or tokens first
+    data: DataConfig | None  # None for random inputs
     config: ViTConfig | None = None
     weights: Mapping[str, Tensor] | None = None
     make: Callable[[], nn.Module] | None = None
     onnx: Path | None = None
+    counted: tuple[Work, Work] | None = None  # the work of one and of two images, without `config`
     precision: str | None = None
     block: bool = False
     operator: Operator | None = None
-    source: str | None = None
+    source: str | None = None  # the word of `--models`
 
     @property
     def kind(self) -> str:
@@ -135,13 +132,18 @@ class Group:
         }  # fmt: skip
 
     def least(self) -> dict[str, Work]:
-        """Returns a lower bound on the work of a call, by part. A training step of a model counts three times."""
-        return {} if self.model.parts is None else self.model.parts(self.batch_size, self.training)
-
-    @property
-    def launch(self) -> Literal["counted", "hidden"]:
-        """The protocol's launch: "counted" at batch size 1, as for a request that waits; otherwise "hidden"."""
-        return "counted" if self.batch_size == 1 and self.model.data is not None else "hidden"
+        """Returns a lower bound on the work of a call, by part; of the forward, of the backward, or of a whole step."""
+        model, batch = self.model, self.batch_size
+        if model.operator is not None:
+            return model.operator.parts(batch, self.training)
+        if model.block and model.config is not None:
+            every = work(model.config.replace(depth=1), batch)
+            return {part: every[part] * (2 if self.training else 1) for part in ("linears", "attention")}
+        every = {} if model.config is None else work(model.config, batch)
+        if model.counted is not None:
+            first, both = model.counted
+            every = {"all": first + (both + first * -1) * (batch - 1)}
+        return {part: some * (3 if self.training else 1) for part, some in every.items()}
 
 
 def resolve(given: str) -> Callable[[Size | None], list[Model]]:
@@ -151,18 +153,21 @@ def resolve(given: str) -> Callable[[Size | None], list[Model]]:
         from .operators import Operator
 
         if (operator := Operator.parse(given)) is not None:
-            return lambda size: [Model(given, operator.shape, None, operator.parts, operator=operator)]
+            return lambda size: [Model(given, operator.shape, None, operator=operator)]
     if head == "block":
         whole = resolve(rest)
         return lambda size: [_block(model) for model in whole(size)]
-    if rest and head in ("timm", "hf"):
-        if head == "timm":
-            _check_timm(rest)
-        make = _timm if head == "timm" else _transformers
-        return lambda size: [_given(given, *make(rest, size))]
+    if head == "timm" and rest:
+        import timm
+
+        if not timm.is_model(rest):
+            nearest = ", ".join(timm.list_models(f"*{rest.partition('.')[0]}*")[:3])
+            raise ValueError(f"{given}: unknown to timm {timm.__version__}; {nearest or 'see timm.list_models'}")
+        return lambda size: [_given(given, _timm, size)]
+    if head == "hf" and rest:
+        return lambda size: [_given(given, _transformers, size)]
     if _FUNCTION.fullmatch(given):
-        function = _function(given)
-        return lambda size: [_given(given, function, size or (224, 224), DataConfig())]
+        return lambda size: [_given(given, _function, size)]
     is_onnx = given.endswith(".onnx")
     if is_onnx or "/" in given or "." in given or Path(given).is_dir():  # not in names of our variants
         from vit_fast.weights.source import hub_id
@@ -182,24 +187,14 @@ def _variant(name: str, img_size: Size | None) -> Model:
 
 def describe_vit(name: str, config: ViTConfig, data: DataConfig, weights: Mapping[str, Tensor] | None = None) -> Model:
     """Describes a model of one of our shapes; None means random weights."""
-
-    def parts(batch: int, training: bool) -> dict[str, Work]:
-        return {part: some * (3 if training else 1) for part, some in work(config, batch).items()}
-
-    return Model(name, (config.in_chans, *config.image_hw), data, parts, config=config, weights=weights)
+    return Model(name, (config.in_chans, *config.image_hw), data, config, weights)
 
 
 def _block(model: Model) -> Model:
-    config = model.config
-    if config is None:
+    if (config := model.config) is None:
         raise ValueError(f"block: must be followed by a name of `vit-fast models` or a weights file, got {model.name}")
-
-    def parts(batch: int, training: bool) -> dict[str, Work]:
-        every = work(config.replace(depth=1), batch)
-        return {part: every[part] * (2 if training else 1) for part in ("linears", "attention")}  # the backward alone
-
-    shape = (config.seqlen, config.embed_dim)
-    return dataclasses.replace(model, name=f"block:{model.name}", shape=shape, data=None, parts=parts, block=True)
+    shape = config.seqlen, config.embed_dim
+    return dataclasses.replace(model, name=f"block:{model.name}", shape=shape, data=None, block=True)
 
 
 def _of_weights(source: str, img_size: Size | None) -> Model:
@@ -221,113 +216,78 @@ def _onnx(path: Path, img_size: Size | None) -> Model:
     data = runner.data_config if isinstance(runner.data_config, DataConfig) else DataConfig()
     shape = (runner.in_chans, *runner.image_hw)
 
-    @functools.cache
-    def parts(batch: int, training: bool) -> dict[str, Work]:
-        return {"all": count_work(path, (batch, *shape))}
-
-    model = Model(path.name, shape, data, parts, onnx=path, source=str(path), precision=narrow_precision(path))
     try:
-        parts(1, False)
+        counted = count_work(path, (1, *shape)), count_work(path, (2, *shape))
     except UncountedError:
-        return dataclasses.replace(model, parts=None)
-    return model
+        counted = None
+    precision = narrow_precision(path)
+    return Model(path.name, shape, data, onnx=path, source=str(path), counted=counted, precision=precision)
 
 
-def _given(name: str, make: Callable[[], nn.Module], image_hw: Size, data: DataConfig) -> Model:
+Found = tuple[Callable[[], nn.Module], Size, DataConfig]
+
+
+def _given(given: str, find: Callable[[str, Size | None], Found], size: Size | None) -> Model:
     """Builds a model once, to check that it takes images, and counts its operations for batch sizes 1 and 2."""
-    make = partial(_seeded, make)
-    model = make()
-    in_chans = next((part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)), 3)
-    counted = []
-    for batch in (1, 2):
-        try:
+
+    def build() -> nn.Module:  # with the same random weights each time, without changing the caller's random state
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = make()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"it must return an nn.Module, got {type(model).__name__}")
+        return model.eval().float()
+
+    try:
+        make, image_hw, data = find(given, size)
+        model, counted = build(), []
+        in_chans = next((part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)), 3)
+        for batch in (1, 2):
             with torch.no_grad(), Counter() as counter:  # type: ignore[no-untyped-call]  # torch's own __init__
                 model(torch.zeros(batch, in_chans, *image_hw))
-        except Exception as error:  # of any type
-            raise ValueError(f"{name}: fails for images {image_hw}: {' '.join(str(error).split())[:200]}") from None
-        counted.append(counter.work)
-    first, both = counted
-
-    def parts(batch: int, training: bool) -> dict[str, Work]:
-        return {"all": (first + (both + first * -1) * (batch - 1)) * (3 if training else 1)}
-
-    return Model(name, (in_chans, *image_hw), data, parts, make=make)
+            counted.append(counter.work)
+    except Exception as error:  # of any type
+        raise ValueError(f"{given}: {describe_error(error)[:250]}") from error
+    return Model(given, (in_chans, *image_hw), data, make=build, counted=(counted[0], counted[1]))
 
 
-def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    """Builds a model with the same random weights each time, without changing the caller's random state."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return make().eval().float()
-
-
-def _check_timm(name: str) -> None:
+def _timm(given: str, size: Size | None) -> Found:
     import timm
 
-    if not timm.is_model(name):
-        nearest = ", ".join(timm.list_models(f"*{name.partition('.')[0]}*")[:3])
-        raise ValueError(f"timm:{name}: unknown to timm {timm.__version__}; {nearest or 'see timm.list_models'}")
-
-
-def _timm(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Module], Size, DataConfig]:
-    import timm
-
-    make = partial(timm.create_model, name, **({} if img_size is None else {"img_size": img_size}))
-    try:
-        known = timm.data.resolve_model_data_config(make())
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise ValueError(f"timm:{name}: {error}") from None
-    height, width = img_size or known["input_size"][1:]
+    make = partial(timm.create_model, given.partition(":")[2], **({} if size is None else {"img_size": size}))
+    known = timm.data.resolve_model_data_config(make())
+    height, width = size or known["input_size"][1:]
     return make, (height, width), DataConfig(mean=tuple(known["mean"]), std=tuple(known["std"]))
 
 
-def _transformers(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Module], Size, DataConfig]:
+def _transformers(given: str, size: Size | None) -> Found:
     from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"hf:{name}: {' '.join(str(error).split())[:200]}") from None
+    name = given.partition(":")[2]
+    config = AutoConfig.from_pretrained(name)
     config = getattr(config, "vision_config", config)
-    if img_size is not None:
-        config.image_size = img_size[0] if img_size[0] == img_size[1] else img_size
-    side = getattr(config, "image_size", None)
-    if side is None:
-        raise ValueError(f"hf:{name}: must be a vision model, got a config without image_size")
+    if size is not None:
+        config.image_size = size[0] if size[0] == size[1] else size
+    if (side := getattr(config, "image_size", None)) is None:
+        raise ValueError("must be a vision model, got a config without image_size")
     weights = any(Path(name).glob("*.safetensors"))
 
     def make() -> nn.Module:
         for auto in (AutoModelForImageClassification, AutoModel):
             try:
-                model = auto.from_pretrained(name, config=config) if weights else auto.from_config(config)
+                return OutputOf(auto.from_pretrained(name, config=config) if weights else auto.from_config(config))
             except ValueError:  # no such head
                 continue
-            return OutputOf(model)
-        raise UnsupportedInputError(f"hf:{name}", [f"transformers has no model for {type(config).__name__}"])
+        raise ValueError(f"transformers has no model for {type(config).__name__}")
 
-    height, width = (side, side) if isinstance(side, int) else side
-    return make, (height, width), DataConfig()
+    return make, ((side, side) if isinstance(side, int) else tuple(side)), DataConfig()
 
 
-def _function(name: str) -> Callable[[], nn.Module]:
-    module, _, function = name.partition(":")
+def _function(given: str, size: Size | None) -> Found:
+    module, _, function = given.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as in `python script.py`
-    try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name}: must be an importable module:function: {error}") from None
-
-    def checked() -> nn.Module:
-        try:
-            model = make()
-        except Exception as error:  # whatever the function raises
-            raise ValueError(f"{name}() without arguments raises {type(error).__name__}: {error}") from error
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"{name}() must return an nn.Module, got {type(model).__name__}")
-        return model
-
-    return checked
+    return getattr(importlib.import_module(module), function), size or (224, 224), DataConfig()
 
 
 class OutputOf(nn.Module):
@@ -370,10 +330,8 @@ def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
 @functools.lru_cache(maxsize=2)
 def weights_of(model: Model, dtype: torch.dtype) -> dict[str, Tensor] | None:
     """Returns a model's parameters, its own or random ones, in a dtype; None for a model with weights inside."""
-    weights = model.weights
-    if weights is None and model.operator is not None:
-        weights = model.operator.weights()
-    elif weights is None and model.config is not None:
+    weights = model.weights if model.operator is None else model.operator.weights()
+    if weights is None and model.config is not None:
         weights = random_weights(model.config)
     return None if weights is None else {name: tensor.to(dtype) for name, tensor in weights.items()}
 

@@ -56,11 +56,6 @@ class Operator:
         tokens, second, third = self.sizes
         return (tokens, 3, second, third) if self.part == "attention" else (tokens, second)
 
-    @property
-    def checked(self) -> int:
-        """The number of images to compare with fp64: all, if they contribute to a parameter's gradient."""
-        return 2 if self.part == "attention" else 2**31
-
     def parts(self, batch: int, training: bool) -> dict[str, Work]:
         """Returns the least work of the forward or, in training, of the backward."""
         tokens, second, third = self.sizes
@@ -105,11 +100,11 @@ class Operation(nn.Module):
 
 def build(name: str, operator: Operator, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
     """Builds a library's version of an operator as a module of x; UnsupportedInputError lists all reasons."""
-    table = {"attention": _ATTENTION, "mlp": _MLP, "matmul": _MATMUL}[operator.part]
+    table = FUNCTIONS[operator.part]
     reasons = [] if name in table else [f"it has no {operator.part}; candidates: {', '.join(table)}"]
-    if name in _ON_A_GPU and device.type == "cpu":
-        reasons.append("it needs a GPU")
-    if name in _OF_GELU_TANH and operator.activation != "gelu_tanh":
+    if name in ("flash-attn", "xformers", "cublaslt", "transformer-engine") and device.type == "cpu":
+        reasons.append("it needs a GPU")  # on a CPU, the epilogue of _addmm_activation is exact GELU
+    if name in ("cublaslt", "transformer-engine") and operator.activation != "gelu_tanh":
         reasons.append(f"the activation must be gelu_tanh, got {operator.activation}")
     if reasons:
         raise UnsupportedInputError(name, reasons)
@@ -178,20 +173,19 @@ def _transformer_engine_module(width: int, hidden: int, dtype: torch.dtype) -> A
     return LayerNormMLP(width, hidden, eps=1e-6, activation="gelu", params_dtype=dtype)
 
 
-_ATTENTION: dict[str, Function] = {
-    "eager": partial(ops.attention_qkvpacked, backend="eager"),
-    "sdpa": _sdpa,
-    "triton": partial(ops.attention_qkvpacked, backend="triton"),
-    "flex": _flex,
-    "flash-attn": _flash_attn,
-    "xformers": _xformers,
+FUNCTIONS: dict[str, dict[str, Function]] = {
+    "attention": {
+        "eager": partial(ops.attention_qkvpacked, backend="eager"),
+        "sdpa": _sdpa,
+        "triton": partial(ops.attention_qkvpacked, backend="triton"),
+        "flex": _flex,
+        "flash-attn": _flash_attn,
+        "xformers": _xformers,
+    },
+    "mlp": {
+        **{name: partial(ops.layer_norm_mlp, backend=name) for name in ("eager", "sdpa", "triton")},
+        "cublaslt": _cublaslt,
+        "transformer-engine": _transformer_engine,
+    },
+    "matmul": {"eager": F.linear, "triton": _matmul},
 }
-_MLP: dict[str, Function] = {
-    **{name: partial(ops.layer_norm_mlp, backend=name) for name in ("eager", "sdpa", "triton")},
-    "cublaslt": _cublaslt,
-    "transformer-engine": _transformer_engine,
-}
-_MATMUL: dict[str, Function] = {"eager": F.linear, "triton": _matmul}
-# On a CPU, the epilogue of _addmm_activation is exact GELU.
-_ON_A_GPU = ("flash-attn", "xformers", "cublaslt", "transformer-engine")
-_OF_GELU_TANH = ("cublaslt", "transformer-engine")

@@ -49,6 +49,11 @@ MAX_CHECKED_IMAGES = 8
 # The allowed error of an ONNX file, which a runtime rewrites, as a share of the outputs of the unchanged file.
 ONNX_TOLERANCE = 0.01
 LEARNING_RATE = 1e-6
+RULE = (  # in words, for the record
+    f"error against eager in fp64 <= {FORWARD_FACTOR} x (gradients: {GRADIENT_FACTOR} x) eager's error in that dtype + "
+    f"eps(dtype) / 2 x the outputs' size, for root mean squares and, with {NOISE:g} more, for the largest; on up to "
+    f"{MAX_CHECKED_IMAGES} images of the batch; all outputs finite"
+)
 
 
 class TrainingStep:
@@ -184,15 +189,6 @@ def expect(group: Group, images: Tensor, *others: Tensor) -> Reference:
     return Reference(exact, errors, dtypes, shapes, rows, names, outputs, kind, factor)
 
 
-def describe_rule() -> str:
-    """Returns the rule in words, for the record."""
-    return (
-        f"error against eager in fp64 <= {FORWARD_FACTOR} x (gradients: {GRADIENT_FACTOR} x)"
-        " eager's error in that dtype + eps(dtype) / 2 x the outputs' size, for root mean squares and,"
-        f" with {NOISE:g} more, for the largest; on up to {MAX_CHECKED_IMAGES} images of the batch; all outputs finite"
-    )
-
-
 def prepare(
     candidate: Candidate, group: Group, problem: Problem, *, explained: bool = False
 ) -> tuple[Prepared | None, Row]:
@@ -274,15 +270,14 @@ def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
     asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
     asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
     asked |= {"dtypes": None if group.dtype_name == "amp" else [group.dtype_name], "candidates": [name]}
-    command = [sys.executable, "-c", f"from {__name__} import print_first_output as p; p()", json.dumps(asked)]
+    command = [sys.executable, "-c", f"from {__name__} import print_first_output as run; run()", json.dumps(asked)]
     started = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CANDIDATE_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CANDIDATE_SECONDS, check=True)
     except subprocess.TimeoutExpired:
         return {"cold_failed": f"more than {CANDIDATE_SECONDS:g} s"}
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return {"cold_failed": last[:500]}
+    except subprocess.CalledProcessError as error:
+        return {"cold_failed": (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1][:500]}
     found = json.loads(done.stdout.splitlines()[-1])
     return {"cold_s": round(found["done"] - started, 2), "cold_MiB": found["peak_MiB"]}
 

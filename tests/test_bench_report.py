@@ -19,7 +19,7 @@ from rich.console import Console
 
 from vit_fast.benchmarks import records, report
 from vit_fast.benchmarks.machine import COMPILED, REST, part_of, profile
-from vit_fast.benchmarks.models import resolve
+from vit_fast.benchmarks.models import Group, resolve
 from vit_fast.cli import table
 from vit_fast.work import total, work
 
@@ -192,7 +192,9 @@ def test_a_profile_counts_the_calls_of_a_model_and_the_least_work_of_its_parts()
     (model,) = resolve("vit_test")(None)
     linears = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(5)))
     with torch.no_grad():
-        found = profile(lambda _: linears(torch.ones(3, 64)), torch.device("cpu"), model.parts(2, False), 4)
+        found = profile(
+            lambda _: linears(torch.ones(3, 64)), torch.device("cpu"), Group(model, "fp32", 2, 2).least(), 4
+        )
     ((_, _, calls, ms),) = [kernel for kernel in found["kernels"] if kernel[1] == "aten::addmm"]
     assert calls == 5 and ms > 0
     times = [kernel[3] for kernel in found["kernels"]]

@@ -60,7 +60,7 @@ def test_work_by_hand() -> None:
     """ViT-B's layer at batch 2: q k^T and p v; two products of 394 rows."""
     rows = 2 * 197
     (attention, mlp, matmul) = (
-        resolve(w)(None)[0] for w in ("attention:197x12x64", "mlp:197x768x3072", "matmul:197x768x3072")
+        resolve(w)(None)[0].operator for w in ("attention:197x12x64", "mlp:197x768x3072", "matmul:197x768x3072")
     )
     forward = Work(4 * 2 * 12 * 197 * 197 * 64, 4 * rows * 768)
     assert attention.parts(2, False) == {"attention": forward}

@@ -7,7 +7,7 @@ import copy
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -157,35 +157,31 @@ def first_batch(example: Any) -> int:
 
 def _check_untouched(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises ValueError if the model writes into its input, buffers or parameters; may change all of them."""
-    watched: dict[str, tuple[Tensor, ...]] = {"its input": tuple(tensors_in((args, kwargs)))}
-    watched |= {name: (buffer,) for name, buffer in model.named_buffers()}
-    watched["its parameters"] = tuple(model.parameters())
-
-    def versions(name: str) -> list[int]:  # torch does not count writes to inference tensors
-        return [0 if tensor.is_inference() else tensor._version for tensor in watched[name]]
-
-    before = {name: versions(name) for name in watched}
+    watched = [("its input", tensor) for tensor in tensors_in((args, kwargs))]
+    watched += [*model.named_buffers(), *(("its parameters", tensor) for tensor in model.parameters())]
+    counted = [(name, tensor) for name, tensor in watched if not tensor.is_inference()]  # torch counts no writes there
+    before = [tensor._version for _, tensor in counted]
     model(*args, **kwargs)
-    if written := [name for name in watched if versions(name) != before[name]]:
-        raise ValueError(f"forward must not modify {', '.join(written[:3])} in place")
+    written = [name for (name, tensor), version in zip(counted, before) if tensor._version != version]
+    if written:
+        raise ValueError(f"forward must not modify {', '.join([*dict.fromkeys(written)][:3])} in place")
 
 
 def _exact(model: nn.Module) -> tuple[Callable[..., Any], float]:
+    """Returns a function that runs the model in fp64, and its rounding error."""
     if isinstance(model, OnnxFile):
         return open_reference(model.path, model.image_hw), FILE_ROUNDING
-    with _naming_fp64():
-        exact = copy.deepcopy(model)
-        unfuse(exact)
-        return _naming_fp64()(with_inputs(exact.double(), Tensor.double)), 0.0
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            exact = copy.deepcopy(model)
+            unfuse(exact)
+            return with_inputs(exact.double(), Tensor.double)(*args, **kwargs)
+        except Exception as error:  # the model may raise any type
+            reason = f"the fp64 reference fails: {describe_error(error)[:200]}"
+            raise UnsupportedInputError("optimizing this model", [reason]) from None
 
-@contextlib.contextmanager
-def _naming_fp64() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # the model may raise any type
-        reason = f"the fp64 reference fails: {describe_error(error)[:200]}"
-        raise UnsupportedInputError("optimizing this model", [reason]) from None
+    return run, 0.0
 
 
 @dataclass(frozen=True)
@@ -226,7 +222,7 @@ class Trials:
         return time.perf_counter() - self.start
 
     def seconds(self, candidate: Candidate) -> float:
-        """Estimates the preparation time: the longest so far of the same kind, else the default for this machine."""
+        """Estimates the preparation time: the longest so far of the same kind, else a default."""
 
         def kind(one: Candidate) -> tuple[object, ...]:
             return one.engine, one.precision, one.frozen
@@ -234,55 +230,46 @@ class Trials:
         took = [seconds for other, seconds in self.took.items() if kind(other) == kind(candidate)]
         if isinstance(self.model, OnnxFile) and candidate.precision is None:
             took.append(OPENING_S)
-        if took:
-            return max(took)
-        same = [seconds for other, seconds in self.took.items() if other.engine == candidate.engine]
-        checks_s = self.took.get(ORIGINAL, 0.0) if candidate.engine != ORIGINAL.engine else 0.0
-        return checks_s + max([ENGINE_S[candidate.engine], *same])
+        return max(took, default=ENGINE_S[candidate.engine] + self.took.get(ORIGINAL, 0.0))
 
     def prepare(self, candidate: Candidate, seconds: float) -> None:
         """Builds and checks a candidate; raises Refused, or OutOfTime after `seconds`."""
         self.check_interrupt()
         self.tell(candidate.name)
-        start = time.perf_counter()
-        try:
-            # the original has no time limit
-            with contextlib.nullcontext() if candidate == ORIGINAL else at_most(max(seconds, 1.0)):
-                optimized = self._build_and_check(candidate)
-        except Exception as error:  # a candidate may raise any type; the search continues
-            free_memory(self.device)
-            if candidate == ORIGINAL or isinstance(error, Refused):
-                raise
-            if isinstance(error, TimeoutError):
-                self.took[candidate] = time.perf_counter() - start
-                raise OutOfTime(str(error)) from None
-            raise Refused(_in_words(error)) from None
-        self.took[candidate] = time.perf_counter() - start
-        samples = Samples(lambda number: call(optimized, self.example), self.device, Protocol())
-        self.prepared[candidate] = optimized, samples
+        is_original, lossy, begun = candidate == ORIGINAL, candidate.precision is not None, time.perf_counter()
 
-    def _build_and_check(self, candidate: Candidate) -> Optimized:
         def start() -> tuple[Optimized, Call, None]:
             what = self.model, self.example, self.output, self.image_files
             optimized = build(candidate, *what, self.min_agreement)
             return optimized, lambda number: call(optimized, self.batches[number % len(self.batches)]), None
 
-        lossy = candidate.precision is not None
-        ready = prepare(candidate, start, self.reference, self.device, float("inf") if lossy else None)
-        reason, agreement = ready.verdict.reason, 1.0 if ready.agreement is None else ready.agreement
-        peak = ready.own_bytes + (ready.call_bytes or 0)
+        try:
+            with contextlib.nullcontext() if is_original else at_most(max(seconds, 1.0)):
+                ready = prepare(candidate, start, self.reference, self.device, float("inf") if lossy else None)
+        except Exception as error:  # a candidate may raise any type; the search continues
+            free_memory(self.device)
+            if is_original:
+                raise
+            if isinstance(error, TimeoutError):
+                self.took[candidate] = time.perf_counter() - begun
+                raise OutOfTime(str(error)) from None
+            raise Refused(_in_words(error)) from None
+        verdict, agreement = ready.verdict, 1.0 if ready.agreement is None else ready.agreement
+        peak, limit, reason = ready.own_bytes + (ready.call_bytes or 0), self.memory_limit, verdict.reason
         if reason is None and lossy and agreement < self.min_agreement:
             reason = f"the top-1 agreement must be at least {self.min_agreement:.1%}, got {agreement:.1%}"
-        if reason is None and self.memory_limit is not None and peak > self.memory_limit:
-            needed, limit = format_number(peak / 2**20), format_number(self.memory_limit / 2**20)
-            reason = f"needs {needed} MiB, memory_limit is {limit} MiB"
-        if reason is not None and candidate != ORIGINAL:
+        if reason is None and limit is not None and peak > limit:
+            reason = f"needs {format_number(peak / 2**20)} MiB, memory_limit is {format_number(limit / 2**20)} MiB"
+        if reason is not None and not is_original:
+            del ready
+            free_memory(self.device)
             raise Refused(reason)
-        allowed = None if lossy else ready.verdict.allowed_error
-        first_call_s = ready.build_s + ready.first_call_s
-        self.checked[candidate] = Checked(ready.verdict.max_error, allowed, agreement, first_call_s, peak)
-        function: Optimized = ready.function
-        return function
+        self.took[candidate] = time.perf_counter() - begun
+        allowed, first_call_s = None if lossy else verdict.allowed_error, ready.build_s + ready.first_call_s
+        self.checked[candidate] = Checked(verdict.max_error, allowed, agreement, first_call_s, peak)
+        optimized: Optimized = ready.function
+        samples = Samples(lambda number: call(optimized, self.example), self.device, Protocol())
+        self.prepared[candidate] = optimized, samples
 
     def call_ms(self, candidate: Candidate, number: int) -> float:
         """Returns the duration in ms of one call in round `number`; raises Refused if the call fails."""
