@@ -35,9 +35,9 @@ _L2_PORT = 64  # bytes per cycle from L2 to one multiprocessor
 _L2_HOLDS = 2**25  # bytes
 _SHARED_BYTES = 128  # bytes per cycle of shared memory, from which the warps read the operands of mma.sync
 _LATENCY = 700  # cycles from issuing the loads of a tile of A and B to the arrival of the data
-ISSUE = 3.0  # instructions per cycle in an epilogue: 75 % of four schedulers
-DRAIN = 600  # cycles of exposed latency per epilogue: first loads and last stores
-OVERHEAD = 2500  # cycles from the end of a kernel to the arrival of the next kernel's first loads, in a CUDA graph
+_ISSUE = 3.0  # instructions per cycle in an epilogue: 75 % of four schedulers
+_DRAIN = 600  # cycles of exposed latency per epilogue: first loads and last stores
+_OVERHEAD = 2500  # cycles from the end of a kernel to the arrival of the next kernel's first loads, in a CUDA graph
 # A warp executes, outside the loop over K, _TILE_INSTRUCTIONS per tile and _INSTRUCTIONS per element of a thread.
 _TILE_INSTRUCTIONS = 250
 _INSTRUCTIONS = {
@@ -61,17 +61,53 @@ class Problem:
     tma: bool  # TMA descriptors can describe the operands
     sizes: tuple[int, int, int]  # M, N, K
     itemsize: int
-    instructions: int  # of the epilogue, for `predicted_cycles`
+    instructions: int  # of the epilogue, per element and thread, counted in SASS of sm_90
     narrowest: int  # minimum columns of a tile
     largest: int  # maximum elements of a tile
     head: int  # columns of a sub-tile, for "qk_norm"; 0: any
+
+    def table(self, epilogue: str = "") -> tuple[MatmulConfig, ...]:
+        return config_table(self.gpu.arch, self.kind, epilogue or self.epilogue, self.tma)
 
     def allows(self, config: MatmulConfig) -> bool:
         fits = config.block_n >= self.narrowest and config.block_m * config.block_n <= self.largest
         return fits and self.head in (0, config.sub_tile_width)
 
     def cycles(self, config: MatmulConfig, splits: int) -> float:
-        return predicted_cycles(config, self.sizes, self.itemsize, self.gpu, self.instructions, splits)
+        """Returns the estimated cycles of a matmul. With split-K, includes the kernel that sums the parts."""
+        M, N, K = self.sizes
+        arch, sm_count = self.gpu.arch, self.gpu.sm_count
+        units = config.tiles(M, N) * splits
+        if units == 0:
+            return 0.0
+        tiles = ceil_div(units, sm_count)  # of the busiest multiprocessor
+        area, border = config.block_m * config.block_n, config.block_m + config.block_n
+        steps = ceil_div(ceil_div(K, config.block_k), splits)
+        depth = config.block_k * self.itemsize
+        product = steps * area * depth / 2 / PRODUCTS.get(arch, 1024)
+        if generation(arch) == "ampere":
+            product = max(product, steps * (32 * config.num_warps + area / 32 + border) * depth / _SHARED_BYTES)
+        together, under_way = min(tiles, config.ctas_per_sm), max(1, config.num_stages - 1)
+        wait = steps * _LATENCY / (under_way * together)
+        # a flattened loop issues the first loads of the next tile before the epilogue
+        early = under_way if config.flatten and splits == 1 else 0
+        l2_bytes = _L2_BYTES.get(arch, _L2_BYTES_HBM)
+        moved = max(0, steps - early) * border * depth
+        whole, rest = divmod(units, sm_count)  # full waves, and tiles in a partial last wave
+        waves = [(count, active) for count, active in ((whole, sm_count), (1, rest)) if count and active]
+        loops = sum(count * max(product, moved / min(_L2_PORT, l2_bytes / active), wait) for count, active in waves)
+        instructions = self.instructions if splits == 1 else _INSTRUCTIONS["partial"]
+        a_warp = _TILE_INSTRUCTIONS + instructions * area / (32 * config.num_warps)
+        epilogue = a_warp * config.num_warps / _ISSUE + _DRAIN
+        if config.ctas_per_sm > 1:  # all epilogues but the last ones overlap the main loops of other programs
+            last = (tiles - 1) % together + 1
+            total = max(loops, (tiles - last) * epilogue + loops * last / tiles) + last * epilogue
+        else:  # only a flattened loop overlaps the epilogue of a tile with the first loads of the next tile
+            total = loops + tiles * ((0 if early else _LATENCY) + epilogue)
+        if splits > 1:  # the parts are written and read, the residual is read, the sum is written
+            rate = l2_bytes / (1 if 4 * splits * M * N <= _L2_HOLDS else 4)  # DRAM: a quarter of L2 bandwidth
+            total += _OVERHEAD + (8 * splits + 2 * self.itemsize) * M * N / rate
+        return _OVERHEAD + total
 
 
 def _problem(operands: Operands, epilogue: str, activation: str = "identity") -> Problem:
@@ -79,9 +115,14 @@ def _problem(operands: Operands, epilogue: str, activation: str = "identity") ->
     if is_interpreted():
         gpu, kind = replace(gpu, arch="sm_90"), "fp8" if operands.a.dtype == torch.float8_e4m3fn else "half"
     behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
+    instructions = _INSTRUCTIONS[epilogue]
+    if epilogue == "layer_norm" and activation != "identity":
+        instructions += _ACTIVATION
+    if epilogue == "residual":
+        extras = ((operands.residual, _ADDEND), (operands.out_part, _STATISTICS), (operands.out8, _SECOND))
+        instructions += sum(cost for tensor, cost in extras if tensor is not None)
     return Problem(
-        gpu, kind, epilogue, fits_tma(operands.tiled()), operands.sizes, operands.a.dtype.itemsize,
-        epilogue_instructions(operands, epilogue, activation),
+        gpu, kind, epilogue, fits_tma(operands.tiled()), operands.sizes, operands.a.dtype.itemsize, instructions,
         narrowest=0 if operands.out_part is None else 2 * PIECE if epilogue == "gated" else PIECE,
         largest=128 * 128 if behind else 2**31,
         head=operands.head_step.head_dim if operands.head_step and epilogue == "qk_norm" else 0,
@@ -113,8 +154,7 @@ def rows_in_whole_waves(operands: Operands) -> int:
 
 
 def _usable(problem: Problem) -> list[MatmulConfig]:
-    table = config_table(problem.gpu.arch, problem.kind, problem.epilogue, problem.tma)
-    return [config for config in table if problem.allows(config)]
+    return [config for config in problem.table() if problem.allows(config)]
 
 
 @lru_cache(4096)
@@ -122,7 +162,7 @@ def best(problem: Problem, most: int = 1) -> tuple[MatmulConfig, int]:
     """Returns the configuration and the number of parts of K, at most `most`, with the fewest predicted cycles."""
     candidates = [(config, 1) for config in _usable(problem)]
     for parts in range(2, most + 1):
-        for config in config_table(problem.gpu.arch, problem.kind, "partial", problem.tma):
+        for config in problem.table("partial"):
             if ceil_div(problem.sizes[2], config.block_k) >= _MIN_STEPS * parts:
                 candidates.append((config, parts))
     return min(candidates, key=lambda candidate: problem.cycles(*candidate))
@@ -138,7 +178,7 @@ def best_head(problem: Problem) -> int:
         return part.cycles(*best(part, _MAX_RESIDUAL_SPLITS)) if rows else 0.0
 
     heads = [M]
-    for config in config_table(problem.gpu.arch, problem.kind, "residual", problem.tma):
+    for config in problem.table("residual"):
         tiles = config.tiles(M, N) // problem.gpu.sm_count * problem.gpu.sm_count
         heads.append(tiles // ceil_div(N, config.block_n) * config.block_m)
     return min((head for head in heads if 0 < head <= M), key=lambda head: cycles(head) + cycles(M - head), default=M)
@@ -315,81 +355,3 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
         maxnreg=limit,
     )  # fmt: skip
     return wide, small
-
-
-def epilogue_instructions(operands: Operands, epilogue: str, activation: str = "identity") -> int:
-    """Returns the instructions of an epilogue per element and thread, counted in SASS of sm_90."""
-    count = _INSTRUCTIONS[epilogue]
-    if epilogue == "layer_norm" and activation != "identity":
-        count += _ACTIVATION
-    if epilogue == "residual":
-        extras = ((operands.residual, _ADDEND), (operands.out_part, _STATISTICS), (operands.out8, _SECOND))
-        count += sum(cost for tensor, cost in extras if tensor is not None)
-    return count
-
-
-@dataclass(frozen=True)
-class Cycles:
-    """Cycles that the busiest multiprocessor spends on its tiles."""
-
-    products: float  # MMA instructions
-    loads: float  # loads of operands from L2
-    latency: float  # latency that the loads in flight do not hide
-    epilogues: float
-    total: float  # the whole kernel with its launch overhead; overlapping work counts once
-
-
-def launch_cycles(
-    config: MatmulConfig, sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, epilogue: float, splits: int = 1
-) -> Cycles:
-    """Returns the estimate of one launch for sizes M, N, K; `epilogue` is the number of cycles per epilogue."""
-    M, N, K = sizes
-    units = config.tiles(M, N) * splits
-    if units == 0:
-        return Cycles(0, 0, 0, 0, 0)
-    tiles = ceil_div(units, gpu.sm_count)
-    area, border = config.block_m * config.block_n, config.block_m + config.block_n
-    steps = ceil_div(ceil_div(K, config.block_k), splits)
-    depth = config.block_k * itemsize
-    product = steps * area * depth / 2 / PRODUCTS.get(gpu.arch, 1024)
-    if generation(gpu.arch) == "ampere":
-        product = max(product, steps * (32 * config.num_warps + area / 32 + border) * depth / _SHARED_BYTES)
-    together, under_way = min(tiles, config.ctas_per_sm), max(1, config.num_stages - 1)
-    wait = steps * _LATENCY / (under_way * together)
-    # a flattened loop issues the first loads of the next tile before the epilogue
-    early = under_way if config.flatten and splits == 1 else 0
-    whole, rest = divmod(units, gpu.sm_count)  # full waves, and tiles in a partial last wave
-    waves = [(count, active) for count, active in ((whole, gpu.sm_count), (1, rest)) if count and active]
-    moved = max(0, steps - early) * border * depth
-    loads = [(count, moved / min(_L2_PORT, _l2_bytes(gpu) / active)) for count, active in waves]
-    loops = sum(count * max(product, load, wait) for count, load in loads)
-    if config.ctas_per_sm > 1:  # all epilogues but the last ones overlap the main loops of other programs
-        last = (tiles - 1) % together + 1
-        total = max(loops, (tiles - last) * epilogue + loops * last / tiles) + last * epilogue
-    else:  # only a flattened loop overlaps the epilogue of a tile with the first loads of the next tile
-        total = loops + tiles * ((0 if early else _LATENCY) + epilogue)
-    loading = sum(count * load for count, load in loads)
-    return Cycles(tiles * product, loading, tiles * wait, tiles * epilogue, OVERHEAD + total)
-
-
-def _l2_bytes(gpu: Gpu) -> int:
-    return _L2_BYTES.get(gpu.arch, _L2_BYTES_HBM)
-
-
-def epilogue_cycles(config: MatmulConfig, instructions: int) -> float:
-    """Returns the estimated cycles per epilogue of a tile, from `epilogue_instructions`."""
-    a_warp = _TILE_INSTRUCTIONS + instructions * config.block_m * config.block_n / (32 * config.num_warps)
-    return a_warp * config.num_warps / ISSUE + DRAIN
-
-
-def predicted_cycles(
-    config: MatmulConfig, sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int, splits: int = 1
-) -> float:
-    """Returns the estimated cycles of a matmul. With split-K, includes the kernel that sums the parts."""
-    epilogue = epilogue_cycles(config, instructions if splits == 1 else _INSTRUCTIONS["partial"])
-    cycles = launch_cycles(config, sizes, itemsize, gpu, epilogue, splits).total
-    if splits > 1:  # the parts are written and read, the residual is read, the sum is written
-        M, N, _ = sizes
-        rate = _l2_bytes(gpu) / (1 if 4 * splits * M * N <= _L2_HOLDS else 4)  # DRAM: a quarter of L2 bandwidth
-        cycles += OVERHEAD + (8 * splits + 2 * itemsize) * M * N / rate
-    return cycles
