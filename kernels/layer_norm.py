@@ -234,24 +234,18 @@ def normalize_launch(
 
 
 @dataclass(frozen=True)
-class InputRows:
-    """Input x [M, C] of a folded linear layer, with its statistics and the epsilon of the LayerNorm."""
+class NormInput:
+    """Input x [M, C] of a folded linear layer, with the statistics and the epsilon of its LayerNorm."""
 
     source: Tensor  # operand of the matmul: x, or (x - mean) rstd in the dtype of the matmul if x is fp32
-    statistics: Tensor  # partial statistics, fp32 [M, 2, parts]; if `source` is normalized, rstd, fp32 [1, M]
-    eps: float
+    # in the forward, partial statistics, fp32 [M, 2, parts]; in the backward, mean and rstd (negative for a constant
+    # row), fp32 [2, M]; if `source` is normalized, rstd, fp32 [1, M]
+    statistics: Tensor
+    eps: float = 0.0  # only in the forward
 
     @property
     def part(self) -> Tensor | None:
         return self.statistics if self.statistics.dim() == 3 else None
-
-
-@dataclass(frozen=True)
-class LayerNormStatistics:
-    """Input x [M, C] of a folded linear layer, with mean and rstd for the backward."""
-
-    source: Tensor  # as in `InputRows`
-    statistics: Tensor  # mean and rstd (negative for a constant row), fp32 [2, M]; rstd alone if `source` is normalized
 
     @property
     def mean(self) -> Tensor | None:
@@ -263,15 +257,15 @@ class LayerNormStatistics:
 
     @property
     def input_dtype(self) -> torch.dtype:
-        return self.source.dtype if self.statistics.shape[0] == 2 else torch.float32
+        return torch.float32 if self.mean is None else self.source.dtype
 
 
 def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
     return torch.empty(M, 2, row_parts(C), dtype=torch.float32, device=device)
 
 
-def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> InputRows:
-    """Returns the `InputRows` of a contiguous x [M, C] for a matmul in `dtype`.
+def norm_input(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> NormInput:
+    """Returns the `NormInput` of a contiguous x [M, C] for a matmul in `dtype`.
 
     Normalizes fp32 x to `dtype`. For half-precision x, computes the partial statistics if `part` is None.
     """
@@ -279,8 +273,8 @@ def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, r
     if x.dtype == torch.float32:
         normalized, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(1, M)
         normalize_launch(x, eps, rstd, normalized, rms).run()
-        return InputRows(normalized, rstd, eps)
+        return NormInput(normalized, rstd, eps)
     if part is None:
         part = new_statistics(M, C, x.device)
         layer_norm_statistics_launch(x, part).run()
-    return InputRows(x, part, eps)
+    return NormInput(x, part, eps)

@@ -10,7 +10,7 @@ from kernel_support import DEVICE
 from torch import Tensor
 
 from vit_fast.kernels.device import REFERENCE_GPU
-from vit_fast.kernels.layer_norm import LayerNormStatistics
+from vit_fast.kernels.layer_norm import NormInput
 from vit_fast.kernels.linear import gradients, weight_products
 from vit_fast.kernels.linear.weight_products import weight_products_launch
 from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, fits_tma
@@ -61,7 +61,7 @@ def test_rows_are_summed_beside_the_layer_norm(M: int, F: int, dtype: torch.dtyp
     dz, added = dz.to(dtype), normal(M, C, seed=4, dtype=dtype) if residual else None
     x = x.to(dtype)
     statistics = torch.stack([x.float().mean(1), (x.float().var(1, correction=0) + 1e-6).rsqrt()])
-    rows = LayerNormStatistics(x, statistics)
+    rows = NormInput(x, statistics)
     dx, normalized, parts = gradients.layer_norm_gradient(grad, gamma, rows, added, dz)
     assert parts.shape == (-(-M // gradients.SUM_ROWS), F)
     exact = torch.stack([part.double().sum(0) for part in dz.split(gradients.SUM_ROWS)])

@@ -38,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launch, ceil_div
-from ..layer_norm import LayerNormStatistics, chunk, load_chunk, load_columns, store_chunk
+from ..layer_norm import NormInput, chunk, load_chunk, load_columns, store_chunk
 from ..matmul.matmul_tiles import READ_AT_ONCE, tile_mask, tile_offsets
 
 SUM_ROWS = 256  # rows per partial sum
@@ -170,21 +170,21 @@ def _layer_norm_grad_kernel(
 
 
 def layer_norm_gradient(
-    grad: Tensor, gamma: Tensor | None, rows: LayerNormStatistics, residual: Tensor | None, summed: Tensor,
+    grad: Tensor, gamma: Tensor | None, x: NormInput, residual: Tensor | None, summed: Tensor,
     rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns [residual +] dx, n in the dtype of the matmuls, and partial sums of `summed` over M."""
     (M, C), F = grad.shape, summed.shape[1]
-    out = torch.empty_like(grad, dtype=rows.input_dtype)
-    normalized = None if rows.mean is None else torch.empty_like(rows.source)
+    out = torch.empty_like(grad, dtype=x.input_dtype)
+    normalized = None if x.mean is None else torch.empty_like(x.source)
     sum_part = new_column_sums(summed)
     block, count = chunk(C)
     args = {
-        "grad_ptr": grad, "gamma_ptr": gamma, "source_ptr": rows.source, "mean_ptr": rows.mean,
-        "rstd_ptr": rows.rstd, "residual_ptr": residual, "out_ptr": out, "normalized_ptr": normalized,
+        "grad_ptr": grad, "gamma_ptr": gamma, "source_ptr": x.source, "mean_ptr": x.mean,
+        "rstd_ptr": x.rstd, "residual_ptr": residual, "out_ptr": out, "normalized_ptr": normalized,
         "summed_ptr": summed, "sum_part_ptr": sum_part, "M": M, "C": C, "F": F,
     }  # fmt: skip
     constants = {"RMS": rms, "ROWS": count, "BLOCK_C": block}
     programs = ceil_div(M, count) + column_sum_tiles(summed)
     Launch(_layer_norm_grad_kernel, (programs,), args, constants, num_warps=4, device=grad.device).run()
-    return out, rows.source if normalized is None else normalized, sum_part
+    return out, x.source if normalized is None else normalized, sum_part

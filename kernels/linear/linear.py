@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..device import gpu_of, starts_early
-from ..layer_norm import InputRows, LayerNormStatistics, layer_norm_statistics_launch, new_statistics
+from ..layer_norm import NormInput, layer_norm_statistics_launch, new_statistics
 from ..matmul.matmul_launch import HeadStep, Operands, matmul_launch
 from ..matmul.matmul_policy import matmul_config, residual_config, rows_in_whole_waves
 from .folding import FoldedLinear, NormedLinear
@@ -28,7 +28,7 @@ def run_matmul(operands: Operands, epilogue: str, activation: str = "identity") 
 
 
 def layer_norm_linear(
-    rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
+    x: NormInput, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
     head_step: HeadStep | None = None, out_part: Tensor | None = None, dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None, z: Tensor | None = None, statistics: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -37,16 +37,16 @@ def layer_norm_linear(
     Args:
         head_step: Norms and rotary embeddings of q and k.
         out_part: Output: LayerNorm statistics of the result (`row_parts.py`).
-        dtype: Dtype of the result; None means the dtype of `rows.source`.
+        dtype: Dtype of the result; None means the dtype of `x.source`.
         out_scale: Reciprocal scale of a result in e4m3, fp32 [1].
         z: Output: the input of the activation [M, F].
         statistics: Output: mean and rstd of x, fp32 [2, M].
     """
-    source = rows.source
+    source = x.source
     out = source.new_empty((source.shape[0], folded.weight.shape[0] // (2 if gated else 1)), dtype=dtype)
     mean, rstd = (None, None) if statistics is None else statistics
     operands = Operands(
-        source, folded.weight, out, b_is_nk=True, z=z, mean=mean, rstd=rstd, row_part=rows.part, eps=rows.eps,
+        source, folded.weight, out, b_is_nk=True, z=z, mean=mean, rstd=rstd, row_part=x.part, eps=x.eps,
         bias=folded.shift, weight_sum=folded.weight_sum, scale=folded.scale, out_scale=out_scale,
         head_step=head_step, out_part=out_part if gated else None,
     )  # fmt: skip
@@ -57,15 +57,15 @@ def layer_norm_linear(
 
 
 def layer_norm_linear_saving(
-    rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
+    x: NormInput, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
     head_step: HeadStep | None = None, out_part: Tensor | None = None,
-) -> tuple[Tensor, Tensor, LayerNormStatistics]:  # fmt: skip
-    """Returns the result of `layer_norm_linear`, the input z of the activation, and the `LayerNormStatistics` of x."""
-    source, M = rows.source, rows.source.shape[0]
+) -> tuple[Tensor, Tensor, NormInput]:  # fmt: skip
+    """Returns the result of `layer_norm_linear`, the input z of the activation, and the `NormInput` of x."""
+    source, M = x.source, x.source.shape[0]
     z = None if activation == "identity" and not gated else source.new_empty((M, folded.weight.shape[0]))
-    finished = None if rows.part is None else torch.empty(2, M, dtype=torch.float32, device=source.device)
-    out = layer_norm_linear(rows, folded, activation, gated, head_step, out_part, z=z, statistics=finished)
-    return out, out if z is None else z, LayerNormStatistics(source, rows.statistics if finished is None else finished)
+    finished = None if x.part is None else torch.empty(2, M, dtype=torch.float32, device=source.device)
+    out = layer_norm_linear(x, folded, activation, gated, head_step, out_part, z=z, statistics=finished)
+    return out, out if z is None else z, NormInput(source, x.statistics if finished is None else finished)
 
 
 def linear_residual(
@@ -118,7 +118,7 @@ class FoldedGradient:
 
 
 def activation_gradient(
-    grad: Tensor, scaled: ScaledWeight, z: Tensor, rows: LayerNormStatistics, folded: FoldedLinear, activation: str,
+    grad: Tensor, scaled: ScaledWeight, z: Tensor, x: NormInput, folded: FoldedLinear, activation: str,
     gated: bool = False, hidden: Tensor | None = None, along: Tensor | None = None,
 ) -> tuple[FoldedGradient, Tensor]:  # fmt: skip
     """Returns the gradient of fc1's output z, and recomputes h = act(z) [M, F], or act(g) u if gated.
@@ -131,7 +131,7 @@ def activation_gradient(
     out, h = torch.empty_like(z), z.new_empty((M, F))
     epilogue = "gated_grad" if gated else "activation_grad"
     operands = Operands(
-        grad, scaled.weight, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift, scale=scaled.factor,
+        grad, scaled.weight, out, z=z, h=h, mean=x.mean, rstd=x.rstd, bias=folded.shift, scale=scaled.factor,
         hidden=hidden, along=along,
     )  # fmt: skip
     config = matmul_config(operands, epilogue)
@@ -144,17 +144,17 @@ def activation_gradient(
 
 def input_gradient(
     gradient: FoldedGradient,
-    rows: LayerNormStatistics,
+    x: NormInput,
     folded: FoldedLinear,
     residual: Tensor | None,
     rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns [residual +] dx [M, C] in the dtype of x, and, if `rounded`, a copy in the dtype of the matmuls."""
-    out = torch.empty_like(rows.source, dtype=rows.input_dtype)
-    narrow = torch.empty_like(rows.source) if rounded and out.dtype != rows.source.dtype else None
+    out = torch.empty_like(x.source, dtype=x.input_dtype)
+    narrow = torch.empty_like(x.source) if rounded and out.dtype != x.source.dtype else None
     operands = Operands(
-        gradient.scaled, folded.weight, out, x=rows.source, residual=residual, mean=rows.mean,
-        rstd=rows.rstd, row_part=gradient.row_part, h=narrow,
+        gradient.scaled, folded.weight, out, x=x.source, residual=residual, mean=x.mean,
+        rstd=x.rstd, row_part=gradient.row_part, h=narrow,
     )  # fmt: skip
     run_matmul(operands, "layer_norm_grad")
     return out, out if narrow is None else narrow
@@ -168,11 +168,11 @@ def product_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
 
 
 def layer_norm_linear_gradient(
-    grad: Tensor, rows: LayerNormStatistics, linear: NormedLinear, weight: Tensor, residual: Tensor | None = None
+    grad: Tensor, x: NormInput, linear: NormedLinear, weight: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns [residual +] dx in the dtype of x, the normalized x [M, C], and partial sums of `grad` (dz) over M.
 
     `weight` is the weight of `linear` in the dtype of `grad`.
     """
     product = product_gradient(grad, ScaledWeight(weight, None))
-    return layer_norm_gradient(product, linear.gamma, rows, residual, grad, linear.rms)
+    return layer_norm_gradient(product, linear.gamma, x, residual, grad, linear.rms)

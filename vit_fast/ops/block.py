@@ -52,7 +52,7 @@ from .registration import Gradient, matmul_dtype, needs_gradient, operator, text
 from .rotary import QkSettings, QkTensors, operator_arguments, qkv_step
 
 if TYPE_CHECKING:
-    from ..kernels.layer_norm import InputRows
+    from ..kernels.layer_norm import NormInput
     from ..kernels.linear.folding import FoldedLinear
 
 _NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
@@ -187,20 +187,20 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
 def _norm_input(
     rows: Tensor, statistics: Tensor | None, tokens_fp8: Tensor | None, factor: Tensor | None, eps: float,
     linear: FoldedLinear, s: BlockSettings,
-) -> InputRows:  # fmt: skip
+) -> NormInput:  # fmt: skip
     from ..kernels import layer_norm
 
     if factor is None:
-        return layer_norm.input_rows(rows, eps, statistics, s.dtype, linear.weight_sum is None)
+        return layer_norm.norm_input(rows, eps, statistics, s.dtype, linear.weight_sum is None)
     if tokens_fp8 is None or statistics is None:
         tokens_fp8 = torch.empty_like(rows, dtype=E4M3)
         statistics = layer_norm.new_statistics(rows.shape[0], rows.shape[1], rows.device)
         layer_norm.layer_norm_statistics_launch(rows, statistics, tokens_fp8, factor).run()
-    return layer_norm.InputRows(tokens_fp8, statistics, eps)
+    return layer_norm.NormInput(tokens_fp8, statistics, eps)
 
 
 def _mlp(
-    rows: Tensor, norm_input: InputRows, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
+    rows: Tensor, norm_input: NormInput, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
     out8: Tensor | None, out_scale: Tensor | None, saved: dict[str, Any], s: BlockSettings,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from ..kernels import layer_norm

@@ -17,7 +17,7 @@ from .registration import operator, words_of
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
 
 if TYPE_CHECKING:
-    from ..kernels.layer_norm import LayerNormStatistics
+    from ..kernels.layer_norm import NormInput
     from ..kernels.linear.folding import NormedLinear
 
 
@@ -180,10 +180,10 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     return [stream.view(grad_output.shape), *(gradients[name] for name in gradient_names(s) if name)]
 
 
-def _norm_input(rows: Tensor, statistics: Tensor) -> LayerNormStatistics:
-    from ..kernels.layer_norm import LayerNormStatistics
+def _norm_input(rows: Tensor, statistics: Tensor) -> NormInput:
+    from ..kernels.layer_norm import NormInput
 
-    return LayerNormStatistics(as_matrix(rows), statistics)
+    return NormInput(as_matrix(rows), statistics)
 
 
 def _parameter_gradients(
