@@ -18,15 +18,13 @@ Source: FlashAttention-2, arXiv 2307.08691.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ..launch import Launch, ceil_div
-from .attention_launch import LOG2_E, UNSPECIALIZED, tiled_launch
-from .attention_policy import BackwardConfig, cover
+from ..launch import Launch
+from .attention_launch import LOG2_E, UNSPECIALIZED, looped_launch
+from .attention_policy import BackwardConfig
 from .attention_tiles import (
     chosen,
     dot_add,
@@ -96,7 +94,7 @@ def _attention_bwd_dq_kernel(
     do_stride_b, do_stride_h, do_stride_n, dq_stride_b, dq_stride_h, dq_stride_n, key_mask_stride_b,
     n_sequences, n_heads, n_q, n_kv, qk_scale, scale,
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, TAIL_B: tl.constexpr, MASKED: tl.constexpr,
     TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     b, h, bh, start, begin, end, kv_end = rows_of_program(sequences, n_sequences, n_heads, n_q, n_kv, BLOCK_M)
@@ -123,7 +121,7 @@ def _attention_bwd_dq_kernel(
     )
     acc = over_tiles(
         _dq_step, keys, values, last_keys, last_values, (qt, dot, lse, delta, key_mask, qk_scale),
-        zero_tile(BLOCK_M, FORM), begin, full_end, kv_end, BLOCK_N, FORM, TMA, STAGES, FIXED, FULL, TAIL, MASKED,
+        zero_tile(BLOCK_M, FORM), begin, full_end, kv_end, BLOCK_N, FORM, TMA, STAGES, FIXED, FULL, TAIL_B, MASKED,
     )  # fmt: skip
     store_tile(out, scaled(acc, scale), start, end, BLOCK_M, FORM, TMA and FIXED)
 
@@ -165,7 +163,7 @@ def _attention_bwd_dkdv_kernel(
     dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n, key_mask_stride_b,
     n_sequences, n_heads, n_q, n_kv, qk_scale, scale,
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, TAIL_B: tl.constexpr, MASKED: tl.constexpr,
     TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     b, h, bh, start, begin, end, q_end = rows_of_program(sequences, n_sequences, n_heads, n_kv, n_q, BLOCK_N)
@@ -194,7 +192,7 @@ def _attention_bwd_dkdv_kernel(
     dkt, dvt = over_tiles(
         _dkdv_step, queries, gradients, last_queries, last_gradients,
         (kt, vt, lse_ptr, delta_ptr, row_offset, qk_scale), (zero_tile(BLOCK_N, FORM), zero_tile(BLOCK_N, FORM)),
-        begin, full_end, q_end, BLOCK_M, FORM, TMA, STAGES, FIXED, FULL, TAIL, MASKED,
+        begin, full_end, q_end, BLOCK_M, FORM, TMA, STAGES, FIXED, FULL, TAIL_B, MASKED,
     )  # fmt: skip
     if key_mask is not None:
         # the gradients of masked keys are 0, although the loop accumulates other values
@@ -213,27 +211,8 @@ def backward_launches(
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """Returns the launches of both kernels; `attention.attention_backward` describes the tensors."""
     args = {"lse_ptr": lse, "delta_ptr": delta, "qk_scale": scale * LOG2_E, "scale": scale}
-    keys, queries = {"k": k, "v": v}, {"q": q, "do": do}
+    keys, queries, form = {"k": k, "v": v}, {"q": q, "do": do}, (sequences, key_mask)
     return (
-        _launch(_attention_bwd_dq_kernel, queries | {"o": o, "dq": dq}, keys, for_dq, args, sequences, key_mask),
-        _launch(_attention_bwd_dkdv_kernel, keys | {"dk": dk, "dv": dv}, queries, for_dkdv, args, sequences, key_mask),
-    )
-
-
-def _launch(
-    kernel: object, own: dict[str, torch.Tensor], streamed: dict[str, torch.Tensor], config: BackwardConfig,
-    args: dict[str, Any], sequences: torch.Tensor | None, key_mask: torch.Tensor | None,
-) -> Launch:  # fmt: skip
-    rows, others = next(iter(own.values())), next(iter(streamed.values()))
-    block, streamed_block = (config.block_m, config.block_n)[:: 1 if "q" in own else -1]
-    length, fixed = others.shape[2], sequences is None and key_mask is None
-    rest = length % streamed_block if fixed else 0
-    tail = (*cover(rest, streamed_block, 1), 0)[0]
-    constants = {
-        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL": length >= streamed_block and fixed,
-        "TAIL": tail, "MASKED": tail != rest, "STAGES": config.num_stages,
-    }  # fmt: skip
-    tiles = ceil_div(rows.shape[2], block)
-    return tiled_launch(
-        kernel, own, streamed, block, (streamed_block, tail), tiles, config, {**args}, constants, sequences, key_mask
+        looped_launch(_attention_bwd_dq_kernel, queries | {"o": o, "dq": dq}, keys, for_dq, args, *form),
+        looped_launch(_attention_bwd_dkdv_kernel, keys | {"dk": dk, "dv": dv}, queries, for_dkdv, args, *form),
     )

@@ -16,13 +16,15 @@ scale log2(e) before exp2, instead of multiplying q.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import Launch, ceil_div
 from ..ptx import divided, wait_for_previous
-from .attention_launch import LOG2_E, UNSPECIALIZED, tiled_launch
+from .attention_launch import LOG2_E, UNSPECIALIZED, looped_launch, tiled_launch
 from .attention_policy import ForwardConfig, cover
 from .attention_tiles import (
     dot_add,
@@ -121,7 +123,7 @@ def _attention_fwd_row_kernel(
         row_max = row_max * qk_scale
         p = tl.math.exp2(scores[0] * qk_scale - row_max[:, None])  # type: ignore[misc]  # not empty
         total = tl.sum(p, 1)
-        acc = dot_add(p, values[0], None)  # type: ignore[misc]  # not empty
+        acc = dot_add(p, values[0], (None, None))  # type: ignore[misc]  # not empty
         for i in tl.static_range(1, COUNT):
             p = tl.math.exp2(scores[i] * qk_scale - row_max[:, None])
             total += tl.sum(p, 1)
@@ -222,31 +224,24 @@ def forward_launch(
     key_mask: torch.Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """Returns the launch of the forward; `attention.attention_forward` describes the tensors."""
-    n_q, n_kv = q.shape[2], k.shape[2]
+    n_kv, own, streamed = k.shape[2], {"q": q, "o": o}, {"k": k, "v": v}
     args = {"lse_ptr": lse, "o_scale_ptr": o_scale, "qk_scale": scale * LOG2_E}
-    constants = {"BLOCK_M": config.block_m, "STAGES": config.num_stages, "DEPENDENT": config.dependent}
-    groups = ceil_div(n_q, config.block_m)
-    if config.scheme == "row":
-        kernel, chunks = _attention_fwd_row_kernel, cover(n_kv, config.block_n, config.chunks)
-        if not chunks:
-            raise ValueError(f"n_kv must be at most {config.chunks * config.block_n} for {config}, got {n_kv}")
-        tiles, groups = groups, ceil_div(groups, config.tiles)
-        chunks = (*chunks, 0, 0)[:3]
-        constants |= {
-            "TILES": ceil_div(tiles, groups) if groups else 1,
-            "CHUNK_A": chunks[0], "CHUNK_B": chunks[1], "CHUNK_C": chunks[2], "MASKED": sum(chunks) != n_kv,
-            "SURE": (n_kv - 1) // LENGTH_CLASS.value * LENGTH_CLASS.value,
-        }  # fmt: skip
-    else:
-        kernel, fixed = _attention_fwd_looped_kernel, sequences is None and key_mask is None
-        rest = n_kv % config.block_n if fixed else 0
-        tail = (*cover(rest, config.block_n, 2), 0, 0)[:2]
-        chunks = (config.block_n, *tail)
-        constants |= {
-            "BLOCK_N": config.block_n, "FULL": n_kv >= config.block_n and fixed, "TAIL_B": tail[0], "TAIL_C": tail[1],
-            "MASKED": sum(tail) != rest,
-        }  # fmt: skip
+    constants: dict[str, Any] = {"DEPENDENT": config.dependent}
+    if config.scheme == "looped":
+        return looped_launch(
+            _attention_fwd_looped_kernel, own, streamed, config, args, sequences, key_mask, 2, constants
+        )  # fmt: skip
+    chunks = cover(n_kv, config.block_n, config.chunks)
+    if not chunks:
+        raise ValueError(f"n_kv must be at most {config.chunks * config.block_n} for {config}, got {n_kv}")
+    chunks = (*chunks, 0, 0)[:3]
+    tiles = ceil_div(q.shape[2], config.block_m)
+    groups = ceil_div(tiles, config.tiles)
+    constants |= {
+        "BLOCK_M": config.block_m, "TILES": ceil_div(tiles, max(groups, 1)),
+        "CHUNK_A": chunks[0], "CHUNK_B": chunks[1], "CHUNK_C": chunks[2], "MASKED": sum(chunks) != n_kv,
+        "SURE": (n_kv - 1) // LENGTH_CLASS.value * LENGTH_CLASS.value,
+    }  # fmt: skip
     return tiled_launch(
-        kernel, {"q": q, "o": o}, {"k": k, "v": v}, config.block_m, chunks, groups, config, args, constants,
-        sequences, key_mask,
-    )  # fmt: skip
+        _attention_fwd_row_kernel, own, streamed, config.block_m, chunks, groups, config, args, constants
+    )

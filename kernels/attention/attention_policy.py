@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +70,10 @@ def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
     """
     if length <= 0:
         return ()
-    best: tuple[int, ...] | None = None
-    size = largest
-    while size >= MIN_BLOCK:
-        if size >= length:
-            candidate: tuple[int, ...] | None = (size,)
-        elif pieces > 1:
-            rest = cover(length - size, size, pieces - 1)
-            candidate = (size, *rest) if rest else None
-        else:
-            candidate = None
-        if candidate is not None and (best is None or (sum(candidate), len(candidate)) < (sum(best), len(best))):
-            best = candidate
-        size //= 2
-    return best or ()
+    sizes = [size for size in (256, 128, 64, 32, MIN_BLOCK) if size <= largest]
+    covers = (cover for count in range(1, pieces + 1) for cover in combinations_with_replacement(sizes, count))
+    fitting = (cover for cover in covers if sum(cover[:-1]) < length <= sum(cover))
+    return min(fitting, key=lambda cover: (sum(cover), len(cover)), default=())
 
 
 @dataclass(frozen=True)

@@ -226,20 +226,16 @@ def dot_transposed(a, b, PRECISION: tl.constexpr = _TF32):
 
 @triton.jit
 def dot_add(weights, tile, acc, PRECISION: tl.constexpr = _TF32):
-    """Returns the tile [acc +] weights @ tile; rounds weights, fp32 [ROWS, KEYS], to the dtype of `tile`."""
+    """Returns acc + weights @ tile; rounds weights, fp32 [ROWS, KEYS], to the dtype of `tile`.
+
+    Blocks of `acc` may be None.
+    """
     weights = weights.to(tile[0].dtype)
-    if acc is None:
-        lo = tl.dot(weights, tile[0], input_precision=PRECISION)
-        if len(tile) > 1:
-            return lo, tl.dot(weights, tile[1], input_precision=PRECISION)
-        else:
-            return (lo,)
+    lo = tl.dot(weights, tile[0], acc[0], input_precision=PRECISION)
+    if len(tile) > 1:
+        return lo, tl.dot(weights, tile[1], acc[1], input_precision=PRECISION)
     else:
-        lo = tl.dot(weights, tile[0], acc[0], input_precision=PRECISION)
-        if len(tile) > 1:
-            return lo, tl.dot(weights, tile[1], acc[1], input_precision=PRECISION)
-        else:
-            return (lo,)
+        return (lo,)
 
 
 @triton.jit

@@ -22,6 +22,10 @@ EPILOGUES = (
     "layer_norm", "rotary", "qk_norm", "gated", "residual", "activation_grad", "gated_grad", "layer_norm_grad",
     "partial",
 )  # fmt: skip
+_POINTERS = (
+    "mean", "rstd", "bias", "weight_sum", "scale", "out_scale", "row_part", "out_part", "column_part", "hidden",
+    "along",
+)  # fmt: skip
 # Widths of tensors as multiples of N, by epilogue and tensor; all others are N wide.
 _WIDER = {("gated", "out"): 0.5, ("gated_grad", "out"): 2, ("gated_grad", "z"): 2}
 TL_DTYPES = {
@@ -191,23 +195,17 @@ def matmul_launch(
         "out": o.out if epilogue == "partial" else by_sub_tiles("out"),
         "z": o.z if reads_z and early else by_sub_tiles("z"), "h": by_sub_tiles("h"),
         "x": o.x if early else by_sub_tiles("x"), "residual": o.residual if early else by_sub_tiles("residual"),
-        "mean_ptr": o.mean, "rstd_ptr": o.rstd,
-        "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale, "out8": by_sub_tiles("out8"),
-        "out_scale_ptr": o.out_scale, "row_part_ptr": o.row_part, "column_part_ptr": o.column_part,
-        "out_part_ptr": o.out_part, "hidden_ptr": o.hidden, "along_ptr": o.along,
-        "M": M, "N": N, "K": K, "eps": o.eps,
-        "b_ptr": o.b if dependent else None, "splits": split_k, **head_args,
+        "out8": by_sub_tiles("out8"), **{f"{name}_ptr": getattr(o, name) for name in _POINTERS},
+        "M": M, "N": N, "K": K, "eps": o.eps, "b_ptr": o.b if dependent else None, "splits": split_k, **head_args,
     }  # fmt: skip
     constants = {
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
-        "B_IS_NK": o.b_is_nk, "TMA": config.tma,
-        "FLATTEN": config.flatten and epilogue != "partial",
+        "B_IS_NK": o.b_is_nk, "TMA": config.tma, "FLATTEN": config.flatten and epilogue != "partial",
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
-        "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m,
-        "EARLY": early,
+        "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m, "EARLY": early,
         "PARTS": 0 if o.row_part is None else o.row_part.shape[-1],
         "OUT_PARTS": 0 if o.out_part is None else o.out_part.shape[-1],
-        "TIMES": 1 if o.out_part is None else _sub_tiles_per_piece(config, epilogue),
+        "TIMES": 1 if o.out_part is None else PIECE // int(config.sub_tile_width * _WIDER.get((epilogue, "out"), 1)),
         "WHOLE": o.out_part is not None and o.out.shape[-1] % PIECE == 0,
         **head_constants,
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
@@ -218,14 +216,3 @@ def matmul_launch(
         _matmul_kernel, (programs,), args, constants,
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg, device=o.a.device,
     )  # fmt: skip
-
-
-def _sub_tiles_per_piece(config: MatmulConfig, epilogue: str) -> int:
-    """Returns the number of sub-tiles per piece of LayerNorm statistics (`row_parts.py`)."""
-    width = int(config.sub_tile_width * _WIDER.get((epilogue, "out"), 1))
-    if PIECE % width or config.sub_tiles % (PIECE // width):
-        raise ValueError(
-            f"tiles of epilogue {epilogue!r} must store whole pieces of {PIECE} columns for LayerNorm statistics, "
-            f"got {config.block_n} columns in {config.sub_tiles} sub-tiles"
-        )
-    return PIECE // width
