@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,8 +71,9 @@ class Launch:
                     ready = _cache(key, self.kernel, self._run_by_triton())
                 else:
                     ready.launch(self, driver.get_current_stream(device))
-        if listening.listener is not None:
-            listening.listener(self, ready)
+        listener = getattr(listening, "listener", None)
+        if listener is not None:
+            listener(self, ready)
 
     def _run_by_triton(self) -> Any:
         with compiling:
@@ -110,13 +111,8 @@ _ready: dict[tuple[Any, ...], Ready] = {}
 MAX_READY = 4096
 
 
-class _Listening(threading.local):
-    """This thread's callback or None. It is called after each launch with the `Launch`, and its `Ready` or None."""
-
-    listener: Callable[[Launch, Ready | None], None] | None = None
-
-
-listening = _Listening()
+# `listener` of this thread, if set, is called after each launch with the `Launch`, and its `Ready` or None.
+listening = threading.local()
 
 
 def _cache(key: tuple[Any, ...], kernel: Any, compiled: Any) -> Ready | None:

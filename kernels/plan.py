@@ -36,7 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Launch, Ready, ceil_div, is_interpreted, is_watched, listening
-from .plan_steps import At, Base, LaunchPlan, PlannedLaunch, Step, TorchCall, View
+from .plan_steps import At, Base, LaunchPlan, PlannedLaunch, Step, TorchCall, UnplannableError, View
 
 MAX_PLANS = 2048
 MAX_SEEN = 16384
@@ -111,25 +111,20 @@ def _record(key: tuple[Any, ...], function: Callable[..., Any], arguments: Seque
     # detach() makes new tensor objects, so a tensor passed twice is recorded as two inputs
     own = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
     recorder = _Recorder([value for value in own if isinstance(value, Tensor)])
-    outer, listening.listener = listening.listener, recorder.record_launch
+    outer, listening.listener = getattr(listening, "listener", None), recorder.record_launch
     try:
         with recorder:
             result = function(*own)
     finally:
         listening.listener = outer
-    try:
-        plan = recorder.plan(result)
-    except _UnplannableError:
-        plan = None
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
     if recorder.complete:
-        _plans[key] = plan
+        try:
+            _plans[key] = recorder.plan(result)
+        except UnplannableError:
+            _plans[key] = None
     return result
-
-
-class _UnplannableError(Exception):
-    """Raised if the function cannot be planned; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -155,20 +150,17 @@ class _Recorder(TorchDispatchMode):
         self._addresses: list[At] = []
         self._kernels: dict[int, Any] = {}
         self._places: Any = WeakIdKeyDictionary()  # tensor -> (number, address) of its value
-        self._reason = "" if inputs else "no argument is a tensor"
-        if any(tensor.device != self._device for tensor in inputs):
-            self._reason = "the arguments are on several devices"
-            return
-        for tensor in inputs:
-            self._add(tensor, "input")
         self._inputs = len(inputs)
+        self._failed = not inputs or any(tensor.device != self._device for tensor in inputs)
+        for tensor in inputs if not self._failed else ():
+            self._add(tensor, "input")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         try:
             self._record_operator(func, args, kwargs or {}, result)
-        except _UnplannableError as error:
-            self._reason = self._reason or str(error)
+        except UnplannableError:
+            self._failed = True
         return result
 
     def _record_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -179,14 +171,14 @@ class _Recorder(TorchDispatchMode):
         own = {tensor.untyped_storage()._cdata: tensor for tensor in flat if isinstance(tensor, Tensor)}
         outputs = pytree.tree_leaves(result)
         if not all(isinstance(tensor, Tensor) for tensor in outputs) or _UNREPEATABLE & set(func.tags):
-            raise _UnplannableError(f"{func} must return tensors of fixed shapes only")
+            raise UnplannableError(f"{func} must return tensors of fixed shapes only")
         fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in own]
         if not fresh and not func._schema.is_mutable:
             for tensor in outputs:
                 self._places[tensor] = self._place(own[tensor.untyped_storage()._cdata])
             return
         if fresh and len(fresh) < len(outputs):
-            raise _UnplannableError(f"{func} returns both views and new tensors")
+            raise UnplannableError(f"{func} returns both views and new tensors")
         positional = tuple(map(self._argument, args))
         named = {name: self._argument(value) for name, value in kwargs.items()}
         for tensor in fresh:
@@ -195,28 +187,17 @@ class _Recorder(TorchDispatchMode):
 
     def record_launch(self, launch: Launch, ready: Ready | None) -> None:
         """Records a launch; `ready` is None if the kernel was not compiled yet."""
-        try:
-            self._steps.append(self._planned_launch(launch, ready))
-        except _UnplannableError as error:
-            self._reason = self._reason or str(error)
-
-    def _planned_launch(self, launch: Launch, ready: Ready | None) -> PlannedLaunch:
         if ready is None:
             self.complete = False
-            raise _UnplannableError("a kernel was not compiled yet")
-        from triton.backends.nvidia.driver import CudaLauncher
-
-        launcher = ready.compiled.run
-        if not isinstance(launcher, CudaLauncher) or launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise _UnplannableError("the launcher needs scratch memory")
+            return
         self._kernels[id(launch.kernel)] = launch.kernel
         everything = {**launch.constants, **launch.args}
-        values = [self._planned_value(everything[name]) for name in ready.names]
         x, y, z = (*launch.grid, 1, 1)[:3]
         try:
-            return PlannedLaunch(ready, (x, y, z), values)
-        except LookupError as error:
-            raise _UnplannableError(str(error)) from error
+            values = [self._planned_value(everything[name]) for name in ready.names]
+            self._steps.append(PlannedLaunch(ready, (x, y, z), values))
+        except LookupError:  # also if Triton's launcher has other internals
+            self._failed = True
 
     def _planned_value(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -231,7 +212,7 @@ class _Recorder(TorchDispatchMode):
 
     def _add(self, tensor: Tensor, kind: str) -> None:
         if tensor.device != self._device:
-            raise _UnplannableError(f"all tensors must be on {self._device}, got one on {tensor.device}")
+            raise UnplannableError(f"all tensors must be on {self._device}, got one on {tensor.device}")
         self._places[tensor] = (len(self._values), tensor.data_ptr())
         size = tensor.untyped_storage().nbytes()
         self._values.append(_Value(kind, tensor.shape, tensor.stride(), tensor.dtype, size))
@@ -239,7 +220,7 @@ class _Recorder(TorchDispatchMode):
     def _place(self, tensor: Tensor) -> tuple[int, int]:
         place: tuple[int, int] | None = self._places.get(tensor)
         if place is None:
-            raise _UnplannableError("a tensor is neither an argument nor created by the function")
+            raise UnplannableError("a tensor is neither an argument nor created by the function")
         return place
 
     def _at(self, tensor: Tensor) -> At:
@@ -256,20 +237,18 @@ class _Recorder(TorchDispatchMode):
     def _view(self, tensor: Tensor) -> View:
         at = self._at(tensor)
         if tensor.dtype != self._values[at.value].dtype:
-            raise _UnplannableError("memory is read with another dtype")
+            raise UnplannableError("memory is read with another dtype")
         return View(at, tensor.shape, tensor.stride(), tensor.dtype)
 
     def plan(self, result: Any) -> LaunchPlan:
-        """Returns the plan; raises `_UnplannableError` if a replay cannot repeat the recorded steps."""
-        if self._reason:
-            raise _UnplannableError(self._reason)
+        """Returns the plan; raises `UnplannableError` if a replay cannot repeat the recorded steps."""
         single = isinstance(result, Tensor)
         flat = [result] if single else result
-        if not all(isinstance(value, Tensor) for value in flat):
-            raise _UnplannableError("a result is not a tensor")
+        if self._failed or not all(isinstance(value, Tensor) for value in flat):
+            raise UnplannableError("a step cannot be repeated, or a result is not a tensor")
         outputs = tuple(self._view(tensor) for tensor in flat)
         if any(self._values[view.at.value].kind == "input" for view in outputs):
-            raise _UnplannableError("a result is a view of an argument")
+            raise UnplannableError("a result is a view of an argument")
         places, buffers = self._arrange(outputs)
         for at in self._addresses:
             place = places[at.value]

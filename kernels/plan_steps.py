@@ -24,6 +24,10 @@ Values = list[Any]  # the tensors of a replay by value number; None once freed
 MAX_MAPS = 256  # cached tensor maps per descriptor
 
 
+class UnplannableError(LookupError):
+    """Raised if a replay cannot repeat a function; the message is the reason."""
+
+
 @dataclass(eq=False)
 class At:
     """An address: the number of a value, and an offset in bytes. The recorder replaces both when recording ends."""
@@ -90,6 +94,8 @@ class PlannedLaunch:
 
     def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
         self.ready, self.grid = ready, grid
+        if ready.compiled.run.global_scratch_size or ready.compiled.run.profile_scratch_size:
+            raise UnplannableError("the launcher needs scratch memory")
         self._launch, noted, encoders = _intercept(ready.compiled, grid, values)
         self._nested = isinstance(noted[-1], list | tuple)  # triton 3.7 passes kernel arguments as one sequence
         self._front = tuple(noted[4:-1]) if self._nested else ()
@@ -102,7 +108,7 @@ class PlannedLaunch:
         }
         places = [place for place, value in enumerate(self.arguments) if type(value).__name__ == "PyCUtensorMap"]
         if len(places) != len(encoders):
-            raise LookupError("a tensor descriptor was not converted to a tensor map")
+            raise UnplannableError("a tensor descriptor was not converted to a tensor map")
         self.maps = dict(zip(places, encoders))
 
     def prepare(self) -> None:

@@ -20,6 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import triton
@@ -45,7 +46,11 @@ class Request:
     warp_size: int
 
     def compile(self) -> bool:
-        """Compiles the kernel, or loads it from triton's cache on disk. Returns True if it was not in the cache."""
+        """Compiles the kernel, or loads it from triton's cache on disk. Returns True if it was not in the cache.
+
+        Raises:
+            RuntimeError: the kernel does not compile.
+        """
         function = getattr(importlib.import_module(self.module), self.name)
         compiled = []
 
@@ -56,6 +61,9 @@ class Request:
             before, triton.knobs.compilation.listener = triton.knobs.compilation.listener, listen
             try:
                 function.preload(self.data)
+            except Exception as error:  # compilers raise any type
+                reason = " ".join(str(error).split())[-300:]
+                raise RuntimeError(f"{self.name} does not compile: {type(error).__name__}: {reason}") from error
             finally:
                 triton.knobs.compilation.listener = before
         return any(compiled)
@@ -109,7 +117,7 @@ def compile_all(requests: Sequence[Request], progress: Progress | None = None) -
     for request in requests:  # compile in this process at least until a kernel was not cached
         if compiled and _processes(len(requests) - here) > 1:
             break
-        compiled += _compile_here(request)
+        compiled += request.compile()
         here += 1
         tell(here, len(requests))
     waiting = requests[here:]
@@ -117,23 +125,12 @@ def compile_all(requests: Sequence[Request], progress: Progress | None = None) -
         compiled += was_compiled
         tell(done, len(requests))
     for request in waiting:  # load the kernels from the cache on disk into this process
-        _compile_here(request)
+        request.compile()
     return compiled
 
 
 def _processes(kernels: int) -> int:
     return min(len(os.sched_getaffinity(0)), kernels // KERNELS_A_PROCESS)
-
-
-def _compile_here(request: Request) -> bool:
-    try:
-        return request.compile()
-    except Exception as error:  # compilers raise any type
-        raise RuntimeError(_failure(request, error)) from error
-
-
-def _failure(request: Request, error: Exception) -> str:
-    return f"{request.name} does not compile: {type(error).__name__}: {' '.join(str(error).split())[-300:]}"
 
 
 def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
@@ -169,19 +166,6 @@ def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
             process.wait()
 
 
-class _Driver:
-    """Replaces triton's driver in a process that runs `serve`, which needs no GPU."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-
 def serve() -> None:
     """Compiles requests from stdin, one per line. Replies on stdout, a pipe that several processes share.
 
@@ -192,10 +176,12 @@ def serve() -> None:
     for line in sys.stdin:
         request = Request(**json.loads(line))
         target = GPUTarget(request.backend, request.arch, request.warp_size)
-        triton.runtime.driver.set_active(_Driver(target))
+        # in place of triton's driver, which needs a GPU
+        driver = SimpleNamespace(get_current_device=lambda: 0, get_current_target=lambda target=target: target)
+        triton.runtime.driver.set_active(driver)
         try:
             reply: bool | str = request.compile()
-        except Exception as error:  # compilers raise any type
-            reply = _failure(request, error)
+        except RuntimeError as error:
+            reply = str(error)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()

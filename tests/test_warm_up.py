@@ -38,6 +38,7 @@ def test_calls_compile_nothing_afterwards(environment: dict[str, str]) -> None:
 # The kernels of a block for batch sizes from 1 to 256, and how many each batch size needs first.
 _COUNT = """
 import json, sys, torch, vit_fast
+from torch.utils._pytree import tree_leaves
 from vit_fast.blocks.block import run_blocks
 from vit_fast.kernels.inspect import offline, stand_in_driver
 from vit_fast.kernels.launch import Launch
@@ -50,7 +51,7 @@ def record(launch):
     specialization = offline.specialization(launch)
     if specialization not in seen:
         constants = sorted((name, str(value)) for name, value in launch.constants.items())
-        kinds = [(name, str(getattr(value, "dtype", type(value)))) for name, value in launch.args.items()]
+        kinds = [str(getattr(value, "dtype", type(value))) for value in tree_leaves(dict(launch.args))]
         seen[specialization] = repr((launch.kernel.__name__, constants, kinds, launch.options()))
         first[batch] = first.get(batch, 0) + 1
 
