@@ -194,7 +194,9 @@ def _build_optimized(candidate: Candidate, group: Group) -> nn.Module:
     from vit_fast.measure.build import build as build_candidate
 
     module, example = build_reference(group), _images(group)
-    found = cache.find(module, example, candidate.precision)
+    key = cache.key_of(module, example, {"allow": [candidate.precision] if candidate.precision else []})
+    decisive = {name: part for name, part in key.items() if part is not None and name != "request"}
+    found = next((one for one in cache.find(decisive) if one.candidate.precision == candidate.precision), None)
     if found is None:
         allowed = "" if candidate.precision is None else f" --allow {candidate.precision}"
         command = f"vit-fast optimize {group.model.name} --batch {group.batch_size}{allowed}"

@@ -113,19 +113,9 @@ def model_key(model: nn.Module) -> str:
     return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
 
 
-def find(model: nn.Module, example: Any, precision: str | None) -> CachedResult | None:
-    """Returns the newest cached result of this precision for this model, example and machine, or None."""
-    key = key_of(model, example, {"allow": [precision] if precision else []})
-    decisive = ["machine", "model", "example", *(["weights"] if precision else [])]
-    for _, result in all_results():
-        if result.candidate.precision == precision and all(result.key.get(name) == key[name] for name in decisive):
-            return result
-    return None
-
-
-def look_up(key: dict[str, Any]) -> CachedResult | None:
-    """Returns the cached result with this key, or None."""
-    return next((result for _, result in all_results() if result.key == key), None)
+def find(key: dict[str, Any]) -> Iterator[CachedResult]:
+    """Yields the cached results whose key contains these entries, the newest first."""
+    return (result for _, result in all_results() if all(result.key.get(name) == part for name, part in key.items()))
 
 
 def store(result: CachedResult) -> None:

@@ -68,13 +68,14 @@ class Optimization:
 
     def __str__(self) -> str:
         figures = self.cached.figures
-        rate, ms = format_number(figures["images_per_s"], 4), format_number(figures["ms"], 4)
         facts = [f"{self.candidate.name}: {self.speedup:.2f}x the speed of the original model"]
         if self.candidate == ORIGINAL:
             facts = ["original: no candidate is faster"]
         if self.speedup_over_compile is not None:
             facts.append(f"{self.speedup_over_compile:.2f}x torch.compile alone")
-        facts.append(f"{rate} images/s, {ms} ms per call")
+        facts.append(
+            f"{format_number(figures['images_per_s'], 4)} images/s, {format_number(figures['ms'], 4)} ms per call"
+        )
         if figures["agreement"] is not None and self.candidate.precision is not None:
             facts.append(f"agreement {figures['agreement']:.1%}")
         if self.resolution is not None:
@@ -174,7 +175,7 @@ def optimize(
             model, example, images if allowed else (), image_files, min_agreement, memory_limit,
             start=start, progress=progress, check_interrupt=check_interrupt,
         )  # fmt: skip
-        cached = None if again else cache.look_up(key)
+        cached = None if again else next(cache.find(key), None)
         if cached is not None and cached.suffices(budget_s):
             with contextlib.suppress(Refused):  # it is not available any more: search
                 trials.prepare(cached.candidate, REBUILDING_S)
