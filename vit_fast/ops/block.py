@@ -15,7 +15,7 @@ matmuls, with the reciprocal standard deviation rstd, fp32 [1, M]. Half-precisio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -238,32 +238,23 @@ def _output_dtype(stream: torch.dtype, t: BlockTensors, s: BlockSettings) -> tor
     return stream if t.scale2 is not None and t.scale2.dtype == stream else s.dtype
 
 
-_MLP_NAMES = {
-    "norm2_weight": "norm_weight", "norm2_bias": "norm_bias", "scale2": "layer_scale",
-    "inner_weight": "inner_norm.weight", "inner_bias": "inner_norm.bias",
-}  # fmt: skip
-
-
 def _require_supported(t: BlockTensors, x: Tensor, dtype: torch.dtype) -> None:
     """Raises UnsupportedInputError with all reasons why the kernels cannot run on x with matmuls of `dtype`."""
-    parameters: Mapping[str, Tensor | None] = t._asdict()
-    what = "a block"
-    if t.qkv_weight is None:
-        what, parameters = "layer_norm_mlp", {_MLP_NAMES.get(name, name): each for name, each in parameters.items()}
-    reasons = kernel_reasons(x.device, dtype)
-    if t.is_fp8:
-        what = "a block in FP8"
-        reasons = fp8_reasons(x.device)
-        if x.dtype not in (torch.float16, torch.bfloat16):
-            reasons.append(f"x must be float16 or bfloat16, got {x.dtype}")
-    elif x.dtype not in DTYPES:
-        reasons.append(f"x must be float32, float16 or bfloat16, got {x.dtype}")
-    weight = t.fc1_weight if t.qkv_weight is None else t.qkv_weight
-    if weight.shape[1] != x.shape[-1]:
-        reasons.append(f"x must have {weight.shape[1]} channels like the weight of the first layer, got {x.shape[-1]}")
+    first, what = t.qkv_weight, "a block in FP8" if t.is_fp8 else "a block"
+    if first is None:
+        first, what = t.fc1_weight, "layer_norm_mlp"
+    reasons = fp8_reasons(x.device) if t.is_fp8 else kernel_reasons(x.device, dtype)
+    accepted = DTYPES[1:] if t.is_fp8 else DTYPES
+    if x.dtype not in accepted:
+        names = [str(each).removeprefix("torch.") for each in accepted]
+        reasons.append(f"x must be {', '.join(names[:-1])} or {names[-1]}, got {x.dtype}")
+    if first.shape[1] != x.shape[-1]:
+        reasons.append(f"x must have {first.shape[1]} channels like the weight of the first layer, got {x.shape[-1]}")
     if (tokens := x.numel() // max(x.shape[-1], 1)) > MAX_TOKENS:
         reasons.append(f"x must have at most {MAX_TOKENS} tokens, got {tokens}")
-    for name, tensor in parameters.items():
+    for name, tensor in t._asdict().items():
+        if what == "layer_norm_mlp":  # its arguments have other names
+            name = name.replace("norm2", "norm").replace("scale2", "layer_scale").replace("inner_", "inner_norm.")
         if tensor is not None and tensor.device != x.device:
             reasons.append(f"{name} must be on {x.device} like x, got {tensor.device}")
         if tensor is not None and tensor.dtype not in (dtype, torch.float32, *((E4M3,) if t.is_fp8 else ())):
@@ -280,19 +271,15 @@ def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]
     if t.qkv_sum is None:
         linears = normed_linears(t, s.norm, s.inner_norm, rope_head)
         return dict(zip(linears, fold_linears(list(linears.values()), s.dtype)))
-    for weight, rows in ((t.qkv_weight, t.qkv_row_scale), (t.fc1_weight, t.fc1_row_scale)):
+    folded = {}
+    for name in ("qkv", "fc1", *(() if t.fc2_sum is None else ("fc2",))):
+        weight, sums, shift = (getattr(t, f"{name}_{part}") for part in ("weight", "sum", "bias"))
+        rows = getattr(t, f"{name}_row_scale", None)
         if rows is None and weight.dtype != s.dtype:
             reason = f"the weights must be folded in {s.dtype}, got {weight.dtype}: fold them again"
             raise UnsupportedInputError("a block of folded weights", [reason])
-    folded: Any = {
-        "qkv": (t.qkv_weight, t.qkv_sum, t.qkv_bias, t.qkv_row_scale),
-        "fc1": (t.fc1_weight, t.fc1_sum, t.fc1_bias, t.fc1_row_scale),
-    }
-    folded |= {} if t.fc2_sum is None else {"fc2": (t.fc2_weight, t.fc2_sum, t.fc2_bias, None)}
-    return {
-        name: FoldedLinear(weight, sums if sums.numel() else None, shift, rows)
-        for name, (weight, sums, shift, rows) in folded.items()
-    }
+        folded[name] = FoldedLinear(weight, sums if sums.numel() else None, shift, rows)
+    return folded
 
 
 def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
