@@ -1,167 +1,178 @@
-"""The block operator: its halves one after the other, bit for bit, each half against fp64, and what it refuses."""
+"""The block operator: forward and gradients match fp64, its halves give the same, and unsupported calls are refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from mlp_support import DEVICE, assert_rule
+from kernel_execution import DTYPES
+from mlp_support import DEVICE, Case, assert_rule, check_case, make_block
 from torch import Tensor
 
 from vit_fast import UnsupportedInputError
-from vit_fast.ops import Norm, attention_qkvpacked
-from vit_fast.ops.block import fused_block
-from vit_fast.ops.descriptions import BlockTensors
+from vit_fast.ops.descriptions import interleave
 from vit_fast.ops.folded import fold
-from vit_fast.ops.reference import normalize
 
-WIDTH, HEADS, HIDDEN = 32, 2, 48
-SHAPES = BlockTensors(
-    (WIDTH,), (WIDTH,), (3 * WIDTH, WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,), (WIDTH,), (WIDTH,), (WIDTH,),
-    (HIDDEN, WIDTH), (HIDDEN,), (WIDTH, HIDDEN), (WIDTH,), (WIDTH,),
-)  # fmt: skip
-NEEDED = ("qkv_weight", "proj_weight", "fc1_weight", "fc2_weight")
-OPTIONAL = {name: None for name in SHAPES._fields if name not in NEEDED}
-SETTINGS: dict[str, Any] = {
-    "heads": HEADS, "attention_scale": None, "eps": (1e-6, 1e-5), "activation": "gelu", "next_statistics": True,
+SILU = {"activation": "silu"}
+KINDS: dict[str, dict[str, Any]] = {
+    "DINOv3": SILU | {"leading": ()},
+    "EVA": SILU | {"leading": (), "layout": "interleaved", "gated": True},
+    "EVA, a norm inside": SILU
+    | {"leading": (), "layout": "interleaved", "gated": True, "inner_norm": "layer_norm"},
+    "a table per image": {"leading": (2,), "prefix": 0, "head_dim": 20},
+    "a table per head": {"leading": (1, 2)},
+    "RMSNorm, SwiGLU": SILU | {"norm": "rms_norm", "gated": True},
+    "qk-norm": {"qk": "layer_norm"},
+    "qk-norm, rotated": {"leading": (), "qk": "rms_norm", "prefix": 5, "layout": "interleaved"},
+    "qk-norm in the matmul, rotated": {"leading": (), "qk": "rms_norm", "prefix": 5, "head_dim": 128},
+    "qk-norm in the matmul, interleaved": {
+        "qk": "layer_norm", "leading": (2,), "layout": "interleaved", "head_dim": 64,
+    },
+    "packed": SILU | {"leading": (), "prefix": 0, "norm": "rms_norm", "gated": True, "keys": "packed"},
+    "packed, qk-norm": {"qk": "rms_norm", "keys": "packed"},
+    "padded, rotated": {"leading": (2,), "keys": "mask"},
+    "heads of 72 channels": {"leading": (), "head_dim": 72, "prefix": 0},
+    "heads of 80 channels, interleaved": {"leading": (), "head_dim": 80, "layout": "interleaved", "prefix": 0},
+    "qk-norm over the width": {
+        "leading": (), "qk": "rms_norm", "over": "width", "norm": "rms_norm", "head_dim": 24,
+    },
 }  # fmt: skip
 
 
-def make(dtype: torch.dtype, parameter_dtype: torch.dtype | None = None, **absent: None) -> tuple[Tensor, BlockTensors]:
-    """x [2, 5, C] and the parameters, leaves that require gradients."""
-    generator = torch.Generator().manual_seed(0)
-
-    def leaf(shape: Any, target: torch.dtype) -> Tensor:
-        return (0.5 * torch.randn(shape, generator=generator)).to(DEVICE, target).requires_grad_()
-
-    x = leaf((2, 5, WIDTH), dtype)
-    return x, BlockTensors(*(leaf(shape, parameter_dtype or dtype) for shape in SHAPES[:14]))._replace(**absent)
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_and_every_gradient(kind: str, dtype: torch.dtype) -> None:
+    case = make_block(dtype, **KINDS[kind])
+    check_case(case)
+    check_case(case, inference=True)
 
 
-def first_half(x: Tensor, statistics: Tensor | None, t: BlockTensors, **options: Any) -> tuple[Tensor, Tensor | None]:
-    absent: Any = (None,) * 7
-    settings = {"heads": HEADS, "eps": (1e-6, 0.0), "next_statistics": True, **options}
-    return fused_block(x, statistics, BlockTensors(*t[:7], *absent), **settings)[:2]
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("tokens", ["usual", "constant", "far from 0", "wide"])
+def test_attention_alone(tokens: str, residual: bool, norm: str, dtype: torch.dtype) -> None:
+    """Every third token constant, all with a mean of 1000 spreads, or wider than a program reads at once."""
+    case = make_block(dtype, width=2100 if tokens == "wide" else 32, norm=norm, residual=residual).half(1)
+    with torch.no_grad():
+        if tokens == "constant":
+            case.x[:, ::3] = 3.0
+        elif tokens == "far from 0":
+            case.x.mul_(5.0).add_(1000)
+    check_case(case)
 
 
-def by_halves(
-    x: Tensor, statistics: Tensor | None, t: BlockTensors, norm: str = "layer_norm"
-) -> tuple[Tensor, Tensor | None]:
-    x, statistics = first_half(x, statistics, t, norm=norm)
-    second = t._replace(**dict.fromkeys(BlockTensors._fields[:7]))
-    return fused_block(x, statistics, second, eps=(0.0, 1e-5), norm=norm, next_statistics=True)[:2]
-
-
-def by_one(
-    x: Tensor, statistics: Tensor | None, tensors: BlockTensors, norm: str = "layer_norm"
-) -> tuple[Tensor, Tensor | None]:
-    return fused_block(x, statistics, tensors, norm=norm, **SETTINGS)[:2]
+OPTIONAL = dict.fromkeys(
+    ("norm1_weight", "norm1_bias", "qkv_bias", "proj_bias", "scale1", "norm2_weight", "norm2_bias", "fc1_bias",
+     "fc2_bias", "scale2")
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("dtype", "parameters", "options"),
+    ("dtype", "parameters", "autocast", "absent", "norm"),
     [
-        (torch.float32, None, {}),
-        (torch.float16, None, {}),
-        (torch.bfloat16, torch.float32, {}),
-        (torch.bfloat16, torch.float32, {"autocast": True}),
-        (torch.bfloat16, None, {"absent": OPTIONAL}),
-        (torch.bfloat16, None, {"absent": {"norm1_bias": None, "norm2_bias": None}, "norm": "rms_norm"}),
+        (torch.float32, torch.float32, False, {}, "layer_norm"),
+        (torch.float16, torch.float16, False, {}, "layer_norm"),
+        (torch.bfloat16, torch.float32, False, {}, "layer_norm"),
+        (torch.bfloat16, torch.float32, True, {}, "layer_norm"),
+        (torch.bfloat16, torch.bfloat16, False, OPTIONAL, "layer_norm"),
+        (torch.bfloat16, torch.bfloat16, False, {}, "rms_norm"),
     ],
     ids=["fp32", "fp16", "parameters in fp32", "autocast", "nothing optional", "RMSNorm"],
 )
-def test_it_is_its_halves(dtype: torch.dtype, parameters: torch.dtype | None, options: dict[str, Any]) -> None:
-    """Bit for bit: two blocks, of which the second reuses the statistics of the first; and every gradient."""
-    norm = options.get("norm", "layer_norm")
-    x, tensors = make(dtype, parameters, **options.get("absent", {}))
-    leaves = [tensor for tensor in (x, *tensors) if tensor is not None]
-    found = []
-    with torch.autocast(DEVICE, torch.bfloat16, enabled="autocast" in options):
-        for run in (by_one, by_halves):
+def test_a_block_gives_the_same_as_its_halves(
+    dtype: torch.dtype, parameters: torch.dtype, autocast: bool, absent: dict[str, None], norm: str
+) -> None:
+    """Bit for bit, with every gradient; the second of two blocks reuses the LayerNorm statistics of the first."""
+    case = make_block(dtype, norm=norm).but(**absent).to(dtype, parameters)
+
+    def whole(x: Tensor, statistics: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return case.but(x=x).fused(statistics, next_statistics=True)
+
+    def by_halves(x: Tensor, statistics: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        x, statistics = case.but(x=x).half(1).fused(statistics, next_statistics=True)
+        return case.but(x=x).half(2).fused(statistics, next_statistics=True)
+
+    leaves, found = list(case.leaves().values()), []
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        for run in (whole, by_halves):
             with torch.no_grad():
-                inference = run(*run(x, None, tensors, norm), tensors, norm)
-            y, _ = run(x, None, tensors, norm)
+                inference = run(*run(case.x, None))
+            y, _ = run(case.x, None)
             found.append((*inference, y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("rows", ["usual", "constant", "far from 0", "wide"])
-def test_the_first_half_against_fp64(rows: str, residual: bool, norm: str, dtype: torch.dtype) -> None:
-    """Every third row constant, all with a mean of 1000 spreads, or wider than a program reads at once."""
-    width = 2100 if rows == "wide" else WIDTH
-    shapes = ((width,), None if norm == "rms_norm" else (width,), (96, width), (96,), (width, 32), (width,), (width,))
-    base = [None if s is None else torch.randn(s, device=DEVICE) * (s[-1] ** -0.5 if s[1:] else 1) for s in shapes]
-    x = torch.randn(2, 5, width, device=DEVICE)
-    if rows == "constant":
-        x[:, ::3] = 3.0
-    elif rows == "far from 0":
-        x = x * width**0.5 + 1000
-    grad = torch.randn(2, 5, width, device=DEVICE).to(dtype)
-
-    def results(target: torch.dtype, fused: bool) -> dict[str, Tensor]:
-        own = [None if t is None else t.to(dtype).to(target).requires_grad_() for t in (x, *base)]
-        tokens, gamma, beta, qkv_weight, qkv_bias, proj, proj_bias, scale = own
-        if fused:
-            absent: Any = (None,) * 7
-            y, _ = first_half(tokens, None, BlockTensors(*own[1:], *absent), norm=norm, residual=residual)
-        else:
-            qkv = F.linear(normalize(tokens, Norm(gamma, beta, 1e-6, norm)), qkv_weight, qkv_bias)
-            mixed = attention_qkvpacked(qkv.unflatten(-1, (3, HEADS, -1)), backend="eager").flatten(2)
-            y = F.linear(mixed, proj, proj_bias) * scale
-            y = tokens + y if residual else y
-        leaves = [leaf for leaf in own if leaf is not None]
-        gradients = torch.autograd.grad(y, leaves, grad.to(target))
-        return {"y": y.detach(), **{f"d {i}": gradient for i, gradient in enumerate(gradients)}}
-
-    assert_rule(results(dtype, True), results(dtype, False), results(torch.float64, False))
+def _folded(case: Case, rope_head: int = 0) -> Case:
+    o, rope = case.options, case.options.get("rope")
+    inner = "none" if o["inner_norm"] is None else o["inner_norm"][0]
+    t = fold(case.t, case.x.dtype, o["norm"], rope_head, inner)
+    return replace(case, t=t, options=o | {"rope": interleave(rope, rope_head) if rope and rope_head else rope})
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)
-def test_no_rows(shape: tuple[int, ...]) -> None:
-    _, tensors = make(torch.float16)
-    x = torch.randn(*shape, WIDTH, device=DEVICE, dtype=torch.float16, requires_grad=True)
-    if 0 in shape[1:]:
-        with pytest.raises(UnsupportedInputError, match="must have at least one token"):
-            by_one(x, None, tensors)
-        return
-    y, _ = by_one(x, None, tensors)
-    y.sum().backward()
-    assert y.shape == x.shape and x.grad is not None and x.grad.shape == x.shape
-    assert tensors.qkv_weight.grad is not None and not tensors.qkv_weight.grad.any()
+@pytest.mark.fast_cases(
+    "DINOv3-together", "EVA, a norm inside-apart", "RMSNorm, SwiGLU-together", "qk-norm, rotated-apart",
+    "qk-norm in the matmul, rotated-together", "qk-norm in the matmul, interleaved-apart",
+    "packed-together", "padded, rotated-together", "qk-norm over the width-apart",
+)  # fmt: skip
+@pytest.mark.parametrize("together", ["apart", "together"])
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_folded_blocks(name: str, together: str) -> None:
+    """Folding may make the channels of rotated pairs adjacent, so that the matmul rotates them."""
+    kind = {"leading": None, "layout": "half", "qk": None, "over": "head"} | KINDS[name]
+    can_pair = kind["qk"] is None or (kind["over"] == "head" and kind["leading"] is not None)
+    case = make_block(torch.bfloat16, **KINDS[name])
+    paired = together == "together" and kind["layout"] == "half" and can_pair
+    folded = _folded(case, kind.get("head_dim", 16) if paired else 0)
+    exact = case.to(torch.float64).forward("eager")
+    assert_rule({"y": folded.forward("triton")}, {"y": case.forward("eager")}, {"y": exact})
+    if paired and kind["leading"] is not None:
+        with pytest.raises(ValueError, match=r"rope\.layout must be .*'interleaved', got 'interleaved_half'$"):
+            replace(folded, t=case.t).fused()
 
 
 @pytest.mark.parametrize("gamma", [1e-5, 1e-6, 3e-8])
 def test_a_small_layer_scale_keeps_its_branch(gamma: float) -> None:
-    """Without a residual, as before drop path, the branch is fp32 as torch's: fp16 would round it to a few bits."""
-    x, t = make(torch.float32)
-    scale = torch.full((WIDTH,), gamma, device=DEVICE, requires_grad=True)
-
-    def eager(x: Tensor, t: BlockTensors) -> Tensor:
-        normed = F.layer_norm(x, (WIDTH,), t.norm1_weight, t.norm1_bias, 1e-6)
-        qkv = F.linear(normed, t.qkv_weight, t.qkv_bias).unflatten(-1, (3, HEADS, -1))
-        mixed = attention_qkvpacked(qkv, backend="eager").flatten(2)
-        return F.linear(mixed, t.proj_weight, t.proj_bias) * scale.to(x.dtype if x.dtype == torch.float64 else scale)
-
+    """Without a residual, as before drop path, the branch is fp32 like torch's: fp16 would round it to a few bits."""
+    case = make_block(torch.float32, residual=False).half(1)
+    case = case.but(scale1=torch.full_like(case.t.proj_bias, gamma).requires_grad_())
     with torch.autocast(DEVICE, torch.float16):
-        y, _ = first_half(x, None, t._replace(scale1=scale), residual=False)
-        usual = eager(x, t)
-    exact = eager(x.double(), BlockTensors(*(None if each is None else each.double() for each in t)))
-    assert y.dtype == usual.dtype == torch.float32
-    assert (y - exact).abs().max() <= 2 * (usual - exact).abs().max()
-    assert torch.autograd.grad(y.sum(), scale)[0].isfinite().all()
+        y, eager = case.forward("triton"), case.forward("eager")
+    exact = case.to(torch.float64).forward("eager")
+    assert y.dtype == eager.dtype == torch.float32
+    assert (y - exact).abs().max() <= 2 * (eager - exact).abs().max()
+    assert torch.autograd.grad(y.sum(), case.t.scale1)[0].isfinite().all()
 
 
-def test_what_is_refused() -> None:
-    x, tensors = make(torch.float32)
-    with pytest.raises(UnsupportedInputError, match=r"weight must be .*, got torch\.float64"):
-        by_one(x, None, tensors._replace(qkv_weight=tensors.qkv_weight.double()))
+def test_an_empty_batch() -> None:
+    case = make_block(torch.float16)
+    found = case.but(x=case.x[:0].detach().requires_grad_(), grad=case.grad[:0]).run("triton")
+    assert found["y"].shape == found["d x"].shape == (0, *case.x.shape[1:])
+    assert not any(gradient.any() for gradient in found.values())
+
+
+def test_unsupported_calls_are_refused() -> None:
+    case = make_block(torch.float32)
+    rope: Any = make_block(torch.float32, leading=(), prefix=0).options["rope"]
+    mask, packed = (make_block(torch.float32, keys=keys).options["keys"] for keys in ("mask", "packed"))
+    shorter = case.x[:, 1:]
+    for given, options, message in (
+        (case.but(qkv_weight=case.t.qkv_weight.double()), {}, r"weight must be .*, got torch\.float64"),
+        (case.but(x=case.x[:, :0]), {}, "must have at least one token"),
+        (case.but(x=case.x[..., 1:]), {}, r"x must have 48 channels .*, got 47"),
+        (_folded(case), {}, "folded weights have no gradients"),
+        (case.but(x=shorter), {"keys": mask}, r"key_mask must be torch.bool \[2, 6\] .*\[2, 7\]"),
+        (case, {"keys": packed}, r"x must have shape \[1, total, C\].*got \(2, 7, 48\)"),
+        (case.but(x=shorter), {"rope": rope}, r"rope\.cos must have shape .*, got \(7, 8\)"),
+        (case, {"rope": rope._replace(cos=rope.cos.clone().requires_grad_())}, "rope.cos must not require a gradient"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            given.fused(**options)
+    other = _folded(case.to(torch.bfloat16)).but(x=case.x)
     with torch.no_grad(), pytest.raises(UnsupportedInputError, match=r"got torch\.bfloat16"):
-        by_one(x, None, fold(tensors, torch.bfloat16))
-    with pytest.raises(UnsupportedInputError, match="folded weights have no gradients"):
-        by_one(x, None, fold(tensors, torch.float32))
+        other.fused()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from kernel_support import DEVICE
+from mlp_support import make_block
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -17,36 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import ops
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.ops.block import fused_block
-from vit_fast.ops.descriptions import BlockTensors
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
 B, N, C, HEADS = 2, 3, 32, 2
-Operator = Callable[[Tensor, str], Tensor]
-
-
-def _drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
-    # small enough that softmax does not saturate, because otherwise outputs and gradients hardly depend on inputs
-    return [0.3 * torch.randn(shape, device=DEVICE) for shape in shapes]
-
-
-torch.manual_seed(1)
-HALF = _drawn((C,), (C,), (3 * C, C), (3 * C,), (C, C), (C,))
-MLP = _drawn((C,), (C,), (48, C), (48,), (C, 48), (C,))
-GATE = dict(zip(("gate_weight", "gate_bias"), _drawn((48, C), (48,))))
-KV = torch.randn(2, 1, HEADS, 5, 16, device=DEVICE)
-PARAMETERS = (*HALF, *MLP, *GATE.values(), KV)
-
-
-def _block(x: Tensor, backend: str) -> Tensor:
-    if backend == "triton":
-        tensors = BlockTensors(*HALF, None, *MLP, None)
-        return fused_block(x, None, tensors, heads=HEADS, eps=(1e-6, 1e-6), activation="gelu")[0]
-    gamma, beta, qkv, bias, proj, proj_bias = HALF
-    packed = F.linear(F.layer_norm(x, (C,), gamma, beta, 1e-6), qkv, bias).unflatten(-1, (3, HEADS, -1))
-    x = x + F.linear(ops.attention_qkvpacked(packed, backend="eager").flatten(2), proj, proj_bias)
-    return ops.layer_norm_mlp(x, *MLP, eps=1e-6, backend="eager")
+CASE = make_block(torch.float32, width=C, hidden=48, tokens=(B, N), gated=True, activation="gelu")
+KV = 0.3 * torch.randn(2, 1, HEADS, 5, 16, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+PARAMETERS = [tensor.requires_grad_(False) for tensor in (*CASE.leaves().values(), KV)]
 
 
 def _attention(x: Tensor, backend: str) -> Tensor:
@@ -54,11 +31,16 @@ def _attention(x: Tensor, backend: str) -> Tensor:
     return ops.attention(x.unflatten(-1, (HEADS, -1)).transpose(1, 2), k, v, backend=backend)
 
 
-OPERATORS: dict[str, Operator] = {
+def _mlp(x: Tensor, backend: str) -> Tensor:
+    t = CASE.t
+    return ops.layer_norm_mlp(x, *t[7:13], gate_weight=t.gate_weight, gate_bias=t.gate_bias, backend=backend)
+
+
+OPERATORS: dict[str, Callable[[Tensor, str], Tensor]] = {
     "attention": _attention,
     "attention_qkvpacked": lambda x, backend: ops.attention_qkvpacked(x.reshape(-1, 2, 3, 1, 16), backend=backend),
-    "layer_norm_mlp": lambda x, backend: ops.layer_norm_mlp(x, *MLP, **GATE, backend=backend),
-    "block": _block,
+    "layer_norm_mlp": _mlp,
+    "block": lambda x, backend: CASE.but(x=x).forward(backend),
 }
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
 
