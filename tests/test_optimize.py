@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import cache
-from vit_fast.measure.build import build
+from vit_fast.measure.build import build, call
 from vit_fast.measure.candidate import PRECISIONS, Candidate, judge
 from vit_fast.measure.search import Refused
 from vit_fast.measure.trials import Trials, candidates, candidates_of_file, expect, variations
@@ -71,39 +71,33 @@ def test_an_empty_batch_and_none_for_a_split_model(model, images) -> None:
         fast(None)
 
 
-def test_unavailable_candidates_name_the_reason(model, images) -> None:
+def test_unavailable_candidates_state_the_reason(model, images) -> None:
     plain = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+    hooked = copy.deepcopy(model)
+    hooked.blocks[0].register_forward_hook(lambda *_: None)
     for choice, given, reason in (
         (Candidate(graphs=True), model, "CUDA"),
         (Candidate(frozen=True), model, "no module of the model can be frozen"),
         (FUSED, plain, "supports no module of the model"),
+        (FUSED, hooked, r"blocks\.0 has hooks"),
         (Candidate("onnxruntime"), Around(lambda m, x: {"a": m.inner(x), "b": x}), "must return one tensor"),
     ):
         with pytest.raises(UnsupportedInputError, match=reason):
             build(choice, given.eval(), images, given(images), ())
-    model.blocks[0].register_forward_hook(lambda *_: None)
-    with pytest.raises(UnsupportedInputError, match=r"blocks\.0 has hooks"):
-        build(FUSED, model, images, model(images), ())
 
 
 class Around(nn.Module):
-    """A small model inside one that does something more."""
+    """A small model inside one with another forward."""
 
     def __init__(self, forward: Callable[..., Any], **attributes: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.inner = vit_fast.create_model("vit_test", backend="eager")
         self.register_buffer("calls", torch.zeros(1))
-        self.__dict__.update(attributes)
-        self.how = forward
+        self.__dict__.update(attributes, how=forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.how(self, *args, **kwargs)
-
-
-def count(model: Any, images: Tensor) -> Tensor:
-    model.calls += 1
-    return model.inner(images)
 
 
 def coupled(model: Any, images: Tensor) -> Tensor:
@@ -112,22 +106,22 @@ def coupled(model: Any, images: Tensor) -> Tensor:
 
 
 IMAGES = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = {
-    "input": (lambda m, x: m.inner(x.mul_(2)), {}, ValueError, "must not modify its input in place"),
-    "buffer": (count, {}, ValueError, "must not modify calls in place"),
-    "chance": (lambda m, x: nn.functional.dropout(m.inner(x), 0.5), {}, ValueError, "must be deterministic"),
-    "nan": (lambda m, x: m.inner(x) / 0, {}, ValueError, "NaN or infinity"),
-    "integers": (lambda m, x: m.inner(x).argmax(1), {}, ValueError, "must return floating-point tensors"),
-    "nothing": (lambda m, x: None, {}, ValueError, "got NoneType"),
-    "fp32": (lambda m, x: m.inner(x.float()), {}, UnsupportedInputError, "fp64.*float32"),
-    "lock": (lambda m, x: m.inner(x), {"lock": threading.Lock()}, UnsupportedInputError, "copying it fails.*pickle"),
+REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "input": (lambda m, x: m.inner(x.mul_(2)), ValueError, "must not modify its input in place"),
+    "buffer": (lambda m, x: m.inner(x) + m.calls.add_(1), ValueError, "must not modify calls in place"),
+    "random": (lambda m, x: nn.functional.dropout(m.inner(x), 0.5), ValueError, "must be deterministic"),
+    "nan": (lambda m, x: m.inner(x) / 0, ValueError, "NaN or infinity"),
+    "integers": (lambda m, x: m.inner(x).argmax(1), ValueError, "must return floating-point tensors"),
+    "nothing": (lambda m, x: None, ValueError, "got NoneType"),
+    "fp32": (lambda m, x: m.inner(x.float()), UnsupportedInputError, "fp64.*float32"),
+    "lock": (lambda m, x: m.inner(x), UnsupportedInputError, "copying it fails.*pickle"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_cannot_be_verified_are_refused_and_not_changed(name: str) -> None:
-    forward, attributes, error, message = REFUSED[name]
-    model = Around(forward, **attributes).train()
+    forward, error, message = REFUSED[name]
+    model = Around(forward, **({"lock": threading.Lock()} if name == "lock" else {})).train()
     example, state = IMAGES[:2].clone(), {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(error, match=message):
         vit_fast.optimize(model, example)
@@ -154,10 +148,7 @@ def test_signatures_and_output_structures(name: str) -> None:
     trials.prepare(FUSED, 600)
     optimized, checked = trials.prepared[FUSED][0], trials.checked[FUSED]
     assert checked.allowed is not None and checked.error <= checked.allowed and checked.agreement == 1.0
-    args, kwargs = (
-        ((), example) if isinstance(example, dict) else (example if isinstance(example, tuple) else (example,), {})
-    )
-    found, spec = pytree.tree_flatten(optimized(*args, **kwargs))
+    found, spec = pytree.tree_flatten(call(optimized, example))
     leaves, same = pytree.tree_flatten(trials.output)
     assert spec == same and all(type(one) is type(other) for one, other in zip(found, leaves))
     assert all(one.dtype == other.dtype for one, other in zip(found, leaves) if isinstance(one, Tensor))
@@ -299,21 +290,18 @@ def test_inference_tensors() -> None:
         assert vit_fast.optimize(model, images, budget_s=1).model(images).shape == (2, 10)
 
 
-def test_names_of_candidates_are_unique_and_candidates_are_read_from_files() -> None:
-    everything = [*candidates(torch.device("cpu"), PRECISIONS), *CHOICES[:-2]]
-    everything += variations(Candidate(), torch.device("cpu"), 8)
+def test_candidates_have_unique_names_and_are_read_from_files(monkeypatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    everything = [*candidates(cpu, PRECISIONS), *CHOICES[:-2], *variations(Candidate(), cpu, 8)]
     assert len({choice.name for choice in everything}) == len(set(everything))
     assert all(Candidate.from_dict(choice.to_dict()) == choice for choice in everything)
     for foreign in ({"engine": "jax"}, {"precision": "int2"}, {"engine": True}, {"threads": [2]}, {"beam": 3}):
         with pytest.raises(ValueError, match=rf"must .*got .*{re.escape(repr(next(iter(foreign.values()))))}"):
             Candidate.from_dict(foreign)  # type: ignore[arg-type]  # what a file may hold
     assert Candidate().changes == 0 < FUSED.changes < Candidate("compile").changes
+    assert {Candidate("compile", frozen=True), dataclasses.replace(FROZEN, engine="compile")} < set(everything)
 
-
-def test_what_is_tried(monkeypatch) -> None:
-    module, cpu, cuda = "vit_fast.measure.trials", torch.device("cpu"), torch.device("cuda")
-    compiled = {Candidate("compile", frozen=True), dataclasses.replace(FROZEN, engine="compile")}
-    assert {FROZEN, dataclasses.replace(FROZEN, precision="bf16"), *compiled} <= set(candidates(cpu, ["bf16"]))
+    module = "vit_fast.measure.trials"
     monkeypatch.setattr(f"{module}.triton_unavailable_reasons", lambda device: ())
     names = {choice.name for choice in candidates(cuda, ["fp16"])}
     assert {"fused triton, frozen, graphs", "attention triton, MLP sdpa", "fused triton, fp16"} <= names
