@@ -1,4 +1,4 @@
-"""Python in processes of its own, with Triton as it is and not its interpreter."""
+"""Runs Python in child processes, without Triton's interpreter."""
 
 from __future__ import annotations
 

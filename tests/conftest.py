@@ -54,7 +54,6 @@ WHOLE = {
     "test_warm_up",
 }  # fmt: skip
 
-
 # Tests of this repository's tools, which do not depend on the versions of libraries.
 TOOLS = ("test_bench_", "test_docs", "test_emulator_", "test_execute", "test_structure")
 
@@ -78,13 +77,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tiers.keep(config, items, {item for item in tiers.left_out(items) if not tiers.takes_minutes(item)})
     elif KERNEL_ARCH is None and not config.getoption("--slow"):  # emulator/plugin.py chooses its own
         tiers.keep(config, items, set(items) - tiers.left_out(items))
-    no_gpu = pytest.mark.skip(reason="needs a CUDA device of capability 8.0 or higher")
-    not_executed = pytest.mark.skip(reason="needs the PTX emulator: make test-execute")
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
-            item.add_marker(no_gpu)
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device of capability 8.0 or higher"))
         if "executed" in item.keywords and KERNEL_ARCH is None:
-            item.add_marker(not_executed)
+            item.add_marker(pytest.mark.skip(reason="needs the PTX emulator: make test-execute"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -150,21 +147,17 @@ def one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch):
     """Restricts `optimize` to one candidate, which is always the fastest."""
-
-    import vit_fast
+    from vit_fast.measure import trials
     from vit_fast.measure.candidate import Candidate
 
     def choose(choice: Candidate) -> None:
-        module = "vit_fast.measure.optimization"
-        monkeypatch.setattr(f"{module}.candidates", lambda *_: [choice])
-        monkeypatch.setattr("vit_fast.measure.trials.variations", lambda *_: [])
-        take = vit_fast.measure.trials.Trials.call_ms
-        factor = {choice: 0.01}
+        take = trials.Trials.call_ms
+        monkeypatch.setattr("vit_fast.measure.optimization.candidates", lambda *_: [choice])
+        monkeypatch.setattr(trials, "variations", lambda *_: [])
         monkeypatch.setattr(
-            vit_fast.measure.trials.Trials,
-            "call_ms",
-            lambda self, candidate, number: take(self, candidate, number) * factor.get(candidate, 1.0),
-        )
+            trials.Trials, "call_ms",
+            lambda self, candidate, number: take(self, candidate, number) * (0.01 if candidate == choice else 1.0),
+        )  # fmt: skip
 
     return choose
 

@@ -1,6 +1,6 @@
-"""A small ViT that really sees: trained in seconds on the bundled digits; and the same function with an outlier.
+"""A small ViT, trained in seconds on the bundled digits, and the same function with an outlier channel.
 
-Of the 1,797 images [8, 8], mixed, the first 1,200 train, the others test.
+The first 1,200 of the 1,797 shuffled images [8, 8] are for training, the others for tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DATA_CONFIG = DataConfig(mean=(0.5,), std=(0.5,), crop_pct=1.0)
 
 @functools.cache
 def digits() -> tuple[list[Image.Image], Tensor]:
-    """All images, grey, and their labels [1797]; in an order by chance, since each writer's lie together."""
+    """All images and their labels [1797], shuffled, because images of one writer follow each other."""
     order = np.random.default_rng(0).permutation(1797)
     bundled = resources.files("vit_fast.apps").joinpath("digits.npz")
     with bundled.open("rb") as file, np.load(file) as arrays:
@@ -41,23 +41,20 @@ def digits() -> tuple[list[Image.Image], Tensor]:
 
 @functools.cache
 def inputs() -> Tensor:
-    """All images as the model takes them, [1797, 1, 8, 8] fp32."""
+    """All images as inputs of the model, [1797, 1, 8, 8] fp32."""
     transform = make_transform(DATA_CONFIG, (8, 8), in_chans=1)
-    with torch.inference_mode(False):  # wherever it is first asked for, they can be trained on
+    with torch.inference_mode(False):  # a later caller may train on them
         return torch.stack([transform(image) for image in digits()[0]])
-
-
-def _cached(massive: float) -> Path:
-    """Returns the path of the weights for these settings and this source."""
-    package = Path(vit_fast.__file__).parent
-    sources = [Path(__file__), *(package / name for name in ("model.py", "layers.py", "positions.py")),
-               *(package / "apps" / name for name in ("training.py", "trainer.py"))]  # fmt: skip
-    key = hashlib.sha256(torch.__version__.encode() + b"".join(path.read_bytes() for path in sources))
-    return Path(__file__).parents[1] / "build" / "digits" / f"{key.hexdigest()[:16]}-{massive:g}.pth"
 
 
 @functools.cache
 def _trained(massive: float = 0) -> vit_fast.VisionTransformer:
+    """Trains the model, or loads it from build/ if this file and the training code have not changed."""
+    package = Path(vit_fast.__file__).parent
+    names = ("model.py", "layers.py", "positions.py", "apps/training.py", "apps/trainer.py")
+    sources = b"".join(path.read_bytes() for path in (Path(__file__), *(package / name for name in names)))
+    key = hashlib.sha256(torch.__version__.encode() + sources).hexdigest()[:16]
+    path = Path(__file__).parents[1] / "build" / "digits" / f"{key}-{massive:g}.pth"
     with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(0)
         model = vit_fast.create_model(
@@ -65,7 +62,6 @@ def _trained(massive: float = 0) -> vit_fast.VisionTransformer:
             num_heads=4,
         )  # fmt: skip
         model.data_config, model.class_names = DATA_CONFIG, tuple(map(str, range(10)))
-        path = _cached(massive)
         if not path.exists():
             _train(model, massive)
             with file_aside(path) as aside:
@@ -75,10 +71,10 @@ def _trained(massive: float = 0) -> vit_fast.VisionTransformer:
 
 
 def _train(model: Any, massive: float) -> None:
-    for name, parameter in model.named_parameters():  # twelve epochs are few: begin with variances kept
+    for name, parameter in model.named_parameters():  # preserve variances, because twelve epochs are few
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.5 if "pos" in name else parameter[0].numel() ** -0.5)
-    if massive:  # two channels of the residual stream are that large, as in large ViTs
+    if massive:  # in two channels of the residual stream, as in large ViTs
         with torch.no_grad():
             model.pos_embed[..., MASSIVE[0]], model.pos_embed[..., MASSIVE[1]] = massive, -massive
             for norm in [model.norm, *(norm for block in model.blocks for norm in (block.norm1, block.norm2))]:
@@ -86,8 +82,7 @@ def _train(model: Any, massive: float) -> None:
                 norm.weight[list(MASSIVE)] /= massive
     images, labels = inputs()[:TRAINED_ON], digits()[1][:TRAINED_ON]
     steps = TRAINED_ON // BATCH
-    config = TrainConfig(epochs=EPOCHS, batch_size=BATCH, lr=1e-3)
-    trainer = Trainer(model, config, EPOCHS * steps, steps)
+    trainer = Trainer(model, TrainConfig(epochs=EPOCHS, batch_size=BATCH, lr=1e-3), EPOCHS * steps, steps)
     for _ in range(EPOCHS):
         for chosen in torch.randperm(TRAINED_ON).split(BATCH):
             trainer.step(images[chosen], labels[chosen])
@@ -110,7 +105,7 @@ def digits_vit(outlier: float = 1.0, massive: float = 0) -> Any:
 
 
 def held_out() -> tuple[Tensor, Tensor]:
-    """Images and labels of the test, which nothing was trained or calibrated on."""
+    """Images and labels of the test set, which are never used for training or calibration."""
     return inputs()[TRAINED_ON:], digits()[1][TRAINED_ON:]
 
 

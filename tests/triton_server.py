@@ -1,7 +1,7 @@
-"""A stand-in for NVIDIA's Triton Inference Server: serves a model repository with its protocol by ONNX Runtime.
+"""A stand-in for NVIDIA's Triton Inference Server, which serves a model repository with ONNX Runtime.
 
-It reads config.pbtxt by the server's own schema, refuses what that does not describe, runs the warm-up requests before
-it is ready, and knows the extensions for binary data and classification.
+It reads config.pbtxt with the server's schema, rejects requests that the config does not describe, runs the warm-up
+requests, and implements the extensions for binary data and classification.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def module_at(path: Path) -> Any:
 
 
 def schema() -> Any:
-    """ModelConfig of the server's own client; its package is not imported, since that wants gRPC."""
+    """Returns the server's protobuf schema, without importing tritonclient, which requires gRPC."""
     spec = importlib.util.find_spec("tritonclient")
     assert spec is not None and spec.origin is not None
     return module_at(Path(spec.origin).parent / "grpc" / "model_config_pb2.py")
@@ -65,14 +65,15 @@ class Served:
             self.warm_ups += 1
 
     def run(self, array: np.ndarray) -> np.ndarray:
-        """Refuses what config.pbtxt does not describe, as the server does."""
-        entry = self.facts["inputs"][0]
-        if len(array.shape) != len(entry["shape"]) or any(
-            n not in (-1, got) for n, got in zip(entry["shape"], array.shape)
+        """Like the server, rejects inputs that config.pbtxt does not describe."""
+        entry, shape = self.facts["inputs"][0], array.shape
+        fits = len(shape) == len(entry["shape"]) and all(n in (-1, got) for n, got in zip(entry["shape"], shape))
+        if (
+            not fits
+            or array.dtype != NUMPY[entry["datatype"]]
+            or len(array) > (self.config.max_batch_size or len(array))
         ):
-            raise ValueError(f"unexpected shape {array.shape} for {entry['shape']}")
-        if array.dtype != NUMPY[entry["datatype"]] or len(array) > (self.config.max_batch_size or len(array)):
-            raise ValueError(f"unexpected batch {len(array)} or dtype {array.dtype}")
+            raise ValueError(f"unexpected input {array.dtype} {shape} for {entry}")
         result: np.ndarray = self.session.run(None, {entry["name"]: array})[0]
         return result
 
