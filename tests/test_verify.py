@@ -35,9 +35,9 @@ def test_an_incorrect_operator_fails(wrong: float | None, monkeypatch: pytest.Mo
     monkeypatch.setattr(verify, "_operators", lambda device, small: operators(device, True))
     monkeypatch.setattr(ops, "attention", broken)
     result = verify.verify(["sdpa"], "cpu")
-    failed = [row for row in result.rows if not row.passed]
-    assert not result.passed and {row.case.split()[0] for row in failed} == {"attention"}
-    assert all((wrong is None) == ("out of order" in str(row.problem)) for row in failed)
+    failed = [row for row in result["rows"] if not row["passed"]]
+    assert {row["case"].split()[0] for row in failed} == {"attention"}
+    assert all((wrong is None) == ("out of order" in str(row["problem"])) for row in failed)
 
 
 @pytest.mark.parametrize(

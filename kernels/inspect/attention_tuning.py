@@ -76,43 +76,42 @@ def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, flo
     `measure` returns the time of a launch in ms; an exception excludes the candidate.
     """
     times: dict[Config, float] = {}
-    expected: list[torch.Tensor] | None = None
+    expected: list[torch.Tensor] = []
     for config in candidates(task):
         try:
             for output in task.outputs:
                 output.fill_(torch.nan)
             task.launch(config).run()
-            if expected is None:
-                expected = [output.clone() for output in task.outputs]
+            expected = expected or [output.clone() for output in task.outputs]
             pairs = zip(task.outputs, expected)
             if all(torch.allclose(*pair, atol=_TOLERANCE, rtol=_TOLERANCE) for pair in pairs):
                 times[config] = measure(task.launch(config))
         except Exception:  # e.g. a compiler error, or too much shared memory
-            if expected is None:
+            if not expected:
                 raise RuntimeError(f"the default configuration of {task.kernel} does not run: {config}") from None
     return min(times.items(), key=lambda item: item[1])
 
 
 def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.device) -> Iterator[Task]:
     """Yields a task for each of the three attention kernels, with random inputs."""
-    shape = (batch, tokens, 3, heads, head_dim)
-    packed = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    gradients = torch.empty_like(packed)
+    packed = torch.randn(batch, tokens, 3, heads, head_dim, device=device, dtype=torch.bfloat16)
     q, k, v = packed.transpose(1, 3).unbind(2)
-    dq, dk, dv = gradients.transpose(1, 3).unbind(2)
-    o, do = (torch.randn(batch, tokens, heads, head_dim, device=device).bfloat16().transpose(1, 2) for _ in range(2))
+    dq, dk, dv = torch.empty_like(packed).transpose(1, 3).unbind(2)
+    o, do = torch.randn(2, batch, tokens, heads, head_dim, device=device).bfloat16().transpose(2, 3)
     lse, delta = torch.empty(2, batch, heads, tokens, device=device)
-    scale = head_dim**-0.5
-    problem = problem_of(q, k, v, o, do, dq)
-    yield Task("forward", problem, forward_config(problem), lambda c: forward_launch(q, k, v, o, lse, scale, c), (o,))
-    forward_launch(q, k, v, o, lse, scale, forward_config(problem)).run()
+    scale, problem = head_dim**-0.5, problem_of(q, k, v, o, do, dq)
+
+    def forward(config: ForwardConfig) -> Launch:
+        return forward_launch(q, k, v, o, lse, scale, config)
 
     def backward(config: BackwardConfig) -> tuple[Launch, Launch]:
         return backward_launches(q, k, v, o, do, lse, dq, dk, dv, delta, scale, config, config)
 
-    yield Task("dq", problem, dq_config(problem), lambda c: backward(c)[0], (dq,))
+    yield Task("forward", problem, forward_config(problem), forward, (o,))
+    forward(forward_config(problem)).run()
+    yield Task("dq", problem, dq_config(problem), lambda config: backward(config)[0], (dq,))
     backward(dq_config(problem))[0].run()
-    yield Task("dkdv", problem, dkdv_config(problem), lambda c: backward(c)[1], (dk, dv))
+    yield Task("dkdv", problem, dkdv_config(problem), lambda config: backward(config)[1], (dk, dv))
 
 
 def tune(

@@ -86,23 +86,14 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
         )
     number = int(arch.removeprefix("sm_"))
     loaded.stand_in_configure(number, gpu.sm_count, limits.shared_bytes_per_block, limits.shared_bytes)
-    triton.runtime.driver.set_active(_TritonDriver(number))
+    driver: Any = CudaDriver()
+    target = GPUTarget("cuda", number, 32)
+    driver.get_current_target = lambda: target
+    driver.get_current_device, driver.get_current_stream = (lambda: 0), (lambda device: 0)
+    driver.get_device_capability = lambda device=0: divmod(number, 10)
+    triton.runtime.driver.set_active(driver)
     set_stand_in(gpu)
     return StandInDriver(loaded, gpu)
-
-
-class _TritonDriver(CudaDriver):  # type: ignore[misc]  # triton has no type annotations
-    """Triton's CUDA driver with the properties of the stand-in GPU."""
-
-    def __init__(self, arch: int) -> None:
-        super().__init__()
-        self._target = GPUTarget("cuda", arch, 32)
-        self.get_current_device = lambda: 0
-        self.get_current_stream = lambda device: 0
-        self.get_device_capability = lambda device=0: divmod(arch, 10)
-
-    def get_current_target(self) -> Any:
-        return self._target
 
 
 def _build() -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -139,17 +138,18 @@ def verify(
     from ..apps.verify import verify as run
 
     result = run(backend.split(","))
+    rows = result["rows"]
+    passed = sum(row["passed"] for row in rows)
     if as_json:
-        # "subject" is the former name of "case", for existing readers
-        rows = [{"subject": row.case} | asdict(row) | {"ratio": row.ratio, "passed": row.passed} for row in result.rows]
-        typer.echo(json.dumps({"device": result.device, "interpreted": result.interpreted, "rows": rows}, indent=2))
+        typer.echo(json.dumps(result, indent=2))
     else:
-        if result.interpreted:
+        if result["interpreted"]:
             typer.echo("No GPU found: using Triton's interpreter, with small shapes and without bf16.")
-        for row in result.rows:
-            ratio = "eager is exact" if row.ratio is None else f"{row.ratio:.2f}x eager's error"
-            found = row.problem or f"error {row.error:.1e} ({ratio})"
-            typer.echo(f"{'pass' if row.passed else 'FAIL'}  {row.backend:6s} {row.dtype}  {row.case:52s} {found}")
-        typer.echo(f"{sum(row.passed for row in result.rows)} of {len(result.rows)} passed on {result.device}")
-    if not result.passed:
+        for row in rows:
+            ratio = "eager is exact" if row["ratio"] is None else f"{row['ratio']:.2f}x eager's error"
+            found = row["problem"] or f"error {row['error']:.1e} ({ratio})"
+            status = "pass" if row["passed"] else "FAIL"
+            typer.echo(f"{status}  {row['backend']:6s} {row['dtype']}  {row['case']:52s} {found}")
+        typer.echo(f"{passed} of {len(rows)} passed on {result['device']}")
+    if passed < len(rows):
         raise typer.Exit(1)

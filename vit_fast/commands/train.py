@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..cli import Backend, Side, argument, model_name, option
+from ..errors import MissingPackageError
 
 if TYPE_CHECKING:
     from ..apps.trainer import Measure
@@ -134,23 +135,19 @@ def _draw_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 @contextmanager
-def _tensorboard_rows(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _tensorboard_rows(out: Path | None) -> Iterator[Callable[[dict[str, Any]], object]]:
     """Yields a function that writes a row of the log to out/tensorboard; it does nothing if out is None."""
     if out is None:
         yield lambda row: None
         return
-    from ..errors import MissingPackageError
-
     if importlib.util.find_spec("tensorboard") is None:
         raise MissingPackageError("tensorboard not installed: pip install 'vit-fast[train]'")
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(str(out / "tensorboard"))
     with writer:
-
-        def write(row: dict[str, Any]) -> None:
-            for name, value in row.items():
-                if name != "epoch" and value is not None:
-                    writer.add_scalar(name, value, row["epoch"])
-
-        yield write
+        yield lambda row: [
+            writer.add_scalar(name, value, row["epoch"])
+            for name, value in row.items()
+            if name != "epoch" and value is not None
+        ]
