@@ -25,22 +25,18 @@ from vit_fast.errors import MissingPackageError
 from vit_fast.model import VisionTransformer
 
 pq = pytest.importorskip("pyarrow.parquet")
-ROOT = Path(__file__).resolve().parents[1]
 COUNT, BAD = 23, ("05.png", "17.png")
 
 
 @pytest.fixture
-def model() -> VisionTransformer:
+def model(monkeypatch: pytest.MonkeyPatch) -> VisionTransformer:
+    monkeypatch.setattr(prediction, "PART", 4)
+    monkeypatch.setattr(classifiers, "BATCH_SIZE", 3)
     model = create_model("vit_test")
     model.class_names = tuple(f"name {i}" for i in range(10))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model
-
-
-@pytest.fixture
-def weights(model: VisionTransformer, tmp_path: Path) -> Path:
-    return save(model, tmp_path / "weights.safetensors")
 
 
 @pytest.fixture
@@ -57,12 +53,6 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "out.parquet"
-
-
-@pytest.fixture(autouse=True)
-def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction, "PART", 4)
-    monkeypatch.setattr(classifiers, "BATCH_SIZE", 3)
 
 
 def _predict(model: VisionTransformer, folder: Path, out: Path, **options: Any) -> Predicted:
@@ -91,11 +81,9 @@ def _check(model: VisionTransformer, folder: Path, out: Path) -> None:
     assert not out.with_name("out.parquet.parts").exists()
 
 
-@pytest.mark.parametrize(("workers", "scaled"), [(0, True), (2, False)])
-def test_file_contains_the_models_outputs(
-    model: VisionTransformer, folder: Path, out: Path, workers: int, scaled: bool
-) -> None:
-    if scaled:  # its weights then contain scales without an axis
+@pytest.mark.parametrize(("workers", "calibrated"), [(0, True), (2, False)])
+def test_file_contains_the_models_outputs(model: Any, folder: Path, out: Path, workers: int, calibrated: bool) -> None:
+    if calibrated:  # adds 0-dimensional scales to the weights
         calibrate(model, torch.randn(4, 3, *model.config.image_hw))
     done = _predict(model, folder, out, workers=workers)
     assert (done.images, done.resumed, [Path(path).name for path, _ in done.bad]) == (COUNT, 0, list(BAD))
@@ -103,17 +91,16 @@ def test_file_contains_the_models_outputs(
     assert sorted(path.name for path in out.parent.iterdir()) == ["images", "out.parquet"]
 
 
-def test_a_run_resumes(model: VisionTransformer, folder: Path, out: Path) -> None:
+def test_an_interrupted_run_resumes(model: Any, folder: Path, out: Path) -> None:
     def interrupt(images: int) -> None:
         if images == 8:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
         _predict(model, folder, out, on_part=interrupt)
-    assert not out.exists()
     parts = out.with_name("out.parquet.parts")
-    (parts / "00000000.parquet").unlink()  # a gap, as when a disk lost it
-    (parts / ".vit-fast-partial-killed").mkdir()  # with half a part
+    (parts / "00000000.parquet").unlink()
+    (parts / ".vit-fast-partial-killed").mkdir()
     other = copy.deepcopy(model)
     torch.nn.init.zeros_(other.head.bias)
     with pytest.raises(PredictionError, match="another model or other images"):
@@ -129,9 +116,9 @@ def test_a_run_resumes(model: VisionTransformer, folder: Path, out: Path) -> Non
     assert _predict(model, folder, out).resumed == 0, "a finished run is repeated"
 
 
-@pytest.mark.parametrize(("removed", "taken"), [(0, COUNT), (3, 11), (6, 0), (7, 0)])
-def test_a_run_that_was_killed_while_it_removed_its_parts_resumes(
-    model: VisionTransformer, folder: Path, out: Path, monkeypatch: Any, removed: int, taken: int
+@pytest.mark.parametrize(("removed", "resumed"), [(0, COUNT), (3, 11), (6, 0), (7, 0)])
+def test_a_run_killed_while_removing_its_parts_resumes(
+    model: Any, folder: Path, out: Path, monkeypatch: Any, removed: int, resumed: int
 ) -> None:
     unlink, left = Path.unlink, iter([True] * removed)
 
@@ -144,13 +131,13 @@ def test_a_run_that_was_killed_while_it_removed_its_parts_resumes(
         patch.setattr(Path, "unlink", killed)
         patch.setattr(prediction.shutil, "rmtree", lambda path, **how: None)
         _predict(model, folder, out)
-    assert _predict(model, folder, out).resumed == taken
+    assert _predict(model, folder, out).resumed == resumed
     _check(model, folder, out)
 
 
 @pytest.mark.parametrize("always", [False, True])
 def test_killed_readers_are_replaced_unless_they_always_die(
-    model: VisionTransformer, folder: Path, out: Path, always: bool, monkeypatch: pytest.MonkeyPatch
+    model: Any, folder: Path, out: Path, always: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prediction, "PART", 12 if always else 4)  # four batches, or two
     parts, batches = [], iter(range(100))
@@ -169,32 +156,27 @@ def test_killed_readers_are_replaced_unless_they_always_die(
         if images == 8:
             kill()
 
-    hook = model.patch_embed.register_forward_pre_hook(on_batch)
-    if always:
-        with pytest.raises(PredictionError, match=r"reads images was lost.* between .*12.png and .*22.png: re-run"):
-            _predict(model, folder, out, workers=1)
-        hook.remove()
-        assert _predict(model, folder, out).resumed == 12
-    else:
-        done = _predict(model, folder, out, workers=1, on_part=on_part)
-        assert (done.images, done.resumed) == (COUNT, 0)
-        assert len(done.lost) == 2 and all("a worker that reads images was lost" in lost for lost in done.lost)
-        assert parts == [*range(4, COUNT, 4), COUNT], "finished parts are not repeated"
-        hook.remove()
+    with model.patch_embed.register_forward_pre_hook(on_batch):
+        if always:
+            with pytest.raises(PredictionError, match=r"reads images was lost.* between .*12.png and .*22.png: re-run"):
+                _predict(model, folder, out, workers=1)
+        else:
+            done = _predict(model, folder, out, workers=1, on_part=on_part)
+            assert (done.images, done.resumed) == (COUNT, 0)
+            assert len(done.lost) == 2 and all("a worker that reads images was lost" in lost for lost in done.lost)
+            assert parts == [*range(4, COUNT, 4), COUNT], "finished parts are not repeated"
+    assert not always or _predict(model, folder, out).resumed == 12
     _check(model, folder, out)
 
 
-def test_what_is_refused(
-    model: VisionTransformer, folder: Path, weights: Path, out: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    files = find_images([folder])
+def test_errors(model: Any, folder: Path, out: Path, monkeypatch: Any, capsys: Any) -> None:
+    weights, mine, files = save(model, out.with_name("m.safetensors")), out.with_name("mine"), find_images([folder])
     with pytest.raises(ValueError, match="must not contain duplicates"):
         predict_to_parquet(model, [*files, files[0]], out, class_names=model.class_names)
     with pytest.raises(IsADirectoryError, match="got a folder"):
         _predict(model, folder, folder)
-    mine = out.with_name("mine.parquet")
-    mine.with_name("mine.parquet.parts").mkdir()
-    mine.with_name("mine.parquet.parts").joinpath("notes.txt").touch()
+    mine.with_name("mine.parts").mkdir()
+    mine.with_name("mine.parts").joinpath("notes.txt").touch()
     with pytest.raises(PredictionError, match="contain the parts of this run"):
         _predict(model, folder, mine)
     for options in (
@@ -223,7 +205,7 @@ def ray() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_ray_replaces_a_killed_worker(ray: Any, model: VisionTransformer, folder: Path, out: Path) -> None:
+def test_ray_replaces_a_killed_worker(ray: Any, model: Any, folder: Path, out: Path) -> None:
     batches = out.with_name("batches")
 
     def kill_once(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
@@ -232,30 +214,27 @@ def test_ray_replaces_a_killed_worker(ray: Any, model: VisionTransformer, folder
         if len(batches.read_text().split()) == 4:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    hook = model.patch_embed.register_forward_pre_hook(kill_once)
-    done = _predict(model, folder, out, engine="ray", workers=2)
-    hook.remove()
+    with model.patch_embed.register_forward_pre_hook(kill_once):
+        done = _predict(model, folder, out, engine="ray", workers=2)
     pids = batches.read_text().split()
     assert len(set(pids)) >= 2 and str(os.getpid()) not in pids
-    assert (done.images, done.resumed, len(done.bad)) == (COUNT, 0, 2)
-    assert ray.is_initialized()
+    assert (done.images, done.resumed, len(done.bad)) == (COUNT, 0, 2) and ray.is_initialized()
     _check(model, folder, out)
 
 
 @pytest.mark.slow
-def test_an_image_that_kills_every_ray_worker_ends_the_run(
-    ray: Any, model: VisionTransformer, folder: Path, out: Path
-) -> None:
+def test_an_image_that_kills_every_ray_worker_ends_the_run(ray: Any, model: Any, folder: Path, out: Path) -> None:
     Image.new("RGB", (40, 36), (255, 255, 255)).save(folder / "21.png")
 
     def kill(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
         if any(image.min() > 0.9 for image in args[0]):  # the white one
             os.kill(os.getpid(), signal.SIGKILL)
 
-    hook = model.patch_embed.register_forward_pre_hook(kill)
-    with pytest.raises(PredictionError, match=r"^3 workers died between .*20.png and .*22.png$"):
+    with (
+        model.patch_embed.register_forward_pre_hook(kill),
+        pytest.raises(PredictionError, match=r"^3 workers died between .*20.png and .*22.png$"),
+    ):
         _predict(model, folder, out, engine="ray", workers=2)
-    hook.remove()
     finished = len(list(out.with_name("out.parquet.parts").glob("[0-9]*.parquet")))
     assert finished <= 5
     assert _predict(model, folder, out).resumed == 4 * finished, "a local run resumes the run on the cluster"
@@ -263,18 +242,17 @@ def test_an_image_that_kills_every_ray_worker_ends_the_run(
 
 
 @pytest.mark.slow
-def test_ray_command(
-    ray: Any, model: VisionTransformer, folder: Path, weights: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(out)]
-    for options, code, said in (
+def test_ray_command(ray: Any, model: Any, folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = save(model, out.with_name("weights.safetensors"))
+    for options, code, printed in (
         (["--workers", "2"], 0, f"{COUNT} images, 2 unreadable"),
         (["--workers", "3"], 2, "workers must be between 1 and 2, the number of cores of the cluster, got 3"),
         (["--device", "cuda"], 2, "the cluster has no GPU"),
         (["--device", "cuda:1"], 2, "device must be one of auto, cpu, cuda with engine='ray', got 'cuda:1'"),
     ):
-        assert run(*arguments, "--engine", "ray", *options) == code
-        assert said in "".join(capsys.readouterr())
+        arguments = ("predict", str(folder), "--weights", str(weights), "--out", str(out), "--engine", "ray")
+        assert run(*arguments, *options) == code
+        assert printed in "".join(capsys.readouterr())
     _check(model, folder, out)
     torch.nn.init.constant_(model.head.bias, float("nan"))
     with pytest.raises(PredictionError, match=r"^/.*00.png: the model's logits are not finite$"):

@@ -1,6 +1,6 @@
-"""Triton's launch path against the stand-in driver: every launch and tensor map legal, and how many a block makes.
+"""Triton's launch path with the stand-in driver: all launches and tensor maps are legal; launches per block.
 
-The stand-in needs processes of its own, which share one cache of compiled kernels.
+The stand-in needs separate processes, which share one cache of compiled kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.slow(minutes=True)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_every_launch_and_tensor_map_is_legal_in_full(arch: str, environment: dict[str, str]) -> None:
+def test_launches_and_tensor_maps_are_legal(arch: str, environment: dict[str, str]) -> None:
     rows = [json.loads(line) for line in run_python([str(TESTS / "launch_cases.py"), arch], environment).splitlines()]
     assert {row["case"]: row["problems"] for row in rows if row["problems"]} == {}
     assert all(row["launches"] for row in rows)
@@ -119,24 +119,23 @@ print(json.dumps([counts, by_torch]))
 """
 
 
-# Of each set of models: launches of a training step that a block adds, and the models for which it is another number.
+# For each set of models: launches per block of a training step, and the models with another number.
 TRAINING: dict[str, tuple[int, dict[str, int]]] = {
     "of_depth": (17, {}),
-    # the gradients of q and k are rotated in place; a LayerScale multiplies weights; a norm inside is three launches
+    # gradients of q and k are rotated in place; LayerScale multiplies weights; an inner norm needs three launches
     "rotary_of_depth": (19, {"timm, interleaved, gated": 18, "timm, gated, norm inside": 22}),
-    "qk_norm_of_depth": (19, {"timm, half": 20}),  # q and k are kept, and their norms differentiated
+    "qk_norm_of_depth": (19, {"timm, half": 20}),  # gradients of the norms of q and k
     "packed_of_depth": (17, {"qwen2_5_vl": 18, "pixtral": 18, "averaged": 18, "rotary, a table an image": 19}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of_depth", TRAINING)
-def test_a_block_of_every_library_launches_what_it_needs(of_depth: str, environment: dict[str, str]) -> None:
-    """Five launches a block, and one that folds where it is not frozen: qkv, attention, proj, fc1, fc2.
+def test_launches_per_block(of_depth: str, environment: dict[str, str]) -> None:
+    """Five launches per block (qkv, attention, proj, fc1, fc2), and a sixth that folds weights unless frozen.
 
-    LayerNorm statistics are made once per model, by a launch before the first block. Training adds eleven: the input
-    gradients of fc2, fc1, which is folded again, proj, attention (two) and qkv, the first LayerNorm's, all products of
-    the weight gradients, and the parameters' gradients in two; nothing is left to torch.
+    One launch per model computes LayerNorm statistics. Training adds eleven: input gradients of fc2, fc1 (folded
+    again), proj, attention (two), qkv and the first LayerNorm, one for weight gradients, and two for other parameters.
     """
     module = "packed_towers" if of_depth == "packed_of_depth" else "fused_models"
     code = f"from {module} import {of_depth} as of_depth\n{_LIBRARY_COUNTS}"
@@ -158,7 +157,7 @@ def test_rules_for_launches_and_plans(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "every", [pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow(minutes=True))]
 )
-def test_a_plan_launches_what_the_call_without_it_launches(environment: dict[str, str], every: int) -> None:
+def test_plans_make_the_same_launches(environment: dict[str, str], every: int) -> None:
     assert run_python([str(TESTS / "planned_launches.py"), str(every)], environment) == "ok"
 
 
@@ -181,26 +180,20 @@ install("sm_75")
 install()
 install()
 """
+_REASONS = ("a machine without a GPU", "no C compiler", "arch must be one of sm_80", "installed in this process")
 
 
-def test_it_refuses_to_stand_in_where_it_must_not(environment: dict[str, str]) -> None:
+def test_refusals(environment: dict[str, str]) -> None:
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET must be unset"):
         stand_in_driver.install("sm_90")
     lines = run_python(["-c", _REFUSALS], environment).splitlines()
-    words = (
-        "requires a machine without a GPU",
-        "no C compiler",
-        "arch must be one of sm_80",
-        "installed in this process",
-    )
-    assert all(word in line for line, word in zip(lines, words, strict=True)), lines
+    assert all(reason in line for reason, line in zip(_REASONS, lines, strict=True)), lines
 
 
 @pytest.mark.slow(minutes=True)
-def test_the_command_reports_host_time(environment: dict[str, str]) -> None:
+def test_command_reports_host_time(environment: dict[str, str]) -> None:
     report = json.loads(run_python(["-m", "vit_fast.cli", "kernels", "--host", "--json"], environment))
-    assert report["violations"] == []
-    assert report["kernels"] > 0
+    assert report["violations"] == [] and report["kernels"] > 0
     rows = {row["name"]: row for row in report["rows"]}
     assert set(rows) >= {"attention", "block, inference", "block, forward + backward"}
     for row in rows.values():
@@ -208,5 +201,4 @@ def test_the_command_reports_host_time(environment: dict[str, str]) -> None:
         assert 0 < us["p20"] <= us["median"] <= us["p80"]
         assert row["launches"] >= 1 and row["descriptors"] >= 0  # depends on the addresses that the CPU allocates
     text = block_times.host_time_text(report)
-    assert "No GPU time is measured" in text
-    assert all(name in text for name in rows)
+    assert "No GPU time is measured" in text and all(name in text for name in rows)

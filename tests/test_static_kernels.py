@@ -26,7 +26,7 @@ BUILD = offline.Build("kernel", "case", Launch(None, (1,), {}, {"DEPENDENT": Tru
 
 
 def run_compiler(*command: str) -> Any:
-    """Returns what a process prints as JSON that compiles kernels instead of interpreting them."""
+    """Runs Python without Triton's interpreter and returns the JSON that it prints."""
     return json.loads(run_python([*command], environment()))
 
 
@@ -40,7 +40,7 @@ print(json.dumps(collect([sys.argv[1]], core=True, update_baseline=False)))
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", offline.ARCHS)
 def test_core_builds(arch: str) -> None:
-    """No build spills, serializes wgmma or became worse than the baseline; the instructions are the expected ones."""
+    """No build spills, serializes wgmma or is worse than the baseline, and all have the expected instructions."""
     rows = {f"{row['kernel']}/{row['case']}": row for row in run_compiler("-c", _CORE, arch)["builds"]}
     assert rows and not {name: row["problems"] for name, row in rows.items() if row["problems"]}
     if arch == "sm_90":
@@ -48,11 +48,9 @@ def test_core_builds(arch: str) -> None:
         assert attention["shared_bytes"] <= 64 * 1024
         for row in (attention, rows["matmul_layer_norm/bf16 gelu 128x256x64 TMA gelu"]):
             assert row["registers"] <= 184 and row["hgmma"] and row["tma_loads"] and row["tma_stores"]
-        eight_bit = [
-            row for row in rows.values() if row["case"].startswith("fp8") and row["kernel"] != "layer_norm_statistics"
-        ]
-        assert {row["kernel"] for row in eight_bit} == {"matmul_layer_norm", "matmul_residual"}
-        assert all(row["e4m3"] and row["tma_loads"] and row["tma_stores"] for row in eight_bit)
+        fp8 = [row for name, row in rows.items() if name.startswith("matmul") and "/fp8" in name]
+        assert len({row["kernel"] for row in fp8}) == 2
+        assert all(row["e4m3"] and row["tma_loads"] and row["tma_stores"] for row in fp8)
 
 
 _COMPILE = """
@@ -66,19 +64,15 @@ for arch, cases in wanted.items():
             found[build.key(arch)] = stats | {"problems": static_checks.problems(build, stats, arch)}
 print(json.dumps(found))
 """
-# Small batches, whose kernels wait for the previous launch and let the next one start.
-_EARLY = {
-    "sm_90": ("matmul_layer_norm/bf16 gelu 64x64x64 TMA gelu", "matmul_partial/bf16 gelu 64x64x64 TMA"),
-    "sm_120": ("matmul_layer_norm/bf16 gelu 64x64x64 pointers gelu", "matmul_partial/bf16 gelu 64x64x64 pointers"),
-}
-# With default settings, or with the tiles of other architectures, these kernels spilled.
-_ONCE_SPILLED = {
+# Small batches, whose kernels overlap with the previous and the next launch, and kernels that once spilled.
+_OTHERS = {
     "sm_80": ("vector_grad/fp32 gelu, training",),
     "sm_89": (
         "attention_bwd_dkdv/tf32 N257 D80 B256 tma packed",
         "attention_bwd_dq/tf32 N257 D80 B256 tma masked",
         "attention_fwd_looped/bf16 N64 D128 B256 tma packed",
     ),
+    "sm_90": ("matmul_layer_norm/bf16 gelu 64x64x64 TMA gelu", "matmul_partial/bf16 gelu 64x64x64 TMA"),
     "sm_100": (
         "finish_residual/bf16 gelu",
         "matmul_layer_norm/bf16 gelu 64x64x64 pointers gelu",
@@ -88,16 +82,16 @@ _ONCE_SPILLED = {
         "matmul_gated_grad/autocast gated silu, training 128x64x64 TMA silu",
         "qk_norm_rope_grad/fp32 layer_norm, rope D64, training",
     ),
+    "sm_120": ("matmul_layer_norm/bf16 gelu 64x64x64 pointers gelu", "matmul_partial/bf16 gelu 64x64x64 pointers"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [_EARLY, _ONCE_SPILLED], ids=["early", "once spilled"])
-def test_builds_of_other_sizes(cases: dict[str, tuple[str, ...]]) -> None:
-    found = run_compiler("-c", _COMPILE, json.dumps(cases))
-    assert len(found) == sum(map(len, cases.values())), found.keys()
+def test_other_builds() -> None:
+    found = run_compiler("-c", _COMPILE, json.dumps(_OTHERS))
+    assert len(found) == sum(map(len, _OTHERS.values())), found.keys()
     assert not {key: row["problems"] for key, row in found.items() if row["problems"]}
-    assert cases is not _EARLY or {row["grid_waits"] for row in found.values()} == {1}
+    assert {row["grid_waits"] for key, row in found.items() if key.startswith(("sm_90", "sm_120"))} == {1}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +110,7 @@ def test_builds_of_other_sizes(cases: dict[str, tuple[str, ...]]) -> None:
         ({"ctas_per_sm": 0}, ["does not fit"]),
     ],
 )
-def test_what_became_worse_or_must_not_be_shipped(change: dict[str, int], words: list[str], tmp_path: Path) -> None:
+def test_regressions_and_problems(change: dict[str, int], words: list[str], tmp_path: Path) -> None:
     path = tmp_path / "baseline.json"
     static_checks.write_baseline({"a": STATS}, path)
     before = static_checks.read_baseline(path)
@@ -132,7 +126,7 @@ def test_what_became_worse_or_must_not_be_shipped(change: dict[str, int], words:
     assert "not in the baseline" in static_checks.regressions(before, "b", STATS)[0]
 
 
-def test_an_access_before_the_wait_for_the_previous_launch_is_counted() -> None:
+def test_early_accesses_are_counted() -> None:
     lines = ["CCTL.E.PF2 [R8]", "ACQBULK", "PREEXIT", "@!P0 LDG.E R2, desc[UR4][R2.64]", "STG.E desc[UR4][R4.64], R2"]
     for first, count in ((0, 0), (3, 1)):
         order = [lines[first], *lines[:first], *lines[first + 1 :]]
@@ -149,7 +143,7 @@ print(json.dumps(keys))
 
 
 @pytest.mark.slow
-def test_the_baseline_contains_the_recorded_builds_which_do_not_spill() -> None:
+def test_baseline_contains_all_recorded_builds() -> None:
     recorded = static_checks.read_baseline()["builds"]
     builds = {key: counts for key, counts in recorded.items() if key.startswith(offline.ARCHS)}  # of this triton
     assert {key.partition("/")[0] for key in recorded} <= {*offline.ARCHS, "sm_103"}
@@ -160,7 +154,7 @@ def test_the_baseline_contains_the_recorded_builds_which_do_not_spill() -> None:
     assert not [counts for counts in waits if not 0 < counts["wgmma_waits"] < counts["hgmma"]]
 
 
-def test_builds_that_no_longer_exist_leave_the_baseline(tmp_path: Path) -> None:
+def test_removed_builds_leave_the_baseline(tmp_path: Path) -> None:
     path = tmp_path / "baseline.json"
     for keys in (["sm_90/removed/bf16"], ["sm_80/other/bf16"], ["sm_90/new/bf16"]):
         static_checks.write_baseline(dict.fromkeys(keys, STATS), path)
@@ -188,5 +182,5 @@ def test_estimated_device_time_of_a_block(arch: str) -> None:
     ("options", "error"),
     [("vit_base_patch16_224 --arch sm_75", "arch must be one of"), ("vit_bse", "unknown model")],
 )
-def test_the_command_names_what_is_unknown(options: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_rejects_unknown_names(options: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("kernels", "--model", *options.split()) == 2 and error in capsys.readouterr().err
