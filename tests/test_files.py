@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -104,21 +103,6 @@ def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
             part.write_text("new")
     assert pipe.is_fifo() and device.is_symlink() and Path("/dev/null").is_char_device()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "m.onnx", "n.onnx.data"]
-
-
-def test_a_folder_of_a_killed_process_is_removed_after_a_day(tmp_path: Path) -> None:
-    path, killed, foreign = tmp_path / "m.onnx", tmp_path / ".vit-fast-partial-killed", tmp_path / ".m.onnx.mine"
-    with file_aside(path) as running:
-        running.write_text("first")
-        for age, left in ((0, [killed.name]), (2 * 86400, [])):
-            for folder in (killed, foreign):
-                folder.mkdir(exist_ok=True)
-                os.utime(folder, (time.time() - age,) * 2)
-            with file_aside(path) as other:
-                other.write_text("second")
-            names = {".m.onnx.mine", running.parent.name, "m.onnx", *left}
-            assert {entry.name for entry in tmp_path.iterdir()} == names
-    assert path.read_text() == "first"
 
 
 def test_folder_aside_follows_links_and_names_may_have_the_maximum_length(tmp_path: Path) -> None:

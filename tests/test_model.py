@@ -41,11 +41,6 @@ def test_images_of_another_size_shape_dtype_or_kind_are_refused():
         assert make()(images().bfloat16()).isfinite().all()
 
 
-def test_a_model_larger_than_memory_is_refused_before_it_is_made():
-    with pytest.raises(ValueError, match=r"the parameters must fit into .* got \d+ GiB: img_size=\(1000000, 1000000\)"):
-        make(img_size=1_000_000, patch_size=10)
-
-
 @pytest.mark.parametrize("kind", ["sincos1d", "sincos2d"])
 def test_fixed_positions_follow_the_formula_and_reach_the_tokens(kind):
     rows, columns, dim = 3, 5, 16

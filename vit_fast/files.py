@@ -6,12 +6,10 @@ import contextlib
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = ".vit-fast-partial-"  # does not contain the file name, which may have the maximum length
-_DAY = 24 * 3600.0  # no write takes longer
 
 
 @contextlib.contextmanager
@@ -79,13 +77,12 @@ def check_replaceable(path: Path) -> None:
 
 @contextlib.contextmanager
 def _hidden_folder(path: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """Yields a new folder beside `path` and removes it at the end. Also removes old folders of killed processes."""
+    """Yields a new folder beside `path` and removes it at the end; if a write fails, also folders that it created."""
     parent = Path(os.path.realpath(path.parent))  # Path.resolve raises RuntimeError for circular links
     created = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     aside = None
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(parent)
         aside = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         yield aside
     except Exception as error:
@@ -105,10 +102,3 @@ def _is_about(error: OSError, aside: Path | None) -> bool:
     """Returns True if creating `aside` or writing into it failed, and False for an error of another file."""
     names = [Path(os.fsdecode(name)) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
     return error.errno is not None and (aside is None or not names or any(n.is_relative_to(aside) for n in names))
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _DAY:
-                shutil.rmtree(folder, ignore_errors=True)

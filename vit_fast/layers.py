@@ -99,38 +99,24 @@ def make_norm(config: ViTConfig, present: bool = True, width: int | None = None)
 
 
 class Mlp(nn.Module):
-    """A two-layer MLP: fc2(act(fc1(x)))."""
+    """A two-layer MLP, fc2(act(fc1(x))), or a gated MLP, fc2(act(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202).
+
+    In a gated MLP, fc1 packs gate and up, in this order.
+    """
 
     def __init__(self, config: ViTConfig, drop: float = 0.0) -> None:
         super().__init__()
         C, F = config.embed_dim, config.hidden_dim
-        self.activation = config.act_layer
-        self.fc1 = nn.Linear(C, F, bias=config.proj_bias)
+        self.activation, self.gated = config.act_layer, config.mlp_layer == "swiglu"
+        self.fc1 = nn.Linear(C, 2 * F if self.gated else F, bias=config.proj_bias)
         self.norm = make_norm(config, config.scale_mlp_norm, F)
         self.fc2 = nn.Linear(F, C, bias=config.proj_bias)
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.fc2(self.norm(self.drop(self.hidden(x)))))
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Computes the hidden layer, [..., C] -> [..., F]."""
-        return ACTIVATIONS[self.activation](self.fc1(x))
-
-
-class GatedMlp(Mlp):
-    """A gated MLP (SwiGLU, arXiv 2002.05202): fc2(act(gate(x)) * up(x)); fc1 packs gate and up, in this order."""
-
-    def __init__(self, config: ViTConfig, drop: float = 0.0) -> None:
-        super().__init__(config, drop)
-        self.fc1 = nn.Linear(config.embed_dim, 2 * config.hidden_dim, bias=config.proj_bias)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        gate, up = self.fc1(x).chunk(2, dim=-1)
-        return ACTIVATIONS[self.activation](gate) * up
-
-
-MLPS: dict[str, type[Mlp]] = {"mlp": Mlp, "swiglu": GatedMlp}
+        x, *up = self.fc1(x).chunk(2, dim=-1) if self.gated else (self.fc1(x),)
+        x = ACTIVATIONS[self.activation](x)
+        return self.drop(self.fc2(self.norm(self.drop(x * up[0] if up else x))))
 
 
 class AttentionPool(nn.Module):
@@ -147,7 +133,7 @@ class AttentionPool(nn.Module):
         self.proj = nn.Linear(C, C)
         self.norm = make_norm(config)
         ratio = config.mlp_ratio if config.pool_mlp_ratio is None else config.pool_mlp_ratio
-        self.mlp = MLPS[config.mlp_layer](config.replace(mlp_ratio=ratio))
+        self.mlp = Mlp(config.replace(mlp_ratio=ratio))
 
     def forward(self, x: Tensor) -> Tensor:
         """Pools patches [B, N, C] to [B, C]."""

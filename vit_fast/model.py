@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .config import DataConfig, Size, ViTConfig
 from .errors import check_type
-from .layers import MLPS, AttentionPool, DropPath, LayerScale, PatchEmbed, make_norm
+from .layers import AttentionPool, DropPath, LayerScale, Mlp, PatchEmbed, make_norm
 from .positions import fixed_pos_embed, resample_pos_embed, rope_of, rotate
 
 
@@ -71,7 +71,7 @@ class Block(nn.Module):
         self.ls1 = _layer_scale(config)
         self.drop_path1 = DropPath(drop_path)
         self.norm2 = make_norm(config)
-        self.mlp = MLPS[config.mlp_layer](config, config.proj_drop_rate)
+        self.mlp = Mlp(config, config.proj_drop_rate)
         self.ls2 = _layer_scale(config)
         self.drop_path2 = DropPath(drop_path)
 

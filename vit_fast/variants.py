@@ -46,12 +46,6 @@ class Variant:
 
 _VARIANTS: dict[str, Variant] = {}
 
-# timm models that ViTConfig cannot represent, with the reason.
-NOT_HERE = {
-    "eva02_enormous_patch14_clip_224": "its blocks normalize the outputs of attention and MLP, not their inputs",
-    "vit_*_rope_mixed*_224": "each of its blocks learns its own rotary angles",
-}
-
 
 def _add(data: DataConfig, *patterns: str, **fields: Any) -> None:
     """Adds the variants of patterns such as vit_{tiny,small}_patch16_224.
@@ -192,9 +186,6 @@ def list_models(pattern: str = "*") -> list[str]:
 def get_variant(name: str) -> Variant:
     """Returns the configuration of a named model."""
     if name not in _VARIANTS:
-        for pattern, reason in NOT_HERE.items():
-            if fnmatch.fnmatchcase(name, pattern):
-                raise ValueError(f"model {name!r} is not supported, because {reason}: call timm.create_model")
         nearest = difflib.get_close_matches(name, _VARIANTS, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(nearest)}?" if nearest else "list_models() lists all names"
         raise ValueError(f"unknown model {name!r}: {hint}")

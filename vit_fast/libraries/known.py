@@ -51,10 +51,6 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
     return None
 
 
-def known_names() -> str:
-    return ", ".join(library.NAME for library in NAMED_WEIGHTS)
-
-
 def recognize(model: nn.Module) -> ImageModel:
     """Describes a model for export, in evaluation mode, in fp32 on the CPU; copies it if it has to change for that.
 

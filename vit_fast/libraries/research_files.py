@@ -42,6 +42,7 @@ _RULES: tuple[Rule, ...] = (
 )
 
 _PREFIX = re.compile(r"(.*/)?embedding/kernel")
+_STACKED = "Transformer/encoderblock/"
 
 
 def _convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
@@ -50,8 +51,11 @@ def _convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     tensors: dict[str, Tensor] = {}
     source_of: dict[str, str] = {}
     for name, array in state.items():
-        for inner, layer in _unstack(name.removeprefix(prefix), array):
-            renamed = re.sub(r"/(kernel|scale)$", "/weight", inner)
+        inner, layers = name.removeprefix(prefix), {"": array}
+        if inner.startswith(_STACKED):  # a parameter of all blocks, as in files of models that use flax's nn.scan
+            layers = {f"Transformer/encoderblock_{i}/": layer for i, layer in enumerate(array.unbind(0))}
+        for block, layer in layers.items():
+            renamed = re.sub(r"/(kernel|scale)$", "/weight", block + inner.removeprefix(_STACKED if block else ""))
             tensors[renamed], source_of[renamed] = _to_torch(inner, layer), name
     converted = rename(tensors, "Google JAX", _RULES)
     converted.ignored = sorted({source_of[name] for name in converted.ignored})
@@ -62,14 +66,6 @@ def _convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     return converted
 
 
-def _unstack(name: str, array: Tensor) -> list[tuple[str, Tensor]]:
-    """Splits an array that stacks a parameter of all blocks, as in files of models that use flax's nn.scan."""
-    stacked = "Transformer/encoderblock/"
-    if not name.startswith(stacked):
-        return [(name, array)]
-    return [(name.replace(stacked, f"Transformer/encoderblock_{i}/"), layer) for i, layer in enumerate(array.unbind(0))]
-
-
 def _to_torch(name: str, array: Tensor) -> Tensor:
     """Transposes a JAX kernel [in..., out...]: HWIO for convolutions, [C, H, D] to heads and [H, D, C] from them."""
     if not name.endswith("/kernel"):
@@ -77,8 +73,7 @@ def _to_torch(name: str, array: Tensor) -> Tensor:
     if array.dim() == 4:
         return array.permute(3, 2, 0, 1).contiguous()
     if array.dim() == 3:
-        into_heads = re.search(r"/(query|key|value)/kernel$", name)
-        array = array.flatten(1) if into_heads else array.flatten(0, 1)
+        array = array.flatten(1) if re.search(r"/(query|key|value)/kernel$", name) else array.flatten(0, 1)
     return array.t().contiguous() if array.dim() == 2 else array
 
 

@@ -12,8 +12,7 @@ from ..blocks.fused import Forms, FusedNormMlp
 from ..blocks.fused import FusedBlocks as BlocksMixin
 from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.reading import Reader
-from ..config import DataConfig, ViTConfig
-from ..layers import DropPath, GatedMlp, LayerScale, Mlp
+from ..layers import DropPath, LayerScale, Mlp
 from ..model import VisionTransformer
 from ..ops import Rope, attention
 from ..variants import get_variant, list_models
@@ -28,10 +27,14 @@ def recognize(model: nn.Module) -> ImageModel | None:
     if not isinstance(model, VisionTransformer):
         return None
     config = model.config
+    # the name of a variant of this shape, whatever its head; prefers one with the same preprocessing
+    fields = {"num_classes": config.num_classes, "dynamic_img_size": config.dynamic_img_size}
+    same = [name for name in list_models() if get_variant(name).config.replace(**fields) == config]
+    same.sort(key=lambda name: get_variant(name).data != model.data_config)
     return OurModel(
         model=model,
         library=NAME,
-        name=_variant_of(config, model.data_config) or type(model).__name__,
+        name=next(iter(same), type(model).__name__),
         image_hw=config.image_hw,
         in_chans=config.in_chans,
         patch_hw=config.patch_pixels,
@@ -42,14 +45,6 @@ def recognize(model: nn.Module) -> ImageModel | None:
         class_names=model.class_names,
         config=config.to_dict(),
     )
-
-
-def _variant_of(config: ViTConfig, data_config: DataConfig) -> str | None:
-    """Returns the variant of this shape, ignoring the head; prefers one with the same preprocessing."""
-    fields = {"num_classes": config.num_classes, "dynamic_img_size": config.dynamic_img_size}
-    same = [name for name in list_models() if get_variant(name).config.replace(**fields) == config]
-    alike = [name for name in same if get_variant(name).data == data_config]
-    return next(iter(alike or same), None)
 
 
 class OurModel(ImageModel):
@@ -130,9 +125,9 @@ def _read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], 
         "mlp.fc1",
         "mlp.activation",
         "mlp.fc2",
-        gate_chunk=0 if type(block.at("mlp")) is GatedMlp else None,
+        gate_chunk=0 if block.value("mlp.gated") else None,
         inner_norm="mlp.norm",
-        inside={"mlp": (Mlp, GatedMlp), **inside},
+        inside={"mlp": (Mlp,), **inside},
         dropouts=("mlp.drop",),
         **rest,
     )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..config import ViTConfig
 from ..errors import as_device, check_type
 from ..fusion.fuse import fuse, set_backend
 from ..model import VisionTransformer
@@ -46,8 +44,7 @@ def create_model(
     Returns:
         The model, in evaluation mode.
     Raises:
-        ValueError: name or a field is unknown, a field is invalid, the weights do not fit, or the model is larger than
-            the device's memory.
+        ValueError: name or a field is unknown, a field is invalid, or the weights do not fit.
         UnsupportedInputError: the requested backend cannot run the model; lists all reasons.
     """
     check_type("name", name, str)
@@ -67,9 +64,7 @@ def create_model(
         config, data_config = variant.config, variant.data
     overrides = {} if source is None else overrides_from(source)
     config = config.replace(**overrides | config_overrides)
-    place = as_device(device)
-    _check_memory(config, place)
-    with place:
+    with as_device(device):
         model = VisionTransformer(config, data_config=data_config)
     if dtype is not None:
         model = model.to(dtype)
@@ -79,19 +74,3 @@ def create_model(
     if precision is not None:
         fuse(model.eval(), backend, precision=precision)
     return model.eval()
-
-
-def _check_memory(config: ViTConfig, device: torch.device) -> None:
-    """Raises ValueError if a model does not fit into memory, before the system kills the process."""
-    if device.type not in ("cpu", "cuda"):
-        return
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    rows = config.seqlen + config.num_classes + config.depth * (4 * config.embed_dim + 2 * config.hidden_dim)
-    needed = rows * config.embed_dim * torch.get_default_dtype().itemsize  # ignores smaller parameters
-    if needed > memory:
-        raise ValueError(
-            f"the parameters must fit into the {memory / 2**30:.0f} GiB of {device}, got {needed / 2**30:.0f} GiB: "
-            f"img_size={config.img_size}, embed_dim={config.embed_dim}, depth={config.depth}"
-        )

@@ -176,7 +176,8 @@ def _fit(model: VisionTransformer, source: Source, replace_head: bool) -> tuple[
     wanted = model.state_dict() | buffers_to_load(source.tensors, config.embed_dim)
     converted = known.convert(source.tensors, config)
     if converted is None:
-        layouts, names = known.known_names(), _listed(sorted(source.tensors))
+        layouts = ", ".join(library.NAME for library in known.NAMED_WEIGHTS)
+        names = _listed(sorted(source.tensors))
         raise WeightsError(f"{source.name}: must have the names of a known layout ({layouts}), got {names}")
     layout = "vit-fast" if source.name.endswith(".safetensors") and given else converted.layout
     report = WeightsReport(source.name, layout, ignored=list(converted.ignored), notes=list(source.notes))

@@ -178,20 +178,14 @@ def _find_on_hub(repo_id: str, revision: str, names: tuple[str, ...]) -> Path | 
         for name in [name for name, marker in cached.items() if marker is None]:
             try:
                 return Path(hf_hub_download(repo_id, name, revision=revision))
-            except errors.LocalEntryNotFoundError:
-                raise
+            except errors.LocalEntryNotFoundError as error:
+                no_network = "huggingface.co cannot be reached (no network, or HF_HUB_OFFLINE is set)"
+                raise OSError(f"it is not in the local cache, and {no_network}") from error
             except errors.EntryNotFoundError:
                 continue
     except (errors.HFValidationError, OSError) as error:  # OSError is the base class of connection errors
-        no_network = "cannot be reached (no network, or HF_HUB_OFFLINE is set)"
-        reasons: dict[type[Exception], str] = {
-            errors.LocalEntryNotFoundError: f"{name} is not in the local cache, and huggingface.co {no_network}",
-            errors.GatedRepoError: "access is restricted: accept the license on huggingface.co and log in",
-            errors.RevisionNotFoundError: "the repository has no such revision",
-            errors.RepositoryNotFoundError: "no such repository on huggingface.co, or it is private",
-        }
-        reason = reasons.get(type(error), f"{name} cannot be downloaded: {_first_line(error)}")
-        raise WeightsError(f"{repo_id}@{revision}: {reason}") from None
+        reason = " ".join(str(error).split())
+        raise WeightsError(f"{repo_id}@{revision}: {name} cannot be downloaded: {reason}") from None
     return None
 
 
