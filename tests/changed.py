@@ -34,7 +34,7 @@ EXPORT = ("export_*", "onnx_*", "deployment", "fixed_grid")
 TUNING = ("optimize*", "tuning_*")
 BENCH = ("bench_*", "gpu_check")
 LIBRARIES = (*FUSED, *FP8, "onnx_families", "export_options", "model_*", "weights_*", "bench_models")
-MODEL = ("model*", "mlp_operator", "rotary_models")
+MODEL = ("model*", "mlp_operator")
 PREDICTION = ("predict*", "evaluate", "data", "files")
 TRAINING = ("train*",)
 # The tests of a folder, by names without test_ and .py; a path is one of the folders that it begins with.

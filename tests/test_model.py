@@ -1,4 +1,4 @@
-"""The model's own behavior: sizes, positions, pooling, randomness, attention maps, backends, compile, errors."""
+"""Tests of our model: image sizes, positions, dropout, attention maps, backends, compilation, errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def images(*shape: int) -> torch.Tensor:
     return torch.randn(shape or (2, 3, 32, 32), generator=torch.Generator().manual_seed(3))
 
 
-def test_images_of_another_size_shape_dtype_or_kind_are_refused():
+def test_invalid_images():
     fixed, dynamic = make(), make(dynamic_img_size=True)
     for model, bad, message in (
         (fixed, images(1, 3, 64, 48), "32x32, got 64x48.*dynamic_img_size"),
@@ -42,7 +42,7 @@ def test_images_of_another_size_shape_dtype_or_kind_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["sincos1d", "sincos2d"])
-def test_fixed_positions_follow_the_formula_and_reach_the_tokens(kind):
+def test_fixed_positions_follow_the_formula(kind):
     rows, columns, dim = 3, 5, 16
 
     def encode(position: int, width: int) -> torch.Tensor:
@@ -54,9 +54,9 @@ def test_fixed_positions_follow_the_formula_and_reach_the_tokens(kind):
     assert torch.allclose(fixed_pos_embed(kind, (rows, columns), dim)[0], torch.stack(expected), atol=1e-6)
     model = make(pos_embed=kind, dynamic_img_size=True)
     assert "pos_embed" not in model.state_dict()
-    patches, grid = model.patch_embed(images())
-    assert torch.allclose(model.embed(images())[:, 1:], patches + fixed_pos_embed(kind, grid, 64), atol=1e-6)
-    assert model(images(1, 3, 64, 16)).shape == (1, 10)
+    patches, grid = model.patch_embed(images(1, 3, 64, 16))
+    expected = patches + fixed_pos_embed(kind, grid, 64)
+    assert torch.allclose(model.embed(images(1, 3, 64, 16))[:, 1:], expected, atol=1e-6)
 
 
 def test_attention_maps():
@@ -75,7 +75,7 @@ def test_attention_maps():
         model.attention_maps(images())
 
 
-def test_drop_path_drops_whole_images_and_keeps_the_mean():
+def test_drop_path_drops_whole_images_and_preserves_the_mean():
     rates = [block.drop_path1.drop_prob for block in make(depth=5, drop_path_rate=0.4).blocks]
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
     layer = DropPath(0.25).train()
@@ -126,9 +126,7 @@ def test_nan_stays_in_its_image():
     assert make()(images(0, 3, 32, 32)).shape == (0, 10)
     x = images(3, 3, 32, 32)
     x[1, 0, 5, 5] = float("nan")
-    out = make()(x)
-    assert out[1].isnan().all()
-    assert out[[0, 2]].isfinite().all()
+    assert make()(x).isnan().all(1).tolist() == [False, True, False]
 
 
 def test_deepcopy_pickle_and_meta():
@@ -139,11 +137,9 @@ def test_deepcopy_pickle_and_meta():
         assert VisionTransformer(ViTConfig())(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
 
 
-def test_create_model_overrides_any_field():
-    model = vit_fast.create_model(
-        "vit_tiny_patch16_224", depth=2, img_size=(32, 48), num_classes=7, dtype=torch.float64, device="cpu"
-    )
-    assert not model.training
+def test_create_model_overrides_fields():
+    model = make(depth=3, img_size=(32, 48), num_classes=7, dtype=torch.float64, device="cpu")
+    assert not model.training and len(model.blocks) == 3
     assert model(images(1, 3, 32, 48).double()).shape == (1, 7)
     with pytest.raises(ValueError, match=r"ViTConfig fields must be among .*, got dept"):
-        vit_fast.create_model("vit_test", dept=2)
+        make(dept=2)

@@ -1,4 +1,4 @@
-"""Every variant has timm's parameters under timm's names, and every choice gives timm's outputs."""
+"""Our models beside timm's: parameters of all variants, outputs and gradients, positions of other image sizes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 import timm
 import torch
+from fused_models import double_inputs
+from kernel_support import DEVICE
 from timm.models.vision_transformer import VisionTransformer as TimmViT
-from torch import nn
+from torch import Tensor, nn
+from weights_peers import SMALL as SIZES
 from weights_peers import assert_same_outputs, randomize
 
 import vit_fast
+from vit_fast.accuracy import judge
 from vit_fast.config import ViTConfig
 from vit_fast.libraries.known import convert
 
 NOT_IN_TIMM = {"vit_test", "vit_mnist", "vit_micro_patch7_28", *vit_fast.list_models("vit_*_hybrid_*")}
-SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 10}
 TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu", "ReLU": "relu", "SiLU": "silu"}
 
 
@@ -29,7 +32,7 @@ TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick
     "aimv2_3b_patch14_448",
 )  # fmt: skip
 @pytest.mark.parametrize("name", sorted(set(vit_fast.list_models()) - NOT_IN_TIMM))
-def test_variant_has_timms_parameters(name, monkeypatch):
+def test_variant_has_timms_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "linspace", functools.partial(torch.linspace, device="cpu"))  # timm 1.0.20 reads it
     with torch.device("meta"):
         own = vit_fast.VisionTransformer(vit_fast.variants.get_variant(name).config)
@@ -39,15 +42,14 @@ def test_variant_has_timms_parameters(name, monkeypatch):
         state = convert(state, own.config).tensors
     assert {k: tuple(v.shape) for k, v in own.state_dict().items()} == {k: tuple(v.shape) for k, v in state.items()}
     config, block = own.config, peer.blocks[0]
-    assert config.num_heads == block.attn.num_heads
-    assert config.norm_eps == block.norm1.eps
+    assert (config.num_heads, config.norm_eps) == (block.attn.num_heads, block.norm1.eps)
     assert config.act_layer == TIMM_ACTIVATIONS[type(block.mlp.act).__name__]
     assert config.no_embed_class == peer.no_embed_class
-    if config.global_pool == "map":
-        assert config.norm_eps == peer.attn_pool.norm.eps
-        assert (config.pool_heads or config.num_heads) == peer.attn_pool.num_heads
+    if (pool := getattr(peer, "attn_pool", None)) is not None:
+        assert (config.pool_heads or config.num_heads, config.norm_eps) == (pool.num_heads, pool.norm.eps)
 
 
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 10}
 CHOICES: dict[str, dict[str, Any]] = {
     "plain": {},
     "rectangular": {"img_size": (32, 48), "patch_size": (8, 16)},
@@ -71,17 +73,22 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-@pytest.mark.parametrize("choice", CHOICES)
-def test_choice_gives_timms_outputs(choice, backend):
-    fields = SMALL | CHOICES[choice]
+def plain_pair(**fields: Any) -> tuple[nn.Module, Any]:
+    """Returns timm's VisionTransformer with random weights, and ours with the same."""
     eps = {"norm_layer": functools.partial(nn.LayerNorm, eps=fields["norm_eps"])} if "norm_eps" in fields else {}
     peer = randomize(TimmViT(**{name: value for name, value in fields.items() if name != "norm_eps"}, **eps))
     own = vit_fast.VisionTransformer(ViTConfig(**fields)).eval()
-    vit_fast.set_backend(own, backend)
     own.load_state_dict(peer.state_dict())
-    assert_same_outputs(own, peer, lambda model, images: model(images))
+    return peer, own
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_choice_gives_timms_outputs(choice: str, backend: str) -> None:
+    peer, own = plain_pair(**TINY | CHOICES[choice])
+    vit_fast.set_backend(own, backend)
+    assert_same_outputs(own, peer)
     images = torch.randn(2, own.config.in_chans, *own.config.image_hw).double()
     models = own.double(), peer.double()
     with torch.no_grad():
@@ -89,11 +96,11 @@ def test_choice_gives_timms_outputs(choice, backend):
     assert (mine - other).abs().max() < 1e-10
 
 
-def test_distilled_model_gives_timms_outputs():
+def test_distilled_model_gives_timms_outputs() -> None:
     peer = randomize(timm.create_model("deit_tiny_distilled_patch16_224", img_size=64, depth=2))
     own = vit_fast.create_model("deit_tiny_distilled_patch16_224", img_size=64, depth=2)
     own.load_state_dict(peer.state_dict())
-    assert_same_outputs(own, peer, lambda model, images: model(images))
+    assert_same_outputs(own, peer)
     images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     for model in (own, peer):
         model.set_distilled_training(True)
@@ -102,25 +109,100 @@ def test_distilled_model_gives_timms_outputs():
         assert (mine - other).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("no_embed_class", [False, True])
-def test_dynamic_image_size_interpolates_as_timm(no_embed_class):
-    fields = SMALL | {"dynamic_img_size": True, "no_embed_class": no_embed_class, "reg_tokens": 2}
-    peer = randomize(TimmViT(**fields))
-    own = vit_fast.VisionTransformer(ViTConfig(**fields)).eval()
-    own.load_state_dict(peer.state_dict())
-    for size in ((32, 32), (64, 64), (40, 88)):
-        images = torch.randn(2, 3, *size)
-        with torch.no_grad():
-            assert (own(images) - peer(images)).abs().max() < 1e-5
-
-
-def test_hybrid_is_a_plain_model_on_the_feature_map():
+def test_hybrid_is_a_plain_model_on_the_feature_map() -> None:
     """Section 3.1: the patch embedding applied to a CNN's feature map equals timm's plain ViT on that map."""
-    own = vit_fast.VisionTransformer(ViTConfig(**SMALL | {"img_size": 64, "patch_size": 2, "stem_channels": (8, 16)}))
-    peer = TimmViT(**(SMALL | {"img_size": 16, "patch_size": 2, "in_chans": 16})).eval()
+    own = vit_fast.VisionTransformer(ViTConfig(**TINY | {"img_size": 64, "patch_size": 2, "stem_channels": (8, 16)}))
+    peer = TimmViT(**TINY | {"img_size": 16, "patch_size": 2, "in_chans": 16}).eval()
     peer.load_state_dict({k: v for k, v in randomize(own).state_dict().items() if ".stem." not in k})
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
-        feature_map = own.patch_embed.stem(images)
-        assert feature_map.shape == (2, 16, 16, 16)
-        assert (own(images) - peer(feature_map)).abs().max() < 1e-5
+        assert (own(images) - peer(own.patch_embed.stem(images))).abs().max() < 1e-5
+
+
+ROTARY = (
+    "vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3", "eva02_tiny_patch14_224", "eva02_base_patch14_448",
+    "eva02_base_patch16_clip_224", "vit_pe_core_tiny_patch16_384", "vit_pe_lang_gigantic_patch14_448",
+    "vit_pe_spatial_tiny_patch16_512", "vit_mediumd_patch16_rope_reg1_gap_256", "vit_small_patch16_rope_ape_224",
+    "aimv2_large_patch14_224",
+)  # fmt: skip
+
+
+def named_pair(name: str, **overrides: Any) -> tuple[nn.Module, Any]:
+    """Returns a named model of timm with random weights, and ours with the same."""
+    torch.manual_seed(0)
+    settings = SIZES | {"num_classes": 5, "img_size": 64 if "16" in name else 56} | overrides
+    peer = timm.create_model(name, **settings, **({"attn_pool_num_heads": 2} if "pe_core" in name else {})).eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    own = vit_fast.create_model(name, backend="sdpa", **settings, **({"pool_heads": 2} if "pe_core" in name else {}))
+    vit_fast.load_weights(own, peer.state_dict())
+    return peer, own
+
+
+def outputs(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    images = images.clone().requires_grad_()
+    logits = model(images)
+    logits.square().sum().backward()
+    assert images.grad is not None
+    return logits.detach(), images.grad
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ROTARY)
+def test_outputs_and_gradients_are_timms(name: str, backend: str) -> None:
+    peer, own = named_pair(name)
+    vit_fast.set_backend(own, backend)
+    images = torch.randn(2, 3, *own.config.image_hw)
+    expected, found = outputs(peer, images), outputs(own, images)
+    exact = outputs(peer.double(), double_inputs({"x": images})["x"])
+    assert all(judge(*each, 2, "rms").passed for each in zip(found, expected, exact, strict=True))
+
+
+@pytest.mark.parametrize("name", ["plain", "patches-only", "vit_small_patch16_dinov3", "eva02_tiny_patch14_224"])
+def test_positions_of_other_image_sizes_are_timms(name: str) -> None:
+    fields = TINY | {"dynamic_img_size": True, "no_embed_class": name == "patches-only", "reg_tokens": 2}
+    peer, own = named_pair(name, dynamic_img_size=True) if "_" in name else plain_pair(**fields)
+    height, width = own.config.patch_hw
+    for rows, columns in ((4, 4), (3, 6), (5, 11)):
+        images = torch.randn(2, 3, rows * height, columns * width)
+        with torch.no_grad():
+            torch.testing.assert_close(own(images), peer(images), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.fast_cases("vit_small_plus_patch16_dinov3")
+@pytest.mark.parametrize("name", ["vit_small_plus_patch16_dinov3", "eva02_base_patch14_448"])
+def test_kernels_match_the_plain_model(name: str) -> None:
+    """Fuses and freezes models with gated MLPs or an inner norm."""
+    _, own = named_pair(name, embed_dim=32)
+    images = torch.randn(2, 3, *own.config.image_hw, device=DEVICE)
+    expected = outputs(own.to(DEVICE), images)
+    vit_fast.fuse(own, backend="triton").require_all()
+    for found, before in zip(outputs(own, images), expected, strict=True):
+        torch.testing.assert_close(found, before, rtol=1e-3, atol=1e-3 * before.abs().max().item())
+    with torch.no_grad():
+        assert vit_fast.freeze(own) == ("blocks.0", "blocks.1")
+        torch.testing.assert_close(own(images), expected[0], rtol=1e-3, atol=1e-3 * expected[0].abs().max().item())
+
+
+def test_attention_maps_contain_rotated_q_and_k() -> None:
+    peer, own = named_pair("vit_small_patch16_dinov3")
+    images, seen = torch.randn(2, 3, 64, 64), []
+    attention = peer.blocks[1].attn
+    attention.fused_attn = False
+    attention.attn_drop.register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad():
+        peer(images)
+        torch.testing.assert_close(own.attention_maps(images, [1])[1], seen[0], rtol=1e-4, atol=1e-5)
+
+
+def test_qk_norm_and_rms_norm() -> None:
+    fields = {"qk_norm": True, "norm_layer": "rms_norm", "mlp_layer": "swiglu", "act_layer": "silu"}
+    own = vit_fast.create_model("vit_test", backend="sdpa", **fields)
+    peer = TimmViT(
+        img_size=32, patch_size=8, num_classes=10, qk_norm=True, mlp_ratio=8, act_layer=nn.SiLU, **SIZES,
+        mlp_layer=timm.layers.SwiGLUPacked, norm_layer=functools.partial(timm.layers.RmsNorm, eps=1e-6),
+    )  # fmt: skip
+    vit_fast.load_weights(own, randomize(peer).state_dict())
+    assert_same_outputs(own, peer)
