@@ -1,4 +1,4 @@
-"""The command line in this process, and what it finds installed."""
+"""Runs the command line in this process, and hides installed packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vit_fast.cli import main
 
 
 def run(*arguments: str) -> int:
-    """A command's exit status."""
+    """Returns a command's exit status."""
     try:
         main([*arguments])
     except SystemExit as ended:
@@ -19,6 +19,6 @@ def run(*arguments: str) -> int:
 
 
 def uninstall(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    """Lets a package seem not to be installed."""
+    """Makes find_spec report that a package is not installed."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))

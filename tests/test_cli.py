@@ -1,4 +1,4 @@
-"""The command line: every command has help, and invalid input ends in one line and status 2."""
+"""Tests of the command line: every command has help, and invalid input ends with one line and status 2."""
 
 from __future__ import annotations
 
@@ -16,25 +16,22 @@ def python(code: str, **variables: str) -> str:
     return run_python(["-c", code], environment() | variables)
 
 
-def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_and_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("info", "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["vit_fast"] == vit_fast.__version__ and facts["packages"]["torch"]
     assert {row["backend"] for row in facts["backends"]} == {"eager", "sdpa", "triton"}
     assert all(row["available"] or row["reasons"] for row in facts["backends"])
-    assert run("info") == 0 and "backends" in capsys.readouterr().out
-
-
-def test_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("models", "vit_base_patch16_*", "--json") == 0
     rows = {row["model"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["vit_base_patch16_224"]["parameters"] == 86_567_656
     assert round(rows["vit_base_patch16_224"]["gflop_per_image"], 1) == 35.1
     assert rows["vit_base_patch16_384"]["tokens"] == 577
-    assert run("models", "vit_t*") == 0 and "vit_test" in capsys.readouterr().out
+    for arguments, part in ((("info",), "backends"), (("models", "vit_t*"), "vit_test")):
+        assert run(*arguments) == 0 and part in capsys.readouterr().out
 
 
-def test_errors_are_one_line_and_a_traceback_on_request(capsys, tmp_path, monkeypatch) -> None:
+def test_errors_are_one_line_or_a_traceback(capsys, tmp_path, monkeypatch) -> None:
     assert run("models", "vit_bse_patch16_224") == 2
     out, error = capsys.readouterr()
     assert (out, error.count("\n")) == ("", 1) and "vit_base_patch16_224" in error
@@ -48,11 +45,11 @@ def test_errors_are_one_line_and_a_traceback_on_request(capsys, tmp_path, monkey
         raise KeyError("a defect")
 
     monkeypatch.setattr(cli, "make_app", defect)
-    with pytest.raises(KeyError):  # is not presented as invalid input
+    with pytest.raises(KeyError):  # is not reported as invalid input
         cli.main(["info"])
 
 
-def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     out = capsys.readouterr().out
     for registered in cli.make_app().registered_commands:
@@ -74,18 +71,13 @@ assert not {"torch", "numpy", "triton", "timm"} & set(sys.modules)
     assert vit_fast.__version__ in python(code)
 
 
-@pytest.mark.slow
-def test_operators_are_registered_if_torch_is_imported_first() -> None:
-    python("import torch, vit_fast; torch.ops.vit_fast.attention")
-
-
 def test_the_shell_completes_commands() -> None:
     asked = {"_VIT_FAST_COMPLETE": "complete_bash", "COMP_WORDS": "vit-fast be", "COMP_CWORD": "1"}
     assert python("from vit_fast import cli; cli.main([])", **asked).split() == ["bench"]
 
 
 @pytest.mark.parametrize("options", ["--batch-sizes 4", "--host --tune", "--warm-up m --arch sm_90", "--tune --json"])
-def test_kernels_refuses_options_that_it_would_ignore(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_rejects_options_that_it_would_ignore(options: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("kernels", *options.split()) == 2
     error = capsys.readouterr().err
     assert all(option in error for option in options.split() if option.startswith("--"))

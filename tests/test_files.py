@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: on a full disk every writer says so in one line and leaves nothing."""
+"""Tests that files are written atomically, and that a full disk is reported in one line."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ writers = {
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 for path, write in writers.items():
-    with contextlib.redirect_stderr(io.StringIO()) as told, contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.redirect_stdout(io.StringIO()):
         try:
             write()
         except OSError as error:
-            told.write(f"vit-fast: error: {error}\\n")
-    said = told.getvalue().lstrip("\\n")  # rich 13.7 ends a bar of progress with an empty line
-    print(path, Path("new").exists(), said, sep="|", end="")
+            stderr.write(f"vit-fast: error: {error}\\n")
+    error = stderr.getvalue().lstrip("\\n")  # rich 13.7 ends a progress bar with an empty line
+    print(path, Path("new").exists(), error, sep="|", end="")
 """
 
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    """A real limit on the size of files, in a process of its own."""
+    """Limits the size of files of a child process."""
     for name in ("a", "b"):
         (tmp_path / "images" / name).mkdir(parents=True)
         for number in range(2):
@@ -67,9 +67,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == FULL_DISK.count("lambda:"), done.stdout + done.stderr
     for line in lines:
-        path, left, told = line.split("|")
-        assert left == "False", line
-        assert told.startswith(f"vit-fast: error: {path}: cannot be written: "), line
+        path, left, error = line.split("|")
+        assert left == "False" and error.startswith(f"vit-fast: error: {path}: cannot be written: "), line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "m.safetensors"]
 
 

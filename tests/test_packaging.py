@@ -1,4 +1,4 @@
-"""Importing costs little and needs little, the layout collides with nobody, and the wheel works on its own."""
+"""Tests of the package: imports, public names, and the wheel."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def run(code: str) -> str:
     return children.run_python(["-c", code], os.environ, ROOT)
 
 
-def test_import_needs_and_loads_no_optional_package():
-    """Nor do the files of the libraries need peer."""
+def test_import_needs_and_loads_no_optional_package() -> None:
+    """Includes the files in libraries/, which do not import the libraries."""
     paths = [path.relative_to(ROOT) for path in (ROOT / "vit_fast" / "libraries").rglob("[a-z]*.py")]
     libraries = [".".join(path.with_suffix("").parts) for path in paths]
     assert len(libraries) >= 10
@@ -32,6 +32,7 @@ before = set(sys.modules)
 import vit_fast
 loaded = {{name.split(".")[0] for name in set(sys.modules) - before}}
 assert not loaded & set({OPTIONAL}), loaded
+torch.ops.vit_fast.attention  # registered, because torch was imported first
 for name in {OPTIONAL}:
     sys.modules[name] = None  # import of it now raises ImportError
 model = vit_fast.create_model("vit_test")
@@ -49,71 +50,57 @@ for name in {libraries}:
     )
 
 
-def test_every_public_name_is_there():
+def test_public_names() -> None:
     import vit_fast
 
-    for name in vit_fast.__all__:
-        assert getattr(vit_fast, name) is not None
-        assert name in dir(vit_fast)
+    assert set(vit_fast.__all__) <= set(dir(vit_fast))
+    assert all(getattr(vit_fast, name) is not None for name in vit_fast.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         vit_fast.nothing  # noqa: B018  # the access is the test
 
 
 @pytest.mark.slow
-def test_transformers_imports_from_the_repository_root():
-    """A regular top-level package `kernels` here would be taken for Hugging Face's."""
+def test_transformers_imports_from_the_repository_root() -> None:
+    """transformers would mistake a regular top-level package `kernels` for Hugging Face's."""
     assert "ViTModel" in run("from transformers import ViTModel; print(ViTModel)")
     assert not [folder for folder in ("kernels", "benchmarks", "tests") if (ROOT / folder / "__init__.py").exists()]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
-    source = tmp_path_factory.mktemp("source") / "checkout"
-    source.mkdir()
+    out, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
     listed = "git ls-files -z --cached --others --exclude-standard"
     subprocess.run(f"{listed} | tar c --null --ignore-failed-read -T - | tar x -C {source}", cwd=ROOT, shell=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(out.glob("*.whl"))
 
 
-def test_wheel_holds_real_files(wheel):
+def test_the_wheel_contains_files_instead_of_links(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"vit_fast/model.py", "vit_fast/py.typed", "vit_fast/ops/attention.py"} <= names
-    data = ("benchmarks/report.html", "kernels/attention/attention_table.json", "apps/digits.npz")
+    data = ("py.typed", "benchmarks/report.html", "kernels/attention/attention_table.json", "apps/digits.npz")
     assert {f"vit_fast/{name}" for name in data} <= names
     for folder in ("vit_fast", "kernels", "export", "benchmarks"):
         found = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
         paths = found if folder == "vit_fast" else {f"vit_fast/{path}" for path in found}
         inspect = {path for path in paths if path.startswith("vit_fast/kernels/inspect/")}
-        assert paths - inspect <= names
-        assert not inspect & names
+        assert paths - inspect <= names and not inspect & names
     assert not any(name.startswith(("tests/", "kernels/", "benchmarks/", "export/")) for name in names)
 
 
 @pytest.mark.slow
-def test_wheel_works_in_an_empty_environment(wheel, tmp_path):
-    """Installed alone, outside the repository; dependencies come from the environment of these tests."""
+def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    """Dependencies come from the environment of the tests."""
     environment = tmp_path / "venv"
     venv.create(environment, with_pip=False, symlinks=True)
-    python = environment / "bin" / "python"
     site = next((environment / "lib").glob("python*/site-packages"))
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True
-    )
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True)
     dependencies = next(path for path in sys.path if path.endswith("site-packages"))
     (site / "dependencies.pth").write_text(dependencies + "\n")
-    done = subprocess.run(
-        [python, "-c", "import vit_fast, vit_fast.cli; print(vit_fast.__file__); vit_fast.cli.main(['info'])"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    code = "import vit_fast, vit_fast.cli; print(vit_fast.__file__); vit_fast.cli.main(['info'])"
+    command = [environment / "bin" / "python", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert str(site) in done.stdout
-    assert "vit-fast 0.1.0" in done.stdout
+    assert str(site) in done.stdout and "vit-fast 0.1.0" in done.stdout

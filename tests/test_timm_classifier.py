@@ -1,4 +1,4 @@
-"""A fused timm classifier computes only the token that its head reads, unless something else needs the others."""
+"""Tests that a fused timm classifier computes only the token that its head reads, unless something needs the others."""
 
 import copy
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def build(**changes: Any) -> tuple[Any, Any]:
     return model, fused
 
 
-def counting(function: Callable[..., Any], flops: list[int]) -> Callable[..., Any]:
+def count_flops(function: Callable[..., Any], flops: list[int]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         with FlopCounterMode(display=False) as counter:
             output = function(*args)
@@ -45,29 +45,27 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", ["fused", "frozen", "compiled"])
 @pytest.mark.parametrize("settings", [{}, OTHER | {"qk_norm": True}], ids=["plain", "other"])
-def test_logits_are_those_of_timm(settings: dict[str, Any], how: str) -> None:
+@torch.no_grad()
+def test_logits_match_timm(settings: dict[str, Any]) -> None:
     plain, model = build(**settings)
-    function, flops = model, []
-    if how == "frozen":
-        assert vit_fast.freeze(model)
-    if how == "compiled":
-        function = torch.compile(model, fullgraph=True, backend=lambda graph, _: counting(graph, flops))
-    with torch.no_grad():
-        assert_same(function(IMAGES), plain(IMAGES))
-        if how == "compiled":
-            counting(plain, flops)(IMAGES)
-            assert flops[0] < 0.75 * flops[1], "the last of two blocks computes one token"
+    flops: list[int] = []
+    compiled = torch.compile(model, fullgraph=True, backend=lambda graph, _: count_flops(graph, flops))
+    expected = count_flops(plain, flops)(IMAGES)
+    assert_same(model(IMAGES), expected)
+    assert_same(compiled(IMAGES), expected)
+    assert flops[1] < 0.75 * flops[0], "the last of two blocks computes one token"
+    assert vit_fast.freeze(model)
+    assert_same(model(IMAGES), expected)
 
 
 @pytest.mark.parametrize("pool", ["avg", ""])
+@torch.no_grad()
 def test_heads_that_read_more_than_one_token(pool: str) -> None:
     plain, model = build(global_pool=pool)
     vit_fast.freeze(model)
-    with torch.no_grad():
-        assert_same(model(IMAGES), plain(IMAGES))
-        assert_same(model.forward_features(IMAGES), plain.forward_features(IMAGES))
+    assert_same(model(IMAGES), plain(IMAGES))
+    assert_same(model.forward_features(IMAGES), plain.forward_features(IMAGES))
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -82,52 +80,39 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @with_settings
+@torch.no_grad()
 def test_unfrozen_blocks_change_no_bit(settings: dict[str, Any], change: Callable[[Any], object]) -> None:
     plain, model = build(**settings)
-    with torch.no_grad():
-        assert torch.equal(model(IMAGES), plain(IMAGES))
-        for each in (model, plain):
-            change(each)
-        images = IMAGES.to(plain.head.weight.dtype)
-        assert torch.equal(model(images), plain(images))
-
-
-def _hook(path: str) -> Callable[[Any, list[Tensor]], Any]:
-    def register(model: Any, seen: list[Tensor]) -> None:
-        model.get_submodule(path).register_forward_hook(lambda module, args, output: seen.append(output))
-
-    return register
-
-
-def _replace_method(model: Any, seen: list[Tensor]) -> None:
-    original = model.forward_head
-    model.forward_head = lambda tokens: (seen.append(tokens), original(tokens))[1]
+    assert torch.equal(model(IMAGES), plain(IMAGES))
+    for each in (model, plain):
+        change(each)
+    images = IMAGES.to(plain.head.weight.dtype)
+    assert torch.equal(model(images), plain(images))
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize(
-    "watch",
-    [*map(_hook, ("blocks", "blocks.1", "norm", "blocks.1.mlp.fc2")), _replace_method],
-    ids=["blocks", "last", "norm", "fc2", "forward_head"],
-)
-def test_hooks_and_replaced_methods_get_all_tokens(watch: Callable[[Any, list[Tensor]], Any], frozen: bool) -> None:
+@pytest.mark.parametrize("path", ["blocks", "blocks.1", "norm", "blocks.1.mlp.fc2", "forward_head"])
+@torch.no_grad()
+def test_hooks_and_replaced_methods_get_all_tokens(path: str, frozen: bool) -> None:
     _, model = build()
     if frozen:
         vit_fast.freeze(model)
     seen: list[Tensor] = []
-    with torch.no_grad():
-        expected = model(IMAGES)
-        watch(model, seen)
-        assert_same(model(IMAGES), expected)
+    expected, head = model(IMAGES), model.forward_head
+    if path == "forward_head":
+        model.forward_head = lambda tokens: (seen.append(tokens), head(tokens))[1]
+    else:
+        model.get_submodule(path).register_forward_hook(lambda module, args, output: seen.append(output))
+    assert_same(model(IMAGES), expected)
     assert [tokens.shape[:2] for tokens in seen] == [(2, 17)]
 
 
+@torch.no_grad()
 def test_global_hooks_see_the_modules_of_unfrozen_blocks() -> None:
     (_, model), seen = build(), []
     handle = register_module_forward_hook(lambda module, args, output: seen.append(type(module)))
     try:
-        with torch.no_grad():
-            model(IMAGES)
+        model(IMAGES)
     finally:
         handle.remove()
     assert seen.count(nn.GELU) == 2

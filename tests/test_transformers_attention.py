@@ -1,9 +1,10 @@
-"""Our function for transformers' attention interface: calls that it computes, passes on to sdpa, or rejects."""
+"""Tests of the attention function for transformers: calls that it computes, passes to sdpa, or rejects."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from fused_models import SUBJECTS
 from torch import Tensor, nn
 
@@ -12,7 +13,6 @@ import vit_fast
 
 @pytest.mark.parametrize("model", ["ViT", "Siglip2Vision"])
 def test_transformers_attention_interface(model: str) -> None:
-    transformers = pytest.importorskip("transformers")
     import vit_fast.integrations.transformers as integration
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -36,8 +36,7 @@ def interface_inputs() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     return module, *(torch.randn(2, 2, 5, 32) for _ in range(3))
 
 
-def test_the_attention_interface_refuses_what_sdpa_would_drop() -> None:
-    pytest.importorskip("transformers")
+def test_keywords_that_sdpa_would_ignore_are_rejected() -> None:
     from vit_fast.integrations.transformers import REFUSED, attention_forward
 
     for name in REFUSED:
@@ -47,8 +46,7 @@ def test_the_attention_interface_refuses_what_sdpa_would_drop() -> None:
 
 
 @pytest.mark.parametrize("case", ["causal", "bias", "narrow values", "decoder"])
-def test_the_attention_interface_hands_on_what_it_does_not_know(case: str) -> None:
-    pytest.importorskip("transformers")
+def test_other_calls_are_passed_to_sdpa(case: str) -> None:
     from vit_fast.integrations.transformers import ALL_ATTENTION_FUNCTIONS, REFUSED, attention_forward
 
     module, q, k, v = interface_inputs()
@@ -63,7 +61,7 @@ def test_the_attention_interface_hands_on_what_it_does_not_know(case: str) -> No
     assert torch.equal(attention_forward(module, q, k, v, None, **options)[0], expected)
 
 
-def test_a_bias_given_to_a_fused_attention_of_transformers_reaches_it() -> None:
+def test_a_position_bias_reaches_a_fused_attention_layer() -> None:
     subject = SUBJECTS["transformers-vit"]
     model, inputs = subject.build().eval(), subject.inputs()
     keywords = {"position_bias": torch.randn(1, 2, 5, 5), "output_hidden_states": True}
@@ -72,8 +70,8 @@ def test_a_bias_given_to_a_fused_attention_of_transformers_reaches_it() -> None:
     torch.testing.assert_close(model(**inputs, **keywords).logits, expected)
 
 
-def test_masks_of_padding_say_so_and_others_are_those_of_sdpa() -> None:
-    transformers = pytest.importorskip("transformers", minversion="5.0")
+def test_padding_masks_have_stride_zero_and_others_equal_those_of_sdpa() -> None:
+    pytest.importorskip("transformers", minversion="5.0")
     from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
     from vit_fast.integrations.transformers import attention_forward
