@@ -1,4 +1,4 @@
-"""Tests one model of each family: with a peer's weights, outputs match the peer's."""
+"""Tests one model per family: with the weights of another library's model, outputs match."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from weights_peers import SMALL, assert_same_outputs, randomize
 
@@ -24,6 +25,19 @@ def _timm_model(name: str, **options: Any) -> nn.Module:
     return randomize(timm.create_model(name, **{**SMALL, **options}))
 
 
+def _load_like_timm(name: str, state: dict[str, Tensor], **options: Any) -> WeightsReport:
+    """Loads a state dict into our model and into timm's, and compares positions and outputs."""
+    from timm.models.vision_transformer import checkpoint_filter_fn
+
+    peer = _timm_model(name, **options)
+    peer.load_state_dict(checkpoint_filter_fn(dict(state), peer))
+    model = create_model(name, backend="sdpa", **options, **SMALL)
+    report = load_weights(model, state)
+    assert (model.pos_embed - peer.pos_embed).abs().max() < 1e-6
+    assert_same_outputs(model, peer)
+    return report
+
+
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
@@ -34,33 +48,19 @@ def _timm_model(name: str, **options: Any) -> nn.Module:
         ("vit_base_patch16_siglip_224", 224, 256),
     ],
 )
-def test_timm_at_another_size_agrees_with_timms_interpolation(name: str, old: int, new: int | tuple[int, int]) -> None:
-    report = _read_as_by_timm(name, _timm_model(name, img_size=old).state_dict(), img_size=new)
+def test_timm_at_another_size(name: str, old: int, new: int | tuple[int, int]) -> None:
+    report = _load_like_timm(name, _timm_model(name, img_size=old).state_dict(), img_size=new)
     assert len(report.interpolated) == 1
 
 
-def _read_as_by_timm(name: str, state: dict[str, Tensor], **options: Any) -> WeightsReport:
-    from timm.models.vision_transformer import checkpoint_filter_fn
-
-    peer_model = _timm_model(name, **options)
-    peer_model.load_state_dict(checkpoint_filter_fn(dict(state), peer_model))
-    model = create_model(name, backend="sdpa", **options, **SMALL)
-    report = load_weights(model, state)
-    assert (model.pos_embed - peer_model.pos_embed).abs().max() < 1e-6
-    assert_same_outputs(model, peer_model, lambda model, images: model(images))
-    return report
-
-
 HF_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64, "patch_size": 16}
-
-
 _TINY_TEXT = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50,
     "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 _MLP = {"intermediate_size": 150}
 _TOWERS = {"vision_config": HF_TINY | _MLP, "text_config": _TINY_TEXT}
-# The class without its suffix Config, the class of the model, fields, and the vit-fast output that it corresponds to.
+# The class without its suffix Config, the class of the model, fields, and the output that corresponds to ours
 HF_FAMILIES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "vit": ("ViT", "ViTForImageClassification", _MLP | {"num_labels": 7}, "logits"),
     "vit_features": ("ViT", "ViTModel", _MLP | {"qkv_bias": False}, "class token"),
@@ -84,15 +84,12 @@ HF_FAMILIES: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 
 def _transformers_model(family: str) -> nn.Module:
-    import transformers
-
     config, model, fields, _ = HF_FAMILIES[family]
     tiny = {} if "vision_config" in fields else HF_TINY
     return getattr(transformers, model)(getattr(transformers, f"{config}Config")(**tiny, **fields))
 
 
-def _output(family: str, model: nn.Module, images: Tensor) -> Tensor:
-    """Returns the output that corresponds to that of vit-fast."""
+def _output(family: str, model: Any, images: Tensor) -> Tensor:
     name = HF_FAMILIES[family][-1]
     if name == "image features":
         features = model.get_image_features(pixel_values=images)
@@ -103,37 +100,33 @@ def _output(family: str, model: nn.Module, images: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", HF_FAMILIES)
 def test_transformers(family: str, tmp_path: Path) -> None:
-    peer_model = randomize(_transformers_model(family))
-    peer_model.save_pretrained(tmp_path)  # written under transformers 4's names, with config.json
+    peer = randomize(_transformers_model(family))
+    peer.save_pretrained(tmp_path)  # writes the names of transformers 4, with config.json
     model = create_model(str(tmp_path), backend="sdpa")
-    # with registers the class token's position is added to the token when loading, which rounds to fp32
-    # and the libraries compute rotary angles in fp32, each in its own order
+    # with registers, the position of the class token is added to the token and rounded to fp32;
+    # the libraries compute rotary angles in fp32, each in its own order
     tolerance = 1e-6 if family in ("dinov2_registers", "dinov3") else 1e-10
-    assert_same_outputs(model, peer_model, functools.partial(_output, family), fp64_tolerance=tolerance)
+    assert_same_outputs(model, peer, functools.partial(_output, family), tolerance)
 
     fresh = VisionTransformer(model.config)
-    report = load_weights(fresh, peer_model.state_dict())  # the names in memory: transformers 5's
+    report = load_weights(fresh, peer.state_dict())  # the names in memory: those of transformers 5
     assert report.layout.startswith("transformers ") and report.loaded == len(model.state_dict())
     for name, tensor in model.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], tensor), name
+    ignored = {"vit_features": {"pooler.dense.weight"}, "siglip_classifier": {"vision_model.head.probe"}}
     if "with_text" in family:
-        assert {"logit_scale", "text_model.embeddings.token_embedding.weight"} <= set(report.ignored)
-    if family == "vit_features":
-        assert "pooler.dense.weight" in report.ignored
-    if family == "siglip_classifier":
-        assert "vision_model.head.probe" in report.ignored
+        ignored[family] = {"logit_scale", "text_model.embeddings.token_embedding.weight"}
+    assert ignored.get(family, set()) <= set(report.ignored)
 
 
 @pytest.mark.parametrize(
     ("family", "fields"), [("CLIP", _TOWERS | {"num_labels": 3}), ("Dinov2", HF_TINY | {"num_labels": 3})]
 )
-def test_transformers_heads_that_would_mean_something_else_are_refused(family: str, fields: dict[str, Any]) -> None:
-    import transformers
-
+def test_transformers_heads_with_other_inputs(family: str, fields: dict[str, Any]) -> None:
     config = getattr(transformers, f"{family}Config")(**fields)
-    peer_model = getattr(transformers, f"{family}ForImageClassification")(config)
-    fields = vit_fields({**config.to_dict(), "architectures": [type(peer_model).__name__]})
-    state = peer_model.state_dict()
+    peer = getattr(transformers, f"{family}ForImageClassification")(config)
+    fields = vit_fields({**config.to_dict(), "architectures": [type(peer).__name__]})
+    state = peer.state_dict()
     assert "classifier.weight" in load_weights(VisionTransformer(ViTConfig(**fields)), state).ignored
     with_head = VisionTransformer(ViTConfig(**{**fields, "num_classes": 3}))
     with pytest.raises(ValueError, match="classifier reads"):
@@ -146,19 +139,19 @@ def test_transformers_heads_that_would_mean_something_else_are_refused(family: s
 def test_torchvision() -> None:
     from torchvision.models import VisionTransformer as TorchvisionViT
 
-    peer_model = randomize(TorchvisionViT(64, 16, 2, 2, 64, 128, num_classes=7))
-    state = peer_model.state_dict()
+    peer = randomize(TorchvisionViT(64, 16, 2, 2, 64, 128, num_classes=7))
+    state = peer.state_dict()
     old = {n.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): t for n, t in state.items()}
     for names in (state, old):
         model = create_model("vit_base_patch16_224", backend="sdpa", img_size=64, mlp_ratio=2.0, num_classes=7, **SMALL)
         report = load_weights(model, names)
         assert report.layout == "torchvision"
         assert ("conv_proj.weight", "patch_embed.proj.weight") in report.renamed
-        assert_same_outputs(model, peer_model, lambda model, images: model(images))
+        assert_same_outputs(model, peer)
 
 
 def _jax_arrays(big_vision: bool, scanned: bool, pooled: bool) -> dict[str, np.ndarray]:
-    """Returns random parameters as Google's code stores them: kernels [in, out], heads apart."""
+    """Returns random parameters in Google's layout: kernels [in, out], heads on an axis of their own."""
     C, H, depth = SMALL["embed_dim"], SMALL["num_heads"], SMALL["depth"]
     D, F = C // H, 4 * C
     shapes: dict[str, tuple[int, ...]] = {"embedding/kernel": (16, 16, 3, C), "embedding/bias": (C,)}
@@ -209,41 +202,38 @@ def _jax_arrays(big_vision: bool, scanned: bool, pooled: bool) -> dict[str, np.n
 def test_google_npz(name: str, big_vision: bool, scanned: bool, tmp_path: Path) -> None:
     arrays = _jax_arrays(big_vision, scanned, pooled="siglip" in name)
     np.savez(tmp_path / "jax.npz", **arrays)
-    peer_model = _timm_model(name, img_size=64)
-    peer_model.load_pretrained(str(tmp_path / "jax.npz"))  # timm's own reading of the format is the judge
+    peer = _timm_model(name, img_size=64)
+    peer.load_pretrained(str(tmp_path / "jax.npz"))
     model = create_model(name, weights=tmp_path / "jax.npz", backend="sdpa", img_size=64, **SMALL)
     report = load_weights(model, tmp_path / "jax.npz")
     assert report.layout == "Google JAX"
     assert report.ignored == [n for n in sorted(arrays) if n in ("params/t", "params/txt/Embed_0/embedding")]
-    assert_same_outputs(model, peer_model, lambda model, images: model(images))
+    assert_same_outputs(model, peer)
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_openai_clip_layout_agrees_with_timms_reading(prefix: str) -> None:
+def test_openai_clip(prefix: str) -> None:
     name = "vit_base_patch32_clip_quickgelu_224"
-    swaps = (
-        ("patch_embed.proj", "conv1"), ("norm_pre", "ln_pre"), ("norm.", "ln_post."), ("norm1", "ln_1"),
-        ("norm2", "ln_2"), ("blocks.", "transformer.resblocks."), ("attn.qkv.", "attn.in_proj_"),
-        ("attn.proj", "attn.out_proj"),
-        ("fc1", "c_fc"), ("fc2", "c_proj"), ("cls_token", "class_embedding"), ("pos_embed", "positional_embedding"),
-    )  # fmt: skip
-    state: dict[str, Tensor] = {}
+    swaps = {
+        "patch_embed.proj": "conv1", "norm_pre": "ln_pre", "norm.": "ln_post.", "norm1": "ln_1", "norm2": "ln_2",
+        "blocks.": "transformer.resblocks.", "attn.qkv.": "attn.in_proj_", "attn.proj": "attn.out_proj",
+        "fc1": "c_fc", "fc2": "c_proj", "cls_token": "class_embedding", "pos_embed": "positional_embedding",
+    }  # fmt: skip
+    state = {"logit_scale": torch.ones(())}
     for key, tensor in _timm_model(name).state_dict().items():
         if key == "head.weight":
-            state[f"{prefix}visual.proj"] = tensor.T
+            state["visual.proj"] = tensor.T
         elif key != "head.bias":
-            for ours_part, theirs_part in swaps:
-                key = key.replace(ours_part, theirs_part)
-            squeezed = tensor.reshape(-1) if "class_emb" in key else tensor[0] if "positional" in key else tensor
-            state[f"{prefix}visual.{key}"] = squeezed
-    state[f"{prefix}logit_scale"] = torch.ones(())
-    assert _read_as_by_timm(name, state).layout == "OpenAI CLIP"
+            for own, other in swaps.items():
+                key = key.replace(own, other)
+            state[f"visual.{key}"] = tensor.flatten() if "class_emb" in key else tensor.squeeze(0)
+    assert _load_like_timm(name, {prefix + key: tensor for key, tensor in state.items()}).layout == "OpenAI CLIP"
 
 
-def test_original_dinov2_registers_file_agrees_with_timms_reading() -> None:
+def test_original_dinov2_file_with_registers() -> None:
     name = "vit_small_patch14_reg4_dinov2"
     state = dict(_timm_model(name, img_size=98).state_dict())
     state["register_tokens"] = state.pop("reg_token")
     state["pos_embed"] = torch.cat([torch.randn(1, 1, 64), state["pos_embed"]], dim=1)
     state["mask_token"] = torch.zeros(1, 64)
-    assert _read_as_by_timm(name, state, img_size=98).ignored == ["mask_token"]
+    assert _load_like_timm(name, state, img_size=98).ignored == ["mask_token"]
