@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 KERNELS = (
-    "attention_*", "matmul_*", "mlp_*", "block_operator", "rotary*",
+    "attention_*", "matmul_*", "mlp_*", "rotary*",
     "weight_gradients", "scaled_weights", "block_operator", "operators", "fp8_block",
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "warm_up")

@@ -27,7 +27,7 @@ from vit_fast.kernels.device import starts_early
 from vit_fast.kernels.inspect import offline, static_checks
 from vit_fast.kernels.linear import linear
 from vit_fast.kernels.matmul import matmul_policy
-from vit_fast.ops import attention_qkvpacked, layer_norm_mlp, reference
+from vit_fast.ops import attention_qkvpacked, layer_norm_mlp
 
 pytestmark = pytest.mark.executed
 
@@ -265,20 +265,15 @@ def test_every_synchronization_is_needed_or_not_missed(
 
 
 @pytest.mark.skipif(KERNEL_ARCH != "sm_90", reason="wgmma of 8-bit floats is sm_90's")
-def test_fp8_is_accurate_with_sums_of_14_bits(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_accurate_with_sums_of_14_bits(emulator: Emulator) -> None:
     """Sums of 14 bits, as sm_90 adds products of 8-bit floats, at ViT-S' sizes."""
-    monkeypatch.setattr(test_fp8_block, "WIDTH", 384)
-    monkeypatch.setattr(test_fp8_block, "HIDDEN", 1536)
-    x = test_fp8_block.an_input()
-    tensors, scales = test_fp8_block.parameters(BF16), test_fp8_block.some_scales(x)
+    case = test_fp8_block.make(width=384, hidden=1536, heads=6, head_dim=64)
+    scales = test_fp8_block.some_scales(case.x)
     emulator.shorten_fp8_sums(14)
     try:
-        y, _, _ = test_fp8_block.run(x, tensors, scales, heads=6)
+        y, _, _ = test_fp8_block.run(case, scales)
     finally:
         emulator.shorten_fp8_sums(0)
-    eager, exact = (
-        reference.fp8_block(x.to(dtype), tensors, scales, heads=6, eps=test_fp8_block.EPS)
-        for dtype in (BF16, torch.float64)
-    )
+    eager, exact = (test_fp8_block.by_reference(case, scales, dtype) for dtype in (BF16, torch.float64))
     found = judge(y, eager, exact, measure="rms")
     assert found.passed, found

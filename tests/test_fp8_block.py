@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from kernel_execution import KERNEL_ARCH, WITHOUT_FP8
-from mlp_support import DEVICE
+from mlp_support import DEVICE, Case, make_block
 from our_operators import OurOperators, calls_of, each_tensor
 from torch import Tensor, library
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,15 +22,13 @@ from vit_fast.kernels.ptx import to_e4m3
 from vit_fast.ops import reference
 from vit_fast.ops.backends import fp8_reasons
 from vit_fast.ops.block import fused_block
-from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope, interleave
+from vit_fast.ops.descriptions import BlockScales, Norm, interleave
 from vit_fast.ops.folded import fold
 
 pytestmark = pytest.mark.skipif(KERNEL_ARCH in WITHOUT_FP8, reason="no FP8 on this architecture")
 
-WIDTH, HEADS, HIDDEN, TOKENS = 96, 2, 160, 21
-E4M3 = torch.float8_e4m3fn
-EPS = (1e-6, 1e-5)
-SETTINGS: dict[str, Any] = {"heads": HEADS, "eps": EPS, "activation": "gelu", "next_statistics": True}
+WIDTH, HIDDEN, TOKENS = 96, 160, 21
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
 @triton.jit
@@ -80,69 +78,55 @@ def test_linear_layers_match_fp64_if_rounding_changes_nothing() -> None:
     torch.testing.assert_close(*(reference.fp8_linear(x + shift, weight, None, one, Norm()) for shift in (0.0, 4.0)))
 
 
-def parameters(dtype: torch.dtype, gated: bool = False, norm: str = "layer_norm", **absent: None) -> BlockTensors:
-    def of(*shape: int, spread: float = 0.2) -> Tensor:
-        return (spread * torch.randn(*shape)).to(DEVICE, dtype)
-
-    gate = (of(HIDDEN, WIDTH), of(HIDDEN)) if gated else (None, None)
-    beta1, beta2 = (None, None) if norm == "rms_norm" else (of(WIDTH), of(WIDTH))
-    made = BlockTensors(
-        1 + of(WIDTH), beta1, of(3 * WIDTH, WIDTH), of(3 * WIDTH), of(WIDTH, WIDTH), of(WIDTH), 1 + of(WIDTH),
-        1 + of(WIDTH), beta2, of(HIDDEN, WIDTH), of(HIDDEN), of(WIDTH, HIDDEN), of(WIDTH), 1 + of(WIDTH), *gate,
-    )  # fmt: skip
-    return made._replace(**absent)
+def make(dtype: torch.dtype = BF16, parameter_dtype: torch.dtype | None = None, **kind: Any) -> Case:
+    sizes = {"width": WIDTH, "hidden": HIDDEN, "tokens": (2, TOKENS), "head_dim": WIDTH // 2, "mean": 0.3}
+    return make_block(torch.float32, **sizes | kind).to(dtype, parameter_dtype)
 
 
 def some_scales(x: Tensor, **kept: None) -> BlockScales:
     """Returns about the scales that the operands need, one per channel of x."""
-    channels = (x.float().flatten(0, 1).abs().amax(0) / 300).clamp_min(1e-3)
+    channels = (x.detach().float().flatten(0, 1).abs().amax(0) / 300).clamp_min(1e-3)
     one = torch.ones((), device=DEVICE)
     return BlockScales(channels, 0.01 * one, 2 * channels, 0.02 * one)._replace(**kept)
 
 
+@torch.no_grad()
 def run(
-    x: Tensor, tensors: BlockTensors, scales: BlockScales, next_scale: Tensor | None = None, **settings: Any
+    case: Case, scales: BlockScales, next_scale: Tensor | None = None, rope_head: int = 0
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    paired = settings.pop("rope_head", 0)
-    block = fold(tensors, x.dtype, settings.pop("norm", "layer_norm"), paired, scales=scales)
-    settings["next_factor"] = None if next_scale is None else 1 / next_scale
-    if paired:
-        settings["rope"] = interleave(settings["rope"], paired)
-    with torch.no_grad():
-        y, statistics, y8 = fused_block(x, None, block, **SETTINGS | settings)
-        return y, y8, statistics
+    """Runs the kernels; returns the output, its LayerNorm statistics and its copy in e4m3."""
+    options = case.options | {"next_factor": None if next_scale is None else 1 / next_scale, "next_statistics": True}
+    if rope_head:
+        options["rope"] = interleave(options["rope"], rope_head)
+    block = fold(case.t, case.x.dtype, options["norm"], rope_head, scales=scales)
+    return fused_block(case.x, None, block, **options)
 
 
-def matching_output(x: Tensor, tensors: BlockTensors, scales: BlockScales, **settings: Any) -> Tensor:
+@torch.no_grad()
+def by_reference(case: Case, scales: BlockScales, dtype: torch.dtype = torch.float64) -> Tensor:
+    names = ("heads", "eps", "norm", "activation", "qk_norm", "rope")
+    options = {name: case.options[name] for name in names if name in case.options}
+    return reference.fp8_block(case.x.to(dtype), case.t, scales, **options)
+
+
+def matching_output(case: Case, scales: BlockScales, rope_head: int = 0) -> Tensor:
     """Returns the output of the kernels, after comparing it with the reference in fp64 and in x.dtype."""
-    y, _, _ = run(x, tensors, scales, **settings)
-    settings.pop("rope_head", 0)
-    eager, exact = (
-        reference.fp8_block(x.to(dtype), tensors, scales, heads=HEADS, eps=EPS, **settings)
-        for dtype in (x.dtype, torch.float64)
-    )
+    y, _, _ = run(case, scales, rope_head=rope_head)
     for measure in ("largest", "rms"):
-        assert (verdict := judge(y, eager, exact, measure=measure)).passed, verdict
+        verdict = judge(y, by_reference(case, scales, y.dtype), by_reference(case, scales), measure=measure)
+        assert verdict.passed, verdict
     return y
 
 
-def an_input(dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return (torch.randn(2, TOKENS, WIDTH) + 0.3).to(DEVICE, dtype)
-
-
 @pytest.fixture
-def block() -> tuple[Tensor, BlockTensors, BlockScales]:
-    x = an_input()
-    return x, parameters(torch.bfloat16), some_scales(x)
-
-
-def positions(layout: str, prefix: int, heads: int = 1) -> Rope:
-    angles = 3 * torch.randn(1, heads, TOKENS - prefix, WIDTH // HEADS // 2, device=DEVICE)
-    return Rope(angles.cos(), angles.sin(), prefix, layout)
+def block() -> tuple[Case, BlockScales]:
+    case = make()
+    return case, some_scales(case.x)
 
 
 KEPT = ("qkv", "proj", "fc1", "fc2")
 ABSENT = dict.fromkeys(("norm1_weight", "norm1_bias", "qkv_bias", "proj_bias", "scale1", "fc1_bias", "scale2"))
+ROTATED: dict[str, Any] = {"leading": (1, 1), "prefix": 2}
 FORMS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp16": {"dtype": torch.float16},
@@ -151,11 +135,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "SwiGLU": {"gated": True, "activation": "silu"},
     "RMSNorm, SwiGLU": {"gated": True, "activation": "silu", "norm": "rms_norm"},
     "RMSNorm": {"norm": "rms_norm", "activation": "gelu_tanh"},
-    "interleaved": {"layout": "interleaved"},
-    "half": {"layout": "half"},
-    "half in the matmul": {"layout": "half", "rope_head": WIDTH // HEADS},
-    "half, of its own for each head": {"layout": "half", "rope_head": WIDTH // HEADS, "heads_apart": HEADS},
-    "qk-norm": {"layout": "half", "qk": True},
+    "interleaved": ROTATED | {"layout": "interleaved"},
+    "half": ROTATED,
+    "half in the matmul": ROTATED | {"rope_head": WIDTH // 2},
+    "half, of its own for each head": ROTATED | {"rope_head": WIDTH // 2, "leading": (1, 2)},
+    "qk-norm": ROTATED | {"qk": "rms_norm"},
     "heads of 16": {"head_dim": 16},
     "heads of 72": {"head_dim": 72},  # no descriptor writes their rows in e4m3
     "constant tokens": {"constant": True},
@@ -166,94 +150,87 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
 def test_a_block_matches_the_reference(form: str) -> None:
-    settings = dict(FORMS[form])
-    dtype, x = settings.pop("dtype", torch.bfloat16), an_input(settings.get("dtype", torch.bfloat16))
-    if settings.pop("constant", False):
-        x[0, :] = 3.0
-    if layout := settings.pop("layout", None):
-        settings["rope"] = positions(layout, 2, settings.pop("heads_apart", 1))
-    if settings.pop("qk", False):
-        weight = 1 + 0.3 * torch.randn(2, WIDTH // HEADS, device=DEVICE)
-        settings["qk_norm"] = QkNorm(*(Norm(each.bfloat16(), None, 1e-5, "rms_norm") for each in weight))
-    tensors = parameters(
-        settings.pop("parameter_dtype", dtype), settings.pop("gated", False), settings.get("norm", "layer_norm"),
-        **settings.pop("absent", {}),
-    )  # fmt: skip
-    if settings.pop("tiny", False):
-        for weight in (tensors.qkv_weight, tensors.proj_weight, tensors.fc1_weight, tensors.fc2_weight):
+    kind = dict(FORMS[form])
+    absent, rope_head = kind.pop("absent", {}), kind.pop("rope_head", 0)
+    constant, tiny, in_e4m3 = kind.pop("constant", False), kind.pop("tiny", False), kind.pop("in_e4m3", set(KEPT))
+    case = make(**kind).but(**absent)
+    if constant:
+        case.x[0, :] = 3.0
+    if tiny:
+        for weight in (case.t.qkv_weight, case.t.proj_weight, case.t.fc1_weight, case.t.fc2_weight):
             weight[3] *= 1e-37
-    if inner := HEADS * settings.pop("head_dim", 0):
-        qkv, proj = (0.2 * torch.randn(*shape, device=DEVICE) for shape in ((3 * inner, WIDTH), (WIDTH, inner)))
-        tensors = tensors._replace(qkv_weight=qkv.bfloat16(), qkv_bias=None, proj_weight=proj.bfloat16())
-    kept = set(KEPT) - settings.pop("in_e4m3", set(KEPT))
-    matching_output(x, tensors, some_scales(x, **dict.fromkeys(kept)), **settings)
+    matching_output(case, some_scales(case.x, **dict.fromkeys(set(KEPT) - in_e4m3)), rope_head)
 
 
-def test_empty_batches_and_strided_tokens() -> None:
-    tensors, wide = parameters(torch.bfloat16), torch.cat((an_input(), an_input()), dim=1)
-    scales = some_scales(wide)
-    y, y8, _ = run(wide[:0], tensors, scales, scales.qkv)
-    assert y8 is not None and y.shape == y8.shape == (0, 2 * TOKENS, WIDTH)
-    assert torch.equal(run(wide[:, ::2], tensors, scales)[0], run(wide[:, ::2].contiguous(), tensors, scales)[0])
+def test_empty_batches_and_strided_tokens(block: Any) -> None:
+    case, scales = block
+    y, _, y8 = run(case.but(x=case.x[:0]), scales, scales.qkv)
+    assert y8 is not None and y.shape == y8.shape == (0, TOKENS, WIDTH)
+    strided = case.x[:, ::2]
+    assert torch.equal(run(case.but(x=strided), scales)[0], run(case.but(x=strided.contiguous()), scales)[0])
 
 
+@torch.no_grad()
 def test_compiled_blocks_are_one_operator_each(block: Any) -> None:
-    x, tensors, scales = block
-    quantized = fold(tensors, x.dtype, scales=scales)
+    case, scales = block
+    folded = fold(case.t, case.x.dtype, scales=scales)
 
     def two(x: Tensor) -> Tensor:
         statistics = x8 = None
         for _ in range(2):
-            x, statistics, x8 = fused_block(x, statistics, quantized, x8=x8, next_factor=scales.qkv, **SETTINGS)
+            x, statistics, x8 = fused_block(
+                x, statistics, folded, x8=x8, next_factor=scales.qkv, next_statistics=True, **case.options
+            )
         return x
 
     seen = OurOperators()
-    with torch.no_grad():
-        assert torch.equal(torch.compile(two, fullgraph=True, backend=seen)(x), two(x))
+    x = case.x.detach()
+    assert torch.equal(torch.compile(two, fullgraph=True, backend=seen)(x), two(x))
     assert seen == ["block"] * 2
 
 
+@torch.no_grad()
 def test_a_channel_of_a_thousand_times_the_rest() -> None:
     """With a scale per channel, the other channels are as accurate as without the large channel.
 
     The norms make it small again, as they do in ViTs with massive activations.
     """
-    x, tensors = an_input(), parameters(torch.bfloat16, norm1_bias=None)
-    for gamma in (tensors.norm1_weight, tensors.norm2_weight):
-        gamma[5] /= 1000  # type: ignore[index]  # it is there
-    far = x.clone()
-    far[..., 5] *= 1000
-    y = matching_output(far, tensors, some_scales(far))
-    exact = reference.fp8_block(far.double(), tensors, BlockScales(), heads=HEADS, eps=EPS)
+    case = make().but(norm1_bias=None)
+    for tensor in (case.t.norm1_weight, case.t.norm2_weight):
+        tensor[5] /= 1000  # type: ignore[index]  # it is there
+    case.x[..., 5] *= 1000
+    y = matching_output(case, some_scales(case.x))
+    exact, x = by_reference(case, BlockScales()), case.x.double()
     rest = torch.arange(WIDTH, device=DEVICE) != 5
-    assert (y.double() - exact)[..., rest].norm() < 0.05 * (exact - far.double())[..., rest].norm()
+    assert (y.double() - exact)[..., rest].norm() < 0.05 * (exact - x)[..., rest].norm()
 
 
+@torch.no_grad()
 def test_a_nan_stays_in_its_image(block: Any) -> None:
-    x, tensors, scales = block
-    clean, _, _ = run(x, tensors, scales)
-    x[1, 3, 7] = torch.nan
-    y, y8, _ = run(x, tensors, scales, scales.qkv)
+    case, scales = block
+    clean, _, _ = run(case, scales)
+    case.x[1, 3, 7] = torch.nan
+    y, _, y8 = run(case, scales, scales.qkv)
     assert y8 is not None and y[1].isnan().all() and y8[1].float().isnan().all()
     assert torch.equal(y[0], clean[0]) and y8[0].float().isfinite().all()
 
 
 @pytest.mark.parametrize("kept", [{}, {"fc2": None}], ids=str)
+@torch.no_grad()
 def test_outputs_passed_to_the_next_block_match_its_own(kept: dict[str, None], block: Any) -> None:
-    x, tensors, scales = block
+    case, scales = block
     scales = scales._replace(**kept)
-    y, y8, statistics = run(x, tensors, scales, scales.qkv)
+    y, statistics, y8 = run(case, scales, scales.qkv)
     assert y8 is not None and statistics is not None and y8.dtype == E4M3
     exact = y.double() / scales.qkv
     nearest = (reference.quantize_e4m3(y, scales.qkv) - exact).abs()
     assert ((y8.double() - exact).abs() <= nearest + 1e-6 * exact.abs()).all()  # the reciprocal may move ties
-    quantized = fold(tensors, x.dtype, scales=scales)
-    with torch.no_grad():
-        passed = fused_block(y, statistics, quantized, x8=y8, **SETTINGS)
-        made = fused_block(y, None, quantized, **SETTINGS | {"next_statistics": False})
+    folded = fold(case.t, y.dtype, scales=scales)
+    passed, made = (fused_block(y, own, folded, x8=x8, **case.options) for own, x8 in ((statistics, y8), (None, None)))
     torch.testing.assert_close(passed[0].float(), made[0].float(), rtol=0.02, atol=0.02)
-    assert passed[2] is None and made[1] is None and made[2] is None
+    assert passed[1:] == made[1:] == (None, None)
 
 
 def test_parts_of_k_end_in_e4m3_too() -> None:
@@ -267,13 +244,13 @@ def test_parts_of_k_end_in_e4m3_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("passed_on", [False, True])
+@torch.no_grad()
 def test_opcheck(passed_on: bool, block: Any) -> None:
-    x, tensors, scales = block
-    _, x8, statistics = run(x, tensors, scales, scales.qkv) if passed_on else (None, None, None)
-    settings = SETTINGS | {"x8": x8, "next_factor": 1 / scales.qkv if passed_on else None, "next_statistics": passed_on}
-    quantized = fold(tensors, x.dtype, scales=scales)
-    calls = calls_of(lambda: fused_block(x, statistics, quantized, **settings))
-    ((operator, arguments),) = calls
+    case, scales = block
+    _, statistics, x8 = run(case, scales, scales.qkv) if passed_on else (None, None, None)
+    options = {"x8": x8, "next_factor": 1 / scales.qkv if passed_on else None, "next_statistics": passed_on}
+    folded = fold(case.t, case.x.dtype, scales=scales)
+    ((operator, arguments),) = calls_of(lambda: fused_block(case.x, statistics, folded, **case.options | options))
     # not test_schema, for which torch would have to compare tensors of e4m3
     others = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     library.opcheck(operator, each_tensor(torch.Tensor.detach, arguments), test_utils=others)
@@ -288,34 +265,32 @@ def test_flop_are_those_of_the_matmuls(block: Any) -> None:
 
 @torch.no_grad()
 def test_errors_name_every_reason(block: Any) -> None:
-    x, tensors, scales = block
-    bf16 = torch.bfloat16
+    case, scales = block
+    x, one = case.x, torch.ones((), device=DEVICE)
 
-    def quantize(tensors: BlockTensors = tensors, dtype: torch.dtype = bf16, **wrong: Tensor) -> Any:
-        return fold(tensors, dtype, scales=scales._replace(**wrong))
+    def folded(dtype: torch.dtype = BF16, tensors: dict[str, Any] | None = None, **wrong: Tensor) -> Any:
+        return fold(case.t._replace(**tensors or {}), dtype, scales=scales._replace(**wrong))
 
     def with_fp32(autocast: bool) -> Any:
-        with torch.autocast(DEVICE, bf16, enabled=autocast):
-            return fused_block(x.float(), None, quantize(), **SETTINGS)
+        with torch.autocast(DEVICE, BF16, enabled=autocast):
+            return fused_block(x.float(), None, folded(), **case.options)
 
-    one, narrow = torch.ones((), device=DEVICE), tensors._replace(fc2_weight=tensors.fc2_weight[:, :30])
-    for call, word in (
-        (lambda: quantize(proj=scales.qkv), r"scales\.proj must have shape \(\), got \(96,\)"),
-        (lambda: quantize(fc2=0 * one), r"scales\.fc2 must be positive .*, got 0 to 0"),
-        (lambda: quantize(fc2=1e-40 * one), r"scales\.fc2 must .* finite reciprocals, got 9"),
-        (lambda: quantize(fc1=scales.qkv * torch.nan), r"scales\.fc1 must be .*, got nan to nan"),
-        (lambda: quantize(dtype=torch.float32), r"dtype must be float16 or bfloat16, got torch\.float32"),
-        (lambda: quantize(narrow), r"of fc2 must be a multiple of 16 .*, got 30 \(scales\.fc2=None"),
+    for call, message in (
+        (lambda: folded(proj=scales.qkv), r"scales\.proj must have shape \(\), got \(96,\)"),
+        (lambda: folded(fc2=0 * one), r"scales\.fc2 must be positive .*, got 0 to 0"),
+        (lambda: folded(fc2=1e-40 * one), r"scales\.fc2 must .* finite reciprocals, got 9"),
+        (lambda: folded(fc1=scales.qkv * torch.nan), r"scales\.fc1 must be .*, got nan to nan"),
+        (lambda: folded(torch.float32), r"dtype must be float16 or bfloat16, got torch\.float32"),
         (
-            lambda: quantize(tensors._replace(inner_weight=x, fc2_sum=x)),
-            "inner_weight, fc2_sum must be None",
+            lambda: folded(tensors={"fc2_weight": case.t.fc2_weight[:, :30]}),
+            r"of fc2 must be a multiple of 16 .*, got 30 \(scales\.fc2=None",
         ),
+        (lambda: folded(tensors={"inner_weight": x, "fc2_sum": x}), "inner_weight, fc2_sum must be None"),
         (lambda: with_fp32(False), r"x must be float16 or bfloat16, got torch\.float32"),
         (lambda: with_fp32(True), r"x must be float16 or bfloat16, got torch\.float32"),
-        (lambda: run(torch.cat((x, x), 2), tensors, scales), f"x must have {WIDTH} channels .*, got {2 * WIDTH}"),
-        (lambda: run(x.to("meta"), tensors, scales), "qkv_weight must be on meta like x, got "),
+        (lambda: run(case.but(x=x.to("meta")), scales), "qkv_weight must be on meta like x, got "),
     ):
-        with pytest.raises(ValueError, match=word):
+        with pytest.raises(ValueError, match=message):
             call()
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from typing import Any
 
-import mlp_support as support
 import pytest
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from mlp_support import DEVICE, Case, assert_rule, make_case, statistics_of
+from mlp_support import DEVICE, Case, assert_rule, check_case, make_case, statistics_of
 from torch import Tensor
 
 import vit_fast
@@ -30,56 +29,42 @@ def case() -> Case:
 @pytest.mark.each_value
 @pytest.mark.parametrize("width", [32, 100, 1100])
 @pytest.mark.parametrize("rows", ["usual", "constant", "far from 0", "pieces apart"])
+@torch.no_grad()
 def test_passed_statistics_give_the_same_result(rows: str, width: int) -> None:
     """Tests one piece, a shorter last piece, and more pieces than are combined at once."""
-    eps = 0.5 if rows == "usual" else 1e-5  # whoever reads statistics applies an epsilon of its own
     case = make_case(18, width, 48, torch.bfloat16, activation="relu", residual=False)
-    with torch.no_grad():
-        if rows == "constant":
-            case.x[::3] = 3.1
-        elif rows == "far from 0":
-            case.x.add_(100)
-        elif rows == "pieces apart":
-            case.x[:, :64] += 50
-
-    def eager(dtype: torch.dtype) -> dict[str, Tensor]:
-        same = case.to(dtype)
-        t = same.t
-        hidden = F.linear(F.layer_norm(same.x, (width,), t.norm2_weight, t.norm2_bias, eps), t.fc1_weight, t.fc1_bias)
-        return {"y": F.linear(hidden.relu(), t.fc2_weight, t.fc2_bias) * t.scale2}
-
+    # whoever reads statistics applies an epsilon of its own
+    case = replace(case, options=case.options | {"eps": (0.0, 0.5 if rows == "usual" else 1e-5)})
+    if rows == "constant":
+        case.x[::3] = 3.1
+    elif rows == "far from 0":
+        case.x.add_(100)
+    elif rows == "pieces apart":
+        case.x[:, :64] += 50
+    eager, exact = ({"y": case.to(dtype).forward("eager")} for dtype in (torch.bfloat16, torch.float64))
     for statistics in (statistics_of(case.x), None):
-        with torch.no_grad():
-            y, _ = case.fused(statistics, eps=(0.0, eps))
-            assert_rule({"y": y}, eager(torch.bfloat16), eager(torch.float64))
-
-
-def _layouts(x: Tensor) -> dict[str, Tensor]:
-    M, C = x.shape
-    padded = torch.full((M, C + 3), float("nan"), device=x.device, dtype=x.dtype)
-    padded[:, 1 : C + 1] = x
-    shifted = torch.full((M * C + 1,), float("nan"), device=x.device, dtype=x.dtype)
-    shifted[1:] = x.flatten()
-    return {
-        "sliced": padded[:, 1 : C + 1],
-        "transposed": x.t().contiguous().t(),
-        "offset by one element": shifted[1:].view(M, C),
-        "four dimensions": x.view(1, 2, M // 2, C),
-    }
+        assert_rule({"y": case.fused(statistics)[0]}, eager, exact)
 
 
 @pytest.mark.parametrize("layout", ["sliced", "transposed", "offset by one element", "four dimensions"])
 def test_layouts(case: Case, layout: str) -> None:
-    expected = case.run("triton")
-    x = _layouts(case.x.detach())[layout].requires_grad_()
-    y = case.but(x=x).forward("triton")
+    expected, (M, C) = case.run("triton"), case.x.shape
+    if layout == "transposed":
+        x = case.x.detach().t().contiguous().t()
+    elif layout == "four dimensions":
+        x = case.x.detach().view(1, 2, M // 2, C)
+    else:
+        wide = C + 3 if layout == "sliced" else C
+        x = torch.full((M * wide + 1,), float("nan"), device=DEVICE)[1:].view(M, wide)[:, :C]
+        x.copy_(case.x.detach())
+    y = case.but(x=x.requires_grad_()).forward("triton")
     assert y.shape == x.shape
     torch.testing.assert_close(y.view_as(case.x), expected["y"])
     (dx,) = torch.autograd.grad(y, x, case.grad.view_as(y))
     torch.testing.assert_close(dx.view_as(case.x), expected["d x"])
 
 
-def test_parameters_of_any_stride(case: Case) -> None:
+def test_parameters_of_any_stride() -> None:
     """fc1 and its gate may also be halves of one weight."""
     case = make_case(18, 32, 48, torch.float32, gated=True)
     packed = torch.cat((case.t.fc1_weight, case.t.gate_weight)).detach().requires_grad_()
@@ -93,13 +78,9 @@ def test_parameters_of_any_stride(case: Case) -> None:
             torch.testing.assert_close(found, expected[name])
 
 
-def test_no_rows(case: Case) -> None:
+def test_empty_and_nan_tokens(case: Case) -> None:
     results = case.but(x=case.x[:0].detach().requires_grad_(), grad=case.grad[:0]).run("triton")
-    assert results["y"].shape == (0, 32)
-    assert all(not gradient.any() for name, gradient in results.items() if name != "y")
-
-
-def test_nan_stays_in_its_row(case: Case) -> None:
+    assert results["y"].shape == (0, 32) and not any(gradient.any() for gradient in results.values())
     clean = case.run("triton")["y"]
     with torch.no_grad():
         case.x[5, 3] = float("nan")
@@ -109,7 +90,6 @@ def test_nan_stays_in_its_row(case: Case) -> None:
 
 
 def test_fewer_gradients_than_parameters(case: Case) -> None:
-    """Parameters that require no gradient get none, and do not disturb the others."""
     expected = case.run("triton")
     for parameter in (case.t.norm2_weight, case.t.norm2_bias, case.t.scale2):
         parameter.requires_grad_(False)
@@ -238,7 +218,7 @@ def test_training_keeps_less_than_torch() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 127, 197, 50_432])
 def test_vit_b_against_fp64(M: int) -> None:
-    support.check_case(make_case(M, 768, 3072, torch.bfloat16))
+    check_case(make_case(M, 768, 3072, torch.bfloat16))
 
 
 @pytest.mark.gpu
