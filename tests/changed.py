@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 KERNELS = (
-    "attention_*", "matmul_*", "mlp_*", "rotary*",
+    "attention_*", "kernel_shapes", "matmul_*", "mlp_*", "rotary*",
     "weight_gradients", "scaled_weights", "block_operator", "operators", "fp8_block",
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "warm_up")
@@ -40,7 +40,7 @@ TRAINING = ("train*",)
 # The tests of a folder, by names without test_ and .py; a path is one of the folders that it begins with.
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
-    "kernels/attention": ("attention_*", *COMPILED, "packed", "block_operator", "fp8_block"),
+    "kernels/attention": ("attention_*", "kernel_shapes", *COMPILED, "packed", "block_operator", "fp8_block"),
     "kernels/inspect": (*COMPILED, "attention_tuning", "packaging"),
     "vit_fast": (*FUSED, *FP8, *PREDICTION, *MODEL, "stand_in_driver", "autocast", "runtime", "cli"),
     "vit_fast/blocks": (*FUSED, *FP8, *MODEL, "stand_in_driver", "autocast", "runtime"),

@@ -1,4 +1,4 @@
-"""Support for the kernel tests: device, fp64 reference, error rule, inputs, and outputs filled with NaN."""
+"""Support for the kernel tests: device, fp64 reference, accuracy rule, inputs, and outputs filled with NaN."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 
 def assert_as_exact_as_eager(name: str, value: Tensor, eager: Tensor, exact: Tensor, factor: float) -> None:
-    """The rule of accuracy, over the largest error."""
     found = judge(value, eager, exact, factor)
     assert found.passed, f"{name}: {found}"
 
@@ -24,21 +23,21 @@ def assert_as_exact_as_eager(name: str, value: Tensor, eager: Tensor, exact: Ten
 def packed_inputs(
     batch: int, tokens: int, heads: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B, H, N, D] as views of one packed tensor [B, N, 3, H, D]."""
+    """Returns q, k, v [B, H, N, D] as views of one packed tensor [B, N, 3, H, D]."""
     qkv = torch.randn(batch, tokens, 3, heads, head_dim, device=DEVICE).to(dtype)
     q, k, v = qkv.transpose(1, 3).unbind(2)
     return q, k, v
 
 
 def nan_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Outputs to be written, of these shapes and strides, full of NaN: what is not written shows."""
+    """Returns tensors with the same shapes and strides, filled with NaN."""
     return tuple(
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).fill_(float("nan")) for t in tensors
     )
 
 
 def nan_output(q: Tensor) -> tuple[Tensor, Tensor]:
-    """o [B, H, N, D] lying as [B, N, H, D], and lse, both full of NaN."""
+    """Returns o [B, H, N, D] with the strides of [B, N, H, D], and lse, both filled with NaN."""
     batch, heads, tokens, head_dim = q.shape
     o = torch.full((batch, tokens, heads, head_dim), float("nan"), dtype=q.dtype, device=q.device).transpose(1, 2)
     return o, torch.full((batch, heads, tokens), float("nan"), device=q.device)
@@ -60,7 +59,7 @@ def check_outputs(found: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, do:
 
 
 def run_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, **which: Any) -> dict[str, Tensor]:
-    """Runs the kernels over NaN, and returns o, dq, dk, dv and lse by name."""
+    """Runs the kernels with outputs filled with NaN, and returns o, dq, dk, dv and lse by name."""
     from vit_fast.kernels.attention.attention import attention_backward, attention_forward
 
     o, lse = nan_output(q)
@@ -71,7 +70,6 @@ def run_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, **w
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> None:
-    """Runs the kernels forward and backward, and compares every output with fp64."""
     found = run_attention(q, k, v, do, scale)
     lse = found.pop("lse")
     check_outputs(found, q, k, v, do, scale)
@@ -80,12 +78,12 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -
         assert error_of(lse, exact) <= 1e-5 * max(1.0, float(exact.abs().max()))
 
 
-# What the kernels make of each layout.
+# {layout: access that the kernels choose}
 LAYOUTS = {"contiguous": "tma", "permuted": "tma", "sliced": "tma", "offset": "scalar", "expanded": "vector"}
 
 
 def strided(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
-    """A tensor [B, H, N, D] of the named layout, random."""
+    """Returns a random tensor [B, H, N, D] with the named layout."""
     batch, heads, tokens, head_dim = shape
     values = torch.randn(shape, device=DEVICE).to(dtype)
     if kind == "contiguous":

@@ -1,8 +1,8 @@
-"""Runs operators over a grid of shapes against the stand-in driver, and prints a JSON line per case.
+"""Runs operators with many shapes under the stand-in driver, and prints a JSON line per case.
 
     python tests/launch_cases.py sm_90
 
-A child of test_stand_in_driver.py: the stand-in needs a process of its own.
+test_stand_in_driver.py runs it in a child process, which the stand-in requires.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ Case = tuple[str, Callable[..., Tensor], list[Tensor]]
 
 
 def cases() -> Iterator[Case]:
-    """Every head dimension with every length, every number of rows with every width."""
     for head_dim, tokens, dtype, offset in (
         *product((16, 32, 64, 72, 80, 96, 128), (1, 50, 197, 577), (BF16,), (0,)),
         *product((64, 80), (1, 197), (FP32, torch.float16), (0,)),
@@ -49,7 +48,7 @@ def cases() -> Iterator[Case]:
 
 
 def launch_twice() -> None:
-    """Makes every launch twice. The kernel cached for the second must be the one that Triton chooses."""
+    """Repeats each launch. The second one must use the kernel that Triton would choose."""
     run = Launch.run
 
     def run_twice(self: Launch) -> None:
@@ -74,7 +73,7 @@ def main(arch: str) -> None:
                 function(*tensors, backend="triton")
             out = function(*(tensor.requires_grad_() for tensor in tensors), backend="triton")
             out.backward(torch.zeros_like(out))
-        except Exception as error:  # the result of this case; the others run all the same
+        except Exception as error:
             problems.append(f"{type(error).__name__}: {error}"[:400])
         counters = driver.counters()
         print(json.dumps({"case": name, "problems": problems + driver.violations(), **counters._asdict()}), flush=True)

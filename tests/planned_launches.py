@@ -1,7 +1,7 @@
-"""Launches by plan against the launches of the same call without one; asserted in a process with the stand-in driver.
+"""Compares the launches of a replayed plan with those of the same call without a plan, under the stand-in driver.
 
-A plan must launch the same kernels with the same grids and arguments, whatever moved since it was recorded; only the
-buffers that an operator allocates for itself may lie elsewhere, each in one other place.
+A plan must launch the same kernels with the same grids and arguments, also if inputs have other addresses than in the
+recording. Only buffers that the operator allocates may move.
 """
 
 from __future__ import annotations
@@ -32,23 +32,20 @@ Call = Callable[[], Tensor]
 
 
 def zeros(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
-    """A tensor that starts `offset` elements behind an aligned address."""
+    """Returns zeros that start `offset` elements after an aligned address."""
     size = torch.Size(shape)
     return torch.zeros(size.numel() + offset, dtype=dtype)[offset:].view(size)
 
 
-# ---- the arguments of the functions in C that launch kernels ----
-
-
 class Address(int):
-    """An argument that is an address."""
+    """A launch argument that is an address."""
 
 
 tapes = threading.local()
 
 
 def listen() -> None:
-    """Tapes the calls of every launcher; must be called before any kernel is compiled."""
+    """Records the arguments of Triton's C launcher; must be called before any kernel is compiled."""
     wrap = nvidia.wrap_handle_tensordesc
 
     def wrap_taped(launcher: Any, *args: Any) -> Any:
@@ -80,15 +77,12 @@ def _flattened(arguments: Any) -> Iterator[Any]:
             yield Address(value.data_ptr()) if isinstance(value, Tensor) else value
 
 
-# ---- the comparison ----
-
-
 def described(result: Any) -> list[tuple[Any, ...]]:
     return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in pytree.tree_leaves(result)]
 
 
 def keep_what_is_recorded() -> list[Tensor]:
-    """Everything that a recorded function makes stays, from now on, so that no two have the same address."""
+    """Keeps all tensors of recordings alive, so that they have different addresses."""
     kept: list[Tensor] = []
     add = plan._Recorder._add
 
@@ -101,7 +95,7 @@ def keep_what_is_recorded() -> list[Tensor]:
 
 
 def assert_same(ordinary: list[list[Any]], planned: list[list[Any]], inputs: Arguments) -> None:
-    """The same launches; addresses of inputs the same, each other one always in place of the same one."""
+    """Asserts equal launches, and equal addresses of inputs; other addresses must map one to one."""
     assert len(ordinary) == len(planned) > 0
     spans = [
         range(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
@@ -120,9 +114,9 @@ def assert_same(ordinary: list[list[Any]], planned: list[list[Any]], inputs: Arg
 
 
 def hold(operator: Any, arguments: Arguments, kept: list[Tensor]) -> None:
-    """Compares the launches of a replay, also with tensors elsewhere, with those of the call without a plan."""
+    """Compares a replay with the call without a plan, at the same and at other addresses."""
     plan.forget()
-    operator(*arguments)  # compiles by Triton, with hooks; records nothing
+    operator(*arguments)  # compiles the kernels; records nothing
     ordinary, made = taped(lambda: operator(*arguments))
     assert plan.plans() != [None], operator
     replayed, again = taped(lambda: operator(*arguments))
@@ -146,11 +140,8 @@ def elsewhere(tensor: Tensor) -> Tensor:
     return memory[start:].as_strided(tensor.shape, tensor.stride(), start)
 
 
-# ---- the calls ----
-
-
 def cases() -> Iterator[Call]:
-    """Half precision, fp32, fp32 parameters, unaligned, one tensor twice, a mask that a replay has to copy too."""
+    """Yields MLPs and attention: half precision, fp32, fp32 parameters, unaligned, repeated and copied inputs."""
     bounds, half = torch.tensor([0, 9, 9, 17], dtype=torch.int32), torch.zeros(4, 18, dtype=torch.int32)[:, 1]
     for rows, width, hidden, dtype, weights, offset in (
         (17, 64, 128, BF16, BF16, 0),
@@ -185,7 +176,7 @@ def cases() -> Iterator[Call]:
 
 
 def block_cases() -> Iterator[Call]:
-    """Whole blocks and halves of half precision, of fp32 parameters beside it, and of fp32; frozen ones."""
+    """Yields blocks, half blocks and folded blocks, in half precision, with fp32 parameters, and in fp32."""
     shapes = (64,), (64,), (192, 64), (192,), (64, 64), (64,), (64,), (64,), (64,), (128, 64), (128,), (64, 128)
     for dtype, weights in ((BF16, BF16), (BF16, FP32), (FP32, FP32)):
         x = zeros(1, 17, 64, dtype=dtype).requires_grad_()
@@ -198,7 +189,7 @@ def block_cases() -> Iterator[Call]:
 
 
 def modern_cases() -> Iterator[Call]:
-    """Blocks of rotary embeddings, of qk-norm, of RMSNorms and a gate; of padded and of packed images."""
+    """Yields gated blocks with RMSNorm, rotary embeddings, qk-norm, and padded or packed images."""
     C, F = 64, 128
     table, vector = zeros(16, 32, dtype=FP32), zeros(64)
     t = BlockTensors(
@@ -234,7 +225,7 @@ def fp8_block() -> tuple[Tensor, Any, dict[str, Any]]:
 
 
 def fp8_cases() -> Iterator[Call]:
-    """Blocks in e4m3: the first, which makes its operand, and one behind another."""
+    """Yields two consecutive blocks in e4m3."""
     x, block, options = fp8_block()
 
     def two() -> Tensor:
@@ -245,7 +236,7 @@ def fp8_cases() -> Iterator[Call]:
 
 
 def calls(case: Call) -> list[tuple[Any, Arguments]]:
-    """The operators of a call and of its backward, with what they are given; zeros(...) of their own lengths."""
+    """Returns the operators of a call and of its backward, with their arguments."""
 
     def run() -> None:
         out = case()
@@ -267,7 +258,7 @@ def main() -> None:
     for operator, arguments in found:
         hold(operator, arguments, kept)
     assert driver.violations() == []
-    assert driver.counters().dependent  # of these too a replay makes the same launches
+    assert driver.counters().dependent
     sys.stdout.write("ok")
 
 

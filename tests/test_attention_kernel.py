@@ -1,4 +1,4 @@
-"""The attention kernels against fp64: lengths, head sizes, dtypes, every launch path, layouts, extremes."""
+"""The attention kernels match the fp64 reference, for all shapes, dtypes, layouts and launch configurations."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ from vit_fast.kernels.device import gpu_of
 
 HALF = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (16, 32, 48, 64, 72, 80, 88, 96, 128)
-FAST_LENGTHS = (1, 9, 17, 50, 65, 128, 129, 197)  # on and off the sizes of tiles
+FAST_LENGTHS = (1, 9, 17, 50, 65, 128, 129, 197)  # multiples of the tile sizes, and others
 SLOW_LENGTHS = (2, 8, 16, 49, 64, 127, 196, 198, 200, 201, 233, 240, 255, 256, 257, 577)
 
 
 def _in_turn(lengths: tuple[int, ...]) -> list[tuple[object, ...]]:
-    """A shape for each length, which meets a number of heads, a head size and a dtype in turn."""
     turn = zip(lengths, cycle((1, 3)), cycle((64, 16, 80, 32, 72, 48, 96)), cycle(HALF))
     return [(1, n, n, heads, head_dim, dtype) for n, heads, head_dim, dtype in turn]
 
@@ -78,15 +77,10 @@ def test_every_shape(batch: int, n_q: int, n_kv: int, heads: int, head_dim: int,
 
 
 @given(
-    data=st.data(),
-    batch=st.integers(1, 2),
-    heads=st.integers(1, 2),
-    lengths=st.tuples(st.integers(1, 70), st.integers(1, 70)),
-    head_dim=st.integers(16, 128),
-    dtype=st.sampled_from(HALF),
-    sharpness=st.floats(0.1, 1.5),
-    seed=st.integers(0, 2**32 - 1),
-)
+    data=st.data(), batch=st.integers(1, 2), heads=st.integers(1, 2),
+    lengths=st.tuples(st.integers(1, 70), st.integers(1, 70)), head_dim=st.integers(16, 128),
+    dtype=st.sampled_from(HALF), sharpness=st.floats(0.1, 1.5), seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
 def test_drawn_shapes_and_layouts(data, batch, heads, lengths, head_dim, dtype, sharpness, seed) -> None:
     torch.manual_seed(seed)
     kinds = st.sampled_from(tuple(LAYOUTS))
@@ -94,7 +88,7 @@ def test_drawn_shapes_and_layouts(data, batch, heads, lengths, head_dim, dtype, 
         strided(data.draw(kinds), (batch, heads, tokens, head_dim), dtype)
         for tokens in (lengths[0], lengths[0], lengths[1], lengths[1])
     )
-    # in units of D**-0.5: a softmax that saturates shows what delta, summed from the rounded o, costs every kernel
+    # with sharper scores, the softmax saturates, and delta, summed from the rounded o, costs every kernel accuracy
     check_attention(q, k, v, do, sharpness * head_dim**-0.5)
 
 
@@ -111,37 +105,31 @@ FORWARD_CONFIGS = [
     ForwardConfig("looped", 64, 128),
     ForwardConfig("looped", 32, 32, num_stages=1),
 ]
+BACKWARD_CONFIGS = [BackwardConfig(64, 32, num_stages=1), BackwardConfig(32, 64, num_stages=1)]
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("tma", [True, False], ids=["tma", "pointers"])
 @pytest.mark.parametrize("head_dim", [64, 80], ids=["whole", "split"])
-@pytest.mark.parametrize("config", FORWARD_CONFIGS, ids=str)
-def test_every_forward_path(config: ForwardConfig, head_dim: int, tma: bool) -> None:
+@pytest.mark.parametrize("config", [*FORWARD_CONFIGS, *BACKWARD_CONFIGS], ids=str)
+def test_every_configuration(config: ForwardConfig | BackwardConfig, head_dim: int, tma: bool) -> None:
     _skip_without_tma(tma)
-    q, k, v = packed_inputs(1, 100, 2, head_dim, torch.float16)
-    o, lse = nan_output(q)
-    launch = forward_launch(q, k, v, o, lse, 0.2, dataclasses.replace(config, tma=tma))
-    assert launch.constants["TMA"] is tma
-    launch.run()
-    check_outputs({"o": o}, q, k, v, torch.zeros_like(q), 0.2)
-    assert lse.isfinite().all()
-
-
-@pytest.mark.parametrize("tma", [True, False], ids=["tma", "pointers"])
-@pytest.mark.parametrize(("head_dim", "block_m", "block_n"), [(64, 64, 32), (80, 32, 64)])
-def test_every_backward_path(head_dim: int, block_m: int, block_n: int, tma: bool) -> None:
-    _skip_without_tma(tma)
-    config = BackwardConfig(block_m, block_n, num_stages=1, tma=tma)
+    config = dataclasses.replace(config, tma=tma)
     q, k, v = packed_inputs(1, 100, 2, head_dim, torch.float16)
     do = _gradient_of(q)
     o, lse = nan_output(q)
-    attention.attention_forward(q, k, v, o, lse, 0.2)
     dq, dk, dv, delta = nan_like(q, k, v, lse)
-    for launch in backward_launches(q, k, v, o, do, lse, dq, dk, dv, delta, 0.2, config, config):
+    if isinstance(config, ForwardConfig):
+        launches, found = [forward_launch(q, k, v, o, lse, 0.2, config)], {"o": o}
+    else:
+        attention.attention_forward(q, k, v, o, lse, 0.2)
+        launches = [*backward_launches(q, k, v, o, do, lse, dq, dk, dv, delta, 0.2, config, config)]
+        found = {"dq": dq, "dk": dk, "dv": dv}
+    for launch in launches:
         assert launch.constants["TMA"] is tma
         launch.run()
-    check_outputs({"dq": dq, "dk": dk, "dv": dv}, q, k, v, do, 0.2)
+    check_outputs(found, q, k, v, do, 0.2)
+    assert lse.isfinite().all()
 
 
 @pytest.mark.parametrize(("kind", "expected"), LAYOUTS.items())
@@ -153,7 +141,7 @@ def test_every_layout(kind: str, expected: str) -> None:
 
 @pytest.mark.parametrize("n_kv", [5, 70, 261])
 def test_scores_far_below_zero(n_kv: int) -> None:
-    """Every real score near -2000: a key that is not there, with score 0, must not count, nor overflow."""
+    """All scores are near -2000. Keys past the end, with score 0, must neither count nor overflow."""
     q = torch.full((1, 1, 3, 32), 8.0, device=DEVICE, dtype=torch.float16)
     k = -q[:, :, :1].expand(1, 1, n_kv, 32) + torch.randn(1, 1, n_kv, 32, device=DEVICE).half() / 64
     v = torch.randn(1, 1, n_kv, 32, device=DEVICE).half()
@@ -165,9 +153,9 @@ def test_scores_far_below_zero(n_kv: int) -> None:
 @pytest.mark.parametrize("size", [1, 30, 1000])
 @pytest.mark.parametrize("kind", ["saturated", "shared"])
 def test_large_scores(kind: str, size: int, dtype: torch.dtype) -> None:
-    """Scores of `size`: far apart, so that one key takes nearly all; or all near one another, far from zero.
+    """Scores are far apart, so that one key dominates; or close to each other, but far from zero.
 
-    Not in fp32: lse as one fp32 number, and delta summed from o, cost its gradients 20 times eager's error.
+    Not in fp32, whose gradients have 20 times the error of eager, because lse is fp32 and delta is summed from o.
     """
     q, k, v, do = (torch.randn(1, 2, 50, 64) for _ in range(4))
     if kind == "saturated":
@@ -214,12 +202,12 @@ for stride_b, stride_n, wide in ((2**31 + 16, 16, False), (16, 2**27 + 16, True)
 @pytest.mark.slow
 @pytest.mark.skipif(KERNEL_ARCH is not None, reason="a process of its own, without the emulator")
 def test_more_than_two_to_the_31_elements() -> None:
-    """Runs in a child: an offset that wraps at 32 bits reads outside the buffer, which may crash the process."""
+    """Runs in a child process: an offset that overflows 32 bits may crash the process."""
     run_python(["-c", _BEYOND_32_BITS], os.environ)
 
 
 def test_grids() -> None:
-    """All heads are on the first axis, because the others end at 65,535; launches that cannot run are refused."""
+    """All heads are on the first axis, because the others are limited to 65,535. Impossible launches raise errors."""
     qkv = torch.empty(70_000, 5, 3, 2, 16, device="meta", dtype=torch.float16)
     q, k, v = qkv.transpose(1, 3).unbind(2)
     lse, config = torch.empty(70_000, 2, 5, device="meta"), BackwardConfig(32, 32)
@@ -238,16 +226,16 @@ def test_grids() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 4097, 3, 64), (70_000, 5, 1, 16), (1, 65_536, 1, 64)], ids=str)
 def test_large(shape: tuple[int, int, int, int]) -> None:
-    """Against torch's own attention in fp32: an fp64 score matrix of this size does not fit."""
+    """Compares with torch's attention in fp32, because the fp64 scores would need too much memory."""
     q, k, v = packed_inputs(*shape, torch.bfloat16)
     o, lse = nan_output(q)
     attention.attention_forward(q, k, v, o, lse, shape[-1] ** -0.5)
-    right = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float())
-    torch.testing.assert_close(o.float(), right, atol=2e-2, rtol=2e-2)
+    expected = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float())
+    torch.testing.assert_close(o.float(), expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_time_and_in_a_graph() -> None:
+def test_results_are_deterministic_and_equal_in_a_cuda_graph() -> None:
     q, k, v = packed_inputs(8, 197, 12, 64, torch.bfloat16)
     do = _gradient_of(q)
     first = run_attention(q, k, v, do, 0.125)

@@ -1,9 +1,10 @@
-"""Tiles of matmuls: the choices of the policy, and that the tile of every size fits its architecture."""
+"""The policies choose tiles that fit every architecture, for every size; the matmul policy fills the GPU."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from vit_fast.kernels.matmul.matmul_launch import EPILOGUES, MatmulConfig, Opera
 from vit_fast.kernels.matmul.matmul_policy import NORMED_HEADS, Problem, best, best_head, config_table
 
 SIZES = (2, 15, 16, 17, 768)
+LENGTHS = (1, 2, 15, 16, 17, 197, 577, 1025)
+LENGTH_PAIRS = [*itertools.product(LENGTHS, LENGTHS), *((n, n) for n in range(4, 257, 8))]  # one of each length class
 # Rows whose length is no multiple of 8 are loaded element by element, with more addresses than registers.
 UNALIGNED_SPILLS = 350
 
@@ -27,29 +30,38 @@ _COMPILE = """
 import json, sys
 import torch
 from vit_fast.kernels.inspect import offline, static_checks
-from vit_fast.ops import layer_norm_mlp
+from vit_fast.ops import attention, layer_norm_mlp
 arch, compiles, shapes = sys.argv[1], sys.argv[2] == "compile", json.loads(sys.argv[3])
 builds, found = {}, []
-for M, C, F in shapes:
-    sizes = (M, C), (C,), (C,), (F, C), (F,), (C, F), (C,)
+for shape in shapes:
+    if len(shape) == 2:  # queries and keys
+        function, aligned = attention, True
+        sizes = [(256, 4, tokens, 64) for tokens in (shape[0], shape[1], shape[1])]
+    else:
+        M, C, F = shape
+        function, aligned = layer_norm_mlp, C % 8 == 0 and F % 8 == 0
+        sizes = (M, C), (C,), (C,), (F, C), (F,), (C, F), (C,)
     tensors = [torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
     with offline.recorded(offline.gpu(arch)) as launches:
-        y = layer_norm_mlp(*tensors, backend="triton")
+        y = function(*tensors, backend="triton")
         torch.autograd.grad(y, tensors, torch.empty_like(y))
     for launch in launches:
-        if "EPILOGUE" in launch.constants or "BLOCK_P" in launch.constants:
-            build = offline.Build("matmul", f"{M} {C} {F}", launch)
-            builds.setdefault(offline.specialization(launch), (C % 8 == 0 and F % 8 == 0, build))
+        if function is attention or "EPILOGUE" in launch.constants or "BLOCK_P" in launch.constants:
+            build = offline.Build(launch.kernel.__name__, str(shape), launch)
+            builds.setdefault(offline.specialization(launch), (aligned, build))
 for aligned, build in builds.values() if compiles else ():
-    stats = static_checks.compile_stats(build.launch, arch)
-    spills = stats["spill_loads"] + stats["spill_stores"]
-    found.append([build.case, aligned, spills, static_checks.problems(build, stats, arch)])
+    try:
+        stats = static_checks.compile_build(build, arch)
+        spills, problems = static_checks.spills(stats), static_checks.problems(build, stats, arch)
+    except Exception as error:
+        spills, problems = 0, [repr(error)]
+    found.append([f"{build.kernel} {build.case}", aligned, spills, problems])
 print(json.dumps([len(builds), found]))
 """
 
 
-def compiled(arch: str, what: str, shapes: list[tuple[int, int, int]]) -> tuple[int, list[list[object]]]:
-    """Returns the number of different matmuls of LayerNorm + MLP in training, and what became of each."""
+def compiled(arch: str, what: str, shapes: list[tuple[int, ...]]) -> tuple[int, list[Any]]:
+    """Returns the number of different kernels of a training step, and the problems of each if they are compiled."""
     number, found = json.loads(run_python(["-c", _COMPILE, arch, what, json.dumps(shapes)], environment()))
     return number, found
 
@@ -57,15 +69,18 @@ def compiled(arch: str, what: str, shapes: list[tuple[int, int, int]]) -> tuple[
 @pytest.mark.parametrize(
     ("arch", "shapes"),
     [
-        # K of a weight gradient is the number of rows: 1 in attention pooling at batch 1
+        # the K of a weight gradient is the number of rows: 1 in attention pooling at batch 1
         *(pytest.param(arch, [(1, 768, 3072)], id=f"{arch}-one row", marks=pytest.mark.slow) for arch in offline.ARCHS),
+        # one query, one key, and both forward kernels
+        pytest.param("sm_90", [(1, 1), (1, 577), (17, 2)], id="sm_90-attention", marks=pytest.mark.slow),
         *(
-            pytest.param(arch, [*itertools.product(SIZES, repeat=3)], id=arch, marks=pytest.mark.slow(minutes=True))
+            pytest.param(arch, shapes, id=f"{arch}-{name}", marks=pytest.mark.slow(minutes=True))
             for arch in offline.ARCHS
+            for name, shapes in (("all sizes", [*itertools.product(SIZES, repeat=3)]), ("all lengths", LENGTH_PAIRS))
         ),
     ],
 )
-def test_every_size_fits(arch: str, shapes: list[tuple[int, int, int]]) -> None:
+def test_every_size_fits(arch: str, shapes: list[tuple[int, ...]]) -> None:
     number, found = compiled(arch, "compile", shapes)
     assert number == len(found) >= 4
     for case, aligned, spills, problems in found:
@@ -74,14 +89,11 @@ def test_every_size_fits(arch: str, shapes: list[tuple[int, int, int]]) -> None:
 
 
 @pytest.mark.slow
-def test_sizes_are_not_compiled_anew() -> None:
-    """Batch sizes share their binaries, also those of the weight gradients, whose K is the number of rows."""
+def test_batch_sizes_share_kernels() -> None:
+    """Includes the weight gradients, whose K is the number of rows."""
     first, _ = compiled("sm_90", "list", [(50_432, 768, 768)])
     both, _ = compiled("sm_90", "list", [(50_432, 768, 768), (50_433, 768, 768)])
     assert both == first
-
-
-# ---- choices of the policy ----
 
 
 def problem(arch: str, sizes: tuple[int, int, int], kind: str = "half", tma: bool = True) -> Problem:
@@ -91,7 +103,6 @@ def problem(arch: str, sizes: tuple[int, int, int], kind: str = "half", tma: boo
 
 @pytest.mark.parametrize("arch", offline.ARCHS)
 def test_tables(arch: str) -> None:
-    """Even an empty batch, which launches nothing, has a configuration."""
     for kind, tma in itertools.product(("half", "tf32"), (True, False)):
         for epilogue in (*EPILOGUES, "weight_products"):
             table = config_table(arch, kind, epilogue, tma)
@@ -104,15 +115,15 @@ def test_tables(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_120"])
-def test_few_rows_are_cut_along_k(arch: str) -> None:
+def test_matmuls_with_few_rows_use_split_k(arch: str) -> None:
     """fc2 of ViT-B at batch 1 has 48 of the smallest tiles, a third of the multiprocessors."""
     config, splits = best(problem(arch, (197, 768, 3072)), 8)
     assert config in config_table(arch, "half", "partial", True)
     assert config.tiles(197, 768) * splits > 80
 
 
-def test_a_part_of_a_wave_gets_a_launch_of_its_own() -> None:
-    """fc2 of ViT-B: at batch 64, 2.25 waves of the widest tiles take as long as 3; at 256, 8.95 are as good as 9."""
+def test_a_partial_wave_gets_its_own_launch() -> None:
+    """fc2 of ViT-B: at batch 64, 2.25 waves of the widest tiles take as long as 3; at 256, 8.95 are nearly 9."""
     few, many = 64 * 197, 256 * 197
     assert 0 < best_head(problem("sm_90", (few, 768, 3072))) < few
     assert best_head(problem("sm_90", (many, 768, 3072))) == many
@@ -120,9 +131,7 @@ def test_a_part_of_a_wave_gets_a_launch_of_its_own() -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_rows_of_two_launches_are_those_of_one(
-    dtype: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_launches_compute_the_same_as_one(dtype: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def normal(*shape: int, seed: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
