@@ -1,4 +1,4 @@
-"""Tuning: the fastest right configuration is chosen, wrong and broken ones never, and the table is then used."""
+"""Tuning chooses the fastest configuration with correct output, and the policy then uses the table."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SHAPE = (1, 33, 1, 16)
 FAST = ForwardConfig("looped", 64, 64, num_stages=2, tma=True)
 
 
-def test_the_fastest_right_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken is a size that is no power of two; incorrect, a launch that writes nothing."""
+def test_the_fastest_correct_configuration_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of 48 queries does not compile; an empty grid writes nothing."""
     task = next(attention_tuning.tasks(*SHAPE, device=DEVICE))
     tried = [task.by_rule, FAST, ForwardConfig("looped", 48, 64)]
     monkeypatch.setattr(attention_tuning, "candidates", lambda task: iter(tried))
@@ -38,7 +38,7 @@ def test_the_fastest_right_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_tuning.fastest(replace(task, launch=launch_wrong), measure)[0] == task.by_rule
 
 
-def test_what_was_written_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_uses_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "table.json"
     path.write_text(json.dumps({"note": "", "architectures": {}}))
     task = next(attention_tuning.tasks(*SHAPE, device=DEVICE))
@@ -47,12 +47,12 @@ def test_what_was_written_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     attention_policy._table.cache_clear()
     try:
         found = attention_policy.forward_config(task.problem)
-        assert replace(found, dependent=False) == FAST  # which is no choice of the table
+        assert replace(found, dependent=False) == FAST
     finally:
         attention_policy._table.cache_clear()
 
 
-@pytest.mark.skipif(HAS_GPU, reason="this machine has what the command asks for")
+@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
 def test_tuning_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["kernels", "--tune"])

@@ -1,4 +1,4 @@
-"""Tests that need execution: replayed launch plans, CUDA graphs, a compiled model, TF32, FP8, synchronization."""
+"""Tests on the PTX emulator: replayed launch plans, CUDA graphs, a compiled model, TF32 and FP8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import planned_launches
 import pytest
 import test_fp8_block
 import torch
-from emulator.binding import Emulator, Found, Schedule
+from emulator.binding import Emulator
 from emulator.process import SAME_PTX
 from kernel_execution import KERNEL_ARCH, WITHOUT_FP8
 from our_operators import each_tensor
@@ -35,9 +35,6 @@ BF16 = torch.bfloat16
 Call = tuple[Callable[..., Tensor], list[Tensor], Tensor]  # function, inputs, gradient of the output
 
 
-# ---- launch plans ----
-
-
 def _random(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
     """Replaces planned_launches.zeros by random tensors."""
     size = torch.Size(shape).numel()
@@ -46,7 +43,7 @@ def _random(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("cases", ["cases", "block_cases", "modern_cases", "fp8_cases"])
 def test_a_replayed_plan_computes_the_same_bits(cases: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests every planned operator, at the addresses of the recording and at others."""
+    """Replays each operator's plan, with inputs at the same and at other addresses."""
     if cases == "fp8_cases" and KERNEL_ARCH in WITHOUT_FP8:
         pytest.skip("no FP8 on this architecture")
     monkeypatch.setattr(planned_launches, "zeros", _random)
@@ -62,12 +59,8 @@ def test_a_replayed_plan_computes_the_same_bits(cases: str, monkeypatch: pytest.
             assert all(torch.equal(ordinary, bits) for bits in planned), operator
 
 
-# ---- architectures ----
-
-
 @pytest.mark.skipif(KERNEL_ARCH not in SAME_PTX, reason="compiled for the architecture that is executed")
-def test_architectures_that_share_peer_ptx_have_the_same() -> None:
-    """Compiles a build of every kernel for this architecture and for the one whose PTX is executed."""
+def test_ptx_equals_that_of_the_architecture_which_is_not_executed() -> None:
     builds = {build.kernel: build for build in static_checks.builds(KERNEL_ARCH)}
     for kernel, build in builds.items():
         compiled = (offline.compile_launch(build.launch, arch) for arch in (KERNEL_ARCH, SAME_PTX[KERNEL_ARCH]))
@@ -75,12 +68,9 @@ def test_architectures_that_share_peer_ptx_have_the_same() -> None:
         assert own == executed, kernel
 
 
-# ---- whole models ----
-
-
 @pytest.fixture
 def models() -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
-    """Ours and eager in bf16, and in fp64."""
+    """Returns a fused model in bf16, and eager models in bf16 and fp64."""
     shape = {"embed_dim": 192, "num_heads": 3, "img_size": 64, "patch_size": 16}
     model = vit_fast.create_model("vit_base_patch16_224", backend="eager", depth=2, num_classes=10, **shape).eval()
     with torch.no_grad():
@@ -93,8 +83,7 @@ def models() -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
     torch._dynamo.reset()
 
 
-def test_batches_and_addresses_change(models: tuple[nn.Module, ...]) -> None:
-    """Plans are replayed with other sizes and addresses, then with frozen weights."""
+def test_batch_sizes_and_addresses_change(models: tuple[nn.Module, ...]) -> None:
     fused, eager, exact = models
     kept = []
     for frozen in (False, True):
@@ -116,7 +105,6 @@ def _gradients(model: nn.Module, images: Tensor, weight: Tensor) -> list[Tensor]
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_training(compiled: bool, models: tuple[nn.Module, ...]) -> None:
-    """Compiled by Inductor, whose buffers and strides our operators then get."""
     fused, eager, exact = models
     step = torch.compile(fused) if compiled else fused
     for batch in (2, 1) if compiled else (2, 1, 2, 2):
@@ -131,7 +119,7 @@ def test_training(compiled: bool, models: tuple[nn.Module, ...]) -> None:
 
 
 def test_a_graph_replays_with_new_inputs(models: tuple[nn.Module, ...], emulator: Emulator) -> None:
-    """Launches are recorded without being executed, as in a CUDA graph, and executed after the inputs changed."""
+    """Records launches without executing them, as a CUDA graph does, and executes them after the inputs changed."""
     fused = models[0]
     vit_fast.freeze(fused)
     static = torch.randn(2, 17, 192).to(BF16)
@@ -160,11 +148,11 @@ def test_a_graph_replays_with_new_inputs(models: tuple[nn.Module, ...], emulator
 def test_kernels_that_start_early_compute_the_same_bits(
     models: tuple[nn.Module, ...], emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small batches from sm_90 on; the emulator reports what they do before they wait for the previous launch."""
+    """The emulator reports memory accesses before a kernel waits for the previous one."""
     fused = models[0]
     vit_fast.freeze(fused)
     x, results = torch.randn(1, 17, 192).to(BF16), []
-    for early in (False, True):  # the later tests find the caches of the policy as it is
+    for early in (False, True):  # ends with True, so that later tests find unchanged caches
         plan.forget()
         for module in (attention_policy, linear, matmul_policy):
             monkeypatch.setattr(module, "starts_early", lambda arch, early=early: early and starts_early(arch))
@@ -176,9 +164,6 @@ def test_kernels_that_start_early_compute_the_same_bits(
         waits = sum(found.executed for found in emulator.find("griddepcontrol.wait"))
         assert (waits > 0) == (early and starts_early(KERNEL_ARCH))
     assert all(torch.equal(result, results[0]) for result in results)
-
-
-# ---- operators, forward and backward ----
 
 
 def _attention(N: int, D: int, dtype: torch.dtype = torch.float32) -> Call:
@@ -206,7 +191,7 @@ def _run(call: Call, backend: str = "triton", dtype: torch.dtype | None = None) 
     + [(_mlp, sizes) for sizes in ((1, 64, 128), (70, 192, 264), (129, 72, 200), (33, 100, 150))],
 )
 def test_tf32(make: Callable[..., Call], sizes: tuple[int, ...], emulator: Emulator) -> None:
-    """Operands of TF32 have 11 bits. At least one instruction computes with them, through TMA or by pointers."""
+    """TF32 operands have 11 bits of precision; at least one instruction must use TF32."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     emulator.profile()
@@ -221,52 +206,9 @@ def test_tf32(make: Callable[..., Call], sizes: tuple[int, ...], emulator: Emula
     assert any(found.executed for found in emulator.find("tf32.tf32"))
 
 
-SYNCHRONIZATION = ("bar.sync", "wait_group", "fence", "try_wait", "commit_group", "griddepcontrol.wait")
-SCHEDULES = (Schedule(), Schedule(early=1), Schedule(seed=7, early=2))
-
-
-def _is_the_same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize(("make", "sizes"), [(_attention, (100, 64)), (_mlp, (20, 136, 72))])
-def test_every_synchronization_is_needed_or_not_missed(
-    make: Callable[..., Call], sizes: tuple[int, ...], schedule: Schedule, emulator: Emulator
-) -> None:
-    """Every barrier, wait and fence left out in turn must be reported, or change nothing."""
-    if schedule != Schedule():
-        pytest.skip("it brings its own schedules")
-    call = make(*sizes, dtype=BF16)
-    _run(call)  # compiles
-    emulator.profile()
-    expected = _run(call)
-    executed = [found for word in SYNCHRONIZATION for found in emulator.find(word) if found.executed]
-    assert executed
-    assert emulator.reports() == []
-    missed: list[Found] = []
-    for instruction in executed:
-        reported, same = False, True
-        with emulator.without(instruction):
-            for schedule in SCHEDULES:
-                emulator.schedule(schedule)
-                same &= _is_the_same(_run(call), expected)
-                reported = bool(emulator.reports())
-                if reported:
-                    break
-        assert reported or same, instruction
-        if not reported:
-            missed.append(instruction)
-    emulator.schedule(Schedule())
-    assert _is_the_same(_run(call), expected)
-    share = 1 - len(missed) / len(executed)
-    print(f"{share:.0%} of {len(executed)} reported; not needed here:", *missed, sep="\n  ")
-    assert not [found for found in missed if "try_wait" in found.opcode or "griddepcontrol" in found.opcode]
-    assert share > 0.5, missed  # Triton writes barriers that others make redundant
-
-
 @pytest.mark.skipif(KERNEL_ARCH != "sm_90", reason="wgmma of 8-bit floats is sm_90's")
 def test_fp8_is_accurate_with_sums_of_14_bits(emulator: Emulator) -> None:
-    """Sums of 14 bits, as sm_90 adds products of 8-bit floats, at ViT-S' sizes."""
+    """sm_90 accumulates FP8 products in about 14 bits; sizes of ViT-S."""
     case = test_fp8_block.make(width=384, hidden=1536, heads=6, head_dim=64)
     scales = test_fp8_block.some_scales(case.x)
     emulator.shorten_fp8_sums(14)

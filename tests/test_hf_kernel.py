@@ -1,4 +1,4 @@
-"""The repository for Hugging Face's `kernels` loader: complete, importable from anywhere, apart from vit_fast."""
+"""The repository for Hugging Face's `kernels` loader works without vit_fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from command_line import run
 
 from vit_fast.apps.hub_kernel import build_hf_kernel
 
-# What the loader does, in a process that has no vit_fast: import the variant's package under its metadata's id.
+# Imports the variant's package under the id of its metadata, like the loader, in a process without vit_fast.
 LOAD = """
 import importlib.util, json, sys, torch
 sys.modules["vit_fast"] = None

@@ -1,4 +1,4 @@
-"""The matmul by itself, launched as data: each way through it against the same product in fp64."""
+"""Epilogues of the matmul kernel match the fp64 reference."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ on_both_paths = pytest.mark.parametrize("N", [48, 33], ids=["TMA", "pointers"])
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @on_both_paths
-def test_a_residual_in_fp32_is_added_and_kept_in_fp32(N: int, dtype: torch.dtype) -> None:
-    """The branch is not rounded to the operands' dtype either: as exact as the formula in fp32."""
+def test_residual_in_fp32(N: int, dtype: torch.dtype) -> None:
+    """The branch is not rounded to the dtype of the operands: it is as accurate as in fp32."""
     a, b = normal(70, 64, dtype=dtype), normal(N, 64, dtype=dtype, seed=1)
     residual, bias, scale = normal(70, N, seed=2) * 100, normal(N, seed=3), normal(N, seed=4)
     (out,) = nan_like(residual)
@@ -46,7 +46,7 @@ def test_a_residual_in_fp32_is_added_and_kept_in_fp32(N: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @on_both_paths
-def test_an_input_gradient_in_fp32(N: int, dtype: torch.dtype) -> None:
+def test_input_gradient_in_fp32(N: int, dtype: torch.dtype) -> None:
     a, b = normal(70, 64, dtype=dtype), normal(64, N, dtype=dtype, seed=1)
     x, residual = normal(70, N, seed=2), normal(70, N, seed=3)
     mean, rstd, parts = normal(70, seed=4), normal(70, seed=5).abs(), normal(70, 19, seed=6)
@@ -86,9 +86,9 @@ def _check_statistics(out: Tensor, part: Tensor) -> None:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("stream", [None, torch.float32], ids=["stream of h", "fp32 stream"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("splits", [2, 3, 7])  # of 4 steps of K: parts of 2, of 2 and none, of 1 and none
+@pytest.mark.parametrize("splits", [2, 3, 7])  # of 4 iterations: parts of 2; of 2 or none; of 1 or none
 @pytest.mark.parametrize("C", [48, 33, 200], ids=["TMA", "pointers", "pieces"])
-def test_parts_of_k_are_summed(
+def test_split_k(
     C: int, splits: int, dtype: torch.dtype, stream: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = _branch(70, C, dtype, stream or dtype)
@@ -107,8 +107,8 @@ def test_parts_of_k_are_summed(
 @pytest.mark.each_value
 @pytest.mark.parametrize("sub_tiles", [1, 2, 4])
 @pytest.mark.parametrize("C", [200, 33, 64, 260])
-def test_statistics_of_pieces_of_every_size(C: int, sub_tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An epilogue that works on 32 columns at a time writes the same pieces of 64; the last may be short."""
+def test_statistics_do_not_depend_on_sub_tiles(C: int, sub_tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics are per 64 columns, also if sub-tiles have 32 columns. The last piece may be shorter."""
     config = MatmulConfig(64, 64 * sub_tiles if sub_tiles < 4 else 128, 32, sub_tiles=sub_tiles)
     monkeypatch.setattr(linear, "residual_config", lambda operands: (config, 1))
     tensors = _branch(70, C, torch.float16, torch.float16)

@@ -1,4 +1,4 @@
-"""The kernel of qk-norm and rotary embeddings, forward and backward, against the eager definition in fp64."""
+"""The kernels of qk-norm and rotary embeddings match the fp64 reference, forward and backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shape = tuple[int, int, int, int]  # B, N, H, D
 
 
 def _leaves(shape: Shape, norm: str, over: str, affine: bool) -> list[Tensor]:
-    """qkv, and of the norms of q and k what they have."""
+    """Returns qkv and the parameters of the norms of q and k."""
     B, N, H, D = shape
     width = D if over == "head" else H * D
     count = 0 if norm == "none" or not affine else 2 if norm == "rms_norm" else 4
@@ -39,7 +39,7 @@ def _tables(shape: Shape, leading: Sequence[int], prefix: int) -> tuple[Tensor, 
 def _run(
     leaves: list[Tensor], grad: Tensor, dtype: torch.dtype, backend: str, norm: str, over: str, rope: Rope | None
 ) -> list[Tensor]:
-    """The output, and gradients of all leaves, with these in a dtype."""
+    """Returns the output and the gradients of all leaves, computed in `dtype`."""
     leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
     qkv, *vectors = leaves
     weights = vectors[:2] or [None, None]
@@ -92,8 +92,8 @@ def test_tables_of_all_kinds(leading: tuple[int, ...], prefix: int) -> None:
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("leading", [(), (2,), (1, 3), (2, 3)])
-def test_tables_are_read_as_they_lie(leading: tuple[int, ...], layout: str) -> None:
-    """Each number twice, sines and cosines side by side, one image's for all: none of these is copied."""
+def test_strided_tables_are_not_copied(leading: tuple[int, ...], layout: str) -> None:
+    """Repeated angles, cosines and sines in one tensor, and tables shared by all images."""
     cos, sin = _tables((2, 5, 3, 16), leading, 0)
     qkv = torch.randn(2, 5, 3, 3, 16, device=DEVICE)
     expected = qk_norm_rope(qkv, rope=Rope(cos, sin, layout=layout), backend="triton")
@@ -110,11 +110,13 @@ def test_tables_are_read_as_they_lie(leading: tuple[int, ...], layout: str) -> N
         assert torch.equal(qk_norm_rope(qkv, rope=Rope(*shared, layout=layout), backend="triton")[0], expected[0])
 
 
-def test_inputs_and_tables_of_odd_strides_are_copied() -> None:
+def test_inputs_and_tables_with_other_strides_are_copied() -> None:
     cos, sin = _tables((2, 5, 3, 16), (2,), 0)
     qkv = torch.randn(2, 5, 3, 3, 32, device=DEVICE)[..., ::2]
     expected = qk_norm_rope(qkv.contiguous(), rope=Rope(cos, sin), backend="triton")
-    apart = torch.empty(2, 83, device=DEVICE)[:, :40].unflatten(1, (5, 8)).copy_(cos)  # images no whole rows apart
+    apart = (
+        torch.empty(2, 83, device=DEVICE)[:, :40].unflatten(1, (5, 8)).copy_(cos)
+    )  # the image stride is no multiple of the row stride
     turned = cos.mT.contiguous().mT, sin.mT.contiguous().mT
     for tables in ((apart, sin), (cos, turned[1]), turned):
         assert torch.equal(qk_norm_rope(qkv, rope=Rope(*tables), backend="triton"), expected)
@@ -122,13 +124,10 @@ def test_inputs_and_tables_of_odd_strides_are_copied() -> None:
 
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 5), st.sampled_from([2, 6, 36, 64, 72, 80])),
-    norm=st.sampled_from(["none", "layer_norm", "rms_norm"]),
-    over=st.sampled_from(["head", "width"]),
-    rotated=st.booleans(),
-    prefix=st.sampled_from([0, 1, 5]),
-    layout=st.sampled_from(["half", "interleaved"]),
+    norm=st.sampled_from(["none", "layer_norm", "rms_norm"]), over=st.sampled_from(["head", "width"]),
+    rotated=st.booleans(), prefix=st.sampled_from([0, 1, 5]), layout=st.sampled_from(["half", "interleaved"]),
     dtype=st.sampled_from(DTYPES),
-)
+)  # fmt: skip
 def test_drawn(
     shape: Shape, norm: str, over: str, rotated: bool, prefix: int, layout: str, dtype: torch.dtype
 ) -> None:  # fmt: skip
@@ -154,7 +153,6 @@ def test_nan_stays_in_its_head() -> None:
 
 
 def test_refusals() -> None:
-    """Tables that learn; odd heads and dtypes."""
     cos, sin = _tables((2, 5, 2, 16), (), 0)
     with pytest.raises(UnsupportedInputError, match=r"rope\.cos must not require a gradient"):
         qk_norm_rope(torch.randn(2, 5, 3, 2, 16, device=DEVICE), rope=Rope(cos.requires_grad_(), sin), backend="triton")

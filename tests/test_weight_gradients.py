@@ -1,4 +1,4 @@
-"""The end of the backward by itself: products of one to four pairs, and sums over rows."""
+"""Matmuls of weight gradients, and partial sums over rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def test_products_of_one_to_four_pairs(
     widths: list[tuple[int, int]], splits: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs go on with the next product where one ends, whatever their number."""
+    """Each program continues with the next matmul where one ends."""
     gpu = dataclasses.replace(REFERENCE_GPU, sm_count=programs)
     monkeypatch.setattr(weight_products, "gpu_of", lambda device: gpu)
     rows = 70
@@ -55,7 +55,7 @@ def test_products_of_one_to_four_pairs(
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("M", "F"), [(1, 1), (255, 127), (256, 128), (257, 129), (600, 24)])
-def test_rows_are_summed_beside_the_layer_norm(M: int, F: int, dtype: torch.dtype, residual: bool) -> None:
+def test_partial_sums_in_the_layer_norm_backward(M: int, F: int, dtype: torch.dtype, residual: bool) -> None:
     C = 40
     grad, x, gamma, dz = normal(M, C, dtype=dtype), normal(M, C, seed=1), normal(C, seed=2), normal(M, F, seed=3)
     dz, added = dz.to(dtype), normal(M, C, seed=4, dtype=dtype) if residual else None
