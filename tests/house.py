@@ -34,7 +34,8 @@ class Trace:
 
     @property
     def files(self) -> set[str]:
-        return {code.co_filename for code in self.functions}
+        called = [code for code in self.functions if code.co_name != "<module>"]  # without mere imports
+        return {code.co_filename for code in called}
 
     def run(self, call: Callable[[], Any]) -> Trace:
         threading.setprofile(self._see)

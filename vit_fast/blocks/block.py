@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops import reference
+from ..ops.backends import resolve_backend
 from ..ops.block import fused_block
 from ..ops.descriptions import BlockTensors, Keys, Rope, interleave
-from ..ops.layer_norm_mlp import mlp_half
 from ..ops.registration import constant_to_compiler, in_transform, is_exporting, matmul_dtype, needs_gradient
 from .fp8_scales import PLACE
 from .frozen import Frozen
@@ -148,10 +149,12 @@ def _run_fused(
 def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     """Runs norm and MLP with residual, the second half of a block, [..., C] -> [..., C]."""
     dropping = parts.drops_path()
-    y = mlp_half(
-        x, block_tensors(None, parts), eps=parts.norm.eps, norm=parts.norm.kind, activation=parts.activation,
-        residual=not dropping, inner_norm=parts.inner, backend=backend,
-    )  # fmt: skip
+    tensors, eps = block_tensors(None, parts), parts.norm.eps
+    options: dict[str, Any] = {"norm": parts.norm.kind, "activation": parts.activation, "inner_norm": parts.inner}
+    if resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
+        y = fused_block(x, None, tensors, eps=(0.0, eps), residual=not dropping, **options)[0]
+    else:
+        y = reference.layer_norm_mlp(x, tensors, eps=eps, residual=not dropping, **options)
     return x + parts.drop_path(y) if dropping else y
 
 

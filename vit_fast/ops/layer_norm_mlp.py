@@ -91,13 +91,7 @@ def layer_norm_mlp(
         inner_weight=inner_norm and inner_norm.weight, inner_bias=inner_norm and inner_norm.bias,
     )  # fmt: skip
     inner = inner_norm and (inner_norm.kind, inner_norm.eps)
-    return mlp_half(
-        x, tensors, eps=eps, norm=norm, activation=activation, residual=residual, inner_norm=inner, backend=backend
-    )
-
-
-def mlp_half(x: Tensor, tensors: BlockTensors, *, eps: float, backend: str, **options: Any) -> Tensor:
-    """Computes `layer_norm_mlp` with the parameters of a block, without checks; inner_norm is (kind, epsilon)."""
+    options: dict[str, Any] = {"norm": norm, "activation": activation, "residual": residual, "inner_norm": inner}
     if resolve_backend(backend, x.device, x.dtype) == "triton" and not is_exporting():
         return fused_block(x, None, tensors, eps=(0.0, eps), **options)[0]
     return reference.layer_norm_mlp(x, tensors, eps=eps, **options)
