@@ -1,7 +1,6 @@
-"""A tape in the place of a CUDA graph: records operators and kernel launches once, and repeats them.
+"""A tape that replaces a CUDA graph: records operators and kernel launches, and repeats them in the same memory.
 
-As in a graph, a replay runs no code of the model, every tensor stays where it was, and the capture refuses what waits
-for the device or copies from the host.
+Like the capture of a graph, recording fails if an operator waits for the device or copies from the host.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ REFUSED = ("aten::_local_scalar_dense", "aten::lift_fresh", "aten::nonzero", "at
 
 
 class NoHost(TorchDispatchMode):
-    """Refuses what a graph that is being captured refuses: to wait for the device, and to copy from the host."""
+    """Raises an error for operators that wait for the device or copy from the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() in REFUSED:
@@ -27,8 +26,6 @@ class NoHost(TorchDispatchMode):
 
 
 class Tape(NoHost):
-    """Records one run of a function, to repeat it."""
-
     def __init__(self, steps: list[Callable[[], object]] | None = None) -> None:
         super().__init__()
         self.steps: list[Callable[[], object]] = [] if steps is None else steps
@@ -39,7 +36,7 @@ class Tape(NoHost):
         given = {leaf.untyped_storage()._cdata for leaf in leaves((args, kwargs))}
         fresh = [leaf for leaf in leaves(result) if leaf.untyped_storage()._cdata not in given]
         if func.namespace == "aten" and (fresh or func._schema.is_mutable):
-            # a view needs no step; memory that was never written is written by a later one
+            # a view needs no step, and a later step writes empty memory
 
             def again() -> None:
                 new = func(*args, **(kwargs or {}))
@@ -49,19 +46,13 @@ class Tape(NoHost):
             self.steps.append(again if "empty" not in func.name() else lambda kept=result: kept)
         return result
 
-    @torch.no_grad()
-    def replay(self) -> None:
-        self.replays += 1
-        for step in self.steps:
-            step()
-
 
 def leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def install(monkeypatch: Any) -> list[Tape]:
-    """Lets `GraphRunner` capture on any device; returns the tapes, which fill as it does."""
+    """Lets `GraphRunner` capture on any device; returns the list of its tapes."""
     from vit_fast.kernels.launch import Launch
     from vit_fast.ops import registration
     from vit_fast.run import graph_runner
@@ -76,11 +67,11 @@ def install(monkeypatch: Any) -> list[Tape]:
         def launch(self: Any) -> None:
             tape.launches += 1
             tape.steps.append(lambda: launch_now(self))
-            with _disable_current_modes():  # Triton's interpreter computes by torch
+            with _disable_current_modes():  # Triton's interpreter uses torch
                 launch_now(self)
 
         def unplanned(function: Callable[..., Any], arguments: Any) -> Any:
-            with Tape(tape.steps):  # an operator of own: what it does counts
+            with Tape(tape.steps):  # record what an operator of vit-fast does
                 return function(*arguments)
 
         with monkeypatch.context() as patch:
@@ -90,8 +81,11 @@ def install(monkeypatch: Any) -> list[Tape]:
             with tape:
                 output = run()
 
+        @torch.no_grad()
         def replay() -> Any:
-            tape.replay()
+            tape.replays += 1
+            for step in tape.steps:
+                step()
             return output
 
         return replay

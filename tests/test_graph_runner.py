@@ -69,22 +69,11 @@ def test_a_runner_returns_what_the_tower_returns(name: str) -> None:
         compare(family, runner, plain, MIXED, **option)
     stats = runner.stats()
     assert set(stats.hits) == set(BUDGETS) and not stats.fallbacks and 0 < stats.padding_share < 1
-    copied = copy.deepcopy(tower)
-    with torch.no_grad():
-        next(copied.parameters()).add_(1)
-    compare(family, runner, plain, MIXED)
-
-
-@pytest.mark.parametrize("name", EVERY_CODE)
-def test_outputs_belong_to_the_caller(name: str) -> None:
-    """Later calls leave them, and they can be changed in place, also by tensors with gradients."""
-    family, tower, _ = build(name)
-    runner = vit_fast.GraphRunner(tower, budgets=BUDGETS)
     found = pytree.tree_leaves(runner(**family.call(MIXED[:1])))
     before = copy.deepcopy(found)
     runner(**family.call(MIXED[:1]))
     assert_equal(found, before, rtol=0, atol=0)
-    found[0] += torch.ones((), device=DEVICE, requires_grad=True)
+    found[0] += torch.ones((), device=DEVICE, requires_grad=True)  # outputs may be changed in place
 
 
 @pytest.mark.parametrize("name", EVERY_CODE)

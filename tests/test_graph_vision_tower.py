@@ -17,6 +17,7 @@ import vit_fast
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("transformers.vision_utils")
+integration = pytest.importorskip("vit_fast.integrations.transformers")
 
 TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 TEXT |= {"num_key_value_heads": 2, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 0}
@@ -25,7 +26,6 @@ Inputs = dict[str, Any]
 
 
 def generator(name: str, text: Any, vision: Any, tokens: Sequence[int], **settings: Any) -> tuple[nn.Module, Inputs]:
-    """A model of images and text, and a prompt of these tokens."""
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **settings)
     ids = torch.tensor([[1, *tokens, 5]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -71,22 +71,20 @@ def generated(model: Any, inputs: Inputs) -> list[int]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_generate_returns_the_same_tokens(name: str) -> None:
-    from vit_fast.integrations.transformers import graph_vision_tower, ungraph_vision_tower
-
     model, inputs = build(name)
-    others = inputs | {"pixel_values": torch.randn_like(inputs["pixel_values"])}
-    expected = [generated(model, given) for given in (inputs, others)]
+    calls = inputs, inputs | {"pixel_values": torch.randn_like(inputs["pixel_values"])}
+    expected = [generated(model, call) for call in calls]
     vit_fast.fuse(model, "sdpa")
-    runner = graph_vision_tower(model, budgets=(32, 64), fallback="error")
-    assert [generated(model, given) for given in (inputs, others)] == expected
+    runner = integration.graph_vision_tower(model, budgets=(32, 64), fallback="error")
+    assert [generated(model, call) for call in calls] == expected
     assert sum(runner.stats().hits.values()) == 2
     copied = copy.deepcopy(model)
-    ungraph_vision_tower(model)
+    integration.ungraph_vision_tower(model)
     assert [generated(each, inputs) for each in (model, copied)] == [expected[0]] * 2
     assert sum(runner.stats().hits.values()) == 2, "the copy and the model run without graphs"
 
 
-def test_a_whole_chat_model_trains_and_reports_its_language_model_as_elsewhere() -> None:
+def test_gradients_of_a_chat_model_and_its_report() -> None:
     model, inputs = build("qwen2_5_vl")
     plain = copy.deepcopy(model)
     report = vit_fast.fuse(model, "sdpa")
@@ -98,19 +96,15 @@ def test_a_whole_chat_model_trains_and_reports_its_language_model_as_elsewhere()
     assert_same_results(*(gradients(chat, each, copy.deepcopy(inputs)) for each in (model, plain)))
 
 
-def test_what_becomes_of_a_model_with_a_runner() -> None:
-    """Checks training, pickles, a second runner, and models without a tower."""
-    from vit_fast.integrations.transformers import graph_vision_tower, ungraph_vision_tower
-
+def test_training_pickles_and_errors_of_a_model_with_a_runner() -> None:
     model, inputs = build("qwen2_5_vl")
     visual = model.model.visual
     vit_fast.fuse(visual, "sdpa")
-    runner = graph_vision_tower(model, budgets=(32,))
+    runner = integration.graph_vision_tower(model, budgets=(32,))
     tower_inputs = {"hidden_states": inputs["pixel_values"], "grid_thw": inputs["image_grid_thw"]}
     expected = visual(**tower_inputs).pooler_output
     assert not expected.requires_grad
-    visual.train()
-    trained = visual(**tower_inputs).pooler_output
+    trained = visual.train()(**tower_inputs).pooler_output
     assert trained.requires_grad and runner.stats().fallbacks == 1
     torch.testing.assert_close(trained.detach(), expected, rtol=1e-4, atol=1e-5)
     visual.eval()
@@ -119,8 +113,8 @@ def test_what_becomes_of_a_model_with_a_runner() -> None:
     torch.testing.assert_close(loaded(**tower_inputs).pooler_output.detach(), expected, rtol=1e-4, atol=1e-5)
     assert runner.stats().hits == hits
     with pytest.raises(vit_fast.UnsupportedInputError, match="forward was replaced on the instance"):
-        graph_vision_tower(model)
-    ungraph_vision_tower(model)
+        integration.graph_vision_tower(model)
+    integration.ungraph_vision_tower(model)
     assert "forward" not in vars(visual)
     with pytest.raises(vit_fast.UnsupportedInputError, match=r"must have a vision tower .*, got Linear"):
-        graph_vision_tower(nn.Linear(2, 2))
+        integration.graph_vision_tower(nn.Linear(2, 2))
