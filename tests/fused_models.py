@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -36,18 +35,13 @@ class Subject:
     output: Callable[[Any], Tensor] = lambda result: result
 
     def build(self) -> nn.Module:
-        """The model with every parameter drawn anew.
-
-        Zero biases, unit scales and attention that hardly varies, as libraries initialize them, would hide mistakes.
-        """
+        """Returns the model with random parameters. Zero biases and unit scales would hide mistakes."""
         torch.manual_seed(0)
         model = self.make()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.normal_(0.3, 0.3)
-                else:
-                    parameter.normal_(0, max(parameter[:1].numel(), 1) ** -0.5)
+        for parameter in model.parameters():
+            is_vector = parameter.dim() == 1
+            std = 0.3 if is_vector else max(parameter[:1].numel(), 1) ** -0.5
+            nn.init.normal_(parameter, 0.3 if is_vector else 0.0, std)
         return model
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -58,8 +52,8 @@ def images(name: str, size: int = IMAGE) -> Callable[[], dict[str, Tensor]]:
     return lambda: {name: torch.randn(2, 3, size, size)}
 
 
-def _skip_before_it(library: str, known: bool, model: str) -> None:
-    """Skips a model that the installed release lacks; with constraints.txt none is skipped."""
+def _skip_if_unknown(library: str, known: bool, model: str) -> None:
+    """Skips a model that the installed release lacks; with constraints.txt, no model is skipped."""
     pinned = re.search(rf"^{library}==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     if not known and pinned is not None and TorchVersion(version(library)) < pinned[1]:
         pytest.skip(f"{library} {version(library)} has no {model}")
@@ -71,11 +65,11 @@ def timm_subject(name: str, size: int = IMAGE, **overrides: Any) -> Subject:
         settings = {"img_size": size, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5} | overrides
         if isinstance(settings.get("mlp_layer"), str):
             settings["mlp_layer"] = getattr(timm.layers, settings["mlp_layer"])
-        _skip_before_it("timm", timm.is_model(name), name)
+        _skip_if_unknown("timm", timm.is_model(name), name)
         try:
             return timm.create_model(name, **settings)
         except TypeError:  # an argument of later releases
-            _skip_before_it("timm", False, f"{name} with {', '.join(overrides)}")
+            _skip_if_unknown("timm", False, f"{name} with {', '.join(overrides)}")
             raise
 
     return Subject(make, images("x", size))
@@ -88,21 +82,13 @@ def tiny_timm(name: str = "vit_tiny_patch16_224", depth: int = 1, **settings: An
 def transformers_subject(model: str, config: str, pick: str = "last_hidden_state", **overrides: Any) -> Subject:
     def make() -> nn.Module:
         transformers = pytest.importorskip("transformers")
-        settings = {
-            "hidden_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 128,
-            "image_size": IMAGE,
-            "patch_size": 16,
-        } | overrides
-        if "num_patches" in settings:
-            del settings["image_size"]
+        settings = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+        settings |= {"patch_size": 16, **({} if "num_patches" in overrides else {"image_size": IMAGE}), **overrides}
         home, _, name = model.rpartition(".")
         folder = f"transformers.models.{home.partition('.')[0]}"
-        _skip_before_it("transformers", not home or importlib.util.find_spec(folder) is not None, model)
+        _skip_if_unknown("transformers", not home or importlib.util.find_spec(folder) is not None, model)
         owner = importlib.import_module(f"transformers.models.{home}") if home else transformers
-        _skip_before_it("transformers", hasattr(owner, name), model)
+        _skip_if_unknown("transformers", hasattr(owner, name), model)
         return getattr(owner, name)(getattr(owner, config)(**settings))
 
     return Subject(make, images("pixel_values"), lambda result: getattr(result, pick))
@@ -110,8 +96,9 @@ def transformers_subject(model: str, config: str, pick: str = "last_hidden_state
 
 def vitpose_subject(**overrides: Any) -> Subject:
     settings = {"image_size": [32, 32], "patch_size": [16, 16], "mlp_ratio": 2, "out_indices": [2]} | overrides
-    subject = transformers_subject("vitpose_backbone.VitPoseBackbone", "VitPoseBackboneConfig", **settings)
-    return dataclasses.replace(subject, output=lambda result: result.feature_maps[-1])
+    path = "vitpose_backbone.VitPoseBackbone"
+    make = transformers_subject(path, "VitPoseBackboneConfig", **settings).make
+    return Subject(make, images("pixel_values"), lambda result: result.feature_maps[-1])
 
 
 def torchvision_vit(depth: int = 2, **dropout: float) -> nn.Module:
@@ -192,11 +179,10 @@ SUBJECTS: dict[str, Subject] = {
 
 def of_depth(depth: int) -> dict[str, Subject]:
     """Returns a model of this depth of each library."""
+    vit = transformers_subject("ViTForImageClassification", "ViTConfig", "logits", num_hidden_layers=depth)
     return {
         "timm": timm_subject("vit_tiny_patch16_224", depth=depth),
-        "transformers": transformers_subject(
-            "ViTForImageClassification", "ViTConfig", "logits", num_hidden_layers=depth
-        ),
+        "transformers": vit,
         "torchvision": Subject(functools.partial(torchvision_vit, depth), images("x")),
         "vit-fast": Subject(functools.partial(plain_vit, depth=depth), images("images")),
     }
@@ -284,11 +270,13 @@ def assert_within(actual: Tensor, before: Tensor, exact: Tensor, factor: float, 
     assert found.passed, f"{what}: {found}"
 
 
-def assert_fused_agrees(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> FusionReport:
+def assert_fused_agrees(
+    subject: Subject, model: nn.Module, inputs: dict[str, Tensor], backend: str = "sdpa"
+) -> FusionReport:
     """Fuses a model; outputs and gradients must be as accurate as before."""
     exact, exact_grads = in_fp64(subject, model, inputs)
     before, before_grads = gradients(subject, model, inputs)
-    report = vit_fast.fuse(model, backend="sdpa")
+    report = vit_fast.fuse(model, backend)
     after, after_grads = gradients(subject, model, inputs)
     assert_within(after, before, exact, 2, "output")
     assert_gradients_within(after_grads, before_grads, exact_grads, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from typing import Any
 
 import pytest
@@ -12,14 +13,12 @@ from fused_models import (
     SUBJECTS,
     Subject,
     assert_fused_agrees,
-    assert_gradients_within,
     assert_same_results,
     assert_within,
     attributes_of,
     classes_of,
     gradients,
     images,
-    in_fp64,
     plain_vit,
     timm_subject,
     tiny_timm,
@@ -59,7 +58,7 @@ MODELS = SUBJECTS | ODD
 def test_a_fused_model_agrees_and_unfuse_restores_it(name: str) -> None:
     subject = MODELS[name]
     model, inputs = subject.build(), subject.inputs()
-    objects, parameters, keys = list(model.modules()), list(model.parameters()), list(model.state_dict())
+    objects, keys = [*model.modules(), *model.parameters()], list(model.state_dict())
     classes, attributes = classes_of(model), attributes_of(model)
     report = assert_fused_agrees(subject, model, inputs)
     assert any("norm + MLP" in module.part for module in report.fused)
@@ -74,11 +73,9 @@ def test_a_fused_model_agrees_and_unfuse_restores_it(name: str) -> None:
     assert fused != classes and classes_of(model) == fused
     assert [(m.name, m.part, m.fused) for m in again.modules] == [(m.name, m.part, m.fused) for m in report.modules]
     vit_fast.unfuse(model)
-    assert all(a is b for a, b in zip(model.modules(), objects, strict=True))
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(map(operator.is_, (*model.modules(), *model.parameters()), objects))
     assert list(model.state_dict()) == keys
-    assert classes_of(model) == classes
-    assert attributes_of(model) == attributes
+    assert (classes_of(model), attributes_of(model)) == (classes, attributes)
 
 
 def on_device(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -88,30 +85,22 @@ def on_device(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "name", ["timm-dinov2-registers", "timm-dinov3-gated", "transformers-internvl-6b", "torchvision-vit", "vit-fast"]
 )
-def test_the_triton_backend_is_as_exact_as_the_formulas(name: str) -> None:
+def test_the_triton_backend_is_as_accurate_as_the_formulas(name: str) -> None:
     subject = SUBJECTS[name]
-    model, inputs = subject.build().to(DEVICE), on_device(subject.inputs())
-    exact, exact_grads = in_fp64(subject, model, inputs)
-    assert vit_fast.fuse(model, backend="eager").backend == "eager"
-    before, before_grads = gradients(subject, model, inputs)
-    assert vit_fast.fuse(model, backend="triton").backend == "triton"
-    after, after_grads = gradients(subject, model, inputs)
-    assert_within(after, before, exact, 2, "output")
-    assert_gradients_within(after_grads, before_grads, exact_grads, 3)
+    model = subject.build().to(DEVICE)
+    vit_fast.fuse(model, backend="eager")
+    assert assert_fused_agrees(subject, model, on_device(subject.inputs()), "triton").backend == "triton"
 
 
-@pytest.mark.fast_cases("timm-dinov3", "transformers-clip")
-@pytest.mark.parametrize(
-    "name", ["timm-vit", "timm-dinov3", "transformers-clip", "transformers-dpt", "torchvision-vit"]
-)
+@pytest.mark.parametrize("name", ["timm-dinov3", "transformers-clip"])
 def test_whole_blocks_run_as_one_operator_until_attention_is_hooked(name: str) -> None:
     subject = SUBJECTS[name]
     model, inputs = subject.build().eval().to(DEVICE), on_device(subject.inputs())
     found: list[Tensor] = []
 
     def operators() -> list[str]:
-        made = calls_of(lambda: found.append(subject.run(model, inputs)))
-        return [operator.name().partition("::")[2].partition(".")[0] for operator, _ in made]
+        calls = calls_of(lambda: found.append(subject.run(model, inputs)))
+        return [op.name().partition("::")[2].partition(".")[0] for op, _ in calls]
 
     with torch.no_grad():
         expected = subject.run(model, inputs)
@@ -162,12 +151,11 @@ def test_frozen_and_tied_parameters_stay_so() -> None:
     torch.testing.assert_close((output, grads), (expected, expected_grads))
 
 
-def test_the_report_names_what_was_fused_and_a_model_of_another_kind() -> None:
+def test_the_report_groups_blocks_and_is_empty_for_other_models() -> None:
     text = str(vit_fast.fuse(SUBJECTS["timm-vit"].build(), backend="sdpa"))
     assert text.startswith("backend sdpa: 4 fused, 0 skipped") and "blocks.{0-1}.attn" in text
     report = vit_fast.fuse(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()))
-    assert report.modules == ()
-    assert "no attention or MLP of a supported class" in str(report)
+    assert report.modules == () and "no attention or MLP of a supported class" in str(report)
     with pytest.raises(vit_fast.UnsupportedInputError, match="contains no attention or MLP"):
         report.require_all()
 
@@ -255,8 +243,9 @@ tokens, logits = SUBJECTS["torch-encoder"].inputs, SUBJECTS["torch-encoder"].out
 DROPPING: dict[str, Subject] = {
     "timm, attention": timm_subject("vit_tiny_patch16_224", attn_drop_rate=P),
     "timm, MLP": timm_subject("vit_tiny_patch16_224", proj_drop_rate=P),
-    "transformers, attention": transformers_subject("DeiTModel", "DeiTConfig", attention_probs_dropout_prob=P),
-    "transformers, MLP": transformers_subject("DeiTModel", "DeiTConfig", hidden_dropout_prob=P),
+    "transformers": transformers_subject(
+        "DeiTModel", "DeiTConfig", attention_probs_dropout_prob=P, hidden_dropout_prob=P
+    ),
     "transformers, pooling": transformers_subject(
         "SiglipVisionModel", "SiglipVisionConfig", "pooler_output", attention_dropout=P
     ),
@@ -272,7 +261,7 @@ def test_fusing_in_training_and_in_evaluation_is_the_same(case: str) -> None:
     model, inputs = subject.build().train(), subject.inputs()
     twin, evaluated = copy.deepcopy(model), copy.deepcopy(model).eval()
     report, other = (vit_fast.fuse(each, "sdpa").require_all() for each in (model, evaluated))
-    assert [(row.name, row.notes) for row in report.modules] == [(row.name, row.notes) for row in other.modules]
+    assert report.modules == other.modules
     notes = [note for row in report.fused for note in row.notes]
     assert any(note.startswith("in training the original forward runs") and str(P) in note for note in notes)
     outputs = []
@@ -285,16 +274,14 @@ def test_fusing_in_training_and_in_evaluation_is_the_same(case: str) -> None:
 
 
 @pytest.mark.parametrize("library", ["timm-vit", "transformers-vit", "torchvision-vit", "vit-fast"])
-def test_a_model_on_meta_is_fused_for_where_it_will_run(library: str) -> None:
+def test_a_model_on_meta_is_fused_for_its_later_device(library: str) -> None:
     subject = SUBJECTS[library]
-    model, inputs = subject.build().to("meta").eval(), subject.inputs()
-    inputs = on_device(inputs)
+    model, inputs = subject.build().to("meta").eval(), on_device(subject.inputs())
     plain = subject.build().to(DEVICE).eval()
     vit_fast.fuse(model, "triton").require_all()
     on_meta = subject.run(model, {name: tensor.to("meta") for name, tensor in inputs.items()})
-    assert on_meta.is_meta
     model.to_empty(device=DEVICE).load_state_dict(plain.state_dict())
     fused = [part for part in model.modules() if isinstance(part, FusedModule)]
-    assert {part.vit_fast_backend for part in fused} <= {"triton"}
+    assert {part.vit_fast_backend for part in fused} == {"triton"}
     torch.testing.assert_close(subject.run(model, inputs), subject.run(plain, inputs), rtol=1e-4, atol=1e-4)
-    assert on_meta.shape == subject.run(plain, inputs).shape
+    assert on_meta.is_meta and on_meta.shape == subject.run(plain, inputs).shape

@@ -81,20 +81,15 @@ def test_calls_for_timms_own_forward_get_masks_that_it_knows(change: str) -> Non
         torch.testing.assert_close(model(**inputs), right, rtol=1e-4, atol=1e-5)
 
 
-def test_images_of_one_size_need_no_mask() -> None:
+def test_images_of_one_size_and_padding() -> None:
     model, images = NAFLEX["averaged"].build().eval(), torch.randn(2, 3, 32, 32, device=DEVICE)
     with torch.no_grad():
-        right = model(images)
+        expected = model(images)
         vit_fast.fuse(model, "sdpa").require_all()
-        torch.testing.assert_close(model(images), right)
-
-
-def test_padding_changes_nothing() -> None:
-    tower = NAFLEX["pooled by attention"]
-    model, inputs = tower.build().eval(), tower.inputs()
-    vit_fast.fuse(model, "sdpa").require_all()
-    padded = inputs["x"].masked_fill(~inputs["patch_valid"][..., None], 7.0)
-    assert torch.equal(model(**inputs | {"x": padded}), model(**inputs))
+        torch.testing.assert_close(model(images), expected)
+        inputs = NAFLEX["averaged"].inputs()
+        padded = inputs["x"].masked_fill(~inputs["patch_valid"][..., None], 7.0)
+        assert torch.equal(model(**inputs | {"x": padded}), model(**inputs))
 
 
 def test_nan_in_one_image_stays_in_it() -> None:

@@ -1,73 +1,42 @@
-"""warm_up: later calls compile nothing or, for other batch sizes, few kernels; the model stays the same; errors."""
+"""warm_up: later calls compile nothing or, for other batch sizes, few kernels; the model stays the same; errors.
+
+Slow tests run this file as a script, in processes with the stand-in driver.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
-from pathlib import Path
+import sys
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import children
 import pytest
 import torch
-from children import run_python
 from command_line import run
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import vit_fast
+from vit_fast.blocks.block import run_blocks
+from vit_fast.kernels.launch import Launch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-CALLS = Path(__file__).with_name("warm_up_calls.py")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this test is for machines without a GPU")
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Returns the environment of a child, with an empty Triton cache for these children."""
-    return children.environment(str(tmp_path_factory.mktemp("triton-cache")))
+BATCHES = (1, 4)
+SIZES = {"depth": 2, "embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8, "num_classes": 3}
 
 
 @pytest.mark.slow
 @without_gpu
-def test_calls_compile_nothing_afterwards(environment: dict[str, str]) -> None:
-    """Ours and a fused model, inference and training; then from the cache on disk in a process of its own."""
-    assert run_python([str(CALLS), "cold"], environment) == "ok"
-    assert run_python([str(CALLS), "warm"], environment) == "ok"
-
-
-# The kernels of a block for batch sizes from 1 to 256, and how many each batch size needs first.
-_COUNT = """
-import json, sys, torch, vit_fast
-from torch.utils._pytree import tree_leaves
-from vit_fast.blocks.block import run_blocks
-from vit_fast.kernels.inspect import offline, stand_in_driver
-from vit_fast.kernels.launch import Launch
-
-arch, cases = json.loads(sys.argv[1])
-stand_in_driver.install(arch)
-seen, told, first = {}, [], {}
-
-def record(launch):
-    specialization = offline.specialization(launch)
-    if specialization not in seen:
-        constants = sorted((name, str(value)) for name, value in launch.constants.items())
-        kinds = [str(getattr(value, "dtype", type(value))) for value in tree_leaves(dict(launch.args))]
-        seen[specialization] = repr((launch.kernel.__name__, constants, kinds, launch.options()))
-        first[batch] = first.get(batch, 0) + 1
-
-Launch.run = record
-for name, training in cases:
-    seen, first = {}, {}
-    model = vit_fast.create_model(name, backend="triton", depth=1, num_classes=0).bfloat16().train(training)
-    for batch in (*range(1, 97), *range(104, 257, 8)):
-        x = torch.empty(batch, 197, model.config.embed_dim, dtype=torch.bfloat16, requires_grad=training)
-        with torch.set_grad_enabled(training):
-            out = run_blocks(model.blocks, x)
-        if training:
-            out.backward(torch.empty_like(out))
-    told.append([len(set(seen.values())), first])
-print(json.dumps(told))
-"""
+def test_calls_compile_nothing_afterwards(tmp_path: Any) -> None:
+    """In inference and training; a second process finds the kernels in the cache on disk."""
+    environment = children.environment(str(tmp_path))
+    for cache in ("cold", "warm"):
+        assert children.run_python([__file__, cache], environment) == "ok"
 
 
 @pytest.mark.slow
@@ -77,10 +46,10 @@ def test_a_new_batch_size_compiles_few_kernels(arch: str) -> None:
     """At most one from 17 images on and none above 88; below that a few, with tiles for small batches."""
     cases = [(f"vit_{size}_patch16_224", training) for size, training in
              (("small", False), ("base", False), ("large", False), ("base", True))]  # fmt: skip
-    counts = json.loads(run_python(["-c", _COUNT, json.dumps([arch, cases])], children.environment()))
+    counts = json.loads(children.run_python([__file__, "count", json.dumps([arch, cases])], children.environment()))
     for (name, training), (different, first) in zip(cases, counts, strict=True):
-        assert sum(first.values()) == different  # nothing anew for a number of rows, of parts, or an address
-        assert len(first) > 1  # other tiles at other sizes
+        assert sum(first.values()) == different  # the number of tokens or an address causes no new kernel
+        assert len(first) > 1  # other sizes use other tiles
         for after, most in ((1, 5 if training else 3), (16 if training else 11, 1), (88, 0)):
             assert all(count <= most for batch, count in first.items() if int(batch) > after), name
 
@@ -95,7 +64,7 @@ def test_without_a_gpu_there_is_nothing_to_compile(capsys: pytest.CaptureFixture
     assert "nothing to compile: " in capsys.readouterr().out
 
 
-def test_what_cannot_be_warmed_up_is_refused() -> None:
+def test_errors() -> None:
     model = vit_fast.create_model("vit_test")
     for given, sizes, example, message in (
         *((model, sizes, None, "batch_sizes must be") for sizes in ([], [0], [1, -2], [1.5], ["8"])),
@@ -114,6 +83,133 @@ def test_what_cannot_be_warmed_up_is_refused() -> None:
         (["--batch-sizes", "1"], "--batch-sizes requires --warm-up or --model, got 1"),
     ],
 )
-def test_what_the_command_refuses(options: list[str], message: str, capsys: Any) -> None:
+def test_errors_of_the_command(options: list[str], message: str, capsys: Any) -> None:
     assert run("kernels", *options) == 2
     assert message in capsys.readouterr().err
+
+
+# --- in processes with the stand-in driver --------------------------------------------------------------------------
+
+
+def own() -> nn.Module:
+    return vit_fast.create_model("vit_base_patch16_224", backend="triton", **SIZES).bfloat16()
+
+
+def fused() -> nn.Module:
+    import timm
+
+    model = timm.create_model("vit_base_patch16_224", **SIZES).bfloat16()
+    vit_fast.fuse(model, backend="triton")
+    return model
+
+
+def step(model: nn.Module, batch: int, training: bool) -> None:
+    images = torch.zeros(batch, 3, 32, 32, dtype=torch.bfloat16)
+    with torch.set_grad_enabled(training):
+        out = model.train(training)(images)
+    if training:
+        out.backward(torch.zeros_like(out))
+
+
+def check_calls(cache: str, driver: Any) -> None:
+    """Compares the kernels that warm_up compiles with those that Triton's cache hook reports for later calls."""
+    import triton
+
+    for make in (own, fused) if cache == "cold" else (fused, own):  # the second needs few that the first does not
+        for training in (False, True):
+            model, progress = make(), Mock()
+            done = vit_fast.warm_up(model, BATCHES, training, progress=progress)
+            assert progress.call_args_list == [((n, done.kernels),) for n in range(1, done.kernels + 1)]
+            if (cache, make) in (("cold", own), ("warm", fused)):
+                assert done.kernels > 0 and (done.compiled > 0) == (cache == "cold")
+            compiled, launches = Mock(return_value=None), driver.counters().launches
+            triton.knobs.runtime.jit_cache_hook = compiled
+            for batch in BATCHES:
+                step(model, batch, training)
+            triton.knobs.runtime.jit_cache_hook = None
+            assert driver.counters().launches > launches and not compiled.called
+            again = vit_fast.warm_up(model, BATCHES, training)
+            assert (again.kernels, again.compiled) == (0, 0)
+
+
+def check_the_model_stays_the_same(driver: Any) -> None:
+    """With a BatchNorm, which counts, and dropout, which draws random numbers."""
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(0.5), own()).bfloat16()
+
+    def state() -> list[Any]:
+        modes, grads = [each.training for each in model.modules()], [each.grad for each in model.parameters()]
+        return [modes, grads, torch.get_rng_state(), *copy.deepcopy(model.state_dict()).values()]
+
+    before, launches = state(), driver.counters().launches
+    vit_fast.warm_up(model, [3], training=True, example=torch.zeros(1, 3, 32, 32, dtype=torch.bfloat16))
+    for one, other in zip(state(), before, strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+    step(model, 3, training=True)
+    assert driver.counters().launches > launches
+
+
+def check_failures() -> None:
+    """A kernel that does not compile is an error, in this process and in others."""
+    from vit_fast.kernels import precompile
+
+    model = own().eval()
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with precompile.collect() as requests, torch.no_grad():
+        for dtype in (torch.float16, torch.float32):
+            model.to(dtype)(torch.zeros(9, 3, 32, 32, dtype=dtype))
+    assert len(requests) >= 2 * precompile.KERNELS_A_PROCESS
+    broken = replace(requests[1], data=requests[1].data.replace("constexpr", "nothing"))
+    for compiler in (lambda: precompile.compile_all([broken]), lambda: list(precompile._compile_beside([broken] * 4))):
+        with pytest.raises(RuntimeError, match=f"{broken.name} does not compile"):
+            compiler()
+
+
+def count_kernels(cases: list[tuple[str, bool]]) -> str:
+    """Returns, per case, how many kernels a block needs for batch sizes from 1 to 256, and each size needs first."""
+    from vit_fast.kernels.inspect import offline
+
+    seen: dict[Any, str] = {}
+    first: dict[int, int] = {}
+    counts, batch = [], 0
+
+    def record(launch: Any) -> None:
+        specialization = offline.specialization(launch)
+        if specialization not in seen:
+            constants = sorted((key, str(value)) for key, value in launch.constants.items())
+            kinds = [str(getattr(value, "dtype", type(value))) for value in tree_leaves(dict(launch.args))]
+            seen[specialization] = repr((launch.kernel.__name__, constants, kinds, launch.options()))
+            first[batch] = first.get(batch, 0) + 1
+
+    Launch.run = record  # type: ignore[assignment,method-assign]
+    for name, training in cases:
+        seen, first = {}, {}
+        model: Any = vit_fast.create_model(name, backend="triton", depth=1, num_classes=0).bfloat16().train(training)
+        for batch in (*range(1, 97), *range(104, 257, 8)):
+            x = torch.empty(batch, 197, model.config.embed_dim, dtype=torch.bfloat16, requires_grad=training)
+            with torch.set_grad_enabled(training):
+                out = run_blocks(model.blocks, x)
+            if training:
+                out.backward(torch.empty_like(out))
+        counts.append([len(set(seen.values())), first])
+    return json.dumps(counts)
+
+
+def main(what: str, *arguments: str) -> str:
+    from vit_fast.kernels.inspect import stand_in_driver
+
+    torch.set_num_threads(1)
+    if what == "count":
+        arch, cases = json.loads(arguments[0])
+        stand_in_driver.install(arch)
+        return count_kernels(cases)
+    driver = stand_in_driver.install("sm_90")
+    check_calls(what, driver)
+    if what == "cold":
+        check_the_model_stays_the_same(driver)
+        check_failures()
+    assert driver.violations() == []
+    return "ok"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(main(*sys.argv[1:]))
