@@ -86,14 +86,14 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[
             packed = torch.ops.mkldnn._reorder_linear_weight(right)
             calls.append(lambda _: torch.ops.mkldnn._linear_pointwise(left, packed, None, "none", [], ""))
         with products_in(name):
-            fastest_ms = min(min(time_call(call, device, CEILING_PROTOCOL).samples_ms) for call in calls)
+            fastest_ms = min(min(time_call(call, device, CEILING_PROTOCOL)) for call in calls)
         return 2 * size**3 / (fastest_ms * 1e9)
 
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     timing = time_call(lambda _: target.copy_(source), device, CEILING_PROTOCOL)
     return {
-        "copy_GB_per_s": 2 * nbytes / (min(timing.samples_ms) * 1e6),
+        "copy_GB_per_s": 2 * nbytes / (min(timing) * 1e6),
         "copy_bytes": nbytes,
         "matmul_TFLOP_per_s": {name: matmul(name) for name in dict.fromkeys(dtypes)},
         "matmul_size": size,

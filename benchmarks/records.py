@@ -7,7 +7,6 @@ rows are appended to FOLDER.partial/rows.jsonl and synced to disk, so that a kil
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ from typing import Any, Literal
 
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate, describe_error
-from vit_fast.measure.clock import Timing, percentile
+from vit_fast.measure.clock import Samples, percentile
 from vit_fast.work import Work, total
 
 from .models import Group
@@ -62,26 +61,25 @@ def make_row(group: Group, candidate: Candidate, status: Status, reason: str | N
     }
 
 
-def add_timing(row: Row, timing: Timing, group: Group) -> None:
+def add_timing(row: Row, timing: Samples, group: Group) -> None:
     """Adds the durations, and throughput and operations per second."""
     least = total(group.least().values())
     flop, moved = least.flop or None, least.elements * ITEMSIZES.get(row["precision"], group.dtype.itemsize) or None
-    row |= dataclasses.asdict(timing) | {
+    row |= timing.figures() | {
         "images_per_s": group.batch_size / timing.ms * 1e3,
-        "samples_ms": [float(f"{sample:.6g}") for sample in timing.samples_ms],
         "TFLOP_per_s": flop and flop / timing.ms / 1e9,
         "FLOP": flop,
         "bytes": moved,
         "tokens": group.model.config and group.model.config.seqlen,
         "GFLOP_per_image": flop and flop / group.batch_size / 1e9,
     }
-    if len(timing.samples_ms) >= PERCENTILE_REPEATS:
-        row |= {f"ms_p{p}": percentile(timing.samples_ms, p / 100) for p in (90, 99)}
+    if len(timing) >= PERCENTILE_REPEATS:
+        row |= {f"ms_p{p}": percentile(timing, p / 100) for p in (90, 99)}
 
 
-def make_control(group: Group, candidate: str, timing: Timing, again: Timing, conditions: dict[str, Any]) -> Row:
+def make_control(group: Group, candidate: str, timing: Samples, again: Samples, conditions: dict[str, Any]) -> Row:
     """Makes the control of a group, a call that was timed under two names, with the machine's state."""
-    found = clock.control(timing.samples_ms, again.samples_ms)
+    found = clock.control(timing, again)
     return group.about(candidate) | found | {"ms": [timing.ms, again.ms], "conditions": conditions}
 
 

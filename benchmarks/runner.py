@@ -17,7 +17,7 @@ import torch
 
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate, Prepared, at_most, describe_error, is_out_of_memory
-from vit_fast.measure.clock import Call, Samples, Timing, time_interleaved
+from vit_fast.measure.clock import Call, Samples, time_interleaved
 from vit_fast.version import __version__
 
 from . import preparation, records
@@ -190,7 +190,7 @@ class _Run:
 
     def _add_timed(
         self, group: Group, prepared: Mapping[str, Prepared], best: str, conditions: Conditions,
-        timings: Mapping[str, Timing], otherwise: Status,
+        timings: Mapping[str, Samples], otherwise: Status,
     ) -> None:  # fmt: skip
         if best in timings and AGAIN in timings:
             control = records.make_control(group, best, timings[best], timings[AGAIN], conditions.summary())
@@ -247,10 +247,10 @@ class Watch:
             is_done &= clock.control(samples[self.best], samples[AGAIN])["resolution"] <= clock.UNRANKABLE
         return () if is_done or (self._is_late() and len(self.timings()) == len(samples)) else list(samples)
 
-    def timings(self) -> dict[str, Timing]:
+    def timings(self) -> dict[str, Samples]:
         """Returns the timings of candidates with enough repeats."""
         return {
-            name: taken.timing()
+            name: taken
             for name, taken in self._samples.items()
             if len(taken) >= FLOOR_REPEATS or (len(taken) >= FLOOR_LEAST_REPEATS and sum(taken) >= FLOOR_MS)
         }

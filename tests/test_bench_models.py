@@ -22,7 +22,7 @@ from vit_fast.benchmarks.candidates import parse_candidate
 from vit_fast.benchmarks.configuration import LATENCY, Configuration, make_configuration
 from vit_fast.benchmarks.models import Group, resolve
 from vit_fast.benchmarks.records import PERCENTILE_REPEATS, add_timing, compare_records, make_row
-from vit_fast.measure.clock import Timing
+from vit_fast.measure.clock import Protocol, Samples
 from vit_fast.variants import get_variant
 from vit_fast.work import Counter, total, work
 
@@ -225,7 +225,9 @@ def test_latency_is_of_one_image_and_has_percentiles() -> None:
     rows = [make_row(group, parse_candidate("sdpa"), "measured") for _ in range(2)]
     samples = [1 + number / 10 for number in range(PERCENTILE_REPEATS)]
     for row, taken in zip(rows, (samples, samples[1:]), strict=True):
-        add_timing(row, Timing.from_samples(taken), group)
+        timing = Samples(lambda _: None, torch.device("cpu"), Protocol())
+        timing.extend(taken)
+        add_timing(row, timing, group)
     assert (rows[0]["ms_p90"], rows[0]["ms_p99"]) == pytest.approx((9.91, 10.801))
     assert rows[1]["ms_p90"] is rows[1]["ms_p99"] is None, "too few"
 

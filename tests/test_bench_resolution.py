@@ -47,7 +47,7 @@ def measure(machine: Machine, times_ms: dict[str, float]) -> Samples:
     protocol = Protocol(repeats=50, seconds=1e9, warmup_repeats=1, warmup_seconds=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(machine.now_ms * 1e6))
-        return {name: timing.samples_ms for name, timing in time_interleaved(calls, CPU, protocol).items()}
+        return {name: tuple(taken) for name, taken in time_interleaved(calls, CPU, protocol).items()}
 
 
 SAME = dict.fromkeys(("first", "again", "a", "b"), 10.0)

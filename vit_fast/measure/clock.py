@@ -134,41 +134,32 @@ class Protocol:
         )
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The durations of one call in milliseconds: median, percentiles, and all calls in the order of their rounds."""
-
-    ms: float
-    ms_p20: float
-    ms_p80: float
-    repeats: int
-    host_ms: float | None = None  # median time of the host to enqueue a call, None on a CPU
-    host_bound: bool = False  # launches were to be hidden but could not be, so ms includes host time
-    samples_ms: tuple[float, ...] = ()
-
-    @classmethod
-    def from_samples(
-        cls, samples_ms: Sequence[float], host_ms: Sequence[float] = (), host_bound: bool = False
-    ) -> Timing:
-        p20, median, p80 = (percentile(samples_ms, share) for share in (0.2, 0.5, 0.8))
-        host = percentile(host_ms, 0.5) if host_ms else None
-        return cls(median, p20, p80, len(samples_ms), host, host_bound, tuple(samples_ms))
-
-
 def percentile(samples: Sequence[float], share: float) -> float:
     return float(np.quantile(samples, share))
 
 
 class Samples(list[float]):
-    """The durations of one call so far, of untimed calls on a CPU, and of enqueuing it on CUDA; in ms."""
+    """The durations of one call in ms, in the order of its rounds."""
 
     def __init__(self, call: Call, device: torch.device, protocol: Protocol, *, alone: bool = False) -> None:
         super().__init__()
         self._call, self._queue = call, open_queue(device) if device.type == "cuda" else None
         self.untimed_ms, self._settle_ms = 0.0, 0.0 if alone else SETTLE_MS
         self._hide, self._sleep_ms = protocol.launch == "hidden", 0.0
-        self.host_ms: list[float] = []
-        self.host_bound = False
+        self.hosts_ms: list[float] = []  # of the host to enqueue a call on CUDA
+        self.host_bound = False  # launches were to be hidden but could not be, so the host's time is included
+
+    @property
+    def ms(self) -> float:
+        return percentile(self, 0.5)
+
+    def figures(self) -> dict[str, Any]:
+        """Returns median, percentiles and all samples for a row of a record."""
+        return {
+            "ms": self.ms, "ms_p20": percentile(self, 0.2), "ms_p80": percentile(self, 0.8), "repeats": len(self),
+            "host_ms": percentile(self.hosts_ms, 0.5) if self.hosts_ms else None, "host_bound": self.host_bound,
+            "samples_ms": [float(f"{sample:.6g}") for sample in self],
+        }  # fmt: skip
 
     def take(self, number: int) -> None:
         """Times one more call, in round `number`."""
@@ -199,7 +190,7 @@ class Samples(list[float]):
             self.host_bound = not hidden
         if not self._hide or self.host_bound:
             device_ms, host_ms, _ = self._queued(number)
-        self.host_ms.append(host_ms)
+        self.hosts_ms.append(host_ms)
         return device_ms
 
     def _queued(self, number: int, sleep_ms: float = 0.0) -> tuple[float, float, bool]:
@@ -217,9 +208,6 @@ class Samples(list[float]):
         end.synchronize()
         return start.elapsed_time(end), host_ms, hidden
 
-    def timing(self) -> Timing:
-        return Timing.from_samples(self, self.host_ms, self.host_bound)
-
 
 def time_interleaved(
     calls: Mapping[str, Call],
@@ -227,7 +215,7 @@ def time_interleaved(
     protocol: Protocol | None = None,
     *,
     on_round: Callable[[int, Mapping[str, Samples]], Collection[str]] | None = None,
-) -> dict[str, Timing]:
+) -> dict[str, Samples]:
     """Times several calls, functions of the round's number, interleaved until each satisfies the protocol.
 
     `on_round` is called after every round with its number and the samples so far. It returns the names that continue.
@@ -255,10 +243,10 @@ def time_interleaved(
                 names = [name for name in names if name in going_on]
             elif protocol.is_satisfied(samples):
                 break
-    return {name: taken.timing() for name, taken in samples.items() if taken}
+    return {name: taken for name, taken in samples.items() if taken}
 
 
-def time_call(call: Call, device: torch.device | str, protocol: Protocol | None = None) -> Timing:
+def time_call(call: Call, device: torch.device | str, protocol: Protocol | None = None) -> Samples:
     """Times one call alone; see time_interleaved."""
     return time_interleaved({"call": call}, device, protocol)["call"]
 
