@@ -7,6 +7,7 @@ import copy
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,6 @@ class Optimized(nn.Module):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output of the model; raises UnsupportedInputError in training mode."""
         if self.training:
             raise self._refusal("is in training mode: call eval(), and train the original model")
         output = self._function(*args, **kwargs)
@@ -62,7 +62,6 @@ class Optimized(nn.Module):
         return UnsupportedInputError(f"a model optimized as {self.candidate.name!r}", [reason])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Optimized:
-        """Raises UnsupportedInputError if .to(), .half() or the like would convert or move the weights."""
         for tensor in (*self._original.parameters(), *self._original.buffers()):
             probe = fn(tensor.new_empty(0))
             if probe.dtype != tensor.dtype or probe.device != tensor.device:
@@ -71,28 +70,24 @@ class Optimized(nn.Module):
         return self
 
     def train(self, mode: bool = True) -> Optimized:
-        """Sets the mode; a call in training mode raises an error."""
-        self.training = mode
+        self.training = mode  # a call in training mode raises an error
         return self
 
+    def _copied(self) -> nn.Module:
+        """Returns a copy of the original model, whose tensors torch does not let callers change."""
+        with torch.inference_mode():
+            return copy.deepcopy(self._original)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Returns copies of the parameters; torch raises an error if they are changed."""
-        return ((name, _copy_of(value)) for name, value in self._original.named_parameters(*args, **kwargs))
+        return self._copied().named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return ((name, _copy_of(value)) for name, value in self._original.named_buffers(*args, **kwargs))
+        return self._copied().named_buffers(*args, **kwargs)
 
-    def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
-        """Returns a copy of the model's state_dict."""
-        own = self._original.state_dict(*args, **kwargs)
-        own.update({name: value.clone() for name, value in own.items() if isinstance(value, Tensor)})
-        if destination is None:
-            return own
-        destination.update(own)  # called for a submodule
-        return destination
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._copied().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises UnsupportedInputError."""
         raise self._refusal("is read-only: load the weights into the original model, and optimize that again")
 
     _load_from_state_dict = load_state_dict  # called for a submodule
@@ -111,7 +106,8 @@ class Optimized(nn.Module):
         value = getattr(self._original, name)
         if callable(value):
             raise AttributeError(f"{self._refusal(f'does not expose {name}: use the original model')}")
-        return _copy_of(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+        with torch.inference_mode():
+            return copy.deepcopy(value.detach() if isinstance(value, Tensor) else value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
         twin = type(self).__new__(type(self))
@@ -181,11 +177,10 @@ def changed_copy(
 def _calibration_images(
     candidate: Candidate, model: nn.Module, example: Any, image_files: Sequence[str | Path]
 ) -> Sequence[Tensor]:
-    """Batches of image_files, or the example if the preprocessing of the model is unknown."""
-    images = only_images(example)
+    """Returns batches of image_files, or the example if the preprocessing of the model is unknown."""
+    images, data = only_images(example), None
     if images is None:
         raise UnsupportedInputError(candidate.name, ["the model must take one tensor"])
-    data = None
     try:
         data = recognize(model).data_config
     except UnsupportedInputError:
@@ -223,8 +218,7 @@ def _module(
         function = lambda *args, **kwargs: pytree.tree_map_only(Tensor, torch.clone, compiled(*args, **kwargs))  # noqa: E731
     dtype = None if candidate.precision is None else DTYPES[candidate.precision]
     if candidate.graphs:
-        images = only_images(example)
-        if images is None:
+        if (images := only_images(example)) is None:
             raise UnsupportedInputError(candidate.name, ["CUDA graphs need a model that takes one tensor"])
         runner = GraphRunner(work, images.to(dtype or images.dtype), (candidate.split or len(images),))
         function = _of_images(runner, model, example, candidate)
@@ -259,29 +253,22 @@ def _session(
     return _of_images(computed, model, example, candidate)
 
 
-def _copy_of(tensor: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return tensor.detach().clone()
-
-
 def _in_pieces(function: Function, size: int) -> Function:
     """Splits the batch into calls of `size` images; every output's first axis is the batch."""
 
-    def cut(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         batch = next((leaf.shape[0] for leaf in tensors_in((args, kwargs)) if leaf.dim()), 0)
         if batch <= size:
             return function(*args, **kwargs)
-        pieces = []
-        for start in range(0, batch, size):
 
-            def part(value: Tensor, start: int = start) -> Tensor:
-                return value[start : start + size] if value.dim() and value.shape[0] == batch else value
+        def piece(start: int, value: Tensor) -> Tensor:
+            return value[start : start + size] if value.dim() and value.shape[0] == batch else value
 
-            some, named = pytree.tree_map_only(Tensor, part, (args, kwargs))
-            pieces.append(function(*some, **named))
+        given = (pytree.tree_map_only(Tensor, partial(piece, at), (args, kwargs)) for at in range(0, batch, size))
+        pieces = [function(*some, **named) for some, named in given]
         return pytree.tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *pieces)
 
-    return cut
+    return run
 
 
 def _with_threads(function: Function, count: int) -> Function:
@@ -336,13 +323,13 @@ def _of_images(function: Callable[[Tensor], Any], model: nn.Module, example: Any
     """Makes a function of images callable as the model is: by position, or by the name of its argument or example."""
     names = {*arguments(example)[1], *list(inspect.signature(model.forward).parameters)[:1]}
 
-    def computed(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         given = [*args, *(kwargs[name] for name in names & kwargs.keys())]
         others = [name for name, value in kwargs.items() if name not in names and value is not None]
-        if len(given) != 1 or others or not isinstance(given[0], Tensor):
-            called = ", ".join([type(value).__name__ for value in given] + others) or "nothing"
-            what = f"a model optimized as {candidate.name!r}"
-            raise UnsupportedInputError(what, [f"it must be called with one tensor of images, got {called}"])
-        return function(given[0])
+        if len(given) == 1 and not others and isinstance(given[0], Tensor):
+            return function(given[0])
+        called = ", ".join([type(value).__name__ for value in given] + others) or "nothing"
+        what = f"a model optimized as {candidate.name!r}"
+        raise UnsupportedInputError(what, [f"it must be called with one tensor of images, got {called}"])
 
-    return computed
+    return run
