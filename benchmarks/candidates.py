@@ -57,8 +57,8 @@ NAMES = {
     ),
     "onnx": ("onnxruntime", "openvino"),
     "block": ("eager", "sdpa", "triton", "timm", "timm+fused"),
-    "attention": ("eager", *_SDPA, "triton", "flex", "flash-attn", "xformers"),
-    "mlp": ("eager", "triton", "cublaslt", "transformer-engine", "eager+compile"),
+    "attention": ("eager", *_SDPA, "triton", "flex", "flash-attn"),
+    "mlp": ("eager", "triton", "cublaslt", "eager+compile"),
     "matmul": ("eager", "triton"),
 }  # fmt: skip
 
@@ -317,9 +317,7 @@ def _all() -> Iterator[Candidate]:
     for base, summary, packages in (
         ("flex", "FlexAttention, compiled", ()),
         ("flash-attn", "attention of flash-attn", ("flash_attn",)),
-        ("xformers", "memory-efficient attention of xformers", ("xformers",)),
         ("cublaslt", "MLP in PyTorch with cuBLASLt's GELU epilogue", ()),
-        ("transformer-engine", "LayerNormMLP of NVIDIA TransformerEngine", ("transformer_engine",)),
     ):
         yield named(base, summary, build, packages=packages, peer=True, compilable=False)
 

@@ -22,7 +22,7 @@ from vit_fast.work import Work
 
 PACKAGES = (
     "torch", "triton", "timm", "transformers", "torchvision", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt",
-    "torchao", "flash-attn", "xformers", "transformer-engine", "numpy",
+    "torchao", "flash-attn", "numpy",
 )  # fmt: skip
 
 # Names of dtypes in tables; tf32 is fp32 with TF32 matmuls, amp is fp32 under autocast in bf16.

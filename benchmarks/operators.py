@@ -102,9 +102,9 @@ def build(name: str, operator: Operator, weights: Mapping[str, Tensor], device: 
     """Builds a library's version of an operator as a module of x; UnsupportedInputError lists all reasons."""
     table = FUNCTIONS[operator.part]
     reasons = [] if name in table else [f"it has no {operator.part}; candidates: {', '.join(table)}"]
-    if name in ("flash-attn", "xformers", "cublaslt", "transformer-engine") and device.type == "cpu":
+    if name in ("flash-attn", "cublaslt") and device.type == "cpu":
         reasons.append("it needs a GPU")  # on a CPU, the epilogue of _addmm_activation is exact GELU
-    if name in ("cublaslt", "transformer-engine") and operator.activation != "gelu_tanh":
+    if name == "cublaslt" and operator.activation != "gelu_tanh":
         reasons.append(f"the activation must be gelu_tanh, got {operator.activation}")
     if reasons:
         raise UnsupportedInputError(name, reasons)
@@ -146,31 +146,10 @@ def _flash_attn(qkv: Tensor) -> Tensor:
     return flash_attn_qkvpacked_func(qkv)
 
 
-def _xformers(qkv: Tensor) -> Tensor:
-    from xformers.ops import memory_efficient_attention
-
-    return memory_efficient_attention(*qkv.unbind(2))
-
-
 def _cublaslt(x: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     normed = F.layer_norm(x, (x.shape[-1],), g, b, 1e-6).flatten(0, -2)
     hidden = torch._addmm_activation(b1, normed, w1.t(), use_gelu=True)
     return torch.addmm(b2, hidden, w2.t()).view_as(x) + x
-
-
-def _transformer_engine(x: Tensor, *parameters: Tensor) -> Tensor:
-    module = _transformer_engine_module(*parameters[2].shape[::-1], x.dtype)
-    return torch.func.functional_call(module, dict(zip(_TE_NAMES, parameters, strict=True)), (x,)) + x
-
-
-_TE_NAMES = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
-
-
-@functools.cache
-def _transformer_engine_module(width: int, hidden: int, dtype: torch.dtype) -> Any:
-    from transformer_engine.pytorch import LayerNormMLP
-
-    return LayerNormMLP(width, hidden, eps=1e-6, activation="gelu", params_dtype=dtype)
 
 
 FUNCTIONS: dict[str, dict[str, Function]] = {
@@ -180,12 +159,10 @@ FUNCTIONS: dict[str, dict[str, Function]] = {
         "triton": partial(ops.attention_qkvpacked, backend="triton"),
         "flex": _flex,
         "flash-attn": _flash_attn,
-        "xformers": _xformers,
     },
     "mlp": {
         **{name: partial(ops.layer_norm_mlp, backend=name) for name in ("eager", "sdpa", "triton")},
         "cublaslt": _cublaslt,
-        "transformer-engine": _transformer_engine,
     },
     "matmul": {"eager": F.linear, "triton": _matmul},
 }

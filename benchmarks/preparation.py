@@ -14,9 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +24,7 @@ from torch import Tensor, nn
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, error_of, size_of
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import candidate as measuring
-from vit_fast.measure.candidate import (
-    GRAPH_MODES,
-    MEASURES,
-    Candidate,
-    Prepared,
-    Reference,
-    at_most,
-    describe_error,
-    errors_of,
-)
+from vit_fast.measure.candidate import GRAPH_MODES, MEASURES, Candidate, Prepared, Reference, at_most, describe_error
 from vit_fast.measure.clock import Call, synchronize
 
 from .candidates import build_reference, make
@@ -123,7 +113,7 @@ def _expect_gradients(
     exact_step, step = TrainingStep(group, exact_model, exact_model), TrainingStep(group, eager_model, eager_model)
     each = range(len(rows))
     exact, eager = exact_step.gradients(images.double(), each, rows), step.gradients(images, each, rows)
-    errors: list[dict[Measure, float]] = [errors_of(eager[0], exact[0])]
+    errors: list[dict[Measure, float]] = [measuring.errors_of(eager[0], exact[0])]
     errors += [{"largest": error_of(*pair)} for pair in zip(eager[1:], exact[1:], strict=True)]
     for image in noise.split(1) if group.model.is_whole else ():
         norm, exact_norm = step.gradients(image, [0], [0])[1], exact_step.gradients(image.double(), [0], [0])[1]
@@ -132,8 +122,7 @@ def _expect_gradients(
     return [exact[0].cpu(), *exact[1:]], errors
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """The rotating batches of a group, on the device or in pinned memory, and the reference of the first batch."""
 
     batches: list[Tensor]
@@ -179,14 +168,14 @@ def expect(group: Group, images: Tensor, *others: Tensor) -> Reference:
             chosen = torch.cat([chosen, noise]) if whole else chosen
             with torch.inference_mode():
                 found = exact_model(chosen.double()).cpu()
-                exact, errors = [found[: len(rows)]], [errors_of(eager_model(chosen), found)]
+                exact, errors = [found[: len(rows)]], [measuring.errors_of(eager_model(chosen), found)]
                 outputs = [*exact, *(exact_model(batch.double()).cpu() for batch in others)] if whole else []
     shapes = [(group.batch_size, *exact[0].shape[1:]), *(tuple(gradient.shape) for gradient in exact[1:])]
-    dtypes = [torch.bfloat16 if group.dtype_name == "amp" else group.dtype] * len(exact)
+    dtype = torch.bfloat16 if group.dtype_name == "amp" else group.dtype
     what = " of the norm of all parameters' gradients" if whole else " of a parameter's gradient"
-    names = ["", *(what for _ in exact[1:])]
     factor, kind = (GRADIENT_FACTOR, list) if group.training else (FORWARD_FACTOR, Tensor)
-    return Reference(exact, errors, dtypes, shapes, rows, names, outputs, kind, factor)
+    limits = [measuring.limits_of(error, one, dtype, factor) for error, one in zip(errors, exact, strict=True)]
+    return Reference(exact, limits, shapes, ["", *(what for _ in exact[1:])], rows, outputs, kind)
 
 
 def prepare(
@@ -237,32 +226,27 @@ def _callers(
     function = make(candidate, group)
     compiled = candidate.compiled(function, fullgraph=candidate.fullgraph)
 
-    def batch_of(number: int) -> Tensor:
-        return batches[number % len(batches)].to(group.device, non_blocking=True)  # no copy if it is there
+    step: Any = None
+    if group.training:
+        if not isinstance(function, nn.Module):
+            raise UnsupportedInputError(candidate.name, ["training needs an nn.Module"])
+        step = TrainingStep(group, function, compiled)
 
-    def infer(number: int) -> object:
-        batch = batch_of(number)
-        with torch.inference_mode(), candidate.context():
+    def call(number: int) -> object:
+        batch = batches[number % len(batches)].to(group.device, non_blocking=True)  # no copy if it is there
+        with torch.inference_mode(step is None), candidate.context():
+            if step is not None:
+                return step(batch)
             if candidate.engine in GRAPH_MODES:
                 # Otherwise, interleaved calls of several CUDA graphs would be recorded as one iteration.
                 torch.compiler.cudagraph_mark_step_begin()
             return compiled(batch)
 
-    if not group.training:
-        return function, infer, None
-    if not isinstance(function, nn.Module):
-        raise UnsupportedInputError(candidate.name, ["training needs an nn.Module"])
-    step = TrainingStep(group, function, compiled)
-
-    def train(number: int) -> object:
-        with candidate.context():
-            return step(batch_of(number))
-
     def gradients() -> object:
         with candidate.context():
-            return step.gradients(batch_of(0), checked_rows(group), range(group.batch_size))
+            return step.gradients(batches[0].to(group.device), checked_rows(group), range(group.batch_size))
 
-    return function, train, gradients
+    return function, call, None if step is None else gradients
 
 
 def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:

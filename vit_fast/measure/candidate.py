@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..accuracy import FORWARD_FACTOR, Measure, allowed_error, error_of, size_of
-from ..errors import UnsupportedInputError
 from .clock import Call, memory_in_use, peak_memory_of_call, synchronize
 
 Engine = Literal["torch", "compile", "reduce-overhead", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
@@ -110,7 +109,7 @@ class Candidate:
     def missing_packages(self) -> list[str]:
         return [package for package in self.packages if importlib.util.find_spec(package) is None]
 
-    def compiled(self, function: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
+    def compiled(self, function: Any, *, fullgraph: bool) -> Callable[..., Any]:
         """Compiles a module in the candidate's mode, separately for each shape."""
         mode: Any = self.compile_mode
         if mode == "none":
@@ -119,8 +118,6 @@ class Candidate:
 
         if mode == "freezing":
             return compile_frozen(function, fullgraph=fullgraph)
-        if not isinstance(function, nn.Module):
-            raise UnsupportedInputError("torch.compile", [f"expected an nn.Module, got {type(function).__name__}"])
         return compile(function, mode, fullgraph=fullgraph)
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,25 +142,18 @@ ORIGINAL, AS_FILE = Candidate(), Candidate("onnxruntime")
 
 @dataclass(frozen=True)
 class Reference:
-    """The expected output of a batch, or its gradients, with one entry per tensor in each list.
+    """The expected output of a batch, or its gradients, with one entry per tensor in the first four lists."""
 
-    `exact` is in fp64, of the images `rows`; `eager_errors` are the errors of the model itself. `shapes` are of the
-    whole batch. `outputs` are the expected outputs of this batch and of more batches, to measure agreement.
-    """
-
-    exact: Sequence[Tensor]
-    eager_errors: Sequence[dict[Measure, float]]
-    dtypes: Sequence[torch.dtype]
-    shapes: Sequence[tuple[int, ...]]
+    exact: Sequence[Tensor]  # in fp64, of the images `rows`
+    limits: Sequence[dict[Measure, float]]  # allowed errors
+    shapes: Sequence[tuple[int, ...]]  # of the whole batch
+    names: Sequence[str]  # for errors
     rows: Sequence[int]
-    names: Sequence[str] = ()  # for errors
-    outputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] = ()  # of this batch and of more batches, to measure agreement
     kind: type = Tensor  # the class of the output, which may contain several tensors
-    factor: float = FORWARD_FACTOR
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The largest error of a candidate, the allowed error, and the reason why it fails, or None."""
 
     max_error: float
@@ -173,16 +163,11 @@ class Verdict:
 
 def judge(output: object, reference: Reference, tolerance: float | None = None) -> Verdict:
     """Compares the output of a whole batch with the reference; see Candidate.tolerance."""
-    limits: list[dict[Measure, float]] = [{"largest": (tolerance or 0) * size_of(exact)} for exact in reference.exact]
-    if tolerance is None:
-        each = zip(reference.exact, reference.eager_errors, reference.dtypes, strict=True)
-        limits = [
-            {m: allowed_error(error, exact, dtype, reference.factor, m) for m, error in eager.items()}
-            for exact, eager, dtype in each
-        ]
+    limits: Any = reference.limits
+    if tolerance is not None:
+        limits = [{"largest": tolerance * size_of(exact)} for exact in reference.exact]
     limit = max(allowed["largest"] for allowed in limits)
-    leaves, shapes = leaves_of(output), [*reference.shapes]
-    reason = None
+    leaves, shapes, reason = leaves_of(output), [*reference.shapes], None
     if not isinstance(output, reference.kind):
         reason = f"the output must be {reference.kind.__name__}, got {type(output).__name__}"
     elif (found := [tuple(leaf.shape) for leaf in leaves]) != shapes:
@@ -197,7 +182,7 @@ def judge(output: object, reference: Reference, tolerance: float | None = None) 
         for leaf, exact in zip(leaves, reference.exact, strict=True)
     ]
     worst = max(error["largest"] for error in errors)
-    for error, allowed, what in zip(errors, limits, reference.names or [""] * len(limits), strict=True):
+    for error, allowed, what in zip(errors, limits, reference.names, strict=True):
         for measure, most in allowed.items():
             if error[measure] > most:
                 name = f"error{what}" if measure == "largest" else f"root mean square error{what}"
@@ -207,6 +192,13 @@ def judge(output: object, reference: Reference, tolerance: float | None = None) 
 
 def errors_of(leaf: Tensor, exact: Tensor) -> dict[Measure, float]:
     return {measure: error_of(leaf, exact, measure) for measure in MEASURES}
+
+
+def limits_of(
+    errors: dict[Measure, float], exact: Tensor, dtype: torch.dtype, factor: float = FORWARD_FACTOR
+) -> dict[Measure, float]:
+    """Returns the errors that the rule of vit_fast.accuracy allows, given those of eager PyTorch."""
+    return {measure: allowed_error(error, exact, dtype, factor, measure) for measure, error in errors.items()}
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -7,7 +7,7 @@ import copy
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..accuracy import allowed_error, error_of, size_of
+from ..accuracy import Measure, allowed_error, error_of, size_of
 from ..errors import UnsupportedInputError
 from ..fusion.fuse import unfuse
 from ..ops.backends import triton_unavailable_reasons
@@ -33,6 +33,7 @@ from .candidate import (
     errors_of,
     is_out_of_memory,
     leaves_of,
+    limits_of,
     prepare,
     spread,
     tensors_in,
@@ -72,27 +73,28 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Can
     if "fp8" in allowed:  # if it is unavailable, the table says why
         eight_bit = Candidate(attention="triton", mlp="triton", precision="fp8")
         found += [eight_bit, replace(eight_bit, graphs=True)] if on_cuda else [eight_bit]
-    for candidate in _runtimes(device):
-        fewer: Precision = "bf16" if candidate.engine == "openvino" else "fp16" if on_cuda else "int8"
-        found += [candidate, replace(candidate, precision=fewer)] if fewer in allowed else [candidate]
+    found += _runtimes(device, allowed)
     # lower precision, if allowed, gains most, so slow full-precision candidates come last
     return sorted(found, key=lambda c: (c.engine != "torch" and not c.precision, ENGINE_S[c.engine], not c.precision))
 
 
 def candidates_of_file(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
     """Returns the initial candidates for an ONNX file; the original runs in ONNX Runtime."""
-    found = [candidate for candidate in _runtimes(device) if candidate != AS_FILE]
-    if device.type == "cpu":
-        found += [Candidate("onnxruntime", precision="int8")] * ("int8" in allowed)
-        found += [Candidate("openvino", precision="bf16")] * (Candidate("openvino") in found and "bf16" in allowed)
-    return found
+    return [each for each in _runtimes(device, allowed) if each != AS_FILE and each.precision != "fp16"]
 
 
-def _runtimes(device: torch.device) -> list[Candidate]:
-    on_ort = installed("onnxruntime") or installed("onnxruntime-gpu")
-    if device.type == "cuda":
-        return [AS_FILE, Candidate("onnxruntime", graphs=True), Candidate("tensorrt")] if on_ort else []
-    return [*([AS_FILE] if on_ort else []), *([Candidate("openvino")] if installed("openvino") else [])]
+def _runtimes(device: torch.device, allowed: Collection[Precision]) -> Iterator[Candidate]:
+    on_cuda, ort = device.type == "cuda", installed("onnxruntime") or installed("onnxruntime-gpu")
+    found = [AS_FILE] if ort else []
+    if on_cuda and ort:
+        found += [Candidate("onnxruntime", graphs=True), Candidate("tensorrt")]
+    elif not on_cuda and installed("openvino"):
+        found.append(Candidate("openvino"))
+    for candidate in found:
+        yield candidate
+        lower: Precision = "bf16" if candidate.engine == "openvino" else "fp16" if on_cuda else "int8"
+        if lower in allowed:
+            yield replace(candidate, precision=lower)
 
 
 def variations(candidate: Candidate, device: torch.device, batch: int) -> list[Candidate]:
@@ -133,13 +135,14 @@ def expect(model: nn.Module, example: Any, others: Sequence[Any] = ()) -> tuple[
         exact = leaves_of(call(exact_model, some))
         if len(rows) < batch and not _are_alike(checked, exact, leaves_of(call(model, some))):
             exact, checked = leaves_of(call(exact_model, example)), leaves
-        errors = [
+        errors: list[dict[Measure, float]] = [
             {m: max(error, rounding * size_of(right, m)) for m, error in errors_of(leaf, right).items()}
             for leaf, right in zip(checked, exact, strict=True)
         ]
         outputs = [leaves[0], *(leaves_of(call(model, other))[0] for other in others)]
-    dtypes, shapes = [leaf.dtype for leaf in leaves], [tuple(leaf.shape) for leaf in leaves]
-    return output, Reference(exact, errors, dtypes, shapes, rows, outputs=outputs, kind=type(output))
+    limits = [limits_of(error, right, leaf.dtype) for error, right, leaf in zip(errors, exact, leaves, strict=True)]
+    shapes, names = [tuple(leaf.shape) for leaf in leaves], [""] * len(leaves)
+    return output, Reference(exact, limits, shapes, names, rows, outputs, type(output))
 
 
 def _are_alike(checked: list[Tensor], exact: list[Tensor], alone: list[Tensor]) -> bool:
