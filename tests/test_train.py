@@ -1,15 +1,14 @@
-"""Training runs: they learn, repeat, resume bitwise, refuse invalid input, and the command line runs them."""
+"""Training runs: learning, bitwise resumption, distributed training, errors, and the command."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import children
 import numpy as np
 import pytest
 import torch
@@ -22,9 +21,6 @@ from vit_fast.apps.data import ImageError, ImageFolder, load_images
 from vit_fast.apps.datasets import open_data
 from vit_fast.apps.training import TrainConfig, Trainer, TrainingError, config_for, train
 from vit_fast.weights import WeightsError
-
-RESUME = {"resume": True}
-ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]), "OMP_NUM_THREADS": "1"}
 
 
 def _model(**overrides: object) -> VisionTransformer:
@@ -94,16 +90,14 @@ def test_two_processes_train_like_one(tmp_path: Path, parallel: str, backend: st
             (path / "ab"[i % 2]).mkdir(exist_ok=True, parents=True)
             Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(path / "ab"[i % 2] / f"{i}.png")
     given = [f"--set={name}={json.dumps(value)}" for name, value in options.items()]
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-            "vit_fast.cli", "train", str(images), "--validation", str(held_out), "--out", str(together), "--model",
-            "vit_test", "--img-size", "16", "--epochs", "2", *given, "--parallel", parallel, "--backend", backend,
-        ],
-        env=os.environ | ENVIRONMENT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("epoch 2/2") == 1, "only the first process prints"
+    command = [
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vit_fast.cli", "train",
+        str(images), "--validation", str(held_out), "--out", str(together), "--model", "vit_test", "--img-size", "16",
+        "--epochs", "2", *given, "--parallel", parallel, "--backend", backend,
+    ]  # fmt: skip
+    inherited = {"TRITON_INTERPRET": os.environ["TRITON_INTERPRET"]} if "TRITON_INTERPRET" in os.environ else {}
+    printed = children.run_python(command, children.environment() | inherited)
+    assert printed.count("epoch 2/2") == 1, "only the first process prints"
 
     model = {"img_size": 16, "drop_path_rate": 0.0, "backend": "eager"}
     data, config = open_data(images, held_out), TrainConfig(epochs=2, **options)
@@ -135,15 +129,15 @@ def test_patience_stops_and_saves_the_best_weights(folder: Path, out: Path, monk
     assert torch.equal(model.head.weight, heads[1])
 
 
-def test_what_is_refused(folder: Path, out: Path) -> None:
+def test_errors(folder: Path, out: Path) -> None:
     data, once, new = open_data(folder), _settings(epochs=1), out / "new"
     with pytest.raises(TrainingError, match="no run to resume"):
         train(_model(), data, out, once, resume=True)
     train(_model(), data, out, once)
     for model, place, config, options, message in (
         ({}, out, once, {}, "earlier run"),
-        ({}, out, _settings(epochs=3, lr=2e-3), RESUME, r"the config \(epochs, lr\)"),
-        ({"embed_dim": 32, "depth": 3}, out, once, RESUME, r"the model \(depth, embed_dim\)"),
+        ({}, out, _settings(epochs=3, lr=2e-3), {"resume": True}, r"the config \(epochs, lr\)"),
+        ({"embed_dim": 32, "depth": 3}, out, once, {"resume": True}, r"the model \(depth, embed_dim\)"),
         ({"global_pool": ""}, new, once, {}, "a model that pools"),
         ({"num_classes": 10}, new, once, {}, "got 10 and 2"),
         ({}, new, once, {"workers": -1}, "workers must be an integer >= 0, got -1"),
@@ -160,7 +154,7 @@ def test_what_is_refused(folder: Path, out: Path) -> None:
             ImageFolder(path)
 
 
-def test_damaged_and_foreign_checkpoints_are_refused(folder: Path, out: Path) -> None:
+def test_damaged_and_foreign_checkpoints(folder: Path, out: Path) -> None:
     data, config, checkpoint = open_data(folder), _settings(epochs=1), out / "checkpoint.pth"
     train(_model(), data, out, config)
     whole = checkpoint.read_bytes()
@@ -211,7 +205,7 @@ def test_the_tutorials_model_trains_by_its_own_recipe(tmp_path: Path, capsys: An
     assert config_for("vit_mnist", {}).epochs == 5
 
 
-def test_tensorboard_gets_every_row(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_contains_all_rows(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["train", str(folder), "--model", "vit_test", "--epochs", "2", "--tensorboard", "--out"]
     if importlib.util.find_spec("tensorboard") is not None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

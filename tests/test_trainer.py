@@ -23,7 +23,7 @@ INVALID = {
 
 
 @pytest.mark.parametrize("field", INVALID)
-def test_an_invalid_setting_is_refused(field: str) -> None:
+def test_invalid_settings(field: str) -> None:
     with pytest.raises((ValueError, TypeError), match=f"{field} must be"):
         TrainConfig(**{field: INVALID[field]})
 
