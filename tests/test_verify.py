@@ -25,14 +25,14 @@ def test_triton_passes_on_this_machine(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("wrong", [1.01, float("nan"), None])
 def test_an_incorrect_operator_fails(wrong: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention, operators = ops.attention, verify._operators
+    attention, cases = ops.attention, verify._cases
 
     def broken(*args: torch.Tensor, backend: str) -> torch.Tensor:
         if backend != "eager" and wrong is None:
             raise RuntimeError("out of order")
         return attention(*args, backend=backend) * (1 if backend == "eager" else wrong)
 
-    monkeypatch.setattr(verify, "_operators", lambda device, small: operators(device, True))
+    monkeypatch.setattr(verify, "_cases", lambda device, small: cases(device, True))
     monkeypatch.setattr(ops, "attention", broken)
     result = verify.verify(["sdpa"], "cpu")
     failed = [row for row in result["rows"] if not row["passed"]]

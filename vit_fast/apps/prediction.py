@@ -113,7 +113,13 @@ def predict_to_parquet(
     chunks = {parts / f"{i // PART:08}.parquet": files[i : i + PART] for i in range(0, len(files), PART)}
     missing = {name: chunk for name, chunk in chunks.items() if not name.is_file()}
     resumed = len(files) - sum(map(len, missing.values()))
-    _begin(parts, _task(model, files, class_names))
+    # everything that affects the predictions: a run can be resumed only if this is unchanged
+    facts = {
+        "model": model.config.to_dict(), "parameters": weights_digest(model),
+        "data_config": model.data_config.to_dict(), "class_names": list(class_names), "images": len(files),
+        "files": hashlib.sha256("\0".join(map(str, files)).encode()).hexdigest(), "part": PART,
+    }  # fmt: skip
+    _begin(parts, json.dumps(facts, indent=2))
     lost: list[str] = []
     left_when_lost = None  # the number of missing parts when the last worker was lost
     try:
@@ -154,17 +160,6 @@ def predict_to_parquet(
 
 def _as_fp32(row: dict[str, Any]) -> dict[str, Any]:
     return {name: np.float32(value) if isinstance(value, np.ndarray) else value for name, value in row.items()}
-
-
-def _task(model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str]) -> str:
-    """Describes everything that affects the predictions as JSON. A run can be resumed only if this is unchanged."""
-    listed = hashlib.sha256("\0".join(map(str, files)).encode())
-    facts = {
-        "model": model.config.to_dict(), "parameters": weights_digest(model),
-        "data_config": model.data_config.to_dict(), "class_names": list(class_names), "images": len(files),
-        "files": listed.hexdigest(), "part": PART,
-    }  # fmt: skip
-    return json.dumps(facts, indent=2)
 
 
 def _begin(parts: Path, task: str) -> None:

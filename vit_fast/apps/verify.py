@@ -42,7 +42,7 @@ def _rows(backend: str, device: torch.device, interpreted: bool) -> Iterator[dic
     dtypes = ("fp32", "fp16") if interpreted else ("fp16", "bf16") if backend == "triton" else tuple(_DTYPES)
     for name in dtypes:
         dtype = _DTYPES[name]
-        for case, function, inputs in [*_operators(device, interpreted), _model(device)]:
+        for case, function, inputs in _cases(device, interpreted):
             rounded = [tensor.to(dtype) for tensor in inputs]
             cases = (case,) if case.startswith("VisionTransformer") else (case, f"{case} gradient")
             problem, runs = None, []
@@ -63,8 +63,8 @@ def _rows(backend: str, device: torch.device, interpreted: bool) -> Iterator[dic
                 yield row
 
 
-def _operators(device: torch.device, small: bool) -> Iterator[Case]:
-    """Yields operators with random inputs in fp64."""
+def _cases(device: torch.device, small: bool) -> Iterator[Case]:
+    """Yields operators and a model with random inputs."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, device=device)
@@ -81,18 +81,14 @@ def _operators(device: torch.device, small: bool) -> Iterator[Case]:
         draw(width, hidden) / hidden**0.5, 0.1 * draw(width),
     ]  # fmt: skip
     yield f"layer_norm_mlp M{rows} C{width} F{hidden}", ops.layer_norm_mlp, [draw(rows, width), *parameters]
-
-
-def _model(device: torch.device) -> Case:
     weights = create_model("vit_test", device=device).state_dict()
 
-    def run(images: Tensor, *values: Tensor, backend: str) -> Tensor:
-        model = create_model("vit_test", backend=backend, device=device, dtype=images.dtype)
-        model.load_state_dict(dict(zip(weights, values)))
-        return model(images)
+    def model(images: Tensor, *values: Tensor, backend: str) -> Tensor:
+        built = create_model("vit_test", backend=backend, device=device, dtype=images.dtype)
+        built.load_state_dict(dict(zip(weights, values)))
+        return built(images)
 
-    inputs = [torch.randn(2, 3, 32, 32, device=device), *weights.values()]
-    return "VisionTransformer, 2 blocks, C64 N17", run, inputs
+    yield "VisionTransformer, 2 blocks, C64 N17", model, [draw(2, 3, 32, 32), *weights.values()]
 
 
 def _run(

@@ -21,15 +21,21 @@ def info(as_json: AsJson = False) -> None:
     """Show versions, devices and available backends."""
     import torch
 
-    from ..version import __version__, installed
+    from ..version import __version__, cpu_name, installed
 
-    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    devices = {torch.device("cpu"): f"{cpu_name()}, {torch.get_num_threads()} threads"}
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(i)
+        devices[torch.device("cuda", i)] = (
+            f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} SMs, "
+            f"{gpu.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+        )
     facts: dict[str, Any] = {
         "vit_fast": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: installed(name) for name in PACKAGES},
-        "devices": [{"device": str(device), "description": _describe(device)} for device in devices],
+        "devices": [{"device": str(device), "description": text} for device, text in devices.items()],
         "backends": [row for device in devices for row in _backend_rows(device)],
     }
     if as_json:
@@ -45,20 +51,6 @@ def info(as_json: AsJson = False) -> None:
     console.print(table("packages", ("package", "version"), packages, texts=2))
     console.print(table("devices", ("device", "description"), [[*row.values()] for row in facts["devices"]], texts=2))
     console.print(table("backends", ("backend", "device", "available", "notes"), backends, texts=4))
-
-
-def _describe(device: Any) -> str:
-    import torch
-
-    from ..version import cpu_name
-
-    if device.type != "cuda":
-        return f"{cpu_name()}, {torch.get_num_threads()} threads"
-    properties = torch.cuda.get_device_properties(device)
-    return (
-        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
-        f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    )
 
 
 def _backend_rows(device: Any) -> list[dict[str, Any]]:

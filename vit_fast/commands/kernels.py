@@ -107,8 +107,7 @@ def _warm_up(name: str, sizes: list[int]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = create_model(name, backend="triton").to(device, torch.bfloat16)
     with _progress("kernels compiled") as progress:
-        done = warm_up(model, sizes, progress=progress)
-    typer.echo(str(done))
+        typer.echo(str(warm_up(model, sizes, progress=progress)))
 
 
 @contextmanager

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..apps.classifiers import Evaluation
-    from ..model import VisionTransformer
 
 BATCH_SIZE = 16
 LISTED = 20  # number of disagreements and classes to print; --json prints all
@@ -64,8 +63,21 @@ def predict(
     if out is not None:
         if weights.endswith(".onnx") or data_config is not None:
             raise ValueError("--out requires PyTorch weights, because an ONNX file outputs no embeddings")
-        here = "cpu" if engine == "ray" else device  # workers of the cluster copy the model to their device
-        _to_parquet(open_classifier(weights, model, backend, here), files, out, given, workers, engine, device)
+        from ..apps.prediction import predict_to_parquet
+
+        # workers of a cluster copy the model to their device
+        opened = open_classifier(weights, model, backend, "cpu" if engine == "ray" else device)
+        done = predict_to_parquet(
+            opened, files, out, class_names=class_names_for(opened.config.num_classes, given, opened.class_names),
+            engine=engine, device=device, workers=os.cpu_count() if workers is None and engine == "local" else workers,
+            on_part=lambda images: typer.echo(f"{images} of {len(files)} images", err=True),
+        )  # fmt: skip
+        for reason in done.lost:
+            typer.echo(f"continued after the last complete part: {reason}", err=True)
+        for path, reason in done.bad:
+            typer.echo(f"unreadable image: {reason if path in reason else f'{path}: {reason}'}", err=True)
+        resumed = f", {done.resumed} of them from an earlier run" if done.resumed else ""
+        typer.echo(f"wrote {out}: {done.images} images{resumed}, {len(done.bad)} unreadable")
         return
     if weights.endswith(".onnx") and model is not None:
         raise ValueError(f"--model {model} cannot be combined with an ONNX file")
@@ -82,27 +94,6 @@ def predict(
             typer.echo("\n".join([str(file), *(f"  {row['probability']:7.2%}  {row['class']}" for row in top)]))
     if as_json:
         typer.echo(json.dumps(results, indent=2))
-
-
-def _to_parquet(
-    model: VisionTransformer, files: list[Path], out: Path, names: Sequence[str] | None, workers: int | None,
-    engine: str, device: str,
-) -> None:  # fmt: skip
-    from ..apps.classifiers import class_names_for
-    from ..apps.prediction import predict_to_parquet
-
-    class_names = class_names_for(model.config.num_classes, names, model.class_names)
-    done = predict_to_parquet(
-        model, files, out, class_names=class_names, engine=engine, device=device,
-        workers=os.cpu_count() if workers is None and engine == "local" else workers,
-        on_part=lambda images: typer.echo(f"{images} of {len(files)} images", err=True),
-    )  # fmt: skip
-    for reason in done.lost:
-        typer.echo(f"continued after the last complete part: {reason}", err=True)
-    for path, reason in done.bad:
-        typer.echo(f"unreadable image: {reason if path in reason else f'{path}: {reason}'}", err=True)
-    resumed = f", {done.resumed} of them from an earlier run" if done.resumed else ""
-    typer.echo(f"wrote {out}: {done.images} images{resumed}, {len(done.bad)} unreadable")
 
 
 def _classify(

@@ -96,7 +96,7 @@ class _Watcher(TorchFunctionMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            self.attention.append(_weights(*args, **kwargs))
+            self.attention.append(_attention_weights(*args, **kwargs))
         elif func is F.conv2d:
             self.convolutions.append(output.shape)
         elif isinstance(output, Tensor) and output.dim() == 3:
@@ -104,7 +104,7 @@ class _Watcher(TorchFunctionMode):
         return output
 
 
-def _weights(
+def _attention_weights(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *args: Any,
     **kwargs: Any
 ) -> Tensor:  # fmt: skip
