@@ -6,8 +6,7 @@ An error is the difference from eager PyTorch in fp64 on the same inputs. The fa
 tests, `vit-fast verify`, `vit-fast bench`, `make gpu-check` and the probe of `backend="auto"` use this rule.
 
 The largest error has an additional tolerance, NOISE: in fp32, terms of order one that cancel leave an error of this
-size, while eager may be exact by chance. The root mean square averages over many elements and needs no such tolerance.
-It is stricter and works for outputs of any scale.
+size, while eager may be exact by chance. The root mean square needs none, and works for outputs of any scale.
 """
 
 from __future__ import annotations
@@ -45,16 +44,9 @@ class Accuracy:
 def judge(
     result: Tensor, eager: Tensor, exact: Tensor, factor: float = FORWARD_FACTOR, measure: Measure = "largest"
 ) -> Accuracy:
-    """Applies the accuracy rule to a result.
+    """Applies the accuracy rule to a result; its dtype determines the allowed rounding error.
 
-    Args:
-        result: The output to check. Its dtype determines the allowed rounding error.
-        eager: The output of eager torch in that dtype.
-        exact: The fp64 reference, from the same inputs.
-        factor: FORWARD_FACTOR or GRADIENT_FACTOR.
-        measure: "largest" error or root mean square ("rms") over all elements.
-    Raises:
-        ValueError: the shapes differ.
+    `eager` is the output of eager torch in that dtype, `exact` the fp64 reference, all for the same inputs.
     """
     if not result.shape == eager.shape == exact.shape:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (result, eager, exact))

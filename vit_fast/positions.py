@@ -66,9 +66,7 @@ def rope_of(config: RopeConfig, grid: Size, head_dim: int, like: Tensor) -> tupl
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     """Rotates pairs (a, b) of the channels of x [..., D] to (a cos - b sin, b cos + a sin), in x.dtype.
 
-    Args:
-        cos, sin: [..., D/2].
-        layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
+    Cosines and sines are [..., D/2]. Layout "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
     a, b = (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
     turned = a * cos - b * sin, b * cos + a * sin

@@ -59,24 +59,11 @@ def attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function "vit_fast" of transformers: runs the fused operator, or transformers' sdpa function.
+    """Runs the fused operator, or transformers' sdpa function for calls that the operator does not support.
 
-    The sdpa function runs for causal and grouped-query attention, dropout, masks other than padding masks, and keywords
-    that change attention.
-
-    Args:
-        module: The calling attention layer.
-        query: [B, H, N, D].
-        key: [B, H_kv, N, D], where H_kv divides H.
-        value: Same shape as key.
-        attention_mask: None, a padding mask, or another mask.
-        scaling: Multiplier of q k^T; None means D**-0.5.
-        dropout: Dropout probability.
-        **kwargs: Other keywords of the model; None and False have no effect.
-    Returns:
-        The output [B, N, H, D], contiguous, and None instead of attention weights.
-    Raises:
-        UnsupportedInputError: a keyword requests a feature that transformers' sdpa function would ignore.
+    These are causal and grouped-query attention, dropout, masks other than padding masks, and keywords that change
+    attention. Query is [B, H, N, D]. Returns the contiguous output [B, N, H, D] and no attention weights. Raises
+    UnsupportedInputError for keywords that transformers' sdpa function would ignore.
     """
     if refused := [name for name in REFUSED if is_set(kwargs.get(name))]:
         advice = "use another attn_implementation"
@@ -98,7 +85,7 @@ def attention_forward(
 def padding_mask(
     batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """Builds the attention mask for "vit_fast", which recognizes padding masks by their strides, not their values."""
+    """Builds the attention mask; a padding mask has stride 0 along the queries, by which "vit_fast" recognizes it."""
     others = ("q_offset", "kv_offset", "local_size", "use_vmap")
     alone = kwargs.get("mask_function") is bidirectional_mask_function and not any(map(kwargs.get, others))
     if alone and attention_mask is not None and attention_mask.shape == (batch_size, kv_length):

@@ -81,8 +81,7 @@ class BlockMixin(FusedNormMlp):
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
         inside = {"ls1": (LayerScale, nn.Identity), "drop_path1": (DropPath,)}
-        halves = block.value("attn.rope_layout") == "half"
-        return read_attention(block, AttentionMixin, inside=inside, layer_scale="ls1.gamma", rotates_halves=halves)
+        return read_attention(block, "ls1.gamma", inside, block.value("attn.rope_layout") == "half")
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:

@@ -108,13 +108,9 @@ def take_weights(
     convert: Callable[[Mapping[str, Tensor], ViTConfig], Converted],
     config: ViTConfig,
 ) -> None:
-    """Copies our weights into a library's model for `config`, in place, under the library's names.
+    """Copies our weights into a library's model for `config`; for this model, `convert` only renames and concatenates.
 
-    For this model, `convert` may only rename and concatenate.
-
-    Raises:
-        UnsupportedInputError: one of the two models has a parameter that the other lacks; nothing was changed.
-        RuntimeError: shapes of a parameter differ.
+    Raises UnsupportedInputError, and changes nothing, if one of the two models has a parameter that the other lacks.
     """
     peer_state = {name: tensor.to("meta") for name, tensor in peer.state_dict().items()}
     origins = convert(peer_state, config).origins

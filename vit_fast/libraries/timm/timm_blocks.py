@@ -155,11 +155,13 @@ class BlockMixin(FusedNormMlp):
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        return read_attention(block, AttentionMixin, inside={"ls1": _scales()}, layer_scale="ls1.gamma")
+        layer_scale, inside = _layer_scale(block, 1)
+        return read_attention(block, layer_scale, inside, bool(block.value("attn.rotate_half")))
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
-        return read_mlp(block, "norm2", {"ls2": _scales()}, layer_scale="ls2.gamma", drop_path="drop_path2")
+        layer_scale, inside = _layer_scale(block, 2)
+        return read_mlp(block, "norm2", inside, layer_scale=layer_scale, drop_path="drop_path2")
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         return self.compute(x, attn_mask, is_causal)
@@ -183,25 +185,6 @@ class BlockMixin(FusedNormMlp):
 
 class EvaBlockMixin(BlockMixin):
     """timm's EvaBlock, and DeepseekVitBlock, which has no LayerScale."""
-
-    @classmethod
-    def read_attention(cls, block: Reader) -> AttentionParts | None:
-        if (groups := block.value("attn.num_kv_groups")) not in (None, 1):
-            block.reasons.append(f"attn.num_kv_groups must be 1, got {groups}")
-        packed = block.at("attn.qkv") is not None
-        own_biases = packed and block.at("attn.q_bias") is not None
-        return read_attention(
-            block,
-            RotaryAttentionMixin,
-            ("attn.qkv",) if packed else ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-            biases=("attn.q_bias", "attn.k_bias", "attn.v_bias") if own_biases else None,
-            rotates_halves=bool(block.value("attn.rotate_half")),
-            layer_scale="gamma_1",
-        )
-
-    @classmethod
-    def read_mlp(cls, block: Reader) -> MlpParts | None:
-        return read_mlp(block, "norm2", {}, layer_scale="gamma_2", drop_path="drop_path2")
 
     def forward(  # type: ignore[override]  # timm's
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -253,32 +236,43 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
+def _layer_scale(block: Reader, half: int) -> tuple[str, dict[str, tuple[type, ...]]]:
+    """Returns the path of a LayerScale vector, and the supported classes of a module that contains it."""
+    from timm.models.vision_transformer import LayerScale  # 1.0.20 has its own class here
+
+    if block.at(f"ls{half}") is None:
+        return f"gamma_{half}", {}
+    return f"ls{half}.gamma", {f"ls{half}": (LayerScale, nn.Identity)}
+
+
 def read_attention(
-    block: Reader,
-    form: type[AttentionLayer],
-    qkv: tuple[str, ...] = ("attn.qkv",),
-    *,
-    inside: Mapping[str, tuple[type, ...]] | None = None,
-    **rest: Any,
+    block: Reader, layer_scale: str, inside: Mapping[str, tuple[type, ...]], rotates_halves: bool
 ) -> AttentionParts | None:
-    """Reads norm1 and `attn` of a block; the fused class of `attn` derives from `form`."""
+    """Reads norm1 and `attn` of a block of timm or vit-fast."""
     block.require_absent("attn.gate")
+    if (groups := block.value("attn.num_kv_groups")) not in (None, 1):
+        block.reasons.append(f"attn.num_kv_groups must be 1, got {groups}")
     attention = block.at("attn")
+    form = fused_class(attention, AttentionLayer)
     watched = block.value("attn.scale"), block.value("attn.fused_attn")
-    if all(value is not None for value in watched) and fused_class(attention, form) and attention.uses_changed_scale():
+    if all(value is not None for value in watched) and form and attention.uses_changed_scale():
         block.reasons.append("attn.scale was changed, and attn.fused_attn is False")
+    packed = block.at("attn.qkv") is not None
+    own_biases = packed and block.at("attn.q_bias") is not None
     return block.attention(
         "attn",
         "norm1",
-        qkv,
+        ("attn.qkv",) if packed else ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
         "attn.proj",
+        biases=("attn.q_bias", "attn.k_bias", "attn.v_bias") if own_biases else None,
         qk_norm=("attn.q_norm", "attn.k_norm"),
-        inside={"attn": fused_class(attention, form), **(inside or {})},
+        inside={"attn": form, **inside},
         empty=("attn.norm",),
         dropouts=("attn.attn_drop", "attn.proj_drop"),
         num_heads=block.value("attn.num_heads"),
+        rotates_halves=rotates_halves,
+        layer_scale=layer_scale,
         drop_path="drop_path1",
-        **rest,
     )
 
 
@@ -304,12 +298,6 @@ def learns(rope: Rope) -> bool:
 def _causal(is_causal: bool) -> dict[str, Any]:
     """Returns the causal flag as a keyword argument if it is set, because timm 1.0.20 has no such argument."""
     return {"is_causal": True} if is_causal else {}
-
-
-def _scales() -> tuple[type, ...]:
-    from timm.models.vision_transformer import LayerScale  # 1.0.20 has its own class here
-
-    return LayerScale, nn.Identity
 
 
 FORMS = Forms(
