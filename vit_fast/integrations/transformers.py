@@ -50,15 +50,9 @@ if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters: 
 
 
 def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Runs the fused operator, or transformers' sdpa function for calls that the operator does not support.
 
     These are causal and grouped-query attention, dropout, masks other than padding masks, and keywords that change

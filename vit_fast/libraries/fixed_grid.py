@@ -128,14 +128,8 @@ def recognize(model: nn.Module) -> ImageModel | None:
     config = getattr(tower, "config", None)
     pools = getattr(tower, "use_head", False) or getattr(tower, "attn_pool", None) is not None
     return FixedGridModel(
-        model=model,
-        library="timm" if config is None else "transformers",
-        name=type(tower).__name__,
-        image_hw=model.image_hw,
-        in_chans=model.channels,
-        patch_hw=model.patch_hw,
-        depth=len(blocks),
-        attentions=len(blocks) + pools,
-        num_classes=0 if config is not None else int(tower.num_classes),
+        model=model, library="timm" if config is None else "transformers", name=type(tower).__name__,
+        image_hw=model.image_hw, in_chans=model.channels, patch_hw=model.patch_hw, depth=len(blocks),
+        attentions=len(blocks) + pools, num_classes=0 if config is not None else int(tower.num_classes),
         config={} if config is None else config.to_diff_dict(),
-    )
+    )  # fmt: skip

@@ -60,15 +60,10 @@ def build_peer(config: ViTConfig) -> nn.Module:
     from torchvision.models.vision_transformer import VisionTransformer
 
     model: nn.Module = VisionTransformer(
-        image_size=config.image_hw[0],
-        patch_size=config.patch_hw[0],
-        num_layers=config.depth,
-        num_heads=config.num_heads,
-        hidden_dim=config.embed_dim,
-        mlp_dim=config.hidden_dim,
-        num_classes=config.num_classes,
-        norm_layer=functools.partial(nn.LayerNorm, eps=config.norm_eps),
-    )
+        image_size=config.image_hw[0], patch_size=config.patch_hw[0], num_layers=config.depth,
+        num_heads=config.num_heads, hidden_dim=config.embed_dim, mlp_dim=config.hidden_dim,
+        num_classes=config.num_classes, norm_layer=functools.partial(nn.LayerNorm, eps=config.norm_eps),
+    )  # fmt: skip
     return model
 
 
@@ -82,17 +77,10 @@ def recognize(model: Any) -> ImageModel | None:
     size, patch, depth = int(model.image_size), int(model.patch_size), len(model.encoder.layers)
     linears = [module for module in model.heads.modules() if isinstance(module, nn.Linear)]
     return TorchvisionModel(
-        model=model,
-        library=NAME,
-        name=type(model).__name__,
-        image_hw=(size, size),
-        in_chans=3,
-        patch_hw=(patch, patch),
-        depth=depth,
-        attentions=depth,
-        num_classes=linears[-1].out_features if linears else 0,
+        model=model, library=NAME, name=type(model).__name__, image_hw=(size, size), in_chans=3,
+        patch_hw=(patch, patch), depth=depth, attentions=depth, num_classes=linears[-1].out_features if linears else 0,
         config={"image_size": size, "patch_size": patch, "hidden_dim": int(model.hidden_dim)},
-    )
+    )  # fmt: skip
 
 
 class TorchvisionModel(ImageModel):
@@ -143,16 +131,10 @@ class MultiheadAttentionMixin(FusedModule):
         return Finding(reasons + touch_reasons([("out_proj", module.out_proj)]), notes)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Maps [B, N, C] (or [N, B, C] without batch_first) to the same shape, and returns None as weights."""
         masked = key_padding_mask is not None or attn_mask is not None or is_causal
         self_attention = query is key and key is value and query.dim() == 3 and not query.is_nested
@@ -180,12 +162,9 @@ class TransformerEncoderLayerMixin(FusedNormMlp):
         return block.mlp("norm2", "linear1", "activation", "linear2", dropouts=("dropout", "dropout2"))
 
     def forward(
-        self,
-        src: Tensor,
-        src_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
+        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Maps [B, N, C] (or [N, B, C] without batch_first) to the same shape."""
         given = is_causal or src_mask is not None or src_key_padding_mask is not None
         parts = self.ready()
@@ -202,15 +181,11 @@ class EncoderBlockMixin(FusedNormMlp):
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
         return block.attention(
-            "self_attention",
-            "ln_1",
-            ("self_attention",),
-            "self_attention.out_proj",
+            "self_attention", "ln_1", ("self_attention",), "self_attention.out_proj",
             inside={"self_attention": fused_class(block.at("self_attention"), MultiheadAttentionMixin)},
-            dropouts=("dropout",),
-            rates=("self_attention.dropout",),
+            dropouts=("dropout",), rates=("self_attention.dropout",),
             num_heads=block.value("self_attention.num_heads"),
-        )
+        )  # fmt: skip
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:

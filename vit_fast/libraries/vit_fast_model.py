@@ -32,19 +32,11 @@ def recognize(model: nn.Module) -> ImageModel | None:
     same = [name for name in list_models() if get_variant(name).config.replace(**fields) == config]
     same.sort(key=lambda name: get_variant(name).data != model.data_config)
     return OurModel(
-        model=model,
-        library=NAME,
-        name=next(iter(same), type(model).__name__),
-        image_hw=config.image_hw,
-        in_chans=config.in_chans,
-        patch_hw=config.patch_pixels,
-        depth=config.depth,
-        attentions=config.depth + (config.global_pool == "map"),
-        num_classes=config.num_classes,
-        data_config=model.data_config,
-        class_names=model.class_names,
-        config=config.to_dict(),
-    )
+        model=model, library=NAME, name=next(iter(same), type(model).__name__), image_hw=config.image_hw,
+        in_chans=config.in_chans, patch_hw=config.patch_pixels, depth=config.depth,
+        attentions=config.depth + (config.global_pool == "map"), num_classes=config.num_classes,
+        data_config=model.data_config, class_names=model.class_names, config=config.to_dict(),
+    )  # fmt: skip
 
 
 class OurModel(ImageModel):
@@ -120,16 +112,9 @@ class AttentionPoolMixin(FusedNormMlp):
 
 def _read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], **rest: Any) -> MlpParts | None:
     return block.mlp(
-        norm,
-        "mlp.fc1",
-        "mlp.activation",
-        "mlp.fc2",
-        gate_chunk=0 if block.value("mlp.gated") else None,
-        inner_norm="mlp.norm",
-        inside={"mlp": (Mlp,), **inside},
-        dropouts=("mlp.drop",),
-        **rest,
-    )
+        norm, "mlp.fc1", "mlp.activation", "mlp.fc2", gate_chunk=0 if block.value("mlp.gated") else None,
+        inner_norm="mlp.norm", inside={"mlp": (Mlp,), **inside}, dropouts=("mlp.drop",), **rest,
+    )  # fmt: skip
 
 
 FORMS = Forms(

@@ -260,20 +260,12 @@ def read_attention(
     packed = block.at("attn.qkv") is not None
     own_biases = packed and block.at("attn.q_bias") is not None
     return block.attention(
-        "attn",
-        "norm1",
-        ("attn.qkv",) if packed else ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-        "attn.proj",
+        "attn", "norm1", ("attn.qkv",) if packed else ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.proj",
         biases=("attn.q_bias", "attn.k_bias", "attn.v_bias") if own_biases else None,
-        qk_norm=("attn.q_norm", "attn.k_norm"),
-        inside={"attn": form, **inside},
-        empty=("attn.norm",),
-        dropouts=("attn.attn_drop", "attn.proj_drop"),
-        num_heads=block.value("attn.num_heads"),
-        rotates_halves=rotates_halves,
-        layer_scale=layer_scale,
-        drop_path="drop_path1",
-    )
+        qk_norm=("attn.q_norm", "attn.k_norm"), inside={"attn": form, **inside}, empty=("attn.norm",),
+        dropouts=("attn.attn_drop", "attn.proj_drop"), num_heads=block.value("attn.num_heads"),
+        rotates_halves=rotates_halves, layer_scale=layer_scale, drop_path="drop_path1",
+    )  # fmt: skip
 
 
 def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], **rest: Any) -> MlpParts | None:

@@ -135,19 +135,14 @@ def recognize(model: Any) -> ImageModel | None:
         data_config = _data_config(pretrained)
     names = tuple(pretrained.get("label_names") or ())
     return TimmModel(
-        model=model,
-        library=NAME,
-        name=str(pretrained.get("architecture") or type(model).__name__),
-        image_hw=pair(patch_embed.img_size),
-        in_chans=patch_embed.proj.in_channels,
-        patch_hw=pair(patch_embed.patch_size),
-        depth=len(model.blocks),
+        model=model, library=NAME, name=str(pretrained.get("architecture") or type(model).__name__),
+        image_hw=pair(patch_embed.img_size), in_chans=patch_embed.proj.in_channels,
+        patch_hw=pair(patch_embed.patch_size), depth=len(model.blocks),
         attentions=len(model.blocks) + (getattr(model, "attn_pool", None) is not None),
-        num_classes=int(model.num_classes),
-        data_config=data_config,
+        num_classes=int(model.num_classes), data_config=data_config,
         class_names=names if names and len(names) == model.num_classes else None,
         config={name: value for name, value in pretrained.items() if isinstance(value, str | int | float)},
-    )
+    )  # fmt: skip
 
 
 class TimmModel(ImageModel):

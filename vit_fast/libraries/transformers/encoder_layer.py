@@ -88,22 +88,13 @@ class FusedLayer(FusedNormMlp):
             return None
         rate = next(rate for rate in DROPOUT_RATES if hasattr(module, rate))
         return block.attention(
-            name,
-            _first(block, NORMS),
-            qkv,
-            out,
-            inside=inside,
-            dropouts=dropouts,
-            rates=(f"{name}.{rate}",),
-            empty=(f"{name}.{OUTPUT_DROPOUT}",),
-            qk_norm=(f"{name}.{QK_NORMS[0]}", f"{name}.{QK_NORMS[1]}"),
-            qk_norm_over="width",
-            num_heads=linears[0].out_features // type(module).head_width(module),
+            name, _first(block, NORMS), qkv, out, inside=inside, dropouts=dropouts, rates=(f"{name}.{rate}",),
+            empty=(f"{name}.{OUTPUT_DROPOUT}",), qk_norm=(f"{name}.{QK_NORMS[0]}", f"{name}.{QK_NORMS[1]}"),
+            qk_norm_over="width", num_heads=linears[0].out_features // type(module).head_width(module),
             scale=block.value(_first(block, (f"{name}.scaling", f"{name}.scale"))),
             rotates_halves=isinstance(module, FusedRotarySelfAttention),
-            layer_scale=_first(block, ("layer_scale1.lambda1", "lambda_1")),
-            drop_path="drop_path",
-        )
+            layer_scale=_first(block, ("layer_scale1.lambda1", "lambda_1")), drop_path="drop_path",
+        )  # fmt: skip
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
@@ -120,14 +111,11 @@ class FusedLayer(FusedNormMlp):
         if block.at("layer_scale2") is not None:
             inside += ("layer_scale2",)
         return block.mlp(
-            _first(block, MLP_NORMS),
-            *paths[:3],
-            gate=paths[3] if len(paths) > 3 else None,
+            _first(block, MLP_NORMS), *paths[:3], gate=paths[3] if len(paths) > 3 else None,
             inside=dict.fromkeys(inside, container_classes_beside(cls.original)),
             dropouts=[name for name in MLP_DROPOUTS if block.at(name) is not None],
-            layer_scale=_first(block, ("layer_scale2.lambda1", "lambda_2")),
-            drop_path="drop_path",
-        )
+            layer_scale=_first(block, ("layer_scale2.lambda1", "lambda_2")), drop_path="drop_path",
+        )  # fmt: skip
 
     def set_up(self) -> None:
         names = tuple(inspect.signature(type(self).original_forward).parameters)

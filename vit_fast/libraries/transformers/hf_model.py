@@ -127,15 +127,9 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
 
 # transformers' names of our activations; the peer gets the first name of an activation.
 ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
+    "gelu": "gelu", "gelu_python": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu", "swish": "silu",
+}  # fmt: skip
 # Defaults of transformers' configuration classes for fields that config.json omits.
 _COMMON = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "num_channels": 3}
 _VIT = {"patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "intermediate_size": 3072}
@@ -186,16 +180,11 @@ def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {"img_size": vision["image_size"], "patch_size": vision["patch_size"]}
     return {
         **{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()},
-        "in_chans": vision["num_channels"],
-        "embed_dim": C,
-        "depth": vision["num_hidden_layers"],
-        "num_heads": vision["num_attention_heads"],
-        "mlp_ratio": mlp_ratio,
-        "qkv_bias": vision.get("qkv_bias", True),
-        "act_layer": ACTIVATIONS[vision["hidden_act"]],
-        "norm_eps": vision["layer_norm_eps"],
+        "in_chans": vision["num_channels"], "embed_dim": C, "depth": vision["num_hidden_layers"],
+        "num_heads": vision["num_attention_heads"], "mlp_ratio": mlp_ratio, "qkv_bias": vision.get("qkv_bias", True),
+        "act_layer": ACTIVATIONS[vision["hidden_act"]], "norm_eps": vision["layer_norm_eps"],
         **_family_fields(family, config, vision),
-    }
+    }  # fmt: skip
 
 
 def _family_fields(family: str, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,12 +243,9 @@ def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
             raise ValueError("it has no image_mean and image_std")
         mean, std = (tuple(processor.get(f"image_{name}", (0.5, 0.5, 0.5))) for name in ("mean", "std"))
     return DataConfig(
-        mean=mean,
-        std=std,
-        interpolation=_PIL_FILTERS[processor.get("resample", 2 if is_vit else 3)],
-        crop_pct=crop_pct,
-        crop_mode="squash" if squashes else "center",
-    )
+        mean=mean, std=std, interpolation=_PIL_FILTERS[processor.get("resample", 2 if is_vit else 3)],
+        crop_pct=crop_pct, crop_mode="squash" if squashes else "center",
+    )  # fmt: skip
 
 
 # --- peer with our weights -------------------------------------------------------------------------------------
@@ -271,24 +257,15 @@ def build_peer(config: ViTConfig) -> nn.Module:
     from transformers import ViTConfig as HFViTConfig
     from transformers import ViTForImageClassification
 
-    model: nn.Module = ViTForImageClassification(
-        HFViTConfig(
-            hidden_size=config.embed_dim,
-            num_hidden_layers=config.depth,
-            num_attention_heads=config.num_heads,
-            intermediate_size=config.hidden_dim,
-            hidden_act=next(name for name, act_layer in ACTIVATIONS.items() if act_layer == config.act_layer),
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            layer_norm_eps=config.norm_eps,
-            image_size=list(config.image_hw),
-            patch_size=list(config.patch_hw),
-            num_channels=config.in_chans,
-            qkv_bias=config.qkv_bias,
-            num_labels=config.num_classes,
-            attn_implementation="sdpa",
-        )
-    )
+    hf_config = HFViTConfig(
+        hidden_size=config.embed_dim, num_hidden_layers=config.depth, num_attention_heads=config.num_heads,
+        intermediate_size=config.hidden_dim, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        hidden_act=next(name for name, act_layer in ACTIVATIONS.items() if act_layer == config.act_layer),
+        layer_norm_eps=config.norm_eps, image_size=list(config.image_hw), patch_size=list(config.patch_hw),
+        num_channels=config.in_chans, qkv_bias=config.qkv_bias, num_labels=config.num_classes,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    model: nn.Module = ViTForImageClassification(hf_config)
     return model
 
 
@@ -313,18 +290,11 @@ def recognize(model: Any) -> ImageModel | None:
     depth = int(config.num_hidden_layers)
     pooling = any("MultiheadAttentionPoolingHead" in type(module).__name__ for module in model.modules())
     return TransformersModel(
-        model=model,
-        library=NAME,
-        name=getattr(config, "name_or_path", "") or type(model).__name__,
-        image_hw=pair(config.image_size),
-        in_chans=int(config.num_channels),
-        patch_hw=pair(config.patch_size),
-        depth=depth,
-        attentions=depth + pooling,
-        num_classes=int(config.num_labels) if classifies else 0,
-        class_names=names if classifies and not are_placeholders else None,
-        config=config.to_diff_dict(),
-    )
+        model=model, library=NAME, name=getattr(config, "name_or_path", "") or type(model).__name__,
+        image_hw=pair(config.image_size), in_chans=int(config.num_channels), patch_hw=pair(config.patch_size),
+        depth=depth, attentions=depth + pooling, num_classes=int(config.num_labels) if classifies else 0,
+        class_names=names if classifies and not are_placeholders else None, config=config.to_diff_dict(),
+    )  # fmt: skip
 
 
 class TransformersModel(ImageModel):
