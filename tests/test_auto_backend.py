@@ -27,10 +27,11 @@ from vit_fast.ops import backends
 pytest.importorskip("triton", reason="the kernels need triton")
 
 GPU = torch.device("cuda", 0)
+FP32 = torch.float32
 
 
 @contextmanager
-def fp32_products(precision: str) -> Iterator[None]:
+def fp32_matmuls(precision: str) -> Iterator[None]:
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
@@ -45,39 +46,37 @@ def _model() -> torch.nn.Module:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
-    """A machine that says it has an H200; the small kernel always agrees, and the list says where it was run."""
-    asked: list[torch.device] = []
+    """Pretends that there is an H200 where the test kernel passes; lists the devices where it was run."""
+    probed: list[torch.device] = []
 
-    def answer(device: torch.device) -> tuple[str, ...]:
-        asked.append(device)
-        time.sleep(0.01)  # for another thread to come
+    def probe(device: torch.device) -> tuple[str, ...]:
+        probed.append(device)
+        time.sleep(0.01)  # so that another thread may arrive
         return ()
 
     for name, value in {
-        "is_available": True,
-        "current_device": 0,
-        "device_count": 1,
-        "get_device_capability": (9, 0),
-        "get_device_name": "a stand-in",
-        "is_current_stream_capturing": False,
-    }.items():
+        "is_available": True, "current_device": 0, "device_count": 1, "get_device_capability": (9, 0),
+        "get_device_name": "a stand-in", "is_current_stream_capturing": False,
+    }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(backends, "_run_and_compare", answer)
+    for module in (fusion, common):
+        monkeypatch.setattr(module, "device_of", lambda module: GPU)
+    monkeypatch.setattr(backends, "_run_and_compare", probe)
     monkeypatch.setattr(backends, "_probed", {})
-    forget = backends._static_reasons.cache_clear
-    forget()
-    yield asked
-    forget()
+    clear = backends._static_reasons.cache_clear  # a test may replace the function
+    clear()
+    yield probed
+    clear()
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.01, float("nan")])
-def test_the_small_kernel_tells_right_from_wrong(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incorrect_test_kernel_is_a_reason(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     from vit_fast.kernels.attention import attention
 
-    right = attention.attention_forward
+    forward = attention.attention_forward
 
     def scaled(q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float) -> None:
-        right(q, k, v, out, lse, scale)
+        forward(q, k, v, out, lse, scale)
         out.mul_(factor)
 
     monkeypatch.setattr(attention, "attention_forward", scaled)
@@ -85,62 +84,58 @@ def test_the_small_kernel_tells_right_from_wrong(factor: float, monkeypatch: pyt
     assert reasons == () if factor == 1 else "does not match the reference" in reasons[0]
 
 
-def test_the_small_kernel_runs_once_a_device_for_all_threads(gpu: list[torch.device]) -> None:
+def test_the_test_kernel_runs_once_per_device_for_all_threads(gpu: list[torch.device]) -> None:
     started = threading.Barrier(4)
 
-    def ask() -> None:
+    def resolve() -> None:
         started.wait()
         assert backends.resolve_backend("auto", torch.device("cuda")) == "triton"
         assert backends.triton_unavailable_reasons(GPU) == ()
 
     with ThreadPoolExecutor(4) as threads:
-        for asked in [threads.submit(ask) for _ in range(4)]:
-            asked.result()
-    assert gpu == [GPU]
+        for resolved in [threads.submit(resolve) for _ in range(4)]:
+            resolved.result()
     backends.resolve_backend("auto", torch.device("cuda", 1))
     assert gpu == [GPU, torch.device("cuda", 1)]
 
 
-def test_the_small_kernel_sees_none_of_the_callers_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_kernel_ignores_the_callers_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = []
 
-    def ask(x: Tensor) -> Tensor:
+    def probe(x: Tensor) -> Tensor:
         monkeypatch.setattr(backends, "_probed", {})
         reasons.append(backends.probe_reasons(torch.device(kernel_support.DEVICE.type, 0)))
         return x.sum()
 
     for mode in (FakeTensorMode(), torch.device("meta"), torch.inference_mode()):
         with mode:
-            ask(torch.ones(2))
+            probe(torch.ones(2))
     x = torch.ones(2)
-    torch.vmap(ask)(x)
-    torch.func.jvp(torch.func.grad(ask), (x,), (x,))
+    torch.vmap(probe)(x)
+    torch.func.jvp(torch.func.grad(probe), (x,), (x,))
     assert reasons == [()] * 5
 
 
-def test_the_compiler_takes_the_answer_as_a_constant(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_is_a_constant_for_the_compiler(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_static_reasons", lambda device: ())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the compiler would look for the device itself
 
     def function(x: Tensor) -> Tensor:
-        return x + 1 if backends.resolve_backend("auto", GPU, torch.float32) == "sdpa" else x
+        return x + 1 if backends.resolve_backend("auto", GPU, FP32) == "sdpa" else x
 
     compiled = torch.compile(function, fullgraph=True, backend="eager")
     assert torch.equal(compiled(torch.zeros(2)), torch.ones(2)) and gpu == [GPU]
-    with fp32_products("tf32"):
+    with fp32_matmuls("tf32"):
         assert torch.equal(compiled(torch.zeros(2)), torch.zeros(2))
 
 
-def test_what_passes_is_asked_again(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is tried while a graph is captured, and a GPU without room has none for the moment."""
-
+def test_temporary_reasons_are_not_cached(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(device: torch.device) -> tuple[str, ...]:
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as capturing:
         capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert backends.resolve_backend("auto", GPU) == "sdpa" and gpu == []
-        assert "before a CUDA graph capture" in backends.triton_unavailable_reasons(GPU)[0]
+        assert "before a CUDA graph capture" in backends.triton_unavailable_reasons(GPU)[0] and gpu == []
     with monkeypatch.context() as crowded:
         crowded.setattr(backends, "_run_and_compare", full)
         assert "OutOfMemoryError: no room" in backends.triton_unavailable_reasons(GPU)[0]
@@ -153,38 +148,32 @@ def _broken(device: torch.device) -> tuple[str, ...]:
     raise RuntimeError("the compiler\n  gave up")
 
 
-def _on_rocm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch.version, "hip", "6.4")
-    patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 4))
-
-
-BROKEN = {
-    "ROCm": (_on_rocm, "got ROCm 6.4"),
-    "no device": (lambda patch: patch.setattr(torch.cuda, "is_available", lambda: False), "torch found no CUDA device"),
-    "old device": (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5)), "7.5"),
+# names that a broken machine changes, with their values; the reason
+BROKEN: dict[str, tuple[tuple[tuple[object, str, object], ...], str]] = {
+    "ROCm": (
+        ((torch.version, "hip", "6.4"), (torch.cuda, "get_device_capability", lambda *_: (9, 4))), "got ROCm 6.4",
+    ),
+    "no device": (((torch.cuda, "is_available", lambda: False),), "torch found no CUDA device"),
+    "old device": (((torch.cuda, "get_device_capability", lambda *_: (7, 5)),), "7.5"),
     "compiler": (
-        lambda patch: patch.setattr(backends, "_run_and_compare", _broken),
+        ((backends, "_run_and_compare", _broken),),
         "the test kernel failed on cuda:0: RuntimeError: the compiler gave up",
     ),
-    "wrong answers": (
-        lambda patch: patch.setattr(backends, "_run_and_compare", lambda device: ("it does not match the reference",)),
-        "it does not match the reference",
-    ),
-}
+    "incorrect output": (((backends, "_run_and_compare", lambda device: ("it does not match",)),), "it does not match"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_auto_is_sdpa_where_triton_does_not_run(
     case: str, gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    breaks, reason = BROKEN[case]
-    breaks(monkeypatch)
-    for module in (fusion, common):
-        monkeypatch.setattr(module, "device_of", lambda module: GPU)
+    changes, reason = BROKEN[case]
+    for owner, name, value in changes:
+        monkeypatch.setattr(owner, name, value)
     report = vit_fast.fuse(_model()).require_all()
     assert report.backend == "sdpa" and all(module.notes == () for module in report.modules)
-    assert str(report).splitlines()[1].startswith("backend sdpa: triton cannot run here: ")
-    assert reason in str(report).splitlines()[1]
+    line = str(report).splitlines()[1]
+    assert line.startswith("backend sdpa: triton cannot run here: ") and reason in line
     with pytest.raises(UnsupportedInputError, match="fuse with backend='triton'") as caught:
         vit_fast.fuse(_model(), backend="triton")
     assert reason in str(caught.value)
@@ -193,29 +182,22 @@ def test_auto_is_sdpa_where_triton_does_not_run(
     assert not rows["triton"]["available"] and reason in rows["triton"]["reasons"][0]
 
 
-def test_fp32_is_left_to_torch_unless_its_products_may_be_rounded(
+def test_auto_runs_fp32_with_sdpa_unless_tf32_or_autocast_is_enabled(
     gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def meaning(dtype: torch.dtype) -> str:
-        return backends.resolve_backend("auto", GPU, dtype)
-
-    assert {dtype: meaning(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)} == {
-        torch.float32: "sdpa", torch.bfloat16: "triton", torch.float16: "triton",
-    }  # fmt: skip
-    assert backends.resolve_backend("triton", GPU, torch.float32) == "triton"
-    with fp32_products("tf32"):
-        assert meaning(torch.float32) == "triton"
+    resolved = [backends.resolve_backend("auto", GPU, dtype) for dtype in (FP32, torch.bfloat16, torch.float16)]
+    assert resolved == ["sdpa", "triton", "triton"]
+    assert backends.resolve_backend("triton", GPU, FP32) == "triton"
+    with fp32_matmuls("tf32"):
+        assert backends.resolve_backend("auto", GPU, FP32) == "triton"
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "cuda")
-    assert meaning(torch.float32) == "triton"
+    assert backends.resolve_backend("auto", GPU, FP32) == "triton"
 
 
-def test_kernels_refuse_fp32_products_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled kernels, which this machine's interpreter stands for here."""
+def test_kernels_refuse_fp32_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_static_reasons", lambda device: ())
     monkeypatch.setattr(backends, "interpreter_is_active", lambda: False)
-    q, x, weight = torch.randn(1, 2, 5, 16), torch.randn(5, 16), torch.randn(16, 16)
-    ones = torch.ones(16)
-
+    q, x, weight, ones = torch.randn(1, 2, 5, 16), torch.randn(5, 16), torch.randn(16, 16), torch.ones(16)
     calls: tuple[Callable[[], object], ...] = (
         lambda: ops.attention(q, q, q, backend="triton"),
         lambda: ops.layer_norm_mlp(x, ones, ones, weight, ones, weight, ones, backend="triton"),
@@ -223,16 +205,13 @@ def test_kernels_refuse_fp32_products_without_tf32(monkeypatch: pytest.MonkeyPat
     for call in calls:
         with pytest.raises(UnsupportedInputError, match="set_float32_matmul_precision"):
             call()
-        with fp32_products("tf32"):
+        with fp32_matmuls("tf32"):
             call()
 
 
-def test_converting_a_model_resolves_fp32_again(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (fusion, common):
-        monkeypatch.setattr(module, "device_of", lambda module: GPU)
+def test_converting_a_model_resolves_auto_again(gpu: list[torch.device]) -> None:
     model = _model()
     report = vit_fast.fuse(model)
-    assert report.backend == "sdpa"
     assert "backend sdpa: triton computes fp32 in TF32, which is disabled" in str(report)
     attention = model.blocks[0].attn
     assert attention.vit_fast_backend == "sdpa"
@@ -242,13 +221,12 @@ def test_converting_a_model_resolves_fp32_again(gpu: list[torch.device], monkeyp
     notes = {module.name: module.notes for module in vit_fast.fuse(model).modules}
     assert "it runs with backend sdpa: triton computes fp32 in TF32" in "; ".join(notes["blocks.0.attn"])
     assert notes["blocks.1.attn"] == ("already fused",)
-    assert vit_fast.fuse(model, backend="triton").backend == "triton"
-    assert attention.vit_fast_backend == "triton"
+    assert vit_fast.fuse(model, backend="triton").backend == attention.vit_fast_backend == "triton"
     rows = {row["backend"]: row["reasons"] for row in info._backend_rows(GPU)}
     assert rows["triton"][0] == "selected by backend='auto'" and "triton computes fp32 in TF32" in rows["triton"][1]
 
 
-def test_auto_on_the_cpu_is_sdpa_and_says_why() -> None:
+def test_auto_is_sdpa_on_the_cpu() -> None:
     report = vit_fast.fuse(_model())
     assert "backend sdpa: triton cannot run here: tensors must be on a CUDA device, got the CPU" in str(report)
     assert vit_fast.fuse(_model(), backend="sdpa").backend_reasons == ()
