@@ -1,4 +1,4 @@
-"""Row statistics that travel from block to block beside the hidden states: of every library, right, and never stale."""
+"""LayerNorm statistics that a block passes to the next one: in every library, exact, and never stale."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ import vit_fast
 from vit_fast.blocks import block as block_module
 from vit_fast.blocks.fused import FusedNormMlp
 
-every_library = pytest.mark.parametrize("library", LIBRARIES)
-
 
 @pytest.fixture
-def handed_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Returns for each block whether it received statistics."""
+def received(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Lists for each block that runs: True if it received statistics."""
     seen: list[bool] = []
     run_block = block_module.run_block
 
@@ -41,22 +39,17 @@ def half(library: str) -> tuple[Subject, nn.Module, dict[str, Tensor]]:
 
 
 @pytest.mark.fast_cases("timm-rotary", "torchvision")
-@every_library
-def test_every_librarys_blocks_hand_them_on(library: str, handed_on: list[bool]) -> None:
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_blocks_of_every_library_pass_statistics_on(library: str, received: list[bool]) -> None:
     subject, model, inputs = half(library)
     exact, exact_grads = in_fp64(subject, model, inputs)
     before, before_grads = gradients(subject, model, inputs)
     vit_fast.fuse(model, "triton").require_all()
-    modes: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode]
-    for mode in modes:
-        handed_on.clear()
+    for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            output = subject.run(model, inputs)
-        assert handed_on == [False, True]
-        assert_within(output, before, exact, 2, "output")
-    handed_on.clear()
+            assert_within(subject.run(model, inputs), before, exact, 2, "output")
     output, grads = gradients(subject, model, inputs)
-    assert handed_on == [False, True]
+    assert received == [False, True] * 3
     assert_within(output, before, exact, 2, "output")
     assert_gradients_within(grads, before_grads, exact_grads, 3)
 
@@ -75,53 +68,50 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def blocks_of(library: str) -> list[nn.Module]:
+def two_blocks(library: str = "timm") -> tuple[nn.Module, nn.Module, Tensor]:
+    """Returns two fused blocks, and tokens."""
     _, model, _ = half(library)
     vit_fast.fuse(model, "triton").require_all()
-    return [part for part in model.modules() if isinstance(part, FusedNormMlp) or type(part).__name__ == "Block"]
+    first, second = (part for part in model.modules() if isinstance(part, FusedNormMlp))
+    return first, second, torch.randn(2, 5, 64, dtype=torch.bfloat16, device=DEVICE)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", BETWEEN)
-def test_what_is_done_between_blocks_is_seen(change: str, mode: Callable[[], Any], handed_on: list[bool]) -> None:
-    first, second = blocks_of("timm")
-    tokens = torch.randn(2, 5, 64, dtype=torch.bfloat16, device=DEVICE)
+def test_changed_tokens_get_new_statistics(change: str, mode: Callable[[], Any], received: list[bool]) -> None:
+    first, second, tokens = two_blocks()
     with mode():
-        untouched = first(tokens)
-        handed = second(untouched)
-        assert handed_on == [False, True]
+        unchanged = second(first(tokens))
+        assert received == [False, True]
         x = BETWEEN[change](first(tokens))
         found, expected = second(x), second(x.clone())
-    assert handed_on[2:] == [False, False, False]
+    assert received[2:] == [False, False, False]
     assert torch.equal(found, expected)
-    assert change == "a copy" or not torch.equal(found, handed)
+    assert change == "a copy" or not torch.equal(found, unchanged)
 
 
 def write_data(module: nn.Module, args: Any, output: Tensor) -> None:
-    output.data.mul_(3)  # which torch does not count
+    output.data.mul_(3)  # torch does not count this write
 
 
 @pytest.mark.parametrize("where", ["first", "second"])
-def test_hooks_between_blocks_run_and_end_it(where: str, handed_on: list[bool]) -> None:
-    first, second = blocks_of("transformers")
-    tokens = torch.randn(2, 5, 64, dtype=torch.bfloat16, device=DEVICE)
+def test_a_hook_between_blocks_drops_statistics(where: str, received: list[bool]) -> None:
+    first, second, tokens = two_blocks("transformers")
     with torch.no_grad():
-        x = first(tokens)
-        expected = second(x * 3)
+        expected = second(first(tokens) * 3)
         if where == "first":
             first.register_forward_hook(write_data)
         else:
             second.register_forward_pre_hook(lambda module, args: write_data(module, args, args[0]))
-        handed_on.clear()
+        received.clear()
         found = second(first(tokens))
-    assert handed_on == [False, False]
+    assert received == [False, False]
     assert torch.equal(found, expected)
 
 
-def test_nothing_is_handed_to_another_thread_or_after_another_block(handed_on: list[bool]) -> None:
-    first, second = blocks_of("timm")
-    tokens = torch.randn(2, 5, 64, dtype=torch.bfloat16, device=DEVICE)
+def test_other_threads_and_later_calls_get_no_statistics(received: list[bool]) -> None:
+    first, second, tokens = two_blocks()
     with torch.no_grad():
         x = first(tokens)
         worker = threading.Thread(target=torch.no_grad()(second), args=(x,))
@@ -129,14 +119,14 @@ def test_nothing_is_handed_to_another_thread_or_after_another_block(handed_on: l
         worker.join()
         first(tokens)
         second(x)
-    assert handed_on == [False, False, False, False]
+    assert received == [False, False, False, False]
 
 
 @pytest.mark.fast_cases("False-transformers")
 @pytest.mark.parametrize("library", ["timm", "transformers"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_blocks_do_the_same_twice(library: str, reentrant: bool) -> None:
-    """torch compares what is kept for the backward in both runs; the statistics are of the kept."""
+def test_checkpointing_gives_the_same_gradients(library: str, reentrant: bool) -> None:
+    """torch compares the tensors that both runs save for the backward; statistics are among them."""
     subject, model, inputs = half(library)
     _, exact = in_fp64(subject, model, inputs)
     _, before = gradients(subject, copy.deepcopy(model), inputs)
