@@ -19,8 +19,6 @@ Source: differentiation of the formulas above.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -34,36 +32,21 @@ from .gradients import column_sum_programs, column_sum_tiles, new_column_sums, s
 from .linear import run_matmul
 
 
-@dataclass(frozen=True)
-class HiddenLinear:
-    """The second linear layer of an MLP, with the preceding norm folded in, and the epsilon of the norm."""
-
-    folded: FoldedLinear
-    eps: float
-
-
-@dataclass(frozen=True)
-class SavedHidden:
-    """Tensors that the forward saves: y' - c [M, C] in the dtype of the result; mean and rstd of h, fp32 [2, M].
-
-    In half precision, rstd is negative for a constant row.
-    """
-
-    branch: Tensor
-    statistics: Tensor
-
-
 def hidden_linear_residual(
-    h: Tensor, part: Tensor | None, second: HiddenLinear, scale: Tensor | None, residual: Tensor | None,
+    h: Tensor, part: Tensor | None, folded: FoldedLinear, eps: float, scale: Tensor | None, residual: Tensor | None,
     out_part: Tensor | None, dtype: torch.dtype, training: bool,
-) -> tuple[Tensor, SavedHidden | None]:  # fmt: skip
-    """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and tensors for the backward if `training`.
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Returns [residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and two tensors for the backward.
+
+    The first is y' - c [M, C] in `dtype`, or None without `training`. The second contains mean and rstd of h, fp32
+    [2, M]. In half precision, rstd is negative for a constant row.
 
     Args:
         part: LayerNorm statistics of h [M, F]; None for fp32 h, which an extra kernel normalizes.
+        eps: Epsilon of the norm.
         out_part: Output: LayerNorm statistics of the result.
     """
-    folded, M, C = second.folded, h.shape[0], second.folded.weight.shape[0]
+    M, C = h.shape[0], folded.weight.shape[0]
     out = torch.empty(M, C, dtype=dtype, device=h.device)
     scale = None if scale is None else scale.contiguous()
     branch = torch.empty_like(out) if training else None
@@ -72,15 +55,15 @@ def hidden_linear_residual(
     if part is None:
         source = torch.empty_like(h)
         rms = folded.weight_sum is None
-        normalize_launch(h, second.eps, statistics[1], source, rms, statistics[0] if training else None).run()
+        normalize_launch(h, eps, statistics[1], source, rms, statistics[0] if training else None).run()
     made = training and part is not None
     operands = Operands(
         source, folded.weight, out, b_is_nk=True, z=branch, residual=residual, bias=folded.shift, scale=scale,
-        weight_sum=None if part is None else folded.weight_sum, row_part=part, eps=second.eps,
+        weight_sum=None if part is None else folded.weight_sum, row_part=part, eps=eps,
         mean=statistics[0] if made else None, rstd=statistics[1] if made else None, out_part=out_part,
     )  # fmt: skip
     run_matmul(operands, "residual")
-    return out, None if branch is None else SavedHidden(branch, statistics)
+    return out, branch, statistics
 
 
 @triton.jit(do_not_specialize=["M"])

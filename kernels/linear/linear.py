@@ -30,42 +30,34 @@ def run_matmul(operands: Operands, epilogue: str, activation: str = "identity") 
 def layer_norm_linear(
     x: NormInput, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
     head_step: HeadStep | None = None, out_part: Tensor | None = None, dtype: torch.dtype | None = None,
-    out_scale: Tensor | None = None, z: Tensor | None = None, statistics: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    out_scale: Tensor | None = None, saves: bool = False,
+) -> tuple[Tensor, Tensor, NormInput]:  # fmt: skip
     """Returns act(LayerNorm(x) W^T + b) [M, F], or act(g) u [M, F / 2] if gated (see `folding.py`).
+
+    If `saves`, also returns the input z of the activation, and x for the backward.
 
     Args:
         head_step: Norms and rotary embeddings of q and k.
         out_part: Output: LayerNorm statistics of the result (`row_parts.py`).
         dtype: Dtype of the result; None means the dtype of `x.source`.
         out_scale: Reciprocal scale of a result in e4m3, fp32 [1].
-        z: Output: the input of the activation [M, F].
-        statistics: Output: mean and rstd of x, fp32 [2, M].
     """
-    source = x.source
-    out = source.new_empty((source.shape[0], folded.weight.shape[0] // (2 if gated else 1)), dtype=dtype)
-    mean, rstd = (None, None) if statistics is None else statistics
+    (M, _), F = x.source.shape, folded.weight.shape[0]
+    out, z, mean, rstd = x.source.new_empty((M, F // (2 if gated else 1)), dtype=dtype), None, None, None
+    if saves and (activation != "identity" or gated):
+        z = x.source.new_empty((M, F))
+    if saves and x.part is not None:
+        statistics = torch.empty(2, M, dtype=torch.float32, device=out.device)
+        mean, rstd = statistics
     operands = Operands(
-        source, folded.weight, out, b_is_nk=True, z=z, mean=mean, rstd=rstd, row_part=x.part, eps=x.eps,
+        x.source, folded.weight, out, b_is_nk=True, z=z, mean=mean, rstd=rstd, row_part=x.part, eps=x.eps,
         bias=folded.shift, weight_sum=folded.weight_sum, scale=folded.scale, out_scale=out_scale,
         head_step=head_step, out_part=out_part if gated else None,
     )  # fmt: skip
     run_matmul(operands, "gated" if gated else head_step.epilogue if head_step else "layer_norm", activation)
     if out_part is not None and not gated:  # the epilogue would spill with activation and statistics
         layer_norm_statistics_launch(out, out_part).run()
-    return out
-
-
-def layer_norm_linear_saving(
-    x: NormInput, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
-    head_step: HeadStep | None = None, out_part: Tensor | None = None,
-) -> tuple[Tensor, Tensor, NormInput]:  # fmt: skip
-    """Returns the result of `layer_norm_linear`, the input z of the activation, and the `NormInput` of x."""
-    source, M = x.source, x.source.shape[0]
-    z = None if activation == "identity" and not gated else source.new_empty((M, folded.weight.shape[0]))
-    finished = None if x.part is None else torch.empty(2, M, dtype=torch.float32, device=source.device)
-    out = layer_norm_linear(x, folded, activation, gated, head_step, out_part, z=z, statistics=finished)
-    return out, out if z is None else z, NormInput(source, x.statistics if finished is None else finished)
+    return out, out if z is None else z, x if mean is None else NormInput(x.source, statistics)
 
 
 def linear_residual(

@@ -26,11 +26,12 @@ from ..matmul.matmul_tiles import accumulate, store_tile, tile_position
 
 @triton.jit
 def _store_parts(
-    a, b, out, start, P, Q, M, splits,
+    pair, start, M, splits,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Computes the program's units (one split of a tile each) from `start` on; returns `start` for the next matmul."""
+    a, b, out, P, Q = pair
     # Sizes are not specialized (see `matmul.py`); these lines tell the compiler that ALIGN divides P and Q.
     P = P // ALIGN * ALIGN
     Q = Q // ALIGN * ALIGN
@@ -68,13 +69,10 @@ def _weight_products_kernel(
     ALIGN: tl.constexpr,  # divides the widths of all operands
 ):  # fmt: skip
     start = tl.program_id(0)
-    start = _store_parts(a, b, out, start, P, Q, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
-    if a2 is not None:
-        start = _store_parts(a2, b2, out2, start, P2, Q2, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
-    if a3 is not None:
-        start = _store_parts(a3, b3, out3, start, P3, Q3, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
-    if a4 is not None:
-        _store_parts(a4, b4, out4, start, P4, Q4, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
+    pairs = ((a, b, out, P, Q), (a2, b2, out2, P2, Q2), (a3, b3, out3, P3, Q3), (a4, b4, out4, P4, Q4))
+    for i in tl.static_range(4):
+        if pairs[i][0] is not None:
+            start = _store_parts(pairs[i], start, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
 
 
 Pair = tuple[Tensor, Tensor]

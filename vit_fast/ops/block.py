@@ -160,11 +160,11 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
     y8 = None if x8 is None else as_matrix(x8)
     if step is not None:
         norm_input = _norm_input(rows, statistics, y8, t.qkv_factor, s.eps1, folded["qkv"], s)
+        flat, _, normed = linear.layer_norm_linear(
+            norm_input, folded["qkv"], head_step=step.head_step, dtype=s.dtype, saves=s.saves
+        )
         if s.saves:
-            flat, _, normed = linear.layer_norm_linear_saving(norm_input, folded["qkv"], head_step=step.head_step)
             saved |= {"norm1_input": normed.source, "statistics1": normed.statistics}
-        else:
-            flat = linear.layer_norm_linear(norm_input, folded["qkv"], head_step=step.head_step, dtype=s.dtype)
         ready, before = step.forward(flat.view(*x.shape[:-1], 3, s.heads, head_dim), s.saves)
         mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.max_seqlen, s.scale, t.proj_factor)
         saved |= {"qkv": ready, "mixed": mixed, "lse": lse, "before_norm": before}
@@ -210,22 +210,21 @@ def _mlp(
     gated, part = fc1.shift.shape[0] != F, None
     if fc2 is None and s.dtype != torch.float32:  # a norm before fc2
         part = layer_norm.new_statistics(rows.shape[0], F, rows.device)
+    h, z, normed = linear.layer_norm_linear(
+        norm_input, fc1, s.activation, gated, out_part=part, dtype=s.dtype if t.fc2_factor is None else E4M3,
+        out_scale=t.fc2_factor, saves=s.saves,
+    )  # fmt: skip
     if s.saves:
-        h, z, normed = linear.layer_norm_linear_saving(norm_input, fc1, s.activation, gated, out_part=part)
         saved |= {"norm2_input": normed.source, "statistics2": normed.statistics, "z": z}
-    else:
-        h_dtype = s.dtype if t.fc2_factor is None else E4M3
-        h = linear.layer_norm_linear(
-            norm_input, fc1, s.activation, gated, out_part=part, dtype=h_dtype, out_scale=t.fc2_factor
-        )
     dtype, base = _output_dtype(rows.dtype, t, s), rows if s.residual else None
     if fc2 is not None:
         return linear.linear_residual(h, fc2, t.fc2_bias, t.scale2, base, s.next_statistics, dtype, out8, out_scale)
     emitted = layer_norm.new_statistics(rows.shape[0], C, rows.device) if s.next_statistics else None
-    second = hidden_norm.HiddenLinear(folded["fc2"], s.inner_eps)
-    y, hidden = hidden_norm.hidden_linear_residual(h, part, second, t.scale2, base, emitted, dtype, s.saves)
-    if hidden is not None:
-        saved |= {"branch": hidden.branch, "hidden": hidden.statistics}
+    y, branch, hidden = hidden_norm.hidden_linear_residual(
+        h, part, folded["fc2"], s.inner_eps, t.scale2, base, emitted, dtype, s.saves
+    )
+    if s.saves:
+        saved |= {"branch": branch, "hidden": hidden}
     return y, emitted
 
 

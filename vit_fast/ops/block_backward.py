@@ -93,7 +93,7 @@ def saved_names(s: BlockSettings) -> list[str]:
     qkv [B, N, 3, H, D], mixed [B, N, H, D], lse [B, H, N]: Input, output and log-sum-exp of the attention.
     before_norm: qkv before the norms of q and k.
     z: Output of fc1 [M, F]; with a gate [M, 2 F], in which columns of the gate and of fc1 alternate.
-    branch, hidden: The fields `branch` and `statistics` of `SavedHidden` (`hidden_norm.py`), for a norm before fc2.
+    branch, hidden: Second and third result of `hidden_linear_residual` (`hidden_norm.py`), for a norm before fc2.
     """
     names = []
     if _QKV in s.present:
