@@ -21,15 +21,11 @@ VARIANTS = {
     "no head": {"num_classes": 0},
     "hybrid": {"stem_channels": (8, 16), "patch_size": 2},
     "gated": {
-        "mlp_layer": "swiglu",
-        "act_layer": "silu",
-        "scale_attn_norm": True,
-        "scale_mlp_norm": True,
+        "mlp_layer": "swiglu", "act_layer": "silu", "scale_attn_norm": True, "scale_mlp_norm": True, "qk_norm": True,
         "rope": RopeConfig(),
-        "qk_norm": True,
     },
     "clip": {"pre_norm": True, "img_size": (40, 24)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("batch", [1, 3])
