@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,11 @@ from vit_fast.config import Size
 from vit_fast.errors import as_device
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
+from vit_fast.version import memory_bytes
 from vit_fast.work import total
 
 from .candidates import FP32_ALONE, choose
-from .machine import DTYPES, has_bf16, memory_bytes
-from .models import MAX_VIEWS, Group, Model, resolve
+from .models import DTYPES, MAX_VIEWS, Group, Model, resolve
 
 # Defaults. On two CPU cores, the budget ends the run within three minutes.
 DEFAULT_MODELS = {"cpu": ("vit_tiny_patch16_224",), "cuda": ("vit_base_patch16_224",)}
@@ -220,6 +221,13 @@ def make_configuration(
         training=train, data=data, explain=explain, cold=cold, search=search,
         request=request | {"images": [str(Path(image).absolute()) for image in images], "device": str(where)},
     )  # fmt: skip
+
+
+def has_bf16() -> bool:
+    """True if this CPU has instructions for bf16 matmuls."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _least_bytes(model: Model, dtypes: Sequence[str]) -> int:

@@ -37,11 +37,13 @@ from vit_fast.model import VisionTransformer
 from vit_fast.variants import get_variant, list_models
 from vit_fast.work import Counter, Work, work
 
-from .machine import DTYPES
-
 if TYPE_CHECKING:
     from .operators import Operator
 
+# Names of dtypes in tables; tf32 is fp32 with TF32 matmuls, amp is fp32 under autocast in bf16.
+DTYPES = {
+    "fp32": torch.float32, "tf32": torch.float32, "amp": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+}  # fmt: skip
 CPU = torch.device("cpu")
 MAX_VIEWS = 64  # different images; more would cost time to prepare
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -6,30 +6,33 @@ measured on random images, because its error on similar images varies by chance.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
+import re
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, error_of, size_of
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import candidate as measuring
 from vit_fast.measure.candidate import GRAPH_MODES, MEASURES, Candidate, Prepared, Reference, at_most, describe_error
-from vit_fast.measure.clock import Call, synchronize
+from vit_fast.measure.clock import Call, synchronize, without_profiler_chatter
+from vit_fast.work import Work
 
 from .candidates import build_reference, make
 from .configuration import make_configuration
-from .machine import products_in, profile
 from .models import MAX_VIEWS, Group, image_views, rotating_batches
 from .records import Row, Status, make_row
 
@@ -247,6 +250,54 @@ def _callers(
             return step.gradients(batches[0].to(group.device), checked_rows(group), range(group.batch_size))
 
     return function, call, None if step is None else gradients
+
+
+@contextlib.contextmanager
+def products_in(name: str) -> Iterator[None]:
+    """Allows TF32 matmuls for tf32, and uses torch's setting for other names of DTYPES."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+COMPILED, REST = "compiled, fused", "other"
+# Parts of a model by a pattern of the names of their operators or kernels: the first match counts.
+PARTS = {
+    "attention": "attention|attn|flash|fmha|softmax|bmm",
+    "embedding": "conv(?!ert)",
+    COMPILED: "^triton_(?!tem)|cpp_fused|compiled|inductor|torchdynamo",
+    "linears": "addmm|::mm|linear|mlp|matmul|gemm|nvjet|triton_tem",
+    "norms": "layer_?norm|group_?norm|statistics",
+    "activations": "gelu|silu|relu|sigmoid|tanh|erf",
+}
+PROFILED_CALLS = 3
+
+
+def part_of(name: str) -> str:
+    """Returns the part of a model that an operator or a kernel belongs to."""
+    return next((part for part, words in PARTS.items() if re.search(words, name.lower())), REST)
+
+
+def profile(call: Call, device: torch.device, least: dict[str, Work], itemsize: int) -> dict[str, Any]:
+    """Returns kernels, [part, name, calls, ms] per call, the longest first; and least, [operations, bytes] per part."""
+    on_gpu = device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
+    with without_profiler_chatter(), torch.profiler.profile(activities=activities) as profiler:
+        for number in range(PROFILED_CALLS):
+            call(number)
+        synchronize(device)
+    kernels = []
+    for event in profiler.key_averages():
+        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if us and (event.device_type == DeviceType.CUDA) == on_gpu:
+            kernels.append([part_of(event.key), event.key, event.count / PROFILED_CALLS, us / 1e3 / PROFILED_CALLS])
+    if "head" in least:  # the profiler cannot tell it from other linears
+        least["linears"] += least.pop("head")
+    moved = {part: [some.flop, some.elements * itemsize] for part, some in least.items()}
+    return {"kernels": sorted(kernels, key=lambda kernel: -kernel[3]), "least": moved}
 
 
 def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from vit_fast.measure.clock import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE, format_number
 from vit_fast.work import Work
 
-from .machine import PARTS, REST
+from .preparation import PARTS, REST
 from .records import Record, Row, ceiling_of, damaged, is_bench, is_lower, measured, read_record, resolution_of
 
 _BLOCK = re.compile(r"(<!-- (record|summary): (\S+) -->\n).*?(<!-- /record -->)", re.DOTALL)

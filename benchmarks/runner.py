@@ -6,25 +6,27 @@ affect the others. After Ctrl-C, the record contains what was measured. If the p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate, Prepared, at_most, describe_error, is_out_of_memory
-from vit_fast.measure.clock import Call, Samples, time_interleaved
-from vit_fast.version import __version__
+from vit_fast.measure.clock import Call, Protocol, Samples, time_call, time_interleaved
+from vit_fast.version import __version__, describe, gpu_query
 
 from . import preparation, records
 from .configuration import Configuration
-from .machine import Conditions, best_ceilings, describe, measure_ceilings, products_in
-from .models import Group
-from .preparation import RULE, cold_start, make_problem, prepare
+from .models import DTYPES, Group
+from .preparation import RULE, cold_start, make_problem, prepare, products_in
 from .records import Journal, Record, Status, key_of, make_row
 
 # The second name of the fastest full-precision candidate of a group.
@@ -33,6 +35,13 @@ AGAIN = "again"
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
 ROUNDS_BETWEEN = 5  # between two checks of the noise
 SHARES = 1.3  # of its estimated share of the time that preparing a group may take
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
+MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
+CEILING_PROTOCOL = Protocol(repeats=50, seconds=0.25, least_repeats=5, warmup_repeats=3)
+# A run is busy above these shares of CPU time: used by other processes; throttled by the cgroup's quota.
+BUSY_SHARE, THROTTLED_SHARE = 0.10, 0.01
+# Bits of NVML's clock event reasons for heat or power delivery, not for the power cap or an idle device.
+GPU_SLOWDOWNS = 0x8 | 0x20 | 0x40 | 0x80
 
 
 def run(
@@ -254,3 +263,105 @@ class Watch:
             for name, taken in self._samples.items()
             if len(taken) >= FLOOR_REPEATS or (len(taken) >= FLOOR_LEAST_REPEATS and sum(taken) >= FLOOR_MS)
         }
+
+
+def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[str, Any]:
+    """Measures the device's ceilings: a large copy in GB/s (read and written), a square matmul in TFLOP/s per dtype.
+
+    On a CPU in fp32, the matmul is the faster one of torch and oneDNN.
+    """
+    device = torch.device(device)
+    size, nbytes = MATMUL_SIZE[device.type], COPY_BYTES[device.type]
+
+    def matmul(name: str) -> float:
+        left, right = (torch.randn(size, size, device=device).to(DTYPES[name]) for _ in range(2))
+        calls: list[Call] = [lambda _: left @ right]
+        if device.type == "cpu" and left.dtype is torch.float32 and torch.backends.mkldnn.is_available():
+            # torch multiplies fp32 with MKL, which takes twice as long as oneDNN on CPUs from AMD
+            packed = torch.ops.mkldnn._reorder_linear_weight(right)
+            calls.append(lambda _: torch.ops.mkldnn._linear_pointwise(left, packed, None, "none", [], ""))
+        with products_in(name):
+            fastest_ms = min(min(time_call(call, device, CEILING_PROTOCOL)) for call in calls)
+        return 2 * size**3 / (fastest_ms * 1e9)
+
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = time_call(lambda _: target.copy_(source), device, CEILING_PROTOCOL)
+    return {
+        "copy_GB_per_s": 2 * nbytes / (min(timing) * 1e6),
+        "copy_bytes": nbytes,
+        "matmul_TFLOP_per_s": {name: matmul(name) for name in dict.fromkeys(dtypes)},
+        "matmul_size": size,
+    }
+
+
+def best_ceilings(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the best of several ceilings of a run: other processes only lower them."""
+    if not measured:
+        return {}
+    names = dict.fromkeys(name for each in measured for name in each["matmul_TFLOP_per_s"])
+    matmul = {name: max(each["matmul_TFLOP_per_s"].get(name, 0.0) for each in measured) for name in names}
+    copy = max(each["copy_GB_per_s"] for each in measured)
+    return measured[0] | {"copy_GB_per_s": copy, "matmul_TFLOP_per_s": matmul, "taken": len(measured)}
+
+
+class Conditions:
+    """The state of the machine while candidates are timed: other processes, throttling."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.elapsed_s = self.others_s = self.throttled_s = 0.0
+        self.gpu_slowed = False
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Records the state during a block; may be entered several times."""
+        before, start = self._read(), time.perf_counter()
+        try:
+            yield
+        finally:
+            others_s, throttled_s = (now - then for now, then in zip(self._read(), before, strict=True))
+            self.elapsed_s += time.perf_counter() - start
+            self.throttled_s += throttled_s
+            self.others_s += max(others_s, 0.0)
+
+    def _read(self) -> tuple[float, float]:
+        """Returns seconds per CPU that other processes were busy since boot, and seconds withheld by the quota."""
+        if self._device.type == "cuda":
+            active = gpu_query(self._device, "clocks_event_reasons.active") or ""
+            self.gpu_slowed |= active.startswith("0x") and bool(int(active, 16) & GPU_SLOWDOWNS)
+        (busy_s, processors), times = _busy_seconds(), os.times()
+        own_s = times.user + times.system + times.children_user + times.children_system
+        return (busy_s - own_s) / processors if processors else 0.0, _throttled_seconds()
+
+    def summary(self) -> dict[str, Any]:
+        """Returns plain data for the record; `busy` lists reasons not to trust the figures."""
+        others, throttled = (seconds / max(self.elapsed_s, 1e-9) for seconds in (self.others_s, self.throttled_s))
+        checks = (
+            (others > BUSY_SHARE, f"other processes used {others:.0%} of the CPU time"),
+            (throttled > THROTTLED_SHARE, f"the cgroup's quota throttled this process for {throttled:.0%} of the time"),
+            (self.gpu_slowed, "the GPU throttled"),
+        )
+        busy = [reason for is_so, reason in checks if is_so]
+        return {"others_share": round(others, 4), "throttled_share": round(throttled, 4), "busy": busy}
+
+
+def _busy_seconds() -> tuple[float, int]:
+    """Returns busy seconds of the CPUs that this process may use, and their number; zeros if unknown."""
+    try:
+        allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+        ticks = [
+            map(float, (*fields[1:4], *fields[6:9])) for fields in lines if allowed & {*fields[:1]}
+        ]  # without idle
+        return sum(map(sum, ticks)) / os.sysconf("SC_CLK_TCK"), len(ticks)
+    except (OSError, AttributeError, ValueError):
+        return 0.0, 0
+
+
+def _throttled_seconds() -> float:
+    try:
+        fields = dict(line.split() for line in Path("/sys/fs/cgroup/cpu.stat").read_text().splitlines())
+        return float(fields.get("throttled_usec", 0)) / 1e6
+    except (OSError, ValueError):
+        return 0.0

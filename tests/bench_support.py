@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vit_fast.benchmarks import candidates, machine, runner
+from vit_fast.benchmarks import candidates, runner
 from vit_fast.benchmarks.configuration import Configuration, make_configuration
 from vit_fast.benchmarks.models import Group, resolve, weights_of
 from vit_fast.benchmarks.records import SPEED_FIELDS
@@ -24,8 +24,8 @@ QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
     """Makes ceilings and resampling small, as the fixture `small_ceilings`."""
-    patch.setitem(machine.MATMUL_SIZE, "cpu", 64)
-    patch.setitem(machine.COPY_BYTES, "cpu", 2**16)
+    patch.setitem(runner.MATMUL_SIZE, "cpu", 64)
+    patch.setitem(runner.COPY_BYTES, "cpu", 2**16)
     patch.setattr(torch.compiler, "reset", lambda: None)
     patch.setattr(clock, "free_memory", lambda device: None)
     patch.setattr(clock, "RESAMPLES", 200)

@@ -20,7 +20,7 @@ import torch  # noqa: E402
 
 import vit_fast  # noqa: E402
 import vit_fast.ops  # noqa: E402  # registers the operators
-from vit_fast.benchmarks import machine  # noqa: E402
+from vit_fast.benchmarks import runner  # noqa: E402
 from vit_fast.cli import main as command_line  # noqa: E402
 from vit_fast.cli import make_app  # noqa: E402
 
@@ -94,7 +94,7 @@ def trace_bench() -> Trace:
         except SystemExit as ended:
             assert not ended.code, ended.code
 
-    machine.MATMUL_SIZE["cpu"], machine.COPY_BYTES["cpu"] = 64, 2**16  # for the speed of this script
+    runner.MATMUL_SIZE["cpu"], runner.COPY_BYTES["cpu"] = 64, 2**16  # for the speed of this script
     with tempfile.TemporaryDirectory() as folder:
         return Trace().run(bench)
 

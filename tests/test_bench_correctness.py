@@ -12,7 +12,7 @@ from bench_support import QUICK, build, group_of, named, plan, with_weights
 from torch import Tensor
 
 from vit_fast.apps.data import sample_image
-from vit_fast.benchmarks import candidates, machine, runner
+from vit_fast.benchmarks import candidates, configuration, runner
 from vit_fast.benchmarks.candidates import CANDIDATES, make
 from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.models import (
@@ -68,7 +68,7 @@ def test_every_candidate_passes_with_the_same_weights_but_not_with_other_images(
     candidate, expected = CANDIDATES[name], expect(group, images)
     if missing := candidate.missing_packages():
         pytest.skip(f"not installed: {missing}")
-    if name == "openvino" and dtype == "bf16" and not machine.has_bf16():
+    if name == "openvino" and dtype == "bf16" and not configuration.has_bf16():
         pytest.skip("needs a CPU with bf16 matmuls")
     with torch.inference_mode():
         output = make(candidate, group)(images)

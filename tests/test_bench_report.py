@@ -18,8 +18,8 @@ from PIL import Image
 from rich.console import Console
 
 from vit_fast.benchmarks import records, report
-from vit_fast.benchmarks.machine import COMPILED, REST, part_of, profile
 from vit_fast.benchmarks.models import Group, resolve
+from vit_fast.benchmarks.preparation import COMPILED, REST, part_of, profile
 from vit_fast.cli import table
 from vit_fast.work import total, work
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from vit_fast.benchmarks import machine as machine_state
-from vit_fast.benchmarks.machine import Conditions
+from vit_fast.benchmarks import runner
+from vit_fast.benchmarks.runner import Conditions
 from vit_fast.measure import clock
 from vit_fast.measure.clock import Protocol, time_interleaved
 
@@ -114,10 +114,10 @@ def test_what_others_take_is_told_from_what_we_take(monkeypatch: pytest.MonkeyPa
     """Two processors for ten seconds: we work 8 of the 20 seconds, others 6, and the quota stops us for one."""
     own = iter([(1.0, 0, 0, 0), (9.0, 0, 0, 0)])
     fields = ("user", "system", "children_user", "children_system")
-    monkeypatch.setattr(machine_state, "_busy_seconds", iter([(100.0, 2), (114.0, 2)]).__next__)
-    monkeypatch.setattr(machine_state, "_throttled_seconds", iter([3.0, 4.0]).__next__)
-    monkeypatch.setattr(machine_state.time, "perf_counter", iter([50.0, 60.0]).__next__)
-    monkeypatch.setattr(machine_state.os, "times", lambda: SimpleNamespace(**dict(zip(fields, next(own), strict=True))))
+    monkeypatch.setattr(runner, "_busy_seconds", iter([(100.0, 2), (114.0, 2)]).__next__)
+    monkeypatch.setattr(runner, "_throttled_seconds", iter([3.0, 4.0]).__next__)
+    monkeypatch.setattr(runner.time, "perf_counter", iter([50.0, 60.0]).__next__)
+    monkeypatch.setattr(runner.os, "times", lambda: SimpleNamespace(**dict(zip(fields, next(own), strict=True))))
     found = Conditions(CPU)
     with found.watch():
         pass

@@ -19,11 +19,12 @@ import pytest
 import torch
 from bench_support import QUICK, assert_no_speed, breaking, build, plan, rows_by_candidate, with_weights
 
-from vit_fast.benchmarks import machine, preparation, records, runner
+from vit_fast.benchmarks import preparation, records, runner
 from vit_fast.benchmarks.configuration import Configuration, make_configuration
 from vit_fast.benchmarks.models import Group
 from vit_fast.benchmarks.records import make_row
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.version import describe
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
@@ -217,11 +218,13 @@ def test_ctrl_c_keeps_what_was_measured(add) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from vit_fast.benchmarks import candidates, configuration, machine, records, runner
+from vit_fast.benchmarks import candidates, configuration, records, runner
+from vit_fast.version import describe
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
+from vit_fast.version import describe
 
-machine.MATMUL_SIZE["cpu"], machine.COPY_BYTES["cpu"] = 64, 2**16
+runner.MATMUL_SIZE["cpu"], runner.COPY_BYTES["cpu"] = 64, 2**16
 
 def deadly(candidate, task):
     if task.batch_size == 2:
@@ -234,7 +237,7 @@ chosen = configuration.make_configuration(models=["vit_test"], batch_sizes=[1, 2
     protocol=Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1))
 folder = Path(sys.argv[1])
 resumed = folder.with_name("run.partial").exists()
-about = () if resumed else (chosen.request, machine.describe("cpu"))
+about = () if resumed else (chosen.request, describe("cpu"))
 runner.run(chosen, journal=(records.Journal.resume if resumed else records.Journal.begin)(folder, *about))
 """
 
@@ -266,10 +269,10 @@ def test_kill_9_keeps_the_rows_and_what_ends_the_process_twice_is_failed(add, tm
 
 
 def test_a_run_is_not_gone_on_with_on_another_machine(tmp_path: Path) -> None:
-    begun = records.Journal.begin(tmp_path / "run", {}, machine.describe("cpu"))
-    begun.check_machine(machine.describe("cpu"))
+    begun = records.Journal.begin(tmp_path / "run", {}, describe("cpu"))
+    begun.check_machine(describe("cpu"))
     with pytest.raises(ValueError, match=r"commit must be .* got another"):
-        begun.check_machine(machine.describe("cpu") | {"commit": "another"})
+        begun.check_machine(describe("cpu") | {"commit": "another"})
 
 
 @pytest.fixture

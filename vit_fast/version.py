@@ -1,10 +1,24 @@
-"""Versions of vit-fast and of installed packages, available without importing the whole package."""
+"""Versions of vit-fast and of installed packages, and a description of the machine. Imports torch only if needed."""
 
+from __future__ import annotations
+
+import contextlib
+import datetime
 import importlib.metadata
+import os
 import platform
+import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 __version__ = "0.1.0"
+PACKAGES = (
+    "torch", "triton", "timm", "transformers", "torchvision", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt",
+    "torchao", "flash-attn", "numpy",
+)  # fmt: skip
 
 
 def installed(package: str) -> str | None:
@@ -23,3 +37,81 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def describe(device: torch.device | str) -> dict[str, Any]:
+    """Returns device, versions, commit and date for a record, as plain data."""
+    import torch
+
+    device, threads = torch.device(device), torch.get_num_threads()
+    memory, gpu = memory_bytes(torch.device("cpu")), None
+    if device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)
+        names = ("driver", "power_limit", "max_clock")
+        reported = (gpu_query(device, "driver_version,power.limit,clocks.max.sm") or "").split(", ")
+        gpu = {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_GiB": round(properties.total_memory / 2**30, 1),
+            "L2_MiB": round(properties.L2_cache_size / 2**20, 1),
+            **(dict(zip(names, reported, strict=True)) if len(reported) == len(names) else dict.fromkeys(names)),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return {
+        "device": gpu["name"] if gpu else f"{cpu_name()} ({threads} threads)",
+        "device_type": device.type,
+        "gpu": gpu,
+        "cpu": cpu_name(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": threads,
+        "load_average": round(os.getloadavg()[0], 2),
+        "memory_GiB": memory and round(memory / 2**30, 1),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := installed(name))},
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _commit() -> str | None:
+    """Returns the commit, with "-dirty" if tracked files differ from it; None outside a repository."""
+    root = Path(__file__).resolve().parent.parent
+    if not ((root / ".git").exists() and (root / "pyproject.toml").exists()):  # an installed package
+        return None
+    head = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
+    changes = head and _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
+    return f"{head}-dirty" if changes else head
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """Returns the memory of the device, or of this process on a CPU; None if unknown."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    found = None
+    with contextlib.suppress(ValueError, OSError):  # no such file, or "max"
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return found
+
+
+def _output(command: list[str]) -> str | None:
+    """Returns the output of a command; None if there is no such command or it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def gpu_query(device: torch.device, fields: str) -> str | None:
+    """Asks nvidia-smi for fields of a GPU."""
+    import torch
+
+    at: Any = torch.cuda.get_device_properties(device)
+    bus = f"{at.pci_domain_id:08x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
+    return _output(["nvidia-smi", f"--id={bus}", "--format=csv,noheader", f"--query-gpu={fields}"])

@@ -58,10 +58,10 @@ def bench(
     from ..benchmarks import report as texts
     from ..benchmarks.candidates import CANDIDATES, COMPILE_MODES
     from ..benchmarks.configuration import make_configuration
-    from ..benchmarks.machine import describe
     from ..benchmarks.records import RECORD_NAME, Journal, check_folder, to_json
     from ..benchmarks.runner import run
     from ..measure.candidate import patient_interrupt
+    from ..version import describe
 
     console = wide_console(stderr=as_json)
     if list_candidates:

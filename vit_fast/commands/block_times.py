@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from .. import create_model, freeze
-from ..benchmarks.machine import describe
 from ..blocks.block import run_blocks
 from ..ops.attention import attention_qkvpacked
 from ..variants import get_variant
+from ..version import describe
 
 if TYPE_CHECKING:
     from ..kernels.launch import Launch
