@@ -1,4 +1,4 @@
-"""Invalid input to export: one clear error each, no file that failed under the final name, nothing beside it."""
+"""Invalid input to export raises one clear error and writes no file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 import vit_fast
 from vit_fast.apps.data import ImageError
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import VerificationError, export_onnx, graphs, write_triton_repository
+from vit_fast.export import VerificationError, export_onnx, graphs
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +47,10 @@ def model() -> nn.Module:
         ({"precision": "fp8", "target": "ort-cpu"}, UnsupportedInputError, "target must be .* for fp8, got ort-cpu"),
         ({"precision": "fp8", "opset": 18}, UnsupportedInputError, "opset must be at least 19 for scales in fp16"),
         ({"validation": "absent"}, ImageError, "must be a folder with one subfolder"),
+        ({"validation": ".", "output": "features"}, UnsupportedInputError, "must output classes, got features"),
         ({"data_config": {"sharpness": 1}}, ValueError, "sharpness"),
         ({"class_names": "0123456789"}, TypeError, "class_names must be"),
         ({"preprocess": None}, TypeError, "preprocess must be"),
-        ({"external_data": 1}, TypeError, "external_data must be"),
         ({"path": "m.md"}, ValueError, r"path must end in \.onnx, got"),
     ],
 )
@@ -73,6 +72,18 @@ def hierarchical(name: str) -> nn.Module:
         return timm.create_model(name)
 
 
+class Act(nn.Module):
+    def __init__(self, forward: Any) -> None:
+        super().__init__()
+        self.forward = forward
+
+
+def with_act(forward: Any) -> nn.Module:
+    model: Any = timm_vit()
+    model.blocks[1].mlp.act = Act(forward)
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
@@ -89,6 +100,14 @@ def hierarchical(name: str) -> nn.Module:
         (lambda: hierarchical("naflexvit_base_patch16_gap"), {}, "export of .*NaFlexVit"),
         (lambda: hierarchical("swin_tiny_patch4_window7_224"), {}, "export of .*SwinTransformer"),
         (lambda: hierarchical("hiera_tiny_224"), {}, "export of .*Hiera"),
+        (
+            lambda: with_act(lambda x: x if x.sum() > 0 else -x), {},
+            r"module 'blocks\.1\.mlp\.act' cannot be exported by torch.export",
+        ),
+        (
+            lambda: with_act(torch.special.airy_ai), {},
+            r"module 'blocks\.1\.mlp\.act'.*special_airy_ai.*cannot be translated to ONNX",
+        ),
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_exported(build: Any, options: Any, message: str, tmp_path: Path) -> None:
@@ -97,28 +116,7 @@ def test_models_that_cannot_be_exported(build: Any, options: Any, message: str, 
     assert not list(tmp_path.iterdir())
 
 
-class Act(nn.Module):
-    def __init__(self, forward: Any) -> None:
-        super().__init__()
-        self.forward = forward
-
-
-@pytest.mark.parametrize(
-    ("bad", "reason"),
-    [
-        (lambda x: x if x.sum() > 0 else -x, "cannot be exported by torch.export"),
-        (torch.special.airy_ai, "special_airy_ai.*cannot be translated to ONNX"),
-    ],
-)
-def test_an_operator_that_cannot_be_exported_names_its_module(bad: Any, reason: str, tmp_path: Path) -> None:
-    model: Any = timm_vit()
-    model.blocks[1].mlp.act = Act(bad)
-    with pytest.raises(UnsupportedInputError, match=rf"module 'blocks\.1\.mlp\.act'.*{reason}"):
-        export_onnx(model, tmp_path / "m.onnx")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_that_computes_something_else_is_removed(model: nn.Module, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_incorrect_file_is_removed(model: nn.Module, tmp_path: Path, monkeypatch: Any) -> None:
     """Detects one weight that differs by one per mille between model and file."""
     real = graphs.save
 
@@ -131,24 +129,8 @@ def test_a_file_that_computes_something_else_is_removed(model: nn.Module, tmp_pa
     (tmp_path / "m.onnx").write_text("the old file")
     with pytest.raises(VerificationError, match=r"fp32 file differs from eager .* allowed: max error <= 1e-05"):
         export_onnx(model, tmp_path / "m.onnx")
-    assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
     assert (tmp_path / "m.onnx").read_text() == "the old file"
-
-
-def test_triton_repository_contains_the_weights_of_inner_graphs(tmp_path: Path) -> None:
-    """The weights of a branch of an If are in a file of their own."""
-    (tmp_path / "branch.data").write_bytes(bytes(12))
-    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20]>
-        g (float[1, 3] x) => (float[3] z) <bool yes = {1}>
-        { z = If (yes) <then_branch = b () => (float[3] y) <float[3] w = {0, 0, 0}> { y = Identity (w) },
-                        else_branch = b () => (float[3] y) { y = Constant <value_floats = [0.0, 0.0, 0.0]> () }> }""")
-    (inner,) = model.graph.node[0].attribute[0].g.initializer
-    inner.ClearField("float_data")
-    inner.data_location = onnx.TensorProto.EXTERNAL
-    inner.external_data.add(key="location", value="branch.data")
-    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
-    folder = write_triton_repository(tmp_path / "m.onnx", tmp_path / "models", device="cpu")
-    assert sorted(p.name for p in (folder / "1").iterdir()) == ["branch.data", "model.onnx"]
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +162,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("vit_test -o m.onnx --returns x", "output"),
         ("vit_test -o m.onnx --precision int8 --calibrate absent", "absent: no such file"),
         ("vit_test -o m.onnx --triton-repository models", "already exists"),
+        ("vit_test -o x.onnx --precision fp8 --target tensorrt --triton-repository new", "must be one of fp32, fp16"),
         ("--inspect absent.onnx", "absent.onnx: no such file"),
     ],
 )
@@ -187,6 +170,5 @@ def test_invalid_commands(arguments: str, message: str, capsys: Any, tmp_path: P
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "m").mkdir(parents=True)
     assert run("export", *arguments.split()) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["models"]

@@ -1,4 +1,4 @@
-"""Every model family at changing opset, precision and target: exported, verified, and compared with eager again."""
+"""Every model family is exported and verified with changing opset, precision and target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import onnxruntime
 import pytest
 import torch
 from onnx_models import FAMILIES, SIZE, make
-from torch import nn
 
 import vit_fast
 from vit_fast.export import OnnxRunner, export_onnx
@@ -39,23 +38,11 @@ def _cases() -> list[Any]:
     return cases
 
 
-def error_of(path: Path, model: nn.Module) -> float:
-    """Returns the largest error of a file's logits, relative to the largest logit."""
-    images = torch.randn(5, 3, SIZE, SIZE)
-    with torch.inference_mode():
-        expected = recognize(model).forward(images, "logits").numpy()
-    got = OnnxRunner(path, "cpu")(images.numpy())
-    assert got.dtype == np.float32 and got.shape == expected.shape and expected.std() > 0.01
-    return float(np.abs(got - expected).max() / max(1.0, np.abs(expected).max()))
-
-
 @pytest.mark.parametrize(("family", "opset", "precision", "target"), _cases())
 def test_family(family: str, opset: int, precision: Any, target: Any, tmp_path: Path) -> None:
     model = make(family)
     report = export_onnx(model, tmp_path / "m.onnx", opset=opset, precision=precision, target=target)
     assert report.verified and [(check.images, check.batch) for check in report.checks] == [(8, 5)]
-    assert report.max_error is not None and report.max_error <= (1e-5 if precision == "fp32" else 5e-3)
-
     proto = onnx.load(tmp_path / "m.onnx")
     assert {entry.domain: entry.version for entry in proto.opset_import}[""] == opset
     kinds = [node.op_type for node in proto.graph.node]
@@ -69,7 +56,13 @@ def test_family(family: str, opset: int, precision: Any, target: Any, tmp_path: 
     assert kinds.count("LayerNormalization") >= 4 and "ReduceMean" not in kinds[5:-5]
     (packed,) = [fusion for fusion in report.fusions if fusion.name == "packed qkv"]
     assert packed.complete, "q, k and v are one matmul, whatever the library"
-    assert error_of(tmp_path / "m.onnx", model) <= (2e-5 if precision == "fp32" else 2e-2)
+
+    images = torch.randn(5, 3, SIZE, SIZE)
+    with torch.inference_mode():
+        expected = recognize(model).forward(images, "logits").numpy()
+    got, largest = OnnxRunner(tmp_path / "m.onnx", "cpu")(images.numpy()), max(1, np.abs(expected).max())
+    assert got.dtype == np.float32 and expected.std() > 0.01
+    np.testing.assert_allclose(got, expected, rtol=0, atol=largest * (2e-5 if precision == "fp32" else 2e-2))
 
 
 @pytest.mark.slow
@@ -81,10 +74,10 @@ def test_everything_is_fused_for_ort_cuda(family: str, opset: int, tmp_path: Pat
     for name in ("plain.onnx", "fused.onnx"):
         reports.append(export_onnx(model, tmp_path / name, opset=opset, target="ort-cuda", precision="fp16"))
         vit_fast.fuse(model, backend="triton")
+    assert all(report.verified and all(fusion.complete for fusion in report.fusions) for report in reports)
     fused = {fusion.name: fusion.fused for fusion in reports[0].fusions}
-    assert reports[0].verified and all(fusion.complete for fusion in reports[0].fusions)
     assert (fused["MultiHeadAttention"], fused["SkipLayerNormalization"], fused["BiasGelu"]) == (2, 4, 2)
-    assert reports[1].verified and reports[1].nodes == reports[0].nodes
+    assert reports[1].nodes == reports[0].nodes
 
 
 @pytest.mark.slow
@@ -93,4 +86,4 @@ def test_every_missing_fusion_is_a_visible_line(tmp_path: Path) -> None:
     report = export_onnx(make("transformers_siglip"), tmp_path / "m.onnx", target="ort-cpu")
     (attention,) = [f for f in report.fusions if f.name == "MultiHeadAttention"]
     assert (attention.fused, attention.wanted) == (2, 3)
-    assert any("MultiHeadAttention: 2 of 3" in line for line in (*report.warnings, str(report)))
+    assert any("MultiHeadAttention: 2 of 3" in warning for warning in report.warnings)

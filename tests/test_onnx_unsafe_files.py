@@ -33,19 +33,19 @@ def runs(path: Path) -> bool:
     return OnnxRunner(path, "cpu")(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
 
 
-def test_files_that_are_no_model(folder: Path, tmp_path: Path) -> None:
+def test_files_that_are_not_models(folder: Path, tmp_path: Path) -> None:
     content = (folder / "plain.onnx").read_bytes()
+    messages = {"absent.onnx": "no such file", ".": "got a folder", "pipe.onnx": "got a folder, pipe or device"}
     for number, share in enumerate((0.0, 0.2, 0.5, 0.99)):
         (tmp_path / f"part{number}.onnx").write_bytes(content[: int(share * len(content))])
+        messages[f"part{number}.onnx"] = r"part\d\.onnx: "
     shutil.copy(sample_image(), tmp_path / "photo.onnx")
     (tmp_path / "text.onnx").write_text("not a model\n" * 100)
     os.mkfifo(tmp_path / "pipe.onnx")  # reading it would block
     relu = "g (float[1, 5] tokens) => (float[1, 5] y) { y = Relu (tokens) }"
     onnx.save(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]> {relu}'), tmp_path / "relu.onnx")
-    messages = {f"part{number}.onnx": r"part\d\.onnx: " for number in range(4)} | {
-        "photo.onnx": "not an ONNX", "text.onnx": "not an ONNX", "absent.onnx": "no such file", ".": "got a folder",
-        "pipe.onnx": "got a folder, pipe or device", "relu.onnx": r"input tokens must be .*, got float \[1, 5\]",
-    }  # fmt: skip
+    messages |= {"photo.onnx": "not an ONNX", "text.onnx": "not an ONNX"}
+    messages |= {"relu.onnx": r"input tokens must be .*, got float \[1, 5\]"}
     for name, message in messages.items():
         with pytest.raises(ModelFileError, match=message):
             OnnxRunner(tmp_path / name, "cpu")
@@ -91,7 +91,7 @@ def test_names_in_a_file_are_text(folder: Path, tmp_path: Path) -> None:
     onnx.save(proto, tmp_path / "[m].onnx")
     shown = io.StringIO()
     Console(file=shown, width=200).print(inspect_onnx(tmp_path / "[m].onnx").to_table())
-    assert "[/red]" in shown.getvalue() and "[bold]" in shown.getvalue() and "[m].onnx" in shown.getvalue()
+    assert all(part in shown.getvalue() for part in ("[/red]", "[bold]", "[m].onnx"))
     config = read_config(write_triton_repository(tmp_path / "[m].onnx", tmp_path / "models", name="m"))
     assert config.input[0].name == name
     assert OnnxRunner(tmp_path / "[m].onnx", "cpu").image_hw == (32, 32) and runs(tmp_path / "[m].onnx")
@@ -135,21 +135,32 @@ def test_external_data_cannot_leave_the_folder(folder: Path, tmp_path: Path) -> 
             OnnxRunner(_with_location(folder, tmp_path, "weights.data", **fields))
     assert runs(_with_location(folder, tmp_path, "weights.data"))
 
+    (path.parent / "linked").mkdir()
+    link = path.parent / "linked" / "m.onnx"  # ONNX Runtime reads weights beside a link to a model
+    link.symlink_to(path)
+    with pytest.raises(ModelFileError, match="does not exist"):
+        OnnxRunner(link, "cpu")
+    shutil.copy(weights, link.parent)
+    assert runs(link)
 
-def test_weights_with_the_name_of_the_model_in_a_repository(folder: Path, tmp_path: Path) -> None:
-    """They would replace the model that is copied to model.onnx."""
+
+def test_weights_in_a_repository(folder: Path, tmp_path: Path) -> None:
+    """Copies the weights of inner graphs; rejects weights that would replace the model."""
+    (tmp_path / "branch.data").write_bytes(bytes(12))
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20]>
+        g (float[1, 3] x) => (float[3] z) <bool yes = {1}>
+        { z = If (yes) <then_branch = b () => (float[3] y) <float[3] w = {0, 0, 0}> { y = Identity (w) },
+                        else_branch = b () => (float[3] y) { y = Constant <value_floats = [0.0, 0.0, 0.0]> () }> }""")
+    (inner,) = model.graph.node[0].attribute[0].g.initializer
+    inner.ClearField("float_data")
+    inner.data_location = onnx.TensorProto.EXTERNAL
+    inner.external_data.add(key="location", value="branch.data")
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    copied = write_triton_repository(tmp_path / "m.onnx", tmp_path / "models", device="cpu") / "1"
+    assert sorted(path.name for path in copied.iterdir()) == ["branch.data", "model.onnx"]
+
     path = _with_location(folder, tmp_path, "model.onnx")
     shutil.copy(folder / "beside.onnx.data", path.parent / "model.onnx")
     with pytest.raises(ModelFileError, match=r"target must not be model\.onnx, the name of its weights file"):
-        write_triton_repository(path, tmp_path / "models")
-    assert not (tmp_path / "models").exists()
-
-
-def test_external_data_is_beside_the_given_name(folder: Path, tmp_path: Path) -> None:
-    """ONNX Runtime reads weights beside a link to a model, so the check does, too."""
-    link, weights = (tmp_path / name for name in ("beside.onnx", "beside.onnx.data"))
-    link.symlink_to(folder / "beside.onnx")
-    with pytest.raises(ModelFileError, match="does not exist"):
-        OnnxRunner(link, "cpu")
-    shutil.copy(folder / weights.name, weights)
-    assert runs(link)
+        write_triton_repository(path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
