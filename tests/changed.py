@@ -35,7 +35,7 @@ TUNING = ("optimize*", "tuning_*")
 BENCH = ("bench_*", "gpu_check")
 LIBRARIES = (*FUSED, *FP8, "onnx_families", "export_options", "model_*", "weights_*", "bench_models")
 MODEL = ("model*", "mlp_operator")
-PREDICTION = ("predict*", "evaluate", "data", "files")
+PREDICTION = ("predict*", "data", "files")
 TRAINING = ("train*",)
 # The tests of a folder, by names without test_ and .py; a path is one of the folders that it begins with.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -94,35 +94,32 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def base_commit() -> str | None:
-    """Returns the commit at which HEAD left main; on main its parent; None if git knows neither."""
-    head = _git("rev-parse", "HEAD")
-    for main in ("origin/main", "main"):
-        base = _git("merge-base", "HEAD", main)
-        if base is not None and base != head:
-            return base
-    return _git("rev-parse", "--verify", "-q", "HEAD~1")
+def changed_paths() -> list[str] | None:
+    """Returns the paths that differ from the commit at which HEAD left main, or on main from its parent.
 
-
-def changed_paths(base: str) -> list[str]:
-    """Returns the paths that differ from a commit, including uncommitted files."""
+    Includes uncommitted files. Returns None if git knows no such commit.
+    """
+    bases = [_git("merge-base", "HEAD", "origin/main"), _git("merge-base", "HEAD", "main")]
+    bases = [base for base in bases if base not in (None, _git("rev-parse", "HEAD"))]
+    base = bases[0] if bases else _git("rev-parse", "--verify", "-q", "HEAD~1")
+    if base is None:
+        return None
     listed = (_git("diff", "--name-only", base), _git("ls-files", "--others", "--exclude-standard"))
     return [path for part in listed if part for path in part.splitlines()]
 
 
 def main(arguments: list[str]) -> int:
-    base = base_commit()
-    if base is None:
+    paths = changed_paths()
+    if paths is None:
         print("git knows no earlier commit to compare with: only `make test` is required")
         return 0
-    paths = changed_paths(base)
     files = tests_of(paths)
     options = ["-n", os.environ.get("JOBS", "auto"), "--dist", "worksteal"]
     options += [argument for argument in arguments if argument != "--list"]
     commands = [["-m", "pytest", "--only-slow", *options, *files]] if files else []
     if any(path.startswith(EXECUTED) and not path.startswith("kernels/inspect") for path in paths):
         commands.append([*EXECUTE, *options])
-    print(f"{len(paths)} files differ from {base[:10]}, which requires slow tests of {len(files)} files")
+    print(f"{len(paths)} files differ, which requires slow tests of {len(files)} files")
     for command in commands:
         print("python", *command, flush=True)
         if "--list" in arguments:

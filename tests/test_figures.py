@@ -1,4 +1,4 @@
-"""Figures: the numbers behind them, for models of each library, and the command that draws them."""
+"""Figures: recorded activations of each library's models, drawings, and the command `show`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model() -> nn.Module:
     return randomize(vit_fast.create_model("vit_test", depth=3))
 
 
-def test_recorded_attention_and_features_are_the_models(model) -> None:
+def test_activations_equal_the_models(model) -> None:
     images = torch.randn(2, 3, 32, 32)
     before = copy.deepcopy(model.state_dict())
     activations = figures.record_activations(model, images)
@@ -43,7 +43,7 @@ def test_recorded_attention_and_features_are_the_models(model) -> None:
     ("name", "prefix"),
     [("timm-siglip", 0), ("timm-dinov3", 5), ("transformers-vit", 1), ("transformers-clip", 1), ("torchvision-vit", 1)],
 )
-def test_every_library(name: str, prefix: int) -> None:
+def test_activations_of_each_library(name: str, prefix: int) -> None:
     model = SUBJECTS[name].build().eval()
     (images,) = SUBJECTS[name].inputs().values()
     activations = figures.record_activations(model, images)
@@ -63,7 +63,7 @@ def test_every_library(name: str, prefix: int) -> None:
 
 
 def test_rollout_distance_and_components_by_hand() -> None:
-    """Two patches in a row; the class token attends to the second one, each patch to itself or to the other."""
+    """Of two patches, the class token attends to the second one, and each patch to itself or to the other."""
     itself, other = torch.eye(3), torch.eye(3)[[0, 2, 1]]
     itself[0] = other[0] = torch.tensor([0.0, 0.0, 1.0])
     activations = Activations((1, 2), 1, (torch.stack([itself, other])[None],), torch.zeros(1, 1, 2, 4))
@@ -98,17 +98,16 @@ def _pixels(figure) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", sorted({*FIGURES} - {"filters"}))
-def test_figures_depend_on_the_image(model, name: str, tmp_path: Path) -> None:
+def test_all_figures_but_positions_depend_on_the_image(model, name: str, tmp_path: Path) -> None:
     drawn = [_pixels(getattr(figures, name)(model)) for _ in range(2)]
     assert drawn[0].std() > 5 and np.array_equal(*drawn)
     path = tmp_path / "other.png"
     Image.fromarray((np.random.default_rng(0).random((64, 48, 3)) * 255).astype(np.uint8)).save(path)
     other = _pixels(getattr(figures, name)(model, path))
-    assert np.array_equal(drawn[0], other) == (name == "positions"), "only positions do not"
+    assert np.array_equal(drawn[0], other) == (name == "positions")
 
 
-def test_patches_are_in_place(model) -> None:
-    """An image of one color per patch, with white gaps."""
+def test_patches_are_separated_by_white_gaps(model) -> None:
     colors = np.random.default_rng(0).integers(0, 200, (4, 4, 3)).astype(np.uint8)
     image = figures.open_image(model, Image.fromarray(colors.repeat(8, 0).repeat(8, 1)))
     sheet = figures.patches(model, image).axes[0].images[0].get_array()

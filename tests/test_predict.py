@@ -1,4 +1,4 @@
-"""`vit-fast predict`: probabilities, class names, and one line for invalid input."""
+"""`vit-fast predict` and `vit-fast evaluate`: probabilities, accuracy, comparison of two models, and errors."""
 
 from __future__ import annotations
 
@@ -7,36 +7,58 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from command_line import run, uninstall
+from digits import digits, digits_vit, inputs, write_digits
 from PIL import Image
 
-from vit_fast import DataConfig, create_model, load, save
-from vit_fast.apps.classifiers import read_class_names
+from vit_fast import create_model, load, save
+from vit_fast.apps.classifiers import draw_confusion, evaluate, labeled_images, read_class_names
 from vit_fast.apps.data import load_images, sample_image
+from vit_fast.export import export_onnx
 
+FIRST, LAST = 1600, 1797
 PHOTO = str(sample_image())
 
 
-@pytest.fixture
-def weights(tmp_path: Path) -> str:
-    model = create_model("vit_test")
-    model.data_config = DataConfig(mean=(0.4, 0.4, 0.4), std=(0.2, 0.2, 0.2), crop_pct=0.8)
-    model.class_names = tuple(f"name {i}" for i in range(10))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return str(save(model, tmp_path / "weights.safetensors"))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("images"), FIRST, LAST)
 
 
-def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
-    assert run("predict", *arguments, "--json") == 0
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained model as weights and as an ONNX file, and weights that never predict the digit 3."""
+    place, model = tmp_path_factory.mktemp("models"), digits_vit()
+    model.class_names = tuple(f"digit {i}" for i in range(10))
+    save(model, place / "m.safetensors")
+    export_onnx(model, place / "m.onnx", verify=False)
+    with torch.no_grad():
+        model.head.bias[3] = -1000
+    save(model, place / "without3.safetensors")
+    return place
 
 
-def test_probabilities_are_the_softmax_of_the_logits(weights: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (result,) = _json(capsys, PHOTO, "--weights", weights, "--top-k", "10")
-    model = load(weights)
+@pytest.fixture(scope="module")
+def logits() -> torch.Tensor:
+    with torch.inference_mode():
+        return digits_vit()(inputs()[FIRST:LAST])
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    assert run(*map(str, arguments)) == 0
+    return capsys.readouterr().out
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: Any) -> Any:
+    return json.loads(_run(capsys, *arguments, "--json"))
+
+
+def test_predict_prints_the_softmax_of_the_logits(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (result,) = _json(capsys, "predict", PHOTO, "--weights", models / "m.safetensors", "--top-k", "10")
+    model = load(models / "m.safetensors")
     with torch.no_grad():
         expected = model(load_images([PHOTO], model))[0].softmax(dim=0)
     assert result["image"] == PHOTO
@@ -44,21 +66,16 @@ def test_probabilities_are_the_softmax_of_the_logits(weights: str, capsys: pytes
     assert probabilities == sorted(probabilities, reverse=True) and abs(sum(probabilities) - 1) < 1e-12
     for row in result["top"]:
         assert abs(row["probability"] - expected[row["index"]]) < 1e-6
-        assert row["class"] == f"name {row['index']}"
+        assert row["class"] == f"digit {row['index']}"
 
 
-def test_folders_and_single_images_agree(weights: str, tmp_path: Path, capsys: Any) -> None:
-    folder = tmp_path / "images"
-    folder.mkdir()
-    for i in range(40):  # more than one batch
-        Image.new("RGB", (40, 40), (6 * i, 255 - 6 * i, 0)).save(folder / f"{i:02}.png")
-    together = _json(capsys, str(folder), "--weights", weights)
-    assert [Path(result["image"]).name for result in together] == [f"{i:02}.png" for i in range(40)]
-    (alone,) = _json(capsys, str(folder / "37.png"), "--weights", weights)
-    assert [row["index"] for row in alone["top"]] == [row["index"] for row in together[37]["top"]]
-    assert run("predict", PHOTO, "--weights", weights, "--top-k", "2", "--device", "cpu") == 0
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first == PHOTO and len(lines) == 2 and all("%" in line and "name" in line for line in lines)
+def test_predict_of_a_folder(models: Path, folder: Path, logits: torch.Tensor, capsys: Any) -> None:
+    results = _json(capsys, "predict", folder, "--weights", models / "m.safetensors")
+    found = {int(Path(result["image"]).stem): result["top"][0]["index"] for result in results}
+    assert [found[FIRST + i] for i in range(len(logits))] == logits.argmax(1).tolist()
+    text = _run(capsys, "predict", PHOTO, "--weights", models / "m.onnx", "--top-k", "2", "--device", "cpu")
+    first, *lines = text.splitlines()
+    assert first == PHOTO and len(lines) == 2 and all("%" in line and "digit" in line for line in lines)
 
 
 def test_class_names_from_a_file(tmp_path: Path) -> None:
@@ -72,19 +89,17 @@ def test_class_names_from_a_file(tmp_path: Path) -> None:
         assert read_class_names(tmp_path / name) == names
 
 
-def test_a_state_dict_needs_the_models_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, classes = str(tmp_path / "weights.pth"), tmp_path / "names.txt"
+def test_predict_with_a_state_dict_needs_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, classes = tmp_path / "weights.pth", tmp_path / "names.txt"
     torch.save(create_model("vit_test").state_dict(), path)
     classes.write_text("\n".join(f"given {i}" for i in range(10)))
-    for options, kind in (((), "class"), (("--classes", str(classes)), "given")):
-        (result,) = _json(capsys, PHOTO, "--weights", path, "--model", "vit_test", *options)
+    for options, kind in (((), "class"), (("--classes", classes), "given")):
+        (result,) = _json(capsys, "predict", PHOTO, "--weights", path, "--model", "vit_test", *options)
         assert result["top"][0]["class"] == f"{kind} {result['top'][0]['index']}"
-    assert run("predict", PHOTO, "--weights", path) == 2 and "--model" in capsys.readouterr().err
+    assert run("predict", PHOTO, "--weights", str(path)) == 2 and "--model" in capsys.readouterr().err
 
 
-def test_invalid_input_ends_in_one_line_and_status_2(
-    weights: str, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_errors_are_one_line_and_status_2(models: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     for name, content in (
         ("text.png", "no image"), ("three.txt", "a\nb\nc\n"), ("deep.json", "[" * 100_000),
@@ -96,27 +111,94 @@ def test_invalid_input_ends_in_one_line_and_status_2(
     nan = create_model("vit_test")
     torch.nn.init.constant_(nan.head.bias, float("nan"))
     save(nan, "nan.safetensors")
-    for options, message in (
-        (("pipe.png",), "must be a regular file"),
-        (("--weights", "absent.safetensors"), "no such file"),
-        (("--weights", "text.png"), "must end in one of"),
-        (("--weights", "features.safetensors"), "must have a classification head"),
-        (("--weights", "nan.safetensors"), "not finite"),
-        (("--weights", "m.onnx", "--data-config", "absent.json"), "--data-config"),
-        (("--weights", "m.onnx", "--data-config", "three.txt"), "must be a JSON file, got"),
-        (("--model", "vit_tset"), "vit_test"),
-        (("--model", "vit_tiny_patch16_224"), "does not fit"),
-        (("--top-k", "0"), "--top-k must be an integer >= 1, got 0"),
-        (("--classes", "three.txt"), "got 3"),
-        (("--classes", "gap.json"), "class names"),
-        (("--classes", "deep.json"), "class names"),
-        (("--classes", "absent.txt"), "no such file"),
-        (("--backend", "cuda"), "cuda"),
-        *((("--device", device), "device must") for device in ("tpu", "cuda:99")),
+    predict, both = ("predict", PHOTO), ("evaluate", ".", "--weights", "a", "--against", "b")
+    for arguments, message in (
+        (("evaluate", "."), "--weights"),
+        ((*both, "--data-config", "x"), "data-config requires an ONNX file, got a and b"),
+        ((*both, "--confusion", "."), "must be a file name such as"),
+        (("predict", "pipe.png"), "must be a regular file"),
+        ((*predict, "--weights", "absent.safetensors"), "no such file"),
+        ((*predict, "--weights", "text.png"), "must end in one of"),
+        ((*predict, "--weights", "features.safetensors"), "must have a classification head"),
+        ((*predict, "--weights", "nan.safetensors"), "not finite"),
+        ((*predict, "--weights", "m.onnx", "--data-config", "absent.json"), "--data-config"),
+        ((*predict, "--weights", "m.onnx", "--data-config", "three.txt"), "must be a JSON file, got"),
+        ((*predict, "--model", "vit_tset"), "vit_test"),
+        ((*predict, "--model", "vit_tiny_patch16_224"), "does not fit"),
+        ((*predict, "--top-k", "0"), "--top-k must be an integer >= 1, got 0"),
+        ((*predict, "--classes", "three.txt"), "got 3"),
+        ((*predict, "--classes", "gap.json"), "class names"),
+        ((*predict, "--classes", "deep.json"), "class names"),
+        ((*predict, "--classes", "absent.txt"), "no such file"),
+        ((*predict, "--backend", "cuda"), "cuda"),
+        ((*predict, "--device", "tpu"), "device must"),
+        ((*predict, "--device", "cuda:99"), "device must"),
     ):
-        assert run("predict", PHOTO, "--weights", weights, *options) == 2, options
+        given = (
+            () if arguments[0] == "evaluate" or "--weights" in arguments else ("--weights", models / "m.safetensors")
+        )
+        assert run(*map(str, (*arguments, *given))) == 2, arguments
         captured = capsys.readouterr()
-        assert message in captured.err and captured.err.count("\n") == 1 and captured.out == "", captured.err
+        assert message in captured.err and captured.out == "", captured.err
+        assert captured.err.count("\n") == 1 or arguments == ("evaluate", ".")  # typer prints several lines
     uninstall(monkeypatch, "onnxruntime")
-    assert run("predict", PHOTO, "--weights", "m.onnx") == 2
+    assert run(*predict, "--weights", "m.onnx") == 2
     assert "onnxruntime not installed: pip install 'vit-fast[export]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("weights", ["m.safetensors", "m.onnx"])
+def test_accuracy(weights: str, folder: Path, models: Path, logits: torch.Tensor, tmp_path: Path, capsys: Any) -> None:
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(map(str, range(10))))
+    content = _json(capsys, "evaluate", folder, "--weights", models / weights, "--classes", names)
+    labels = digits()[1][FIRST:LAST]
+    hits = logits.topk(5).indices == labels[:, None]
+    assert content["images"] == LAST - FIRST
+    assert content["top1"] == pytest.approx(hits[:, 0].float().mean().item())
+    assert content["top5"] == pytest.approx(hits.any(1).float().mean().item())
+    confusion = np.zeros((10, 10), int)
+    np.add.at(confusion, (labels.numpy(), logits.argmax(1).numpy()), 1)
+    assert content["confusion"] == confusion.tolist()
+    assert [row["images"] for row in content["classes"]] == confusion.sum(1).tolist()
+
+
+def test_comparison(folder: Path, models: Path, logits: torch.Tensor, tmp_path: Path, capsys: Any) -> None:
+    """The models disagree exactly on the images that the ONNX file classifies as 3."""
+    arguments = ("evaluate", folder, "--weights", models / "without3.safetensors", "--against", models / "m.onnx")
+    content = _json(capsys, *arguments)
+    assert all(row["against"] == "digit 3" and row["predicted"] != "digit 3" for row in content["disagreements"])
+    threes = int((logits.argmax(1) == 3).sum())
+    assert len(content["disagreements"]) == threes > 10
+    assert content["classes"][3]["top1"] == 0 and content["classes"][3]["confused_with"] is not None
+    assert all(row["answer"] == row["predicted"] for row in content["disagreements"]), "former name"
+    assert all(row["taken for"] == row["confused_with"] for row in content["classes"]), "former name"
+    assert content["against"]["top1"] > content["top1"] + 0.05
+    text = _run(capsys, *arguments, "--confusion", tmp_path / "c.png")
+    assert f"the models disagree on {threes} images" in text
+    assert text.index("0.00%  digit 3 (") < text.index("against:"), "the worst class comes first"
+    assert Image.open(tmp_path / "c.png").width > 400
+
+
+def test_folders_become_classes(tmp_path: Path) -> None:
+    def labels(classes: int, names: list[str] | None, *folders: str) -> list[int]:
+        for name in folders:
+            (tmp_path / "-".join(folders) / name).mkdir(parents=True)
+            Image.new("L", (8, 8)).save(tmp_path / "-".join(folders) / name / "a.png")
+        return [label for _, label in labeled_images(tmp_path / "-".join(folders), classes, names)]
+
+    assert labels(3, ["cat", "bird", "dog"], "dog", "cat") == [0, 2], "by name"
+    assert labels(11, None, "2", "10") == [10, 2], "by index"
+    assert labels(3, ["tench", "shark", "ray"], "n02", "n01", "n03") == [0, 1, 2], "in alphabetical order"
+    with pytest.raises(ValueError, match=r"there must be 3 subfolders, .*got 2, among them 'hen', 'owl'"):
+        labels(3, ["tench", "shark", "ray"], "owl", "hen")
+    with pytest.raises(ValueError, match="labels must be between 0 and 1, got 5"):
+        evaluate([(Path("x"), 5)], [[0.1, 0.9]])
+
+
+def test_ties_two_classes_and_many(tmp_path: Path) -> None:
+    """The first of several equal probabilities wins; the confusion matrix of 200 classes shows no counts."""
+    found = evaluate([(Path("x"), 1), (Path("y"), 0)], [[0.5, 0.5], [1, 0]])
+    assert found.predicted[:, 0].tolist() == [0, 0] and found.top5 == 1.0
+    found = evaluate([(Path(str(i)), i) for i in range(200)], np.eye(200))
+    draw_confusion(found, [str(i) for i in range(200)], tmp_path / "c.png")
+    assert Image.open(tmp_path / "c.png").size[0] < 2500

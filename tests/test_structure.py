@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,7 @@ def _tree(path: Path) -> ast.Module:
 
 @functools.cache
 def _imports(module: str, *, typing: bool) -> frozenset[str]:
-    """Returns our modules that a module imports, also inside functions.
-
-    `typing` includes those for the type checker.
-    """
+    """Returns the modules of vit-fast that a module imports, also inside functions; `typing`: for the type checker."""
     path = MODULES[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     found: set[str] = set()
@@ -55,14 +53,10 @@ def _imports(module: str, *, typing: bool) -> frozenset[str]:
             source = ".".join([*base, *([node.module] if node.module else [])])
             names = {f"{source}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else source for name in names}
-    found |= {parent for name in found for parent in _packages(name)} - _packages(module)  # which run before it
+    own = set(accumulate(module.split(".")[:-1], "{}.{}".format))
+    # Python first imports the packages that contain a module
+    found |= {parent for name in found for parent in accumulate(name.split(".")[:-1], "{}.{}".format)} - own
     return frozenset((found & MODULES.keys()) - {module})
-
-
-def _packages(module: str) -> set[str]:
-    """Returns the packages that contain a module."""
-    parts = module.split(".")
-    return {".".join(parts[:length]) for length in range(1, len(parts))}
 
 
 def _statements(tree: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
@@ -73,7 +67,7 @@ def _statements(tree: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
 
 
 @pytest.mark.parametrize("typing", [False, True])
-def test_no_circle_of_imports(typing: bool) -> None:
+def test_no_import_cycle(typing: bool) -> None:
     """Includes imports inside functions. For the type checker, the package itself may import its lazy names."""
     graph = {module: _imports(module, typing=typing) for module in MODULES}
     assert len(graph) > 100 and {"vit_fast.fusion", "vit_fast.fusion.fuse"} <= graph["vit_fast.weights.factory"]
@@ -95,7 +89,7 @@ def folder_graph() -> dict[str, set[str]]:
     return graph
 
 
-def test_no_circle_of_folders() -> None:
+def test_no_cycle_of_folders() -> None:
     TopologicalSorter(folder_graph()).prepare()
 
 
@@ -106,7 +100,7 @@ def test_the_plain_model_and_its_configuration_import_no_folder() -> None:
     assert {module for module, folders in imported.items() if folders} <= {"vit_fast", "vit_fast.cli"}
 
 
-def test_contributing_says_which_folder_imports_which() -> None:
+def test_imports_follow_contributing() -> None:
     table = dict(re.findall(r"^\| (`.+?/`) \| .+ \| (.+) \|$", CONTRIBUTING, re.MULTILINE))
     assert set(table) == {_folder(module) for module in MODULES} | {"`tests/`"}
     pairs = [(module, name) for module in MODULES for name in sorted(_imports(module, typing=True))]

@@ -14,7 +14,7 @@ CASES = [dict(zip(AXES, values)) for values in product(*AXES.values())]
 
 
 @pytest.mark.parametrize(("strength", "most"), [(1, 4), (2, 14)])
-def test_few_cases_hold_every_value_and_every_pair(strength: int, most: int) -> None:
+def test_few_cases_contain_all_combinations(strength: int, most: int) -> None:
     chosen = [CASES[position] for position in covering(CASES, strength)]
     assert len(chosen) <= most < len(CASES)
     for names in combinations(AXES, strength):
@@ -22,7 +22,7 @@ def test_few_cases_hold_every_value_and_every_pair(strength: int, most: int) -> 
         assert found == set(product(*(AXES[name] for name in names)))
 
 
-def test_every_folder_requires_tests_that_exist_and_every_slow_test_a_folder() -> None:
+def test_folders_and_slow_tests_are_listed() -> None:
     table = (changed.ROOT / "CONTRIBUTING.md").read_text()
     folders = re.findall(r"^\| `([\w/]+)/` \|", table, re.MULTILINE)
     assert len(folders) > 10 and all(map(changed.folder_of, folders))
@@ -35,7 +35,7 @@ def test_every_folder_requires_tests_that_exist_and_every_slow_test_a_folder() -
     assert slow - set(changed.tests_of(changed.PARTS)) == set()
 
 
-def test_the_longest_folder_decides() -> None:
+def test_tests_of_changed_paths() -> None:
     assert changed.folder_of("vit_fast/ops/attention.py") == "vit_fast/ops"
     assert changed.folder_of("vit_fast/model.py") == "vit_fast"
     assert changed.folder_of("LICENSE") is None
