@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from .run.graph_runner import GraphRunner, budgets_for
     from .run.runtime import WarmUp, compile, warm_up
     from .variants import list_models
-    from .weights import load, load_weights, save
-    from .weights.factory import create_model
+    from .weights import create_model, load, load_weights, save
 
 _MODULES = {
     ".blocks.fusion_report": "FusionReport",
@@ -42,8 +41,7 @@ _MODULES = {
     ".run.graph_runner": "GraphRunner budgets_for",
     ".run.runtime": "WarmUp compile warm_up",
     ".variants": "list_models",
-    ".weights": "load load_weights save",
-    ".weights.factory": "create_model",
+    ".weights": "create_model load load_weights save",
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names.split()}
 _LAZY_PACKAGES = ("config", "errors", "export", "figures", "model", "ops", "variants")
@@ -71,4 +69,4 @@ def __dir__() -> list[str]:
 # If torch is already imported, register the operators now, because torch.export.load needs them. Otherwise do not
 # import torch, so that `vit-fast --help` is fast.
 if "torch" in sys.modules:
-    importlib.import_module(".weights.factory", __name__)
+    importlib.import_module(".weights", __name__)

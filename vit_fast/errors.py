@@ -91,8 +91,7 @@ def pair(name: str, value: object) -> tuple[int, int]:
     sides = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
     if len(sides) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in sides):
         raise ValueError(f"{name} must be a positive integer or a pair (height, width), got {value!r}")
-    for side in sides:
-        check_integer(name, side, 1)
+    check_integer(name, max(sides), 1)
     return sides[0], sides[1]
 
 

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..errors import as_device
 from ..model import VisionTransformer
-from ..weights import load
-from ..weights.factory import create_model
+from ..weights import create_model, load
 from ..weights.source import open_source
 from .data import ImageError, ImageFolder, batches_of, make_transform, read_image
 

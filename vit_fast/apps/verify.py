@@ -12,7 +12,7 @@ from .. import ops
 from ..accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
 from ..errors import UnsupportedInputError, as_device
 from ..ops.backends import interpreter_is_active, resolve_backend, triton_unavailable_reasons
-from ..weights.factory import create_model
+from ..weights import create_model
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Case = tuple[str, Callable[..., Tensor], list[Tensor]]  # name, function, and its inputs

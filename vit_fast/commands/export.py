@@ -53,7 +53,7 @@ def export(
     from ..apps.data import find_images
     from ..export import export_onnx, inspect_onnx, write_card, write_triton_repository
     from ..export.deployment import check_triton_repository
-    from ..weights.factory import create_model
+    from ..weights import create_model
 
     if inspect is not None:
         result: Any = inspect_onnx(inspect)

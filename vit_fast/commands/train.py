@@ -58,7 +58,7 @@ def train(
     from ..apps.training import WEIGHTS, config_for, saved_row
     from ..apps.training import train as run
     from ..files import file_aside
-    from ..weights.factory import create_model
+    from ..weights import create_model
 
     config = config_for(model, {"epochs": epochs, "batch_size": batch_size, "lr": lr}, settings or ())
     with joined(parallel) as processes:

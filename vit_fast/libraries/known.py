@@ -54,22 +54,18 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
 def recognize(model: nn.Module) -> ImageModel:
     """Describes a model for export, in evaluation mode, in fp32 on the CPU; copies it if it has to change for that.
 
-    Raises:
-        UnsupportedInputError: its library is not supported, or it is not an image model.
+    Raises UnsupportedInputError if its library is not supported, or it is not an image model.
     """
     found = next((found for library in IMAGE_MODELS if (found := library.recognize(model)) is not None), None)
     if found is None:
-        raise UnsupportedInputError(
-            f"export of a {type(model).__module__}.{type(model).__qualname__}",
-            ["model must be a ViT of vit_fast, timm, transformers or torchvision"],
-        )
+        what = f"export of a {type(model).__module__}.{type(model).__qualname__}"
+        raise UnsupportedInputError(what, ["model must be a ViT of vit_fast, timm, transformers or torchvision"])
     if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
         if next(model.parameters()).device.type == "meta":
             raise UnsupportedInputError("export", ["the model must have weights, got the meta device: load them first"])
         found.model = copy.deepcopy(model).to("cpu", torch.float32).eval()
-    if any(hasattr(module, "vit_fast_mean") for module in model.modules()):
-        found.takes_bytes = True
-        found.set_data_config(found.data_config)
+    found.takes_bytes = any(hasattr(module, "vit_fast_mean") for module in model.modules())
+    found.set_data_config(found.data_config)
     return found
 
 

@@ -1,6 +1,6 @@
-"""Weights: read files, folders and the Hub (source), load and save them (load), build models (factory)."""
+"""Weights: read files, folders and the Hub (source); build models, load and save their weights (load)."""
 
-from .load import WeightsReport, load, load_weights, overrides_from, save
+from .load import WeightsReport, create_model, load, load_weights, save
 from .source import WeightsError
 
-__all__ = ["WeightsError", "WeightsReport", "load", "load_weights", "overrides_from", "save"]
+__all__ = ["WeightsError", "WeightsReport", "create_model", "load", "load_weights", "save"]

@@ -75,8 +75,7 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
 
 def hub_id(source: str | Path) -> str | None:
     """Returns the `owner/name[@revision]` of a Hub id, which may have a prefix such as `hf-hub:`; otherwise None."""
-    is_file = not isinstance(source, str) or source.lower().endswith(SUFFIXES)
-    found = None if is_file else _HUB_ID.fullmatch(str(source))
+    found = _HUB_ID.fullmatch(source) if isinstance(source, str) and not source.lower().endswith(SUFFIXES) else None
     return None if found is None else found[1]
 
 

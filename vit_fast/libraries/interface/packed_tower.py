@@ -47,6 +47,7 @@ class PackedTower(abc.ABC):
     axis = 0  # token axis of the outputs
     unit = 1  # tokens that are merged into one; budgets are multiples of it
     needs_fused = True  # the library's own attention reads lengths on the host
+    tokens_per_image: int | None = None  # if the first axis of buffers and outputs is images instead of tokens
 
     def __init__(self, tower: nn.Module, shapes: Mapping[str, tuple[int, ...]], like: Tensor | None = None) -> None:
         self.tower: Any = tower
@@ -75,8 +76,9 @@ class PackedTower(abc.ABC):
         """Writes images into the buffers without waiting for the device; the first call allocates the buffers."""
         metadata = self.metadata(call, images, budget, sequences)
         if not buffers:
+            rows = min(budget // self.tokens_per_image, sequences) if self.tokens_per_image else budget
             for name, shape in self.shapes.items():
-                buffers[name] = self.like.new_zeros((self.buffer_length(budget, sequences), *shape))
+                buffers[name] = self.like.new_zeros((rows, *shape))
             for name, values in metadata.items():
                 buffers[name] = torch.empty_like(values, device=self.like.device)
         for name, pieces in self.tokens(call, images).items():
@@ -87,9 +89,6 @@ class PackedTower(abc.ABC):
         for name, values in metadata.items():
             pinned = values.pin_memory() if self.like.is_cuda else values
             buffers[name].copy_(pinned, non_blocking=True)
-
-    def buffer_length(self, budget: int, sequences: int) -> int:
-        return budget
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the tower; if `graph_vision_tower` replaced its forward, calls the original one without hooks."""
@@ -108,7 +107,8 @@ class PackedTower(abc.ABC):
                 if not isinstance(leaf, Tensor):
                     split.append([leaf] * len(lengths))
                     continue
-                rows = [length // self.tokens_per_row(leaf, budget) for length in lengths]
+                per_row = self.tokens_per_image or budget // leaf.shape[self.axis]
+                rows = [length // per_row for length in lengths]
                 copied = leaf.narrow(self.axis, 0, sum(rows)).clone()
                 # a single piece goes to the caller, and torch forbids in-place changes of views that split returns
                 split.append(copied.split(rows, self.axis) if len(rows) > 1 else [copied])
@@ -116,9 +116,6 @@ class PackedTower(abc.ABC):
         ordered = zip(*(pieces[image] for image in sorted(pieces)))
         leaves = [torch.cat(one, self.axis) if isinstance(one[0], Tensor) and one[1:] else one[0] for one in ordered]
         return with_leaves(outputs, leaves)
-
-    def tokens_per_row(self, leaf: Tensor, budget: int) -> int:
-        return budget // leaf.shape[self.axis]
 
     def options_of(self, kwargs: dict[str, Any]) -> tuple[Options, list[str]]:
         """Returns the options among keyword arguments, and a reason for each unsupported argument."""
@@ -153,16 +150,13 @@ class ImageTower(PackedTower):
         shape, batch = self.shapes["images"], len(pixel_values)
         if tuple(pixel_values.shape[1:]) != shape:
             reasons.append(f"images must have shape {shape}, got {tuple(pixel_values.shape[1:])}")
-        return Call([self.tokens_per_image] * batch, [1] * batch, pixel_values, options, reasons)
+        return Call([self.tokens_per_image or 1] * batch, [1] * batch, pixel_values, options, reasons)
 
     def tokens(self, call: Call, images: Sequence[int]) -> dict[str, Sequence[Tensor]]:
         return {"images": [call.inputs[images[0] : images[-1] + 1]]}  # consecutive: images of one size stay in order
 
     def metadata(self, call: Call, images: Sequence[int], budget: int, sequences: int) -> dict[str, Tensor]:
         return {}
-
-    def buffer_length(self, budget: int, sequences: int) -> int:
-        return min(budget // self.tokens_per_image, sequences)
 
     def run(self, buffers: dict[str, Tensor], options: dict[str, Any]) -> Any:
         outputs, batch = self.eager(buffers["images"], **options), len(buffers["images"])
@@ -171,9 +165,6 @@ class ImageTower(PackedTower):
         invalid = [f"{requirement}, got {shape} for {batch} images" for shape in shapes if shape[:1] != (batch,)]
         raise_unsupported("GraphRunner", invalid[:1])
         return outputs
-
-    def tokens_per_row(self, leaf: Tensor, budget: int) -> int:
-        return self.tokens_per_image
 
 
 class PaddedTower(PackedTower):
