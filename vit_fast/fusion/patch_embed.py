@@ -8,7 +8,6 @@ numbers. Every forward computes W' and b' from the Parameters in fp32, so that g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,19 +68,13 @@ class FusedPatchEmbed(FusedModule, PatchEmbed):
         return super().forward(images.to(self.proj.weight.dtype))
 
 
-def check_normalize(normalize: object) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def check_normalize(normalize: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns (mean, std) as two tuples of floats; raises ValueError for other lengths or std <= 0."""
     try:
-        mean, std = (tuple(float(value) for value in _sequence(values)) for values in _sequence(normalize))
+        mean, std = (tuple(map(float, values)) for values in normalize)
     except (TypeError, ValueError) as error:
         raise ValueError(f"normalize must be (mean, std), one number per channel each, got {normalize!r}") from error
     if len(mean) != len(std) or not mean or min(std) <= 0:
         requirement = "normalize must be (mean, std) of equal length with std > 0, for images in 0..1"
         raise ValueError(f"{requirement}, got {normalize!r}")
     return mean, std
-
-
-def _sequence(values: object) -> Sequence[Any]:
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        raise TypeError(f"{values!r} is not a sequence")
-    return values

@@ -86,13 +86,11 @@ class GraphRunner:
     ) -> None:  # fmt: skip
         check_type("model", model, nn.Module)
         check_choice("fallback", fallback, get_args(Fallback))
-        if (example is None) == (budgets is None):
-            given = "None for both" if budgets is None else f"an example and budgets={budgets!r}"
-            raise ValueError(f"exactly one of example and budgets must be given, got {given}")
-        name, other = ("max_images", max_images) if budgets is None else ("batch_sizes", batch_sizes)
-        if other is not None:
-            mode = "an example" if budgets is None else "budgets"
-            raise ValueError(f"{name} must not be given with {mode}, got {other!r}")
+        given = {"example": example, "budgets": budgets, "batch_sizes": batch_sizes, "max_images": max_images}
+        names = [name for name, value in given.items() if value is not None]
+        if names not in (["example"], ["example", "batch_sizes"], ["budgets"], ["budgets", "max_images"]):
+            requirement = "either example, with or without batch_sizes, or budgets, with or without max_images"
+            raise ValueError(f"{requirement}, must be given, got {', '.join(names) or 'neither'}")
         self.model, self._fallback = model.eval(), fallback
         self._tower: PackedTower
         if example is not None:
@@ -252,9 +250,7 @@ class _Batches(ImageTower):
 
 
 def _no_graph_reasons(model: nn.Module, like: Tensor) -> list[str]:
-    reasons = []
-    if not torch.cuda.is_available():
-        reasons.append("this machine has no CUDA device")
+    reasons = [] if torch.cuda.is_available() else ["this machine has no CUDA device"]
     if like.device.type != "cuda":
         reasons.append(f"example must be on a CUDA device, got {like.device}")
     if devices := {parameter.device for parameter in model.parameters()} - {like.device}:
@@ -329,13 +325,12 @@ class Watched:
         forward = vars(self._model).get("forward")
         if forward is not self._forward and forward is not runner:
             return "the model's forward was replaced on the instance: call `del model.forward`"
-        if self._watch.holds(self._model) and not is_hooked(self._model):
+        if (unchanged := self._watch.holds(self._model)) and not is_hooked(self._model):
             return None
         if new := [reason for reason in self._hooked_or_replaced() if reason not in self._known]:
             return f"{new[0]}: revert this, or build another GraphRunner"
-        if self._watch.holds(self._model):  # the same hooks as at capture time
-            return None
-        return "modules and settings must not be replaced or unfused after the capture: build another GraphRunner"
+        changed = "modules and settings must not be replaced or unfused after the capture: build another GraphRunner"
+        return None if unchanged else changed
 
     def _hooked_or_replaced(self) -> list[str]:
         own = ["the model has hooks, which would no longer run"] if is_hooked(self._model) else []
@@ -375,7 +370,6 @@ def budgets_for(sizes: Sequence[Sequence[int]], patch_size: int = 1, count: int 
     """
     check_integer("patch_size", patch_size, 1)
     check_integer("count", count, 1)
-    check_type("sizes", sizes, list, tuple)
     rounded: list[int] = []
     for size in sizes:
         if len(size) not in (2, 3) or any(int(side) < 1 for side in size):

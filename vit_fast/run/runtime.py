@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -159,7 +158,14 @@ def warm_up(
     check_type("model", model, nn.Module)
     check_batch_sizes(batch_sizes)
     if example is None:
-        example = _example(model)
+        known = next((known for library in IMAGE_MODELS if (known := library.recognize(model)) is not None), None)
+        parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+        if known is None or parameter is None:
+            raise ValueError(
+                f"example must be given for a {type(model).__qualname__}: pass images [any, channels, height, width] "
+                "with the dtype and device of later calls"
+            )
+        example = torch.zeros(1, known.in_chans, *known.image_hw, dtype=parameter.dtype, device=parameter.device)
     check_type("example", example, Tensor)
     if example.dim() < 2 or example.shape[0] < 1:
         raise ValueError(f"example must have shape [B >= 1, channels, height, width], got {tuple(example.shape)}")
@@ -167,48 +173,27 @@ def warm_up(
     if reasons := nothing_to_compile_reasons(example.device):  # this runs a kernel: call it before recording launches
         return WarmUp(0, 0, time.perf_counter() - start, reasons)
 
+    # the copy shares the parameters, but not the buffers
+    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).train(training)
+
     def call_each() -> None:
         for size in sorted(set(batch_sizes)):
-            images = example[:1].expand(size, *example.shape[1:]).contiguous()
-            _call(stand_in, images, training)
+            _call(copied, example[:1].expand(size, *example.shape[1:]).contiguous(), training)
 
-    with _isolated_copy(model, training) as stand_in:
-        kernels, compiled = compile_launches(call_each, progress)
-    return WarmUp(kernels, compiled, time.perf_counter() - start)
-
-
-def _example(model: nn.Module) -> Tensor:
-    known = next((known for library in IMAGE_MODELS if (known := library.recognize(model)) is not None), None)
-    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if known is None or parameter is None:
-        raise ValueError(
-            f"example must be given for a {type(model).__qualname__}: pass images [any, channels, height, width] with "
-            "the dtype and device of later calls"
-        )
-    return torch.zeros(1, known.in_chans, *known.image_hw, dtype=parameter.dtype, device=parameter.device)
-
-
-@contextlib.contextmanager
-def _isolated_copy(model: nn.Module, training: bool) -> Iterator[nn.Module]:
-    """Yields a copy that shares the parameters but not the buffers; restores random number generators."""
-    shared = {id(parameter): parameter for parameter in model.parameters()}
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with (
         torch.random.fork_rng(devices),
         torch.autograd.set_multithreading_enabled(False),  # run backward in this thread, which records launches
         torch.autograd.set_detect_anomaly(False),  # without launches, outputs may contain NaN
     ):
-        yield copy.deepcopy(model, shared).train(training)
+        kernels, compiled = compile_launches(call_each, progress)
+    return WarmUp(kernels, compiled, time.perf_counter() - start)
 
 
 def _call(model: nn.Module, images: Tensor, training: bool) -> None:
-    if not training:
-        with torch.no_grad():
-            model(images)
-        return
-    with torch.enable_grad():
-        outputs = [value for value in pytree.tree_leaves(model(images)) if isinstance(value, Tensor)]
-        outputs = [output for output in outputs if output.requires_grad]
+    with torch.set_grad_enabled(training):
+        results = pytree.tree_leaves(model(images))
+        outputs = [value for value in results if isinstance(value, Tensor) and value.requires_grad]
         wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if outputs and wanted:
             torch.autograd.grad(outputs, wanted, [torch.zeros_like(output) for output in outputs], allow_unused=True)
