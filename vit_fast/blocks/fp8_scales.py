@@ -79,9 +79,7 @@ class Fp8Scales(nn.Module):
 
     def names_kept(self) -> list[str]:
         """Returns the LINEARS that stay in half precision; none on meta, where this is unknown."""
-        if self.kept.is_meta:
-            return []
-        return [name for name, kept in zip(LINEARS, self.kept.tolist()) if kept]
+        return [] if self.kept.is_meta else [name for name, kept in zip(LINEARS, self.kept.tolist()) if kept]
 
     def all(self) -> BlockScales:
         """Returns copies of all scales in fp32, including those of layers in half precision."""
@@ -150,8 +148,7 @@ def scales_of(block: nn.Module) -> Fp8Scales | None:
 @torch.no_grad()
 def set_scales(block: nn.Module, scales: BlockScales) -> None:
     """Stores scales in a block and drops weights cached for other scales."""
-    width = scales.qkv.shape[0]  # type: ignore[union-attr]  # calibration sets it
-    buffers = _ensure_scales(block, width)
+    buffers = _ensure_scales(block, scales.qkv.shape[0])  # type: ignore[union-attr]  # calibration sets it
     for name, scale in zip(LINEARS, scales):
         getattr(buffers, name).copy_(scale)
 
@@ -188,7 +185,6 @@ def prepare_to_load(block: nn.Module, state: Mapping[str, Tensor], prefix: str) 
 
 def buffers_to_load(state: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
     """Returns the buffers that `prepare_to_load` creates in blocks of this width."""
-    end = f"{PLACE}.{LINEARS[0]}"
     buffers = Fp8Scales(width).state_dict()
-    blocks = [name.removesuffix(LINEARS[0]) for name in state if name.endswith(end)]
+    blocks = [name.removesuffix(LINEARS[0]) for name in state if name.endswith(f"{PLACE}.{LINEARS[0]}")]
     return {block + name: buffer for block in blocks for name, buffer in buffers.items()}

@@ -75,11 +75,18 @@ class FusedModule(nn.Module):
 
     @classmethod
     def head_width(cls, module: Any) -> int | None:
+        """Returns the head dimension; None without attention."""
         return getattr(module, "head_dim", None)
 
     @classmethod
     def triton_reasons(cls, module: Any) -> list[str]:
-        return triton_reasons(cls.head_width(module), dtype_of(module))
+        """Returns all reasons why the kernels do not support the head width or the dtype of the weights."""
+        width, dtype = cls.head_width(module), dtype_of(module)
+        limits = f"head_dim must be between {MIN_HEAD_DIM} and {MAX_HEAD_DIM} for the triton kernel"
+        reasons = [] if width is None or MIN_HEAD_DIM <= width <= MAX_HEAD_DIM else [f"{limits}, got {width}"]
+        if dtype is not None and dtype not in DTYPES:
+            reasons.append(f"the weights must be fp32, fp16 or bf16 for the triton kernels, got {dtype}")
+        return reasons
 
     def prepare(self, request: str) -> None:
         self.set_up()
@@ -191,14 +198,10 @@ def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
 
 
 class Forms:
-    """The fused classes of one library.
+    """The fused classes of one library: mixins by the dotted path of the original class.
 
     Each class is created when its original is first seen, because the library may be absent and is slow to import. The
-    class becomes a global of vit-fast's file for the library, e.g. "FusedBlock", so that pickle finds it.
-
-    Args:
-        file: Globals of vit-fast's file for the library.
-        mixins: Mixins of the fused classes, by the dotted path of the original class.
+    class becomes a global of vit-fast's `file` for the library, e.g. "FusedBlock", so that pickle finds it.
     """
 
     def __init__(self, file: dict[str, Any], mixins: Mapping[str, type[FusedModule]]) -> None:
@@ -228,25 +231,11 @@ class Forms:
 
 def device_of(module: nn.Module) -> torch.device:
     """Returns the device of the first parameter or buffer; the CPU if there is none."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
 def dtype_of(module: nn.Module) -> torch.dtype | None:
     return next((parameter.dtype for parameter in module.parameters()), None)
-
-
-def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[str]:
-    """Returns all reasons why the kernels do not support this head width (None: no attention) or weight dtype."""
-    reasons = []
-    if head_width is not None and not MIN_HEAD_DIM <= head_width <= MAX_HEAD_DIM:
-        reasons.append(
-            f"head_dim must be between {MIN_HEAD_DIM} and {MAX_HEAD_DIM} for the triton kernel, got {head_width}"
-        )
-    if dtype is not None and dtype not in DTYPES:
-        reasons.append(f"the weights must be fp32, fp16 or bf16 for the triton kernels, got {dtype}")
-    return reasons
 
 
 class FusedNormMlp(FusedModule):

@@ -38,7 +38,11 @@ GRAPH_TOKENS = 32
 GRAPHS = 64
 """Number of shapes for which attention compiled by oneDNN Graph is cached."""
 HIDDEN_BYTES = 2**21
-"""Largest size of a linear layer's output per thread; see `_split`. 1 MB was 4 to 5 % slower, 4 MB up to 8 %."""
+"""Largest size of a linear layer's output per thread; images run in groups that do not exceed it.
+
+malloc often returns larger buffers to the system, so that the next call causes page faults. They took a fifth of the
+time of vit_tiny at batch 8 in bf16. 1 MB was 4 to 5 % slower, 4 MB up to 8 %.
+"""
 ROWS = 256
 """Number of tokens that weights are packed for. The layout supports any number; 5, 197 and 1,576 were measured."""
 
@@ -159,22 +163,14 @@ def run_packed(
 ) -> Tensor:
     """Runs consecutive blocks on [B, N, C] or [total, C]; the last one computes only `outputs` leading tokens."""
     steps = [packed.steps() for packed in blocks]  # first, because operators wait while Python runs
-    shared_rope = rope is None or rope.cos.ndim == 2
-    parts = _split(x, steps) if keys is None and shared_rope else (x,)
+    parts: tuple[Tensor, ...] = (x,)
+    if keys is None and (rope is None or rope.cos.ndim == 2):  # images can run in groups
+        width = max(max(step.qkv.shape[0], step.fc1.shape[0]) for step in steps)
+        images = max(1, HIDDEN_BYTES * torch.get_num_threads() // (x.shape[1] * width * x.element_size()))
+        parts = x.split(math.ceil(len(x) / math.ceil(len(x) / images)))
     for left, step in zip(reversed(range(len(steps))), steps):
         parts = tuple(_run_block(part, step, rope, keys, None if left else outputs) for part in parts)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _split(x: Tensor, steps: Sequence[Steps]) -> tuple[Tensor, ...]:
-    """Splits x [B, N, C] into groups of images for which no output of a linear layer exceeds `HIDDEN_BYTES`.
-
-    malloc often returns larger buffers to the system, so that the next call causes page faults. They took a fifth of
-    the time of vit_tiny at batch 8 in bf16.
-    """
-    width = max(max(step.qkv.shape[0], step.fc1.shape[0]) for step in steps)
-    images = max(1, HIDDEN_BYTES * torch.get_num_threads() // (x.shape[1] * width * x.element_size()))
-    return x.split(math.ceil(len(x) / math.ceil(len(x) / images)))
 
 
 def _run_block(x: Tensor, step: Steps, rope: Rope | None, keys: Keys | None, outputs: int | None) -> Tensor:

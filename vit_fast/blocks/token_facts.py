@@ -1,8 +1,8 @@
 """Passes LayerNorm statistics and e4m3 tokens from block to block if a library's own loop calls the blocks.
 
 Per thread, a block stores facts about the tensor that it returned. The next block uses the facts if its input is that
-tensor: the same object and memory, the same version counter, the same stream. Nothing is stored for tensors without
-version counter, or if the call will be repeated: in transforms, CUDA-graph capture and checkpointed forwards.
+tensor, with the same memory, version counter and stream. Nothing is stored for tensors without version counter, or if
+the call will be repeated: in transforms, CUDA-graph capture and checkpointed forwards.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NOTHING = TokenFacts()
 
 
 class _Last(threading.local):
-    key: tuple[int, ...] | None = None  # identity and state of the last block's output
-    output: weakref.ref[Tensor] | None = None  # a callback clears the key when the tensor is freed: ids are reused
+    output: Any = None  # returns the last block's output, or None if it was freed
+    key: tuple[int, ...] | None = None  # state of this tensor
     facts = NOTHING
 
 
@@ -39,23 +39,18 @@ _last = _Last()
 
 
 def remember(y: Tensor, facts: TokenFacts) -> None:
-    """Stores facts about the output y of a block until y is freed or another block returns."""
-    last = _last
-    last.key, last.facts = None if facts is NOTHING else _key(y), NOTHING
-    if last.key is None:
-        return
-
-    def forget(freed: weakref.ref[Tensor]) -> None:
-        if last.output is freed:
-            last.key, last.facts = None, NOTHING
-
-    last.output, last.facts = weakref.ref(y, forget), facts
+    """Stores facts about the output y of a block until another block returns."""
+    key = None if facts is NOTHING else _key(y)
+    if key is None:
+        _last.output, _last.facts = None, NOTHING
+    else:
+        _last.output, _last.key, _last.facts = weakref.ref(y), key, facts
 
 
 def recall(x: Tensor) -> TokenFacts:
     """Returns the facts about x if x is the unmodified output of the previous block, else NOTHING."""
-    key = _last.key
-    return NOTHING if key is None or key[0] != id(x) or key != _key(x) else _last.facts
+    last = _last
+    return last.facts if last.output is not None and last.output() is x and last.key == _key(x) else NOTHING
 
 
 class VersionsCounted:
@@ -78,7 +73,7 @@ class VersionsCounted:
 
 
 def _key(tensor: Tensor) -> tuple[int, ...] | None:
-    """Returns id, version, address and stream of a tensor; None if changes could not be detected."""
+    """Returns version, address and stream of a tensor; None if changes could not be detected."""
     if type(tensor) is not Tensor or tensor.is_inference() or tensor.is_meta or in_transform():
         return None
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -86,4 +81,4 @@ def _key(tensor: Tensor) -> tuple[int, ...] | None:
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     stream = torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else 0
-    return id(tensor), tensor._version, tensor.data_ptr(), stream
+    return tensor._version, tensor.data_ptr(), stream
