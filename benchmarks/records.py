@@ -253,7 +253,12 @@ def compare_records(first: Record, second: Record) -> dict[str, Any]:
     rows, others = (
         {tuple(str(row[field]) for field in KEY_FIELDS): row for row in record["rows"]} for record in (first, second)
     )
-    drift = _drift(first["ceilings"], second["ceilings"])
+    drift, (one, two) = 0.0, (first["ceilings"], second["ceilings"])
+    if one and two:
+        matmuls = one["matmul_TFLOP_per_s"], two["matmul_TFLOP_per_s"]
+        both = [[each[dtype] for each in matmuls] for dtype in matmuls[0].keys() & matmuls[1].keys()]
+        both.append([one["copy_GB_per_s"], two["copy_GB_per_s"]])
+        drift = max(max(pair) / min(pair) for pair in both) - 1
     pairs, unpaired = [], []
     for key in dict.fromkeys([*rows, *others]):
         row, other = rows.get(key), others.get(key)
@@ -272,14 +277,6 @@ def compare_records(first: Record, second: Record) -> dict[str, Any]:
             known = {"images_per_s": rates, "resolution": resolution if resolution != float("inf") else None}
             pairs.append({field: row[field] for field in KEY_FIELDS} | known | found)
     return {"pairs": pairs, "unpaired": unpaired, "warnings": _warnings(first, second, drift, pairs)}
-
-
-def _drift(one: dict[str, Any], other: dict[str, Any]) -> float:
-    if not one or not other:
-        return 0.0
-    others = other["matmul_TFLOP_per_s"]
-    both = [(reached, others[dtype]) for dtype, reached in one["matmul_TFLOP_per_s"].items() if dtype in others]
-    return max(max(pair) / min(pair) for pair in [*both, (one["copy_GB_per_s"], other["copy_GB_per_s"])]) - 1
 
 
 def _warnings(first: Record, second: Record, drift: float, pairs: list[Row]) -> list[str]:
@@ -307,32 +304,26 @@ def to_json(record: Record) -> bytes:
     return (json.dumps(record, indent=1, allow_nan=False) + "\n").encode()
 
 
-def read_record(path: str | Path) -> Record:
-    """Reads a record of `vit-fast bench` from its JSON file or folder, also of the format before.
+def read_record(path: str | Path, *, of_bench: bool = True) -> Record:
+    """Reads a record from its JSON file or folder, also of the format before.
 
-    Raises OSError for a missing file, and ValueError for anything else.
+    of_bench: False also allows records of gpu-check and kernels --host --json. Raises OSError for a missing file, and
+    ValueError for anything else.
     """
-    record = read_any(path)
-    if not is_bench(record):
-        raise ValueError(f"{path}: must be a record of vit-fast bench")
-    return record
-
-
-def read_any(path: str | Path) -> Record:
-    """Reads a record of bench, gpu-check or kernels --host --json; see read_record."""
     path = Path(path)
     content = (path / RECORD_NAME if path.is_dir() else path).read_bytes()
     with damaged(path):
         record: Record = json.loads(content)
         rows = record["rows"]
-        if not is_bench(record):
-            return record
-        if record["format"] == BEFORE:
-            _upgrade(record)
-        if record["format"] != FORMAT:
-            raise ValueError(f"the format must be {FORMAT}, got {record['format']}")
-        record["rows"] = [dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS)) | row for row in rows]
-        return record
+        if is_bench(record):
+            if record["format"] == BEFORE:
+                _upgrade(record)
+            if record["format"] != FORMAT:
+                raise ValueError(f"the format must be {FORMAT}, got {record['format']}")
+            record["rows"] = [dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS)) | row for row in rows]
+        elif of_bench:
+            raise ValueError("vit-fast bench did not write it")
+    return record
 
 
 @contextlib.contextmanager

@@ -314,7 +314,7 @@ def markdown(record: Record) -> str:
 
 
 def render(records: Mapping[str, Record]) -> str:
-    """Returns the HTML page of records by name; see records.read_any. Its script sorts the tables."""
+    """Returns the HTML page of records by name; see records.read_record. Its script sorts the tables."""
     parts: list[str] = []
     for name, record in records.items():
         parts.append(f"<h2>{escape(name)}</h2>")

@@ -164,11 +164,11 @@ def report(
     out: Annotated[Path, option("Output file.")] = Path("report.html"),
 ) -> None:
     """Write an HTML page with sortable tables of records. The page needs no network."""
-    from ..benchmarks.records import read_any
+    from ..benchmarks.records import read_record
     from ..benchmarks.report import render
     from ..files import file_aside
 
-    page = render({str(path): read_any(path) for path in records})
+    page = render({str(path): read_record(path, of_bench=False) for path in records})
     with file_aside(out) as aside:
         aside.write_text(page, encoding="utf-8")
     typer.echo(f"wrote {out}")
