@@ -8,7 +8,6 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 import vit_fast
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".j
 
 IMAGES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 OTHER = {"reg_tokens": 3, "init_values": 0.5, "qkv_bias": False}
-with_settings = pytest.mark.parametrize("settings", [{}, OTHER], ids=["plain", "other"])
 
 
 def build(**changes: Any) -> tuple[Any, Any]:
@@ -68,26 +66,15 @@ def test_heads_that_read_more_than_one_token(pool: str) -> None:
     assert_same(model.forward_features(IMAGES), plain.forward_features(IMAGES))
 
 
-CHANGES: dict[str, Callable[[Any], object]] = {
-    "written": lambda model: model.blocks[0].attn.qkv.weight.data.mul_(2),
-    "replaced": lambda model: setattr(model.blocks[1].mlp.fc1, "bias", nn.Parameter(torch.ones(256))),
-    "converted": lambda model: model.bfloat16(),
-    "activation": lambda model: setattr(model.blocks[0].mlp, "act", nn.Tanh()),
-    "drop path": lambda model: setattr(model.blocks[0], "drop_path1", nn.Dropout(0.0)),
-    "no blocks": lambda model: setattr(model, "blocks", nn.Sequential()),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@with_settings
+@pytest.mark.parametrize("settings", [{}, OTHER], ids=["plain", "other"])
 @torch.no_grad()
-def test_unfrozen_blocks_change_no_bit(settings: dict[str, Any], change: Callable[[Any], object]) -> None:
+def test_unfrozen_blocks_change_no_bit(settings: dict[str, Any]) -> None:
     plain, model = build(**settings)
     assert torch.equal(model(IMAGES), plain(IMAGES))
-    for each in (model, plain):
-        change(each)
-    images = IMAGES.to(plain.head.weight.dtype)
-    assert torch.equal(model(images), plain(images))
+    for name, value in (("0.mlp.act", nn.Tanh()), ("1.drop_path1", nn.Dropout(0.0))):
+        for each in (model, plain):
+            each.blocks.set_submodule(name, value)
+        assert torch.equal(model(IMAGES), plain(IMAGES))
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -105,17 +92,6 @@ def test_hooks_and_replaced_methods_get_all_tokens(path: str, frozen: bool) -> N
         model.get_submodule(path).register_forward_hook(lambda module, args, output: seen.append(output))
     assert_same(model(IMAGES), expected)
     assert [tokens.shape[:2] for tokens in seen] == [(2, 17)]
-
-
-@torch.no_grad()
-def test_global_hooks_see_the_modules_of_unfrozen_blocks() -> None:
-    (_, model), seen = build(), []
-    handle = register_module_forward_hook(lambda module, args, output: seen.append(type(module)))
-    try:
-        model(IMAGES)
-    finally:
-        handle.remove()
-    assert seen.count(nn.GELU) == 2
 
 
 def test_gradients_subclasses_and_unfuse() -> None:

@@ -180,29 +180,17 @@ def test_damaged_metadata(tmp_path: Path) -> None:
             load(path)
 
 
-def test_errors_of_save_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, path = create_model("vit_test"), tmp_path / "m.safetensors"
+def test_errors_of_save_and_load(tmp_path: Path) -> None:
+    model = create_model("vit_test")
     with pytest.raises(ValueError, match=r"path must end in \.safetensors, got"):
         save(model, tmp_path / "model.pth")
-    folded = create_model("vit_test")
-    vit_fast.fuse(folded, normalize=((0.5,) * 3, (0.5,) * 3))
+    vit_fast.fuse(model, normalize=((0.5,) * 3, (0.5,) * 3))
     with pytest.raises(ValueError, match="unfuse first"):
-        save(folded, path)
+        save(model, tmp_path / "m.safetensors")
     assert not list(tmp_path.iterdir())
     save_file(_state(), tmp_path / "foreign.safetensors")
     with pytest.raises(WeightsError, match="has no config"):
         load(tmp_path / "foreign.safetensors")
-    before = save(model, path).read_bytes()
-
-    def fail_in_the_middle(tensors: object, filename: Path, metadata: object) -> None:
-        Path(filename).write_bytes(b"half")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("safetensors.torch.save_file", fail_in_the_middle)
-    with pytest.raises(OSError, match="no space"):
-        save(create_model("vit_test"), path)
-    assert path.read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["foreign.safetensors", "m.safetensors"]
 
 
 def test_configs_are_compared_if_shapes_are_equal(tmp_path: Path) -> None:
