@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vit_fast.benchmarks import candidates, runner
+from vit_fast.benchmarks import candidates, records, runner
 from vit_fast.benchmarks.configuration import Configuration, make_configuration
 from vit_fast.benchmarks.models import Group, resolve, weights_of
-from vit_fast.benchmarks.records import SPEED_FIELDS
 from vit_fast.measure import clock
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
@@ -85,4 +84,4 @@ def rows_by_candidate(record: dict) -> dict[str, dict]:
 
 
 def assert_no_speed(row: dict) -> None:
-    assert all(row[field] is None for field in SPEED_FIELDS), row
+    assert all(row[field] is None for field in records.SPEED_FIELDS), row

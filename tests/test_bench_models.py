@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_support import QUICK, build, measure
+from bench_support import build, measure, plan
 from command_line import run
 from onnx_models import randomized
 from PIL import Image
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.benchmarks import models, report, runner
 from vit_fast.benchmarks.candidates import parse_candidate
-from vit_fast.benchmarks.configuration import LATENCY, Configuration, make_configuration
+from vit_fast.benchmarks.configuration import LATENCY, make_configuration
 from vit_fast.benchmarks.models import Group, resolve
 from vit_fast.benchmarks.records import PERCENTILE_REPEATS, add_timing, compare_records, make_row
 from vit_fast.measure.clock import Protocol, Samples
@@ -27,9 +27,7 @@ from vit_fast.variants import get_variant
 from vit_fast.work import Counter, total, work
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
-VIT_TEST = {"models": ["vit_test"], "dtypes": ["fp32"], "device": "cpu"}
 MODULE = """
-import torch
 from torch import nn
 
 def convolution():
@@ -44,8 +42,8 @@ def sized(size):
 
 
 @pytest.fixture
-def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Changes to a folder with an importable module of models, and small files of every kind."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with an importable module of models."""
     (tmp_path / "my_models.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_models", raising=False)
@@ -53,64 +51,63 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def measured_rows(*words: str, **fields: object) -> list[dict]:
-    return measure(*words, **fields)["rows"]
+def measured(model: str, *names: str, **fields: object) -> list[dict]:
+    """The rows of these candidates, which must be measured."""
+    rows = measure(model, *names, **fields)["rows"]
+    assert {row["candidate"]: row["status"] for row in rows} == dict.fromkeys(names, "measured"), rows
+    return rows
 
 
-def assert_measured(rows: list[dict], *labels: str) -> None:
-    assert {row["candidate"]: row["status"] for row in rows} == dict.fromkeys(labels, "measured"), rows
-
-
-def test_a_model_counts_what_our_formula_counts() -> None:
-    own, timms = (resolve(name)((64, 64))[0] for name in ("vit_tiny_patch16_224", "timm:vit_tiny_patch16_224"))
-    counted, expected = (total(Group(model, "fp32", 1, 1).least().values()).flop for model in (timms, own))
-    assert counted == expected
+def test_operations_of_a_given_model_are_counted_as_by_our_formula() -> None:
+    own, timms = (
+        Group(resolve(name)((64, 64))[0], "fp32", 3, 3)
+        for name in ("vit_tiny_patch16_224", "timm:vit_tiny_patch16_224")
+    )
+    assert total(timms.least().values()).flop == total(own.least().values()).flop
 
 
 @pytest.mark.slow
-def test_a_transformers_folder_is_measured_with_its_weights(in_a_folder: Path) -> None:
+def test_a_transformers_folder_is_measured_with_its_weights(folder: Path) -> None:
     from transformers import ViTConfig, ViTForImageClassification
 
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     made = ViTForImageClassification(ViTConfig(**shape, image_size=32, patch_size=8, num_labels=7)).eval()
-    made.save_pretrained(in_a_folder / "mine")
+    made.save_pretrained(folder / "mine")
     (model,) = resolve("hf:mine")(None)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(model.make()(images), made(pixel_values=images).logits)
-    assert_measured(measured_rows("hf:mine", "given", "given+fused"), "given", "given+fused")
+    measured("hf:mine", "given", "given+fused")
 
 
-def test_weights_are_measured_beside_the_peers(in_a_folder: Path) -> None:
+def test_a_weights_file_is_measured_beside_the_peers(folder: Path) -> None:
     model = vit_fast.create_model("vit_test")
     vit_fast.save(model, "mine.safetensors")
     (found,) = resolve("mine.safetensors")(None)
     assert torch.equal(found.weights["head.weight"], model.head.weight)
-    assert_measured(measured_rows("mine.safetensors", "sdpa", "timm"), "sdpa", "timm")
+    measured("mine.safetensors", "sdpa", "timm")
     with pytest.raises(ValueError, match=r"must be \(32, 32\)"):
         resolve("mine.safetensors")((64, 64))
 
 
 @pytest.mark.slow
-def test_an_onnx_file_is_measured_as_it_is(in_a_folder: Path) -> None:
+def test_an_onnx_file_is_measured_unchanged(folder: Path) -> None:
     model = randomized(vit_fast.create_model("vit_test", backend="sdpa"))
-    vit_fast.export.export_onnx(model, in_a_folder / "mine.onnx", verify=False)
-    rows = measured_rows("mine.onnx", "onnxruntime", "openvino")
-    assert_measured(rows, "onnxruntime", "openvino")
+    vit_fast.export.export_onnx(model, folder / "mine.onnx", verify=False)
     with torch.no_grad(), Counter() as counter:
         model(torch.zeros(2, 3, 32, 32))
-    for row in rows:
+    for row in measured("mine.onnx", "onnxruntime", "openvino"):
         assert row["FLOP"] == counter.work.flop
         assert row["bytes"] == pytest.approx(4 * counter.work.elements, rel=0.02)  # without biases
         assert row["model"] == "mine.onnx" and row["TFLOP_per_s"] > 0
-    vit_fast.export.export_onnx(model, in_a_folder / "half.onnx", precision="fp16", verify=False)
-    (row,) = measured_rows("half.onnx", "onnxruntime")  # which is no share of the ceiling of fp32
+    vit_fast.export.export_onnx(model, folder / "half.onnx", precision="fp16", verify=False)
+    (row,) = measured("half.onnx", "onnxruntime")  # no share of the ceiling of fp32
     assert (row["precision"], row["dtype"], row["ceiling_share"], row["defect"]) == ("fp16", "fp32", None, None)
     assert row["TFLOP_per_s"] > 0
 
 
-def test_a_function_gives_a_model(in_a_folder: Path) -> None:
-    given, fused = measured_rows("my_models:convolution", "given", "given+fused", img_size=[32, 64])
+def test_a_function_returns_a_model(folder: Path) -> None:
+    given, fused = measure("my_models:convolution", "given", "given+fused", img_size=[32, 64])["rows"]
     assert given["status"] == "measured" and given["img_size"] == [32, 64]
     assert fused["status"] == "unsupported" and "no attention or MLP" in fused["reason"]
 
@@ -151,16 +148,16 @@ def test_a_function_gives_a_model(in_a_folder: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_before_any_model_is_built(
-    in_a_folder: Path, arguments: str, message: str, capsys, monkeypatch
+    folder: Path, arguments: str, message: str, capsys, monkeypatch
 ) -> None:
-    (in_a_folder / "text.jpg").write_text("no image")
-    (in_a_folder / "folder").mkdir()
-    Image.new("RGB", (30, 30)).save(in_a_folder / "bomb.png")
+    (folder / "text.jpg").write_text("no image")
+    (folder / "folder").mkdir()
+    Image.new("RGB", (30, 30)).save(folder / "bomb.png")
     if "bomb" in arguments:
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    if arguments.startswith("--models vit_test"):  # the others are known only once they are called
+    if arguments.startswith("--models vit_test"):  # others fail when they are built
         for name in ("_given", "_onnx", "_of_weights", "_variant"):
-            monkeypatch.setattr(models, name, lambda *_: pytest.fail("built before all names were known"))
+            monkeypatch.setattr(models, name, lambda *_: pytest.fail("built before all names were checked"))
     assert run("bench", *arguments.split()) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and "Traceback" not in error, error
@@ -169,11 +166,9 @@ def test_bad_input_is_one_line_before_any_model_is_built(
 @pytest.mark.fast_cases("amp")
 @pytest.mark.parametrize("fields", [{}, {"dtypes": ["bf16"]}, {"amp": True}], ids=["fp32", "bf16", "amp"])
 def test_training_steps_of_every_library_pass_and_count_three_times(fields: dict) -> None:
-    rows = measured_rows("vit_test", "sdpa", "timm", "transformers", "torchvision", train=True, **fields)
-    assert_measured(rows, "sdpa", "timm", "transformers", "torchvision")
-    assert {(row["task"], row["dtype"]) for row in rows} == {
-        ("training", "amp" if "amp" in fields else fields.get("dtypes", ["fp32"])[0])
-    }
+    rows = measured("vit_test", "sdpa", "timm", "transformers", "torchvision", train=True, **fields)
+    dtype = "amp" if "amp" in fields else fields.get("dtypes", ["fp32"])[0]
+    assert {(row["task"], row["dtype"]) for row in rows} == {("training", dtype)}
     assert rows[0]["FLOP"] == 3 * total(work(get_variant("vit_test").config, 2).values()).flop
 
 
@@ -190,10 +185,9 @@ class _Forgets(nn.Module):
 
 
 def test_an_incorrect_gradient_gets_no_speed(add) -> None:
-    """The outputs are correct."""
     add("forgetful", lambda group: _Forgets(build("sdpa", group)))
-    assert_measured(measured_rows("vit_test", "forgetful"), "forgetful")
-    (row,) = measured_rows("vit_test", "forgetful", train=True)
+    measured("vit_test", "forgetful")
+    (row,) = measure("vit_test", "forgetful", train=True)["rows"]
     assert row["status"] == "incorrect" and row["ms"] is None
     assert "the norm of all parameters' gradients" in row["reason"]
 
@@ -217,17 +211,16 @@ def test_the_command_of_a_record_and_its_request_repeat_the_run(fields: dict, wo
 
 
 def test_latency_is_of_one_image_and_has_percentiles() -> None:
-    made = make_configuration(candidates=["sdpa"], latency=True, **VIT_TEST)
+    made = make_configuration(models=["vit_test"], candidates=["sdpa"], latency=True, device="cpu")
     assert made.batch_sizes == (1,) and made.protocol == LATENCY
     with pytest.raises(ValueError, match="must be 1 or absent with --latency"):
-        make_configuration(latency=True, batch_sizes=[1, 8], **VIT_TEST)
-    (group,) = made.groups()
+        make_configuration(latency=True, batch_sizes=[1, 8], device="cpu")
+    (group, *_) = made.groups()
     rows = [make_row(group, parse_candidate("sdpa"), "measured") for _ in range(2)]
-    samples = [1 + number / 10 for number in range(PERCENTILE_REPEATS)]
-    for row, taken in zip(rows, (samples, samples[1:]), strict=True):
-        timing = Samples(lambda _: None, torch.device("cpu"), Protocol())
-        timing.extend(taken)
-        add_timing(row, timing, group)
+    for row, first in zip(rows, (0, 1), strict=True):
+        samples = Samples(lambda _: None, group.device, Protocol())
+        samples.extend(1 + number / 10 for number in range(first, PERCENTILE_REPEATS))
+        add_timing(row, samples, group)
     assert (rows[0]["ms_p90"], rows[0]["ms_p99"]) == pytest.approx((9.91, 10.801))
     assert rows[1]["ms_p90"] is rows[1]["ms_p99"] is None, "too few"
 
@@ -237,29 +230,28 @@ def test_latency_is_of_one_image_and_has_percentiles() -> None:
     ("ms", "tried"),
     [
         ({1: 1.0, 2: 1.5, 4: 2.5, 8: 5.0, 16: 10.0}, [1, 2, 4, 8]),  # 8 gains nothing over 4
-        ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0, 32: 1.0, 64: 1.0}, [1, 2, 4, 8, 16, 32, 64]),
+        (dict.fromkeys((1, 2, 4, 8, 16, 32, 64), 1.0), [1, 2, 4, 8, 16, 32, 64]),
     ],
 )
-def test_the_batch_is_doubled_as_long_as_that_gains(ms, tried, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which a call takes so many ms by its batch size, and twice as long with sdpa."""
+def test_the_batch_is_doubled_while_throughput_grows(ms, tried, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine on which a call takes so many ms by its batch size, and twice as long with sdpa."""
 
-    def simulate(self: object, group: object, candidates: list) -> list:
+    def simulate(self: object, group: Group, candidates: list) -> list:
         for candidate in candidates:
-            row = make_row(group, candidate, "measured")
             duration = ms[group.batch_size] * (1 if candidate.name == "eager" else 2)
-            rate = 1e3 * group.batch_size / duration
-            self.journal.add("row", row | {"images_per_s": rate, "ms": duration, "samples_ms": [duration] * 4})
+            figures = {"ms": duration, "images_per_s": 1e3 * group.batch_size / duration, "samples_ms": [duration] * 4}
+            self.journal.add("row", make_row(group, candidate, "measured") | figures)
         return []
 
     monkeypatch.setattr(runner._Run, "_measure_group", simulate)
-    record = runner.run(make_configuration(candidates=["eager", "sdpa"], batch_sizes="best", **VIT_TEST))
+    record = runner.run(plan("eager", "sdpa", batch_sizes="best"))
     assert list(dict.fromkeys(row["requested_batch"] for row in record["rows"])) == tried
     best = max(tried, key=lambda batch: batch / ms[batch])
     lines = [line for line in report.remarks(record) if "highest throughput" in line]
     assert len(lines) == 2 and all(f"at batch {best}, " in line for line in lines)
 
 
-def test_several_image_sizes_are_contests_of_their_own() -> None:
+def test_image_sizes_are_compared_separately() -> None:
     record = measure("vit_test", "eager", "sdpa", img_size=[[32], [64, 32]], dtypes=["fp32"])
     assert [(row["img_size"], row["tokens"], row["status"]) for row in record["rows"]] == [
         (size, tokens, "measured") for size, tokens in (([32, 32], 17), ([64, 32], 33)) for _ in range(2)
@@ -268,39 +260,28 @@ def test_several_image_sizes_are_contests_of_their_own() -> None:
     assert list(report.groups(record)) == ["vit_test, fp32, batch 2, 32x32", "vit_test, fp32, batch 2, 64x32"]
 
 
-def test_tf32_rounds_products_of_that_group_alone(add) -> None:
-    """Asked for on a GPU; what the definition, the ceiling and a candidate see is told by torch itself."""
+def test_tf32_rounds_matmuls_of_its_own_group_only(add) -> None:
     with pytest.raises(ValueError, match="must be one of fp32, fp16, bf16 on cpu, got 'tf32'"):
-        make_configuration(candidates=["eager"], **VIT_TEST | {"dtypes": ["tf32"]})
-    seen: dict[str, set[str]] = {}
+        plan("eager", dtypes=["tf32"])
+    seen: set[str] = set()
 
     def watched(group: Group) -> object:
         model = build("sdpa", group)
-
-        def answer(images: torch.Tensor) -> torch.Tensor:
-            seen.setdefault(str(group.batch_size), set()).add(torch.get_float32_matmul_precision())
-            return model(images)
-
-        return answer
+        return lambda images: seen.add(torch.get_float32_matmul_precision()) or model(images)
 
     add("watched", watched)
     before = torch.get_float32_matmul_precision()
-    plan = make_configuration(candidates=["watched"], batch_sizes=[2], protocol=QUICK, **VIT_TEST)
-    record = runner.run(dataclasses.replace(plan, dtypes=("fp32", "tf32")))
+    record = runner.run(dataclasses.replace(plan("watched"), dtypes=("fp32", "tf32")))
     assert [(row["dtype"], row["status"]) for row in record["rows"]] == [("fp32", "measured"), ("tf32", "measured")]
-    assert seen == {"2": {before, "high"}} and torch.get_float32_matmul_precision() == before
+    assert seen == {before, "high"} and torch.get_float32_matmul_precision() == before
     assert set(record["ceilings"]["matmul_TFLOP_per_s"]) == {"fp32", "tf32"}
 
 
-def on_host(monkeypatch: pytest.MonkeyPatch, **asked: object) -> Configuration:
-    """Simulates --data host on a CPU, because pinned memory needs CUDA."""
+def test_data_on_the_host_is_named_and_pairs_with_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated on a CPU, because pinned memory needs CUDA."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda batch: batch.clone())
-    made = make_configuration(candidates=["eager", "timm"], batch_sizes=[2], protocol=QUICK, **VIT_TEST, **asked)
-    return dataclasses.replace(made, data="host", request=made.request | {"data": "host"})
-
-
-def test_data_on_the_host_is_named_everywhere_and_pairs_with_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = runner.run(on_host(monkeypatch))
+    made = plan("eager", "timm")
+    record = runner.run(dataclasses.replace(made, data="host", request=made.request | {"data": "host"}))
     assert [(row["status"], row["data"]) for row in record["rows"]] == [("measured", "host")] * 2
     assert record["controls"][0]["data"] == record["configuration"]["data"] == "host"
     assert record["rows"][0]["best_peer"] == "timm" and record["rows"][0]["ratio_interval"] is not None
