@@ -1,4 +1,4 @@
-"""The clock: rounds, repeats, percentiles, cold inputs, memory; and device time on a simulated GPU."""
+"""The clock: rounds, cold inputs, memory, the resolution of noisy machines, and device time on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from vit_fast.benchmarks import runner
 from vit_fast.measure import clock
 from vit_fast.measure.clock import CudaQueue, Protocol, time_interleaved
 
@@ -87,16 +90,120 @@ def test_peak_memory_counts_what_is_alive_at_once() -> None:
     assert three == pytest.approx(3 * 2**20, rel=0.01) and in_turn == pytest.approx(2**20, rel=0.01)
 
 
+class Noisy:
+    """A simulated clock that calls advance: quiet, or with drift, bursts and outliers."""
+
+    def __init__(self, seed: int, noisy: bool) -> None:
+        self.random, self.noisy = np.random.default_rng(seed), noisy
+        self.now_ms = self.burst_ends_ms = 0.0
+        self.period_ms, self.burst = self.random.uniform(5e3, 6e4), 1.0
+        self.drift = self.random.uniform(0, 0.5) if noisy else 0.0
+
+    def spend(self, ms: float) -> None:
+        ms *= float(np.exp(self.random.normal(0, 0.05 if self.noisy else 0.01)))
+        if self.noisy:
+            ms *= 1 + self.drift * np.sin(2 * np.pi * self.now_ms / self.period_ms) ** 2
+            if self.now_ms > self.burst_ends_ms and self.random.random() < 0.02:
+                self.burst_ends_ms = self.now_ms + self.random.exponential(300)
+                self.burst = self.random.uniform(1.2, 3)
+            ms *= self.burst if self.now_ms < self.burst_ends_ms else 1.0
+            ms += self.random.exponential(30) if self.random.random() < 0.03 else 0.0
+        self.now_ms += ms
+
+
+def measure(noisy: bool, **others_ms: float) -> list[dict[str, list[float]]]:
+    """Samples on twenty simulated machines, of identical code under four names and of others."""
+
+    def measure_on(simulated: Noisy) -> dict[str, list[float]]:
+        times_ms = dict.fromkeys(("first", "again", "a", "b"), 10.0) | others_ms
+        calls = {name: (lambda _, ms=ms: simulated.spend(ms)) for name, ms in times_ms.items()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(simulated.now_ms * 1e6))
+            return time_interleaved(calls, CPU, Protocol(repeats=50, seconds=1e9, warmup_repeats=1))
+
+    return [measure_on(Noisy(seed, noisy)) for seed in range(20)]
+
+
+def verdicts(machines: list[dict[str, list[float]]], base: str, other: str) -> list[str]:
+    found = []
+    for samples in machines:
+        resolution = clock.control(samples["first"], samples["again"])["resolution"]
+        rows = [{"samples_ms": samples[name], "batch": 1} for name in (base, other)]
+        found.append(clock.compare_rows(*rows, resolution, paired=True)["verdict"])
+    return found
+
+
+def test_noisy_machines_rank_large_differences_and_never_identical_code() -> None:
+    noisy = measure(True, longer=13.0)
+    intervals = [clock.ratio_interval(samples["first"], samples["again"], paired=False) for samples in noisy]
+    assert max(high for _, high in intervals) > 1.1, "medians of identical code differ"
+    assert verdicts(noisy, "a", "b") == 20 * ["no difference"]
+    assert verdicts(noisy, "longer", "a").count("faster") >= 19
+
+
+def test_quiet_machines_rank_five_per_cent_and_measure_the_duration() -> None:
+    quiet = measure(False, longer=10.5, thrice=30.0)
+    assert verdicts(quiet, "longer", "a").count("faster") >= 19
+    assert verdicts(quiet, "a", "longer").count("slower") >= 19
+    assert np.median(quiet[0]["a"]) == pytest.approx(10.0, rel=0.01)
+    low, high = clock.ratio_interval(quiet[0]["thrice"], quiet[0]["a"], paired=True)
+    assert low < 3.0 < high < low * 1.02
+
+
+@pytest.mark.parametrize(
+    ("base", "other", "paired", "share", "expected"),
+    [
+        ([20.0, 20.0, 20.0, 10.0, 10.0], [5.0, 5.0, 10.0, 10.0, 10.0], False, 0.5, 2.0),
+        ([20.0, 20.0, 20.0, 10.0, 10.0], [10.0, 10.0, 10.0, 5.0, 5.0], True, 0.5, 2.0),
+        ([10.0, 12.0, 30.0], [5.0, 12.0, 10.0], True, 0.5, 2.0),  # the median of ratios
+        ([10.0, 12.0, 30.0], [5.0, 12.0, 10.0], False, 0.5, 1.2),  # the ratio of medians
+        ([1.0, 2.0, 8.0], [1.0, 1.0, 2.0], True, 1.0, 4.0),
+    ],
+)
+def test_only_rounds_that_both_were_in_are_paired(base, other, paired, share, expected) -> None:
+    assert clock.ratio(base, other, paired=paired, share=share) == pytest.approx(expected)
+
+
+def test_verdicts_follow_from_interval_and_resolution() -> None:
+    found = clock.control([10.0] * 10, [12.0] * 10)
+    assert found["ratio"] == pytest.approx(10 / 12) and found["resolution"] == pytest.approx(0.2)
+    for ratio, interval, resolution, verdict in (
+        (1.19, (1.1, 1.3), 0.2, "cannot be ranked"),
+        (1.05, (1.02, 1.08), 0.06, "no difference"),
+        (1.05, (0.99, 1.1), 0.01, "no difference"),
+        (1.05, (0.99, 1.3), 0.01, "cannot be ranked"),
+        (1.0, (0.7, 1.05), 0.01, "cannot be ranked"),
+        (1.05, (1.02, 1.08), 0.04, "faster"),
+        (0.95, (0.93, 0.97), 0.04, "slower"),
+    ):
+        assert clock.verdict(ratio, interval, resolution) == verdict
+
+
+def test_other_processes_and_the_quota_make_a_machine_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processors for ten seconds: this process works 8 of the 20 s, others 6, and the quota withholds one."""
+    own = iter([(1.0, 0, 0, 0), (9.0, 0, 0, 0)])
+    fields = ("user", "system", "children_user", "children_system")
+    monkeypatch.setattr(runner, "_busy_seconds", iter([(100.0, 2), (114.0, 2)]).__next__)
+    monkeypatch.setattr(runner, "_throttled_seconds", iter([3.0, 4.0]).__next__)
+    monkeypatch.setattr(runner.time, "perf_counter", iter([50.0, 60.0]).__next__)
+    monkeypatch.setattr(runner.os, "times", lambda: SimpleNamespace(**dict(zip(fields, next(own), strict=True))))
+    found = runner.Conditions(CPU)
+    with found.watch():
+        pass
+    told = found.summary()
+    assert (told["others_share"], told["throttled_share"]) == (0.3, 0.1)
+    assert [share in reason for reason, share in zip(told["busy"], ("30%", "10%"), strict=True)] == [True, True]
+    assert runner.Conditions(CPU).summary()["busy"] == []
+
+
 class Simulated:
     """A GPU with a queue in order, and a host; time in ms passes only by what is done here.
 
-    Args:
-        clock_mhz: Cycles a microsecond of `sleep`.
-        capacity: Launches that may be pending before the host has to wait; None means any number.
+    `capacity` launches may be pending before the host has to wait; None means any number.
     """
 
-    def __init__(self, clock_mhz: float = 1500.0, capacity: int | None = None) -> None:
-        self.clock_mhz, self.capacity = clock_mhz, capacity
+    def __init__(self) -> None:
+        self.clock_mhz, self.capacity = 1500.0, None
         self.host = self.free = 0.0  # now; when the device will have done what is queued
         self.pending: list[float] = []
         self.flushes = 0
@@ -164,9 +271,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Simulated:
     return simulated
 
 
-@pytest.mark.parametrize(
-    ("host_ms", "device_ms"), [(0.02, 5.0), (0.7, 0.1), (11.0, 0.9), (43.0, 60.0)], ids=lambda value: f"{value}ms"
-)
+@pytest.mark.parametrize(("host_ms", "device_ms"), [(0.02, 5.0), (0.7, 0.1), (43.0, 60.0)])
 def test_hidden_launches_leave_the_devices_time(gpu: Simulated, host_ms: float, device_ms: float) -> None:
     """Also if the host needs many times longer than the device; neither the flush nor the sleep is counted."""
     call = gpu.call(host_ms, device_ms)
@@ -177,10 +282,8 @@ def test_hidden_launches_leave_the_devices_time(gpu: Simulated, host_ms: float, 
 
 
 def test_counted_launches_are_the_slower_of_host_and_device(gpu: Simulated) -> None:
-    calls = {"host": gpu.call(11.0, 1.0), "device": gpu.call(0.1, 5.0)}
-    found = time_interleaved(calls, "cuda", COUNTED)
-    assert found["host"].ms == pytest.approx(11.0 + 0.1, rel=1e-6)
-    assert found["device"].ms == pytest.approx(5.0 + 0.01, rel=1e-6)
+    found = time_interleaved({"host": gpu.call(11.0, 1.0), "device": gpu.call(0.1, 5.0)}, "cuda", COUNTED)
+    assert (found["host"].ms, found["device"].ms) == pytest.approx((11.0 + 0.1, 5.0 + 0.01), rel=1e-6)
     assert found["host"].hosts_ms[0] == pytest.approx(11.0) and not found["host"].host_bound
     assert gpu.flushes == 0
 

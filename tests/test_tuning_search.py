@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -14,18 +15,14 @@ from vit_fast.measure.search import SCOUTING_CALLS, Found, OutOfTime, Refused, s
 
 @dataclass(frozen=True)
 class Simulated:
-    """A candidate: ms of a call on a quiet machine, estimated seconds to prepare it, and its variations (leads_to).
-
-    Preparation takes `slower` times as long. `trouble` is "incorrect", "hangs", "memory" (in its fifth call),
-    "uneven" (every fifth call takes four times as long), or None.
-    """
+    """A candidate; its preparation takes `slower` times the estimated `seconds`."""
 
     name: str
-    ms: float
+    ms: float  # of a call on a quiet machine
     changes: int = 1
     seconds: float = 1.0
-    trouble: str | None = None
-    leads_to: tuple[Simulated, ...] = ()
+    trouble: str | None = None  # "incorrect", "hangs", "memory" (in the fifth call), "uneven" (some calls take longer)
+    leads_to: tuple[Simulated, ...] = ()  # its variations
     slower: float = 1.0
 
 
@@ -34,11 +31,10 @@ class Machine:
 
     def __init__(self, seed: int = 0, noise: float = 0.01, drift: float = 0.0, bursts: float = 0.0) -> None:
         self.random, self.noise, self.drift, self.bursts = random.Random(seed), noise, drift, bursts
-        self.now = 0.0
-        self.calls: dict[str, int] = {}
-        self.held: set[str] = set()
-        self.interrupt_at, self.burst_until = math.inf, 0.0
+        self.now, self.interrupt_at, self.burst_until = 0.0, math.inf, 0.0
         self.interrupt_in = ""  # the name of a candidate
+        self.calls: Counter[str] = Counter()
+        self.held: set[str] = set()
 
     def elapsed_s(self) -> float:
         return self.now
@@ -60,7 +56,7 @@ class Machine:
 
     def call_ms(self, candidate: Simulated, number: int) -> float:
         assert candidate.name in self.held
-        self.calls[candidate.name] = self.calls.get(candidate.name, 0) + 1
+        self.calls[candidate.name] += 1
         if candidate.trouble == "memory" and self.calls[candidate.name] == 5:
             raise Refused("out of memory")
         if self.now > self.interrupt_at:
@@ -91,20 +87,19 @@ def machines(few: int, many: int) -> pytest.MarkDecorator:
 ORIGINAL = Simulated("original", 100.0, changes=0)
 
 
-def names(found: Found) -> dict[str, str | None]:
-    return {trial.candidate.name: trial.reason for trial in found.trials}
+def reasons(found: Found) -> dict[str, str]:
+    return {trial.candidate.name: str(trial.reason) for trial in found.trials}
 
 
 def random_field(seed: int) -> list[Simulated]:
+    """Candidates, some of which would be fastest but fail; those that hang come last, like those that take long."""
     generator = random.Random(seed)
     draw = generator.uniform
     count = generator.randrange(4, 9)
     field = [Simulated(f"c{i}", draw(40, 160), generator.randrange(1, 6), draw(0.2, 6)) for i in range(count)]
-    troubles = generator.sample(range(len(field)), 3)
-    for place, trouble in zip(troubles, ("incorrect", "memory", generator.choice(["hangs", None]))):
-        old = field[place]
-        field[place] = Simulated(old.name, old.ms / 2, old.changes, old.seconds, trouble)  # it would win
-    # candidates that hang come late, like those that take long
+    troubles = zip(generator.sample(range(count), 3), ("incorrect", "memory", generator.choice(["hangs", None])))
+    for place, trouble in troubles:
+        field[place] = replace(field[place], ms=field[place].ms / 2, trouble=trouble)
     return sorted(field, key=lambda candidate: candidate.trouble == "hangs")
 
 
@@ -123,9 +118,9 @@ def test_finds_the_best_on_noisy_machines(machines: int) -> None:
 
 @machines(20, 100)
 def test_the_original_is_never_replaced_by_something_slower(machines: int) -> None:
+    field = [Simulated(f"c{i}", 100 + 2 * i) for i in range(5)]
     for seed in range(machines):
         machine = Machine(seed, noise=0.2, drift=0.2, bursts=0.05)
-        field = [Simulated(f"c{i}", 100 + 2 * i) for i in range(5)]
         assert search(machine, ORIGINAL, field, budget_s=60).chosen.ms <= 100
 
 
@@ -134,7 +129,7 @@ def test_the_simpler_of_equally_fast_candidates_is_chosen(machines: int) -> None
     field = [Simulated("elaborate", 50.0, changes=5), Simulated("plain", 50.2, changes=1)]
     for seed in range(machines):
         found = search(Machine(seed, noise=0.02), ORIGINAL, field, budget_s=60)
-        assert found.chosen.name == "plain" and "less simple" in str(names(found)["elaborate"])
+        assert found.chosen.name == "plain" and "less simple" in reasons(found)["elaborate"]
         again = search(Machine(seed, noise=0.02), ORIGINAL, [Simulated("another", 100.0)], budget_s=60)
         assert again.chosen == ORIGINAL
 
@@ -144,8 +139,8 @@ def test_variations_of_the_best_are_tried_and_slow_candidates_released_early() -
     field = [Simulated("slow", 90.0, leads_to=(Simulated("never", 1.0),)), Simulated("fast", 60.0, leads_to=leads)]
     machine = Machine()
     found = search(machine, ORIGINAL, field, budget_s=120)
-    assert found.chosen.name == "two threads" and "never" not in names(found)
-    assert machine.calls["slow"] == SCOUTING_CALLS and "x slower than the fastest" in str(names(found)["slow"])
+    assert found.chosen.name == "two threads" and "never" not in reasons(found)
+    assert machine.calls["slow"] == SCOUTING_CALLS and "x slower than the fastest" in reasons(found)["slow"]
     assert "slow" not in machine.held
 
 
@@ -153,7 +148,7 @@ def test_the_budget_is_kept_and_the_result_says_what_was_not_reached() -> None:
     machine = Machine()
     hanging, long = Simulated("hangs", 1.0, trouble="hangs"), Simulated("slow to build", 10.0, seconds=50)
     found = search(machine, ORIGINAL, [Simulated("quick", 80.0), long, hanging], budget_s=20)
-    assert "50 s" in names(found)["slow to build"] and "more than" in str(names(found)["hangs"])
+    assert "50 s" in reasons(found)["slow to build"] and "more than" in reasons(found)["hangs"]
     assert machine.now <= 20 and found.chosen.name == "quick" and found.tried == 2
     assert found.finish_s is not None and found.finish_s > 50
 
