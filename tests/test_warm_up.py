@@ -80,7 +80,7 @@ def test_errors() -> None:
     [
         (["--warm-up", "vit_test", "--batch-sizes", "1,x"], "--batch-sizes"),
         (["--warm-up", "vit_test", "--json"], "--json must not be used with --warm-up"),
-        (["--batch-sizes", "1"], "--batch-sizes requires --warm-up or --model, got 1"),
+        (["--batch-sizes", "1"], "--batch-sizes must not be used without --warm-up or --model"),
     ],
 )
 def test_errors_of_the_command(options: list[str], message: str, capsys: Any) -> None:

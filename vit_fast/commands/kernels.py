@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from ..cli import AsJson, integers, option
+
+# The options that apply to each mode.
+_OPTIONS = {
+    "": {"--arch", "--json", "--update-baseline"}, "--host": {"--arch", "--json"},
+    "--model": {"--arch", "--json", "--batch-sizes"}, "--warm-up": {"--batch-sizes"}, "--tune": set(),
+}  # fmt: skip
 
 
 def kernels(
@@ -55,16 +60,15 @@ def kernels(
     sizes = integers("--batch-sizes", batch_sizes)
     modes = {"--warm-up": warm_up, "--host": host, "--model": model, "--tune": tune}
     chosen = [name for name, given in modes.items() if given not in (None, False)]
-    mode = chosen[0] if chosen else ""
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)} cannot be used together")
-    if sizes is not None and mode not in ("--warm-up", "--model"):
-        raise ValueError(f"--batch-sizes requires --warm-up or --model, got {batch_sizes}")
+    mode = chosen[0] if chosen else ""
+    options = {"--arch": arch, "--json": as_json, "--update-baseline": update_baseline, "--batch-sizes": sizes}
+    for name in options.keys() - _OPTIONS[mode]:
+        if options[name] not in (None, False):
+            raise ValueError(f"{name} must not be used {f'with {mode}' if mode else 'without --warm-up or --model'}")
     if mode == "--model" and sizes is not None and (len(sizes) != 1 or sizes[0] < 1):
         raise ValueError(f"--batch-sizes must be one integer >= 1 with --model, got {batch_sizes}")
-    for name, value in {"--arch": arch, "--json": as_json, "--update-baseline": update_baseline}.items():
-        if value and (mode in ("--warm-up", "--tune") or (mode and name == "--update-baseline")):
-            raise ValueError(f"{name} must not be used with {mode}")
     if warm_up is not None:
         _warm_up(warm_up, sizes or [1])
         return
@@ -89,7 +93,7 @@ def kernels(
             failed, text_of = False, block_times.device_time_text
         else:
             archs = arch.split(",") if arch else None
-            report = collect(archs, core=False, update_baseline=update_baseline, progress=not as_json)
+            report = collect(archs, core=False, update_baseline=update_baseline, to_stderr=as_json)
             failed, text_of = any(row["problems"] for row in report["builds"]), _summary
     except (RuntimeError, ImportError) as error:  # e.g. without triton or a GPU
         raise ValueError(f"kernels {mode}: {error}") from error
@@ -106,23 +110,11 @@ def _warm_up(name: str, sizes: list[int]) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = create_model(name, backend="triton").to(device, torch.bfloat16)
-    with _progress("kernels compiled") as progress:
-        typer.echo(str(warm_up(model, sizes, progress=progress)))
+    typer.echo(str(warm_up(model, sizes, progress=lambda done, total: typer.echo(f"{done} of {total}", err=True))))
 
 
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a progress bar on stderr; yields a function that takes the numbers of finished and of all items."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progress: bool = False) -> dict[str, Any]:
-    """Compiles the kernels, compares them with the baseline, and returns data for JSON."""
+def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, to_stderr: bool = True) -> dict[str, Any]:
+    """Compiles the kernels, compares them with the baseline, prints a line for each, and returns data for JSON."""
     import triton
 
     from ..kernels import launch
@@ -136,24 +128,21 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
     comparable = static_checks.is_comparable(before) and not update_baseline
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
-    with _progress("builds compiled") as bar:
-        for arch, build in wanted:
-            row: dict[str, Any] = {"arch": arch, "kernel": build.kernel, "case": build.case}
-            try:
-                stats = static_checks.compile_stats(build.launch, arch)
-            except Exception as error:  # record a compiler failure in this row and continue
-                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-                row["problems"] = [f"does not compile: {type(error).__name__}: {lines[-1][:200] if lines else ''}"]
-            else:
-                row |= stats | {"problems": static_checks.problems(build, stats, arch)}
-                if static_checks.is_recorded(build, arch):
-                    found[build.key(arch)] = stats
-                    if comparable:
-                        row["problems"] += static_checks.regressions(before, build.key(arch), stats)
-            rows.append(row)
-            if progress:
-                typer.echo(_line(row))
-            bar(len(rows), len(wanted))
+    for arch, build in wanted:
+        row: dict[str, Any] = {"arch": arch, "kernel": build.kernel, "case": build.case}
+        try:
+            stats = static_checks.compile_stats(build.launch, arch)
+        except Exception as error:  # record a compiler failure in this row and continue
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            row["problems"] = [f"does not compile: {type(error).__name__}: {lines[-1][:200] if lines else ''}"]
+        else:
+            row |= stats | {"problems": static_checks.problems(build, stats, arch)}
+            if static_checks.is_recorded(build, arch):
+                found[build.key(arch)] = stats
+                if comparable:
+                    row["problems"] += static_checks.regressions(before, build.key(arch), stats)
+        rows.append(row)
+        typer.echo(_line(row), err=to_stderr)
     if update_baseline:
         static_checks.write_baseline(found)
     return {
