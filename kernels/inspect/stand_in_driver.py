@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,18 +43,15 @@ class StandInDriver:
     """The stand-in driver of this process; `install` creates it."""
 
     def __init__(self, library: ctypes.CDLL, gpu: Gpu) -> None:
-        self.gpu = gpu
-        self._library = library
+        self.gpu, self._library = gpu, library
         library.stand_in_violation.restype = ctypes.c_char_p
 
     def counters(self) -> Counters:
-        values = (ctypes.c_long.in_dll(self._library, f"stand_in_{name}").value for name in Counters._fields)
-        return Counters(*values)
+        return Counters(*(ctypes.c_long.in_dll(self._library, f"stand_in_{name}").value for name in Counters._fields))
 
     def violations(self) -> list[str]:
         """Describes the rejected calls, at most 64."""
-        count = min(self.counters().violations, 64)
-        return [self._library.stand_in_violation(index).decode() for index in range(count)]
+        return [self._library.stand_in_violation(i).decode() for i in range(min(self.counters().violations, 64))]
 
     def reset(self) -> None:
         self._library.stand_in_reset()
@@ -68,9 +65,7 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
     """
     limits, gpu = offline.architecture(arch), offline.gpu(arch)
     if torch.cuda.is_available():
-        raise RuntimeError(
-            "the stand-in driver requires a machine without a GPU: hide the GPU with CUDA_VISIBLE_DEVICES=''"
-        )
+        raise RuntimeError("the stand-in driver requires a machine without a GPU: set CUDA_VISIBLE_DEVICES=''")
     if is_interpreted():
         raise RuntimeError("TRITON_INTERPRET must be unset, because the stand-in driver runs compiled kernels")
     if has_stand_in():
@@ -81,13 +76,10 @@ def install(arch: str, library: Path | None = None) -> StandInDriver:
     os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     if not hasattr(ctypes.CDLL(library.name), "stand_in_configure"):
-        raise RuntimeError(
-            "the real libcuda.so.1 is loaded in this process: install the stand-in driver in a new process"
-        )
+        raise RuntimeError("the real libcuda.so.1 is loaded: install the stand-in driver in a new process")
     number = int(arch.removeprefix("sm_"))
     loaded.stand_in_configure(number, gpu.sm_count, limits.shared_bytes_per_block, limits.shared_bytes)
-    driver: Any = CudaDriver()
-    target = GPUTarget("cuda", number, 32)
+    driver, target = CudaDriver(), GPUTarget("cuda", number, 32)
     driver.get_current_target = lambda: target
     driver.get_current_device, driver.get_current_stream = (lambda: 0), (lambda device: 0)
     driver.get_device_capability = lambda device=0: divmod(number, 10)

@@ -42,19 +42,12 @@ class PredictionError(VitFastError, RuntimeError):
 
 @dataclass(frozen=True)
 class Predicted:
-    """Summary of predict_to_parquet.
+    """Summary of predict_to_parquet."""
 
-    Attributes:
-        images: Number of rows in the file.
-        bad: Path and reason of each unreadable image.
-        resumed: Number of images that an earlier run had processed.
-        lost: One message per worker that died and was replaced.
-    """
-
-    images: int
-    bad: tuple[tuple[str, str], ...]
-    resumed: int
-    lost: tuple[str, ...]
+    images: int  # rows in the file
+    bad: tuple[tuple[str, str], ...]  # path and reason of each unreadable image
+    resumed: int  # images that an earlier run had processed
+    lost: tuple[str, ...]  # one message per worker that died and was replaced
 
 
 def predict_to_parquet(

@@ -131,9 +131,8 @@ def _host_us(calls: Mapping[str, Call]) -> dict[str, dict[str, float]]:
             samples[name].append(timer.timeit(numbers[name]) / numbers[name] / _blocks(name) * 1e6)
     found = {}
     for name, values in samples.items():
-        p20, *_, p80 = statistics.quantiles(values, n=5)
-        us = {"median": statistics.median(values), "p20": p20, "p80": p80}
-        found[name] = {key: round(value, 1) for key, value in us.items()}
+        p20, *_, p80 = (round(value, 1) for value in statistics.quantiles(values, n=5))
+        found[name] = {"median": round(statistics.median(values), 1), "p20": p20, "p80": p80}
     return found
 
 
@@ -141,9 +140,8 @@ def host_time_text(report: Mapping[str, Any]) -> str:
     machine, packages = report["machine"], report["machine"]["packages"]
     cells = [["", "launches", "descriptors", "host us (p20-p80)"]]
     for row in report["rows"]:
-        us = row["ours_us"]
-        counts = (f"{row[name]:g}" for name in ("launches", "descriptors"))
-        cells.append([row["name"], *counts, f"{us['median']:.0f} ({us['p20']:.0f}-{us['p80']:.0f})"])
+        us = "{median:.0f} ({p20:.0f}-{p80:.0f})".format(**row["ours_us"])
+        cells.append([row["name"], f"{row['launches']:g}", f"{row['descriptors']:g}", us])
     lines = [
         report["note"],
         f"{report['arch']}; {machine['cpu']}, 1 thread, torch {packages['torch']}, triton {packages['triton']}",

@@ -33,32 +33,20 @@ MOST_PREFIX_TOKENS = 16
 
 @dataclass(frozen=True)
 class ModelImage:
-    """A preprocessed image.
+    """A preprocessed image."""
 
-    Attributes:
-        images: Input of the model [1, channels, height, width].
-        shown: The same region as RGB in 0..1, [height, width, 3].
-    """
-
-    images: Tensor
-    shown: np.ndarray
+    images: Tensor  # input of the model [1, channels, height, width]
+    shown: np.ndarray  # the same region as RGB in 0..1, [height, width, 3]
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Activations of one forward pass.
+    """Activations of one forward pass, in fp32."""
 
-    Attributes:
-        grid: Rows and columns of the patch grid.
-        prefix: Number of tokens before the patches.
-        attention: Attention weights [B, H, N, N] per block, in fp32. Row i contains the weights of query token i.
-        features: Patch features after the last block and norm, [B, rows, columns, C], in fp32.
-    """
-
-    grid: Size
-    prefix: int
-    attention: tuple[Tensor, ...]
-    features: Tensor
+    grid: Size  # rows and columns of the patch grid
+    prefix: int  # number of tokens before the patches
+    attention: tuple[Tensor, ...]  # weights [B, H, N, N] per block; row i contains the weights of query token i
+    features: Tensor  # patch features after the last block and norm, [B, rows, columns, C]
 
     def rollout(self) -> Tensor:
         """Returns attention rollout: the contribution of each patch to each token after all blocks, [B, N, patches].
@@ -66,10 +54,10 @@ class Activations:
         Per block, averages the heads, then averages the result and the identity, which stands for the residual.
         Source: "Quantifying Attention Flow in Transformers", arXiv 2005.00928.
         """
-        flow = torch.eye(self.attention[0].shape[-1]).expand(self.attention[0].shape[0], -1, -1)
+        identity = torch.eye(self.attention[0].shape[-1])
+        flow = identity.expand(self.attention[0].shape[0], -1, -1)
         for weights in self.attention:
-            mixed = weights.mean(1)
-            flow = (0.5 * mixed + 0.5 * torch.eye(mixed.shape[-1])) @ flow
+            flow = (0.5 * weights.mean(1) + 0.5 * identity) @ flow
         return flow[..., self.prefix :]
 
     def distances(self, patch_px: Sequence[float]) -> Tensor:
@@ -148,8 +136,8 @@ def record_activations(model: nn.Module, images: Tensor) -> Activations:
     tokens = seen.tokens.get((count, width))
     if tokens is None:  # a packed batch [1, B * N, C]
         tokens = seen.tokens[len(images) * count, width].unflatten(1, (len(images), count))[0]
-    features = tokens[:, prefix:].float().cpu()
-    return Activations((rows, columns), prefix, weights, features.unflatten(1, (rows, columns)))
+    features = tokens[:, prefix:].float().cpu().unflatten(1, (rows, columns))
+    return Activations((rows, columns), prefix, weights, features)
 
 
 def open_image(
