@@ -211,13 +211,12 @@ def not_measured(record: Record) -> list[str]:
     return lines
 
 
-def _filled_columns(record: Record) -> list[Column]:
-    return [column for column in COLUMNS if any(map(column.cell, measured(record["rows"])))]
-
-
-def columns_in(record: Record, width: int) -> list[Column]:
-    """Returns the most important columns that fit into a terminal of `width` characters, beside the candidate."""
-    rows, columns = measured(record["rows"]), _filled_columns(record)
+def _columns(record: Record, width: int | None) -> list[Column]:
+    """Returns the columns with any cell, or the most important of them that fit into a terminal of this width."""
+    rows = measured(record["rows"])
+    columns = [column for column in COLUMNS if any(map(column.cell, rows))]
+    if width is None:
+        return columns
     shown: list[Column] = []
     left = width - max((len(label(row, precision=False)) for row in rows), default=0) - 2
     for column in sorted((c for c in columns if c.rank), key=lambda column: column.rank)[:MOST_ON_SCREEN]:
@@ -228,9 +227,9 @@ def columns_in(record: Record, width: int) -> list[Column]:
     return sorted(shown, key=columns.index)
 
 
-def tables(record: Record, columns: Sequence[Column] | None = None) -> Iterator[Table]:
-    """Yields the tables of the measured rows of each group, and of their profiles."""
-    columns = _filled_columns(record) if columns is None else columns
+def tables(record: Record, width: int | None = None) -> Iterator[Table]:
+    """Yields the tables of the measured rows of each group, with columns that fit into a width, and of profiles."""
+    columns = _columns(record, width)
     grouped = groups(record, "measured")
     for title, rows in grouped.items():
         lines = [[label(row, precision=False), *(column.cell(row) for column in columns)] for row in rows]

@@ -109,7 +109,7 @@ def bench(
             record = run(configuration, tell, journal)
         for line in (texts.heading(record), texts.ceilings_line(record), *texts.remarks(record)):
             console.print(line, **PLAIN)
-        for caption, titles, rows in texts.tables(record, texts.columns_in(record, console.width)):
+        for caption, titles, rows in texts.tables(record, console.width):
             console.print(table(caption, titles, rows))
         for line in texts.not_measured(record):
             console.print(line, **PLAIN)

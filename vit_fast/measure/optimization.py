@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..apps.data import find_images
 from ..errors import UnsupportedInputError, check_choice, check_number, check_type
-from ..files import check_new_folder, folder_aside
+from ..files import folder_aside
 from . import cache
 from .build import Optimized, arguments, changed_copy, map_floating, only_images
 from .cache import CachedResult
@@ -271,17 +271,15 @@ def _snapshot(model: Any, example: Any) -> nn.Module:
 
 
 def _rows(found: Found, trials: Trials, share: float) -> Iterator[Row]:
-    batch = first_batch(trials.example)
     for trial in found.trials:
         ms = rate = speedup = interval = None
         if trial.samples_ms:
             before, after = paired(found.trials[0].samples_ms, trial.samples_ms)
             ms = percentile(trial.samples_ms, share)
-            rate = batch * 1e3 / ms
+            rate = first_batch(trials.example) * 1e3 / ms
             speedup = ratio(before, after, paired=True, share=share)
             interval = ratio_interval(before, after, paired=True, share=share)
-        checked = trials.checked.get(trial.candidate)
-        yield Row(trial.candidate, ms, rate, speedup, interval, checked, trial.reason)
+        yield Row(trial.candidate, ms, rate, speedup, interval, trials.checked.get(trial.candidate), trial.reason)
 
 
 def deploy(
@@ -294,7 +292,6 @@ def deploy(
     `import vit_fast`, which registers the operators). Inputs must be in the candidate's precision. The caller sets
     threads, CUDA graphs and the splitting of batches. Raises OSError, or UnsupportedInputError if the export fails.
     """
-    check_new_folder(folder)
     candidate, images = result.candidate, only_images(example)
     with folder_aside(folder) as aside:
         if (candidate.runs_file or isinstance(model, OnnxFile)) and images is not None:
@@ -302,27 +299,23 @@ def deploy(
             write_onnx(candidate, model, path, images, image_files)
         else:
             path = aside / "model.pt2"
-            _write_program(changed_copy(candidate, model, example, image_files), candidate, example, path)
+            work, inputs = changed_copy(candidate, model, example, image_files), arguments(example)
+            if candidate.precision is not None:
+                dtype = DTYPES[candidate.precision]
+                inputs = map_floating(lambda value: value.to(dtype), inputs)
+            try:
+                with torch.no_grad():
+                    program = torch.export.export(work, *inputs)
+            except Exception as error:  # of many types
+                reason = " ".join(str(error).split())[:200]
+                raise UnsupportedInputError(f"export of {candidate.name!r}", [f"torch.export: {reason}"]) from None
+            package = io.BytesIO()  # torch aborts the process if it cannot write a file
+            if candidate.engine == "torch":
+                torch.export.save(program, package)
+            else:
+                torch._inductor.aoti_compile_and_package(program, package_path=package)
+            path.write_bytes(package.getbuffer())
         described = result.to_dict() | {"name": candidate.name, "file": path.name}
         (aside / FIGURES).write_text(json.dumps(described, indent=1) + "\n")
         names = sorted(part.name for part in aside.iterdir())
     return [folder / name for name in names]
-
-
-def _write_program(work: nn.Module, candidate: Candidate, example: Any, path: Path) -> None:
-    args, kwargs = arguments(example)
-    if candidate.precision is not None:
-        dtype = DTYPES[candidate.precision]
-        args, kwargs = map_floating(lambda value: value.to(dtype), (args, kwargs))
-    try:
-        with torch.no_grad():
-            program = torch.export.export(work, args, kwargs)
-    except Exception as error:  # of many types
-        reason = " ".join(str(error).split())[:200]
-        raise UnsupportedInputError(f"export of {candidate.name!r}", [f"torch.export: {reason}"]) from None
-    package = io.BytesIO()  # torch aborts the process if it cannot write a file
-    if candidate.engine == "torch":
-        torch.export.save(program, package)
-    else:
-        torch._inductor.aoti_compile_and_package(program, package_path=package)
-    path.write_bytes(package.getbuffer())
