@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from .errors import MAX_SIZE, check_choice, check_integer, check_number, check_type, known_fields, pair
 
@@ -23,8 +23,23 @@ Size = tuple[int, int]
 MAX_DEPTH = 1024  # published models have up to 1,000 layers
 
 
+class _Config:
+    """Conversion to JSON and back."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)  # type: ignore[call-overload]  # subclasses are dataclasses
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Builds a config from the output of to_dict, also after JSON; unknown names raise ValueError."""
+        known = known_fields(cls, fields)
+        if isinstance(known.get("rope"), Mapping):
+            known["rope"] = RopeConfig(**known_fields(RopeConfig, known["rope"]))
+        return cls(**known)
+
+
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(_Config):
     """Preprocessing of images for a model, as in timm's data config."""
 
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # per channel, for pixel values in [0, 1]
@@ -44,13 +59,6 @@ class DataConfig:
             raise ValueError(f"mean and std must have equal lengths, got {len(self.mean)} and {len(self.std)}")
         if not 0 < self.crop_pct <= 1:
             raise ValueError(f"crop_pct must be in (0, 1], got {self.crop_pct}")
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> DataConfig:
-        return cls(**known_fields(cls, fields))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +86,7 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViTConfig:
+class ViTConfig(_Config):
     """Architecture of a Vision Transformer. Fields have timm's names; an invalid field raises ValueError."""
 
     img_size: int | Size = 224  # height and width in pixels; one number means a square
@@ -145,14 +153,10 @@ class ViTConfig:
         return pair("patch_size", self.patch_size)
 
     @property
-    def stem_stride(self) -> int:
-        """Stride of the convolutional stem in pixels; 1 without a stem."""
-        return int(2 ** len(self.stem_channels))
-
-    @property
     def patch_pixels(self) -> Size:
-        """Height and width of the image region that one token covers."""
-        return self.patch_hw[0] * self.stem_stride, self.patch_hw[1] * self.stem_stride
+        """Height and width of the image region that one token covers; each layer of the stem has stride 2."""
+        stride = int(2 ** len(self.stem_channels))
+        return self.patch_hw[0] * stride, self.patch_hw[1] * stride
 
     @property
     def grid_size(self) -> Size:
@@ -188,11 +192,6 @@ class ViTConfig:
         return int(self.embed_dim * self.mlp_ratio)
 
     @property
-    def pool_hidden_dim(self) -> int:
-        """Hidden width of the MLP of global_pool="map"."""
-        return self.hidden_dim if self.pool_mlp_ratio is None else int(self.embed_dim * self.pool_mlp_ratio)
-
-    @property
     def norm_after_pool(self) -> bool:
         return self.global_pool == "avg" if self.fc_norm is None else self.fc_norm
 
@@ -200,21 +199,7 @@ class ViTConfig:
         """Returns a validated copy with changed fields; unknown names raise ValueError."""
         return dataclasses.replace(self, **known_fields(ViTConfig, overrides))
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> ViTConfig:
-        """Builds a config from the output of to_dict, also after JSON; unknown names raise ValueError."""
-        known = known_fields(cls, fields)
-        if isinstance(known.get("rope"), Mapping):
-            known["rope"] = RopeConfig(**known_fields(RopeConfig, known["rope"]))
-        return cls(**known)
-
-
-_MINIMA = {
-    "depth": 1, "in_chans": 1, "embed_dim": 1, "num_heads": 1, "pool_heads": 1, "num_classes": 0, "reg_tokens": 0,
-}  # fmt: skip
 _hints: Any = functools.cache(get_type_hints)
 
 
@@ -226,8 +211,9 @@ def _check_fields(config: Any) -> None:
             continue
         if get_origin(hint) is Literal:
             check_choice(name, value, get_args(hint))
-        elif name in _MINIMA:
-            check_integer(name, value, _MINIMA[name], MAX_DEPTH if name == "depth" else MAX_SIZE)
+        elif hint in (int, int | None):
+            minimum = 0 if name in ("num_classes", "reg_tokens") else 1
+            check_integer(name, value, minimum, MAX_DEPTH if name == "depth" else MAX_SIZE)
         elif hint in (bool, bool | None):
             check_choice(name, value, (True, False))
         elif hint in (float, float | None):
@@ -246,7 +232,7 @@ def _check_together(config: ViTConfig) -> None:
             raise ValueError(f"embed_dim must be a multiple of {name}={heads}, got {width}")
     for axis, pixels, cell in zip(("height", "width"), config.image_hw, config.patch_pixels, strict=True):
         if pixels % cell:
-            patch = f"(patch_size={config.patch_size}, stem stride {config.stem_stride})"
+            patch = f"(patch_size={config.patch_size}, stem stride {2 ** len(config.stem_channels)})"
             raise ValueError(f"img_size must be a multiple of {cell} pixels in {axis} {patch}, got {pixels}")
     divisor = {"sincos1d": 2, "sincos2d": 4}.get(config.pos_embed, 1)
     if width % divisor:

@@ -74,7 +74,8 @@ def _embedding(config: ViTConfig, B: int) -> Iterator[Work]:
 
 
 def _head(config: ViTConfig, B: int) -> Iterator[Work]:
-    C, F = config.embed_dim, config.pool_hidden_dim
+    ratio = config.mlp_ratio if config.pool_mlp_ratio is None else config.pool_mlp_ratio
+    C, F = config.embed_dim, int(config.embed_dim * ratio)
     P = config.seqlen if config.pool_include_prefix else config.num_patches
     if config.global_pool == "map":
         yield _linear(1, C, C)  # the query, once per batch
