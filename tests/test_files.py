@@ -72,17 +72,19 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "m.safetensors"]
 
 
-def test_errors_name_the_file(tmp_path: Path) -> None:
+def test_errors_name_the_file_and_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="absent"), file_aside(tmp_path / "new" / "file"):
         (tmp_path / "absent").read_text()  # an error of another file stays unchanged
+    with pytest.raises(KeyboardInterrupt), file_aside(tmp_path / "new" / "deep" / "m.onnx") as aside:
+        aside.write_text("half")
+        raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "text").write_text("")
-    for name, target in (("a", "b"), ("b", "a")):
-        (tmp_path / name).symlink_to(tmp_path / target)
-    for path, message in (("text/deep/file", ".*text must be a folder, got a file"), ("a/file", "")):
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for path, message in (("text/deep/file", ".*text must be a folder, got a file"), ("circle/file", "")):
         with pytest.raises(OSError, match=f"{path}: cannot be written: {message}"), file_aside(tmp_path / path):
             raise AssertionError
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "b", "text"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["circle", "text"]
 
 
 def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
@@ -94,13 +96,10 @@ def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
     for taken, kind in ((pipe, other), (device, other), (Path("/dev/null"), other), (folder, "a folder")):
         with pytest.raises(OSError, match=rf"{taken}: must be .*, got {kind}"), file_aside(taken):
             raise AssertionError
-    with (
-        pytest.raises(IsADirectoryError, match=r"n\.onnx\.data: must be a file name"),
-        file_aside(tmp_path / "n.onnx") as aside,
-    ):
+    with pytest.raises(IsADirectoryError, match=r"n\.onnx\.data: must be"), file_aside(tmp_path / "n.onnx") as aside:
         for part in (aside, aside.with_name("n.onnx.data")):
             part.write_text("new")
-    assert pipe.is_fifo() and device.is_symlink() and Path("/dev/null").is_char_device()
+    assert pipe.is_fifo() and device.is_symlink()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "m.onnx", "n.onnx.data"]
 
 
@@ -115,19 +114,12 @@ def test_folder_aside_follows_links_and_names_may_have_the_maximum_length(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "link"]
 
 
-def test_file_aside_replaces_links_and_an_interrupted_write_nothing(tmp_path: Path) -> None:
-    link, target = tmp_path / "new" / "m.onnx", tmp_path / "old" / "other.onnx"
-    for path in (link, target):
-        path.parent.mkdir()
+def test_file_aside_replaces_a_link_and_not_its_target(tmp_path: Path) -> None:
+    link, target = tmp_path / "m.onnx", tmp_path / "other.onnx"
     target.write_text("old")
     link.symlink_to(target)
-    for path in (link, target, tmp_path / "newer" / "deep" / "m.onnx"):
-        with pytest.raises(KeyboardInterrupt), file_aside(path) as aside:
-            aside.write_text("half")
-            raise KeyboardInterrupt
-    assert link.is_symlink() and target.read_text() == "old" and not (tmp_path / "newer").exists()
     with file_aside(link) as aside:
         aside.write_text("new")
         aside.with_name("m.onnx.data").write_text("weights")
     assert not link.is_symlink() and (link.read_text(), target.read_text()) == ("new", "old")
-    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["m.onnx", "m.onnx.data", "other.onnx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data", "other.onnx"]
