@@ -30,19 +30,13 @@ if TYPE_CHECKING:
     from .weights import create_model, load, load_weights, save
 
 _MODULES = {
-    ".blocks.fusion_report": "FusionReport",
-    ".config": "DataConfig ViTConfig",
-    ".errors": "UnsupportedInputError VitFastError",
-    ".fusion.calibration": "Calibration calibrate",
-    ".fusion.fuse": "freeze fuse set_backend unfreeze unfuse",
-    ".libraries.fixed_grid": "FixedGrid",
-    ".measure.optimization": "Optimization load_optimized optimize",
-    ".model": "VisionTransformer",
-    ".run.graph_runner": "GraphRunner budgets_for",
-    ".run.runtime": "WarmUp compile warm_up",
-    ".variants": "list_models",
-    ".weights": "create_model load load_weights save",
-}
+    ".blocks.fusion_report": "FusionReport", ".config": "DataConfig ViTConfig",
+    ".errors": "UnsupportedInputError VitFastError", ".fusion.calibration": "Calibration calibrate",
+    ".fusion.fuse": "freeze fuse set_backend unfreeze unfuse", ".libraries.fixed_grid": "FixedGrid",
+    ".measure.optimization": "Optimization load_optimized optimize", ".model": "VisionTransformer",
+    ".run.graph_runner": "GraphRunner budgets_for", ".run.runtime": "WarmUp compile warm_up",
+    ".variants": "list_models", ".weights": "create_model load load_weights save",
+}  # fmt: skip
 _LAZY = {name: module for module, names in _MODULES.items() for name in names.split()}
 _LAZY_PACKAGES = ("config", "errors", "export", "figures", "model", "ops", "variants")
 

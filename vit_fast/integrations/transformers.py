@@ -37,14 +37,10 @@ ATTENTION_NAME = "vit_fast"
 
 # Keywords that change attention, and that transformers' sdpa function ignores:
 REFUSED = {
-    "block_indices": "sparse attention",
-    "cu_seq_lens_q": "packed sequences",
-    "head_mask": "a mask per head",
-    "indices": "sparse attention",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "block_indices": "sparse attention", "cu_seq_lens_q": "packed sequences", "head_mask": "a mask per head",
+    "indices": "sparse attention", "s_aux": "attention sinks", "sinks": "attention sinks",
     "softcap": "softcapping of the logits",
-}
+}  # fmt: skip
 if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:  # transformers 4
     REFUSED["position_bias"] = "a bias on the logits"
 

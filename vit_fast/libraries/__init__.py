@@ -3,7 +3,7 @@
 The files of a library define what it has of the following:
 
 - NAME; SIGNATURE, a pattern that recognizes the names of its weights; `convert`, which translates them to timm's
-- `wrote` and `read_config`, for the configuration files in its repositories
+- CONFIG_KEYS and `read_config`, for config.json in its repositories
 - PEER, the name of its model with our architecture, and `build_peer`, which builds it
 - `recognize`, which describes a model for export
 - `packed_tower`, which packs the calls of a vision tower for CUDA graphs

@@ -10,8 +10,7 @@ from torch import Tensor
 from ..config import ViTConfig
 from .interface.weight_names import Converted, Rule, WeightNames, parts, rename
 
-# --- Google's .npz files: vision_transformer and big_vision, also with SigLIP's attention pooling ----------------
-
+# Google's .npz files: vision_transformer and big_vision, also with SigLIP's attention pooling
 _BLOCK = r"Transformer/encoderblock_(\d+)/"
 _MHA = r"MultiHeadDotProductAttention_\d/"
 _MLP = r"MlpBlock_\d/Dense_"
@@ -79,7 +78,6 @@ def _to_torch(name: str, array: Tensor) -> Tensor:
 
 GOOGLE = WeightNames("Google JAX", r"(^|/)embedding/kernel$", _convert)
 
-# --- the image tower of CLIP ------------------------------------------------------------------------------------
 
 _CLIP_BLOCK = r"visual\.transformer\.resblocks\.(\d+)\."
 

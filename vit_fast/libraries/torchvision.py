@@ -47,9 +47,6 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     return rename(state, NAME, RULES)
 
 
-# --- peer with our weights ------------------------------------------------------------------------------------
-
-
 def build_peer(config: ViTConfig) -> nn.Module:
     """Builds torchvision's model of this shape; raises UnsupportedInputError with all reasons if there is none."""
     problems = config_reasons(config, **PLAIN_VIT, act_layer="gelu", qkv_bias=True, in_chans=3)
@@ -65,9 +62,6 @@ def build_peer(config: ViTConfig) -> nn.Module:
         num_classes=config.num_classes, norm_layer=functools.partial(nn.LayerNorm, eps=config.norm_eps),
     )  # fmt: skip
     return model
-
-
-# --- export ---------------------------------------------------------------------------------------------------
 
 
 def recognize(model: Any) -> ImageModel | None:
@@ -102,9 +96,6 @@ class TorchvisionModel(ImageModel):
             tokens = torch.cat([model.class_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
             output = model.encoder(tokens)[:, 0]
         return output
-
-
-# --- fusing ---------------------------------------------------------------------------------------------------
 
 
 class MultiheadAttentionMixin(FusedModule):

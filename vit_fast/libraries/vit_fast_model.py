@@ -48,9 +48,6 @@ class OurModel(ImageModel):
             switch(undo, model.patch_embed, "config", config)
 
 
-# --- fusing -------------------------------------------------------------------------------------------------
-
-
 class AttentionMixin(AttentionLayer):
     """Our Attention with fused operators between its linear layers."""
 

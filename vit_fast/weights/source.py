@@ -201,7 +201,7 @@ def _open(name: str, find: Find) -> Source:
             source.notes.append("no config.json: the model keeps its head size, preprocessing and class names")
         return source
     config = _read_json(config_file)
-    library = next((library for library in CONFIGURATIONS if library.wrote(config)), None)
+    library = next((library for library in CONFIGURATIONS if library.CONFIG_KEYS & config.keys()), None)
     if library is None:
         return Source(name, source.tensors, notes=["config.json is ignored: no supported library wrote it"])
     try:

@@ -18,13 +18,10 @@ from ...ops.attention import attention_among
 from ...ops.descriptions import is_padding, keys_of, names_keys
 
 SKIPPED = {
-    "ResPostBlock": "it normalizes after the MLP, not before it",
-    "ParallelScalingBlock": "its attention and MLP share one linear layer",
-    "DiffParallelScalingBlock": "its attention and MLP share one linear layer",
+    "ResPostBlock|EvaBlockPostNorm": "it normalizes after the MLP, not before it",
+    "(Diff)?ParallelScalingBlock": "its attention and MLP share one linear layer",
     "ParallelThingsBlock": "it runs several branches in parallel",
-    "EvaBlockPostNorm": "it normalizes after the MLP, not before it",
-    "DiffAttention": "it subtracts two attention maps",
-    "DiffAttentionRope": "it subtracts two attention maps",
+    "DiffAttention(Rope)?": "it subtracts two attention maps",
 }
 
 
@@ -136,15 +133,13 @@ class TimmReader(Reader):
     """Reads a module that may contain timm's activations and norms."""
 
     activation_classes: ClassVar[dict[str, str]] = Reader.activation_classes | {
-        "timm.layers.activations.GELU": "gelu",
-        "timm.layers.activations.GELUTanh": "gelu_tanh",
-        "timm.layers.activations.QuickGELU": "quick_gelu",
+        f"timm.layers.activations.{name}": kind
+        for name, kind in (("GELU", "gelu"), ("GELUTanh", "gelu_tanh"), ("QuickGELU", "quick_gelu"))
     }
     norm_classes: ClassVar[dict[str, str]] = Reader.norm_classes | {
-        "timm.layers.norm.LayerNorm": "layer_norm",
-        "timm.layers.norm.LayerNormFp32": "layer_norm",
-        "timm.layers.norm.RmsNorm": "rms_norm",
-        "timm.layers.norm.RmsNormFp32": "rms_norm",
+        f"timm.layers.norm.{name}{suffix}": kind
+        for name, kind in (("LayerNorm", "layer_norm"), ("RmsNorm", "rms_norm"))
+        for suffix in ("", "Fp32")
     }
 
 

@@ -24,6 +24,7 @@ from ..interface.weight_names import Converted, Rule, config_reasons, parts, ren
 
 NAME = "timm"
 PEER = "timm's VisionTransformer"
+CONFIG_KEYS = {"pretrained_cfg", "architecture"}  # one of them is in every config.json of the library
 SIGNATURE = r"(^|^visual\.trunk\.)patch_embed\.proj\.weight$"
 
 RULES: tuple[Rule, ...] = (
@@ -47,13 +48,6 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     if weight.dim() == 2 and weight.shape[1] == math.prod(patch):
         converted.tensors["patch_embed.proj.weight"] = weight.reshape(-1, *patch)
     return converted
-
-
-# --- config.json ----------------------------------------------------------------------------------------------
-
-
-def wrote(config: Mapping[str, Any]) -> bool:
-    return "pretrained_cfg" in config or "architecture" in config
 
 
 def read_config(config: Mapping[str, Any]) -> Facts:
@@ -87,9 +81,6 @@ def _data_config(pretrained: Mapping[str, Any]) -> DataConfig | None:
     return DataConfig.from_dict(known) if {"mean", "std"} <= known.keys() else None
 
 
-# --- peer with our weights ------------------------------------------------------------------------------------
-
-
 def build_peer(config: ViTConfig) -> nn.Module:
     """Builds timm's model of this shape; raises UnsupportedInputError with all reasons if there is none."""
     required = {
@@ -115,9 +106,6 @@ _SHARED_FIELDS = (
     "class_token", "no_embed_class", "reg_tokens", "pre_norm", "fc_norm", "act_layer", "qk_norm",
     "proj_bias", "pool_include_prefix", "final_norm", "scale_attn_norm", "scale_mlp_norm",
 )  # fmt: skip
-
-
-# --- export ---------------------------------------------------------------------------------------------------
 
 
 def recognize(model: Any) -> ImageModel | None:

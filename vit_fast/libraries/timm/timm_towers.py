@@ -84,9 +84,6 @@ def _first_token(block: Any, x: Tensor) -> Tensor:
     return out
 
 
-# --- NaFlexVit: patches padded to one length, with coordinates and a mask ---------------------------------------
-
-
 class NaFlexVitMixin(FusedModule):
     """timm's NaFlexVit. Its layers get a padding mask that they recognize by its strides.
 

@@ -30,6 +30,7 @@ from ..interface.weight_names import PLAIN_VIT, Converted, Rule, config_reasons,
 
 NAME = "transformers"
 PEER = "transformers' ViTForImageClassification, attn_implementation='sdpa'"
+CONFIG_KEYS = {"model_type"}  # one of them is in every config.json of the library
 SIGNATURE = r"(^|\.)embeddings\.(patch_embeddings(\.projection)?|patch_embedding)\.weight$"
 
 _VIT_PREFIX = r"(?:vit\.|deit\.|dinov2\.|dinov2_with_registers\.|dinov3_vit\.)?"
@@ -42,17 +43,14 @@ VIT_RULES: tuple[Rule, ...] = (
     (_VIT_PREFIX + r"embeddings\.register_tokens", "reg_token"),
     (_VIT_PREFIX + r"embeddings\.position_embeddings", "pos_embed"),
     (_VIT_PREFIX + r"embeddings\.patch_embeddings(?:\.projection)?" + _W, r"patch_embed.proj.\1"),
-    (_VIT_PREFIX + r"embeddings\.mask_token", None),
-    (_VIT_PREFIX + r"pooler\..+", None),
+    (_VIT_PREFIX + r"(?:embeddings\.mask_token|pooler\..+)", None),
     (_VIT_BLOCK + r"(?:layernorm_before|norm1)" + _W, r"blocks.\1.norm1.\2"),
     (_VIT_BLOCK + r"(?:layernorm_after|norm2)" + _W, r"blocks.\1.norm2.\2"),
     *parts(_VIT_BLOCK + r"attention\.attention\.NAME" + _W, ("query", "key", "value"), r"blocks.\1.attn.qkv.\2"),
     *parts(_VIT_BLOCK + r"attention\.NAME_proj" + _W, "qkv", r"blocks.\1.attn.qkv.\2"),
     (_VIT_BLOCK + r"attention\.(?:output\.dense|o_proj)" + _W, r"blocks.\1.attn.proj.\2"),
-    (_VIT_BLOCK + r"(?:intermediate\.dense|mlp\.fc1)" + _W, r"blocks.\1.mlp.fc1.\2"),
-    (_VIT_BLOCK + r"(?:output\.dense|mlp\.fc2)" + _W, r"blocks.\1.mlp.fc2.\2"),
-    (_VIT_BLOCK + r"mlp\.(?:weights_out|down_proj)" + _W, r"blocks.\1.mlp.fc2.\2"),
-    (_VIT_BLOCK + r"mlp\.weights_in" + _W, r"blocks.\1.mlp.fc1.\2"),
+    (_VIT_BLOCK + r"(?:intermediate\.dense|mlp\.fc1|mlp\.weights_in)" + _W, r"blocks.\1.mlp.fc1.\2"),
+    (_VIT_BLOCK + r"(?:output\.dense|mlp\.fc2|mlp\.weights_out|mlp\.down_proj)" + _W, r"blocks.\1.mlp.fc2.\2"),
     (_VIT_BLOCK + r"layer_scale([12])\.lambda1", r"blocks.\1.ls\2.gamma"),
     (_VIT_PREFIX + r"(?:layer)?norm" + _W, r"norm.\1"),
     (r"(?:cls_)?classifier" + _W, r"head.\1"),
@@ -123,8 +121,6 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     return converted
 
 
-# --- config.json and preprocessor_config.json ------------------------------------------------------------------
-
 # transformers' names of our activations; the peer gets the first name of an activation.
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -147,10 +143,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "siglip": {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "intermediate_size": 3072},
 }  # fmt: skip
 _PIL_FILTERS: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
-
-
-def wrote(config: Mapping[str, Any]) -> bool:
-    return "model_type" in config
 
 
 def read_config(config: Mapping[str, Any]) -> Facts:
@@ -248,9 +240,6 @@ def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
     )  # fmt: skip
 
 
-# --- peer with our weights -------------------------------------------------------------------------------------
-
-
 def build_peer(config: ViTConfig) -> nn.Module:
     """Builds transformers' model of this shape; raises UnsupportedInputError with all reasons if there is none."""
     raise_unsupported("transformers' ViT", config_reasons(config, **PLAIN_VIT))
@@ -268,8 +257,6 @@ def build_peer(config: ViTConfig) -> nn.Module:
     model: nn.Module = ViTForImageClassification(hf_config)
     return model
 
-
-# --- export ---------------------------------------------------------------------------------------------------
 
 _ATTENTION_NAME = "vit_fast_export"
 

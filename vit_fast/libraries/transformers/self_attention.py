@@ -204,23 +204,21 @@ class TransformersReader(Reader):
     """Reads a module that may contain transformers' activations and norms."""
 
     activation_classes: ClassVar[dict[str, str]] = Reader.activation_classes | {
-        "transformers.activations.GELUActivation": "gelu",
-        "transformers.activations.GELUTanh": "gelu_tanh",
-        "transformers.activations.FastGELUActivation": "gelu_tanh",
-        "transformers.activations.NewGELUActivation": "gelu_tanh",
-        "transformers.activations.PytorchGELUTanh": "gelu_tanh",
-        "transformers.activations.QuickGELUActivation": "quick_gelu",
-        "transformers.activations.SiLUActivation": "silu",
-    }
+        f"transformers.activations.{name}": kind
+        for name, kind in (
+            ("GELUActivation", "gelu"), ("GELUTanh", "gelu_tanh"), ("FastGELUActivation", "gelu_tanh"),
+            ("NewGELUActivation", "gelu_tanh"), ("PytorchGELUTanh", "gelu_tanh"),
+            ("QuickGELUActivation", "quick_gelu"), ("SiLUActivation", "silu"),
+        )
+    }  # fmt: skip
     norm_classes: ClassVar[dict[str, str]] = Reader.norm_classes | {
-        "transformers.models.aimv2.modeling_aimv2.Aimv2RMSNorm": "rms_norm",
-        "transformers.models.glm4v.modeling_glm4v.Glm4vRMSNorm": "rms_norm",
-        "transformers.models.internvl.modeling_internvl.InternVLVisionRMSNorm": "rms_norm",
-        "transformers.models.ovis2.modeling_ovis2.Ovis2RMSNorm": "rms_norm",
-        "transformers.models.pixtral.modeling_pixtral.PixtralRMSNorm": "rms_norm",
-        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2RMSNorm": "rms_norm",  # its name in transformers 4
-        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm": "rms_norm",
-    }
+        f"transformers.models.{family}.modeling_{family}.{name}": "rms_norm"
+        for family, name in (
+            ("aimv2", "Aimv2RMSNorm"), ("glm4v", "Glm4vRMSNorm"), ("internvl", "InternVLVisionRMSNorm"),
+            ("ovis2", "Ovis2RMSNorm"), ("pixtral", "PixtralRMSNorm"), ("qwen2_5_vl", "Qwen2_5_VLRMSNorm"),
+            ("qwen2_5_vl", "Qwen2RMSNorm"),  # in transformers 4
+        )
+    }  # fmt: skip
 
 
 class FusedPoolingHead(FusedNormMlp):
