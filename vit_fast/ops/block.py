@@ -143,7 +143,7 @@ def fused_block(
 
 def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
     """Returns the output, if requested its LayerNorm statistics and e4m3 copy, and the tensors in `_new_names`."""
-    from ..kernels.linear import linear
+    from ..kernels.linear import linear, scaled_weights
 
     s = BlockSettings.read(settings)
     t, qk, x8, next_factor = tensors_of(tensors, s)
@@ -155,7 +155,11 @@ def _block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tenso
         norm_dtype = None if s.saves or t.is_fp8 else s.dtype
         step = qkv_step(qk, s.qk, s.prefix, x.shape[-2], head_dim, t.qkv_sum is not None, norm_dtype)
     folded = _folded(t, 0 if step is None else step.rope_head, s)
-    weights = _plain_weights(t, s)
+    weights = {} if t.proj_weight is None else {"proj": t.proj_weight}
+    if t.fc2_weight is not None and s.inner_norm == "none":
+        weights["fc2"] = t.fc2_weight
+    wide = {name: weight for name, weight in weights.items() if weight.dtype != E4M3}
+    weights |= dict(zip(wide, scaled_weights.in_dtype(s.dtype, *wide.values())))  # in one launch
     y, emitted = rows, statistics
     y8 = None if x8 is None else as_matrix(x8)
     if step is not None:
@@ -281,17 +285,6 @@ def _folded(t: Any, rope_head: int, s: BlockSettings) -> dict[str, FoldedLinear]
     return folded
 
 
-def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
-    """Casts proj and, without an inner norm, fc2 to the dtype of the matmuls, in one launch. Does not cast e4m3."""
-    from ..kernels.linear.scaled_weights import in_dtype
-
-    weights = {} if t.proj_weight is None else {"proj": t.proj_weight}
-    if t.fc2_weight is not None and s.inner_norm == "none":
-        weights["fc2"] = t.fc2_weight
-    wide = {name: weight for name, weight in weights.items() if weight.dtype != E4M3}
-    return weights | dict(zip(wide, in_dtype(s.dtype, *wide.values())))
-
-
 def _new_names(x: Tensor, s: BlockSettings) -> list[str]:
     """Returns the names of the saved tensors that are outputs: all but x, which an operator must not return."""
     names = saved_names(s) if s.saves else []
@@ -339,9 +332,7 @@ def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequen
 
 
 def _flop(x: Any, statistics: Any, tensors: Any, *settings: Any) -> int:
-    s = BlockSettings.read(settings)
-    t, qk, *_ = tensors_of(tensors, s)
-    return sum(block_flop(x, t, 0 if qk.cu_seqlens is None else s.max_seqlen))
+    return sum(block_flop(x, tensors, BlockSettings.read(settings)))
 
 
 block_kernel = operator(

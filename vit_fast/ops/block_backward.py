@@ -17,7 +17,6 @@ from .registration import operator, words_of
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
 
 if TYPE_CHECKING:
-    from ..kernels.layer_norm import NormInput
     from ..kernels.linear.folding import NormedLinear
 
 
@@ -121,18 +120,15 @@ def normed_linears(t: Any, norm: str, inner_norm: str, rope_head: int = 0) -> di
     return linears
 
 
-def _read(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, Any, QkTensors]:
-    names = saved_names(s)
-    saved = SimpleNamespace(**({"before_norm": None, "hidden": None} | dict(zip(names, tensors))))
-    return saved, *tensors_of(tensors[len(names) :], s)[:2]
-
-
 def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
     """Returns the gradients of x and of the parameters; `tensors` are saved tensors, then those of the forward."""
+    from ..kernels.layer_norm import NormInput
     from ..kernels.linear import folding, hidden_norm, linear, scaled_weights, weight_products
 
     s = BlockSettings.read(settings)
-    saved, t, qk = _read(tensors, s)
+    names = saved_names(s)
+    saved = SimpleNamespace(**({"before_norm": None, "hidden": None} | dict(zip(names, tensors))))
+    t, qk, *_ = tensors_of(tensors[len(names) :], s)
     linears = {name: layer.contiguous() for name, layer in normed_linears(t, s.norm, s.inner_norm).items()}
     inner = linears.pop("fc2", None)  # with a norm before fc2
     weights: dict[str, tuple[Tensor, Tensor | None]] = {}
@@ -145,7 +141,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     sums: dict[str, Tensor] = {}
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     if t.fc1_weight is not None:
-        norm_input, dy = _norm_input(saved.norm2_input, saved.statistics2), stream.to(s.dtype)
+        norm_input, dy = NormInput(as_matrix(saved.norm2_input), saved.statistics2), stream.to(s.dtype)
         if inner is None:
             (folded,) = folding.fold_linears([linears["fc1"]], s.dtype)
         else:  # neither gamma nor beta of the inner norm is applied to h, the input of fc2
@@ -169,7 +165,8 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         )
         step = qkv_step(qk, s.qk, s.prefix, saved.qkv.shape[1], saved.qkv.shape[-1], False)
         norm_sums = step.backward(d_packed, saved.before_norm)
-        d_qkv, norm_input = as_matrix(d_packed.flatten(2)), _norm_input(saved.norm1_input, saved.statistics1)
+        norm_input = NormInput(as_matrix(saved.norm1_input), saved.statistics1)
+        d_qkv = as_matrix(d_packed.flatten(2))
         stream, normalized, sums["qkv"] = linear.layer_norm_linear_gradient(
             d_qkv, norm_input, linears["qkv"], scaled["qkv"].weight, stream if s.residual else None
         )
@@ -178,12 +175,6 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     gradients = _parameter_gradients(t, linears, inner, sums, parts, pairs)
     gradients |= norm_gradients(norm_sums, qk)
     return [stream.view(grad_output.shape), *(gradients[name] for name in gradient_names(s) if name)]
-
-
-def _norm_input(rows: Tensor, statistics: Tensor) -> NormInput:
-    from ..kernels.layer_norm import NormInput
-
-    return NormInput(as_matrix(rows), statistics)
 
 
 def _parameter_gradients(
@@ -237,17 +228,17 @@ def _parameter_gradients(
     return gradients
 
 
-def block_flop(x: Sequence[int], t: BlockTensors, max_seqlen: int) -> tuple[int, int]:
-    """Returns the FLOP of the linear layers and of the attention in a forward; x and t contain shapes, not tensors."""
+def block_flop(x: Sequence[int], tensors: Sequence[Any], s: BlockSettings) -> tuple[int, int]:
+    """Returns the FLOP of the linear layers and of the attention in a forward, from the shapes of x and the tensors."""
+    t, qk, *_ = tensors_of(tensors, s)
     tokens, width, matmuls, attention = math.prod(map(int, x[:-1])), int(x[-1]), 0, 0
-    shapes: Any = t
-    if shapes.qkv_weight is not None:
-        inner = int(shapes.qkv_weight[0]) // 3
+    if t.qkv_weight is not None:
+        inner = int(t.qkv_weight[0]) // 3
         matmuls += 2 * tokens * width * 4 * inner
-        attention = 4 * tokens * inner * (max_seqlen or int(x[-2]))
-    if shapes.fc2_weight is not None:
-        hidden = int(shapes.fc2_weight[1])  # a folded fc1 contains the rows of the gate
-        gated = shapes.gate_weight is not None or int(shapes.fc1_weight[0]) != hidden
+        attention = 4 * tokens * inner * (int(x[-2]) if qk.cu_seqlens is None else s.max_seqlen)
+    if t.fc2_weight is not None:
+        hidden = int(t.fc2_weight[1])  # a folded fc1 contains the rows of the gate
+        gated = t.gate_weight is not None or int(t.fc1_weight[0]) != hidden
         matmuls += (6 if gated else 4) * tokens * width * hidden
     return matmuls, attention
 
@@ -256,15 +247,13 @@ def _fake(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> lis
     s = BlockSettings.read(settings)
     rows, statistics = tensors[:2]
     dx = rows.new_empty(grad_output.shape, dtype=torch.float32 if statistics.shape[0] == 1 else rows.dtype)
-    names = gradient_names(s)
-    parameters = zip(names, tensors[len(saved_names(s)) :], strict=True)
+    parameters = zip(gradient_names(s), tensors[len(saved_names(s)) :], strict=True)
     return [dx, *(parameter.new_empty(parameter.shape) for name, parameter in parameters if name)]
 
 
 def _flop(grad_output: Any, tensors: Any, *settings: Any) -> int:
     s = BlockSettings.read(settings)
-    _, t, qk = _read(tensors, s)
-    matmuls, attention = block_flop(grad_output, t, 0 if qk.cu_seqlens is None else s.max_seqlen)
+    matmuls, attention = block_flop(grad_output, tensors[len(saved_names(s)) :], s)
     return 2 * matmuls + attention * 5 // 2
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm + MLP (+ LayerScale + residual) as a function and as a module: validation and dispatch to a backend."""
+"""LayerNorm + MLP (+ LayerScale + residual) as a function and as a module."""
 
 from __future__ import annotations
 

@@ -95,15 +95,13 @@ def operator_arguments(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) 
         tensors = QkTensors(q.weight, q.bias, k.weight, k.bias, cos, sin)
         settings = QkSettings(q.kind, q.eps, over, layout)
     reasons = []
-    for name, table in (("rope.cos", cos), ("rope.sin", sin)):
-        if table is not None and table.requires_grad and torch.is_grad_enabled():
+    for name, tensor in zip(("", "", "", "", "rope.cos", "rope.sin"), tensors):
+        if tensor is None:
+            continue
+        if tensor.device != like.device:  # check here, before torch dispatches to one of the devices
+            reasons.append(f"tables and norms must be on {like.device} like qkv, got {tensor.device}")
+        if name and tensor.requires_grad and torch.is_grad_enabled():
             reasons.append(f"{name} must not require a gradient: detach the tables")
-    # check devices here, before torch dispatches to one of them
-    reasons += [
-        f"tables and norms must be on {like.device} like qkv, got {tensor.device}"
-        for tensor in tensors[:6]
-        if tensor is not None and tensor.device != like.device
-    ]
     if reasons:
         raise UnsupportedInputError(f"{_WHAT} with backend='triton'", reasons)
     return tensors, settings, prefix
@@ -164,12 +162,6 @@ def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]
     return {name: row.to(each.dtype, copy=True) for name, each, row in parameters if each is not None}
 
 
-def _fake_backward(
-    grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], *args: Any
-) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in (grad_output, *tensors[:4]) if t is not None]
-
-
 def _save(args: Sequence[Any], output: Tensor) -> tuple[Sequence[Tensor | None], Any]:
     qkv, tensors, *rest = args
     return (None if rest[1] == "none" else qkv, *tensors), rest
@@ -189,7 +181,8 @@ _forward_kernel = operator(
 )  # fmt: skip
 _backward_kernel = operator(
     "qk_norm_rope_backward", f"(Tensor grad_output, Tensor? qkv, {_SETTINGS}) -> Tensor[]", _backward,
-    what=_WHAT, fake=_fake_backward, flop=lambda *_: 0,
+    what=_WHAT, flop=lambda *_: 0,
+    fake=lambda grad, qkv, tensors, *_: [t.new_empty(t.shape) for t in (grad, *tensors[:4]) if t is not None],
 )  # fmt: skip
 
 
