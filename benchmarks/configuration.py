@@ -122,11 +122,6 @@ class Configuration:
         flop = total(group.least().values()).flop or UNKNOWN_FLOP * group.batch_size
         return flop / FLOP_PER_S[self.device.type]
 
-    def product_dtypes(self) -> list[str]:
-        """Returns the dtypes of the candidates' matmuls; amp also multiplies in bf16."""
-        lower = any(candidate.precision == "bf16" for found in self.candidates.values() for candidate in found)
-        return [*self.dtypes, *["bf16"] * (lower or "amp" in self.dtypes)]
-
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for the record, with names of images without folders."""
         asked = ("img_size", "train", "amp", "data", "explain", "cold", "latency", "seconds")
@@ -206,7 +201,10 @@ def make_configuration(
         names = ("fp32", "bf16")
     if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
         raise ValueError(f"--data must be device, or host for a model that takes images on a GPU, got {data}")
-    per_image, available = max(_least_bytes(model, names) for model in found), memory_bytes(where)
+    # the least memory of a call: two inputs, the residual stream and one hidden layer
+    widths = [m.config.seqlen * (m.config.embed_dim + m.config.hidden_dim) if m.config else 0 for m in found]
+    numbers = max(2 * math.prod(model.shape) + width for model, width in zip(found, widths, strict=True))
+    per_image, available = numbers * min(DTYPES[name].itemsize for name in names), memory_bytes(where)
     if search and available is not None:
         sizes = tuple(size for size in sizes if size * per_image <= available) or (1,)
     elif available is not None and max(sizes) * per_image > available:
@@ -228,12 +226,6 @@ def has_bf16() -> bool:
     if platform.machine() in ("x86_64", "AMD64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _least_bytes(model: Model, dtypes: Sequence[str]) -> int:
-    """Estimates the least memory of a call per image: two inputs, the residual stream and one hidden layer."""
-    tokens = 0 if model.config is None else model.config.seqlen * (model.config.embed_dim + model.config.hidden_dim)
-    return (2 * math.prod(model.shape) + tokens) * min(DTYPES[name].itemsize for name in dtypes)
 
 
 def _some(what: str, values: Sequence[Any]) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ rows are appended to FOLDER.partial/rows.jsonl and synced to disk, so that a kil
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -75,12 +74,6 @@ def add_timing(row: Row, timing: Samples, group: Group) -> None:
     }
     if len(timing) >= PERCENTILE_REPEATS:
         row |= {f"ms_p{p}": percentile(timing, p / 100) for p in (90, 99)}
-
-
-def make_control(group: Group, candidate: str, timing: Samples, again: Samples, conditions: dict[str, Any]) -> Row:
-    """Makes the control of a group, a call that was timed under two names, with the machine's state."""
-    found = clock.control(timing, again)
-    return group.about(candidate) | found | {"ms": [timing.ms, again.ms], "conditions": conditions}
 
 
 def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row]) -> None:
@@ -156,7 +149,12 @@ class Journal:
     @classmethod
     def begin(cls, folder: Path | None, request: Mapping[str, Any], machine: Mapping[str, Any]) -> Journal:
         """Starts the journal of a new run in a new or empty folder, by default in ./vit-fast-results."""
-        folder = _default_folder(machine) if folder is None else folder
+        if folder is None:
+            date = re.sub(r"[^0-9T]", "", machine["date"].partition("+")[0]).replace("T", "-")
+            name = f"{date}-{re.sub(r'[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}"
+            names = [name, *(f"{name}-{number}" for number in range(2, 99))]
+            folders = (Path("vit-fast-results", name) for name in names)
+            folder = next(one for one in folders if not (one.exists() or _partial(one).exists()))
         check_folder(folder)
         _partial(folder).mkdir(parents=True)
         journal = cls(folder, {"format": FORMAT, "request": dict(request), "machine": dict(machine)})
@@ -187,7 +185,8 @@ class Journal:
             raise ValueError(f"{path}: must be a journal of {FORMAT}, got {found or 'another file'}: start a new run")
         os.truncate(path, len(text))
         journal = cls(folder, header, entries)
-        journal.add("resumed", None)
+        kind, value = entries[-1] if entries else ("", None)
+        journal.add("resumed", value if kind == "begun" else None)  # what may have ended the process
         return journal
 
     def check_machine(self, machine: Mapping[str, Any]) -> None:
@@ -199,11 +198,6 @@ class Journal:
 
     def found(self, kind: str) -> list[Any]:
         return [value for known, value in self.entries if known == kind]
-
-    def has_ended(self, *begun: str | int) -> bool:
-        """True if the process ended twice while this was begun; once may have another reason."""
-        following = itertools.pairwise(self.entries)
-        return sum(one == ("begun", [*begun]) and other[0] == "resumed" for one, other in following) > 1
 
     def add(self, kind: str, value: Any) -> None:
         """Adds a finding, and writes it to disk unless a resumed run should repeat it."""
@@ -226,13 +220,6 @@ class Journal:
         if not keep:
             self._path.unlink()
         self._path.parent.replace(self.folder)
-
-
-def _default_folder(machine: Mapping[str, Any]) -> Path:
-    date = re.sub(r"[^0-9T]", "", machine["date"].partition("+")[0]).replace("T", "-")
-    name = f"{date}-{re.sub(r'[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}"
-    folders = (Path("vit-fast-results", name + suffix) for suffix in ["", *(f"-{number}" for number in range(2, 99))])
-    return next(folder for folder in folders if not (folder.exists() or _partial(folder).exists()))
 
 
 def check_folder(folder: Path) -> None:

@@ -110,7 +110,9 @@ class _Run:
     def _take_ceilings(self) -> None:
         """Measures the ceilings, which other load lowers: before, between and after the groups."""
         self.tell("ceilings of the machine")
-        self.journal.add("ceilings", measure_ceilings(self.device, self.configuration.product_dtypes()))
+        every = [candidate.precision for found in self.configuration.candidates.values() for candidate in found]
+        lower = ["bf16"] if "bf16" in every or "amp" in self.configuration.dtypes else []  # amp multiplies in bf16
+        self.journal.add("ceilings", measure_ceilings(self.device, [*self.configuration.dtypes, *lower]))
 
     def _run_group(self, group: Group, candidates: Sequence[Candidate]) -> None:
         """Adds a row for every candidate; halves the batch for those that do not fit into memory."""
@@ -151,7 +153,7 @@ class _Run:
                 row = make_row(group, candidate, "not installed", f"pip install {' '.join(missing)}")
             elif is_late or self.elapsed_s() + needed_s > latest_s:
                 row = make_row(group, candidate, "skipped", "out of time")
-            elif self.journal.has_ended(*begun):
+            elif self.journal.entries.count(("resumed", begun)) > 1:
                 row = make_row(group, candidate, "failed", "the process ended twice while preparing this candidate")
             else:
                 self.journal.add("begun", begun)
@@ -202,8 +204,9 @@ class _Run:
         timings: Mapping[str, Samples], otherwise: Status,
     ) -> None:  # fmt: skip
         if best in timings and AGAIN in timings:
-            control = records.make_control(group, best, timings[best], timings[AGAIN], conditions.summary())
-            self.journal.add("control", control)
+            first, again = timings[best], timings[AGAIN]
+            control = clock.control(first, again) | {"ms": [first.ms, again.ms], "conditions": conditions.summary()}
+            self.journal.add("control", group.about(best) | control)
         for name, ready in prepared.items():
             if name in timings:
                 records.add_timing(ready.row, timings[name], group)

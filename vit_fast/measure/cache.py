@@ -42,11 +42,6 @@ class CachedResult:
     candidate: Candidate
     figures: dict[str, Any]
 
-    def suffices(self, budget_s: float) -> bool:
-        """True if the search finished, or had at least this budget."""
-        figures = self.figures
-        return figures.get("finish_s", 0.0) is None or budget_s <= figures.get("budget_s", 0.0)
-
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, "key": self.key, "candidate": self.candidate.to_dict(), "figures": self.figures}
 

@@ -176,7 +176,9 @@ def optimize(
             start=start, progress=progress, check_interrupt=check_interrupt,
         )  # fmt: skip
         cached = None if again else next(cache.find(key), None)
-        if cached is not None and cached.suffices(budget_s):
+        before = {} if cached is None else cached.figures
+        # it is reused if its search finished, or had at least this budget
+        if cached is not None and (before.get("finish_s", 0.0) is None or budget_s <= before.get("budget_s", 0.0)):
             with contextlib.suppress(Refused):  # it is not available any more: search
                 trials.prepare(cached.candidate, REBUILDING_S)
                 return _optimization(trials, (), cached)

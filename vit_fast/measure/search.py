@@ -84,7 +84,13 @@ def search(
     interrupted = False
     try:
         run.scout(candidates, SCOUTING_SHARE)
-        run.vary()
+        varied: list[Trial] = []
+        while (best := run.best()) not in varied and len(varied) < MOST_VARIED:
+            if run.left_s(VARYING_SHARE) <= 0:
+                run.lacking_s += bench.seconds(best.candidate)  # for one variation, at least
+                break
+            varied.append(best)
+            run.scout(bench.variations(best.candidate), VARYING_SHARE)
         run.halve()
     except KeyboardInterrupt:
         interrupted = True
@@ -106,7 +112,7 @@ class _Search:
         self.running.append(trial)
         for number in range(SCOUTING_CALLS):
             trial.samples_ms.append(self.bench.call_ms(trial.candidate, number))
-            if self._left_s() < trial.samples_ms[-1] / 1e3:
+            if self.left_s() < trial.samples_ms[-1] / 1e3:
                 return
 
     def scout(self, candidates: Sequence[Any], share: float) -> None:
@@ -115,7 +121,7 @@ class _Search:
                 continue
             trial = Trial(candidate)
             self.trials.append(trial)
-            needed, left = self.bench.seconds(candidate), self._left_s(share)
+            needed, left = self.bench.seconds(candidate), self.left_s(share)
             try:
                 if needed > left:
                     raise OutOfTime(f"skipped: needs about {format_number(needed, 2)} s, budget exceeded")
@@ -132,30 +138,20 @@ class _Search:
                 if (factor := min(trial.samples_ms) / min(first.samples_ms)) > FAR_BEHIND:
                     self._drop(trial, f"{factor:.1f}x slower than the fastest")
 
-    def vary(self) -> None:
-        """Varies the fastest again and again."""
-        varied: list[Trial] = []
-        while (best := self._best()) not in varied and len(varied) < MOST_VARIED:
-            if self._left_s(VARYING_SHARE) <= 0:
-                self.lacking_s += self.bench.seconds(best.candidate)  # for one variation, at least
-                return
-            varied.append(best)
-            self.scout(self.bench.variations(best.candidate), VARYING_SHARE)
-
     def halve(self) -> None:
         rounds = FIRST_ROUNDS
         self.bench.tell(f"timing {len(self.running)} candidates, interleaved")
         while self.rounds < ENOUGH_ROUNDS or (self.rounds < MOST_ROUNDS and (self._resolution() or FINE) >= FINE):
-            if (best := self._best()) is not self.leader:
+            if (best := self.best()) is not self.leader:
                 self.leader, self.again = best, []
             for _ in range(rounds):
                 round_s = sum(trial.samples_ms[-1] for trial in (*self.running, self.leader)) / 1e3
-                if self._left_s() < round_s:
+                if self.left_s() < round_s:
                     if len(self.running) > 1:
                         self.lacking_s += round_s * max(ENOUGH_ROUNDS - self.rounds, 0)
                     return
                 self._round()
-            best = self._best()
+            best = self.best()
             rest = sorted((t for t in self.running if t not in (best, self.original)), key=self._cost)
             for trial in rest[len(rest) // 2 :]:
                 factor = self._cost(trial) / self._cost(best)
@@ -178,7 +174,7 @@ class _Search:
         self.rounds += 1
 
     def conclude(self, interrupted: bool) -> Found:
-        best, resolution = self._best(), self._resolution()
+        best, resolution = self.best(), self._resolution()
         needed = 1 + (resolution or 0.0)
         equals = [trial for trial in self.running if trial is best or self._lead(best, trial) <= needed]
         simplest = sorted(equals, key=lambda trial: trial.candidate.changes)
@@ -198,10 +194,10 @@ class _Search:
     def _cost(self, trial: Trial) -> float:
         return percentile(trial.samples_ms, self.share)
 
-    def _best(self) -> Trial:
+    def best(self) -> Trial:
         return min((trial for trial in self.running if trial.samples_ms), key=self._cost, default=self.original)
 
-    def _left_s(self, share: float = 1.0) -> float:
+    def left_s(self, share: float = 1.0) -> float:
         return self.budget_s * share - float(self.bench.elapsed_s())
 
     def _drop(self, trial: Trial, reason: str) -> None:
