@@ -76,9 +76,14 @@ def run(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     signature = tuple(key)
     plan = _plans.get(signature, _UNSEEN)
     if plan is _UNSEEN:
-        if is_watched() or _is_first(signature):
+        if is_watched():
             return function(*arguments)
-        return _record(signature, function, arguments)
+        if hash(signature) in _seen:
+            return _record(signature, function, arguments)
+        if len(_seen) >= MAX_SEEN:
+            _seen.clear()
+        _seen.add(hash(signature))
+        return function(*arguments)
     if plan is None or is_watched(*plan.kernels):
         return function(*arguments)
     return plan.replay(tensors, addresses)
@@ -93,17 +98,6 @@ def forget() -> None:
 def plans() -> list[LaunchPlan | None]:
     """Returns all plans; None for each signature that cannot be planned."""
     return list(_plans.values())
-
-
-def _is_first(key: tuple[Any, ...]) -> bool:
-    """Adds a signature to `_seen`; returns True if the signature is new."""
-    signature = hash(key)
-    if signature in _seen:
-        return False
-    if len(_seen) >= MAX_SEEN:
-        _seen.clear()
-    _seen.add(signature)
-    return True
 
 
 def _record(key: tuple[Any, ...], function: Callable[..., Any], arguments: Sequence[Any]) -> Any:

@@ -45,17 +45,6 @@ LENGTH_CLASS = tl.constexpr(8)
 
 
 @triton.jit
-def _masked_row(scores, n_kv, START: tl.constexpr, KEYS: tl.constexpr, SURE: tl.constexpr):
-    """Sets the scores of keys past the end to -inf; `scores` begin at key START.
-
-    SURE is a constant with SURE < n_kv <= SURE + LENGTH_CLASS, so only LENGTH_CLASS columns are compared with n_kv.
-    """
-    key = START + tl.arange(0, KEYS)
-    real = (key < SURE) | ((key < SURE + LENGTH_CLASS) & (key < n_kv))
-    return tl.where(real[None, :], scores, float("-inf"))
-
-
-@triton.jit
 def _store_output(target, acc, inverse, o_scale_ptr, start, n_q, ROWS: tl.constexpr, FORM: tl.constexpr,
                   TMA: tl.constexpr):  # fmt: skip
     acc = scaled(acc, inverse[:, None])
@@ -115,7 +104,10 @@ def _attention_fwd_row_kernel(
         for i in tl.static_range(COUNT):
             score = dot_transposed(qt, keys[i])  # [BLOCK_M, CHUNK]
             if MASKED and i == COUNT - 1:
-                score = _masked_row(score, n_kv, STARTS[i], CHUNKS[i], SURE)
+                # SURE < n_kv <= SURE + LENGTH_CLASS: only LENGTH_CLASS columns need a comparison with n_kv
+                key = STARTS[i] + tl.arange(0, CHUNKS[i])
+                real = (key < SURE) | ((key < SURE + LENGTH_CLASS) & (key < n_kv))
+                score = tl.where(real[None, :], score, float("-inf"))
             scores = scores + (score,)  # type: ignore[assignment]  # triton's tuple
         row_max = tl.max(scores[0], 1)  # type: ignore[misc]  # not empty
         for i in tl.static_range(1, COUNT):

@@ -162,7 +162,3 @@ def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[Fo
         constants = {"HEAD": dense[first].rope_head, "ROWS": rows, "BLOCK_C": block}
         Launch(_fold_kernel, (programs,), args, constants, num_warps=4, device=dense[first].weight.device).run()
     return folded
-
-
-def fold_linear(linear: NormedLinear, dtype: torch.dtype) -> FoldedLinear:
-    return fold_linears([linear], dtype)[0]

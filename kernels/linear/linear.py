@@ -1,8 +1,8 @@
 """Linear layers fused with the neighboring operations of a block: forward and backward as sequences of launches.
 
 Forward: `layer_norm_linear` (LayerNorm, linear, activation) and `linear_residual` (linear, LayerScale, residual).
-Backward: `product_gradient` and `layer_norm_linear_gradient` for attention, `activation_gradient` and `input_gradient`
-for the MLP, then `weight_products.py` and `weight_gradients.py`. All tensors must be contiguous.
+Backward: `product_gradient` and `gradients.layer_norm_gradient` for attention, `activation_gradient` and
+`input_gradient` for the MLP, then `weight_products.py` and `weight_gradients.py`. All tensors must be contiguous.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..device import gpu_of, starts_early
+from ..launch import ceil_div
 from ..layer_norm import NormInput, layer_norm_statistics_launch, new_statistics
 from ..matmul.matmul_launch import HeadStep, Operands, matmul_launch
 from ..matmul.matmul_policy import matmul_config, residual_config, rows_in_whole_waves
-from .folding import FoldedLinear, NormedLinear
-from .gradients import layer_norm_gradient
+from .folding import FoldedLinear
 from .scaled_weights import ScaledWeight
 from .split_k import finish_residual_launch
 
@@ -85,19 +85,16 @@ def linear_residual(
     )  # fmt: skip
     first = rows_in_whole_waves(operands)
     for rows in (slice(0, first), slice(first, M)) if first < M else (slice(0, M),):
-        _run_residual(operands if first == M else operands.of_rows(rows))
+        o = operands if first == M else operands.of_rows(rows)
+        config, splits = residual_config(o)
+        if splits == 1:
+            matmul_launch(o, epilogue="residual", config=config).run()
+        else:
+            part = torch.empty(splits, *o.out.shape, dtype=torch.float32, device=o.out.device)
+            partial = Operands(o.a, o.b, part, b_is_nk=True)
+            matmul_launch(partial, epilogue="partial", config=config, split_k=splits).run()
+            finish_residual_launch(part, o, dependent=starts_early(gpu_of(o.out.device).arch)).run()
     return out, row_part
-
-
-def _run_residual(o: Operands) -> None:
-    config, splits = residual_config(o)
-    if splits == 1:
-        matmul_launch(o, epilogue="residual", config=config).run()
-        return
-    part = torch.empty(splits, *o.out.shape, dtype=torch.float32, device=o.out.device)
-    matmul_launch(Operands(o.a, o.b, part, b_is_nk=True), epilogue="partial", config=config, split_k=splits).run()
-    early = starts_early(gpu_of(o.out.device).arch)
-    finish_residual_launch(part, o.bias, o.scale, o.residual, o.out, o.out_part, o.out8, o.out_scale, early).run()
 
 
 @dataclass(frozen=True)
@@ -127,19 +124,15 @@ def activation_gradient(
         hidden=hidden, along=along,
     )  # fmt: skip
     config = matmul_config(operands, epilogue)
-    row_part = torch.empty(M, config.row_parts(F), dtype=torch.float32, device=z.device)
-    column_part = torch.empty(config.column_parts(M), 2, width, dtype=torch.float32, device=z.device)
+    row_part = torch.empty(M, ceil_div(F, config.sub_tile_width), dtype=torch.float32, device=z.device)
+    column_part = torch.empty(ceil_div(M, config.block_m), 2, width, dtype=torch.float32, device=z.device)
     operands = replace(operands, row_part=row_part, column_part=column_part)
     matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
     return FoldedGradient(out, row_part, column_part), h
 
 
 def input_gradient(
-    gradient: FoldedGradient,
-    x: NormInput,
-    folded: FoldedLinear,
-    residual: Tensor | None,
-    rounded: bool = False,
+    gradient: FoldedGradient, x: NormInput, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Returns [residual +] dx [M, C] in the dtype of x, and, if `rounded`, a copy in the dtype of the matmuls."""
     out = torch.empty_like(x.source, dtype=x.input_dtype)
@@ -157,14 +150,3 @@ def product_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
     out = torch.empty(grad.shape[0], scaled.weight.shape[1], dtype=grad.dtype, device=grad.device)
     run_matmul(Operands(grad, scaled.weight, out, scale=scaled.factor), "residual")
     return out
-
-
-def layer_norm_linear_gradient(
-    grad: Tensor, x: NormInput, linear: NormedLinear, weight: Tensor, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns [residual +] dx in the dtype of x, the normalized x [M, C], and partial sums of `grad` (dz) over M.
-
-    `weight` is the weight of `linear` in the dtype of `grad`.
-    """
-    product = product_gradient(grad, ScaledWeight(weight, None))
-    return layer_norm_gradient(product, linear.gamma, x, residual, grad, linear.rms)

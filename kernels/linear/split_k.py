@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..launch import Launch, ceil_div
 from ..layer_norm import load_columns, piece_statistics, store_statistics
+from ..matmul.matmul_launch import Operands
 from ..matmul.matmul_tiles import READ_AT_ONCE
 from ..ptx import divided_columns, wait_for_previous
 from ..row_parts import PIECE, row_parts
@@ -60,18 +61,13 @@ def _finish_residual_kernel(
         tl.store(out8_ptr + offsets, divided_columns(stored, out_scale_ptr, col, C, _PIECE), mask=mask)
 
 
-def finish_residual_launch(
-    part: Tensor, bias: Tensor | None, scale: Tensor | None, residual: Tensor | None, out: Tensor,
-    row_part: Tensor | None, out8: Tensor | None = None, out_scale: Tensor | None = None,
-    dependent: bool = False,
-) -> Launch:  # fmt: skip
+def finish_residual_launch(part: Tensor, o: Operands, dependent: bool = False) -> Launch:
+    """Returns the launch for the parts of a "residual" matmul with the operands `o`."""
     splits, M, C = part.shape
     args = {
-        "part_ptr": part, "bias_ptr": bias, "scale_ptr": scale, "residual_ptr": residual, "out_ptr": out,
-        "row_part_ptr": row_part, "out8_ptr": out8, "out_scale_ptr": out_scale, "splits": splits, "M": M, "C": C,
+        "part_ptr": part, "bias_ptr": o.bias, "scale_ptr": o.scale, "residual_ptr": o.residual, "out_ptr": o.out,
+        "row_part_ptr": o.out_part, "out8_ptr": o.out8, "out_scale_ptr": o.out_scale, "splits": splits, "M": M, "C": C,
     }  # fmt: skip
     constants = {"ROWS": _ROWS, "PARTS": row_parts(C), "DEPENDENT": dependent}
     programs = ceil_div(M, _ROWS) * row_parts(C)
-    return Launch(
-        _finish_residual_kernel, (programs,), args, constants, num_warps=4, maxnreg=_REGISTERS, device=out.device
-    )
+    return Launch(_finish_residual_kernel, (programs,), args, constants, 4, maxnreg=_REGISTERS, device=part.device)

@@ -95,28 +95,15 @@ def _rotated_columns(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr
 
 
 @triton.jit
-def finished_heads(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
-    """Returns a sub-tile [ROWS, COLS] of qkv after the norms and rotary embeddings of q and k.
-
-    heads: (norm_weights, norm_biases, qk_eps, tables, tokens, prefix, image_rows) of `_matmul_kernel`.
-    HEADS: (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP) of `_matmul_kernel`.
-    """
-    col, N = where[1], where[3]
-    if HEADS[1] != "none":
-        if col < 2 * (N // 3):
-            value = _normed_columns(value, heads, col // (N // 3), ROWS, HEADS)
-    if heads[3][0] is not None:
-        if col < 2 * (N // 3):
-            value = _rotated_columns(value, heads, where, ROWS, COLS, HEADS)
-    return value
-
-
-@triton.jit
 def layer_norm_epilogue(
     acc, out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, factors, heads, where,
     SHAPE: tl.constexpr, HEADS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Stores z, if not None, and out; returns out in the stored dtype."""
+    """Stores z, if not None, and out; returns out in the stored dtype.
+
+    heads: (norm_weights, norm_biases, qk_eps, tables, tokens, prefix, image_rows) of `_matmul_kernel`.
+    HEADS: (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP) of `_matmul_kernel`.
+    """
     row, col, M, N = where
     ROWS: tl.constexpr = SHAPE[0]
     COLS: tl.constexpr = SHAPE[1]
@@ -125,7 +112,12 @@ def layer_norm_epilogue(
     cols = col + tl.arange(0, COLS)
     value = normed(acc, weight_sum_ptr, scale_ptr, factors, where, COLS)
     value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)[None, :]
-    value = finished_heads(value, heads, where, ROWS, COLS, HEADS)
+    if HEADS[1] != "none":
+        if col < 2 * (N // 3):
+            value = _normed_columns(value, heads, col // (N // 3), ROWS, HEADS)
+    if heads[3][0] is not None:
+        if col < 2 * (N // 3):
+            value = _rotated_columns(value, heads, where, ROWS, COLS, HEADS)
     if z is not None:
         # apply the activation to the rounded z, as the backward does
         stored = rounded(value, DTYPE)

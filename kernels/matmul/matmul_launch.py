@@ -62,14 +62,6 @@ class MatmulConfig:
     def tiles(self, M: int, N: int) -> int:
         return ceil_div(M, self.block_m) * ceil_div(N, self.block_n)
 
-    def row_parts(self, N: int) -> int:
-        """Returns the number of partial sums per row that "activation_grad" and "gated_grad" store."""
-        return ceil_div(N, self.sub_tile_width)
-
-    def column_parts(self, M: int) -> int:
-        """Returns the first dimension of `column_part`."""
-        return ceil_div(M, self.block_m)
-
 
 @dataclass(frozen=True)
 class HeadStep:

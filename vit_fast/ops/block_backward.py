@@ -124,6 +124,7 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
     """Returns the gradients of x and of the parameters; `tensors` are saved tensors, then those of the forward."""
     from ..kernels.layer_norm import NormInput
     from ..kernels.linear import folding, hidden_norm, linear, scaled_weights, weight_products
+    from ..kernels.linear.gradients import layer_norm_gradient
 
     s = BlockSettings.read(settings)
     names = saved_names(s)
@@ -167,8 +168,9 @@ def _block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: A
         norm_sums = step.backward(d_packed, saved.before_norm)
         norm_input = NormInput(as_matrix(saved.norm1_input), saved.statistics1)
         d_qkv = as_matrix(d_packed.flatten(2))
-        stream, normalized, sums["qkv"] = linear.layer_norm_linear_gradient(
-            d_qkv, norm_input, linears["qkv"], scaled["qkv"].weight, stream if s.residual else None
+        product, residual = linear.product_gradient(d_qkv, scaled["qkv"]), stream if s.residual else None
+        stream, normalized, sums["qkv"] = layer_norm_gradient(
+            product, linears["qkv"].gamma, norm_input, residual, d_qkv, linears["qkv"].rms
         )
         pairs = {"qkv": (d_qkv, normalized), "proj": (d_proj, as_matrix(saved.mixed.flatten(2))), **pairs}
     parts = dict(zip(pairs, weight_products.weight_products(*pairs.values())))
