@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import pkgutil
 import re
 import sys
 import warnings
@@ -41,20 +40,17 @@ Look up what `vit_fast.fuse` does with each class of timm and transformers that 
 Each timm class is tested with the named model, each transformers class with its default configuration. Of
 vision-language models, only the vision tower is tested. `make classes` writes this page.
 """
-# of timm: convolutional networks with some attention in them
-CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer", "mobilenetv5"}
-# of transformers: parts of models, heads on them, and models that are no classes of their own
+CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer", "mobilenetv5"}  # modules of timm
+# classes of transformers: parts of models, heads, and models that contain a tower; TOWERS are towers in spite of this
 NO_TOWER = re.compile(
     r"For[A-Z]|PreTrained(Model)?$|Backbone$|Text|Decoder|Encoder(Model)?$|Processor|WithProjection|Stack$"
 )
-TOWERS = {"DPTModel", "LwDetrViTBackbone", "RfDetrDinov2Backbone", "VitPoseBackbone"}  # these are, though named so
+TOWERS = {"DPTModel", "LwDetrViTBackbone", "RfDetrDinov2Backbone", "VitPoseBackbone"}
 UNKNOWN = " is not a supported class"
-SHALLOW = ("num_hidden_layers", "depth")
 
 
-def row(where: str, name: str, judged: str, found: str) -> str:
-    """Returns the row of a class: its module, its name, the tested model, and the result of `fuse`."""
-    return f"| {where} | {name} | {judged} | {found} |"
+def row(where: str, name: str, tested: str, found: str) -> str:
+    return f"| {where} | {name} | {tested} | {found} |"
 
 
 def outcome(model: nn.Module) -> str | None:
@@ -62,27 +58,14 @@ def outcome(model: nn.Module) -> str | None:
     report = vit_fast.fuse(model, backend="sdpa")
     if not any("attention" in module.part or "Block" in module.class_name for module in report.modules):
         return None
-    reasons = list(dict.fromkeys(reason for module in report.skipped for reason in module.reasons))
+    reasons = dict.fromkeys(reason for module in report.skipped for reason in module.reasons)
     unknown = [reason.removesuffix(UNKNOWN) for reason in reasons if reason.endswith(UNKNOWN)]
-    said = [reason for reason in reasons if not reason.endswith(UNKNOWN)]
-    said += [f"unknown classes: {', '.join(unknown)}"] if unknown else []
-    if said:
-        return f"{'partly' if report.fused else 'skipped'}: {'; '.join(said)}"
+    texts = [reason for reason in reasons if not reason.endswith(UNKNOWN)]
+    texts += [f"unknown classes: {', '.join(unknown)}"] if unknown else []
+    if texts:
+        return f"{'partly' if report.fused else 'skipped'}: {'; '.join(texts)}"
     tower = packed_tower(model)
     return "fused" if tower is None else f"fused; token budgets{'' if tower.needs_fused else ', one size'}"
-
-
-def timm_groups() -> dict[tuple[str, str], list[str]]:
-    """Returns the names of timm's models by module and class."""
-    import timm
-
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in timm.list_models():
-        entry = timm.model_entrypoint(name)
-        made = inspect.signature(entry).return_annotation
-        where = entry.__module__.removeprefix("timm.models.")
-        groups.setdefault((where, getattr(made, "__name__", "")), []).append(name)
-    return {group: names for group, names in groups.items() if group[0] not in CONVOLUTIONAL}
 
 
 def timm_outcome(name: str) -> tuple[str, str | None]:
@@ -95,35 +78,62 @@ def timm_outcome(name: str) -> tuple[str, str | None]:
 
 
 def timm_rows() -> Iterator[str]:
-    for (where, _), names in sorted(timm_groups().items()):
-        judged: dict[tuple[str, str], list[str]] = {}
+    import timm
+
+    groups: dict[tuple[str, str], list[str]] = {}  # names of models by module and class
+    for name in timm.list_models():
+        entry = timm.model_entrypoint(name)
+        where = entry.__module__.removeprefix("timm.models.")
+        made = getattr(inspect.signature(entry).return_annotation, "__name__", "")
+        if where not in CONVOLUTIONAL:
+            groups.setdefault((where, made), []).append(name)
+    for (where, _), names in sorted(groups.items()):
+        tested: dict[tuple[str, str], list[str]] = {}
         for name in names:
             cls, found = timm_outcome(name)
             if found is not None:
-                judged.setdefault((cls, found), []).append(name)
-            if not any(not said.startswith("skipped:") for _, said in judged):
-                break  # its relatives are skipped for the same reason
-        for (cls, found), alike in judged.items():
+                tested.setdefault((cls, found), []).append(name)
+            if all(text.startswith("skipped:") for _, text in tested):
+                break  # the others of this class are skipped for the same reason
+        for (cls, found), alike in tested.items():
             more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
             yield row(where, cls, alike[0] + more, found)
 
 
-def transformers_classes() -> Iterator[tuple[str, type[nn.Module]]]:
-    """Yields folder and class of every transformers model that takes nothing but images."""
+def transformers_outcome(cls: Any) -> str | None:
+    """Returns the result of `fuse` for a model of a class, with two layers if their number can be set."""
+    config = cls.config_class()
+    for name in ("num_hidden_layers", "depth"):
+        if isinstance(getattr(config, name, None), int):
+            with contextlib.suppress(NotImplementedError):  # a name that stands for a list of depths
+                setattr(config, name, 2)
+    with torch.device("meta"):
+        return outcome(cls(config))
+
+
+def transformers_rows() -> Iterator[str]:
+    """Yields the rows of all transformers models that take nothing but images."""
     import transformers
-    from transformers import PreTrainedModel, models
 
     transformers.utils.logging.set_verbosity_error()
-    for folder in sorted(module.name for module in pkgutil.iter_modules(models.__path__)):
-        path = Path(models.__path__[0]) / folder
-        for file in sorted(path.glob("modeling_*.py")):
-            if "pixel_values" not in file.read_text():
+    for file in sorted(Path(transformers.models.__path__[0]).glob("*/modeling_*.py")):
+        if "pixel_values" not in file.read_text():
+            continue
+        folder = file.parent.name
+        module = importlib.import_module(f"transformers.models.{folder}.{file.stem}")
+        for name, cls in vars(module).items():
+            own = isinstance(cls, type) and cls.__module__ == module.__name__
+            if not own or not issubclass(cls, transformers.PreTrainedModel):
                 continue
-            module = importlib.import_module(f"transformers.models.{folder}.{file.stem}")
-            for name, cls in vars(module).items():
-                own = isinstance(cls, type) and cls.__module__ == module.__name__ and issubclass(cls, PreTrainedModel)
-                if own and (name in TOWERS or (not NO_TOWER.search(name) and _is_tower(cls))):
-                    yield folder, cls
+            if name not in TOWERS and (NO_TOWER.search(name) or not _is_tower(cls)):
+                continue
+            try:
+                found = transformers_outcome(cls)
+            except ImportError as error:  # of a library that it needs
+                missing = re.search(r"requires the (\w+)|named '(\w+)'", str(error))
+                found = f"not checked: needs {next(filter(None, missing.groups())) if missing else 'more libraries'}"
+            if found is not None:
+                yield row(folder, name, "default", found)
 
 
 def _is_tower(cls: Any) -> bool:
@@ -133,44 +143,17 @@ def _is_tower(cls: Any) -> bool:
     return re.search("pixel_values|patches|grid_thw", str(inspect.signature(cls.forward))) is not None
 
 
-def transformers_outcome(cls: Any) -> str | None:
-    """Returns the result of `fuse` for a model of a class, with two layers if their number can be set."""
-    config = cls.config_class()
-    for name in SHALLOW:
-        if isinstance(getattr(config, name, None), int):
-            with contextlib.suppress(NotImplementedError):  # a name that stands for a list of depths
-                setattr(config, name, 2)
-    with torch.device("meta"):
-        return outcome(cls(config))
-
-
-def transformers_rows() -> Iterator[str]:
-    for folder, cls in transformers_classes():
-        try:
-            found = transformers_outcome(cls)
-        except ImportError as error:  # of a library that it needs
-            missing = re.search(r"requires the (\w+)|named '(\w+)'", str(error))
-            found = f"not checked: needs {next(filter(None, missing.groups())) if missing else 'more libraries'}"
-        if found is not None:
-            yield row(folder, cls.__name__, "default", found)
-
-
 def versions() -> str:
     return ", ".join(f"{name} {importlib.import_module(name).__version__}" for name in LIBRARIES)
 
 
 def table() -> str:
-    """The whole document."""
     lines = [HEADER.format(versions=versions())]
     for library, rows in (("timm", timm_rows), ("transformers", transformers_rows)):
         found = list(rows())
         fused = sum("| fused" in line for line in found)
-        lines += [
-            f"\n## {library}: {fused} of {len(found)} fused\n",
-            "| module | class | tested with | outcome |",
-            "|---|---|---|---|",
-        ]
-        lines += found
+        header = ["| module | class | tested with | outcome |", "|---|---|---|---|"]
+        lines += [f"\n## {library}: {fused} of {len(found)} fused\n", *header, *found]
     return "\n".join(lines) + "\n"
 
 

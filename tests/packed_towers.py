@@ -40,7 +40,6 @@ def padded_images(sizes: Sizes) -> dict[str, Any]:
 
 
 def squares(sizes: Sizes) -> dict[str, Any]:
-    """Returns images of one size."""
     return {"pixel_values": torch.randn(len(sizes), 3, 16, 16, device=DEVICE)}
 
 
@@ -85,15 +84,16 @@ def siglip2_outputs(outputs: Any, sizes: Sizes) -> list[Any]:
     return [leaf[mask] if isinstance(leaf, Tensor) and leaf.shape[:2] == mask.shape else leaf for leaf in leaves]
 
 
-def made(path: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
-    """Builds a class, given its path below transformers.models and a configuration of the same package."""
+def made(family: str, cls: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    """Returns a function that builds a class of a family of transformers."""
 
     def make() -> nn.Module:
         pytest.importorskip("transformers", minversion="5.0")
-        home, _, name = path.rpartition(".")
-        configs = importlib.import_module(f"transformers.models.{home.replace('modeling', 'configuration')}")
-        tower: Any = getattr(importlib.import_module(f"transformers.models.{home}"), name)
-        return tower._from_config(getattr(configs, config)(**settings)).to(DEVICE)
+        configs, models = (
+            importlib.import_module(f"transformers.models.{family}.{kind}_{family}")
+            for kind in ("configuration", "modeling")
+        )
+        return getattr(models, cls)._from_config(getattr(configs, config)(**settings)).to(DEVICE)  # type: ignore[no-any-return]
 
     return make
 
@@ -109,60 +109,41 @@ def naflexvit(name: str, **settings: Any) -> Tower:
     return tower_of(lambda: subject.make().to(DEVICE), naflex)
 
 
-def qwen(path: str, config: str, values: int = 3 * 2 * 4 * 4, **settings: Any) -> Tower:
-    make = made(path, config, **{**QWEN, **settings})
-    return tower_of(make, lambda sizes: grids(sizes, values=values), lambda result: result.pooler_output)
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"embed_dim": 64, "mlp_ratio": 2},
     "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
     "glm4v": {"image_size": 16},
 }
 TOWER_CLASSES = {
     "ernie4_5_vl_moe": "Ernie4_5_VLMoeVisionTransformerPretrainedModel",
+    "qwen2_vl": "Qwen2VisionTransformerPretrainedModel",
     "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel",
     "qwen3_omni_moe": "Qwen3OmniMoeVisionEncoder",
 }
 
 
 def like_qwen(family: str, **sizes: Any) -> Tower:
-    name = LIKE_QWEN[family]
-    settings = SETTINGS.get(family, {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}) | sizes
+    name = LIKE_QWEN.get(family, "Qwen2VLVision")
+    settings = SETTINGS.get(family, {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]})
     config = f"{name}EncoderConfig" if family == "qwen3_omni_moe" else f"{name}Config"
     values = 3 * 4 * 4 * (1 if family == "ernie4_5_vl_moe" else QWEN["temporal_patch_size"])
-    path = f"{family}.modeling_{family}.{TOWER_CLASSES.get(family, f'{name}Model')}"
-    return qwen(path, config, values, **settings)
+    make = made(family, TOWER_CLASSES.get(family, f"{name}Model"), config, **QWEN | settings | sizes)
+    return tower_of(make, lambda sizes: grids(sizes, values=values), lambda result: result.pooler_output)
 
 
 def towers_of_depth(depth: int) -> dict[str, Tower]:
     """Returns the towers of transformers with this depth."""
-    sizes = ENCODER | {"num_hidden_layers": depth}
-
-    def encoder(path: str, config: str, call: Any, pick: str = "last_hidden_state", **rest: Any) -> Tower:
-        real = {"real": rest.pop("real")} if "real" in rest else {}
-        return tower_of(made(path, config, **sizes | rest), call, lambda result: getattr(result, pick), **real)
-
-    pixtral = encoder(
-        "pixtral.modeling_pixtral.PixtralVisionModel", "PixtralVisionConfig", padded_images, image_size=40, patch_size=4
-    )
+    sizes = ENCODER | {"num_hidden_layers": depth, "patch_size": 4}
+    pixtral = made("pixtral", "PixtralVisionModel", "PixtralVisionConfig", **sizes, image_size=40)
+    siglip = made("siglip2", "Siglip2VisionModel", "Siglip2VisionConfig", **sizes, num_patches=9)
+    idefics = made("idefics3", "Idefics3VisionTransformer", "Idefics3VisionConfig", **sizes, image_size=16)
     return {
-        "qwen2_vl": qwen(
-            "qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig",
-            depth=depth, embed_dim=64, mlp_ratio=2,
-        ),
-        "qwen2_5_vl": like_qwen("qwen2_5_vl", depth=depth),
-        "qwen3_vl": like_qwen("qwen3_vl", depth=depth),
-        # because RMSNorm makes the sum of squares constant
-        "pixtral": dataclasses.replace(pixtral, output=lambda result: result.last_hidden_state.square()),
-        "siglip2": encoder(
-            "siglip2.modeling_siglip2.Siglip2VisionModel", "Siglip2VisionConfig", siglip2, "pooler_output",
-            num_patches=9, patch_size=4, real=siglip2_outputs,
-        ),
-        "idefics3": encoder(
-            "idefics3.modeling_idefics3.Idefics3VisionTransformer", "Idefics3VisionConfig", squares, image_size=16,
-            patch_size=4,
-        ),
-    }  # fmt: skip
+        **{family: like_qwen(family, depth=depth) for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
+        # squared, because RMSNorm makes the sum of squares constant
+        "pixtral": tower_of(pixtral, padded_images, lambda result: result.last_hidden_state.square()),
+        "siglip2": tower_of(siglip, siglip2, lambda result: result.pooler_output, real=siglip2_outputs),
+        "idefics3": tower_of(idefics, squares, lambda result: result.last_hidden_state),
+    }
 
 
 def naflex_of_depth(depth: int) -> dict[str, Tower]:
@@ -184,6 +165,8 @@ def packed_of_depth(depth: int) -> dict[str, Tower]:
 
 
 TOWERS, NAFLEX = towers_of_depth(2), naflex_of_depth(2)
+IMAGES = ENCODER | {"image_size": 16, "patch_size": 4}
+INTERNVL = ENCODER | {"image_size": [16, 16], "patch_size": [4, 4]}
 # the towers that GraphRunner packs; one that needs no packing has images of one size
 FAMILIES: dict[str, Tower] = {
     **{name: TOWERS[name] for name in ("qwen2_vl", "pixtral", "siglip2")},
@@ -194,14 +177,7 @@ FAMILIES: dict[str, Tower] = {
         "naflexvit_base_patch16_gap", rope_type="axial", reg_tokens=2, class_token=True
     ),
     "naflexvit, mixed": naflexvit("naflexvit_base_patch16_gap", rope_type="mixed"),
-    "internvl": tower_of(
-        made("internvl.modeling_internvl.InternVLVisionModel", "InternVLVisionConfig", **ENCODER, image_size=[16, 16],
-             patch_size=[4, 4]),
-        squares,
-    ),
-    "deepseek_vl": tower_of(  # its tower is SigLIP's
-        made("siglip.modeling_siglip.SiglipVisionModel", "SiglipVisionConfig", **ENCODER, image_size=16, patch_size=4),
-        squares,
-    ),
-}  # fmt: skip
+    "internvl": tower_of(made("internvl", "InternVLVisionModel", "InternVLVisionConfig", **INTERNVL), squares),
+    "deepseek_vl": tower_of(made("siglip", "SiglipVisionModel", "SiglipVisionConfig", **IMAGES), squares),
+}
 EVERY_CODE = ("qwen2_5_vl", "qwen3_vl", "glm4v", "pixtral", "siglip2", "naflexvit, mixed", "internvl")
