@@ -1,7 +1,4 @@
-"""A pytest plugin that fuses every model that another project's test suite builds; see CONTRIBUTING.md.
-
-The last line of the run counts what was fused: a run in which nothing was proves nothing.
-"""
+"""A pytest plugin that fuses every model that another project's test suite builds; see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from torch import nn
 
 import vit_fast
 
-# What ends the building of a model, by the library that it belongs to.
+# The function after which a model is complete: module, class and name, by library.
 BUILDERS = {
     "transformers": ("transformers.modeling_utils", "PreTrainedModel", "post_init"),
     "timm": ("timm.models", None, "create_model"),
@@ -27,7 +24,7 @@ COUNTS: Counter[str] = Counter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuse-backend", default="sdpa", help="what every model is fused with: eager, sdpa, triton, auto")
+    parser.addoption("--fuse-backend", default="sdpa", help="backend: eager, sdpa, triton or auto")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -33,11 +33,7 @@ def qwen(tower: torch.nn.Module, images: Tensor) -> Tensor:
 
 
 def patches_of(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts images into patches of 4 x 4 with the channels last, like transformers' processor for SigLIP 2.
-
-    Returns:
-        Patches [B, N, 48], a mask [B, N] of ones, and height and width in patches [B, 2].
-    """
+    """Returns patches [B, N, 48] with the channels last, a mask [B, N] of ones, and height and width [B, 2]."""
     batch, _, height, width = images.shape
     cells = images.reshape(batch, 3, height // 4, 4, width // 4, 4).permute(0, 2, 4, 3, 5, 1)
     patches = cells.reshape(batch, -1, 3 * 4 * 4)
@@ -58,20 +54,14 @@ def naflex(tower: torch.nn.Module, images: Tensor) -> Tensor:
     return out
 
 
-CALLS = {
-    "qwen2_vl": qwen,
-    "qwen2_5_vl": qwen,
-    "siglip2": siglip2,
-    "naflexvit": naflex,
-    "naflexvit, axial, registers": naflex,
-    "naflexvit, pooling head": naflex,
-}
+CALLS = {"qwen2_vl": qwen, "qwen2_5_vl": qwen, "siglip2": siglip2}
+CALLS |= dict.fromkeys(("naflexvit", "naflexvit, axial, registers", "naflexvit, pooling head"), naflex)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["", "sdpa", "triton"])
 @pytest.mark.parametrize("name", CALLS)
-def test_images_of_one_size_give_what_the_tower_gives(name: str, backend: str) -> None:
+def test_outputs_match_those_of_the_tower(name: str, backend: str) -> None:
     tower, images = FAMILIES[name].build().eval(), torch.rand(3, 3, *IMAGE, device=DEVICE)
     with torch.no_grad():
         expected = CALLS[name](copy.deepcopy(tower), images)
@@ -82,8 +72,8 @@ def test_images_of_one_size_give_what_the_tower_gives(name: str, backend: str) -
             torch.testing.assert_close(model(images[:batch]), expected[:batch], rtol=1e-3, atol=1e-4)
 
 
-def test_a_captured_graph_holds_it() -> None:
-    """Runs frozen in half precision. Like a CUDA graph, forbids reads on the host and copies from it."""
+def test_cuda_graphs_and_compile_capture_it() -> None:
+    """Runs frozen in half precision. NoHost raises an error for reads on the host, like the capture of a CUDA graph."""
     model = vit_fast.FixedGrid(TOWERS["qwen2_5_vl"].build().eval().half(), IMAGE)
     vit_fast.fuse(model, "triton").require_all()
     vit_fast.freeze(model)
@@ -93,21 +83,13 @@ def test_a_captured_graph_holds_it() -> None:
         expected = model(images)
         with NoHost():
             found = model(images)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(images), expected, rtol=1e-2, atol=1e-2)
     assert torch.equal(found, expected)
     assert runner.captured is torch.cuda.is_available()
     torch.testing.assert_close(runner(images), expected)
-
-
-@pytest.mark.slow
-def test_it_is_traced_whole_and_moves_with_its_tower() -> None:
-    model = vit_fast.FixedGrid(TOWERS["qwen2_5_vl"].build().eval(), IMAGE)
-    vit_fast.fuse(model, "triton")
-    images = torch.rand(2, 3, *IMAGE, device=DEVICE)
-    with torch.no_grad():
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(images), model(images))
     assert all(buffer.device.type == "meta" for buffer in model.to("meta").buffers())
-    assert not [name for name in model.state_dict() if not name.startswith("tower.")]
+    assert all(name.startswith("tower.") for name in model.state_dict())
 
 
 @pytest.mark.fast_cases("naflexvit")
@@ -126,7 +108,7 @@ def test_it_is_exported(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(runner(images[:batch].cpu()), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_what_it_refuses() -> None:
+def test_errors() -> None:
     tower = TOWERS["qwen2_vl"].build()
     with pytest.raises(ValueError, match=r"image_hw must be multiples of 8 pixels, got \(20, 16\)"):
         vit_fast.FixedGrid(tower, (20, 16))

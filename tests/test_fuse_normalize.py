@@ -30,7 +30,7 @@ def normalized(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_give_what_normalized_images_gave(name: str) -> None:
+def test_outputs_for_bytes_match_those_for_normalized_images(name: str) -> None:
     subject = SUBJECTS[name]
     model = subject.build().eval()
     argument, pixels = bytes_for(subject)
@@ -45,7 +45,7 @@ def test_bytes_give_what_normalized_images_gave(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rounds_no_more_than_normalizing_first(dtype: torch.dtype) -> None:
+def test_half_precision_is_as_accurate_as_normalizing_first(dtype: torch.dtype) -> None:
     conv = nn.Conv2d(3, 64, 16, stride=16)
     nn.init.trunc_normal_(conv.weight, std=0.02)
     pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
@@ -57,21 +57,19 @@ def test_half_precision_rounds_no_more_than_normalizing_first(dtype: torch.dtype
 
 
 @pytest.mark.slow
-def test_it_compiles_pickles_and_may_be_given_again() -> None:
-    subject = SUBJECTS["timm-vit"]
-    model = subject.build().eval()
-    _, pixels = bytes_for(subject)
+def test_tracers_copies_and_another_fuse() -> None:
+    model = SUBJECTS["timm-vit"].build().eval()
+    _, pixels = bytes_for(SUBJECTS["timm-vit"])
     vit_fast.fuse(model, normalize=(MEAN, STD))
     with torch.no_grad():
         expected = model(pixels)
-        loaded = pickle.loads(pickle.dumps(model))
-        for each in (loaded, torch.compile(loaded, backend="aot_eager", fullgraph=True)):
-            torch.testing.assert_close(each(pixels), expected)
         vit_fast.fuse(model, normalize=((0.5,) * 3, (0.5,) * 3))
         assert not torch.allclose(model(pixels), expected)
         vit_fast.fuse(model, normalize=(MEAN, STD))
         vit_fast.fuse(model)  # without normalize, the folded normalization stays
-        for each in (model, torch.fx.symbolic_trace(model)):
+        loaded = pickle.loads(pickle.dumps(model))
+        compiled = torch.compile(loaded, backend="aot_eager", fullgraph=True)
+        for each in (model, loaded, compiled, torch.fx.symbolic_trace(model)):
             torch.testing.assert_close(each(pixels), expected)
     with pytest.raises(Exception, match="annotation"), pytest.warns(DeprecationWarning):
         torch.jit.script(model)  # would lose the normalization
@@ -90,7 +88,7 @@ def test_it_compiles_pickles_and_may_be_given_again() -> None:
         (nn.Conv2d(3, 6, 2, stride=2, groups=3), (MEAN, STD), "groups must be 1, got 3"),
     ],
 )
-def test_normalizations_that_do_not_fit_change_nothing(model: Any, normalize: object, message: str) -> None:
+def test_errors_change_nothing(model: Any, normalize: object, message: str) -> None:
     model = model or SUBJECTS["timm-vit"].build()
     classes = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match=message):

@@ -56,7 +56,7 @@ def test_a_tower_runs_by_kernels(name: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["dropout", "own mask", "hook"])
-def test_calls_for_timms_own_forward_get_masks_that_it_knows(change: str) -> None:
+def test_the_original_forward_of_timm_gets_additive_masks(change: str) -> None:
     """Without torch's attention, timm adds masks to the scores. A boolean mask would be added as 0 and 1."""
     tower = NAFLEX["pooled by attention"]
     model: Any = tower.build().eval()
@@ -66,8 +66,7 @@ def test_calls_for_timms_own_forward_get_masks_that_it_knows(change: str) -> Non
         inputs["attn_mask"] = torch.randn(3, 1, tokens, tokens, device=DEVICE)
     for block in model.blocks:
         block.attn.fused_attn = False
-        if change == "dropout":
-            block.attn.attn_drop.p = 0.3
+        block.attn.attn_drop.p = 0.3 if change == "dropout" else 0.0
     model.train(change == "dropout")
     plain = copy.deepcopy(model)
     vit_fast.fuse(model, "sdpa").require_all()
@@ -76,9 +75,9 @@ def test_calls_for_timms_own_forward_get_masks_that_it_knows(change: str) -> Non
             layer.register_forward_hook(lambda *args: None)
     with torch.no_grad():
         torch.manual_seed(1)
-        right = plain(**inputs)
+        expected = plain(**inputs)
         torch.manual_seed(1)
-        torch.testing.assert_close(model(**inputs), right, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(**inputs), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_images_of_one_size_and_padding() -> None:
@@ -97,11 +96,11 @@ def test_nan_in_one_image_stays_in_it() -> None:
     model = tower.build().eval()
     vit_fast.fuse(model, "sdpa")
     inputs = grids(BATCHES[0], frames=2)
-    right = model(**inputs).pooler_output
+    expected = model(**inputs).pooler_output
     inputs["hidden_states"][48:56] = float("nan")  # both frames of the second image
     found = model(**inputs).pooler_output
     assert found[12:14].isnan().all()
-    assert torch.equal(found[:12], right[:12]) and torch.equal(found[14:], right[14:])
+    assert torch.equal(found[:12], expected[:12]) and torch.equal(found[14:], expected[14:])
 
 
 def test_a_whole_model_of_images_and_texts_is_fused() -> None:
@@ -138,7 +137,7 @@ def test_a_mask_per_query_reaches_the_original() -> None:
         ("pixtral", "torch.export", "it reads the sizes of its images on the host"),
     ],
 )
-def test_functions_for_images_alone_report_why_they_do_not_support_a_tower(
+def test_functions_for_images_report_why_they_do_not_support_a_tower(
     name: str, exported: str, captured: str, tmp_path: Path
 ) -> None:
     tower = TOWERS[name]

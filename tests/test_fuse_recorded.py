@@ -1,10 +1,9 @@
-"""Fused models and the recorders and class registries of transformers: hidden states, attention weights, names."""
+"""Fused models record hidden states and attention weights like transformers, which saves and loads them."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from fused_models import SUBJECTS
 from packed_towers import TOWERS
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import vit_fast
 
@@ -30,14 +30,8 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
 def tensors(output: Any) -> dict[str, Tensor]:
     """Returns all tensors of an output by their paths."""
 
-    def walk(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-        if isinstance(value, Tensor):
-            yield place, value
-        elif isinstance(value, (dict, tuple, list)):
-            for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from walk(f"{place}.{key}", part)
-
-    return dict(walk("", output))
+    paths, _ = pytree.tree_flatten_with_path(dict(output) if isinstance(output, dict) else output)
+    return {pytree.keystr(path): leaf for path, leaf in paths if isinstance(leaf, Tensor)}
 
 
 @torch.no_grad()
@@ -75,12 +69,12 @@ def test_a_fused_model_records_what_it_recorded(name: str) -> None:
 @pytest.mark.parametrize("name", ["pixtral", "siglip2"])
 def test_a_fused_tower_is_saved_and_loaded_by_transformers(name: str, tmp_path: Path) -> None:
     plain, inputs = build(name)
-    fused, right = copy.deepcopy(plain), outputs(plain, inputs, HIDDEN)
+    fused, expected = copy.deepcopy(plain), outputs(plain, inputs, HIDDEN)
     vit_fast.fuse(fused, "sdpa")
     fused.save_pretrained(tmp_path)
     for loaded in (type(plain).from_pretrained(tmp_path), type(fused).from_pretrained(tmp_path)):
         assert list(loaded.state_dict()) == list(plain.state_dict())
         vit_fast.fuse(loaded.eval(), "sdpa")
-        torch.testing.assert_close(outputs(loaded, inputs, HIDDEN), right, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(outputs(loaded, inputs, HIDDEN), expected, rtol=1e-3, atol=1e-3)
     in_tuples = [tensors(model(**inputs, output_hidden_states=True, return_dict=False)) for model in (plain, fused)]
     torch.testing.assert_close(in_tuples[1], in_tuples[0], rtol=1e-3, atol=1e-3)
