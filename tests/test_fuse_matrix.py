@@ -184,20 +184,6 @@ def test_a_saved_model_loads_in_a_new_process(tmp_path: Path) -> None:
 
 
 @every_library
-def test_state_dict_goes_both_ways(library: str) -> None:
-    subject, model, inputs, expected = fused(library)
-    original = SUBJECTS[LIBRARIES[library]].make().eval()
-    assert model.state_dict().keys() == original.state_dict().keys()
-    original.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        torch.testing.assert_close(subject.run(original, inputs), expected)
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.load_state_dict(original.state_dict())
-        torch.testing.assert_close(subject.run(model, inputs), expected)
-
-
-@every_library
 def test_moving_the_model_resolves_auto_again(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(request: str, device: torch.device, dtype: torch.dtype) -> str:
         return request if request != "auto" else "eager" if device.type == "meta" else "sdpa"

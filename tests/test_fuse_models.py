@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from typing import Any
 
 import pytest
 import torch
@@ -25,14 +24,12 @@ from fused_models import (
     torch_encoder,
     torchvision_vit,
     transformers_subject,
-    vitpose_subject,
 )
 from kernel_support import DEVICE
-from our_operators import calls_of
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.blocks.fused import FusedModule, FusedNormMlp
+from vit_fast.blocks.fused import FusedModule
 
 BIASED = {"transformers-beit"}  # fuse skips attention with a relative position bias
 
@@ -92,28 +89,6 @@ def test_the_triton_backend_is_as_accurate_as_the_formulas(name: str) -> None:
     assert assert_fused_agrees(subject, model, on_device(subject.inputs()), "triton").backend == "triton"
 
 
-@pytest.mark.parametrize("name", ["timm-dinov3", "transformers-clip"])
-def test_whole_blocks_run_as_one_operator_until_attention_is_hooked(name: str) -> None:
-    subject = SUBJECTS[name]
-    model, inputs = subject.build().eval().to(DEVICE), on_device(subject.inputs())
-    found: list[Tensor] = []
-
-    def operators() -> list[str]:
-        calls = calls_of(lambda: found.append(subject.run(model, inputs)))
-        return [op.name().partition("::")[2].partition(".")[0] for op, _ in calls]
-
-    with torch.no_grad():
-        expected = subject.run(model, inputs)
-        vit_fast.fuse(model, backend="triton")
-        assert operators() == ["block"] * 2
-        first = next(module for module in model.modules() if isinstance(module, FusedNormMlp))
-        attention = next(child for child in first.children() if "Attention" in type(child).__qualname__)
-        attention.register_forward_hook(lambda *_: None)
-        assert "attention" in operators()
-    for output in found:
-        torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("backend", "drop_path", "autocast"), [("sdpa", 0.5, False), ("triton", 0.5, False), ("triton", 0.0, True)]
 )
@@ -136,21 +111,6 @@ def test_layer_scale_with_drop_path_or_autocast(backend: str, drop_path: float, 
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * expected.abs().max().item())
 
 
-def test_frozen_and_tied_parameters_stay_so() -> None:
-    subject = SUBJECTS["timm-vit"]
-    model: Any = subject.build()
-    model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
-    for parameter in model.blocks[0].attn.parameters():
-        parameter.requires_grad_(False)
-    inputs = subject.inputs()
-    expected, expected_grads = gradients(subject, model, inputs)
-    vit_fast.fuse(model).require_all()
-    assert model.blocks[1].mlp.fc1.weight is model.blocks[0].mlp.fc1.weight
-    output, grads = gradients(subject, model, inputs)
-    assert not any(name.startswith("blocks.0.attn") for name in grads)
-    torch.testing.assert_close((output, grads), (expected, expected_grads))
-
-
 def test_the_report_groups_blocks_and_is_empty_for_other_models() -> None:
     text = str(vit_fast.fuse(SUBJECTS["timm-vit"].build(), backend="sdpa"))
     assert text.startswith("backend sdpa: 4 fused, 0 skipped") and "blocks.{0-1}.attn" in text
@@ -158,15 +118,6 @@ def test_the_report_groups_blocks_and_is_empty_for_other_models() -> None:
     assert report.modules == () and "no attention or MLP of a supported class" in str(report)
     with pytest.raises(vit_fast.UnsupportedInputError, match="contains no attention or MLP"):
         report.require_all()
-
-
-def test_vitpose_with_experts_keeps_its_mlps() -> None:
-    subject = vitpose_subject(num_experts=3, part_features=16)
-    model, inputs = subject.build().eval(), subject.inputs() | {"dataset_index": torch.tensor([0, 2])}
-    expected = subject.run(model, inputs)
-    report = vit_fast.fuse(model, backend="sdpa")
-    assert ["mlp must be a single MLP" in module.reasons[0] for module in report.skipped] == [True] * 2
-    torch.testing.assert_close(subject.run(model, inputs), expected)
 
 
 # --- rotary embeddings: other image sizes, augmented or learned positions, grouped heads -------------------------
