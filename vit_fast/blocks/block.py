@@ -84,16 +84,10 @@ def runs_whole(parts: BlockParts, backend: str | None = None) -> bool:
 
 
 def run_block(
-    parts: BlockParts,
-    x: Tensor,
-    statistics: Tensor | None = None,
-    *,
-    rope: Rope | None = None,
-    keys: Keys | None = None,
-    backend: str = "triton",
-    attend: Callable[[Tensor], Tensor] | None = None,
+    parts: BlockParts, x: Tensor, statistics: Tensor | None = None, *, rope: Rope | None = None,
+    keys: Keys | None = None, backend: str = "triton", attend: Callable[[Tensor], Tensor] | None = None,
     next_statistics: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Runs a block without active dropout on x [B, N, C] or packed x [total, C]; `parts.mlp` must not be None.
 
     Args:
@@ -105,11 +99,11 @@ def run_block(
         The output, and its LayerNorm statistics, or None if not requested, for fp32, and after drop path.
     """
     attention, mlp = parts.attention, parts.mlp
-    assert mlp is not None, "a block without MLP parts runs its original forward"
+    assert mlp is not None
     if attend is not None:
         x, statistics = attend(x), None
     else:
-        assert attention is not None, "attend is required for an attention without parts"
+        assert attention is not None
         if not attention.drops_path() and not mlp.drops_path():
             tensors, rope = _tensors_for(parts, x, rope)
             return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)

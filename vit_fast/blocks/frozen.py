@@ -125,12 +125,10 @@ def _snapshot(owner: nn.Module, name: str) -> _Snapshot:
 
 def _is_written(tensor: Tensor) -> bool:
     """Waits until the GPU has written a tensor, because other streams read it; returns False in CUDA-graph capture."""
-    if not tensor.is_cuda:
-        return True
-    if torch.cuda.is_current_stream_capturing():
-        return False
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return True
+    is_capturing = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    if tensor.is_cuda and not is_capturing:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return not is_capturing
 
 
 @functools.cache

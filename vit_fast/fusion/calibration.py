@@ -60,8 +60,8 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
     """Finds the scales that `fuse(model, precision="fp8")` needs, and stores them in the model.
 
     Runs the model once on the images and observes the input of each linear layer, in all blocks that the kernels run
-    as a whole. Tries ranges by largest magnitude, percentiles and mean squared error, with and without SmoothQuant.
-    Selects the range with the smallest error of the layer's output.
+    as a whole. Selects the range with the smallest error of the layer's output: by largest magnitude, percentiles or
+    mean squared error, with or without SmoothQuant.
 
     The scales are buffers of the blocks (`blocks.0.vit_fast_fp8.qkv` and so on). They are saved and loaded with the
     weights, and valid for these weights only. `vit_fast.unfuse` removes them. Calibrating again replaces them; the

@@ -149,15 +149,14 @@ def set_backend(model: nn.Module, backend: str) -> FusionReport:
 def freeze(model: nn.Module) -> tuple[str, ...]:
     """Prepares the weights of a model's blocks for inference once, instead of in every forward.
 
-    On a GPU, folds each LayerNorm into the next linear layer, which saves one launch per block. A frozen block makes
-    five launches: qkv, attention, proj, fc1, fc2. This needs memory for a second copy of the qkv and fc1 weights, in
-    the dtype of the matmuls (autocast's dtype if called under autocast).
+    On a GPU, folds each LayerNorm into the next linear layer, which saves one launch per block: qkv, attention, proj,
+    fc1, fc2. This needs memory for a second copy of the qkv and fc1 weights, in the dtype of the matmuls (autocast's
+    dtype if called under autocast).
 
-    On a CPU (backend sdpa), packs the linear layers with oneDNN, or with MKL for fp32 on CPUs from Intel, folds
-    LayerScale in, and applies activation and residual in place. This needs memory for a second copy of the weights of
-    all linear layers in the blocks. On CPUs of other vendors than Intel, oneDNN Graph computes attention. It compiles
-    attention in the first forward of each input shape, which takes 5 to 100 ms. Under autocast, torch.compile,
-    torch.export, tracing and torch.func, a forward runs the original modules.
+    On a CPU (backend sdpa), packs the linear layers with oneDNN, or with MKL for fp32 on CPUs from Intel. This needs
+    memory for a second copy of the weights of all linear layers in the blocks. On CPUs of other vendors than Intel,
+    oneDNN Graph computes attention. It compiles attention in the first forward of each input shape, which takes 5 to
+    100 ms. Under autocast, torch.compile, torch.export, tracing and torch.func, a forward runs the original modules.
 
     A forward in another dtype, in training mode, or with gradients uses the original weights.
 
@@ -244,8 +243,7 @@ class _Walk:
 
     def _visit_children(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
         prefix = f"{name}." if name else ""
-        found = [self.visit(prefix + own, child, inside_unknown) for own, child in module.named_children()]
-        return any(found)
+        return any([self.visit(prefix + own, child, inside_unknown) for own, child in module.named_children()])
 
     def _visit_other(self, name: str, module: nn.Module, reason: str | None, inside_unknown: bool) -> bool:
         """Adds a row for a module without a fused form if a reason is known or it looks fusable."""
