@@ -259,7 +259,7 @@ class FusedNormMlp(FusedModule):
     def examine(cls, module: Any) -> Finding:
         reader = cls.reader(module)
         cls.read_mlp(reader)
-        return Finding(reader.reasons, reader.notes, reader.modules)
+        return Finding(reader.reasons, reader.notes, [child for _, _, child in reader.edges.values()])
 
     def read(self) -> BlockParts:
         return read_block(self, self.read_mlp, self.read_attention, self.reader)

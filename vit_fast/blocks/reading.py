@@ -31,10 +31,6 @@ class Inspector:
         self.edges: dict[str, Edge] = {}  # watched modules by path
         self.values: list[tuple[Any, str, object]] = []  # all other attributes that were read
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        return [child for _, _, child in self.edges.values()]
-
     def at(self, path: str) -> Any:
         """Returns the attribute at a dotted path; None if part of the path is missing."""
         value: Any = self.owner

@@ -243,7 +243,8 @@ class _Walk:
 
     def _visit_children(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
         prefix = f"{name}." if name else ""
-        return any([self.visit(prefix + own, child, inside_unknown) for own, child in module.named_children()])
+        found = [self.visit(prefix + own, child, inside_unknown) for own, child in module.named_children()]
+        return any(found)
 
     def _visit_other(self, name: str, module: nn.Module, reason: str | None, inside_unknown: bool) -> bool:
         """Adds a row for a module without a fused form if a reason is known or it looks fusable."""
