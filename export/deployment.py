@@ -20,7 +20,7 @@ from typing import Any
 
 from google.protobuf import text_encoding
 
-from vit_fast.errors import UnsupportedInputError, check_choice, check_integer, check_type
+from vit_fast.errors import UnsupportedInputError, check_choice, check_integer
 from vit_fast.files import file_aside, folder_aside
 
 from .report import Accuracy, Check, Quantized
@@ -70,9 +70,6 @@ def write_triton_repository(
         FileExistsError: the repository has a model of this name.
         UnsupportedInputError: the server cannot build TensorRT engines in the file's precision.
     """
-    check_type("model_path", model_path, str, Path)
-    check_type("repository", repository, str, Path)
-    check_type("name", name, str, type(None))
     name = name or Path(model_path).stem
     check_integer("max_batch", max_batch, 1)
     check_integer("instances", instances, 1)
@@ -193,11 +190,8 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
     Raises:
         ModelFileError: the file is missing, damaged or unsafe.
     """
-    check_type("path", path, str, Path)
     path = Path(path)
     card = path.with_suffix(".md")
-    if card == path:
-        raise ValueError(f"path must not end in .md, the suffix of the card, got {path}")
     info, files = inspect_onnx(path), parts_of(path)
     try:
         checked = _checked(info.metadata)

@@ -82,8 +82,6 @@ def export_onnx(
         OSError: the file cannot be written.
     """
     check_type("model", model, nn.Module)
-    check_type("path", path, str, Path)
-    check_type("validation", validation, str, Path, type(None))
     path = Path(path)
     if path.suffix != ".onnx":
         raise ValueError(f"path must end in .onnx, got {str(path)!r}")

@@ -102,7 +102,7 @@ def matmuls_of(model: ir.Model, scheme: Scheme) -> list[MatMul]:
                 count = len(attention) // 2
                 attention += [MatMul(scores, f"attention {count}: q k"), MatMul(mixed[0], f"attention {count}: p v")]
     if not linears:
-        raise ValueError("the model must have a linear layer over tokens for an 8-bit precision, got none")
+        raise UnsupportedInputError("an 8-bit precision", ["the model must have a linear layer over tokens, got none"])
     return linears + attention
 
 
@@ -151,25 +151,20 @@ def quantize_file(source: Path, path: Path, target: Target, files: Sequence[Path
     """Quantizes a float file of any exporter: its linear layers over tokens, calibrated on image files, to int8."""
     info = inspect_onnx(source)
     signature = read_signature(info)
-    reasons = []
     if signature.dtype != np.float32 or signature.image_hw is None:
         got = f"{signature.dtype} {list(signature.shape)}"
-        reasons.append(f"the file must take preprocessed images of one size in float32, got {got}")
+        reason = f"the file must take preprocessed images of one size in float32, got {got}"
+        raise UnsupportedInputError(f"int8 of {source.name}", [reason])
     version = max(info.opsets.get(domain, 0) for domain in ("", "ai.onnx"))
     try:
         options = ExportOptions(opset=version, precision="int8", target=target)
     except ValueError as error:
-        reasons.append(str(error))
-    if reasons or signature.image_hw is None:
-        raise UnsupportedInputError(f"int8 of {source.name}", reasons)
+        raise UnsupportedInputError(f"int8 of {source.name}", [str(error)]) from None
     size = signature.shape[0] or 1
     images = read_images(files, size * -(-CALIBRATION_IMAGES // size))  # whole batches
     inputs = as_inputs(images, info.data_config, signature.image_hw, signature.in_chans)
     graph = ir.external_data.load_to_model(ir.load(source))
-    try:
-        made, done = quantize(graph, options, [one.numpy() for one in inputs.split(size)], ())
-    except ValueError as error:  # no linear layer to quantize
-        raise UnsupportedInputError(f"int8 of {source.name}", [str(error)]) from None
+    made, done = quantize(graph, options, [one.numpy() for one in inputs.split(size)], ())
     save(made, path)
     return done
 

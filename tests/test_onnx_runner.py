@@ -49,8 +49,6 @@ def test_pixels(exported: Any) -> None:
     probabilities = runner.probabilities([image, image.resize((100, 60))])
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-12)
     assert runner.probabilities([]).shape == (0, 10)
-    with pytest.raises(TypeError, match="image must be"):
-        runner.probabilities([sample_image()])
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -63,11 +61,9 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         ("plain", {}, zeros(1, 3, 32, 40), r"must be \['batch', 3, 32, 32\], got \(1, 3, 32, 40\)"),
         ("plain", {}, zeros(3, 32, 32), r"shape must be .*, got \(3, 32, 32\)"),
         ("plain", {}, torch.zeros(1, 3, 32, 32).bfloat16(), "dtype must be float32, got bfloat16"),
-        ("plain", {}, torch.zeros(1, 3, 32, 32, device="meta"), "dense and not on the meta device, got .* on meta"),
         ("pixels", {}, zeros(1, 32, 32, 3), r"dtype must be uint8, got float32"),
         ("pixels", {}, zeros(1, 0, 32, 3, dtype=np.uint8), r"images must not be empty"),
         ("sizes", {}, zeros(1, 3, 42, 64), "multiples of the patch size 8x8"),
-        ("plain", {}, [1, 2], "must be a numpy array or a torch tensor, got list"),
         ("plain", {"device": "gpu"}, None, "device must be .*got 'gpu'"),
         ("plain", {"device": "cpu:1"}, None, "device must be"),
         ("plain", {"threads": True}, None, "threads must be an integer >= 1, got True"),

@@ -15,7 +15,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from vit_fast.config import DataConfig, Size
-from vit_fast.errors import VitFastError, check_type, pair
+from vit_fast.errors import VitFastError, pair
 from vit_fast.libraries.interface.image_model import Output
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class ModelFileError(VitFastError, ValueError):
 
 def read_proto(path: str | Path) -> onnx.ModelProto:
     """Reads the graph of an ONNX file without the weights beside it, after checking both."""
-    check_type("path", path, str, Path)
     path = Path(path)
     if not path.is_file():  # reading a pipe would block
         raise ModelFileError(f"{path}: {'got a folder, pipe or device' if path.exists() else 'no such file'}")

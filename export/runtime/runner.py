@@ -43,7 +43,9 @@ def reasons_against(kind: str) -> list[str]:
         return [f"this build of ONNX Runtime has no {PROVIDERS[kind]}: {remedy}"]
     if kind in ("cpu", "openvino"):
         return []
-    toolkit = [*re.findall(r"Failed to load ([\w.]+):", _preload()), "libcudnn.so.9"]
+    with contextlib.redirect_stdout(io.StringIO()) as messages:
+        onnxruntime.preload_dlls()  # loads CUDA and cuDNN from the nvidia-* wheels
+    toolkit = [*re.findall(r"Failed to load ([\w.]+):", messages.getvalue()), "libcudnn.so.9"]
     needed = {
         "there is no NVIDIA driver, or this container cannot see it (--gpus all)": ["libcuda.so.1"],
         "pip install 'onnxruntime-gpu[cuda,cudnn]', or install CUDA and cuDNN 9 on the library path": toolkit,
@@ -64,15 +66,6 @@ def _loads(library: str) -> bool:
     return True
 
 
-def _preload() -> str:
-    """Loads CUDA and cuDNN from the nvidia-* wheels; returns ONNX Runtime's messages."""
-    import onnxruntime
-
-    with contextlib.redirect_stdout(io.StringIO()) as messages:
-        onnxruntime.preload_dlls()
-    return messages.getvalue()
-
-
 def open_session(
     path: Path, kind: str = "cpu", index: int = 0, *,
     threads: int | None = None, optimize: bool = True, cuda_graph: bool = False, fp8: bool = False,
@@ -80,6 +73,8 @@ def open_session(
     """Opens a session with the provider of a device first; see OnnxRunner for arguments and errors."""
     import onnxruntime
 
+    if reasons := reasons_against(kind):
+        raise ProviderError(f"{PROVIDERS[kind]} is not available: {'; '.join(reasons)}")
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
     # Otherwise threads spin after each call, and slow down other models in this process.
@@ -97,8 +92,6 @@ def open_session(
         "cpu": [CPU], "cuda": [cuda, CPU], "tensorrt": [(TENSORRT, {"device_id": index}), cuda, CPU],
         "openvino": [PROVIDERS["openvino"], CPU],
     }  # fmt: skip
-    if kind in ("cuda", "tensorrt"):
-        _preload()
     failure = f"{PROVIDERS[kind]} could not be initialized"
     try:
         session = onnxruntime.InferenceSession(str(path), settings, providers=providers[kind])
@@ -107,7 +100,7 @@ def open_session(
             raise ProviderError(f"{failure}: {str(error)[:300]}") from error
         raise ModelFileError(f"{path}: ONNX Runtime cannot load it: {str(error)[:300]}") from error
     if session.get_providers()[0] != PROVIDERS[kind]:
-        raise ProviderError(f"{failure}: {'; '.join(reasons_against(kind)) or 'see the log of ONNX Runtime'}")
+        raise ProviderError(f"{failure}: see the log of ONNX Runtime")
     return session
 
 
@@ -149,8 +142,6 @@ class OnnxRunner:
         class_names: Sequence[str] | None = None, image_hw: Size | None = None, output: Output | None = None,
         optimize: bool = True,
     ) -> None:  # fmt: skip
-        check_type("path", path, str, Path)
-        check_type("device", device, str)
         match = re.fullmatch(r"auto|cpu|openvino|(?:cuda|tensorrt)(?::([0-9]{1,4}))?", device)
         if match is None:
             names = "'auto', 'cpu', 'cuda', 'cuda:N', 'tensorrt', 'tensorrt:N' or 'openvino'"
@@ -188,16 +179,12 @@ class OnnxRunner:
                 raise ValueError(f"image_hw must be None, because the file resizes images itself, got {image_hw!r}")
             if any(n is not None and n != side for n, side in zip(fixed, self.image_hw)):
                 raise ValueError(f"image_hw must be {fixed} like the file's input, got {image_hw!r}")
-        self.notes: tuple[str, ...] = ()
-        if kind == "auto":
-            self.notes = tuple(reasons_against("cuda"))
-            kind = "cpu" if self.notes else "cuda"
-        elif reasons := reasons_against(kind):
-            raise ProviderError(f"{PROVIDERS[kind]} is not available for device={device!r}: {'; '.join(reasons)}")
-        if cuda_graph and kind != "cuda":
+        if cuda_graph and kind not in ("auto", "cuda"):
             raise UnsupportedInputError("cuda_graph=True", [f"the device must be cuda, got {kind}"])
         options: dict[str, Any] = {"threads": threads, "optimize": optimize, "fp8": self.info.fp8}
+        self.notes: tuple[str, ...] = ()
         try:
+            kind = "cuda" if kind == "auto" else kind
             session = open_session(self.path, kind, index, **options, cuda_graph=cuda_graph)
         except ProviderError as error:
             if device != "auto" or cuda_graph:
@@ -223,10 +210,6 @@ class OnnxRunner:
         Raises:
             ValueError: dtype or shape does not match the file.
         """
-        if not isinstance(images, np.ndarray | Tensor):
-            raise TypeError(f"images must be a numpy array or a torch tensor, got {type(images).__name__}")
-        if isinstance(images, Tensor) and (images.is_meta or images.layout != torch.strided):
-            raise ValueError(f"images must be dense and not on the meta device, got {images.layout} on {images.device}")
         if self.takes_pixels and images.ndim == 3:
             images = images[None]
         self._signature.check(images)
@@ -270,11 +253,8 @@ class OnnxRunner:
 
     def prepare(self, image: Image.Image) -> np.ndarray:
         """Returns an image: preprocessed fp32 [channels, H, W], or uint8 [H, W, channels] if the file preprocesses."""
-        from PIL import Image
-
         from vit_fast.apps.data import make_transform
 
-        check_type("image", image, Image.Image)
         if self.takes_pixels:
             pixels = np.asarray(image.convert("L" if self.in_chans == 1 else "RGB"), np.uint8)
             return pixels.reshape(image.height, image.width, self.in_chans)
